@@ -34,7 +34,7 @@ from support.recipes import RECIPES
 from support.watch import Run, Stepper, World, run
 from support.worlds import PIPELINES, worlds
 
-RUNS = worlds(SOME_SYSTEMS, PIPELINES[:3])
+RUNS = worlds(SOME_SYSTEMS, PIPELINES[:3], parts=2)
 
 
 @cache

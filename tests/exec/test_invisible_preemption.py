@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import pytest
 from engines import (
@@ -38,6 +37,7 @@ from skipjoin.policies.eviction import Recompute
 from skipjoin.recipes import Settings
 from support.policies import DropTails, LendAll, LendAlongside, SpillAll
 from support.recipes import build
+from support.worlds import halved
 
 
 class Fails:
@@ -215,14 +215,6 @@ def outputs(requests: list[Request]) -> list[list[int]]:
     return [request.output for request in requests]
 
 
-def halved(cases: Iterable[str], begin: int) -> list[Any]:
-    """Return test parameters, every second of which is marked `exhaustive`."""
-    return [
-        pytest.param(case, marks=pytest.mark.exhaustive if (number + begin) % 2 else ())
-        for number, case in enumerate(cases)
-    ]
-
-
 @pytest.mark.parametrize("turn", [0, pytest.param(3, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("case", FORCED)
 def test_preemption_changes_no_tokens(turn: int, case: str) -> None:
@@ -259,7 +251,7 @@ def test_int8_kv_of_shared_blocks_and_prefixes_is_never_rounded_again(case: str,
     assert found["adopted"] >= MIN_COUNT
 
 
-@pytest.mark.parametrize("case", FORCED)
+@pytest.mark.parametrize("case", halved(FORCED))
 def test_preemption_changes_no_tokens_with_prefix_caching(case: str) -> None:
     number = list(FORCED).index(case)
     family, attention = list(CONFIGS)[number % len(CONFIGS)], ("auto", "torch")[number // len(CONFIGS) % 2]
@@ -273,7 +265,7 @@ def test_preemption_changes_no_tokens_with_prefix_caching(case: str) -> None:
 
 
 # Half of the cases stop at EOS, and the other half are aborted.
-@pytest.mark.parametrize("case", halved(FORCED, 0))
+@pytest.mark.parametrize("case", halved(FORCED))
 def test_preemption_changes_no_outputs_that_stop_at_eos(case: str) -> None:
     # A token that occurs in the middle of outputs; with overlap it is found one step late.
     alone = outputs_alone("llama")

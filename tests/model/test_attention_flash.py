@@ -108,8 +108,9 @@ def test_pages_are_passed_without_copies(library, window):
     assert not keys.is_contiguous()
 
 
-@pytest.mark.parametrize("mix", [MIX, MIX[::-1], [(30, 1), (9, 1), (17, 1)], [(0, 20), (3, 9)]])
-@pytest.mark.parametrize("window", [0, 11])
+@pytest.mark.parametrize(
+    ("mix", "window"), [(MIX, 0), (MIX[::-1], 11), ([(30, 1), (9, 1), (17, 1)], 0), ([(0, 20), (3, 9)], 11)]
+)
 def test_triton_serves_only_the_segments_of_shared_blocks(library, mix, window):
     case = half(mix, ends="mixed", window=window)
     before = case.kv.tensor.clone()

@@ -23,6 +23,7 @@ from skipjoin.model.kernels.decode_attention import CHUNK_KEYS, MAX_CHUNKS, deco
 from skipjoin.model.kernels.paged import INTERPRETED
 from skipjoin.model.kernels.prefill_attention import prefill_configs, query_tiles
 from skipjoin.model.kernels.tuning import TunedTable
+from support.worlds import exhaustive
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Tolerances of half types account for the result, the weights as operands, and the stored rotated keys.
@@ -64,13 +65,12 @@ def test_mixed_batches(shape):
     case(shape, MIX, ends="both", seed=1).check(backend, 1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", ["opt", "gqa4"])
+@pytest.mark.parametrize(("shape", "dtype"), [("opt", torch.bfloat16), ("gqa4", torch.float16)], ids=str)
 def test_half_types(shape, dtype):
     case(shape, MIX, dtype=dtype, ends="both").check(TritonAttention(), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("shape", ["mha", "gqa3", "gqa4"])
+@pytest.mark.parametrize("shape", ["gqa3", *map(exhaustive, ("mha", "gqa4"))])
 def test_int8_cache(shape):
     # A new key that rounds differently as bfloat16 may get other codes.
     case(shape, MIX, dtype=torch.bfloat16, kv_dtype=torch.int8, ends="both").check(TritonAttention(), 2e-2)
@@ -141,7 +141,7 @@ def test_chunks_do_not_depend_on_other_sequences():
         assert len(some.items) == sum(len(some.chunks(i)) for i in range(3))
 
 
-@pytest.mark.parametrize(("shape", "count"), [("opt", 6), ("gqa4", 5)])
+@pytest.mark.parametrize(("shape", "count"), [exhaustive("opt", 6), ("gqa4", 5)])
 def test_every_config_produces_the_same_output(shape, count):
     heads, kv_heads, dim = SHAPES[shape][:3]
     assert len(decode_configs(heads // kv_heads, dim, 2)) == count
@@ -208,7 +208,7 @@ def test_tuned_sizes_are_used(monkeypatch):
     Case(2, 2, 16, MIX, device=DEVICE).check(TritonAttention(table), 1e-5)
 
 
-@pytest.mark.parametrize("name", ["opt", "qwen3"])
+@pytest.mark.parametrize("name", [exhaustive("opt"), "qwen3"])
 def test_logits_equal_those_of_torch_attention(name, tmp_path):
     reference = save_reference(name, tmp_path)
     model = load_model(tmp_path, dtype="float32", attention="torch", device=DEVICE)

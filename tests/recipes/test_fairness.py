@@ -21,6 +21,7 @@ from support.load import load, make
 from support.policies import COST, SOME_SYSTEMS, SYSTEMS
 from support.recipes import build
 from support.watch import Run, World, run
+from support.worlds import each_recipe
 
 WEIGHT = 2.0
 # A few steps. The paper's bound, for a server that cannot pause requests, is twice the pool's weighted capacity.
@@ -66,7 +67,7 @@ def while_both_wait(recipe: str, weight: float | None) -> Counter[str]:
     return service(done, until=ends[-World.max_seqs - 1])
 
 
-@pytest.mark.parametrize("recipe", SYSTEMS)
+@pytest.mark.parametrize("recipe", each_recipe())
 def test_clients_that_compete_get_equal_service(recipe: str) -> None:
     served = while_both_wait(recipe, WEIGHT)
     assert served["quiet"] > 5 * BOUND
@@ -88,7 +89,7 @@ def test_clients_do_not_evict_each_other_in_turn(recipe: str) -> None:
 
 
 # With fairness, `adaptive` limits the recomputation that first tokens cause.
-@pytest.mark.parametrize("recipe", sorted(set(SYSTEMS) - {"adaptive"}))
+@pytest.mark.parametrize("recipe", each_recipe("adaptive"))
 def test_fairness_changes_no_plan_of_a_single_client(recipe: str) -> None:
     assert run(world(recipe, WEIGHT), load(5, 16)).trace == run(world(recipe, None), load(5, 16)).trace
 

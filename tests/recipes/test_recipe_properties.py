@@ -35,7 +35,7 @@ from support.recipes import RECIPES, build
 from support.watch import Run, Stepper, World, run
 from support.worlds import PIPELINES, combinations, each_recipe, world_of, worlds
 
-every_world = pytest.mark.parametrize("world", worlds(SYSTEMS, PIPELINES))
+every_world = pytest.mark.parametrize("world", worlds(SYSTEMS, PIPELINES, parts=2))
 # These reserve their maximum or expected need, so that they evict only where a policy looks ahead.
 ROOMY = ("static", "orca", "orca-exact", "srtf")
 # Plans in flight change the reasons for their few evictions, so that these are counted with one plan in flight.

@@ -14,7 +14,7 @@ from skipjoin.policies.cost import LinearCost
 from support.load import load, make
 from support.recipes import RECIPES
 from support.watch import Run, Stepper, World, run
-from support.worlds import each_recipe
+from support.worlds import each_recipe, halved, is_variant
 
 # A static batch runs to its end, and round robin serves both classes equally.
 BANDED = sorted(set(RECIPES) - {"static", "round-robin"})
@@ -50,7 +50,7 @@ def mean_time(done: Run) -> float:
     )
 
 
-@pytest.mark.parametrize("recipe", each_recipe("static", "round-robin", *PACKING))
+@pytest.mark.parametrize("recipe", halved(name for name in BANDED if not is_variant(name) and name not in PACKING))
 def test_a_best_effort_flood_delays_real_time_requests_little(recipe: str) -> None:
     """Steps become longer, and that is all. Without classes, the flood costs far more under FCFS."""
     floods = flood_of(0), flood_of(40), flood_of(40, best_effort=False)

@@ -15,6 +15,7 @@ from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import Request
 from support.load import make
 from support.watch import World, run
+from support.worlds import checkered
 
 MAX_OUTPUT = 40
 # Forecast of an output of a number of tokens; None makes no forecast.
@@ -63,8 +64,9 @@ def figures(recipe: str, forecasts: str) -> Figures:
     return Figures(statistics.mean(times), max(times), done.end)
 
 
-@pytest.mark.parametrize("forecasts", FORECASTS)
-@pytest.mark.parametrize("recipe", ["adaptive", "alise", "synccoupled", "econoserve"])
+@pytest.mark.parametrize(
+    ("forecasts", "recipe"), checkered([*FORECASTS], ["adaptive", "alise", "synccoupled", "econoserve"])
+)
 def test_no_forecast_makes_a_recipe_twice_as_slow_as_fcfs(recipe: str, forecasts: str) -> None:
     found, base = figures(recipe, forecasts), figures("fcfs", "none")
     worse = tuple(one / other for one, other in zip(found, base, strict=True))

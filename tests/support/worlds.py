@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -46,6 +46,24 @@ def each_recipe(*but: str) -> list[Any]:
 def is_variant(label: str) -> bool:
     base, dash, _ = label.partition("-")
     return bool(dash) and base in RECIPES
+
+
+def exhaustive(*values: Any) -> Any:
+    """Return a test parameter that only `make test-all` runs."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
+def halved(cases: Iterable[Any], begin: int = 0) -> list[Any]:
+    """Return test parameters, every second of which is marked `exhaustive`; `begin` 1 exchanges them."""
+    return [exhaustive(case) if (number + begin) % 2 else pytest.param(case) for number, case in enumerate(cases)]
+
+
+def checkered(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
+    """Return a test parameter for each pair. Every value is unmarked with half of the others' values."""
+    return [
+        exhaustive(*pair) if sum(places) % 2 else pytest.param(*pair)
+        for places, pair in zip(product(range(len(one)), range(len(other))), product(one, other), strict=True)
+    ]
 
 
 def world_of(recipe: str, pipeline: Pipeline, eviction: str | None, **settings: Any) -> World:

@@ -181,7 +181,7 @@ def test_prompts_are_not_held_back_while_a_static_batch_forms() -> None:
     context=st.sampled_from([0.0, 1e-7, 1e-3]),
     slots=st.booleans(),
 )
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=2, deadline=None)
 def test_no_request_is_skipped_for_long(recipe: str, stages: int, seed: int, context: float, slots: bool) -> None:
     """While slots and tokens remain, a runnable request with KV is skipped in at most `stages` - 1 consecutive plans,
     however fast the cost of context grows. No stage is without a plan while a request can run."""

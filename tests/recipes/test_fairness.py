@@ -18,7 +18,7 @@ from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import Settings
 from skipjoin.sim.driver import Replica, simulate
 from support.load import load, make
-from support.policies import COST, SOME_SYSTEMS, SYSTEMS
+from support.policies import COST, SOME_SYSTEMS
 from support.recipes import build
 from support.watch import Run, World, run
 from support.worlds import each_recipe
@@ -129,7 +129,7 @@ def chat_s(recipe: str, others: list[Request]) -> float:
     return ends[0] - chat.arrival
 
 
-@pytest.mark.parametrize("recipe", [name for name in SYSTEMS if name not in ("static", "round-robin")])
+@pytest.mark.parametrize("recipe", each_recipe("static", "round-robin"))
 def test_a_chat_takes_at_most_three_times_as_long_alongside_640_sequences(recipe: str) -> None:
     """This excludes recipes whose batch or turn runs to its end."""
     assert chat_s(recipe, flood("noisy", 640, 0, output=100)) <= 3 * chat_s(recipe, [])

@@ -369,7 +369,7 @@ def test_plans_equal_those_of_fcfs_while_nothing_is_short(recipe: str, pipeline:
 )
 def test_these_worlds_cause_evictions(recipe: str) -> None:
     """Otherwise the properties above would hold without evictions to test them."""
-    for (system, pipeline, eviction), marks in combinations(SYSTEMS, PIPELINES, sorted(EVICTIONS)):
+    for (system, pipeline, eviction), marks in combinations(SYSTEMS, PIPELINES, sorted(EVICTIONS), parts=2):
         if system != recipe or marks:
             continue
         done = served(world_of(recipe, PIPELINES[0] if recipe in RARELY_EVICT else pipeline, eviction))

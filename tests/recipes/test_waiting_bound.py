@@ -170,12 +170,16 @@ def extremes(mode: str, depth: int, requests: int, slots: int, stages: int = 1) 
 def duels(deep: set[tuple[str, int]]) -> pytest.MarkDecorator:
     """Run a test for every mode, number of plans in flight and number of stages.
 
+    `make test` has half of the adversaries, which alternate.
+
     Args:
-        deep: Modes and stages for which `make test` has two plans in flight as well, with half of the adversaries.
+        deep: Modes and stages for which `make test` has two plans in flight as well.
     """
     cases = []
     for number, mode in enumerate(MODES):
-        cases.append(pytest.param(mode, 1, 1, range(len(ADVERSARIES)), id=mode))
+        for half in (0, 1):
+            marks = () if half == number % 2 else pytest.mark.exhaustive
+            cases.append(pytest.param(mode, 1, 1, range(half, len(ADVERSARIES), 2), id=f"{mode}-{half}", marks=marks))
         for stages, half in product((1, 2), (0, 1)):
             is_usual = (mode, stages) in deep and half == (number + stages) % 2
             seeds, name = range(half, len(ADVERSARIES), 2), f"{mode}-2-{stages}-{half}"

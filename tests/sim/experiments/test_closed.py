@@ -24,6 +24,7 @@ from skipjoin.workload.streams import ClosedMode, parse_closed
 from skipjoin.workload.workload import with_closed
 from support.recipes import SPELLED
 from support.simulated import SYSTEM, WORKLOAD, repeatable
+from support.worlds import checkered
 
 BATCH, REFILL = ClosedMode
 SIZE, DURATION_S = 6, 8.0
@@ -98,8 +99,7 @@ def test_the_lengths_of_a_job_depend_on_its_number_and_seed_only() -> None:
     assert lengths(cell(seed=4))[:SIZE] != expected[:SIZE]
 
 
-@every_mode
-@pytest.mark.parametrize("recipe", ["fcfs", "fastserve", "econoserve"])
+@pytest.mark.parametrize(("recipe", "mode"), checkered(["fcfs", "fastserve", "econoserve"], [*ClosedMode]))
 def test_the_same_arguments_give_the_same_record(recipe: str, mode: ClosedMode) -> None:
     one = cell(replace(SYSTEM, recipe=recipe), mode=mode)
     record = run(one)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_int64, c_void_p
@@ -89,7 +90,7 @@ def _declared(call: Any, *arguments: type) -> Callable[..., None]:
     return declared
 
 
-class StagedQuantizer(Protocol):
+class StagedQuantizer(ABC):
     """Quantizer that converts blocks on their device and copies rows of several blocks to and from the CPU tier."""
 
     def quantize(
@@ -108,11 +109,13 @@ class StagedQuantizer(Protocol):
                 rows[first : first + count].copy_(host.tensor[first_from : first_from + count], non_blocking=True)
             self.from_rows(device, host, target[at:end], rows)
 
+    @abstractmethod
     def to_rows(self, host: QuantizedKV, device: PagedKV, source: Sequence[int], last: int) -> torch.Tensor:
         """Return rows of blocks on the device; the last block has `last` tokens."""
-        ...
 
-    def from_rows(self, device: PagedKV, host: QuantizedKV, target: Sequence[int], rows: torch.Tensor) -> None: ...
+    @abstractmethod
+    def from_rows(self, device: PagedKV, host: QuantizedKV, target: Sequence[int], rows: torch.Tensor) -> None:
+        """Write rows to blocks."""
 
 
 def new_rows(host: QuantizedKV, device: PagedKV, count: int) -> torch.Tensor:

@@ -7,8 +7,8 @@ serves each request up to the same number of tokens, and none beyond. At `load` 
 x tokens of each request, with E[min(X, x)] = E[X] / load, and finishes those of at most x tokens: load x P(X <= x)
 times as many as `fcfs` finishes. Work on the others is lost to the throughput, as long as the load lasts.
 
-First tokens: `adaptive` runs in the held-out cell with its worst mean, with other values of `first_share`. Each takes
-half a minute of a core.
+First tokens: `adaptive` runs with other values of `first_share` in the held-out cell and the tuning cells with its
+worst means. Each takes a minute or two of a core.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ from arena.grid import FIRST, LENGTHS, LOADS, ArenaCell, full
 from arena.run import capacity, simulate
 
 _DRAWN = 5000
-_WORST, _SHARES = "near, 8b, 4 GiB, 128 slots, load 2, ", (0.1, 0.2)
+_WORST = (
+    "near, 8b, 4 GiB, 128 slots, load 2, ",
+    "near, 13b, 45 GiB, 64 slots, load 2, ",
+    "equal, 13b, 45 GiB, 64 slots, load 2, ",
+)
+_SHARES = (0.1, 0.2, 0.5)
 
 
 def relative_throughput(lengths: Sequence[int], load: float) -> float:
@@ -56,16 +61,20 @@ def main() -> None:
             f"{load:g}": round(relative_throughput(lengths, load), 3) for load in sorted(LOADS) if load > 1
         }
         harness.show(name, record["rows"][name])
-    worst = next(cell for cell in full(final=True) if cell.name.startswith(_WORST))
-    rate = round(round(capacity(worst.saturated()), 4) * worst.load, 4)
+    record["first_share"] = {}
+    cells = [*full(final=True), *full(final=False)]
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        found = {share: pool.submit(simulate, worst, f"adaptive[first_share={share:g}]", rate) for share in _SHARES}
-        rows = {
-            f"{share:g}": {name: float(f"{x:.4g}") for name, x in one.result().items()} for share, one in found.items()
-        }
-    record["first_share"] = {"cell": worst.name, "rows": rows}
-    for share, figures in rows.items():
-        harness.show(f"first_share {share}", figures)
+        for start in _WORST:
+            worst = next(cell for cell in cells if cell.name.startswith(start))
+            rate = round(round(capacity(worst.saturated()), 4) * worst.load, 4)
+            recipes = [f"adaptive[first_share={share:g}]" for share in _SHARES]
+            found = pool.map(simulate, [worst] * len(recipes), recipes, [rate] * len(recipes))
+            rows = record["first_share"][worst.name] = {
+                f"{share:g}": {name: float(f"{x:.4g}") for name, x in figures.items()}
+                for share, figures in zip(_SHARES, found, strict=True)
+            }
+            for share, figures in rows.items():
+                harness.show(worst.name, f"first_share {share}", figures)
     harness.write_record(record, args.out)
 
 

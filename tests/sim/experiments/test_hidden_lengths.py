@@ -57,7 +57,7 @@ def observed(system: System, output: int, slo: Slo = NO_SLO) -> list[str]:
 def cases() -> list[Any]:
     """Return test parameters. Variants of a recipe with another eviction policy run with a pipeline only."""
     found = []
-    for values, marks in combinations(sorted(set(RECIPES) - ORACLES), (1, 2), (NO_SLO, SCALED), parts=2):
+    for values, marks in combinations(sorted(set(RECIPES) - ORACLES), (1, 2), (NO_SLO, SCALED)):
         recipe, stages, slo = values
         name = "-".join((recipe, str(stages), *["deadlines"] * (slo is SCALED)))
         is_rare = stages == 1 and recipe not in SYSTEMS

@@ -26,7 +26,7 @@ from skipjoin.workload.traces import read_trace
 from skipjoin.workload.workload import Replay, with_best_effort
 from support.recipes import RECIPES, SPELLED
 from support.simulated import CELL, COST, SYSTEM, WORKLOAD, repeatable
-from support.worlds import combinations, each_recipe, halved, is_variant
+from support.worlds import combinations, each_recipe
 
 
 def test_another_seed_gives_another_record() -> None:
@@ -248,7 +248,7 @@ def test_batched_simulation_of_steps_gives_the_record_of_single_steps(
     assert rate_rps > 2.0 or sum(batched) > 0.3 * single["steps"]
 
 
-@pytest.mark.parametrize("recipe", halved(name for name in sorted(RECIPES) if not is_variant(name)))
+@pytest.mark.parametrize("recipe", each_recipe())
 def test_batched_simulation_of_steps_changes_no_recipe(recipe: str) -> None:
     cell = cramped(recipe, 10.0, math.inf)
     assert repeatable(run(cell)) == approximate(repeatable(run(cell, on_events=lambda events: None)))

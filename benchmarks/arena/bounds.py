@@ -8,7 +8,7 @@ x tokens of each request, with E[min(X, x)] = E[X] / load, and finishes those of
 times as many as `fcfs` finishes. Work on the others is lost to the throughput, as long as the load lasts.
 
 First tokens: `adaptive` runs with other values of `first_share` in the held-out cell and the tuning cells with its
-worst means. Each takes a minute or two of a core.
+worst means. All take a quarter of an hour of two cores.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 
 from skipjoin.model.attention.triton_backend import TritonAttention
 from skipjoin.model.kernels.paged import INTERPRETED
+from support.worlds import exhaustive
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="Triton is not interpreted")
 
@@ -51,7 +52,7 @@ def interpreted(family: str):
 
 @pytest.mark.parametrize(
     ("family", "depth", "eviction"),
-    [("qwen3", 2, SwapAll), pytest.param("llama", 1, SpillAll, marks=pytest.mark.exhaustive)],
+    [("qwen3", 2, SwapAll), exhaustive("llama", 1, SpillAll)],
 )
 def test_graphs_produce_the_tokens_of_eager_steps(family: str, depth: int, eviction: type[Recompute]) -> None:
     plain, graphed = (shortened(mixed_requests()[:4], 8) for _ in range(2))

@@ -32,6 +32,7 @@ from skipjoin.sim.driver import Replica, simulate
 from skipjoin.sim.experiments.machines import Machine
 from support.policies import SYSTEMS, SpillAny
 from support.recipes import RECIPES, build, own
+from support.worlds import exhaustive
 
 # Moves take about as long as steps, so that some are in flight for several steps.
 COST = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-4, context_token=1e-5, block=1.5e-3)
@@ -143,7 +144,7 @@ class Run:
 
 
 # A recipe that swaps has one depth without a CPU tier and the other with one. `exhaustive` exchanges them.
-@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("turn", [0, exhaustive(1)])
 @pytest.mark.parametrize(
     ("recipes", "cpu_blocks"), [(SYSTEMS, 0), ([*SWAPPING, SPILLING, FAIR], 40)], ids=["drop", "swap"]
 )

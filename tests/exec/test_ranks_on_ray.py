@@ -32,6 +32,7 @@ from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.sampling import SamplingParams
 from skipjoin.structured_output import StructuredOutput
 from support.recipes import SPELLED
+from support.worlds import exhaustive
 
 pytestmark = pytest.mark.ray
 pytest.importorskip("ray")
@@ -184,7 +185,7 @@ def test_stages_of_several_ranks_change_no_tokens(expected: Outputs) -> None:
 
 @pytest.mark.parametrize(
     ("tp", "pp", "recipe"),
-    [(2, 1, "fastserve"), pytest.param(2, 2, SPELLED["mlfq"], marks=pytest.mark.exhaustive)],
+    [(2, 1, "fastserve"), exhaustive(2, 2, SPELLED["mlfq"])],
 )
 def test_killed_ranks_change_no_tokens(tp: int, pp: int, recipe: str, expected: Outputs) -> None:
     """Memory holds a third of the requests, so that they are also swapped and dropped.

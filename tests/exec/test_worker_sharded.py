@@ -47,6 +47,7 @@ from skipjoin.model.parallel import Shard
 from skipjoin.policies.eviction import Recompute
 from skipjoin.sampling import SamplingParams
 from support.policies import LendAll, SpillAll
+from support.worlds import exhaustive
 
 LAYOUTS = ((2, 1), (1, 2), (2, 2), (1, 3))
 _RESTLESS = dict(eviction=lambda: Restless(5), device_blocks=40, cpu_blocks=40, slots=2, chunk=5)
@@ -158,7 +159,7 @@ def test_ranks_produce_the_tokens_of_one_rank_with_overlapped_steps(case: str) -
     assert outputs(requests) == outputs_alone("qwen3")
 
 
-@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("turn", [0, exhaustive(1)])
 @pytest.mark.parametrize("case", FORCED)
 def test_ranks_produce_the_tokens_of_one_rank_with_busy_stages(case: str, turn: int) -> None:
     pp = 2 + (list(FORCED).index(case) + turn) % 2

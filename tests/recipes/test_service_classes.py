@@ -14,7 +14,7 @@ from skipjoin.policies.cost import LinearCost
 from support.load import load, make
 from support.recipes import RECIPES
 from support.watch import Run, Stepper, World, run
-from support.worlds import each_recipe, halved, is_variant
+from support.worlds import each_recipe, exhaustive, halved, is_variant
 
 # A static batch runs to its end, and round robin serves both classes equally.
 BANDED = sorted(set(RECIPES) - {"static", "round-robin"})
@@ -22,7 +22,7 @@ PACKING = sorted(name for name in RECIPES if name.startswith("bros"))
 
 
 # Every other recipe has overlapped steps. `exhaustive` exchanges them.
-@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("turn", [0, exhaustive(1)])
 @pytest.mark.parametrize("recipe", each_recipe())
 def test_requests_of_both_classes_finish_with_all_their_tokens(recipe: str, turn: int) -> None:
     overlap = (sorted(RECIPES).index(recipe) + turn) % 2

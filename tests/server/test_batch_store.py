@@ -42,6 +42,7 @@ from skipjoin.server.batches.records import (
 from skipjoin.server.batches.store import Store
 from skipjoin.server.batches.tables import batches, servers
 from support.postgres import Postgres
+from support.worlds import exhaustive
 
 pytestmark = pytest.mark.anyio
 OTHER = "b" * 64
@@ -199,7 +200,7 @@ class Model:
             assert (await self.stores[0].batch(OTHER if owner == OWNER else OWNER, batch_id)) is None
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (2, 3))])
+@pytest.mark.parametrize("seed", [0, 1, *map(exhaustive, (2, 3))])
 async def test_every_line_finishes_exactly_once(location: StoreLocation, seed: int) -> None:
     model = Model(location, seed)
     async with location.opened(servers=2) as stores:

@@ -8,6 +8,7 @@ import pytest
 from recorded_runs import HASHES, RESERVING, RUNS, record_hashes
 
 from support.recipes import SPELLED
+from support.worlds import exhaustive
 
 STORED = json.loads(HASHES.read_text()) if HASHES.exists() else {}
 
@@ -17,7 +18,7 @@ AGAIN = "a100-40gb:pp2, swap 1"
 AGAIN_RECIPES = ("fastserve", "fcfs", "mlfq", "orca", "sarathi", "static")
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("seed", [0, exhaustive(1)])
 @pytest.mark.parametrize(
     "run", [pytest.param(run, marks=[pytest.mark.exhaustive] if ":pp2" in run else []) for run in RUNS]
 )

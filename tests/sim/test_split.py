@@ -26,7 +26,7 @@ from skipjoin.sim.split import Handover, Network, SplitTraffic, SplitWatcher
 from support.load import load, make
 from support.recipes import RECIPES
 from support.watch import World
-from support.worlds import each_recipe
+from support.worlds import each_recipe, exhaustive
 
 order = attrgetter("request.id")
 TOKEN_BYTES, BYTES_PER_S = 1000, 1e6
@@ -118,7 +118,7 @@ def prompt_tokens_of(requests: list[Request]) -> int:
 
 
 # Every other recipe has two stages. `exhaustive` exchanges them.
-@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("turn", [0, exhaustive(1)])
 @pytest.mark.parametrize("recipe", each_recipe())
 def test_only_prefill_replicas_compute_prompts(recipe: str, turn: int) -> None:
     stages = 1 + (sorted(RECIPES).index(recipe) + turn) % 2

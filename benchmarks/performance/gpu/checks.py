@@ -103,7 +103,7 @@ def measure_sanitizer(task: Task) -> Figures:
     for check in ("memcheck", "racecheck"):
         limit = max(30.0, task.left_s / (2 if check == "memcheck" else 1))
         options = ["--tool", check, "--error-exitcode", "99", "--print-limit", "20"]
-        # torch asks CUDA for what may be missing.
+        # Calls by which torch asks what CUDA supports may fail.
         options += ["--report-api-errors", "no"] if check == "memcheck" else []
         figures[check] = _checked([tool, *options, *program], limit)
         task.keep(figures)

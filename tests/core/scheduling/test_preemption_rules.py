@@ -26,6 +26,7 @@ from skipjoin.policies.eviction import Defer, Recompute
 from support.load import load, make
 from support.policies import DropTails, Ranks, SpillAll, SwapAll
 from support.watch import Stepper, WatchedCore, World, run
+from support.worlds import exhaustive
 
 
 def scene(
@@ -112,8 +113,8 @@ def test_a_victim_takes_the_cpu_blocks_of_a_lower_ranked_request_if_they_suffice
         "adaptive",
         "mlfq",
         "fixed-priority",
-        pytest.param("srpt", marks=pytest.mark.exhaustive),
-        pytest.param("round-robin", marks=pytest.mark.exhaustive),
+        exhaustive("srpt"),
+        exhaustive("round-robin"),
     ],
 )
 def test_skipping_returns_that_must_fail_changes_no_plan(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:

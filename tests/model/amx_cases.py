@@ -23,8 +23,8 @@ BF16_NEEDS = AVX512_NEEDS | {"avx512_bf16"}
 TILES = ("-mamx-tile", "-mamx-bf16")
 TILES_NEEDS = {"amx_tile", "amx_bf16"}
 INSTRUCTIONS = (*BF16, *TILES)
-# Plain arithmetic instead of the instructions.
-PLAIN = (*BF16, "-DSKIPJOIN_PLAIN_TILES")
+# Plain arithmetic instead of the instructions. Only tests use it, so that it need not be fast.
+PLAIN = (*BF16, "-DSKIPJOIN_PLAIN_TILES", "-O1")
 # Flags and required processor features by the path that a library must name. For AMX, plain arithmetic replaces the
 # instructions with the same bits, as test_ops_amx.py shows.
 TARGETS = {

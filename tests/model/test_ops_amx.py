@@ -62,7 +62,7 @@ def libraries(tmp_path_factory) -> tuple[ctypes.CDLL, ctypes.CDLL]:
     """Return the library with AMX instructions and the one with plain arithmetic instead."""
     try:
         made = [
-            ctypes.CDLL(str(build.compiled_library(INSTRUCTIONS)))
+            ctypes.CDLL(str(build.compiled_library()))
             if has_tiles_here()
             else emulated_library(tmp_path_factory.mktemp("emulated")),
             ctypes.CDLL(str(build.compiled_library(PLAIN))),

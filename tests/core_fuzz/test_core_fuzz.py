@@ -18,9 +18,9 @@ from support.recipes import RECIPES
 from support.worlds import each_recipe
 
 SEED = 32
-WORLDS = 60
+WORLDS = 40
 # Shared blocks have the largest number of states.
-MORE_WORLDS = {"bros": 250}
+MORE_WORLDS = {"bros": 150}
 SHRINK_S = 60.0
 
 

@@ -296,7 +296,7 @@ REFUSED = [
     ),
     ({"tensor_parallel_size": 2, "ray_address": "nowhere"}, ConfigError, "ray_address must be host:port"),
     ({"tensor_parallel_size": 2, "ray_address": "127.0.0.1:1"}, ConfigError, "this process already uses Ray at 127"),
-    (
+    exhaustive(
         {"distributed_executor_backend": "ray", "swap_space_gib": 1e5},
         ConfigError,
         r"swap_space_gib must be at most .* \(the machine has",

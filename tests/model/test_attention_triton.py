@@ -213,7 +213,7 @@ def test_logits_equal_those_of_torch_attention(name, tmp_path):
     reference = save_reference(name, tmp_path)
     model = load_model(tmp_path, dtype="float32", attention="torch", device=DEVICE)
     model.attention = TritonAttention()
-    ids = [[i * 7 % VOCAB for i in range(n)] for n in (1, 9, 20)]
+    ids = [[i * 7 % VOCAB for i in range(n)] for n in (1, 5, 12)]
     for tokens, ours in zip(ids, PagedRunner(model, ids, 4, seed=1).run(), strict=True):
         with torch.no_grad():
             expected = reference(torch.tensor([tokens])).logits[0]

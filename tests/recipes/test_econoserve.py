@@ -385,7 +385,7 @@ def disturbed(
 
 
 @given(st.fixed_dictionaries(WORLDS))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_all_requests_finish_under_random_events(world: dict[str, Any]) -> None:
     """Every request that is not aborted gets all its tokens."""
     stepper = disturbed(**world)

@@ -57,14 +57,18 @@ FAULTS = {
 }
 
 
+def with_instructions() -> ctypes.CDLL:
+    """Return the native library, or another one if the compiler does not use AMX by itself."""
+    native = ctypes.CDLL(str(build.compiled_library()))
+    return native if build.path_of(native) == "amx" else ctypes.CDLL(str(build.compiled_library(INSTRUCTIONS)))
+
+
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory) -> tuple[ctypes.CDLL, ctypes.CDLL]:
     """Return the library with AMX instructions and the one with plain arithmetic instead."""
     try:
         made = [
-            ctypes.CDLL(str(build.compiled_library()))
-            if has_tiles_here()
-            else emulated_library(tmp_path_factory.mktemp("emulated")),
+            with_instructions() if has_tiles_here() else emulated_library(tmp_path_factory.mktemp("emulated")),
             ctypes.CDLL(str(build.compiled_library(PLAIN))),
         ]
     except (OSError, subprocess.SubprocessError) as error:

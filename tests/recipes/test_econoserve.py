@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.core.events import Event, Finished, Planned, Preempted, Preemption, Reserved
@@ -385,7 +385,6 @@ def disturbed(
 
 
 @given(st.fixed_dictionaries(WORLDS))
-@settings(max_examples=30, deadline=None)
 def test_all_requests_finish_under_random_events(world: dict[str, Any]) -> None:
     """Every request that is not aborted gets all its tokens."""
     stepper = disturbed(**world)

@@ -15,7 +15,7 @@ from functools import cache, partial
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.core.events import Finished, Moved, MoveFailed, Planned, Preempted, Preemption
@@ -183,7 +183,6 @@ def failing(seed: int, share: float) -> Callable[[Move], bool]:
     block_s=st.sampled_from([0.0, 1e-4, 2e-3, 0.02]),  # of the link; a step takes 0.02 s and more
     fails=st.sampled_from([0.0, 0.0, 0.1, 0.5, 1.0]),
 )
-@settings(max_examples=30, deadline=None)
 def test_all_requests_finish_in_any_world(
     *,
     recipe: str,
@@ -227,7 +226,6 @@ def test_all_requests_finish_in_any_world(
     seed=st.integers(0, 10**6),
     share=st.sampled_from([0.05, 0.5, 1.0]),
 )
-@settings(max_examples=30, deadline=None)
 def test_forecasts_may_change_at_any_time(
     *, recipe: str, pipeline: tuple[int, bool, int], eviction: str | None, seed: int, share: float
 ) -> None:

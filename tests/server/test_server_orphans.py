@@ -108,7 +108,7 @@ def test_killed_server_leaves_no_processes_or_files(serve: Callable[..., Server]
     assert not server.folder.exists()
 
 
-@pytest.mark.exhaustive  # test_guard.py kills engines, too
+@pytest.mark.exhaustive  # test_guard.py kills a process with a guarded folder, too
 def test_killed_engine_leaves_no_processes_or_files(serve: Callable[..., Server]) -> None:
     server = serve()
     server.complete()

@@ -83,6 +83,7 @@ ALLOWED: dict[str, set[str]] = {
         "report",
         "sim",
         "sim.experiments",
+        "system.garbage",
         "version",
         "workload",
     },
@@ -175,6 +176,7 @@ ALLOWED: dict[str, set[str]] = {
         "server.metrics",
         "system.container",
         "system.disk",
+        "system.garbage",
         "system.machine",
         "system.own_folder",
         "version",
@@ -367,7 +369,8 @@ WITHOUT_HTTP = {
 # light, the command line, whose help must start quickly, code that needs Ray or vLLM, and the database of batches.
 LAZY = (
     *("exec", "model", "forecast", "formats", "__init__.py", "cli", "engine"),
-    *("server/lifecycle.py", "server/batches/database.py", "server/engines/engine_server.py"),
+    *("server/lifecycle.py", "server/batches/database.py"),
+    *("server/engines/engine_process.py", "server/engines/engine_server.py"),
     *("vllm/__init__.py", "vllm/plugin.py"),
 )
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice
 from typing import NamedTuple
@@ -30,6 +28,7 @@ from skipjoin.sim.experiments.split import Handovers, SplitFigures
 from skipjoin.sim.experiments.submissions import Submissions
 from skipjoin.sim.experiments.system import System
 from skipjoin.sim.split import Network, SplitTraffic
+from skipjoin.system.garbage import without_garbage_collection
 from skipjoin.version import VERSION
 
 # Number of requests between progress reports.
@@ -96,7 +95,7 @@ class Run:
             )
             for number, one in enumerate(machines)
         ]
-        with _without_garbage_collection(), located_errors():
+        with without_garbage_collection(), located_errors():
             arrivals = submissions.arrivals(taken, self._closed(shard, submissions))
             if handovers is None:
                 traffic: Traffic = Dispatched(arrivals, predictions or dispatch)
@@ -308,15 +307,3 @@ def _dispatch(system: System, machine: System, replicas: int, lengths: Callable[
     return make_dispatch(
         system.dispatch, replicas, machine.cost, lengths, blocks=machine.cache_blocks, block_size=machine.block_size
     )
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection: a run creates no cycles, and collection would take a third of its time."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()

@@ -30,24 +30,9 @@ def module(name: str) -> ModuleType:
 RUN, GRID, FLOOR = module("run"), module("grid"), module("floor")
 
 
-def rehearse(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(FOLDER / "run.py"), "--rehearse", "--out", str(out), *options]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-
-
 def test_rehearsals_are_marked_and_report_their_measurements(tmp_path: Path) -> None:
-    ran = rehearse(tmp_path, "--parts", "prefill,decode,activations,copies,sanitizer", "--minutes", "1")
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert not (tmp_path / "result.json").exists()
-    result = json.loads((tmp_path / "rehearsal.json").read_text())
-    assert (result["device"], result["rehearsal"]) == ("cpu", True)
-    assert "--parts machine,decode,prefill,activations,copies,sanitizer --minutes 1 --rehearse" in result["command"]
-    assert result["machine"]["versions"]["torch"]
-    assert list(result["parts"]) == ["machine", "decode", "prefill", "activations", "copies", "sanitizer"]
-    for outcome in result["parts"].values():
-        assert outcome["status"] == "ok"
-        assert outcome["seconds"] > 0
-        assert outcome["date"]
+    ran, result = rehearsal(tmp_path, "prefill,decode")
+    assert "--parts machine,decode,prefill --minutes 1 --rehearse" in result["command"]
     ceilings = result["parts"]["machine"]["figures"]["ceilings"]
     check_decodes(result["parts"]["decode"]["figures"]["batches"], ceilings["copy_bytes_per_s"])
     steps = result["parts"]["prefill"]["figures"]["steps"]
@@ -62,6 +47,11 @@ def test_rehearsals_are_marked_and_report_their_measurements(tmp_path: Path) -> 
     assert one["flop"] == 2 * 64 * weights + 2 * head + 4 * 2 * 64 * (64 * 65 // 2)
     assert four["flop"] == 2 * 64 * weights + 2 * 4 * head + 4 * 2 * 64 * 4 * (16 * 17 // 2)
     assert "of the matrix rate" in ran.stdout
+
+
+@pytest.mark.exhaustive
+def test_rehearsals_of_kernels_report_their_measurements(tmp_path: Path) -> None:
+    _, result = rehearsal(tmp_path, "activations,copies,sanitizer")
     assert all(move["share"]["median"] > 0 for move in result["parts"]["copies"]["figures"]["moves"])
     assert result["parts"]["sanitizer"]["figures"]["alone"]["status"] == "exit code 0"
     cases = result["parts"]["activations"]["figures"]["cases"]
@@ -69,6 +59,23 @@ def test_rehearsals_are_marked_and_report_their_measurements(tmp_path: Path) -> 
         (name, rows) for name in ("relu", "gelu", "gelu_tanh") for rows in (1, 4)
     }
     assert all(us["min"] > 0 for case in cases for us in case["us"].values())
+
+
+def rehearsal(out: Path, parts: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """Return the run of a rehearsal without faults, and its record."""
+    command = [sys.executable, str(FOLDER / "run.py"), "--rehearse", "--out", str(out), "--parts", parts]
+    ran = subprocess.run([*command, "--minutes", "1"], capture_output=True, text=True, check=False, timeout=120)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert not (out / "result.json").exists()
+    result = json.loads((out / "rehearsal.json").read_text())
+    assert (result["device"], result["rehearsal"]) == ("cpu", True)
+    assert result["machine"]["versions"]["torch"]
+    assert set(result["parts"]) == {"machine", *parts.split(",")}
+    for outcome in result["parts"].values():
+        assert outcome["status"] == "ok"
+        assert outcome["seconds"] > 0
+        assert outcome["date"]
+    return ran, result
 
 
 def check_decodes(batches: dict[str, Any], bandwidth: float) -> None:

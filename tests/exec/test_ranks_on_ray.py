@@ -172,12 +172,25 @@ def expected() -> Outputs:
         engine.executor.close()
 
 
-def test_stages_of_several_ranks_change_no_tokens(expected: Outputs) -> None:
+def test_stages_of_several_ranks_change_no_tokens_and_end_if_out_of_step(
+    expected: Outputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An altered plan is not the loss of a rank: the ranks are not restarted, and no token results."""
     engine = assemble(config(2, 2, recipe=SPELLED["mlfq"], recipe_params={"starvation_s": 0.2}))
     try:
         session = Session(engine)
         assert session.run() == expected
         assert session.count(Preempted)  # how often depends on how long steps take
+
+        again = Session(engine)
+        again.step()
+        link = engine.executor._live.executor._links[1]
+        send = link.send
+        monkeypatch.setattr(link, "send", lambda message: send(message[:-1] + bytes([message[-1] ^ 1])))
+        before = {number: list(tokens) for number, tokens in again.outputs.items()}
+        with pytest.raises(OutOfStepError, match=r"rank 1 .*checksum of all plans"):
+            again.run()
+        assert again.outputs == before
     finally:
         engine.executor.close()
     wait_until_gone()
@@ -240,24 +253,6 @@ def test_single_rank_restarts_while_busy_and_idle(expected: Outputs) -> None:
         again = Session(engine)
         assert again.run() == expected
         assert again.count(Restarted) == 0
-    finally:
-        engine.executor.close()
-    wait_until_gone()
-
-
-def test_out_of_step_rank_stops_the_engine_without_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An altered plan is not the loss of a rank: the ranks are not restarted, and no token results."""
-    engine = assemble(config(2, 1))
-    try:
-        session = Session(engine)
-        session.step()
-        link = engine.executor._live.executor._links[1]
-        send = link.send
-        monkeypatch.setattr(link, "send", lambda message: send(message[:-1] + bytes([message[-1] ^ 1])))
-        before = {number: list(tokens) for number, tokens in session.outputs.items()}
-        with pytest.raises(OutOfStepError, match=r"rank 1 .*checksum of all plans"):
-            session.run()
-        assert session.outputs == before
     finally:
         engine.executor.close()
     wait_until_gone()

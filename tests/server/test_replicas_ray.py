@@ -153,6 +153,7 @@ def test_sigterm_drains_and_leaves_no_process(server: ServerProcess) -> None:
 
 
 @needs_ray
+@pytest.mark.exhaustive  # test_server_orphans.py kills the process of a private cluster, too
 def test_sigkill_of_api_process_leaves_no_process(tokenizer_folder: Any) -> None:
     pytest.importorskip("ray")
     options = ["simulated", str(tokenizer_folder), "0.01", "4096", "512", "replicas=2"]

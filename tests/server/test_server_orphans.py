@@ -122,6 +122,7 @@ def test_killed_engine_leaves_no_processes_or_files(serve: Callable[..., Server]
     assert not server.folder.exists()
 
 
+@pytest.mark.exhaustive  # a failed engine closes its executor as a terminated one does
 def test_failed_engine_leaves_no_processes_or_files(serve: Callable[..., Server]) -> None:
     server = serve("--max-restarts", "0")
     server.complete()

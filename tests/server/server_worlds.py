@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import psutil
 import tiny_model as tiny
+from forked_servers import ForkedServer
 from msgspec.structs import replace
 
 from skipjoin.config import ServerConfig
@@ -215,12 +216,12 @@ class ServerProcess:
     """
 
     def __init__(self, command: list[str], enter: Sequence[str] = ()) -> None:
-        self.process = subprocess.Popen(
-            [*enter, sys.executable, str(HERE / "serve.py"), *command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self.process: ForkedServer | subprocess.Popen[str]
+        if enter:
+            program = [*enter, sys.executable, str(HERE / "serve.py"), *command]
+            self.process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        else:
+            self.process = ForkedServer(command)
         self.errors: list[str] = []
         self._reader = threading.Thread(target=self._read_errors, daemon=True)
         self._reader.start()

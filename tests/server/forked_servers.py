@@ -1,0 +1,118 @@
+"""Servers that fork from a process that has imported serve.py, because the imports take most of a server's start.
+
+python forked_servers.py SOCKET_DESCRIPTOR
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import IO, Any
+
+_MESSAGE_BYTES = 1 << 17
+# Modules that a server would import when it uses them.
+_LAZY = ("skipjoin.server.batches.database", "uvicorn.loops.auto", "uvicorn.lifespan.on")
+
+
+class ForkedServer:
+    """Stands in for the `subprocess.Popen` of a server."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self.returncode: int | None = None
+        (own_out, out), (own_err, err) = os.pipe(), os.pipe()
+        task = {"arguments": [*arguments], "environment": dict(os.environ), "folder": os.getcwd()}
+        self.pid: int = _parent().ask(task, out, err)
+        self._exit = os.pidfd_open(self.pid)
+        os.close(out)
+        os.close(err)
+        self.stdout: IO[str] = os.fdopen(own_out)
+        self.stderr: IO[str] = os.fdopen(own_err)
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            poll = select.poll()
+            poll.register(self._exit, select.POLLIN)
+            if not poll.poll(None if timeout is None else timeout * 1000):
+                raise subprocess.TimeoutExpired("serve.py", timeout or 0.0)
+            self.returncode = _parent().ask({"exited": self.pid})
+            os.close(self._exit)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._exit, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class _Parent:
+    """Client of the process that forks, which exits with this one."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, __file__, str(theirs.fileno())]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        theirs.close()
+
+    def ask(self, task: dict[str, Any], *files: int) -> int:
+        socket.send_fds(self._socket, [json.dumps(task).encode()], files)
+        answer = self._socket.recv(_MESSAGE_BYTES)
+        assert answer, "the process that forks servers has exited"
+        return int(answer)
+
+
+@functools.cache
+def _parent() -> _Parent:
+    return _Parent()
+
+
+def _serve(own: socket.socket) -> int:
+    """Fork servers until the client exits, and return the exit code of each process."""
+    import serve  # noqa: PLC0415 (only in this process)
+
+    for module in _LAZY:
+        with contextlib.suppress(ImportError):
+            __import__(module)
+    gc.freeze()
+    while True:
+        message, files, _, _ = socket.recv_fds(own, _MESSAGE_BYTES, 2)
+        if not message:
+            return 0
+        task = json.loads(message)
+        if "exited" in task:
+            answer = os.waitstatus_to_exitcode(os.waitpid(task["exited"], 0)[1])
+        elif (answer := os.fork()) == 0:
+            own.close()
+            for target, file in enumerate(files, 1):
+                os.dup2(file, target)
+                os.close(file)
+            os.chdir(task["folder"])
+            os.environ.clear()
+            os.environ.update(task["environment"])
+            sys.argv[1:] = task["arguments"]
+            return serve.main()
+        for file in files:
+            os.close(file)
+        own.send(str(answer).encode())
+
+
+if __name__ == "__main__":
+    sys.exit(_serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -20,7 +20,10 @@ from typing import IO, Any
 
 _MESSAGE_BYTES = 1 << 17
 # Modules that a server would import when it uses them.
-_LAZY = ("skipjoin.server.batches.database", "uvicorn.loops.auto", "uvicorn.lifespan.on")
+_LAZY = (
+    *("alembic.command", "aiosqlite", "sqlalchemy.dialects.sqlite", "pydantic.v1"),
+    *("skipjoin.server.batches.database", "skipjoin.server.batches.service", "skipjoin.forecast.owners"),
+)
 
 
 class ForkedServer:

@@ -240,6 +240,7 @@ def test_cluster_start_failure_reports_the_cause(tmp_path: Path) -> None:
 SERVE = "import sys; from skipjoin.cli import app; sys.argv[0] = 'skipjoin'; app()"
 
 
+@pytest.mark.exhaustive  # test_replicas_ray.py kills replicas on one node
 def test_replicas_leave_lost_nodes_and_exit_with_their_server(cluster: Nodes) -> None:
     """The server is killed, so that it can terminate nothing itself."""
     cluster.have(1, 1)

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import islice, pairwise, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.core.forecast import LENGTH_EDGES, Forecast, length_bin
@@ -235,7 +235,6 @@ def apply(simulation: Simulation, operation: str, number: int) -> None:
 
 @every_ordering
 @given(operations=OPERATIONS)
-@settings(max_examples=25)
 def test_ranked_is_all_requests_sorted_by_distinct_ranks(
     build: Callable[[], Ordering], operations: list[tuple[str, int]]
 ) -> None:
@@ -251,7 +250,6 @@ def test_ranked_is_all_requests_sorted_by_distinct_ranks(
 
 @pytest.mark.parametrize("name", [name for name in ORDERINGS if "econoserve" in name])
 @given(operations=OPERATIONS, prompt=st.integers(0, 40), output=st.integers(0, 8))
-@settings(max_examples=25)
 def test_requests_that_fit_are_found_in_rank_order(
     name: str, operations: list[tuple[str, int]], prompt: int, output: int
 ) -> None:
@@ -270,7 +268,6 @@ def test_requests_that_fit_are_found_in_rank_order(
 
 @every_ordering
 @given(operations=OPERATIONS)
-@settings(max_examples=25)
 def test_the_order_is_stable_between_calls_and_while_it_is_read(
     build: Callable[[], Ordering], operations: list[tuple[str, int]]
 ) -> None:
@@ -287,7 +284,6 @@ def test_the_order_is_stable_between_calls_and_while_it_is_read(
 
 @every_ordering
 @given(operations=OPERATIONS)
-@settings(max_examples=20)
 def test_outranks_is_a_strict_order_that_agrees_with_rank(
     build: Callable[[], Ordering], operations: list[tuple[str, int]]
 ) -> None:
@@ -307,7 +303,6 @@ def test_outranks_is_a_strict_order_that_agrees_with_rank(
 
 @every_ordering
 @given(operations=OPERATIONS, number=st.integers(0, 400), drop=st.booleans())
-@settings(max_examples=25)
 def test_eviction_never_improves_the_rank(
     build: Callable[[], Ordering], operations: list[tuple[str, int]], number: int, drop: bool
 ) -> None:
@@ -325,7 +320,6 @@ def test_eviction_never_improves_the_rank(
 
 @every_ordering
 @given(operations=OPERATIONS, chosen=st.integers(0, 2**40), later=st.floats(0, 5))
-@settings(max_examples=25)
 def test_next_turns_are_sorted_and_have_no_side_effects(
     build: Callable[[], Ordering], operations: list[tuple[str, int]], chosen: int, later: float
 ) -> None:
@@ -344,7 +338,6 @@ def test_next_turns_are_sorted_and_have_no_side_effects(
 
 @pytest.mark.parametrize("name", ["fcfs", "fixed key, many equal", "srpt", "prioritized fcfs", "prioritized srpt"])
 @given(operations=OPERATIONS)
-@settings(max_examples=25)
 def test_turns_agree_with_ranks_where_time_does_not_change_them(name: str, operations: list[tuple[str, int]]) -> None:
     simulation = Simulation(ORDERINGS[name]())
     for operation, number in operations:

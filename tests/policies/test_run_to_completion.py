@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.core.events import Event, Finished, Planned
@@ -297,7 +297,6 @@ def assert_static(events: list[Event], max_seqs: int) -> None:
     max_seqs=st.integers(1, 10),
     max_tokens=st.integers(1, 80),
 )
-@settings(max_examples=40)
 def test_any_load_is_served_in_static_batches(
     *,
     ordering: str,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.core.events import Finished
@@ -42,7 +42,6 @@ def test_output_does_not_depend_on_depth(world: World) -> None:
 
 
 @given(seed=st.integers(0, 10**6), blocks=st.integers(26, 80), slots=st.integers(1, 8))
-@settings(max_examples=25)
 def test_output_does_not_depend_on_depth_for_any_load(seed: int, blocks: int, slots: int) -> None:
     world = World("fastserve", 2, True, EVICTIONS["proactive"], device_blocks=blocks, max_seqs=slots)
     done = run(world, stopping_load(seed), sample=stopping)

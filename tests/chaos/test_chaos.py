@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from chaos.driver import possible_worlds, run_rounds
 from chaos.faults import FAULTS
 from chaos.plan import WORLDS, Ask, Round, plan
 from chaos.soak import MAX_GROWTH_MIB, Memory, growth, slope, verdict
+from support.worlds import exhaustive
 
 SEED = 20
 # In this order the server restarts only after each kill and for the small disk.
@@ -23,19 +25,21 @@ CUT = (("plain", "pause engine"), ("plain", "kill engine"), ("plain", "kill api"
 STREAM = {"stream": True}
 
 
-def cut() -> list[Round]:
+def cut(pairs: Sequence[tuple[str, str]]) -> list[Round]:
     """Return a round with fewer requests for each pair that this machine supports."""
     possible = {world.name: world for world in possible_worlds() if not world.needs_ray}
     return [
         replace(this, block=block, world=possible[world], fault=fault, asks=this.asks[:12], late_s=0.8)
-        for number, (world, fault) in enumerate(CUT)
+        for number, (world, fault) in enumerate(pairs)
         if world in possible
         for this, block in [(plan(SEED, number), world == "small disk")]
     ]
 
 
-def test_short_chaos_run_finds_nothing() -> None:
-    found = asyncio.run(run_rounds(cut()))
+# test_batch_disk.py fills the disk of a server, too.
+@pytest.mark.parametrize("pairs", [CUT[:-1], exhaustive(CUT)], ids=len)
+def test_short_chaos_run_finds_nothing(pairs: Sequence[tuple[str, str]]) -> None:
+    found = asyncio.run(run_rounds(cut(pairs)))
     assert not found, "\n".join(found)
 
 

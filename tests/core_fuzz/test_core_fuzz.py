@@ -18,9 +18,9 @@ from support.recipes import RECIPES
 from support.worlds import each_recipe
 
 SEED = 32
-WORLDS = 40
+WORLDS = 30
 # Shared blocks have the largest number of states.
-MORE_WORLDS = {"bros": 150}
+MORE_WORLDS = {"bros": 120}
 SHRINK_S = 60.0
 
 

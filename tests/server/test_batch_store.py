@@ -200,7 +200,7 @@ class Model:
             assert (await self.stores[0].batch(OTHER if owner == OWNER else OWNER, batch_id)) is None
 
 
-@pytest.mark.parametrize("seed", [0, 1, *map(exhaustive, (2, 3))])
+@pytest.mark.parametrize("seed", [0, *map(exhaustive, (1, 2, 3))])
 async def test_every_line_finishes_exactly_once(location: StoreLocation, seed: int) -> None:
     model = Model(location, seed)
     async with location.opened(servers=2) as stores:

@@ -28,6 +28,7 @@ from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.simulation import run
 from skipjoin.sim.experiments.sweep import Grid, RateSearch, ReplicaSearch, sweep
 from support.simulated import CELL, SYSTEM, WORKLOAD, repeatable
+from support.worlds import exhaustive
 
 SKIPJOIN = str(Path(sys.executable).parent / "skipjoin")
 SMALL = ["--model", "opt-13b", "--kv-gib", "11", "--lengths", "uniform:8-64,4-16", "--duration", "20"]
@@ -273,7 +274,7 @@ def test_invalid_options_give_a_one_line_error(options: str, message: str) -> No
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, exhaustive(signal.SIGTERM)])
 def test_a_signal_keeps_finished_records_and_leaves_no_process(tmp_path: Path, number: int) -> None:
     out = tmp_path / "out.json"
     seeds = ",".join(map(str, range(200)))

@@ -366,7 +366,8 @@ WITHOUT_HTTP = {
     "service",
 }
 # Paths in which marked imports may be inside functions: optional back ends, the package itself, whose import must stay
-# light, the command line, whose help must start quickly, code that needs Ray or vLLM, and the database of batches.
+# light, the command line, whose help must start quickly, code that needs Ray or vLLM, the engine process, which imports
+# torch without garbage collection, and the database of batches.
 LAZY = (
     *("exec", "model", "forecast", "formats", "__init__.py", "cli", "engine"),
     *("server/lifecycle.py", "server/batches/database.py"),

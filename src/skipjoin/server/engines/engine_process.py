@@ -15,7 +15,7 @@ _OTHER_FACTS = {"cost", "caches_prefixes", "max_num_seqs", "max_num_batched_toke
 
 
 def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[Loop, Ready]:
-    # Collections would take a sixth of the time of importing torch.
+    # Collections would visit the many objects that importing torch creates for good.
     with without_garbage_collection():
         from skipjoin.engine.build import assemble  # noqa: PLC0415
         from skipjoin.engine.loop import EngineLoop  # noqa: PLC0415

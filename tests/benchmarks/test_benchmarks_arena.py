@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import ExitStack, closing
+from functools import partial
 from itertools import combinations, product
 from pathlib import Path
 
@@ -14,12 +15,14 @@ from support.figures import BENCHMARKS
 
 sys.path.insert(0, str(BENCHMARKS))
 
+from arena import lockstep
 from arena import run as arena
 from arena.engine import EngineCell
 from arena.figures import GOALS, OURS, PAPERS, RIVALS, ratios, summary, with_rivals
 from arena.grid import FIRST, HELD_OUT, PROFILED, SYSTEMS, TEXTS, ArenaCell, covering, full, quick
 from arena.lockstep import FIELDS, TimedEngine, race
 from arena.picture import draw
+from skipjoin.config import EngineConfig
 from skipjoin.report.plots import style
 from skipjoin.workload.workload import synthetic
 
@@ -94,7 +97,8 @@ def test_the_record_agrees_with_its_cells() -> None:
     assert all(name.startswith(TEXTS) or PROFILED in name for name in others)
 
 
-def test_engines_take_turns_by_their_own_clocks() -> None:
+def test_engines_take_turns_by_their_own_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lockstep, "EngineConfig", partial(EngineConfig, profile="off"))
     cell = EngineCell((), kv_gib=0.01, seqs=4)
     jobs = synthetic("uniform:5-20,3-8", "poisson").draw(200.0, 0.2, 0)
     with ExitStack() as stack:

@@ -5,6 +5,7 @@ python forked_servers.py SOCKET_DESCRIPTOR
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -74,6 +75,11 @@ class _Parent:
         command = [sys.executable, __file__, str(theirs.fileno())]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
 
     def ask(self, task: dict[str, Any], *files: int) -> int:
         socket.send_fds(self._socket, [json.dumps(task).encode()], files)

@@ -124,7 +124,7 @@ class ScriptedEngine:
         if not self.paused:
             self.step()
         if self.live:
-            asyncio.get_running_loop().call_later(0.001 if self.paused else 0, self._iterate)
+            asyncio.get_running_loop().call_later(0.01 if self.paused else 0, self._iterate)
 
     def step(self) -> None:
         """Generate one token of each request."""

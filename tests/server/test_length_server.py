@@ -102,7 +102,7 @@ async def wait_for_outcomes(api: Api, number: int) -> dict[str, float]:
     end = time.monotonic() + 10
     while sum((found := await outcomes(api)).values()) < number:
         assert time.monotonic() < end
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
     return found
 
 

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import importlib
 import json
 import os
 import select
@@ -98,8 +99,8 @@ def _serve(own: socket.socket) -> int:
     import serve  # noqa: PLC0415 (only in this process)
 
     for module in _LAZY:
-        with contextlib.suppress(ImportError):
-            __import__(module)
+        with contextlib.suppress(ImportError):  # of extras that are not installed
+            importlib.import_module(module)
     gc.freeze()
     while True:
         message, files, _, _ = socket.recv_fds(own, _MESSAGE_BYTES, 2)

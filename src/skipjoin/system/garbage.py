@@ -1,4 +1,4 @@
-"""Garbage collection, disabled where it takes much time and frees nothing."""
+"""Suspension of garbage collection where it would take much time and free nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection. The caller must create no large cycles of objects."""
+    """Disable garbage collection, for code that leaves few reference cycles."""
     was = gc.isenabled()
     gc.disable()
     try:

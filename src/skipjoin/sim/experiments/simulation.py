@@ -95,6 +95,7 @@ class Run:
             )
             for number, one in enumerate(machines)
         ]
+        # A run creates no reference cycles.
         with without_garbage_collection(), located_errors():
             arrivals = submissions.arrivals(taken, self._closed(shard, submissions))
             if handovers is None:

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-import support.interpreted  # noqa: F401 (read when triton is imported)
+from support.interpreted import quick_interpreter  # noqa: F401 (before triton is imported)

@@ -5,6 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import support.interpreted  # noqa: F401 (read when triton is imported)
+from support.interpreted import quick_interpreter  # noqa: F401 (before triton is imported)
 
 sys.path.insert(0, str(Path(__file__).parent))

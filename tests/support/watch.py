@@ -107,7 +107,9 @@ PATIENCE = 5000
 
 
 class WatchedCore(EngineCore):
-    """An engine core that checks every plan, and after every call that no block is leaked or doubled.
+    """An engine core that checks every plan, and after every decision that no block is leaked or doubled.
+
+    A decision follows every step, so that a step that leaks a block is found by the next one.
 
     Attributes:
         trace: All plans with their times.
@@ -164,7 +166,6 @@ class WatchedCore(EngineCore):
             assert not was_live[index] or slices[index].request.computed < end, f"a wrong read is kept: {problem}"
         if len(self.requests) < live or tokens < sum(len(request.output) for request in self.requests.values()):
             self._fruitless = 0
-        self.kv.check()
 
     def abort(self, request_id: int, now: float, reason: FinishReason = FinishReason.ABORT) -> bool:
         found = super().abort(request_id, now, reason)
@@ -182,6 +183,7 @@ class WatchedCore(EngineCore):
     def assert_all_free(self) -> None:
         """Assert that no block is held or reserved, except targets of copies in transit for the prefix cache."""
         kv = self.kv
+        kv.check()
         assert not self.plans
         assert not self.requests
         copied = kv.blocks_in_transit[Direction.OUT]

@@ -74,6 +74,7 @@ def test_relative_links_lead_to_files_and_headings(document: Path) -> None:
     assert not broken
 
 
+@pytest.mark.exhaustive  # continuous integration builds it with `make docs`
 def test_site_builds_in_strict_mode(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
@@ -18,12 +19,17 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import psutil
 import pytest
 from server_worlds import HERE, ServerProcess, StartServer, simulated_server
 from simulated_engine import HOPELESS, OUT_OF_MEMORY, STUCK
+
+from skipjoin.config import EngineConfig, ForecastConfig, ServerConfig
+from skipjoin.server.lifecycle import EXIT_OK, Server
+from skipjoin.server.settings import check_settings
 
 JSON_HEAD = "Host: localhost\r\nContent-Type: application/json"
 LONG = {"prompt": "abc", "max_tokens": 500, "stream": True}
@@ -296,7 +302,31 @@ def test_second_signal_exits_immediately(start_server: StartServer) -> None:
     server.process.send_signal(signal.SIGINT)
     until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
     server.process.send_signal(signal.SIGINT)
-    assert server.process.wait(15) == 0  # The stream would take 25 s.
+    assert server.process.wait(15) == 0, server.errors  # The stream would take 25 s.
+
+
+class KilledAtOnce:
+    """Engines that have died when `kill` returns."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.died, self.cause = asyncio.Event(), "killed"
+
+    def kill(self) -> None:
+        self.died.set()
+
+
+@pytest.mark.anyio
+async def test_an_engine_killed_by_the_second_signal_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = check_settings(EngineConfig(), ServerConfig(batch_dir="none"), ForecastConfig())
+    server = Server(settings, (), KilledAtOnce)
+    started = asyncio.Event()
+    monkeypatch.setattr(server, "_start", AsyncMock(return_value="a tokenizer"))
+    monkeypatch.setattr(server, "_announce", lambda *urls: started.set())
+    serving = asyncio.create_task(server._serve([]))
+    await started.wait()
+    server._on_signal()
+    server._on_signal()
+    assert await serving == EXIT_OK
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -226,7 +226,8 @@ class Server:
             return EXIT_OK
         self._announce(*urls)
         await _first(self._stop.wait(), self._engine.died.wait())
-        if self._engine.died.is_set():  # a signal may have arrived since
+        # A signal may have arrived since, and a second one kills the engine.
+        if self._engine.died.is_set() and self._signals < 2:
             logger.error("the engine has died: %s", self._engine.cause)
             if not self._stop.is_set():
                 logger.error("this server exits in %g s", DEATH_GRACE_S)

@@ -18,10 +18,10 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(autouse=True, scope="session")
 def quick_interpreter() -> None:
-    """Let Triton's interpreter do only what affects results, which takes half of the time.
+    """Let Triton's interpreter do only what affects results, which saves a third of the time.
 
     At each launch of a kernel it would look for the functions that it replaces. For each sum and product it would
-    compute whether the result overflows, which it reports only with `TRITON_DEBUG`.
+    compute whether the result overflows, which it reports only with its option `debug`.
     """
     if (interpreter := sys.modules.get("triton.runtime.interpreter")) is None:
         return

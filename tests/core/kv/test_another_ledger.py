@@ -136,10 +136,10 @@ def plain(part: Any) -> Any:
 
 
 def events_of(world: World, ledger: BlockLedger, best_effort: float) -> list[Event]:
-    """Return all events of a run of 200 requests."""
+    """Return all events of a run of 80 requests."""
     events: list[Event] = []
     core = EngineCore(Scheduler(world.policies(), ledger, depth=world.depth, overlap=world.overlap))
-    requests = load(7, 200, outputs=(1, 30), best_effort=best_effort)
+    requests = load(7, 80, outputs=(1, 30), best_effort=best_effort)
     simulate(Replica(core, SimulatedExecutor(world.cost, stages=world.stages)), requests, on_events=events.extend)
     assert all(request.finish_reason for request in requests)
     assert ledger.device_free == ledger.available == ledger.device_total

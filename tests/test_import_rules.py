@@ -114,6 +114,7 @@ ALLOWED: dict[str, set[str]] = {
         "model",
         "sampling",
         "system.container",
+        "system.garbage",
         "version",
     },
     "model": {
@@ -554,10 +555,11 @@ def test_imports_are_at_the_top_of_the_file() -> None:
     assert not wrong, broken(f"only marked imports in {LAZY} may be inside functions", wrong)
 
 
-def test_scheduling_and_simulation_load_no_heavy_modules() -> None:
+def test_scheduling_simulation_and_placement_of_ranks_load_no_heavy_modules() -> None:
     program = (
         "import sys\n"
         "import skipjoin.core.engine, skipjoin.policies, skipjoin.recipes, skipjoin.sim.driver\n"
+        "import skipjoin.exec.ranks.rank_actor\n"
         "print(*sorted({'torch', 'numpy', 'asyncio', 'zmq', 'transformers', 'fastapi'} & set(sys.modules)))\n"
     )
     loaded = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)

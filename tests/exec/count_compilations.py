@@ -20,8 +20,9 @@ from triton.runtime.jit import create_function_from_signature
 
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepPlan
+from skipjoin.exec.base import LargestStep
 from skipjoin.exec.kv_store import KVStore
-from skipjoin.exec.memory import LargestStep, largest_steps
+from skipjoin.exec.memory import largest_steps
 from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.warm_up import warm_up
 from skipjoin.exec.worker import Worker

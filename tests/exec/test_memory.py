@@ -12,7 +12,8 @@ from engines import BLOCK_SIZE, CONFIGS, make_store, tiny_model
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.engine.sizing import device_blocks
 from skipjoin.exec import memory, rank_spec
-from skipjoin.exec.memory import LargestStep, largest_steps, measure_peak, peak_of
+from skipjoin.exec.base import LargestStep
+from skipjoin.exec.memory import largest_steps, measure_peak, peak_of
 from skipjoin.exec.rank_spec import MemoryBudget, RankSpec, memory_budget_of
 from skipjoin.exec.worker import Worker
 from skipjoin.model.causal_lm import CausalLM

@@ -75,7 +75,7 @@ def start(cluster: Nodes, tp: int, pp: int, **settings: Any) -> Engine:
 
 def node_names(engine: Engine) -> list[str]:
     """Return the node name of each rank."""
-    return [place.node for place in engine.executor._live.call("place")]
+    return [place.node for place in engine.executor._live.places]
 
 
 def test_ranks_of_a_stage_share_a_node(cluster: Nodes, expected: Outputs) -> None:
@@ -141,9 +141,11 @@ def test_lost_nodes_are_replaced(
             again.run()
         for number, tokens in again.outputs.items():
             assert tokens == expected[number][: len(tokens)]
+        with pytest.raises(RankError, match="the ranks are not running"):
+            again.loop.step()
     finally:
         engine.executor.close()
-    assert sum("restarting all ranks" in record.message for record in caplog.records) == 4
+    assert sum("restarting all ranks" in record.message for record in caplog.records) == 5
 
 
 def test_ranks_are_placed_on_reachable_nodes_only(cluster: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from engines import make_store, tiny_model
 
-from skipjoin.exec.memory import LargestStep
+from skipjoin.exec.base import LargestStep
 from skipjoin.exec.warm_up import warm_up
 
 

@@ -37,7 +37,7 @@ from skipjoin.exec.rank_spec import make_store
 from skipjoin.exec.ranks.cluster import Cluster, import_ray
 from skipjoin.exec.ranks.links import Address, RankListener, connect
 from skipjoin.exec.ranks.plan_messages import PlanReader, PlanWriter
-from skipjoin.exec.ranks.rank_actor import RankModel
+from skipjoin.exec.ranks.rank_model import RankModel
 from skipjoin.exec.ranks.ranks import GroupSizes, RankGroup
 from skipjoin.exec.sampling import Sampling
 from skipjoin.model.loader import load_model

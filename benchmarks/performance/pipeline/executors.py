@@ -7,7 +7,7 @@ from pathlib import Path
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.memory import LargestStep
 from skipjoin.exec.rank_spec import make_store
-from skipjoin.exec.ranks.rank_actor import RankModel
+from skipjoin.exec.ranks.rank_model import RankModel
 from skipjoin.exec.ranks.ranks import GroupSizes, RankedExecutor
 from skipjoin.model.loader import load_model
 

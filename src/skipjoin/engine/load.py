@@ -13,10 +13,10 @@ from skipjoin.config import ConfigError, EngineConfig, bytes_per_s
 from skipjoin.config.profile import ProfileKey
 from skipjoin.engine.profiling.profiler import profile_key
 from skipjoin.engine.sizing import cpu_blocks, device_blocks
-from skipjoin.exec.base import RankError
+from skipjoin.exec.base import LargestStep, RankError
 from skipjoin.exec.graphs import graph_batch_sizes, graph_bytes, record_graphs, replays
 from skipjoin.exec.local import LocalExecutor
-from skipjoin.exec.memory import LargestStep, measure_peak
+from skipjoin.exec.memory import measure_peak
 from skipjoin.exec.rank_spec import MemoryBudget, ModelExecutor, RankSpec, make_store, memory_budget_of, rank_spec_of
 from skipjoin.exec.warm_up import warm_up
 from skipjoin.model.config import ModelConfig
@@ -108,7 +108,7 @@ def _load_here(config: EngineConfig, folder: Path, max_len: int, on_progress: On
 def _load_ranks(config: EngineConfig, folder: Path, max_len: int, on_progress: OnProgress) -> RankedExecutor:
     # Imported lazily: Ray is optional.
     from skipjoin.exec.ranks.cluster import ClusterError  # noqa: PLC0415
-    from skipjoin.exec.ranks.rank_actor import RankModel  # noqa: PLC0415
+    from skipjoin.exec.ranks.rank_model import RankModel  # noqa: PLC0415
     from skipjoin.exec.ranks.ranks import GroupSizes, RankedExecutor  # noqa: PLC0415
 
     model = RankModel(

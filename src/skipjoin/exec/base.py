@@ -1,9 +1,17 @@
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepPlan, StepResult
+
+
+class LargestStep(NamedTuple):
+    """Limits of a step; `positions` is per request, prompt and output."""
+
+    tokens: int
+    seqs: int
+    positions: int
 
 
 class RankError(Exception):

@@ -7,6 +7,7 @@ import torch
 
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepPlan
+from skipjoin.exec.base import LargestStep
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.worker import Worker
@@ -28,14 +29,6 @@ _DECODE_CONTEXT = 1024
 _GREEDIEST = SamplingParams(
     temperature=1.0, top_p=0.95, repetition_penalty=1.1, presence_penalty=0.1, logprobs=1, prompt_logprobs=1
 )
-
-
-class LargestStep(NamedTuple):
-    """Limits of a step; `positions` is per request, prompt and output."""
-
-    tokens: int
-    seqs: int
-    positions: int
 
 
 class Peaks(NamedTuple):

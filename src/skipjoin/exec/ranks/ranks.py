@@ -16,7 +16,8 @@ from skipjoin.exec.rank_spec import MemoryBudget, RankSpec
 from skipjoin.exec.ranks.cluster import Cluster, ClusterError, import_ray
 from skipjoin.exec.ranks.links import RankListener
 from skipjoin.exec.ranks.nodes import Node, away_from, known_nodes, silent
-from skipjoin.exec.ranks.rank_actor import RankActor, RankModel, RankPlace, versions
+from skipjoin.exec.ranks.rank_actor import RankActor, RankPlace, versions
+from skipjoin.exec.ranks.rank_model import RankModel
 from skipjoin.exec.ranks.sharded import ShardedExecutor, ShardedHandle
 from skipjoin.model.config import ModelError
 from skipjoin.model.parallel import Shard
@@ -82,7 +83,8 @@ class RankGroup:
         return self._executor
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        return self._answers([getattr(actor, method).remote(*arguments) for actor in self._actors])
+        """Return the results of a method of each `RankProcess`."""
+        return self._answers([actor.call.remote(method, *arguments) for actor in self._actors])
 
     def close(self) -> None:
         if self._executor is not None:
@@ -101,12 +103,12 @@ class RankGroup:
         sizes = self._sizes
         on_progress("placing ranks", 0.0)
         self._place(model.device, patience_s)
-        places: list[RankPlace] = self.call("place")
-        self._check_versions(places)
+        self.places: list[RankPlace] = self._answers([actor.place.remote() for actor in self._actors])
+        self._check_versions()
         meeting = self._answers([self._actors[0].open_store.remote()])[0] if sizes.ranks > 1 else None
-        here = Counter(place.node for place in places)
+        here = Counter(place.node for place in self.places)
         loading = [
-            actor.load.remote(model, Shard.of_rank(rank, *sizes), meeting, here[places[rank].node])
+            actor.call.remote("load", model, Shard.of_rank(rank, *sizes), meeting, here[self.places[rank].node])
             for rank, actor in enumerate(self._actors)
         ]
         self._follow(loading, on_progress)
@@ -118,7 +120,7 @@ class RankGroup:
         listener = RankListener(cluster.ip)
         try:
             for actor in self._actors:
-                actor.serve.remote(listener.address, listener.secret)
+                actor.call.remote("serve", listener.address, listener.secret)
             links = listener.accept(sizes.ranks, _CONNECT_S)
         finally:
             listener.close()
@@ -168,8 +170,8 @@ class RankGroup:
     def _layout(self) -> str:
         return f"tensor_parallel_size {self._sizes.tp} x pipeline_parallel_size {self._sizes.pp}"
 
-    def _check_versions(self, places: Sequence[RankPlace]) -> None:
-        for place in places:
+    def _check_versions(self) -> None:
+        for place in self.places:
             for name, ours in versions().items():
                 if (theirs := place.versions[name]) != ours:
                     raise ClusterError(f"node {place.ip} has {name} {theirs}, this node has {ours}; they must be equal")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from skipjoin.builtin import builtin_model_path
-from skipjoin.exec.base import RankError
-from skipjoin.exec.memory import LargestStep
-from skipjoin.exec.ranks import rank_actor
-from skipjoin.exec.ranks.rank_actor import RankActor, RankModel
+from skipjoin.exec.base import LargestStep, RankError
+from skipjoin.exec.ranks import rank_process
+from skipjoin.exec.ranks.rank_model import RankModel
+from skipjoin.exec.ranks.rank_process import RankProcess
 from skipjoin.model.parallel import Shard
 
 
@@ -32,18 +32,18 @@ def test_a_rank_generates_dummy_weights(tmp_path: Path, monkeypatch: pytest.Monk
         kv_cache_dtype="auto",
         quantization="none",
     )
-    rank = RankActor()
+    rank = RankProcess("127.0.0.1")
     part, room = rank.load(of, Shard(), None, 1)
-    saved, _ = RankActor().load(
+    saved, _ = RankProcess("127.0.0.1").load(
         of._replace(folder=str(builtin_model_path()), load_format="auto"), Shard(), None, ranks_here=1
     )
     assert part == saved
     assert room.ram > 0
     # A rank that cannot record its decode steps reports so, and all ranks run them eagerly.
     assert rank.make_pools(4, 0)
-    monkeypatch.setattr(rank_actor, "replays", lambda model: True)
+    monkeypatch.setattr(rank_process, "replays", lambda model: True)
     monkeypatch.setattr(
-        rank_actor, "record_graphs", lambda model, pool, sizes, longest: found if sizes == (1, 4) else 0
+        rank_process, "record_graphs", lambda model, pool, sizes, longest: found if sizes == (1, 4) else 0
     )
     for found, recorded in ((None, False), ("graphs", True)):
         rank.load(of._replace(graph_sizes=(1, 4)), Shard(), None, 1)

@@ -23,7 +23,7 @@ from skipjoin.engine.text import Output
 from skipjoin.model.tokenizer import load_tokenizer
 from skipjoin.sampling import TokenDetail, TokenLogprob
 from skipjoin.server.engines.sequences import MAX_OF_SEQUENCE, MAX_WAITING, OutputQueue
-from support.pace import STALL_S, max_stall_s, slowness
+from support.pace import STALL_S, slowness
 
 pytestmark = pytest.mark.anyio
 LARGEST = 4 << 20
@@ -317,21 +317,11 @@ async def test_full_queue_refuses_before_tokenization(make_api: MakeApi, monkeyp
                 assert response.status_code == 429
                 assert 1 <= int(response.headers["retry-after"]) <= 60
 
-            assert await time_of(post) < max_stall_s()
+            assert await stall_of(post) < STALL_S
         api.engine.paused = False
         monkeypatch.undo()
         await running
         assert api.is_clean()
-
-
-async def time_of(work: Callable[[], Awaitable[None]]) -> float:
-    """Return the minimum time of three runs, without that of other processes."""
-    times = []
-    for _ in range(3):
-        begin, used = time.perf_counter(), time.process_time()
-        await work()
-        times.append(min(time.perf_counter() - begin, time.process_time() - used))
-    return min(times)
 
 
 # -- slow readers -----------------------------------------------------------------------------------------------

@@ -87,6 +87,7 @@ def serve() -> Iterator[Callable[..., Server]]:
         server.close()
 
 
+@pytest.mark.exhaustive  # test_ranks_on_ray.py closes a cluster, and test_replicas_ray.py terminates a server
 def test_terminated_server_leaves_no_processes_or_files(serve: Callable[..., Server]) -> None:
     """The engine ignores signals, because service managers signal all processes of a service."""
     server = serve()

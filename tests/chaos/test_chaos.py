@@ -21,7 +21,7 @@ from support.worlds import exhaustive
 
 SEED = 20
 # In this order the server restarts only after each kill and for the small disk.
-CUT = (("plain", "pause engine"), ("plain", "kill engine"), ("plain", "kill api"), ("small disk", "full disk"))
+CUT = (("plain", "kill engine"), ("plain", "kill api"), ("plain", "pause engine"), ("small disk", "full disk"))
 STREAM = {"stream": True}
 
 
@@ -36,8 +36,8 @@ def cut(pairs: Sequence[tuple[str, str]]) -> list[Round]:
     ]
 
 
-# test_batch_disk.py fills the disk of a server, too.
-@pytest.mark.parametrize("pairs", [CUT[:-1], exhaustive(CUT)], ids=len)
+# test_replica_links.py pauses an engine, and test_batch_disk.py fills the disk of a server, too.
+@pytest.mark.parametrize("pairs", [CUT[:2], exhaustive(CUT)], ids=len)
 def test_short_chaos_run_finds_nothing(pairs: Sequence[tuple[str, str]]) -> None:
     found = asyncio.run(run_rounds(cut(pairs)))
     assert not found, "\n".join(found)

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.core.forecast import LENGTH_EDGES, length_bin, length_quantile
@@ -39,7 +39,6 @@ def teach(forecaster: Forecaster, requests: int = 150, max_tokens: int = 4096) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None)
 @given(
     prompt=st.lists(st.integers(0, 200_000), max_size=60),
     max_tokens=st.integers(1, 1 << 20),

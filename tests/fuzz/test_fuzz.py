@@ -23,7 +23,7 @@ from skipjoin.server.batches.service import Batches
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.metrics import Metrics
 
-SEED, SECONDS = 33, 5.0
+SEED, SECONDS = 33, 3.0
 
 
 @pytest.mark.timeout(600)

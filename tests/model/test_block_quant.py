@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from quant_cases import BLOCKS, DTYPES, check_bound, fill, pools, round_trip, same_rows, without_subnormals
 
@@ -26,7 +26,6 @@ SHAPES = st.tuples(st.sampled_from(DTYPES), st.sampled_from([1, 3, 16, 33]), st.
 
 
 @ways
-@settings(max_examples=60, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 2**32), share=st.floats(0, 1))
 def test_error_is_at_most_half_a_scale(by: BlockQuantizer, shape, seed: int, share: float) -> None:
     dtype, block_size, dim = shape
@@ -62,7 +61,6 @@ def test_constant_channels_are_exact(by: BlockQuantizer) -> None:
 
 
 @pytest.mark.skipif(LIBRARY is None, reason="no compiler")
-@settings(max_examples=40, deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 2**32))
 def test_compiled_quantizer_is_bit_identical_to_torch(shape, seed: int) -> None:
     found = []

@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.core.policy import CostModel
@@ -118,7 +118,6 @@ def scaled(cost: LinearCost, factors: list[float]) -> LinearCost:
 FACTORS = st.lists(st.floats(1 / 3, 3), min_size=6, max_size=6)
 
 
-@settings(max_examples=100)
 @given(factors=FACTORS, seed=st.integers(0, 1000))
 def test_learning_converges_from_a_poor_guess_under_noise(factors: list[float], seed: int) -> None:
     cost = LearningCost(scaled(TRUTH, factors))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.core.kv.prefixes import ContentPrefix
@@ -207,7 +207,6 @@ def test_prefixes_that_a_replica_lost_are_not_expected_there() -> None:
     assert len(rule._held._holders) <= 150
 
 
-@settings(max_examples=30)
 @given(st.integers(2, 5), st.integers(1, 60), st.lists(st.integers(1, 40), min_size=20, max_size=60))
 def test_a_prefix_that_all_requests_share_is_spread_over_all_replicas(
     replicas: int, blocks: int, outputs: list[int]

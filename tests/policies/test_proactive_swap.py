@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.core.events import Preemption
@@ -169,7 +169,6 @@ def test_equal_turns_do_not_replace_each_other() -> None:
     assert setup.step() == ([], [])
 
 
-@settings(max_examples=100)
 @given(
     holders=st.lists(st.builds(Holder, st.integers(0, 5), st.integers(1, 6), st.booleans()), max_size=8),
     spare=st.integers(0, 8),

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from server_worlds import MakeApi
 
@@ -175,7 +175,6 @@ def test_continuously_loaded_keys_converge_to_equal_shares(keys: int, sizes: tup
         assert abs(held[name] / 3000 - share) <= max(4, *sizes), held
 
 
-@settings(max_examples=50)
 @given(
     st.lists(
         st.tuples(st.sampled_from("abc"), st.sampled_from(["ask", "size", "start", "end", "wait"]), st.integers(0, 30)),

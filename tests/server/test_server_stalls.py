@@ -190,7 +190,7 @@ VALUES = [
 
 
 @given(st.sampled_from([(path, name) for path, names in PATHS.items() for name in names]), st.sampled_from(VALUES))
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
 def test_no_field_value_takes_excessive_time_or_memory(
     post_body: Callable[[str, bytes], tuple[int, float, int]], field: tuple[str, str], value: tuple[str, str, str]
 ) -> None:

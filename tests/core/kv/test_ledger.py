@@ -362,7 +362,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedgerMachine = LedgerMachine.TestCase
-TestLedgerMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None, derandomize=True)
+TestLedgerMachine.settings = settings(stateful_step_count=50)
 
 
 def blocks_of(kv: KVLedger, number: int, tokens: int) -> Request:

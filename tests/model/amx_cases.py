@@ -9,16 +9,18 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 from withhold_tiles import ARCH_PRCTL, REQUEST_PERMISSION
 
 from skipjoin.model.ops import build
 
-# Only tests use the libraries below. They need not be fast, and the compiler takes half of the time.
-QUICK = "-Og"
+# Only tests of products and attention use the libraries below, which need not be fast. The compiler takes a third of
+# the time.
+QUICK, SOURCES = ("-Og", "-DSKIPJOIN_FEW_SOURCES"), ("layer_ops.cpp", "paged_attention.cpp", "layers.cpp", "pool.cpp")
 EMULATOR = Path(__file__).with_name("amx_emulator.cpp")
 # Compiler flags by instruction set, and the features in /proc/cpuinfo of a processor that runs the result.
-AVX2 = (*build.AVX2, QUICK)
+AVX2 = (*build.AVX2, *QUICK)
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 AVX512_NEEDS = build.AVX2_NEEDS | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 BF16 = (*AVX512, "-mavx512bf16")
@@ -35,7 +37,7 @@ TARGETS = {
     "avx512-bf16": (BF16, BF16_NEEDS),
     "avx512": (AVX512, AVX512_NEEDS),
     "avx2": (AVX2, build.AVX2_NEEDS),
-    "generic": ((QUICK,), set()),
+    "generic": (QUICK, set()),
 }
 
 
@@ -49,7 +51,13 @@ def compiled(path: str) -> Path:
     flags, _ = TARGETS[path]
     if path == "avx512-bf16" and not build.cpu_features() >= TILES_NEEDS:
         flags = INSTRUCTIONS  # without tiles, code for AMX takes this path, and test_ops_amx.py needs it
-    return build.compiled_library(flags)
+    return quick_library(flags)
+
+
+def quick_library(flags: tuple[str, ...]) -> Path:
+    """Return the library of `SOURCES` for flags with `QUICK`, building it if it is missing."""
+    with mock.patch.object(build, "SOURCES", SOURCES):
+        return build.compiled_library(flags)
 
 
 def emulated_library(folder: Path) -> ctypes.CDLL:
@@ -61,7 +69,7 @@ def emulated_library(folder: Path) -> ctypes.CDLL:
         OSError: There is no compiler.
         subprocess.SubprocessError: It does not know AMX.
     """
-    library = shutil.copy(build.compiled_library(INSTRUCTIONS), folder / "instructions.so")
+    library = shutil.copy(quick_library(INSTRUCTIONS), folder / "instructions.so")
     compiler, emulated = shutil.which("g++") or shutil.which("clang++"), folder / "emulated.so"
     if compiler is None:
         raise OSError("no compiler for the emulator")

@@ -31,6 +31,7 @@ from amx_cases import (
     emulated_library,
     has_tiles,
     has_tiles_here,
+    quick_library,
 )
 from withhold_tiles import ARCH_PRCTL, REQUEST_PERMISSION
 
@@ -60,7 +61,7 @@ FAULTS = {
 def with_instructions() -> ctypes.CDLL:
     """Return the native library, or another one if the compiler does not use AMX by itself."""
     native = ctypes.CDLL(str(build.compiled_library()))
-    return native if build.path_of(native) == "amx" else ctypes.CDLL(str(build.compiled_library(INSTRUCTIONS)))
+    return native if build.path_of(native) == "amx" else ctypes.CDLL(str(quick_library(INSTRUCTIONS)))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def libraries(tmp_path_factory) -> tuple[ctypes.CDLL, ctypes.CDLL]:
     try:
         made = [
             with_instructions() if has_tiles_here() else emulated_library(tmp_path_factory.mktemp("emulated")),
-            ctypes.CDLL(str(build.compiled_library(PLAIN))),
+            ctypes.CDLL(str(quick_library(PLAIN))),
         ]
     except (OSError, subprocess.SubprocessError) as error:
         pytest.skip(f"no compiler for AMX: {error}")
@@ -192,7 +193,7 @@ def test_emulator_runs_without_permission():
 @pytest.mark.skipif(has_tiles_here(), reason="tiles run in this processor")
 def test_vectors_are_used_without_permission():
     try:
-        library = ctypes.CDLL(str(build.compiled_library(INSTRUCTIONS)))
+        library = ctypes.CDLL(str(quick_library(INSTRUCTIONS)))
     except (OSError, subprocess.SubprocessError) as error:
         pytest.skip(f"no compiler for AMX: {error}")
     assert build.path_of(library) == "avx512-bf16"

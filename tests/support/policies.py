@@ -240,7 +240,7 @@ class Patchwork(Chaos):
 
 
 # Recipes that differ in more than their eviction policy.
-SYSTEMS = sorted(name for name in RECIPES if not name.startswith(("fastserve-", "alise-")))
+SYSTEMS = sorted(name for name in RECIPES if not name.startswith(("fastserve-", "alise-", "bros-", "fcfs-")))
 # These cover batches, chunked prompts, promotions, ranks that change at every step, and renewed reservations.
 SOME_SYSTEMS = ("static", "sarathi", "fastserve", "srpt", "econoserve")
 # All eviction policies, which replace those of recipes.

@@ -9,11 +9,13 @@ from __future__ import annotations
 import platform
 import runpy
 import socket
+import sys
 import threading
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from skipjoin.exec.base import RankError
 from skipjoin.exec.ranks.cluster import import_ray
 from skipjoin.exec.ranks.links import Address
 from skipjoin.system.garbage import without_garbage_collection
@@ -41,9 +43,8 @@ def versions() -> dict[str, str]:
 
 
 def _torch_version() -> str:
-    found = find_spec("torch")
-    assert found is not None
-    assert found.origin is not None
+    if (found := find_spec("torch")) is None or found.origin is None:
+        raise RankError(f"torch is not installed for {sys.executable}")
     version: str = runpy.run_path(str(Path(found.origin).with_name("version.py")))["__version__"]
     return version
 

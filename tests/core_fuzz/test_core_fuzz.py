@@ -22,7 +22,7 @@ WORLDS = 30
 # Shared blocks have the largest number of states.
 MORE_WORLDS = {"bros": 120}
 SHRINK_S = 60.0  # of a real finding
-TRIAL_SHRINK_S = 0.3
+TRIAL_SHRINK_S = 0.3  # of a planted bug
 
 
 @pytest.mark.parametrize("recipe", each_recipe())

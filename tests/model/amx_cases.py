@@ -15,8 +15,8 @@ from withhold_tiles import ARCH_PRCTL, REQUEST_PERMISSION
 
 from skipjoin.model.ops import build
 
-# Only tests of products and attention use the libraries below, which need not be fast. The compiler takes a third of
-# the time.
+# Only tests of products and attention use the libraries below, which need not be fast. They are compiled in a third
+# of the time. The macro gives them cache entries of their own.
 QUICK, SOURCES = ("-Og", "-DSKIPJOIN_FEW_SOURCES"), ("layer_ops.cpp", "paged_attention.cpp", "layers.cpp", "pool.cpp")
 EMULATOR = Path(__file__).with_name("amx_emulator.cpp")
 # Compiler flags by instruction set, and the features in /proc/cpuinfo of a processor that runs the result.

@@ -69,7 +69,7 @@ def test_the_current_gap_between_tokens_counts() -> None:
 
 
 @pytest.mark.parametrize("recipe", each_recipe())
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(seed=st.integers(0, 1000), depth=st.sampled_from([1, 2]), eviction=st.sampled_from([None, *sorted(EVICTIONS)]))
 def test_figures_agree_with_the_events(recipe: str, seed: int, depth: int, eviction: str | None) -> None:
     world = World(recipe, depth, overlap=depth > 1, eviction=EVICTIONS[eviction] if eviction else None)

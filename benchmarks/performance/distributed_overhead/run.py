@@ -31,8 +31,8 @@ from skipjoin.core.request import Request
 from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.engine.load import model_folder
+from skipjoin.exec.base import LargestStep
 from skipjoin.exec.local import LocalExecutor
-from skipjoin.exec.memory import LargestStep
 from skipjoin.exec.rank_spec import make_store
 from skipjoin.exec.ranks.cluster import Cluster, import_ray
 from skipjoin.exec.ranks.links import Address, RankListener, connect
@@ -193,7 +193,20 @@ def executors(cluster: Cluster) -> dict[str, tuple[Any, Any]]:
             made[name] = executor, None
             continue
         largest = LargestStep(BLOCKS * BLOCK_SIZE, BLOCKS, BLOCKS * BLOCK_SIZE)
-        loaded = RankModel(str(folder), "float32", "cpu", "auto", "auto", 1, BLOCK_SIZE, 0.9, largest)
+        loaded = RankModel(
+            folder=str(folder),
+            dtype="float32",
+            device="cpu",
+            attention="auto",
+            load_format="auto",
+            quantization="none",
+            threads=1,
+            block_size=BLOCK_SIZE,
+            swap_dtype="auto",
+            kv_cache_dtype="auto",
+            gpu_share=0.9,
+            largest=largest,
+        )
         group = RankGroup(cluster, loaded, sizes, lambda rank_specs, budgets: (BLOCKS, 0), lambda what, share: None)
         made[name] = group.executor, group
     return made

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from skipjoin.exec.base import LargestStep
 from skipjoin.exec.local import LocalExecutor
-from skipjoin.exec.memory import LargestStep
 from skipjoin.exec.rank_spec import make_store
 from skipjoin.exec.ranks.rank_model import RankModel
 from skipjoin.exec.ranks.ranks import GroupSizes, RankedExecutor
@@ -18,7 +18,20 @@ BLOCK_SIZE, DEVICE_BLOCKS = 16, 1500
 def pipeline(folder: Path, dtype: str, stages: int) -> RankedExecutor:
     """Return an executor over `stages` ranks."""
     largest = LargestStep(DEVICE_BLOCKS * BLOCK_SIZE, DEVICE_BLOCKS, DEVICE_BLOCKS * BLOCK_SIZE)
-    model = RankModel(str(folder), dtype, "cpu", "auto", "auto", 1, BLOCK_SIZE, 0.9, largest)
+    model = RankModel(
+        folder=str(folder),
+        dtype=dtype,
+        device="cpu",
+        attention="auto",
+        load_format="auto",
+        quantization="none",
+        threads=1,
+        block_size=BLOCK_SIZE,
+        swap_dtype="auto",
+        kv_cache_dtype="auto",
+        gpu_share=0.9,
+        largest=largest,
+    )
     return RankedExecutor(
         model,
         GroupSizes(1, stages),

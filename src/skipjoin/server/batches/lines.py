@@ -10,12 +10,13 @@ from typing import Any
 
 import msgspec
 
+from skipjoin.config import ServerConfig
 from skipjoin.core.request import RequestOptions, ServiceClass
 from skipjoin.sampling import SEED_MIN, SamplingParams
 from skipjoin.server.api.errors import ApiError, bad_request
 from skipjoin.server.api.generation import Endpoint, Job
 from skipjoin.server.api.limits import Admission
-from skipjoin.server.api.options import cache_salt, client_of
+from skipjoin.server.api.options import allowed_priority, allowed_tier, cache_salt, client_of
 from skipjoin.server.api.protocol import GenerationBody
 from skipjoin.server.api.responses import Usage
 from skipjoin.server.batches.endings import request_id
@@ -42,9 +43,7 @@ async def prepare(endpoint: Endpoint[Any], line: Line, data: bytes, left_s: floa
     service = endpoint.service
     raw = await service.in_thread(body_of, data) if len(data) > _LARGE else body_of(data)
     body = await service.parse(raw, endpoint.body_type)
-    options, has_own = line_options(
-        body, left_s, client=client_of(line.owner, service.config, body.user), salt=cache_salt(body, line.owner)
-    )
+    options, has_own = line_options(body, left_s, service.config, line.owner)
     job = await endpoint.prepare(body, options, queue=queue, owner=line.owner)
     return LineJob(replace(job, params=seeded(line, job.params)), has_own)
 
@@ -57,18 +56,20 @@ def body_of(data: bytes) -> bytes:
 
 
 def line_options(
-    body: GenerationBody, left_s: float, *, client: str = "", salt: str = ""
+    body: GenerationBody, left_s: float, config: ServerConfig, owner: str
 ) -> tuple[RequestOptions, bool]:
+    """Return the options of a line, and whether it ends before its batch. Raise 400 as a request of the key would."""
+    allowed_tier(body, config, owner)
     asked_ms = body.deadline_ms
     if asked_ms is None and body.slo is not None:
         asked_ms = body.slo.deadline_ms
     asked_s = left_s if asked_ms is None else asked_ms / 1000
     options = RequestOptions(
         service=ServiceClass.BEST_EFFORT,
-        priority=body.priority or 0,
+        priority=allowed_priority(body, config, owner),
         deadline_s=min(asked_s, left_s),
-        client=client,
-        cache_salt=salt,
+        client=client_of(owner, config, body.user),
+        cache_salt=cache_salt(body, owner),
     )
     return options, asked_s < left_s
 

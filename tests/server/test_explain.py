@@ -82,6 +82,14 @@ def test_index_finds_a_request_by_both_ids_for_its_owner_only() -> None:
     assert (index.of_number(8), mine.choices) == (mine, {7: 0, 8: 1})
 
 
+def test_response_id_is_found_although_another_client_sent_it_as_request_id() -> None:
+    index = RequestIndex()
+    real = index.add("cmpl-1", "", "alice", [1])
+    fake = index.add("cmpl-2", "cmpl-1", "mallory", [2])
+    assert index.find("cmpl-1", None) is real
+    assert index.find("cmpl-1", "mallory") is fake
+
+
 def test_index_is_bounded_in_age_and_number_and_keeps_live_requests() -> None:
     now = 0.0
     index = RequestIndex(keep_s=10, max_finished=2, clock=lambda: now)

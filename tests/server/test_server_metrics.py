@@ -20,6 +20,7 @@ from server_worlds import BLOCKS, HERE, Api, MakeApi, ServerProcess, StartServer
 from simulated_engine import SimulatedLoop
 
 from skipjoin.config import ConfigError, EngineConfig, ServerConfig
+from skipjoin.config.key_files import KeyRights, owner_of_key
 from skipjoin.core.events import Event
 from skipjoin.core.kv.ledger import KVLedger, LedgerError
 from skipjoin.observe.metric_snapshot import Snapshot
@@ -184,6 +185,19 @@ async def test_metrics_key_opens_metrics_only(
                 response = await api.http.get(path, headers={"Authorization": f"Bearer {key}"})
                 assert response.status_code == (200 if key in keys else 401), (path, key)
             assert (await api.http.get(path)).status_code == (200 if "none" in keys else 401)
+
+
+@pytest.mark.anyio
+async def test_metrics_of_several_keys_need_a_right(make_api: MakeApi) -> None:
+    """From changes of the totals a key could tell the lengths of others' requests."""
+    rights = {owner_of_key(b"operator"): KeyRights(is_operator=True)}
+    keys = ("one", "two", "operator")
+    async with make_api(api_keys=keys, metrics_keys=("scrape",), key_rights=rights) as api:
+        statuses = {}
+        for key in (*keys, "scrape"):
+            answer = await api.http.get("/metrics", headers={"Authorization": f"Bearer {key}"})
+            statuses[key] = answer.status_code
+        assert statuses == {"one": 403, "two": 403, "operator": 200, "scrape": 200}
 
 
 @pytest.mark.anyio

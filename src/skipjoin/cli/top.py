@@ -83,8 +83,6 @@ class _Screen:
         hello, now, load = self._hello, self._now, self._now["load"]
         clock = time.strftime("%H:%M:%S", time.localtime(now["time"]))
         speed = "" if (tps := self._tokens_per_s()) is None else f", {tps:.0f} tokens/s"
-        usage = load["kv_cache_usage"]
-        bar = "█" * round(usage * _BAR) + "░" * (_BAR - round(usage * _BAR))
         waits: dict[str, int] = {}
         for group in now["groups"]:
             if (reason := group["wait_reason"]) is not None:
@@ -93,14 +91,16 @@ class _Screen:
         lines = [
             Text(f"{hello['model']}, recipe {hello['recipe']}, {clock}{speed}", style="bold"),
             Text(f"{load['running']} running, {load['waiting']} waiting" + (f" ({reasons})" if reasons else "")),
-            Text(f"KV {bar} {usage:.0%}"),
         ]
+        if (usage := load["kv_cache_usage"]) is not None:
+            bar = "█" * round(usage * _BAR) + "░" * (_BAR - round(usage * _BAR))
+            lines.append(Text(f"KV {bar} {usage:.0%}"))
         if now["silent_replicas"]:
             lines.append(Text(f"no reply from replicas {now['silent_replicas']}", style="red"))
         return lines
 
     def _tokens_per_s(self) -> float | None:
-        if self._before is None:
+        if self._before is None or not self._hello["sees_totals"]:
             return None
         tokens = [sum(one["generation_tokens_total"] for one in part["engines"]) for part in (self._before, self._now)]
         seconds = self._now["time"] - self._before["time"]

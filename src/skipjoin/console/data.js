@@ -84,14 +84,15 @@ export class Store {
 
   #snapshot(data) {
     const before = this.history.at(-1);
-    const total = (field) => data.engines.reduce((sum, one) => sum + one[field], 0);
+    // null where this key may not see the totals of all keys
+    const total = (field) => (this.hello.sees_totals ? data.engines.reduce((sum, one) => sum + one[field], 0) : null);
     const entry = {
       time: data.time, running: data.load.running, waiting: data.load.waiting, usage: data.load.kv_cache_usage,
       tokens: total("generation_tokens_total"), preemptions: total("num_preemptions_total"),
       queries: total("prefix_cache_queries_total"), hits: total("prefix_cache_hits_total"),
     };
     const seconds = before ? entry.time - before.time : 0;
-    const rate = (field) => (seconds > 0 ? Math.max(0, entry[field] - before[field]) / seconds : null);
+    const rate = (field) => (seconds > 0 && entry[field] !== null ? Math.max(0, entry[field] - before[field]) / seconds : null);
     entry.tokens_s = rate("tokens");
     entry.preemptions_s = rate("preemptions");
     entry.hit_share = before && entry.queries > before.queries ? (entry.hits - before.hits) / (entry.queries - before.queries) : null;

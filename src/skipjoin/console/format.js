@@ -12,17 +12,20 @@ export function three(value) {
 }
 
 export function count(value) {
+  if (value === null) return "–";
   return value >= 1e6 ? `${three(value / 1e6)} M` : Math.round(value).toLocaleString("en-US");
 }
 
 export function percent(share) {
-  return Number.isFinite(share) ? `${Math.round(100 * share)} %` : "–";
+  return share !== null && Number.isFinite(share) ? `${Math.round(100 * share)} %` : "–";
 }
 
 export function signed(share) {
   const percents = Math.round(100 * share);
   return `${percents > 0 ? "+" : percents < 0 ? "−" : ""}${Math.abs(percents)} %`;
 }
+
+export const OPERATORS_ONLY = "Only a key with operator=yes sees figures of all keys together.";
 
 // How a request ended, by its reason.
 export const END_WORDS = {

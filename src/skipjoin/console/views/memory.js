@@ -2,14 +2,16 @@
 
 import { legend, lines, stack } from "../charts.js";
 import { card, h, requestLink, show, table } from "../dom.js";
-import { count, percent } from "../format.js";
+import { OPERATORS_ONLY, count, percent } from "../format.js";
 
 const STATES = { running: "running", preempted: "slot", swapped: "move", waiting: "other" };
 
 export function memory(store, main) {
   const body = h("div");
   main.append(h("h1", null, "Memory"), body);
-  return { update: () => show(body, store.now.engines.map((engine) => engineCard(store, engine)), h("div", { class: "grid" }, history(store), holders(store))) };
+  const totals = () => store.now.engines.map((engine) => engineCard(store, engine));
+  const hidden = card("KV of all keys", h("p", { class: "soft" }, OPERATORS_ONLY));
+  return { update: () => show(body, store.hello.sees_totals ? totals() : hidden, h("div", { class: "grid" }, store.hello.sees_totals ? history(store) : null, holders(store))) };
 }
 
 function engineCard(store, engine) {

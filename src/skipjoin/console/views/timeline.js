@@ -3,7 +3,7 @@
 import { Unauthorized, getJson } from "../data.js";
 import { legend } from "../charts.js";
 import { h, show, tone } from "../dom.js";
-import { clock, count } from "../format.js";
+import { OPERATORS_ONLY, clock, count } from "../format.js";
 import { trace } from "../perfetto.js";
 
 const SPANS_S = [5, 15, 60, 300];
@@ -75,7 +75,7 @@ export function timeline(store, main) {
     paint(canvas, shown, lives, end - span, end);
     const swaps = shown.reduce((sum, one) => sum + one.blocks_in + one.blocks_out, 0);
     const total = (field) => count(shown.reduce((sum, one) => sum + one[field], 0));
-    note.textContent = `${total("steps")} steps, ${total("prefill")} prefill and ${total("decodes")} decode tokens, ${total("preemptions")} preemptions, ${count(swaps)} blocks swapped. Click a request to see its life.`;
+    note.textContent = !store.hello.sees_totals ? `${OPERATORS_ONLY} Click a request to see its life.` : `${total("steps")} steps, ${total("prefill")} prefill and ${total("decodes")} decode tokens, ${total("preemptions")} preemptions, ${count(swaps)} blocks swapped. Click a request to see its life.`;
   }
 
   function save() {

@@ -11,7 +11,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
 from skipjoin.server.api import arrivals
-from skipjoin.server.api.auth import ANONYMOUS
 from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.console_streams import ConsoleStreams
 from skipjoin.server.api.errors import ApiError, bad_request
@@ -21,6 +20,7 @@ from skipjoin.server.api.replays import ReplayBody, question_of
 from skipjoin.server.api.replies import json_response
 from skipjoin.server.api.request_index import KEEP_S
 from skipjoin.server.api.service import Service
+from skipjoin.server.api.viewers import Viewer, viewer_of
 
 # An engine answers between two steps, which do not take longer unless it hangs.
 TIMEOUT_S = 5.0
@@ -32,17 +32,14 @@ _NO_BUFFERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 def add_routes(app: FastAPI, service: Service, streams: ConsoleStreams) -> None:
     """Add the routes. Keys without operator rights see only their own requests."""
 
-    def viewer(request: Request) -> str | None:
-        """Return the owner whose requests the caller may see, or None for all."""
+    def viewer(request: Request) -> Viewer:
         _ = service.info  # 503 while the server starts
-        owner: str = request.state.owner
-        sees_all = owner == ANONYMOUS or service.config.rights_of(owner).is_operator
-        return None if sees_all else owner
+        return viewer_of(service.config, request.state.owner)
 
     @app.get("/debug/requests")
     async def show_requests(request: Request) -> Response:
         """Return the `engines.messages.RequestState` of each unfinished request, its response and its replica."""
-        owner = viewer(request)
+        owner = viewer(request).owner
         found = await service.client.describe(TIMEOUT_S)
         rows = [
             {"id": one.label, "choice": one.choice, "replica": one.replica, **msgspec.structs.asdict(one.state)}
@@ -60,7 +57,7 @@ def add_routes(app: FastAPI, service: Service, streams: ConsoleStreams) -> None:
     @app.get("/debug/lives")
     async def show_lives(request: Request) -> Response:
         """Return the intervals of requests that lived in the last `since_s` seconds, live ones first."""
-        owner = viewer(request)
+        owner = viewer(request).owner
         since_s, most = _number(request, "since_s", 60, KEEP_S), _number(request, "most", 100, MAX_LIVES)
         lives = await recent_lives(service, owner, since_s, int(most), TIMEOUT_S)
         return json_response({"lives": lives})
@@ -68,14 +65,14 @@ def add_routes(app: FastAPI, service: Service, streams: ConsoleStreams) -> None:
     @app.get("/debug/arrivals")
     async def show_arrivals(request: Request) -> Response:
         """Return the lengths and times of requests that ended in the last hour, and the machine that served them."""
-        owner = viewer(request)
+        owner = viewer(request).owner
         since_s = _number(request, "since_s", arrivals.KEEP_S, arrivals.KEEP_S)
         return json_response(await recorded_load(service, owner, since_s))
 
     @app.post("/debug/replay")
     async def replay(request: Request) -> Response:
         """Simulate the load of the last hour under other recipes and limits, with progress as server-sent events."""
-        if viewer(request) is not None:
+        if viewer(request).owner is not None:
             raise ApiError(403, "only a key with operator=yes may start simulations", code="operator_only")
         body = await service.parse(await json_body(request), ReplayBody)
         load = await recorded_load(service, None, body.since_s)
@@ -84,7 +81,7 @@ def add_routes(app: FastAPI, service: Service, streams: ConsoleStreams) -> None:
     @app.get("/debug/requests/{name:path}")
     async def explain_request(name: str, request: Request) -> Response:
         """Return the life of a request, by the id of its response or its `x-request-id`, up to ten minutes after it."""
-        owner = viewer(request)
+        owner = viewer(request).owner
         found = service.index.find(name, owner)
         if found is None:
             raise ApiError(

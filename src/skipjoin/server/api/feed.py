@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -20,6 +20,7 @@ from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.responses import encode
 from skipjoin.server.api.service import Service
 from skipjoin.server.api.snapshots import MAX_ROWS, STEP_FIELDS, Owned, Snapshot, take_snapshot, visible
+from skipjoin.server.api.viewers import Viewer
 from skipjoin.server.engines.connected_engine import ConnectedEngine
 from skipjoin.server.engines.messages import DescribeRequests, RequestStates
 from skipjoin.version import VERSION
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 PERIOD_S = 1.0
 MAX_SHARE = 0.005
 MAX_LISTENERS = 16
+# Listeners of one key on a server with several, so that two keys cannot take all.
+MAX_OF_KEY = 4
 # Finished requests that a new listener gets at once.
 MAX_BACKLOG = 512
 # An engine in a long step answers later, and is in the next snapshot.
@@ -41,7 +44,7 @@ class Feed:
     def __init__(self, service: Service, *, has_batches: bool = False) -> None:
         self._service = service
         self._has_batches = has_batches
-        self._listeners = 0
+        self._listeners: Counter[str] = Counter()  # by key
         self._task: asyncio.Task[None] | None = None
         self._next: asyncio.Future[Snapshot] | None = None
         self._finished_of: dict[ConnectedEngine, int] = {}  # `total_finished` of the last reply
@@ -56,17 +59,16 @@ class Feed:
         if self._next is not None:
             self._next.cancel()
 
-    async def events(self, owner: str | None) -> AsyncGenerator[bytes, None]:
-        """Yield a `hello` event, then `snapshot` events, as one viewer may see them; None sees all.
+    async def events(self, viewer: Viewer) -> AsyncGenerator[bytes, None]:
+        """Yield a `hello` event, then `snapshot` events, as the viewer may see them.
 
         Raises:
-            ApiError: There are `MAX_LISTENERS` already.
+            ApiError: The viewer's key, or all keys together, have the maximum of listeners already.
         """
-        if self._listeners >= MAX_LISTENERS:
-            raise ApiError(503, f"{MAX_LISTENERS} consoles listen already", code="too_many_consoles")
-        self._listeners += 1
+        self._check_room(viewer.key)
+        self._listeners[viewer.key] += 1
         try:
-            yield event("hello", encode(self._hello(owner)))
+            yield event("hello", encode(self._hello(viewer)))
             while not self._is_closed:
                 try:
                     snapshot = await asyncio.shield(self._upcoming())
@@ -74,11 +76,21 @@ class Feed:
                     if self._is_closed:
                         return
                     raise
-                yield event("snapshot", snapshot.encoded(owner))
+                yield event("snapshot", snapshot.encoded(viewer.owner, has_totals=viewer.has_totals))
         finally:
-            self._listeners -= 1
+            self._listeners[viewer.key] -= 1
+            self._listeners += Counter()  # drop keys without listeners
 
-    def _hello(self, owner: str | None) -> dict[str, Any]:
+    def _check_room(self, key: str) -> None:
+        if self._listeners[key] >= MAX_OF_KEY and len(set(self._service.config.api_keys)) > 1:
+            why = f"{MAX_OF_KEY} consoles of this key listen already: close one of them"
+        elif self._listeners.total() >= MAX_LISTENERS:
+            why = f"{MAX_LISTENERS} consoles listen already"
+        else:
+            return
+        raise ApiError(503, why, code="too_many_consoles")
+
+    def _hello(self, viewer: Viewer) -> dict[str, Any]:
         service, info = self._service, self._service.info
         return {
             "model": service.name,
@@ -90,11 +102,12 @@ class Feed:
             "replicas": service.client.wanted,
             "max_rows": MAX_ROWS,
             "step_fields": STEP_FIELDS,
-            "sees_all": owner is None,
+            "sees_all": viewer.owner is None,
+            "sees_totals": viewer.has_totals,
             "has_batches": self._has_batches,
             "recipes": sorted(listed()),
             "reasons": words_of(explanations(info)),
-            "finished": visible(self._backlog, owner),
+            "finished": visible(self._backlog, viewer.owner),
         }
 
     def _upcoming(self) -> asyncio.Future[Snapshot]:
@@ -106,7 +119,7 @@ class Feed:
         return self._next
 
     async def _run(self) -> None:
-        while self._listeners:
+        while self._listeners.total():
             begin = time.monotonic()
             try:
                 cost_s = await self._publish()
@@ -124,7 +137,7 @@ class Feed:
         self._finished_of = {engine: reply.total_finished for engine, reply in states.items()}
         snapshot = take_snapshot(self._service, states, replies.silent)
         self._backlog.extend(reversed(snapshot.finished))
-        snapshot.encoded(None)
+        snapshot.encoded(None, has_totals=True)
         if self._next is not None and not self._next.done():
             self._next.set_result(snapshot)
         return max([time.thread_time() - begin, *(reply.seconds for reply in states.values())])

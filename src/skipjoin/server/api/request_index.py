@@ -60,16 +60,17 @@ class RequestIndex:
         self._forget_old()
 
     def find(self, name: str, owner: str | None) -> IndexedRequest | None:
-        """Return the newest request with this response id or `x-request-id`.
+        """Return the request with this response id, or else the newest one with this `x-request-id`.
+
+        Response ids come first, because clients choose the other, and could choose the response id of another client.
 
         Args:
             owner: Only requests of this client are found; None for all.
         """
         self._forget_old()
-        for request in reversed(self._by_id.get(name, ())):
-            if owner is None or request.owner == owner:
-                return request
-        return None
+        named = [one for one in self._by_id.get(name, ()) if owner is None or one.owner == owner]
+        by_response = [one for one in named if one.response_id == name]
+        return next(reversed(by_response or named), None)
 
     def of_number(self, number: int) -> IndexedRequest | None:
         """Return the request of a sequence."""

@@ -194,10 +194,13 @@ class Detokenized(msgspec.Struct, frozen=True):
 
 
 class LoadAnswer(msgspec.Struct, frozen=True):
-    """Response of GET /load: sequences in the server, and prompt tokens of those that have not run yet."""
+    """Response of GET /load: sequences in the server, and prompt tokens of those that have not run yet.
+
+    Tokens and KV are null for a key that may not see those of others.
+    """
 
     server_load: int
     running: int
     waiting: int
-    queued_tokens: int
-    kv_cache_usage: float
+    queued_tokens: int | None
+    kv_cache_usage: float | None

@@ -29,6 +29,10 @@ _COUNTERS = (
 )
 
 
+# Figures that sum over the requests of all keys. From their changes a viewer could tell the lengths of a single one.
+_TOTALS = frozenset(["kv_cache_usage", "queued_tokens", "used_blocks", *_GAUGES, *_COUNTERS])
+
+
 class Owned(NamedTuple):
     """Part of a snapshot that only its owner and operators may see."""
 
@@ -47,15 +51,34 @@ class Snapshot:
         self._common = common
         self._rows = rows
         self.finished = finished
-        self._encoded: dict[str | None, bytes] = {}
+        self._encoded: dict[tuple[str | None, bool], bytes] = {}
 
-    def encoded(self, owner: str | None) -> bytes:
-        """Return the JSON that one viewer may see, encoded once; None sees all."""
-        if owner not in self._encoded:
-            self._encoded[owner] = encode(
-                {**self._common, "rows": visible(self._rows, owner), "finished": visible(self.finished, owner)}
+    def encoded(self, owner: str | None, *, has_totals: bool) -> bytes:
+        """Return the JSON that one viewer may see, encoded once.
+
+        Args:
+            owner: Viewer whose requests alone are shown; None for all.
+            has_totals: Whether to show figures of all requests together.
+        """
+        if (owner, has_totals) not in self._encoded:
+            common = self._common if has_totals else _without_totals(self._common)
+            self._encoded[owner, has_totals] = encode(
+                {**common, "rows": visible(self._rows, owner), "finished": visible(self.finished, owner)}
             )
-        return self._encoded[owner]
+        return self._encoded[owner, has_totals]
+
+
+def _without_totals(common: Mapping[str, Any]) -> dict[str, Any]:
+    def hidden(figures: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: None if name in _TOTALS else value for name, value in figures.items()}
+
+    return {
+        **common,
+        "load": hidden(common["load"]),
+        "engines": [hidden(engine) for engine in common["engines"]],
+        "groups": [{**group, "device_blocks": None, "cpu_blocks": None} for group in common["groups"]],
+        "steps": [],
+    }
 
 
 def visible(parts: Iterable[Owned], owner: str | None) -> list[dict[str, Any]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 
+from skipjoin.config.key_files import owner_of_key
 from skipjoin.server.api.auth import METRICS_PATH
-from skipjoin.server.api.errors import unavailable
+from skipjoin.server.api.errors import ApiError, unavailable
 from skipjoin.server.api.replies import json_response
 from skipjoin.server.api.responses import LoadAnswer, ModelCard, ModelList
 from skipjoin.server.api.service import Phase, Service
+from skipjoin.server.api.viewers import viewer_of
 from skipjoin.version import VERSION
 
 
@@ -23,25 +25,35 @@ def add_routes(app: FastAPI, service: Service) -> None:
         return json_response({"version": VERSION})
 
     @app.get("/load")
-    async def show_load() -> Response:
+    async def show_load(request: Request) -> Response:
         """Return the server's load."""
         service.check_alive()
         load, admission = service.client.load(), service.admission
+        has_totals = viewer_of(service.config, request.state.owner).has_totals
         return json_response(
             LoadAnswer(
                 server_load=admission.requests,
                 running=load.running,
                 waiting=load.waiting,
-                queued_tokens=admission.tokens,
-                kv_cache_usage=load.usage,
+                queued_tokens=admission.tokens if has_totals else None,
+                kv_cache_usage=load.usage if has_totals else None,
             )
         )
 
 
 def add_metrics(app: FastAPI, service: Service) -> None:
+    for_metrics = frozenset(owner_of_key(key.encode()) for key in service.config.metrics_keys)
+
     @app.get(METRICS_PATH)
-    async def show_metrics() -> Response:
+    async def show_metrics(request: Request) -> Response:
         """Return the metrics in Prometheus's text format."""
+        key = request.state.owner
+        if key not in for_metrics and not viewer_of(service.config, key).has_totals:
+            raise ApiError(
+                403,
+                "the metrics are of all keys: use one with operator=yes in --api-key-file, or one of --metrics-key",
+                code="operator_only",
+            )
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4")
 
 

@@ -55,9 +55,7 @@ def body_of(data: bytes) -> bytes:
         raise bad_request(f"the line is not a JSON object with a body: {error}") from error
 
 
-def line_options(
-    body: GenerationBody, left_s: float, config: ServerConfig, owner: str
-) -> tuple[RequestOptions, bool]:
+def line_options(body: GenerationBody, left_s: float, config: ServerConfig, owner: str) -> tuple[RequestOptions, bool]:
     """Return the options of a line, and whether it ends before its batch. Raise 400 as a request of the key would."""
     allowed_tier(body, config, owner)
     asked_ms = body.deadline_ms

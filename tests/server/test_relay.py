@@ -5,17 +5,24 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import httpx
 import pytest
 from server_worlds import BLOCKS, ServerProcess, simulated_server
+from typer.testing import CliRunner
 
+from skipjoin.cli import app
 from skipjoin.server.api.page_paths import FILES
 from skipjoin.server.relay.app import RELAYED
 from support.browser import chromium, open_page
 
 KEY = "operator"
+# The first of three servers has a key.
+KEYS = ("--api-key", KEY, "--api-key", "", "--api-key", "")
 WAIT_MS = 60_000
 
 
@@ -44,7 +51,7 @@ def keyed(tokenizer_folder: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def test_pages_and_data_of_several_servers_come_from_one_console(server: ServerProcess, keyed: ServerProcess) -> None:
-    options = ("--server", keyed.url, "--server", server.url, "--server", "http://127.0.0.1:9", "--api-key", KEY)
+    options = ("--server", keyed.url, "--server", server.url, "--server", "http://127.0.0.1:9", *KEYS)
     with console(*options) as url, httpx.Client(base_url=url, timeout=60) as client:
         assert all(client.get(path).content == httpx.get(server.url + path).content for path in FILES)
         servers = client.get("/console/servers.json").json()
@@ -76,10 +83,48 @@ def test_other_machines_must_send_their_own_key(keyed: ServerProcess) -> None:
         assert httpx.get(path, headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
 
 
+class Impostor(BaseHTTPRequestHandler):
+    """Answers with a page, and notes which keys it got."""
+
+    keys: ClassVar[list[str | None]] = []
+
+    def do_GET(self) -> None:
+        self.keys.append(self.headers["authorization"])
+        page = b"<script>alert(1)</script>"
+        self.send_response(200)
+        self.send_header("content-type", "text/html")
+        self.send_header("content-length", str(len(page)))
+        self.end_headers()
+        self.wfile.write(page)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+def test_other_server_gets_no_key_and_sends_no_page(keyed: ServerProcess) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Impostor) as impostor:
+        threading.Thread(target=impostor.serve_forever).start()
+        other = f"http://127.0.0.1:{impostor.server_port}"
+        with console("--server", keyed.url, "--server", other, *KEYS[:4]) as url:
+            right = httpx.get(f"{url}/servers/0/v1/models", timeout=60)
+            wrong = httpx.get(f"{url}/servers/1/v1/models", timeout=60)
+        impostor.shutdown()
+    assert (right.status_code, wrong.status_code, wrong.json()["error"]["code"]) == (200, 502, "not_a_server")
+    assert "sandbox" in right.headers["content-security-policy"]
+    assert right.headers["x-content-type-options"] == "nosniff"
+    assert Impostor.keys == [None]
+
+
+def test_one_key_for_several_servers_is_refused() -> None:
+    shown = CliRunner().invoke(app, ["console", "--server", "http://a", "--server", "http://b", "--api-key", KEY])
+    assert shown.exit_code != 0
+    assert "once for each of the 2 servers" in shown.output
+
+
 @pytest.mark.browser
 def test_browser_switches_between_servers(keyed: ServerProcess) -> None:
     lost = "http://127.0.0.1:9"
-    with chromium() as browser, console("--server", keyed.url, "--server", lost, "--api-key", KEY) as url:
+    with chromium() as browser, console("--server", keyed.url, "--server", lost, *KEYS[:4]) as url:
         watched = open_page(browser, url)
         page = watched.page
         page.goto(f"{url}/console#/memory")

@@ -23,6 +23,8 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
+# Headers of answers that are data, whatever they contain.
+DATA_HEADERS = {"content-security-policy": "default-src 'none'; sandbox", "x-content-type-options": "nosniff"}
 _HEADERS = {
     "content-security-policy": _POLICY,
     "x-content-type-options": "nosniff",

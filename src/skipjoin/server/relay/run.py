@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import uvloop
 
@@ -21,12 +21,11 @@ from skipjoin.server.relay.app import add_routes
 from skipjoin.server.relay.upstream import Upstream, new_session
 
 
-def run_console(config: ServerConfig, servers: Sequence[str], api_key: str | None) -> None:
+def run_console(config: ServerConfig, servers: Mapping[str, str | None]) -> None:
     """Serve the console until a signal ends it.
 
     Args:
-        servers: URLs of the servers.
-        api_key: Key for them, which only browsers of this machine use. Others send their own.
+        servers: Key by URL of the server, which only browsers of this machine use. Others send their own.
 
     Raises:
         ConfigError: The address cannot be used.
@@ -34,14 +33,14 @@ def run_console(config: ServerConfig, servers: Sequence[str], api_key: str | Non
     logs.configure("warning", "text")
     (listener,) = open_listeners(config)
     with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config, listener, servers, api_key))
+        runner.run(_serve(config, listener, servers))
 
 
-async def _serve(config: ServerConfig, listener: socket.socket, servers: Sequence[str], api_key: str | None) -> None:
-    own_key = api_key if is_loopback(listener.getsockname()[0]) else None
+async def _serve(config: ServerConfig, listener: socket.socket, servers: Mapping[str, str | None]) -> None:
+    uses_keys = is_loopback(listener.getsockname()[0])
     async with new_session() as session:
         app = new_app(openapi_url=None)
-        add_routes(app, [Upstream(session, url, own_key) for url in servers])
+        add_routes(app, [Upstream(session, url, key if uses_keys else None) for url, key in servers.items()])
         guard = AccessGuard(
             app,
             api_keys=(),
@@ -53,8 +52,8 @@ async def _serve(config: ServerConfig, listener: socket.socket, servers: Sequenc
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, _stop, http)
         logs.announce(f"Console: {url_of(listener)}/console, chat: {url_of(listener)}/ (Ctrl-C ends it)")
-        if api_key is not None and own_key is None:
-            logs.announce("Browsers of other machines must enter a key of their own, so the given one is not used.")
+        if not uses_keys and any(servers.values()):
+            logs.announce("Browsers of other machines must enter a key of their own, so those given here are not used.")
         await http.serve(sockets=[listener])
 
 

@@ -11,11 +11,14 @@ from fastapi.responses import StreamingResponse
 from yarl import URL
 
 from skipjoin.server.api.errors import ApiError
+from skipjoin.server.api.pages import DATA_HEADERS
 
 _CONNECT_S = 10.0
 # Headers of the browser that a server needs, and of the answer that the browser needs.
 _ASKED = ("accept", "content-type")
 _ANSWERED = ("content-type", "cache-control", "retry-after", "x-accel-buffering")
+# All that a server of ours sends to the pages. Another type could be a page, which would run on the console's origin.
+_TYPES = ("application/json", "text/event-stream")
 
 
 class Upstream:
@@ -50,7 +53,15 @@ class Upstream:
             )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ApiError(503, f"{self.url} cannot be reached: {_reason(error)}", code="server_unreachable") from error
-        kept = {name: response.headers[name] for name in _ANSWERED if name in response.headers}
+        if response.content_type not in _TYPES:
+            response.close()
+            raise ApiError(
+                502,
+                f"{self.url} sent {response.content_type[:100]} with status {response.status}, where a server sends "
+                "JSON: is it a Skipjoin server?",
+                code="not_a_server",
+            )
+        kept = DATA_HEADERS | {name: response.headers[name] for name in _ANSWERED if name in response.headers}
         return StreamingResponse(_pieces(response), response.status, kept)
 
 

@@ -87,6 +87,7 @@ def test_environment_sets_model_and_parameters(served: list[dict[str, Any]], mon
         ("config: other.yaml\n", ", line 1: there is no setting 'config'"),
         ("- port\n", " must be a mapping, such as port: 8000"),
         ("port: [5\n", ": not YAML: "),
+        ("set: " + "[" * 3000 + "]" * 3000, ": its values are nested too deeply"),
         ("port: 70000\n", "port must be in [0, 65535], got 70000"),
         (None, ": No such file or directory"),
     ],

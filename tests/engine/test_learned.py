@@ -32,7 +32,7 @@ def test_learned_lengths_are_saved_when_due_and_at_the_end(tmp_path: Path) -> No
     assert again.hazards(None)[3] > LengthModel().hazards(None)[3]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"edges": [1]}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"edges": [1]}', pytest.param("[" * 9999, id="deep")])
 def test_a_damaged_state_is_learned_again(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
     file = state_file(str(tmp_path), "org/model", "adaptive")
     file.write_text(content)

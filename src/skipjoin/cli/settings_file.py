@@ -41,6 +41,8 @@ def read_settings(path: Path, known: Mapping[str, str], several: Collection[str]
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror}") from None
+    except RecursionError:
+        raise ConfigError(f"config {path}: its values are nested too deeply") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"config {path}: not YAML: {' '.join(str(error).split())}") from None
     if root is None:

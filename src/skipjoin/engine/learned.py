@@ -55,7 +55,7 @@ class LearnedKeeper:
             self._learned.restore(json.loads(self._file.read_bytes()))
         except FileNotFoundError:
             return
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             _log.warning(
                 "what the scheduler learned cannot be read from %s, and is learned again: %s", self._file, error
             )

@@ -84,7 +84,7 @@ def _with_xargs(body: bytes, found: dict[str, str]) -> bytes:
     """Return the body with the values added. vLLM rejects a body that is not an object."""
     try:
         fields = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return body
     if not isinstance(fields, dict):
         return body

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -43,6 +45,14 @@ def test_compose_mounts_existing_files_and_publishes_on_loopback_only() -> None:
             assert not source.startswith(".") or (DEPLOY / "docker" / source).exists(), source
 
 
+def test_compose_file_has_no_default_password_and_names_all_that_it_needs() -> None:
+    text = (DEPLOY / "docker/compose.yaml").read_text()
+    grafana = yaml.safe_load(text)["services"]["grafana"]
+    assert grafana["environment"]["GF_SECURITY_ADMIN_PASSWORD"].startswith("${GRAFANA_PASSWORD:?")
+    needed = set(re.findall(r"\$\{(\w+):\?", text))
+    assert needed == set(re.findall(r'^#   echo "(\w+)=', text, re.MULTILINE))
+
+
 def test_unit_is_valid_and_hardened(tmp_path: Path) -> None:
     # The program of the unit is not installed here.
     unit = tmp_path / UNIT.name
@@ -53,6 +63,13 @@ def test_unit_is_valid_and_hardened(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
+def rendered(*values: str) -> dict[str, Any]:
+    """Return the chart's documents by kind."""
+    done = run("helm", "template", "llm", CHART, "--kube-version", "1.31.0", *values)
+    assert done.returncode == 0, done.stderr
+    return {document["kind"]: document for document in yaml.safe_load_all(done.stdout) if document}
+
+
 @pytest.mark.parametrize(
     ("values", "kinds"),
     [
@@ -60,21 +77,39 @@ def test_unit_is_valid_and_hardened(tmp_path: Path) -> None:
         ((*SHARED, "--set", "autoscaling.kind=hpa"), {"HorizontalPodAutoscaler"}),
         ((*SHARED, "--set", "autoscaling.kind=keda"), {"ScaledObject"}),
         ((*ONE_KEY, "--set", "serviceMonitor.enabled=true"), {"ServiceMonitor"}),
+        ((*ONE_KEY, "--set", "tls.existingSecret=t", "--set", "serviceMonitor.enabled=true"), {"ServiceMonitor"}),
     ],
-    ids=["one replica", "hpa", "keda", "service monitor"],
+    ids=["one replica", "hpa", "keda", "service monitor", "tls"],
 )
 def test_chart_renders(values: tuple[str, ...], kinds: set[str]) -> None:
     assert run("helm", "lint", CHART, *values).returncode == 0
-    done = run("helm", "template", "llm", CHART, *values)
-    assert done.returncode == 0, done.stderr
-    assert kinds <= {document["kind"] for document in yaml.safe_load_all(done.stdout) if document}
+    assert kinds <= set(rendered(*values))
+
+
+@pytest.mark.parametrize(
+    ("values", "scheme"),
+    [((), "HTTP"), (("--set", "tls.existingSecret=t"), "HTTPS"), (("--set", "settings.ssl_certfile=/x"), "HTTPS")],
+)
+def test_probes_use_the_scheme_of_the_server(values: tuple[str, ...], scheme: str) -> None:
+    container = rendered(*ONE_KEY, *values)["StatefulSet"]["spec"]["template"]["spec"]["containers"][0]
+    probes = [container[f"{name}Probe"]["httpGet"]["scheme"] for name in ("startup", "liveness", "readiness")]
+    assert probes == [scheme] * 3
+
+
+def test_pods_restart_when_keys_change() -> None:
+    pods = [rendered("--set", f"keys.file={key}")["StatefulSet"]["spec"]["template"] for key in ("a", "b")]
+    assert pods[0]["metadata"]["annotations"]["checksum/keys"] != pods[1]["metadata"]["annotations"]["checksum/keys"]
 
 
 @pytest.mark.parametrize(
     ("values", "error"),
-    [((), "keys.file or keys.existingSecret"), ((*ONE_KEY, "--set", "replicaCount=2"), "batches.databaseSecret")],
+    [
+        ((), "keys.file or keys.existingSecret"),
+        ((*ONE_KEY, "--set", "replicaCount=2"), "batches.databaseSecret"),
+        ((*ONE_KEY, "--set", "settings.ssl-ca-certs=/x"), "probes have no certificate"),
+    ],
 )
 def test_chart_refuses_values_that_cannot_work(values: tuple[str, ...], error: str) -> None:
-    done = run("helm", "template", "llm", CHART, *values)
+    done = run("helm", "template", "llm", CHART, "--kube-version", "1.31.0", *values)
     assert done.returncode != 0
     assert error in done.stderr

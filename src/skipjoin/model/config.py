@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from skipjoin.model.family import FamilyError, find_architecture
-from skipjoin.model.rope import RopeSettings, is_number, parse_rope
+from skipjoin.model.rope import MAX_POSITIONS, RopeSettings, is_number, parse_rope
 
 _ACTIVATIONS = {
     "relu": "relu",
@@ -19,6 +19,8 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 DTYPES = ("float32", "bfloat16", "float16")
+# Other names that config.json may have, and the type that is used.
+_OTHER_DTYPES = {"float": "float32", "half": "float16", "float64": "float32", "double": "float32"}
 # Upper bounds of integers in config.json, far above those of any model. A larger one means a damaged file, and would
 # exhaust the machine's memory before it is detected. All must be at least 1, except `_MAY_BE_ZERO`.
 _LARGEST = {
@@ -32,7 +34,7 @@ _LARGEST = {
     "intermediate_size": 1 << 24,
     "ffn_dim": 1 << 24,
     "vocab_size": 1 << 24,
-    "max_position_embeddings": 1 << 30,
+    "max_position_embeddings": MAX_POSITIONS,
     "sliding_window": 1 << 30,
 }
 _MAY_BE_ZERO = ("max_window_layers", "sliding_window", "word_embed_proj_dim")
@@ -65,6 +67,7 @@ class ModelConfig:
     Attributes:
         head_dim: Values per attention head; num_heads * head_dim need not be hidden_size.
         windows: Attention window of each layer in tokens, the current one included; 0 for full attention.
+        dtype_name: Type of the weights, or None if config.json leaves it to the weight files.
         embed_dim: Width of the token embedding: hidden_size except in OPT-350m.
     """
 
@@ -86,7 +89,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     pad_token_id: int | None
-    dtype_name: str
+    dtype_name: str | None
     embed_dim: int
     attention_bias: bool = False
     output_bias: bool = False
@@ -120,6 +123,8 @@ class ModelConfig:
         _check_sizes(raw, family.sizes)
         try:
             values = family.fields(raw, architecture)
+            if values.get("rope") is not None:
+                values["max_positions"] = values["rope"].context(values["max_positions"])
             config = cls(
                 architecture=architecture, family=family.name, **(_common_fields(raw, values, extra_eos) | values)
             )
@@ -175,7 +180,6 @@ def _check_numbers(raw: Mapping[str, Any]) -> None:
 
 
 def _common_fields(raw: Mapping[str, Any], values: Mapping[str, Any], extra_eos: Any) -> dict[str, Any]:
-    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if raw.get("quantization_config"):
         raise ModelError("quantized weights are not supported; supported are " + ", ".join(DTYPES))
     eos = dict.fromkeys([*_token_ids(raw.get("eos_token_id")), *_token_ids(extra_eos)])
@@ -183,10 +187,26 @@ def _common_fields(raw: Mapping[str, Any], values: Mapping[str, Any], extra_eos:
         "eos_token_ids": tuple(eos),
         "bos_token_id": raw.get("bos_token_id"),
         "pad_token_id": raw.get("pad_token_id"),
-        "dtype_name": dtype if dtype in DTYPES else "float32",
+        "dtype_name": _dtype_name(raw),
         "windows": (0,) * values["num_layers"],
         "embed_dim": values["hidden_size"] if "hidden_size" in values else int(raw["hidden_size"]),
     } | {field: int(raw[name]) for field, name in _COMMON.items() if field not in values}
+
+
+def _dtype_name(raw: Mapping[str, Any]) -> str | None:
+    for field in ("dtype", "torch_dtype"):
+        value = raw.get(field)
+        if value in (None, "", "auto"):
+            continue
+        name = value.removeprefix("torch.") if isinstance(value, str) else ""
+        name = _OTHER_DTYPES.get(name, name)
+        if name not in DTYPES:
+            raise ModelError(
+                f"{field} in config.json must be one of {', '.join(DTYPES)}, got {value!r:.80}; "
+                "without it, the weight files decide"
+            )
+        return name
+    return None
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:

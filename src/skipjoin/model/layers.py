@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
+from skipjoin.model.frequencies import inverse_frequencies
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.ops.base import AttentionParts, FusedLayers, LayerOps, LayerParts, Linear, Norm
 from skipjoin.model.parallel import Group
@@ -171,8 +172,8 @@ class Rotary:
 
     def __init__(self, config: ModelConfig, device: torch.device | str) -> None:
         assert config.rope is not None
-        frequencies = torch.tensor(config.rope.inverse_frequencies(), dtype=torch.float32)
-        angles = torch.arange(config.max_positions, dtype=torch.float32)[:, None] * frequencies
+        positions = torch.arange(config.max_positions, dtype=torch.float32)
+        angles = positions[:, None] * inverse_frequencies(config.rope)
         table = torch.cat([angles.cos(), angles.sin()], dim=-1) * config.rope.attention_factor
         self.cos_sin = table.to(device)
 

@@ -7,6 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 SCALINGS = ("default", "linear", "llama3", "yarn")
+# Far above the context of any model.
+MAX_POSITIONS = 1 << 30
+# More than the rounding error of a factor that is a quotient of two lengths.
+_ROUNDING = 1e-6
+_VARIABLE = "its frequencies depend on the length of a request, so cached KV would not stay valid as the request grows"
+_REASONS = {
+    "dynamic": f"{_VARIABLE}; without it, the model is the same up to max_position_embeddings",
+    "longrope": _VARIABLE,
+    "su": _VARIABLE,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,38 +35,21 @@ class RopeSettings:
     truncate: bool = True
     attention_factor: float = 1.0
 
-    def inverse_frequencies(self) -> list[float]:
-        """Return the radians per position of each pair."""
-        plain = [self.theta ** (-2 * i / self.rotary_dim) for i in range(self.rotary_dim // 2)]
-        if self.scaling == "linear":
-            return [f / self.factor for f in plain]
-        if self.scaling == "llama3":
-            return [self._llama3(f) for f in plain]
-        if self.scaling == "yarn":
-            return self._yarn(plain)
-        return plain
+    def context(self, max_positions: int) -> int:
+        """Return the context length in tokens of a model with this `max_position_embeddings`.
 
-    def _llama3(self, frequency: float) -> float:
-        turns = self.original_max_positions * frequency / (2 * math.pi)
-        if turns > self.high_freq_factor:
-            return frequency
-        if turns < self.low_freq_factor:
-            return frequency / self.factor
-        keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        return (1 - keep) * frequency / self.factor + keep * frequency
-
-    def _yarn(self, plain: list[float]) -> list[float]:
-        def pair_with_turns(turns: float) -> float:
-            wave = self.original_max_positions / (turns * 2 * math.pi)
-            return self.rotary_dim * math.log(wave) / (2 * math.log(self.theta))
-
-        low, high = pair_with_turns(self.beta_fast), pair_with_turns(self.beta_slow)
-        if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, self.rotary_dim - 1)
-        width = (high - low) or 0.001  # a ramp of width 0 would divide by zero
-        stretched = [min(max((i - low) / width, 0.0), 1.0) for i in range(len(plain))]
-        return [f / self.factor * s + f * (1 - s) for f, s in zip(plain, stretched, strict=True)]
+        Linear and YaRN scaling extend the original length by `factor`, whether or not config.json says so. Llama 3
+        states the extended length.
+        """
+        if self.scaling not in ("linear", "yarn"):
+            return max_positions
+        extended = self.factor * self.original_max_positions
+        if extended > MAX_POSITIONS:
+            raise ValueError(
+                f"factor in config.json must be at most {MAX_POSITIONS / self.original_max_positions:g} for an original "
+                f"length of {self.original_max_positions} tokens, got {self.factor:g}"
+            )
+        return int(extended + _ROUNDING)
 
 
 def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, default_share: float) -> RopeSettings:
@@ -66,20 +59,24 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, defaul
         ValueError: If a scaling is not in `SCALINGS` or a number is out of bounds.
         KeyError: If a scaling lacks a parameter.
     """
-    nested = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    older, newer = _object(raw, "rope_scaling"), _object(raw, "rope_parameters")
+    # Model cards say to add `rope_scaling`, also to a file in the newer form.
+    nested = {**newer, **older}
     given = (("rope_theta", nested), ("rope_theta", raw), ("rotary_emb_base", raw))
     name, theta = next(((name, of[name]) for name, of in given if of.get(name) is not None), ("rope_theta", 10000.0))
     theta = _bounded(name, theta, low=1.0)
     share = nested.get("partial_rotary_factor", raw.get("partial_rotary_factor", raw.get("rotary_pct")))
     rotary_dim = int(head_dim * _bounded("partial_rotary_factor", default_share if share is None else share, high=1.0))
-    scaling = str(nested.get("rope_type") or nested.get("type") or "default")
+    kinds = (of.get(name) for of in (older, newer) for name in ("rope_type", "type"))
+    scaling = str(next(filter(None, kinds), "default"))
     if scaling not in SCALINGS:
-        raise ValueError(f"RoPE scaling {scaling!r} is not supported; supported are {', '.join(SCALINGS)}")
+        reason = f": {_REASONS[scaling]}" if scaling in _REASONS else ""
+        raise ValueError(f"RoPE scaling {scaling!r} is not supported; supported are {', '.join(SCALINGS)}{reason}")
     settings: dict[str, Any] = {"theta": theta, "rotary_dim": rotary_dim, "scaling": scaling}
     if scaling == "default":
         return RopeSettings(**settings)
     name = "original_max_position_embeddings"
-    original = int(_bounded(name, nested.get(name) or max_positions, low=1.0))
+    original = int(_bounded(name, raw.get(name) or nested.get(name) or max_positions, low=1.0))
     factor = nested.get("factor")
     if factor is None and scaling == "yarn":
         factor = max_positions / original
@@ -101,6 +98,17 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, defaul
             "attention_factor": _yarn_attention_factor(nested, factor),
         }
     return RopeSettings(**settings)
+
+
+def _object(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = raw.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} in config.json must be an object, got {value!r:.80}")
+    if nested := [key for key, of in value.items() if isinstance(of, Mapping)]:
+        raise ValueError(
+            f"{name} in config.json must be the same for all layers, got separate ones: {', '.join(nested)}"
+        )
+    return value
 
 
 def is_number(value: object) -> bool:

@@ -16,6 +16,7 @@ from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.config import ModelConfig, ModelError
 from skipjoin.model.convert import convert_folder
 from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.layers import Rotary
 from skipjoin.model.loader import load_model, random_model, resolve_folder
 
 IDS = [[5, 9, 33, 2, 71, 8]]
@@ -58,12 +59,123 @@ def test_legacy_rope_fields_are_read(folder):
     assert ModelConfig.from_folder(folder).rope.factor == 2.0
 
 
+YARN_OF_CARDS = YARN | {"original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("positions", "changes", "context"),
+    [
+        (128, {"rope_parameters": {"rope_type": "default"}}, 128),
+        (40, {"rope_scaling": YARN_OF_CARDS}, 128),  # as in Qwen3: 40,960 positions, 32,768 of them trained
+        (32, {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}, 128),
+        (128, {"rope_parameters": YARN_OF_CARDS}, 128),  # the product already
+        (32, {"rope_parameters": YARN}, 128),
+        (40, {"rope_parameters": YARN, "original_max_position_embeddings": 32}, 128),
+        (128, {"rope_parameters": YARN_OF_CARDS | {"factor": None}}, 128),
+        (1000, {"rope_parameters": YARN_OF_CARDS | {"factor": None, "original_max_position_embeddings": 300}}, 1000),
+        (32, {"rope_scaling": {"type": "linear", "factor": 2.5}}, 80),
+        (80, {"rope_scaling": {"type": "linear", "factor": 2.5, "original_max_position_embeddings": 32}}, 80),
+        (96, {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 32}}, 96),
+    ],
+)
+def test_context_is_factor_times_the_original_length(folder, positions, changes, context):
+    edit(folder, **({"rope_parameters": None, "max_position_embeddings": positions} | changes))
+    assert ModelConfig.from_folder(folder).max_positions == context
+
+
+def test_rope_scaling_of_a_card_keeps_the_newer_rope_theta(folder):
+    edit(folder, rope_parameters={"rope_type": "default", "rope_theta": 1e6}, rope_scaling=YARN_OF_CARDS)
+    rope = ModelConfig.from_folder(folder).rope
+    assert (rope.scaling, rope.theta, rope.factor) == ("yarn", 1e6, 4.0)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 8.0},
+        LLAMA3 | {"original_max_position_embeddings": 8192},
+        YARN | {"original_max_position_embeddings": 16384},
+        YARN | {"factor": 16.0, "truncate": False, "beta_fast": 40.0, "beta_slow": 0.5},
+        YARN | {"attention_factor": 0.75},
+        YARN | {"mscale": 0.7, "mscale_all_dim": 0.9},
+        YARN | {"partial_rotary_factor": 0.5, "mscale": 0.7},
+    ],
+    ids=str,
+)
+def test_rotary_tables_match_transformers_at_long_positions(scaling):
+    from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding  # noqa: PLC0415
+
+    shape = {"hidden_size": 128, "num_attention_heads": 2, "max_position_embeddings": 16384}
+    reference = LlamaConfig(**shape, rope_parameters={"rope_theta": 500000.0} | scaling)
+    config = ModelConfig.from_dict({"architectures": ["LlamaForCausalLM"]} | reference.to_dict())
+    positions = torch.tensor([0, 1, 999, config.max_positions // 2 + 1, config.max_positions - 1])
+    expected = LlamaRotaryEmbedding(reference)(torch.zeros(1), positions[None])
+    found = Rotary(config, "cpu").cos_sin[positions].chunk(2, dim=1)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs[0, :, : ours.shape[1]], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "stored", "used"),
+    [
+        ({"dtype": None}, torch.bfloat16, torch.bfloat16),
+        ({"dtype": None, "torch_dtype": "auto"}, torch.float16, torch.float16),
+        ({"dtype": None}, torch.float64, torch.float32),
+        ({"dtype": "float32"}, torch.bfloat16, torch.float32),
+        ({"dtype": None, "torch_dtype": "torch.half"}, torch.bfloat16, torch.float16),
+    ],
+)
+@pytest.mark.parametrize("shards", [1, 2])
+def test_without_a_dtype_in_the_config_most_weights_decide(folder, changes, stored, used, shards):
+    """Norms and biases are often kept in float32."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name: one if "norm" in name else one.to(stored) for name, one in tensors.items()}
+    names = sorted(tensors, key=lambda name: "norm" not in name)  # the first file has norms only
+    parts = [names] if shards == 1 else [names[:5], names[5:]]
+    (folder / "model.safetensors").unlink()
+    for number, part in enumerate(parts):
+        save_file({name: tensors[name] for name in part}, folder / f"part-{number}.safetensors")
+    if shards > 1:
+        where = {name: f"part-{number}.safetensors" for number, part in enumerate(parts) for name in part}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    edit(folder, **changes)
+    model = load_model(folder)
+    assert (model.dtype, model.kv_dtype) == (used, used)
+    assert load_model(folder, load_format="dummy").dtype == used
+    assert load_model(folder, dtype="float32").dtype == torch.float32
+
+
+def test_random_weights_without_any_dtype_are_float32(folder, caplog):
+    (folder / "model.safetensors").unlink()
+    edit(folder, dtype=None)
+    with caplog.at_level("INFO"):
+        assert load_model(folder, load_format="dummy").dtype == torch.float32
+    assert "config.json has no dtype, and " in caplog.text
+    with pytest.raises(ModelError, match=r"has no \.safetensors file"):
+        load_model(folder)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"architectures": ["BertModel"]}, "BertModel is not supported; supported are LlamaForCausalLM"),
         ({"architectures": None, "model_type": "bert"}, "bert is not supported"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "supported are default, linear, llama3, yarn"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "without it, the model is the same up to max_position_em",
+        ),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope' is not supported; .* cached KV would not"),
+        ({"rope_scaling": {"type": "mrope"}}, "'mrope' is not supported"),
+        ({"rope_scaling": "yarn"}, "rope_scaling in config.json must be an object, got 'yarn'"),
+        ({"rope_parameters": {"full_attention": YARN}}, "must be the same for all layers, .*: full_attention"),
+        (
+            {"rope_scaling": YARN | {"factor": 1e300}},
+            "factor in config.json must be at most 8.38.*e\\+06 .*, got 1e\\+300",
+        ),
+        ({"dtype": "int4"}, "dtype in config.json must be one of float32, bfloat16, float16, got 'int4'"),
+        ({"dtype": None, "torch_dtype": 16}, "torch_dtype in config.json must be one of float32, .*, got 16"),
         ({"rope_parameters": {"rope_type": "linear"}}, "no 'factor'"),
         ({"hidden_size": None}, "no 'hidden_size'"),
         ({"hidden_size": "wide"}, r"hidden_size in config.json must be an integer in \[1, 1048576\], got 'wide'"),

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +27,7 @@ from skipjoin.model.ops.base import LayerOps
 from skipjoin.model.parallel import Alone, Group
 from skipjoin.model.weight_files import check_inside, read_weight_map
 
+_log = logging.getLogger(__name__)
 LOAD_FORMATS = ("auto", "dummy")
 
 # Called with (tensors loaded, tensors in the folder); a pipeline stage does not need all of them.
@@ -29,8 +35,8 @@ Progress = Callable[[int, int], None]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HUB_IDS = "Models are folders, hub ids of two parts such as Qwen/Qwen3-0.6B, or tally, which is built in"
-# Stored tensor types that can be weights. Others are quantized, or no numbers.
-_STORED = ("F64", "F32", "BF16", "F16")
+# Stored tensor types that can be weights, and the nearest supported ones. Others are quantized, or no numbers.
+_STORED = {"F64": "float32", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _WEIGHT_FILES = ["*.safetensors"]
 _OTHER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
@@ -86,7 +92,7 @@ def load_model(
     """Load a model. The device becomes the calling thread's current device.
 
     Args:
-        dtype: "auto" (as saved), or one of `DTYPES`.
+        dtype: One of `DTYPES`, or "auto": as config.json says, else the type of most weights.
         device: "auto", "cpu", "cuda" or "cuda:N".
         attention: "auto", "torch", "cpp" (CPU), "triton" or "flash" (CUDA).
         load_format: "auto", or "dummy" for random weights, which need no weight file.
@@ -102,6 +108,8 @@ def load_model(
     is_dummy = load_format == "dummy"
     folder = resolve_folder(name_or_path, weights=not is_dummy)
     config = ModelConfig.from_folder(folder)
+    if config.dtype_name is None:
+        config = replace(config, dtype_name=_stored_dtype(folder, is_dummy))
     chosen = _choose(
         config,
         dtype,
@@ -150,7 +158,7 @@ def random_model(
 
 
 def _dtype(name: str, config: ModelConfig) -> torch.dtype:
-    name = config.dtype_name if name == "auto" else name
+    name = config.dtype_name or "float32" if name == "auto" else name
     if name not in _DTYPES:
         raise ModelError(f"dtype must be auto, {', '.join(DTYPES)}; got {name!r}")
     return _DTYPES[name]
@@ -186,46 +194,53 @@ def _choose(
     return _Choice(torch_dtype, kv_dtype, torch_device, ops, backend)
 
 
-class FolderWeights:
-    """Tensors of a folder's safetensors files."""
+def _stored_dtype(folder: Path, is_dummy: bool) -> str:
+    """Return the type of most elements of the weight files, of which only headers are read."""
+    elements: Counter[str] = Counter()
+    try:
+        files = _WeightFiles(folder)
+        for name in files.where:
+            tensor = files.slice(name)
+            elements[_STORED.get(tensor.get_dtype(), "")] += math.prod(tensor.get_shape())
+    except ModelError as error:
+        if not is_dummy:
+            raise
+        _log.info("config.json has no dtype, and %s: the random weights are float32", error)
+        return "float32"
+    return max(DTYPES, key=lambda name: elements[name])
 
-    def __init__(
-        self,
-        folder: Path,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-        progress: Progress | None = None,
-    ) -> None:
-        self._folder, self._dtype, self._device = folder, dtype, device
-        self._prefix = family_named(config.family).prefix
-        self._progress = progress
-        self._taken = 0
+
+class _WeightFiles:
+    """A folder's safetensors files, opened as needed.
+
+    Attributes:
+        where: File of each tensor.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._files: dict[str, Any] = {}
-        self._where = self._locate()
+        self.where = self._locate()
 
-    def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
-        known = name if name in self._where else name.removeprefix(self._prefix)
-        if known not in self._where:
-            raise ModelError(f"{self._folder} has no tensor {name!r}")
+    def slice(self, name: str) -> Any:
+        with self._errors(name):
+            return self._open(self.where[name]).get_slice(name)
+
+    def read(self, name: str, wanted: tuple[slice, ...] | None) -> torch.Tensor:
+        """Return a part of a tensor, or the whole tensor without `wanted`."""
+        with self._errors(name):
+            file = self._open(self.where[name])
+            tensor: torch.Tensor = (
+                file.get_tensor(name) if wanted is None else file.get_slice(name)[wanted].contiguous()
+            )
+        return tensor
+
+    @contextmanager
+    def _errors(self, name: str) -> Iterator[None]:
         try:
-            file = self._open(self._where[known])
-            stored = file.get_slice(known)
-            if stored.get_dtype() not in _STORED:
-                raise ModelError(
-                    f"{self._folder}: {name} has type {stored.get_dtype()}; supported are {', '.join(_STORED)}"
-                )
-            found = tuple(stored.get_shape())
-            if found != shape:
-                raise ModelError(f"{self._folder}: {name} has shape {found}, but config.json implies {shape}")
-            wanted = _wanted(shape, rows, columns)
-            tensor: torch.Tensor = file.get_tensor(known) if wanted is None else stored[wanted].contiguous()
+            yield
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{self._folder / self._where[known]} cannot be read: {error}") from error
-        self._taken += 1
-        if self._progress is not None:
-            self._progress(self._taken, len(self._where))
-        return tensor.to(device=self._device, dtype=self._dtype)
+            raise ModelError(f"{self._folder / self.where[name]} cannot be read: {error}") from error
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
@@ -253,6 +268,43 @@ class FolderWeights:
                 f"make a copy in safetensors once with: skipjoin convert {self._folder} TARGET"
             )
         raise ModelError(f"{self._folder} has no .safetensors file")
+
+
+class FolderWeights:
+    """Tensors of a folder's safetensors files."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None = None,
+    ) -> None:
+        self._folder, self._dtype, self._device = folder, dtype, device
+        self._prefix = family_named(config.family).prefix
+        self._progress = progress
+        self._taken = 0
+        self._files = _WeightFiles(folder)
+
+    def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
+        where = self._files.where
+        known = name if name in where else name.removeprefix(self._prefix)
+        if known not in where:
+            raise ModelError(f"{self._folder} has no tensor {name!r}")
+        stored = self._files.slice(known)
+        if stored.get_dtype() not in _STORED:
+            raise ModelError(
+                f"{self._folder}: {name} has type {stored.get_dtype()}; supported are {', '.join(_STORED)}"
+            )
+        found = tuple(stored.get_shape())
+        if found != shape:
+            raise ModelError(f"{self._folder}: {name} has shape {found}, but config.json implies {shape}")
+        tensor = self._files.read(known, _wanted(shape, rows, columns))
+        self._taken += 1
+        if self._progress is not None:
+            self._progress(self._taken, len(where))
+        return tensor.to(device=self._device, dtype=self._dtype)
 
 
 def _wanted(shape: tuple[int, ...], rows: range | None, columns: range | None) -> tuple[slice, ...] | None:

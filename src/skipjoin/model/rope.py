@@ -46,8 +46,8 @@ class RopeSettings:
         extended = self.factor * self.original_max_positions
         if extended > MAX_POSITIONS:
             raise ValueError(
-                f"factor in config.json must be at most {MAX_POSITIONS / self.original_max_positions:g} for an original "
-                f"length of {self.original_max_positions} tokens, got {self.factor:g}"
+                f"factor in config.json must be at most {MAX_POSITIONS / self.original_max_positions:g} for a "
+                f"length of {self.original_max_positions} tokens without it, got {self.factor:g}"
             )
         return int(extended + _ROUNDING)
 

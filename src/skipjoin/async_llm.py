@@ -273,8 +273,7 @@ class AsyncLLM(LocalEngine):
         self._is_stuck = not events
         for event in events:
             if isinstance(event, Admitted) and (stream := self._streams.get(event.request.id)) is not None:
-                generation = stream.running[event.request.id].generation
-                generation.cached_tokens = generation.cached_tokens or event.cached
+                stream.running[event.request.id].generation.admitted(event)
         for number, output in outputs_of(events).items():
             if (stream := self._streams.get(number)) is not None:
                 stream.put((number, output))

@@ -156,14 +156,13 @@ class LLM(LocalEngine):
 
     def _drain(self, running: dict[int, Running], bars: Progress, task: TaskID, *, ahead: bool) -> None:
         """Run the loop until all requests have finished; `ahead` submits the next step before detokenizing."""
-        cached: dict[int, int] = {}
         while running:
             events = self._loop.step()
             if ahead:
                 self._loop.submit()
             for event in events:
-                if isinstance(event, Admitted):
-                    cached.setdefault(event.request.id, event.cached)
+                if isinstance(event, Admitted) and event.request.id in running:
+                    running[event.request.id].generation.admitted(event)
             for request_id, output in outputs_of(events).items():
                 if request_id not in running:
                     continue
@@ -171,7 +170,6 @@ class LLM(LocalEngine):
                 one.generation.add(output, one.choice.take(output))
                 if one.choice.finish_reason is not None:
                     one.generation.finish_reason = one.choice.finish_reason
-                    one.generation.cached_tokens = cached.get(request_id, 0)
                     # The engine does not know stop strings and would continue to generate.
                     self._loop.abort(request_id, FinishReason.STOP)
                     self._learn(one, output.reason or FinishReason.STOP)

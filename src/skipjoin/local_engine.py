@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from skipjoin.config import EngineConfig, ForecastConfig
-from skipjoin.core.events import Event, Finished, Token
+from skipjoin.core.events import Admitted, Event, Finished, Token
 from skipjoin.core.request import FinishReason, RequestOptions
 from skipjoin.engine.build import Engine, assemble
 from skipjoin.engine.forecasting import (
@@ -56,6 +56,10 @@ class Generation:
     error: str = ""
     cached_tokens: int = 0
     message: dict[str, Any] | None = None
+
+    def admitted(self, event: Admitted) -> None:
+        if event.is_first:
+            self.cached_tokens = event.cached
 
     def add(self, output: Output, text: str) -> None:
         self.text += text

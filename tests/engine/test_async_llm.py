@@ -59,6 +59,22 @@ def test_outputs_equal_those_of_llm_for_concurrent_requests_and_n(llm: AsyncLLM)
     assert len(set(pieces)) > 1
 
 
+def test_own_kv_found_after_a_preemption_is_no_cache_hit() -> None:
+    """The second request is dropped at 151 tokens, and finds its own KV when the first one has finished."""
+    small = SETTINGS | {"max_model_len": 256, "kv_cache_gib": 0.00125, "swap_space_gib": 0, "recipe": "fcfs"}
+    prompts = [[20 + number] * length for number, length in enumerate((70, 60))]
+    each = [SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0) for tokens in (100, 150)]
+
+    async def generate() -> list[int]:
+        async with AsyncLLM("tally", **small) as llm:
+            found = await asyncio.gather(*map(llm.generate, prompts, each))
+        return [one.cached_tokens for (one,) in found]
+
+    assert asyncio.run(generate()) == [0, 0]
+    with LLM("tally", **small) as plain:
+        assert [one.cached_tokens for one in plain.generate(prompts, each)] == [0, 0]
+
+
 def test_tools_are_those_of_llm(llm: AsyncLLM) -> None:
     pick = {"type": "function", "function": {"name": "pick", "parameters": {"type": "object", "required": ["color"]}}}
     pick["function"]["parameters"]["properties"] = {"color": {"enum": ["red", "green"]}}  # type: ignore[index]

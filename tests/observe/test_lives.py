@@ -6,6 +6,8 @@ from itertools import pairwise
 
 import pytest
 
+from skipjoin.core.events import Admitted
+from skipjoin.core.kv.prefixes import ContentPrefix
 from skipjoin.core.request import FinishReason
 from skipjoin.observe.life import RUNNING, Life
 from skipjoin.observe.lives import LifeLog
@@ -144,3 +146,15 @@ def test_intervals_of_one_request_are_bounded_and_their_seconds_stay_complete(mo
         assert life.ended is not None
         check_cover(life, life.ended)
     assert any(life.omitted_s for life in watched.log.recent(0.0, watched.stepper.now))
+
+
+def test_own_kv_found_after_a_drop_is_no_cache_hit() -> None:
+    watched = Watched(World("fcfs", eviction=EVICTIONS["recompute"], device_blocks=20, cpu_blocks=0))
+    sizes = ((18, 25), (15, 37))  # the second one is dropped, and runs again when the first one has finished
+    for number, (prompt, output) in enumerate(sizes):
+        watched.stepper.add(make(number, prompt, output, prefix=ContentPrefix(4, b"%d" % number)))
+    watched.run()
+    admitted = [event for event in watched.stepper.events if isinstance(event, Admitted)]
+    assert sum(event.cached for event in admitted) > 0
+    assert sum(event.cached for event in admitted if event.is_first) == 0
+    assert [life.cached_tokens for life in watched.log.recent(0.0, watched.stepper.now)] == [0, 0]

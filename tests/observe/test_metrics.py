@@ -405,7 +405,12 @@ def test_prefix_hits_count_at_the_first_admission() -> None:
     unprefixed = make(2, 40)
     metrics.observe(Arrived(request, 0.0) for request in (first, resumed, unprefixed))
     metrics.observe(
-        [Admitted(first, 0.0, 32, 12), Admitted(resumed, 0.0, 32), Admitted(unprefixed, 0.0), Admitted(first, 1.0, 16)]
+        [
+            Admitted(first, 0.0, 32, 12),
+            Admitted(resumed, 0.0, 32, is_first=False),
+            Admitted(unprefixed, 0.0),
+            Admitted(first, 1.0, 16, is_first=False),
+        ]
     )
     metrics.shares(cached=3, cached_on_cpu=4, shared=2, lent=1)
     found = metrics.snapshot()

@@ -34,12 +34,14 @@ class Admitted(NamedTuple):
     Attributes:
         cached: Prefix-cache hit in tokens.
         on_cpu: Number of the hit's last tokens that were on the CPU tier.
+        is_first: False if the request has held KV before, so that the hit may be its own KV.
     """
 
     request: Request
     now: float
     cached: int = 0
     on_cpu: int = 0
+    is_first: bool = True
 
 
 class Reserved(NamedTuple):

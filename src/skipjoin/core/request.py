@@ -140,6 +140,7 @@ class Request:
     reserved_tokens: int = UNLIMITED  # token limit of its KV reservation; set by the ledger only
     last_plan: int = NEVER  # id of the last plan that contained a slice of it
     evictions: int = 0  # times its KV was dropped or swapped out for another request
+    was_admitted: bool = False  # has held KV, at this engine or at the one from which it resumes
     is_newly_resident: bool = False  # no token sampled since its KV was last allocated or swapped in
     finish_reason: FinishReason | None = None
     wait: WaitState | None = None  # why the last decision that examined it did not run it
@@ -156,6 +157,7 @@ class Request:
             self.deadline = self.arrival + self.options.deadline_s
         self.band = (self.is_best_effort, not self.options.is_urgent, self.options.priority)
         self.resumed_tokens = len(self.output)
+        self.was_admitted = self.resumed_tokens > 0
         self.known = len(self.prompt) + self.resumed_tokens
         self.max_total_tokens = len(self.prompt) + self.max_tokens
 

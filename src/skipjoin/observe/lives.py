@@ -114,8 +114,8 @@ class LifeLog:
         self._silent.add(request)
 
     def _admit(self, event: Admitted) -> None:
-        life = self._live[event.request].life
-        life.cached_tokens = life.cached_tokens or event.cached
+        if event.is_first:
+            self._live[event.request].life.cached_tokens = event.cached
 
     def _plan(self, event: Planned) -> None:
         self._tail.change(event.tail, event.now)

@@ -144,7 +144,6 @@ class EngineMetrics:
         self._usage = EngineUsage(device_blocks=device_blocks, block_size=block_size, block_bytes=block_bytes)
         self._stages = StageUse()
         self._live: set[Request] = set()
-        self._new: set[Request] = set()  # not admitted yet
         self._running: set[Request] = set()
         self._on_cpu: dict[Request, int] = {}  # blocks
         self._in_flight = 0
@@ -285,15 +284,11 @@ class EngineMetrics:
 
     def _arrive(self, event: Arrived) -> None:
         self._live.add(event.request)
-        self._new.add(event.request)
         self._now = event.now
 
     def _admit(self, event: Admitted) -> None:
         request = event.request
-        if request not in self._new:
-            return
-        self._new.remove(request)
-        if request.prefix is not None and not request.resumed_tokens:  # otherwise another engine has counted them
+        if event.is_first and request.prefix is not None:
             self._rows["prefix_cache_queries_total"][0] += len(request.prompt)
             on_device, on_cpu = range(2)
             hits = self._rows["prefix_cache_hits_total"]
@@ -314,7 +309,6 @@ class EngineMetrics:
         request = event.request
         self._now = event.now
         self._live.discard(request)
-        self._new.discard(request)
         self._running.discard(request)
         self._on_cpu.pop(request, None)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from skipjoin.core.events import Admitted
-from skipjoin.core.request import Request
 
 
 class PrefixUse:
@@ -13,7 +12,6 @@ class PrefixUse:
 
     def __init__(self) -> None:
         self.counts = PrefixCounts()
-        self._admitted: set[Request] = set()
 
     def admitted(self, event: Admitted) -> None:
         """Record the cache hits of a request, unless it resumes from an engine that has counted them."""
@@ -21,10 +19,9 @@ class PrefixUse:
         if request.prefix is None or request.resumed_tokens:
             return
         counts = self.counts
-        if request in self._admitted:
+        if not event.is_first:
             self.counts = counts._replace(regained=counts.regained + event.cached)
             return
-        self._admitted.add(request)
         self.counts = counts._replace(
             queried=counts.queried + len(request.prompt),
             hit=counts.hit + event.cached,
@@ -33,12 +30,6 @@ class PrefixUse:
 
     def saved(self, copied: int) -> None:
         self.counts = self.counts._replace(saved_bytes=self.counts.saved_bytes + copied)
-
-    def finished(self, request: Request) -> None:
-        self._admitted.discard(request)
-
-    def close(self) -> None:
-        self._admitted.clear()
 
 
 class PrefixCounts(NamedTuple):

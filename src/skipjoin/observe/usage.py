@@ -132,7 +132,6 @@ class EngineUsage:
             known.clear()
         self.reservations.close()
         self.shared_ends.close()
-        self.prefixes.close()
         if not keeps_series:
             self._points.clear()
 
@@ -185,7 +184,6 @@ class EngineUsage:
         self._dropped.pop(request, None)
         self.reservations.finished(request)
         self.shared_ends.lost(request)
-        self.prefixes.finished(request)
 
     def _release(self, event: Released) -> None:
         self._advance(event.now)

@@ -45,6 +45,6 @@ class Incoming:
         if allocation is None or (tiers := self._kv.tiers) is None:
             return []
         tiers.receive(request)
-        request.is_newly_resident = True
+        request.was_admitted = request.is_newly_resident = True
         reserved = Reserved(request, now, allocation.parent, allocation.blocks, group=allocation.group)
-        return [Admitted(request, now), reserved]
+        return [Admitted(request, now, is_first=False), reserved]

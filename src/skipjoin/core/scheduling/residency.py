@@ -109,7 +109,9 @@ class Residency:
         if (reason := self._make_room_for(request, allocation, missing, target, newcomer=True)) is not None:
             self.closed = WaitReason.BEHIND_MEMORY
             return reason
-        self._events.append(Admitted(request, self._context.now, hit.tokens, hit.away * kv.block_size))
+        on_cpu, is_first = hit.away * kv.block_size, not request.was_admitted
+        self._events.append(Admitted(request, self._context.now, hit.tokens, on_cpu, is_first))
+        request.was_admitted = True
         self._reserve(request, allocation)
         request.is_newly_resident = True
         if kv.cache is not None:

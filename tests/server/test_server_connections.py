@@ -15,6 +15,7 @@ import httptools
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from skipjoin.server.api import half_closed
 from skipjoin.server.api.auth import AccessGuard
 from skipjoin.server.api.connections import SPARE, ConnectionLimits
 from skipjoin.server.api.http import HttpServer
@@ -369,17 +370,117 @@ async def test_invalid_http_does_not_corrupt_previous_response() -> None:
         assert await is_closed(stream)
 
 
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+@pytest.mark.parametrize("size", [1, 1 << 16])
+async def test_unsupported_upgrade_is_ignored(protocol: bytes, size: int) -> None:
+    upgrade = HEAD + b"Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AA\r\nUpgrade: " + protocol + b"\r\n"
+    body = b"x" * (size - 1) + b"y"
+    sized = upgrade + b"Content-Length: %d\r\n\r\n" % size + body
+    chunked = upgrade + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % size + body + b"\r\n0\r\n\r\n"
+    async with World().serve() as world:
+        stream = await world.connect()
+        for request, expected in ((sized, body), (chunked, body), (upgrade + b"\r\n", b"")):
+            for part in (request[:90], request[90:]):
+                stream[1].write(part)
+                await asyncio.sleep(0.01)
+            assert b"connection: close" not in await ok(stream)
+            assert world.body == expected
+            assert (b"host", b"localhost") in world.headers
+            assert b"upgrade" not in dict(world.headers)
+        stream[1].write((sized + GET) * 20)
+        for _ in range(40):
+            await ok(stream)
+
+
 async def test_body_of_upgrade_request_is_not_parsed_as_request() -> None:
     async with World().serve() as world:
         upgrade = HEAD + b"Connection: Upgrade\r\nUpgrade: x\r\n"
-        reader, writer = await world.connect(upgrade + b"Content-Length: %d\r\n\r\n" % len(GET))
+        stream = await world.connect(upgrade + b"Content-Length: %d\r\n\r\n" % len(GET))
         await asyncio.sleep(0.05)
-        writer.write(GET)
-        assert error_of(await asyncio.wait_for(reader.read(), 10))[0] == b"400"
-        stream = await world.connect(upgrade + b"\r\n" + GET)
-        assert b"connection: close" in await ok(stream)
-        assert await is_closed(stream)
+        stream[1].write(GET)
+        await ok(stream)
+        assert world.body == GET
         assert len(world.finished) == 1
+        for framing in (b"Transfer-Encoding: x", b"Content-Length: 1\r\nContent-Length: 2"):
+            assert error_of(await world.answer(upgrade + framing + b"\r\n\r\nab"))[0] == b"400"
+        connect = b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n"
+        assert error_of(await world.answer(connect + GET)) == (
+            b"400",
+            "a CONNECT request must not have a body: leave it out",
+        )
+
+
+# -- clients that send nothing more, and HTTP/1.0 -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "answers"),
+    [
+        (GET, 1),
+        (HEAD + b"Content-Length: 5\r\n\r\nhello", 1),
+        (GET * 3, 3),
+        (GET * 200, 200),
+        (GET * 2 + HEAD, 2),
+        (GET * 2 + HEAD + b"Content-Length: 5\r\n\r\nhel", 2),
+        (GET + b"nonsense\r\n\r\n", 1),
+        (GET.replace(b"1.1", b"1.0"), 1),
+        (HEAD, 0),
+        (HEAD + b"Content-Length: 5\r\n\r\nhel", 0),
+        (b"", 0),
+    ],
+    ids=[
+        "get",
+        "post",
+        "pipelined",
+        "many",
+        "part of a head",
+        "part of a body",
+        "invalid",
+        "1.0",
+        "head",
+        "body",
+        "empty",
+    ],
+)
+async def test_client_that_sends_nothing_more_gets_all_answers(data: bytes, answers: int) -> None:
+    async with World().serve() as world:
+        reader, writer = await world.connect(data)
+        writer.write_eof()
+        found = await asyncio.wait_for(reader.read(), 30)
+        assert found.count(b"HTTP/1.1 200") == found.count(b"HTTP/") == found.count(b"xx") == answers
+        await until(lambda: not world.connections)
+
+
+async def test_half_closed_client_gets_late_answer_and_vanished_one_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(half_closed, "_PROVOKE_S", 0.1)
+    monkeypatch.setattr(half_closed, "_CHECK_S", 0.05)
+    async with World().serve() as world:
+        world.hold.clear()
+        vanished = [await world.connect(data) for data in (GET, GET, GET + HEAD)]
+        half = [await world.connect(data) for data in (GET, GET.replace(b"1.1", b"1.0"))]
+        await until(lambda: world.started == 5)
+        for _, writer in half:
+            writer.write_eof()
+        for _, writer in vanished:
+            writer.close()
+        await until(lambda: len(world.connections) == 2)
+        await asyncio.sleep(0.2)
+        world.hold.set()
+        new, old = [await asyncio.wait_for(reader.read(), 30) for reader, _ in half]
+        assert new.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200")
+        assert old.startswith(b"HTTP/1.1 200")
+
+
+async def test_http_1_0_gets_no_chunks_and_no_interim_response() -> None:
+    async with World(100_000).serve() as world:
+        request = HEAD.replace(b"1.1", b"1.0") + b"Expect: 100-continue\r\nContent-Length: 5\r\n\r\nhello"
+        head, _, body = (await world.answer(request)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        assert b"connection: close" in head
+        assert b"transfer-encoding" not in head
+        assert body == b"x" * 100_000
+        refused = await world.answer(GET.replace(b"1.1", b"1.0").replace(b"Host", b"Content-Length: 2000000\r\nHost"))
+        assert error_of(refused)[0] == b"413"
 
 
 # -- answers before the request is complete -----------------------------------------------------------------------

@@ -8,15 +8,17 @@ import httptools
 from starlette.types import Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.protocols.utils import get_remote_addr
 
 from skipjoin.server.api.auth import PROBE_PATHS
 from skipjoin.server.api.connection_client import ConnectionClient
 from skipjoin.server.api.connections import ConnectionLimits, Connections
-from skipjoin.server.api.errors import ApiError, bad_request, unavailable
+from skipjoin.server.api.errors import ApiError, unavailable
+from skipjoin.server.api.half_closed import HalfClosedWatch
 from skipjoin.server.api.lingering import LingeringClose
 from skipjoin.server.api.slow_reader import SlowReaderWatch
+from skipjoin.server.api.tolerant_protocol import TolerantProtocol
 
 # Bytes parsed at a time. It bounds the number of pipelined requests and the error of the other bounds.
 _SLICE_BYTES = 1 << 12
@@ -27,7 +29,6 @@ _FRAMING_PER_BYTE = 16
 _REFUSED_HEADS = 16
 # Time for which the first bytes of a connection may be unread on a busy machine.
 _UNREAD_S = 1.0
-_BODY_HEADERS = (b"content-length", b"transfer-encoding")
 
 
 class _Trailers(list[tuple[bytes, bytes]]):
@@ -40,7 +41,7 @@ class _Trailers(list[tuple[bytes, bytes]]):
 _TRAILERS = _Trailers()
 
 
-class BoundedProtocol(HttpToolsProtocol):
+class BoundedProtocol(TolerantProtocol):
     """HTTP/1.1 connection with limits on sizes and times.
 
     It limits an incomplete head (the application checks complete ones) and the framing of chunked bodies. One timer
@@ -69,10 +70,10 @@ class BoundedProtocol(HttpToolsProtocol):
     _body_begin = 0.0
     _body_bytes = 0
     _framing_bytes = 0  # beyond the allowance for the data
-    _fault: ApiError | None = None  # raised by a callback of the parser
     _unparsed: bytes | memoryview = b""  # held while earlier requests wait for their responses
     _parsing: asyncio.Handle | None = None
     _running: RequestResponseCycle | None = None
+    _half_closed: HalfClosedWatch | None = None  # set when the client sends nothing more
     _lingering: LingeringClose | None = None  # set when further input is dropped
     _send_timer: asyncio.TimerHandle | None = None
     _counted_client: ConnectionClient
@@ -104,6 +105,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._reader.stop()
         if self._lingering is not None:
             self._lingering.cancel()
+        if self._half_closed is not None:
+            self._half_closed.stop()
         self._unparsed = b""
         running = self._running
         if running is not None and not running.response_complete:  # uvicorn only notifies the last parsed request
@@ -140,6 +143,24 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._in_head:
             self._note_missing_body()
 
+    def eof_received(self) -> bool:
+        """Return whether the connection stays open, for answers to requests that arrived completely."""
+        if self._lingering is None and self.pipeline and self.cycle.more_body:  # cut within its body
+            del self.pipeline[0]
+        last = self.pipeline[0][0] if self.pipeline else self._running
+        if last is None or last.response_complete or last.disconnected or last.more_body:
+            return False
+        last.keep_alive = False
+        self._expect_nothing()
+        self._in_head, self._head_bytes = True, 0  # a head that was begun is dropped
+        if self._half_closed is None:
+            self._half_closed = HalfClosedWatch(self.transport, self.loop, self._provoke_reset, self.abort)
+        return True
+
+    def _provoke_reset(self) -> None:
+        if self._running is not None and (interim := self.interim_response(self._running)):
+            self.transport.write(interim)
+
     def _parse_slices(self) -> None:
         self._parsing = None
         while self._unparsed and not (self.pipeline or self._is_done):
@@ -157,31 +178,38 @@ class BoundedProtocol(HttpToolsProtocol):
         return self._lingering is not None or self.transport.is_closing()
 
     def _parse(self, data: bytes | memoryview) -> None:
+        while data and not self._is_done:
+            data = self._parse_next(data)
+
+    def _parse_next(self, data: bytes | memoryview) -> bytes | memoryview:
         was_in_head = self._in_head
         had_bytes = self._body_bytes
         self._advanced = False
         self.chunks.clear()  # another connection may have left data of an invalid body
         try:
-            self.parser.feed_data(data)
+            rest = self.feed(data)
         except httptools.HttpParserUpgrade:  # bytes after the request are in another protocol
             self._end_after_answer()
-            return
+            return b""
         except httptools.HttpParserError:
-            error = self._fault or ApiError(400, "the request is not valid HTTP", code="invalid_http")
+            error = self.fault or ApiError(400, "the request is not valid HTTP", code="invalid_http")
             self._refuse(error, "invalid")
-            return
+            return b""
         if self.chunks:
             self._take_body()
-        if self._advanced:
-            return
+        if not self._advanced:
+            self._check_sizes(len(data), self._body_bytes - had_bytes, was_in_head=was_in_head)
+        return rest
+
+    def _check_sizes(self, received: int, taken: int, *, was_in_head: bool) -> None:
+        """Refuse a long incomplete head, or a body of which too few of the received bytes are data."""
         most = self.limits.max_header_bytes
         if was_in_head:
-            self._head_bytes += len(data)
+            self._head_bytes += received
             if self._head_bytes > most:
                 self._refuse(ApiError(431, f"the request's head must have at most {most} bytes"), "invalid")
         else:
-            taken = self._body_bytes - had_bytes
-            self._framing_bytes = max(0, self._framing_bytes + len(data) - taken * (1 + _FRAMING_PER_BYTE))
+            self._framing_bytes = max(0, self._framing_bytes + received - taken * (1 + _FRAMING_PER_BYTE))
             if self._framing_bytes > most:
                 text = f"a chunked body must have at most {most} bytes of sizes, extensions and trailers"
                 self._refuse(ApiError(431, text), "invalid")
@@ -193,23 +221,19 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_headers_complete(self) -> None:
-        if self.parser.should_upgrade():
-            self._check_upgrade()
+        super().on_headers_complete()
+        if self.ignores_upgrade:
+            return
         self._body_begin, self._body_bytes, self._framing_bytes = self.loop.time(), 0, 0
         self._expect_by(self.limits.body_s, self._on_late_body)
         self._counted_client.count_forwarded(self.headers)
-        super().on_headers_complete()
         self._in_head, self._advanced = False, True
         self.headers = _TRAILERS  # the application owns the previous list
         self._may_stay, self.cycle.keep_alive = self.cycle.keep_alive, False  # until the request is complete
 
-    def _check_upgrade(self) -> None:
-        """Refuse an upgrade request with a body, which the parser takes for data of the other protocol."""
-        if any(name in _BODY_HEADERS and value != b"0" for name, value in self.headers):
-            self._fault = bad_request("a request that has a body must not have the header 'Upgrade': leave it out")
-            raise self._fault
-
     def on_message_complete(self) -> None:
+        if self.ignores_upgrade:
+            return
         if self.chunks:
             self._take_body()
         self._in_head, self._advanced, self._head_bytes, self._awaits_body = True, True, 0, False
@@ -261,7 +285,8 @@ class BoundedProtocol(HttpToolsProtocol):
         return self.transport.is_closing()
 
     def close(self) -> None:
-        if self._in_head and not (self._head_bytes or self._unparsed or self.pipeline or self._lingering is not None):
+        is_idle = not (self._head_bytes or self._unparsed or self.pipeline or self._lingering is not None)
+        if self._half_closed is not None or (self._in_head and is_idle):
             self.transport.close()  # the client has nothing left to send
         else:
             self._linger()

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+# Time after which a client that has sent everything must show that it still reads.
+_PROVOKE_S = 2.0
+_CHECK_S = 0.5
+# Seconds without data, and between probes, after which the kernel finds that the peer is gone. A kernel forgets a
+# connection that its process has closed after a minute.
+_KEEPALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+
+
+class HalfClosedWatch:
+    """Distinguishes a client that only sends nothing more from one that has disconnected.
+
+    Both end their data. If the client has disconnected, it resets the connection at the next bytes that it gets, and
+    `on_lost` is called.
+
+    Args:
+        provoke: Sends bytes if the response has not begun. Later, the response itself does.
+    """
+
+    __slots__ = ("_loop", "_on_lost", "_provoke", "_socket", "_timer")
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        loop: asyncio.AbstractEventLoop,
+        provoke: Callable[[], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._socket: socket.socket = transport.get_extra_info("socket")
+        self._loop, self._provoke, self._on_lost = loop, provoke, on_lost
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE:
+            if (option := getattr(socket, name, None)) is not None:
+                self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
+        self._timer = loop.call_later(_PROVOKE_S, self._ask)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _ask(self) -> None:
+        self._provoke()
+        self._check()
+
+    def _check(self) -> None:
+        if self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self._on_lost()
+        else:
+            self._timer = self._loop.call_later(_CHECK_S, self._check)

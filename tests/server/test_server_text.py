@@ -8,11 +8,17 @@ import pytest
 import tiny_model as tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import normalizers
+from tokenizers.processors import TemplateProcessing
 
 from skipjoin.core.request import FinishReason
 from skipjoin.engine.text import Choice, Output, StopStrings, TextRules
 from skipjoin.model.config import ModelError
 from skipjoin.model.tokenizer import load_tokenizer
+from skipjoin.sampling import TokenDetail, TokenLogprob
+from skipjoin.server.api.completions import completion_logprobs
+from skipjoin.server.api.responses import CompletionLogprobs
+from skipjoin.server.api.text_offsets import prompt_offsets
 
 
 def first_complete(text: str, stops: list[str]) -> tuple[int, int] | None:
@@ -103,3 +109,41 @@ def test_template_file_overrides_the_models_template(tokenizer_folder: Path, tmp
     assert tokenizer.decode(ids) == "<ab>"
     with pytest.raises(ModelError, match="cannot be read"):
         load_tokenizer(tokenizer_folder, chat_template=tmp_path / "none")
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("echo", [True, False])
+@pytest.mark.parametrize("prompt", ["a<eos>b€", "", "ünï <|user|>x"])
+def test_offsets_of_tokens_are_places_in_the_text(tokenizer_folder: Path, prompt: str, echo: bool, skip: bool) -> None:
+    """The tokenizer adds a special token that no text shows."""
+    tokenizer = load_tokenizer(tokenizer_folder)
+    tokenizer.backend.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", tiny.EOS)])
+    for as_ids in (False, True):
+        ids = tokenizer.encode(prompt)
+        text = tokenizer.decode(ids, skip) if as_ids else prompt
+        rules = TextRules(echo=echo, scores=True, skip_special=skip, stop=("!!",))
+        choice = Choice(0, ids, text, tokenizer, rules)
+        shown, found = "", CompletionLogprobs()
+        written = tokenizer.encode("x€<|user|>y! z", add_special_tokens=False)
+        for number, token in enumerate(written):
+            before = tuple(TokenLogprob(one, -1.0) for one in ids) if echo and not number else ()
+            reason = FinishReason.LENGTH if number == len(written) - 1 else None
+            shown += choice.take(Output(0, token, TokenDetail(TokenLogprob(token, -1.0), before), reason))
+            part = completion_logprobs(tokenizer, choice)
+            found.tokens += part.tokens
+            found.text_offset += part.text_offset
+        assert len(found.text_offset) == len(found.tokens) == len(written) + (len(ids) if echo else 0)
+        assert found.text_offset == sorted(found.text_offset)
+        for token, offset in zip(found.tokens, found.text_offset, strict=True):
+            if len(token) == 1 or (token.startswith("<") and not skip and offset):
+                assert shown[offset:].startswith(token)
+            elif token.startswith("bytes:"):
+                assert shown[offset] in "€ünï"
+
+
+def test_offsets_of_text_that_the_tokenizer_changes(tokenizer_folder: Path) -> None:
+    tokenizer = load_tokenizer(tokenizer_folder)
+    tokenizer.backend.normalizer = normalizers.Lowercase()
+    ids = tokenizer.encode("AB c")
+    assert prompt_offsets(tokenizer, ids, "AB c", skip_special=True) == [0, 1, 2, 3]
+    assert prompt_offsets(tokenizer, ids, "other", skip_special=True) == [0, 1, 2, 3]

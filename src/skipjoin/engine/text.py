@@ -86,6 +86,9 @@ class Choice:
     Attributes:
         tokens: Number of generated tokens, including those of a stop string and the end-of-sequence token.
         finish_reason: "stop" or "length", or "error" after an output with an error.
+        echoed: The prompt as the text begins with it; empty without `TextRules.echo`.
+        scored: Log-probabilities that were not taken yet.
+        offsets: For each generated token of `scored`, the index in the text at which it begins.
     """
 
     __slots__ = (
@@ -93,11 +96,13 @@ class Choice:
         "_lead",
         "_rules",
         "_stops",
+        "_text_length",
+        "echoed",
         "finish_reason",
         "index",
+        "offsets",
         "prompt",
         "scored",
-        "text_length",
         "tokens",
     )
 
@@ -107,14 +112,16 @@ class Choice:
         self.prompt = prompt
         self.tokens = 0
         self.scored: list[TokenLogprob] = []
-        self.text_length = 0  # characters of the tokens whose logprobs were sent
+        self.offsets: list[int] = []
         self.finish_reason: str | None = None
         self._rules = rules
         self._detokenizer = Detokenizer(tokenizer, prompt, rules.skip_special, rules.kept)
         self._stops = StopStrings(rules.stop, include=rules.include_stop) if rules.stop else None
-        self._lead = ""
+        self.echoed = ""
         if rules.echo:
-            self._lead = text if text is not None else tokenizer.decode(prompt, rules.skip_special)
+            self.echoed = text if text is not None else tokenizer.decode(prompt, rules.skip_special)
+        self._lead = self.echoed
+        self._text_length = len(self.echoed)  # of the text of all tokens, shown or not
 
     def take(self, output: Output) -> str:
         """Add an output and return the new text; none may follow once `finish_reason` is set."""
@@ -123,6 +130,7 @@ class Choice:
             self.scored.extend(output.detail.prompt)
             if not self._rules.score_only:
                 self.scored.append(output.detail.chosen)
+                self.offsets.append(self._text_length)
         if self._rules.score_only:
             self.finish_reason = FinishReason.LENGTH.value
             return shown
@@ -134,6 +142,7 @@ class Choice:
                 text = self._detokenizer.add(output.token)
         if output.reason is not None:
             text += self._detokenizer.finish()
+        self._text_length += len(text)
         shown += self._until_stop(text)
         if self._stops is not None and self._stops.found:
             self.finish_reason = FinishReason.STOP.value
@@ -142,8 +151,12 @@ class Choice:
             shown += self._stops.flush() if self._stops is not None else ""
         return shown
 
+    @property
+    def skips_special(self) -> bool:
+        return self._rules.skip_special
+
     def take_scored(self) -> list[TokenLogprob]:
-        scored, self.scored = self.scored, []
+        scored, self.scored, self.offsets = self.scored, [], []
         return scored
 
     def _until_stop(self, text: str) -> str:

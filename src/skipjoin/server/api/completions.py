@@ -28,6 +28,7 @@ from skipjoin.server.api.responses import (
     encode,
 )
 from skipjoin.server.api.service import Service
+from skipjoin.server.api.text_offsets import prompt_offsets
 from skipjoin.structured_output import StructuredOutput
 
 DEFAULT_MAX_TOKENS = 16
@@ -137,15 +138,21 @@ class CompletionFormat:
 
 
 def completion_logprobs(tokenizer: Tokenizer, choice: Choice) -> CompletionLogprobs:
-    found = CompletionLogprobs()
+    found = CompletionLogprobs(text_offset=_text_offsets(tokenizer, choice))
     for scored in choice.take_scored():
         text = token_name(tokenizer, scored.token)
         found.tokens.append(text)
         found.token_logprobs.append(None if scored.logprob is None else max(scored.logprob, LOWEST_LOGPROB))
         found.top_logprobs.append(None if scored.logprob is None else _alternatives(tokenizer, scored, text))
-        found.text_offset.append(choice.text_length)
-        choice.text_length += len(text)
     return found
+
+
+def _text_offsets(tokenizer: Tokenizer, choice: Choice) -> list[int]:
+    offsets = list(choice.offsets)
+    if len(offsets) < len(choice.scored):  # those of the prompt come first, once
+        skips = choice.skips_special
+        offsets = prompt_offsets(tokenizer, choice.prompt, choice.echoed, skip_special=skips) + offsets
+    return offsets
 
 
 def _alternatives(tokenizer: Tokenizer, scored: TokenLogprob, text: str) -> dict[str, float]:

@@ -261,3 +261,57 @@ def test_tokenizers_with_custom_code_are_rejected(tmp_path: Path, monkeypatch: p
         load_tokenizer(tmp_path)
     assert not prompts
     assert not (tmp_path / "ran").exists()
+
+
+def flags(text: str, *, special: bool = True) -> dict[str, object]:
+    return {
+        "content": text,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "single_word": False,
+        "special": special,
+    }
+
+
+SPECIAL = {
+    "texts": ({}, {"eos_token": "<end>", "bos_token": "<s>"}),
+    "tokens": ({}, {"eos_token": flags("<end>"), "unk_token": flags("<s>")}),
+    "both files": (
+        {"eos_token": "<s>", "pad_token": "<s>"},
+        {"eos_token": "<end>", "additional_special_tokens": ["o"]},
+    ),
+    "null in the map": ({"eos_token": "<s>"}, {"eos_token": None}),
+    "current file": ({"eos_token": "<s>", "added_tokens_decoder": {"3": flags("<end>")}}, {"eos_token": "<end>"}),
+    "no map": ({"eos_token": "<end>", "extra_special_tokens": {"image_token": "<s>"}}, None),
+    "list": ({"extra_special_tokens": ["<end>", "e"]}, None),
+    "plain token": ({"eos_token": "</s>", "added_tokens_decoder": {"3": flags("<end>", special=False)}}, None),
+    "word": ({"pad_token": "o"}, None),
+    "none": ({}, None),
+}
+
+
+@pytest.mark.parametrize("case", SPECIAL)
+def test_special_tokens_are_those_of_transformers(tmp_path: Path, case: str) -> None:
+    from transformers import AutoTokenizer
+
+    backend = byte_level()
+    backend.add_tokens(["<end>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    names = ("bos_token", "eos_token", "unk_token", "pad_token", "image_token")
+    template = "".join(f"{{{{ {name} }}}}|" for name in names)
+    settings, tokens = SPECIAL[case]
+    given = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, **settings}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
+    if tokens is not None:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    assert ours.chat_text([{"role": "user", "content": "x"}]) == theirs.apply_chat_template(
+        [{"role": "user", "content": "x"}], tokenize=False
+    )
+    assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
+    ids = ours.encode("hello<end>o<s>e</s>", add_special_tokens=False)
+    assert ids == theirs.encode("hello<end>o<s>e</s>", add_special_tokens=False)
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert "".join(streamed(ours, [], ids)) == ours.decode(ids)
+    ours.close()

@@ -14,6 +14,7 @@ import tokenizers
 
 from skipjoin.model.chat_template import ChatTemplate, Sources, find_template, read_template
 from skipjoin.model.config import ModelError, read_json
+from skipjoin.model.special_tokens import SpecialTokens
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -31,10 +32,11 @@ def load_tokenizer(folder: str | Path, *, chat_template: str | Path | None = Non
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder")
     settings = _optional_json(folder / "tokenizer_config.json")
-    texts = {name: _text(settings[name]) for name in settings if name.endswith("_token") and settings[name]}
-    special = {name: text for name, text in texts.items() if text is not None}
-    backend = _load_backend(folder, settings)
-    eos = [backend.token_to_id(special["eos_token"])] if "eos_token" in special else []
+    special = SpecialTokens.read(folder, settings)
+    backend, defaults = _load_backend(folder, settings)
+    special.add_to(backend)
+    named = {**defaults, **special.named}
+    eos = [backend.token_to_id(named["eos_token"])] if "eos_token" in named else []
     for file in ("generation_config.json", "config.json"):
         value = _optional_json(folder / file).get("eos_token_id")
         eos.extend(value if isinstance(value, list) else [value])
@@ -42,11 +44,12 @@ def load_tokenizer(folder: str | Path, *, chat_template: str | Path | None = Non
     return Tokenizer(
         backend,
         eos_token_ids=tuple(dict.fromkeys(i for i in eos if i is not None)),
-        chat_template=None if sources is None else ChatTemplate(sources.default, special, sources.tool_use),
+        chat_template=None if sources is None else ChatTemplate(sources.default, named, sources.tool_use),
     )
 
 
-def _load_backend(folder: Path, settings: Mapping[str, Any]) -> tokenizers.Tokenizer:
+def _load_backend(folder: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """Return the tokenizer, and the special tokens that its class names by default."""
     file = folder / "tokenizer.json"
     try:
         if file.is_file():
@@ -55,12 +58,13 @@ def _load_backend(folder: Path, settings: Mapping[str, Any]) -> tokenizers.Token
             if backend.post_processor is not None or not adds:
                 backend.no_truncation()
                 backend.no_padding()
-                return backend
+                return backend, {}
         if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
             raise ModelError(f"{folder} has no tokenizer files (tokenizer.json, or vocab.json with merges.txt)")
         from transformers import AutoTokenizer  # noqa: PLC0415 - imports torch
 
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False).backend_tokenizer
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return found.backend_tokenizer, found.special_tokens_map
     except ModelError:
         raise
     except Exception as error:  # the libraries raise bare Exception for damaged files
@@ -70,12 +74,6 @@ def _load_backend(folder: Path, settings: Mapping[str, Any]) -> tokenizers.Token
 
 def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
-
-
-def _text(token: Any) -> str | None:
-    if isinstance(token, Mapping):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
 
 
 class TooManyTokensError(ValueError):

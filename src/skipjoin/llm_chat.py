@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from skipjoin.formats.calls import JoinedCall, Part, joined
 from skipjoin.formats.constraint import Constraints
-from skipjoin.formats.conversation import NO_ARGUMENTS, TOOL_NAME, no_tools, template_message, template_tool
+from skipjoin.formats.conversation import NO_ARGUMENTS, TOOL_NAME, no_tools, template_tool
 from skipjoin.formats.grammar import CallSchema
 from skipjoin.formats.message import MessageReader, is_thinking
 from skipjoin.formats.table import find_format, unknown_calls
+from skipjoin.formats.template_input import MessageError
 from skipjoin.model.tokenizer import Tokenizer
 from skipjoin.sampling import ParameterError, SamplingParams
 from skipjoin.structured_output import GrammarError
@@ -129,12 +130,14 @@ class Conversations:
         self._format = None if template is None else find_format(template.source)
 
     def prompt(self, messages: Sequence[Message], use: ToolUse) -> ChatPrompt:
-        calls = None if self._format is None else self._format.calls
         variables: dict[str, Any] = {}
         if use.functions:
             self._check_tools()
             variables["tools"] = [template_tool(function) for function in use.functions]
-        text = self._tokenizer.chat_text([template_message(message, calls) for message in messages], **variables)
+        try:
+            text = self._tokenizer.chat_text(messages, **variables)
+        except MessageError as error:
+            raise ParameterError(error.param, str(error)) from None
         return ChatPrompt(text, self._tokenizer.encode(text, add_special_tokens=False))
 
     def constrained(self, params: SamplingParams, prompt: str, use: ToolUse) -> SamplingParams:
@@ -193,10 +196,29 @@ def conversations_of(given: Any) -> list[list[Message]]:
     for conversation in conversations:
         if not isinstance(conversation, list | tuple) or not conversation:
             raise _no_conversation(conversation)
-        for message in conversation:
-            if not (isinstance(message, Mapping) and {"role", "content"} <= message.keys()):
-                raise _no_conversation(message)
+        for number, message in enumerate(conversation):
+            _check_message(f"messages.{number}", message)
     return [list(conversation) for conversation in conversations]
+
+
+def _check_message(path: str, message: Any) -> None:
+    """Raise `ParameterError` unless a message has text, or calls of functions."""
+    if not (isinstance(message, Mapping) and "role" in message and (message.get("tool_calls") or "content" in message)):
+        raise _no_conversation(message)
+    content, calls = message.get("content"), message.get("tool_calls") or ()
+    parts = content if isinstance(content, list | tuple) else ()
+    is_text = content is None or isinstance(content, str | list | tuple)
+    if not (is_text and all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts)):
+        raise ParameterError(path, f"{path}.content must be a text or a list of text parts, got {shown(content)}")
+    for number, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not (isinstance(function, Mapping) and isinstance(function.get("name"), str)):
+            name = f"{path}.tool_calls.{number}"
+            raise ParameterError(name, f"{name} must have a function with a name and arguments, got {shown(call)}")
+        arguments = function.get("arguments")
+        if not (arguments is None or isinstance(arguments, str | Mapping)):
+            name = f"{path}.tool_calls.{number}.function.arguments"
+            raise ParameterError(name, f"{name} must be JSON as text or an object, got {shown(arguments)}")
 
 
 def _no_conversation(got: Any) -> ParameterError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from skipjoin.formats.template_input import MessageError
 from skipjoin.model import chat_template as module
 from skipjoin.model.chat_template import ChatTemplate
 from skipjoin.model.config import ModelError
@@ -117,3 +119,84 @@ def test_messages_that_are_not_json_are_rejected() -> None:
     template = ChatTemplate("x", {})
     with pytest.raises(ModelError, match="messages must be of JSON values: object is no JSON value"):
         template.render([{"role": "user", "content": object()}])
+
+
+# -- what templates expect of messages -------------------------------------------------------------------------------
+
+CALL = (
+    "{% for call in m.tool_calls or [] %}({{ call.function.name }} {{ call.function.arguments | tojson }}){% endfor %}"
+)
+LOOP = "{% for part in m.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}{% endfor %}"
+# What a template writes of a message, and of a call without text after "hi".
+STYLES = {
+    "in": ("{% if '</think>' in m.content %}{% endif %}{{ m.content.strip() }}" + CALL, "hi(f {})"),
+    "plus": ("{{ m.content + '' }}" + CALL, "hi(f {})"),
+    "printed": ("{{ m.content }}" + CALL, "hi(f {})"),
+    "none": ("{% if m.content is none %}" + CALL + "{% else %}[{{ m.content }}]{% endif %}", "[hi](f {})"),
+    "absent": ("{% if 'content' in m %}{{ m.content }}{% else %}" + CALL + "{% endif %}", "hi(f {})"),
+    "parts": (LOOP + CALL, "hi(f {})"),
+    "either": (
+        "{% if m.content is string %}{{ m.content }}{% elif m.content %}" + LOOP + "{% endif %}" + CALL,
+        "hi(f {})",
+    ),
+    "parts of users": ("{% if m.role == 'user' %}" + LOOP + "{% else %}{{ m.content }}{% endif %}" + CALL, "hi(f {})"),
+    "later": (
+        "{% if loop.index > 3 %}{{ m.content + '' }}{% else %}{{ m.content or '' }}{% endif %}" + CALL,
+        "hi(f {})",
+    ),
+    "text": (CALL.replace("arguments | tojson", "arguments + ''") + "{{ m.content or '' }}", "hi(f {})"),
+}
+NO_TEXT = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_messages_are_given_as_templates_expect_them(style: str) -> None:
+    body, expected = STYLES[style]
+    template = ChatTemplate("{% for m in messages %}" + body + "{% endfor %}", {})
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    for content in ("hi", parts):
+        for nothing in ({}, {"content": None}, {"content": ""}):
+            found = template.render([{"role": "user", "content": content}, {**NO_TEXT, **nothing}])
+            assert found == expected
+    for role in ("system", "assistant", "tool"):
+        for content in ("hi", parts):
+            assert "hi" in template.render([{"role": "user", "content": "a"}, {"role": role, "content": content}])
+    long = [{"role": "user", "content": "hi"}, NO_TEXT, {"role": "tool", "content": "r"}, NO_TEXT]
+    assert template.render(long).count("(f {})") == 2
+    template.close()
+
+
+def with_arguments(arguments: object) -> list[dict[str, object]]:
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+    return [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": calls}]
+
+
+@pytest.mark.parametrize(
+    ("written", "cut"),
+    [
+        ("arguments | tojson", '"{\\"a\\": "'),
+        ("arguments + ''", '{"a": '),
+        ("arguments if call.function.arguments is string else call.function.arguments | tojson", '{"a": '),
+        ("arguments | items | list | tojson", None),
+    ],
+)
+def test_arguments_are_given_as_templates_expect_them(written: str, cut: str | None) -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}" + CALL.replace("arguments | tojson", written) + "{% endfor %}", {}
+    )
+    for empty in ("", " \n", "{}", None, {}):
+        assert template.render(with_arguments(empty)) == ("(f [])" if cut is None else "(f {})")
+    if cut is not None:
+        assert template.render(with_arguments('{"a": ')) == f"(f {cut})"
+    for wrong in ('{"a": ', "[1]", "null") if cut is None else ():
+        with pytest.raises(MessageError, match=r"messages\.1\.tool_calls\.0\.function\.arguments must be a JSON"):
+            template.render(with_arguments(wrong))
+    template.close()
+
+
+def test_reasoning_has_the_names_that_templates_read() -> None:
+    template = ChatTemplate("{{ messages[0] | tojson }}", {})
+    for name in ("reasoning", "reasoning_content", "thinking"):
+        found = json.loads(template.render([{"role": "assistant", "content": "a", name: "hm"}]))
+        assert found["reasoning_content"] == found["reasoning"] == found["thinking"] == "hm"
+    template.close()

@@ -57,7 +57,6 @@ class Calls:
         is_bare: A message that begins with a head is a call without further marks.
         tags: Arguments are elements instead of JSON. Strings in them are plain text.
         has_own_strings: Strings are between marks of the format instead of quotes, and keys have none.
-        has_text_arguments: The chat template expects the arguments of earlier calls as text, not as an object.
         id_length: Number of letters and digits in ids of calls. None: any id.
     """
 
@@ -74,7 +73,6 @@ class Calls:
     is_bare: bool = False
     tags: Tags | None = None
     has_own_strings: bool = False
-    has_text_arguments: bool = False
     id_length: int | None = None
 
 
@@ -310,7 +308,6 @@ _DEEPSEEK_CALLS = Calls(
     middle="\n```json\n",
     after=f"\n```{_CLOSE_ONE}",
     trigger=_ALL,
-    has_text_arguments=True,
 )
 
 DEEPSEEK = OutputFormat(

@@ -14,9 +14,12 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from skipjoin.formats.table import find_format
+from skipjoin.formats.template_input import NO_CONTENT, TemplateInput, find_input, text_of
 from skipjoin.model import template_program as program
 from skipjoin.model.config import ModelError
 
@@ -77,7 +80,12 @@ class ChatTemplate:
 
     def check(self) -> None:
         for renderer in (self._renderer, self._tool_renderer):
-            renderer.start()
+            self._input(renderer)
+
+    @property
+    def input(self) -> TemplateInput:
+        """The form of messages without tools. The first use starts the template's process."""
+        return self._input(self._renderer)
 
     @property
     def variables(self) -> frozenset[str]:
@@ -87,19 +95,54 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Return the conversation as text. Releases the GIL.
 
+        Args:
+            messages: In OpenAI's form. They are adapted to the template.
+
         Raises:
             ModelError: If the template rejects the conversation, fails or reaches a limit. The exception of a failure
                 may hold any text, so it is only logged.
+            MessageError: If the template cannot have a message.
         """
-        context = {"tools": None, "documents": None, **self._special, "messages": messages, **variables}
-        try:
-            content = json.dumps(context, default=_plain).encode()
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ModelError(f"messages must be of JSON values: {error}") from error
-        kind, answer = (self._tool_renderer if variables.get("tools") else self._renderer).ask(content)
+        renderer = self._tool_renderer if variables.get("tools") else self._renderer
+        form = self._input(renderer)
+        kind, answer = renderer.ask(self._content(form.messages(messages), variables))
+        if kind == program.FAILED and _lacks_content(messages):
+            # The template reads the text of calls where short conversations do not show it.
+            for other in NO_CONTENT:
+                if kind == program.FAILED and other != form.no_content:
+                    messages_so = replace(form, no_content=other).messages(messages)
+                    kind, answer = renderer.ask(self._content(messages_so, variables))
         if kind != program.TEXT:
             self._refuse(kind, answer)
         return answer.decode()
+
+    def _content(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> bytes:
+        context = {"tools": None, "documents": None, **self._special, "messages": messages, **variables}
+        try:
+            return json.dumps(context, default=_plain).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ModelError(f"messages must be of JSON values: {error}") from error
+
+    def _input(self, renderer: _Renderer) -> TemplateInput:
+        """Return what a template expects, or the usual form if it reaches a limit."""
+        if renderer.input is None:
+
+            def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str | None:
+                given = {"tools": tools, "add_generation_prompt": True}
+                kind, answer = renderer.ask(self._content(messages, given))
+                if kind not in (program.TEXT, program.REJECTED, program.FAILED):
+                    raise _LimitError
+                return answer.decode() if kind == program.TEXT else None
+
+            renderer.start()
+            try:
+                found = find_input(render)
+            except _LimitError:
+                found = TemplateInput()
+            known = find_format(self.source)
+            calls = None if known is None else known.calls
+            renderer.input = replace(found, id_length=None if calls is None else calls.id_length)
+        return renderer.input
 
     def close(self) -> None:
         for renderer in (self._renderer, self._tool_renderer):
@@ -117,6 +160,14 @@ class ChatTemplate:
         raise ModelError(f"the model's chat template fails on this conversation{f': {limit}' if limit else ''}")
 
 
+class _LimitError(Exception):
+    """A template has reached a limit."""
+
+
+def _lacks_content(messages: Sequence[Mapping[str, Any]]) -> bool:
+    return any(message.get("tool_calls") and not text_of(message.get("content")) for message in messages)
+
+
 # In addition to the kinds of `template_program`: reasons why its process ended.
 _OUT_OF_TIME, _ENDED = -1, -2
 _LIMITS = {
@@ -128,6 +179,7 @@ _LIMITS = {
 
 class _Renderer:
     def __init__(self, source: str) -> None:
+        self.input: TemplateInput | None = None
         self._source = source
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()

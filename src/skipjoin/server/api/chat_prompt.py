@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from skipjoin.formats.conversation import no_tools, template_message, template_tool
+from skipjoin.formats.conversation import no_tools, template_tool
+from skipjoin.formats.template_input import MessageError
 from skipjoin.model.config import ModelError
 from skipjoin.model.tokenizer import Tokenizer
 from skipjoin.server.api.conversation import Message, Tool
@@ -21,7 +22,7 @@ _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"
 
 async def render_chat(service: Service, body: ChatRequest | TokenizeRequest) -> str:
     """Return the text of a conversation. Raise 400 for what the model's chat template does not support."""
-    tokenizer, calls = service.tokenizer, service.calls
+    tokenizer = service.tokenizer
     tools = shown_tools(body)
     if body.messages and any(message.tool_calls or message.role == "tool" for message in body.messages):
         await service.in_thread(_check_tools, tokenizer, "messages")
@@ -32,9 +33,11 @@ async def render_chat(service: Service, body: ChatRequest | TokenizeRequest) -> 
     variables["add_generation_prompt"] = body.add_generation_prompt is not False
     if tools:
         variables["tools"] = [template_tool(tool.function.model_dump()) for tool in tools]
-    messages = [template_message(_openai_message(message), calls) for message in body.messages or ()]
+    messages = [_openai_message(message) for message in body.messages or ()]
     try:
         return await service.in_renderer(tokenizer.chat_text, messages, **variables)
+    except MessageError as error:
+        raise bad_request(str(error), error.param) from error
     except ModelError as error:
         raise bad_request(str(error), "messages") from error
 
@@ -55,7 +58,7 @@ def shown_tools(body: ChatRequest | TokenizeRequest) -> Sequence[Tool]:
 
 def _openai_message(message: Message) -> dict[str, Any]:
     """Return what a template may use of a message."""
-    found: dict[str, Any] = {"role": message.role, "content": message.text}
+    found: dict[str, Any] = {"role": message.role, "content": message.plain_content}
     if message.name is not None:
         found["name"] = message.name
     if message.tool_call_id is not None:

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validato
 from pydantic_core import PydanticCustomError
 
 from skipjoin.formats.conversation import NO_ARGUMENTS, TOOL_NAME
+from skipjoin.formats.template_input import text_of
 from skipjoin.server.api.fields import MAX_LABEL, Body, Label, Null, Only, one_of
 
 MAX_MESSAGES = 4096
@@ -32,10 +33,14 @@ Content = Annotated[
 
 
 class CalledFunction(Body):
-    """Function of a call, with arguments as JSON as the model wrote it. OpenAI's client adds `parsed_arguments`."""
+    """Function of a call. OpenAI's client adds `parsed_arguments`.
+
+    Attributes:
+        arguments: JSON as the model wrote it. Clients leave it out or empty for a function without parameters.
+    """
 
     name: Annotated[str, Field(max_length=MAX_LABEL)]
-    arguments: str
+    arguments: str | None = None
     parsed_arguments: Any = None
 
 
@@ -105,9 +110,14 @@ class Message(Body):
         return value
 
     @property
-    def text(self) -> str:
+    def plain_content(self) -> str | list[dict[str, str]]:
+        """Content as text or as text parts, empty if it is missing."""
         content = self.content or ""
-        return content if isinstance(content, str) else "".join(part.text for part in content)
+        return content if isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]
+
+    @property
+    def text(self) -> str:
+        return text_of(self.plain_content)
 
     @property
     def thoughts(self) -> str | None:
@@ -116,7 +126,7 @@ class Message(Body):
     @property
     def texts(self) -> list[str]:
         """Texts that become part of the prompt."""
-        calls = [text for call in self.tool_calls or () for text in (call.function.name, call.function.arguments)]
+        calls = [text for call in self.tool_calls or () for text in (call.function.name, call.function.arguments or "")]
         return [self.text, self.thoughts or "", *calls]
 
 

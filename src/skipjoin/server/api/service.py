@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from skipjoin.config import ServerConfig
 from skipjoin.engine.forecasting import ForecastKeeper
 from skipjoin.formats.message import load_parser
-from skipjoin.formats.table import Calls, OutputFormat, find_format
+from skipjoin.formats.table import OutputFormat, find_format
 from skipjoin.model.grammar_check import GrammarCheck
 from skipjoin.model.tokenizer import Tokenizer, TooManyTokensError
 from skipjoin.sampling import ParameterError, SamplingParams
@@ -131,10 +131,6 @@ class Service:
         self.output_format = None if template is None else find_format(template.source)
         if self.output_format is not None and self.output_format.think is not None:
             self._threads.submit(load_parser)  # every chat request needs it
-
-    @property
-    def calls(self) -> Calls | None:
-        return None if self.output_format is None else self.output_format.calls
 
     async def load_parser(self) -> None:
         """Wait for the parser of outputs, which the first request that needs it loads."""

@@ -112,7 +112,7 @@ def _ids(value: Raw, name: str, kind: Any = list[int]) -> Raw:
 
 def _messages(value: Raw, name: str) -> Raw:
     parts_type = GenericAlias(list, (_struct(TextPart, type=str, text=str),))
-    function = _struct(CalledFunction, name=str, arguments=str)
+    function = _struct(CalledFunction, name=str, arguments=str | None)
     calls_type = GenericAlias(list, (_struct(ToolCall, id=str, function=function),))
     message = _struct(
         Message,

@@ -4,11 +4,11 @@ import asyncio
 import socket
 from collections.abc import Callable
 
-# Time after which a client that has sent everything must show that it still reads.
-_PROVOKE_S = 2.0
-_CHECK_S = 0.5
-# Seconds without data, and between probes, after which the kernel finds that the peer is gone. A kernel forgets a
-# connection that its process has closed after a minute.
+# Time for an answer without an interim response, which simple clients do not expect.
+_PROVOKE_S = 0.25
+_CHECK_S = 0.25
+# Seconds without data, seconds between probes, and probes without an answer. Linux answers for a minute after a process
+# has closed a connection, and then resets it.
 _KEEPALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 

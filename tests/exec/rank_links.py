@@ -185,6 +185,7 @@ def check_collectives(group: TorchGroup) -> bytes:
         expected = [float(rank) for rank, size in enumerate(sizes) for _ in range(size)]
         wrong += [f"{dtype} sum"] * (total.unique().tolist() != [1.0 + sum(range(2, 2 + shard.tp_size))])
         wrong += [f"{dtype} gather"] * (gathered.tolist() != [expected] * 2)
+        wrong += [f"{dtype} sum of {rows} rows" for rows in (1, 8, 301) if not _adds_rows_alike(group, rows, dtype)]
         # Two in a row, because no side waits for the other.
         if not shard.is_last:
             for number in range(2):
@@ -194,6 +195,19 @@ def check_collectives(group: TorchGroup) -> bytes:
                 group.receive(total)
                 wrong += [f"{dtype} sent {number}"] * (not torch.equal(total, own * 10 + number))
     return ", ".join(wrong).encode()
+
+
+def _adds_rows_alike(group: TorchGroup, rows: int, dtype: torch.dtype) -> bool:
+    """Return whether the sums of the last rows are those in the order of ranks, whatever rows are before them."""
+    tp_size = group.shard.tp_size
+    of_ranks = [torch.randn((301, 769), generator=torch.Generator().manual_seed(rank)) for rank in range(tp_size)]
+    parts = [one.to(dtype)[-rows:] for one in of_ranks]
+    total = parts[group.shard.tp_rank].clone()
+    group.all_reduce(total)
+    expected = parts[0].clone()
+    for part in parts[1:]:
+        expected += part
+    return torch.equal(total, expected)
 
 
 class ProcessLink:

@@ -76,6 +76,12 @@ def test_collectives_support_every_type(ranks: Processes) -> None:
     assert ranks.check_collectives() == [b""] * len(ranks.links)
 
 
+@pytest.mark.parametrize("tp", [3, 4])
+def test_sums_over_more_than_two_ranks_are_batch_invariant(tmp_path: Path, tp: int) -> None:
+    with processes(tp, 1, tmp_path) as started:
+        assert started.check_collectives() == [b""] * tp
+
+
 @pytest.mark.parametrize("how", ["overlapped", "late copies fail"])
 def test_several_processes_produce_the_tokens_of_one_with_all_features(ranks: Processes, how: str) -> None:
     store: dict = {"device_blocks": 20, "cpu_blocks": 40}

@@ -58,7 +58,7 @@ def test_leaving_an_nccl_group_does_not_wait_for_lost_ranks(
 
 
 class FakeGpus:
-    """Two fake GPUs with equal tensors, so that their sum is twice a tensor.
+    """Fake GPUs with equal tensors, so that the sum of two is twice a tensor.
 
     Args:
         wrong: Error of the one-shot kernel's sums.
@@ -66,14 +66,16 @@ class FakeGpus:
         other_works: Whether the other rank's probe succeeds.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, wrong=0.0, refuses=False, other_works=True) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, wrong=0.0, refuses=False, other_works=True, gpus=2) -> None:
         from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415
 
         self.one_shot, self.nccl, self.wrong, self.other_works = 0, 0, wrong, other_works
         Nccl(monkeypatch)
-        stage = SimpleNamespace(group_name="7", rank=lambda: 0, size=lambda: 2)
+        stage = SimpleNamespace(group_name="7", rank=lambda: 0, size=lambda: gpus)
         monkeypatch.setattr(torch_group.dist, "new_group", lambda *args, **options: stage)
         monkeypatch.setattr(torch_group.dist, "all_reduce", self.all_reduce)
+        monkeypatch.setattr(torch_group.dist, "all_gather", lambda parts, x, group: [part.copy_(x) for part in parts])
+        monkeypatch.setattr(torch_group.dist, "all_to_all_single", lambda found, x, group: found.copy_(x))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch_group.torch, "device", lambda *args: "cpu")
 
@@ -87,7 +89,7 @@ class FakeGpus:
         kernel = SimpleNamespace(one_shot_all_reduce_out=self.one_shot_all_reduce_out)
         monkeypatch.setattr(one_shot.torch, "ops", SimpleNamespace(symm_mem=kernel))
         store: Any = None
-        self.group = TorchGroup(Shard(tp_size=2), store, backend="nccl", timeout_s=60.0)
+        self.group = TorchGroup(Shard(tp_size=gpus), store, backend="nccl", timeout_s=60.0)
 
     def all_reduce(self, x: torch.Tensor, op: Any = None, group: Any = None) -> None:
         if op == torch_group.dist.ReduceOp.MIN:
@@ -128,3 +130,13 @@ def test_one_failing_rank_disables_the_one_shot_kernel_on_all(
     monkeypatch: pytest.MonkeyPatch, fault: dict[str, Any]
 ) -> None:
     assert sums_of(FakeGpus(monkeypatch, **fault), 8) == (0, 1)
+
+
+@pytest.mark.parametrize("values", [7, 4096, 300_000])
+def test_three_gpus_do_not_use_all_reduce(monkeypatch: pytest.MonkeyPatch, values: int) -> None:
+    """NCCL adds in an order that depends on an element's place."""
+    gpus = FakeGpus(monkeypatch, refuses=True, gpus=3)
+    x = torch.ones(values)
+    gpus.group.all_reduce(x)
+    assert (x == 3).all()
+    assert gpus.nccl == 0

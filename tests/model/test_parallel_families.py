@@ -58,6 +58,18 @@ def test_half_types_stay_close(saved):
     assert (found - expected).norm() / expected.norm() < 0.05
 
 
+@pytest.mark.parametrize(("tp", "pp"), [(4, 1), (4, 2)])
+def test_logits_on_many_ranks_are_bit_identical_in_every_batch_and_chunking(tp, pp):
+    """Preemption changes which requests run together, and where a prompt is cut."""
+
+    def work(group):
+        model = random_model(raw("llama"), seed=4, group=group)
+        return [PagedRunner(model, sequences(3), 4, seed=seed).run() for seed in (2, 5)]
+
+    first, second = on_ranks(tp, pp, work)[-1]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def raw(name: str, **changes) -> dict:
     config = CONFIGS[name]()
     return config.to_dict() | {"architectures": [type(config).__name__.replace("Config", "ForCausalLM")]} | changes

@@ -145,7 +145,7 @@ class Group(Protocol):
         ...
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """Replace `x` by its sum over the ranks of the stage."""
+        """Replace `x` by its sum over the ranks of the stage. Each element's sum depends on these elements only."""
         ...
 
     def gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:

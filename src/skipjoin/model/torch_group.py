@@ -17,11 +17,15 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed has it only at run time
 
 
+# Beyond this size, reading all tensors of all ranks takes longer than two rounds over parts of them.
+MAX_GATHERED_BYTES = 256 << 10
+
+
 class TorchGroup:
     """`Group` over torch.distributed. A process has one rank and at most one group at a time.
 
     Gloo carries tensors in CPU memory. NCCL is for CUDA, except for small sums; it is not tested on several devices
-    yet.
+    yet. Sums are batch-invariant: see `add_in_rank_order`.
 
     Args:
         timeout_s: Time limit of one call; for the first call, until all ranks have joined.
@@ -56,8 +60,10 @@ class TorchGroup:
         with self._group_errors("adding up"):
             if self._small is not None and self._small.takes(x):
                 self._small.add_up(x)
-            else:
+            elif self.shard.tp_size == 2:  # the order of two terms does not matter
                 dist.all_reduce(x, group=self._stage)
+            else:
+                add_in_rank_order(x, self.shard.tp_size, self._stage)
 
     def gather(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         if self.shard.tp_size == 1:
@@ -108,3 +114,34 @@ class TorchGroup:
             yield
         except RuntimeError as error:
             raise GroupError(f"{self.shard.name} failed in {doing}: {error}") from error
+
+
+def add_in_rank_order(x: torch.Tensor, ranks: int, group: dist.ProcessGroup | None) -> None:
+    """Replace `x` by its sum over the group, which adds the ranks' elements in the same order everywhere.
+
+    `all_reduce` of Gloo and NCCL begins with another rank in each part of a tensor. From three ranks on, the sum of a
+    row would depend on the number of rows before and after it, hence on which requests run together.
+    """
+    flat = x.view(-1)
+    if x.nbytes <= MAX_GATHERED_BYTES:
+        parts = [torch.empty_like(flat) for _ in range(ranks)]
+        dist.all_gather(parts, flat, group=group)
+        flat.copy_(_added(parts))
+        return
+    # Each rank adds one part of the tensor.
+    rest = -len(flat) % ranks
+    padded = F.pad(flat, (0, rest)) if rest else flat
+    received = torch.empty_like(padded)
+    dist.all_to_all_single(received, padded, group=group)
+    total = _added(received.view(ranks, -1).unbind())
+    dist.all_gather(list(padded.view(ranks, -1).unbind()), total, group=group)
+    if rest:
+        flat.copy_(padded[: len(flat)])
+
+
+def _added(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Add all parts to the first, rounding after each addition, as the kernel of `one_shot` does."""
+    total = parts[0]
+    for part in parts[1:]:
+        total += part
+    return total

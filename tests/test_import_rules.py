@@ -120,6 +120,7 @@ ALLOWED: dict[str, set[str]] = {
     "model": {
         "model",
         "sampling",
+        "schemas",
         "structured_output",
         "system.container",
         "system.disk",
@@ -128,7 +129,8 @@ ALLOWED: dict[str, set[str]] = {
         "system.own_folder",
     },
     "builtin": set(),
-    "formats": {"formats", "structured_output"},
+    "formats": {"formats", "schemas", "structured_output"},
+    "schemas": {"schemas", "structured_output"},
     "engine": {
         "builtin",
         "config",

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from skipjoin.formats.table import OutputFormat
-from skipjoin.formats.tagged import tagged_arguments
+from skipjoin.formats.tagged import ARGUMENTS, tagged_arguments
+from skipjoin.schemas.rules import Notation, Rules, json_rules, schema_of
 from skipjoin.structured_output import GrammarError, StructuredOutput
 
 # White space that models write between the reasoning and what follows.
 _SPACE = r"/[ \n]{0,2}/"
 _ANY = r"/(.|\n)*/"
-# Arguments are written as chat templates write them, so the model knows the notation.
-_NOTATION = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class CallSchema(NamedTuple):
@@ -99,8 +99,9 @@ def after_reasoning(
     output_format: OutputFormat, marks: Marks, structured: StructuredOutput, *, is_thinking: bool
 ) -> StructuredOutput:
     """Return a constraint that begins after the reasoning, which the output may or may not have."""
-    line = f"answer: {marks.rule(output_format.answer)} {_answer(structured)}"
-    return _grammar(output_format, marks, "answer", [line], is_thinking)
+    rules = _answer(structured)
+    line = f"answer: {marks.rule(output_format.answer)} ({rules.expression})"
+    return _grammar(output_format, marks, "answer", [line, *rules.lines], is_thinking)
 
 
 def _function_lines(output_format: OutputFormat, marks: Marks, name: str, function: CallSchema) -> list[str]:
@@ -109,7 +110,8 @@ def _function_lines(output_format: OutputFormat, marks: Marks, name: str, functi
     assert calls is not None
     head = f"{name}: {marks.rule(function.name + calls.middle)}"
     if calls.tags is None:
-        return [f"{head} %json {_schema(function)}"]
+        rules = _arguments(name, function)
+        return [f"{head} {rules.expression}", *rules.lines]
     arguments, more = tagged_arguments(calls.tags, name, function.schema, marks.rule, is_strict=function.is_strict)
     return [f"{head} {arguments}", *more]
 
@@ -120,7 +122,8 @@ def _with_answers(output_format: OutputFormat, marks: Marks, answer: StructuredO
     if answer is not None:
         if calls.is_bare:
             raise GrammarError(f"must be null with tools: in the format {output_format.name} both are JSON")
-        return [f"mixed: calls | {opening} {_answer(answer)}"]
+        rules = _answer(answer)
+        return [f"mixed: calls | {opening} ({rules.expression})", *rules.lines]
     if calls.is_bare:  # a call begins with a brace
         return [r"mixed: calls | /([^{ \n](.|\n)*)?/"]
     if opening:
@@ -157,33 +160,21 @@ def _grammar(
     return StructuredOutput(kind="grammar", text=text)
 
 
-def _answer(structured: StructuredOutput) -> str:
+def _answer(structured: StructuredOutput) -> Rules:
     if structured.kind == "json":
-        schema = json.loads(structured.text)
-        options = (
-            {"whitespace_flexible": False}
-            if structured.whitespace is None
-            else {"whitespace_pattern": structured.whitespace}
-        )
-        return f"%json {_with_options(schema, options)}"
+        return json_rules(schema_of(structured.text), Notation(whitespace=structured.whitespace))
     if structured.kind == "choice":
-        return " | ".join(map(_quoted, json.loads(structured.text)))
+        return Rules(" | ".join(map(_quoted, json.loads(structured.text))), [], [])
     if structured.kind == "regex":
-        return "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", structured.text) + "/"
+        return Rules("/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", structured.text) + "/", [], [])
     raise GrammarError("must not be a grammar together with tools or with a model that reasons: use json or regex")
 
 
-def _schema(function: CallSchema) -> str:
+def _arguments(name: str, function: CallSchema) -> Rules:
     schema = function.schema
     if "properties" in schema and not {"additionalProperties", "patternProperties", "$ref", "allOf"} & schema.keys():
         schema = {**schema, "additionalProperties": False}
-    return _with_options(schema, {**_NOTATION, "lenient": not function.is_strict})
-
-
-def _with_options(schema: Any, options: dict[str, Any]) -> str:
-    if isinstance(schema, bool):
-        schema = {} if schema else {"not": {}}
-    return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False, separators=(",", ":"))
+    return json_rules(schema, replace(ARGUMENTS, is_lenient=not function.is_strict), name)
 
 
 def _quoted(text: str) -> str:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from skipjoin.schemas.rules import Notation, json_rules
 from skipjoin.structured_output import GrammarError
 
 if TYPE_CHECKING:
     from skipjoin.formats.table import Calls, Tags
 
+# Arguments are written as chat templates write them, so the model knows the notation.
+ARGUMENTS = Notation(item_separator=", ", key_separator=": ")
 # Types whose values are JSON. Strings are plain text.
 _JSON_TYPES = frozenset({"integer", "number", "boolean", "null", "object", "array"})
 # Keywords of strings that the grammar does not express.
@@ -111,14 +115,8 @@ def _value_rule(own: str, schema: Any, shared: dict[str, Any], close: str, *, is
         return f"({' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}) {close}", []
     if given.get("type") in _JSON_TYPES:
         # The compiler finds keywords that it cannot enforce.
-        guidance = {
-            "whitespace_flexible": False,
-            "item_separator": ", ",
-            "key_separator": ": ",
-            "lenient": not is_strict,
-        }
-        text = json.dumps({**given, **shared, "x-guidance": guidance}, ensure_ascii=False, separators=(",", ":"))
-        return f"%json {text} {close}", []
+        rules = json_rules({**given, **shared}, replace(ARGUMENTS, is_lenient=not is_strict), own)
+        return f"({rules.expression}) {close}", rules.lines
     unknown = [keyword for keyword in _UNENFORCED if keyword in given]
     if is_strict and (unknown or given.get("type") != "string"):
         what = f"the keyword {unknown[0]!r} of strings" if unknown else "a parameter without one type"

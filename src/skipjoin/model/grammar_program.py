@@ -21,9 +21,10 @@ from typing import IO, NoReturn
 
 import msgspec
 
-from skipjoin.model.grammars import Grammars, reason
+from skipjoin.model.grammars import Grammars
 from skipjoin.model.template_program import read_frame, write_frame
 from skipjoin.model.tokenizer import load_tokenizer
+from skipjoin.schemas.reasons import reason
 from skipjoin.structured_output import GrammarError, StructuredOutput
 
 try:

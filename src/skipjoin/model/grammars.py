@@ -13,19 +13,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from skipjoin.model.config import ModelConfig, ModelError
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
+from skipjoin.schemas.reasons import reason
+from skipjoin.schemas.rules import Notation, json_rules, schema_of
 from skipjoin.structured_output import GrammarError, StructuredOutput
 
 logger = logging.getLogger(__name__)
 
 # Compiled grammars to keep. Each takes from 10 KB to a few MB.
 _MAX_COMPILED = 64
-# Characters of an error, which may quote the grammar.
-_MAX_REASON = 400
 # Marks special tokens in the vocabulary, which no text can produce.
 _SPECIAL = b"\xff"
 
@@ -71,9 +72,10 @@ class Grammars:
 
     def compiled(self, structured: StructuredOutput) -> LLMatcher:
         """Compile a grammar, without keeping it; raises as `matcher` does."""
-        compiled = LLMatcher(self.vocabulary, llguidance_grammar(structured), limits=self._limits, log_level=0)
+        vocabulary, grammar = self.vocabulary, llguidance_grammar(structured)
+        compiled = LLMatcher(vocabulary, grammar.text, limits=self._limits, log_level=0)
         if compiled.is_error():
-            raise GrammarError(reason(compiled.get_error()))
+            raise GrammarError(reason(compiled.get_error(), grammar.impossible))
         return compiled
 
     def has(self, structured: StructuredOutput) -> bool:
@@ -130,25 +132,30 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int, eos: list[int]) -> LLToke
     return LLTokenizer(wrapped, n_vocab=vocab_size, eos_token=eos)
 
 
-def llguidance_grammar(structured: StructuredOutput) -> str:
+class Grammar(NamedTuple):
+    """Grammar in llguidance's notation.
+
+    Attributes:
+        impossible: Parts of its schema that are known to allow no value.
+    """
+
+    text: str
+    impossible: list[str]
+
+
+def llguidance_grammar(structured: StructuredOutput) -> Grammar:
     """Return the grammar in llguidance's notation; raise `GrammarError` for malformed JSON."""
     text = structured.text
     if structured.kind == "regex":
-        return LLMatcher.grammar_from_regex(text)
+        return Grammar(LLMatcher.grammar_from_regex(text), [])
     if structured.kind == "grammar":
-        return LLMatcher.grammar_from_lark(text)
+        return Grammar(LLMatcher.grammar_from_lark(text), [])
     if structured.kind == "choice":
         # Quoted strings are written as in JSON.
         choices = " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(text))
-        return LLMatcher.grammar_from_lark(f"start: {choices}")
-    spaces = structured.whitespace
-    options = {"whitespace_flexible": False} if spaces is None else {"whitespace_pattern": spaces}
-    try:
-        return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
-    except ValueError as error:
-        raise GrammarError(f"must be a JSON schema: {error}") from None
-
-
-def reason(error: str) -> str:
-    """Return a compiler's error on one line, as the end of a sentence."""
-    return f"cannot be enforced: {' '.join(error.removesuffix('<non-verbose/>').split())[:_MAX_REASON]}"
+        return Grammar(LLMatcher.grammar_from_lark(f"start: {choices}"), [])
+    rules = json_rules(schema_of(text), Notation(whitespace=structured.whitespace))
+    if not rules.lines:
+        return Grammar(LLMatcher.grammar_from_json_schema(rules.expression.removeprefix("%json ")), rules.impossible)
+    lines = "\n".join([f"start: {rules.expression}", *rules.lines])
+    return Grammar(LLMatcher.grammar_from_lark(lines), rules.impossible)

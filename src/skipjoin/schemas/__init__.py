@@ -1,0 +1,1 @@
+"""JSON schemas as the compiler of grammars can enforce them. Standard library only."""

@@ -1,0 +1,390 @@
+"""Rewrites a JSON schema so that the compiler of grammars enforces exactly what it says, or refuses it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from functools import cache
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+from skipjoin.schemas.keywords import (
+    ANNOTATIONS,
+    COMPILED_FORMATS,
+    IGNORED_FORMATS,
+    PATTERN_FORMATS,
+    REFUSED,
+    TYPES,
+    is_anything,
+)
+from skipjoin.schemas.numbers import NumberRange, exact, is_inexact, is_number
+from skipjoin.structured_output import GrammarError
+
+# Keys of values that the compiler cannot have. A simplified schema with one of them is written as rules.
+NUMBER, LITERALS = "x-skipjoin-number", "x-skipjoin-literals"
+# Deepest schema. The compiler's own limit is near.
+_MAX_DEPTH = 128
+# Keywords whose values are schemas, lists of schemas, and objects of schemas.
+_ONE = frozenset({"additionalProperties", "additionalItems", "items"})
+_LISTS = frozenset({"anyOf", "allOf", "oneOf", "prefixItems", "items"})
+_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_COMBINATIONS = frozenset({"$ref", "anyOf", "allOf", "oneOf"})
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+# Escapes without \u, by which every string has one spelling.
+_PLAIN_ESCAPES = 'nrbtf\\"'
+_EVERY_KEY = "^"
+# Characters that a pattern may spell in two ways.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+class Simplified(NamedTuple):
+    """Schema that means the same, without keywords that the compiler does not have.
+
+    Attributes:
+        schema: The schema; it may have `NUMBER` and `LITERALS`.
+        options: Options of the compiler that it needs.
+        impossible: Why parts of it allow no value.
+        is_exact: The compiler has all of its numbers.
+    """
+
+    schema: Any
+    options: dict[str, Any]
+    impossible: list[str]
+    is_exact: bool
+
+
+def simplify(schema: Any, *, is_lenient: bool = False) -> Simplified:
+    """Simplify a schema.
+
+    Args:
+        is_lenient: Keywords that cannot be enforced are ignored.
+
+    Raises:
+        GrammarError: For keywords that cannot be enforced, with their place.
+    """
+    return _Simplifier(is_lenient=is_lenient).run(schema)
+
+
+@cache
+def _has_exact_keys() -> bool:
+    """Return whether the compiler can exclude other spellings of property names, which it can from 1.8 on."""
+    major, minor = version("llguidance").split(".")[:2]
+    return (int(major), int(minor)) >= (1, 8)
+
+
+class _Simplifier:
+    def __init__(self, *, is_lenient: bool) -> None:
+        self._is_lenient = is_lenient
+        self._impossible: list[str] = []
+        self._is_exact = True
+        self._objects: list[tuple[dict[str, Any], str]] = []
+        self._seen: set[str] = set()
+        self._refs: list[str] = []
+
+    def run(self, given: Any) -> Simplified:
+        schema = self._schema(given, "#", 0)
+        while self._refs:
+            self._referred(schema, self._refs.pop())
+        return Simplified(schema, self._close_objects(), self._impossible, self._is_exact)
+
+    def _error(self, path: str, text: str) -> GrammarError:
+        return GrammarError(f"cannot be enforced: {text} (at {path})")
+
+    def _schema(self, node: Any, path: str, depth: int) -> Any:
+        if isinstance(node, bool):
+            return node
+        if not isinstance(node, dict):
+            kind = type(node).__name__
+            raise GrammarError(f"must be a JSON schema: it must be an object or a boolean, got {kind} (at {path})")
+        if depth > _MAX_DEPTH:
+            raise GrammarError(f"cannot be enforced: the recursion limit of {_MAX_DEPTH} nested schemas was exceeded")
+        self._seen.add(path)
+        out = self._parts(node, path, depth)
+        self._drop_refused(node, out, path)
+        _format(out, lambda text: self._refuse(path, text))
+        types = _types(out)
+        if not types & {"integer", "number"}:
+            for keyword in _BOUNDS:
+                out.pop(keyword, None)
+        elif any(keyword in out for keyword in _BOUNDS) and not self._bound(out, types, path):
+            return False
+        if ("enum" in out or "const" in out) and not self._values(out, path):
+            return False
+        self._objects.append((out, path))
+        return out
+
+    def _parts(self, node: dict[str, Any], path: str, depth: int) -> dict[str, Any]:
+        """Copy a schema without annotations, and simplify the schemas in it."""
+        out: dict[str, Any] = {}
+        for key, value in node.items():
+            at = f"{path}/{_escaped(key)}"
+            if key in ANNOTATIONS or key in (NUMBER, LITERALS):
+                continue
+            if key in _MAPS and isinstance(value, dict):
+                out[key] = {
+                    name: self._schema(one, f"{at}/{_escaped(name)}", depth + 1) for name, one in value.items()
+                }
+            elif key in _LISTS and isinstance(value, list):
+                out[key] = [self._schema(one, f"{at}/{number}", depth + 1) for number, one in enumerate(value)]
+            elif key in _ONE:
+                out[key] = self._schema(value, at, depth + 1)
+            else:
+                out[key] = value if isinstance(value, str | int | float) else copy.deepcopy(value)
+            if key == "$ref" and isinstance(value, str):
+                self._refs.append(value)
+        return out
+
+    def _referred(self, schema: Any, ref: str) -> None:
+        """Simplify the schema of a reference that is not in a place of schemas, such as `#/components/schemas/x`."""
+        if not ref.startswith("#/") or ref in self._seen:
+            return
+        *steps, last = [part.replace("~1", "/").replace("~0", "~") for part in ref[2:].split("/")]
+        holder = schema
+        for step in [*steps]:
+            holder = _child(holder, step)
+        target = _child(holder, last)
+        if isinstance(target, dict | bool):
+            self._seen.add(ref)
+            holder[int(last) if isinstance(holder, list) else last] = self._schema(target, ref, len(steps) // 2)
+
+    def _refuse(self, path: str, text: str) -> None:
+        if not self._is_lenient:
+            raise self._error(path, text)
+
+    # -- keywords -----------------------------------------------------------------------------------------------------
+
+    def _drop_refused(self, node: dict[str, Any], out: dict[str, Any], path: str) -> None:
+        is_alone = not _COMBINATIONS & out.keys()
+        for unevaluated, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+            if is_alone and unevaluated in out and plain not in out:
+                out[plain] = self._schema(out.pop(unevaluated), f"{path}/{unevaluated}", 0)
+        for row in REFUSED:
+            if row.name in out:
+                del out[row.name]
+                if not row.is_idle(node):
+                    self._refuse(path, f'the keyword "{row.name}": {row.remedy}')
+        extra = node.get("minProperties", 0)
+        required = node.get("required", [])
+        if is_number(extra) and isinstance(required, list) and extra > len(required) + 1:
+            out.pop("minProperties")
+            self._refuse(
+                path,
+                f"minProperties of {extra} with {len(required)} required properties: additional properties may repeat, "
+                "so at most one more can be demanded; name them in required",
+            )
+
+    def _bound(self, out: dict[str, Any], types: set[str], path: str) -> bool:
+        """Make the bounds of numbers exact. Return whether any value remains."""
+        numbers = self._range(out, types, path)
+        for keyword in _BOUNDS:
+            out.pop(keyword, None)
+        tight = numbers.tightened()
+        if tight.is_empty or (tight.step is None and numbers.is_empty):
+            self._impossible.append(f"{path} allows no number: {_described(numbers)}")
+            out["type"] = sorted(types - {"integer", "number"})
+            return len(types) > 1 and types != {"integer", "number"}
+        if not tight.is_exact_in_doubles:
+            if tight.patterns() is not None:
+                out[NUMBER], self._is_exact = tight, False
+                return True
+            if not tight.is_compilable():
+                what = "a bound of 2^53 or more" if tight.step and abs(tight.step) < 2**32 else "so many digits"
+                self._refuse(f"{path}/multipleOf", f"multipleOf with {what}: use a multiple of 2, 5 or 10, or none")
+                return True
+        out.update(_keywords(tight))
+        return True
+
+    def _range(self, out: dict[str, Any], types: set[str], path: str) -> NumberRange:
+        bounds = {keyword: out[keyword] for keyword in _BOUNDS if keyword in out}
+        for exclusive, plain in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+            if isinstance(bounds.get(exclusive), bool):  # draft 4
+                if bounds.pop(exclusive) and plain in bounds:
+                    bounds[exclusive] = bounds.pop(plain)
+        for keyword, value in bounds.items():
+            if not is_number(value) or (isinstance(value, float) and not math.isfinite(value)):
+                raise GrammarError(f"must be a JSON schema: {keyword} must be a number, got {value!r} (at {path})")
+            if keyword == "multipleOf" and value <= 0:
+                raise GrammarError(f"must be a JSON schema: multipleOf must be above 0, got {value} (at {path})")
+        low, is_open_low = _stricter(bounds, "minimum", "exclusiveMinimum", max)
+        high, is_open_high = _stricter(bounds, "maximum", "exclusiveMaximum", min)
+        step = exact(bounds["multipleOf"]) if "multipleOf" in bounds else None
+        return NumberRange(low, high, is_open_low, is_open_high, step, is_integer="number" not in types)
+
+    def _values(self, out: dict[str, Any], path: str) -> bool:
+        """Separate the values that the compiler would change. Return whether any value remains."""
+        values = out["enum"] if "enum" in out else [out["const"]]
+        if not isinstance(values, list):
+            raise GrammarError(f"must be a JSON schema: enum must be a list, got {type(values).__name__} (at {path})")
+        if "enum" in out and "const" in out:
+            values = [value for value in values if _is_same(value, out["const"])]
+        if not values:
+            self._impossible.append(f"{path} allows no value: its enum is empty, or excludes its const")
+            return False
+        odd = [value for value in values if is_inexact(value)]
+        if not odd and NUMBER not in out:
+            if "enum" in out and "const" in out:
+                del out["enum"]
+            return True
+        for value in odd:
+            _check_finite(value, path)
+            if not is_number(value) and out.keys() & _CONTAINERS:
+                self._refuse(path, "a list or an object with a number of 2^53 or more, beside other keywords: remove them")
+        numbers = out.pop(NUMBER, None) or self._range(out, _types(out), path)
+        for keyword in (*_BOUNDS, "const"):
+            out.pop(keyword, None)
+        out["enum"] = [
+            value for value in values if value not in odd and (not is_number(value) or exact(value) in numbers)
+        ]
+        out[LITERALS] = [
+            value for value in odd if _type_of(value) & _types(out) and (not is_number(value) or exact(value) in numbers)
+        ]
+        self._is_exact = False
+        if not (out["enum"] or out[LITERALS]):
+            self._impossible.append(f"{path} allows no value: its other keywords exclude every value of enum or const")
+        return bool(out["enum"] or out[LITERALS])
+
+    # -- objects ------------------------------------------------------------------------------------------------------
+
+    def _close_objects(self) -> dict[str, Any]:
+        """Exclude other spellings of property names, such as `\\u0061`, and return the compiler's options for it."""
+        named, hard = [], []
+        for node, path in self._objects:
+            additional, patterns = node.get("additionalProperties", True), node.get("patternProperties")
+            names = [name for key in ("properties", "required") for name in _names(node.get(key))]
+            if additional is False or "object" not in _types(node) or not (names or patterns):
+                continue
+            is_plain = is_anything(additional) and not patterns and not any(map(_CONTROL.search, names))
+            (named if is_plain else hard).append((node, path, names))
+        if hard and _has_exact_keys():
+            return {"json_allowed_escapes": _PLAIN_ESCAPES}
+        for node, _, _ in named:
+            # The compiler takes names out of patterns, and spells what matches a pattern in one way.
+            node["patternProperties"], node["additionalProperties"] = {_EVERY_KEY: True}, False
+        for node, path, names in hard:
+            if not node.get("patternProperties"):
+                node["patternProperties"] = {_none_of(names): node.get("additionalProperties", True)}
+            elif not is_anything(node.get("additionalProperties", True)):
+                self._refuse(
+                    path, "patternProperties with additionalProperties needs llguidance 1.8: use additionalProperties: false"
+                )
+            node["additionalProperties"] = False
+        return {}
+
+
+# Keywords that concern the values of lists and objects.
+_CONTAINERS = frozenset(
+    {"properties", "required", "additionalProperties", "patternProperties", "items", "prefixItems", "minItems", "maxItems"}
+    | {"minProperties", "maxProperties", "anyOf", "allOf", "oneOf", "$ref"}
+)
+
+
+def _types(node: dict[str, Any]) -> set[str]:
+    given = node.get("type", TYPES)
+    given = [given] if isinstance(given, str) else given
+    types = {one for one in given if isinstance(one, str)} if isinstance(given, list | tuple) else set(TYPES)
+    return types | {"integer"} if "number" in types else types
+
+
+def _names(given: Any) -> list[str]:
+    return [name for name in given if isinstance(name, str)] if isinstance(given, list | dict) else []
+
+
+def _type_of(value: Any) -> set[str]:
+    if is_number(value):
+        return {"number", "integer"} if exact(value).denominator == 1 else {"number"}
+    return {"array"} if isinstance(value, list) else {"object"}
+
+
+def _format(out: dict[str, Any], refuse: Callable[[str], None]) -> None:
+    name = out.get("format")
+    if not isinstance(name, str) or name in COMPILED_FORMATS:
+        return
+    del out["format"]
+    if "string" not in _types(out) or name in IGNORED_FORMATS:
+        return
+    if (pattern := PATTERN_FORMATS.get(name)) is None:
+        return refuse(f'the format "{name}" is unknown: remove it, or use pattern')
+    if "pattern" in out:
+        out["allOf"] = [*out.get("allOf", []), {"pattern": pattern}]
+    else:
+        out["pattern"] = pattern
+
+
+def _stricter(
+    bounds: dict[str, Any], plain: str, exclusive: str, choose: Callable[[Iterator[Fraction]], Fraction]
+) -> tuple[Fraction | None, bool]:
+    given = {keyword: exact(bounds[keyword]) for keyword in (plain, exclusive) if keyword in bounds}
+    if not given:
+        return None, False
+    bound = choose(iter(given.values()))
+    return bound, given.get(exclusive) == bound
+
+
+def _keywords(numbers: NumberRange) -> dict[str, Any]:
+    found = {
+        "exclusiveMinimum" if numbers.is_open_low else "minimum": numbers.low,
+        "exclusiveMaximum" if numbers.is_open_high else "maximum": numbers.high,
+        "multipleOf": numbers.step,
+    }
+    return {
+        keyword: int(value) if value.denominator == 1 else float(value)
+        for keyword, value in found.items()
+        if value is not None
+    }
+
+
+def _described(numbers: NumberRange) -> str:
+    """Return the bounds as keywords, in words."""
+    return ", ".join(f"{keyword} {value}" for keyword, value in _keywords(numbers).items())
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two JSON values are equal; true and 1 are not."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    return bool(one == other)
+
+
+def _check_finite(value: Any, path: str) -> None:
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for one in values:
+        _check_finite(one, path)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise GrammarError(f"must be a JSON schema: its numbers must be finite, got {value} (at {path})")
+
+
+def _child(holder: Any, step: str) -> Any:
+    if isinstance(holder, dict):
+        return holder.get(step)
+    if isinstance(holder, list) and step.isdecimal() and int(step) < len(holder):
+        return holder[int(step)]
+    return None
+
+
+def _escaped(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def _none_of(names: list[str]) -> str:
+    """Return a regular expression of all texts except some."""
+    tree: dict[str, Any] = {}
+    for name in names:
+        at = tree
+        for char in name:
+            at = at.setdefault(char, {})
+        at[""] = {}
+    return f"^{_others(tree)}$"
+
+
+def _others(tree: dict[str, Any]) -> str:
+    chars = [char for char in tree if char]
+    options = [f"[^{''.join(map(_in_class, chars))}](?s:.)*" if chars else "(?s:.)+"]
+    options += [_in_class(char) + _others(tree[char]) for char in chars]
+    return f"(?:{'|'.join(options)}){'' if '' in tree else '?'}"
+
+
+def _in_class(char: str) -> str:
+    return rf"\x{{{ord(char):x}}}" if not char.isalnum() or not char.isascii() else char

@@ -103,20 +103,19 @@ def test_started_best_effort_requests_come_first_unless_preempted() -> None:
     assert ids(ordering, 9.3) == [2, 0, 3, 1]
 
 
-def test_one_starving_best_effort_request_at_a_time_is_promoted() -> None:
+def test_one_starving_best_effort_request_at_a_time_is_lifted() -> None:
     ordering = Prioritized(Fcfs, best_effort_wait_s=10.0)
     batch = [make(number, arrival=number, best_effort=True) for number in range(3)]
     chat = make(3, arrival=5.0)
-    for request in batch:
+    for request in (*batch, chat):
         ordering.on_arrived(request, request.arrival)
-    assert ids(ordering, 20.0) == [0, 1, 2]  # there is no real-time request
-    ordering.on_arrived(chat, 5.0)
     assert ids(ordering, 9.0) == [3, 0, 1, 2]
     assert ids(ordering, 10.0) == [0, 3, 1, 2]
     assert ordering.outranks(batch[0], chat)
-    assert ids(ordering, 99.0) == [0, 3, 1, 2]
-    ordering.on_finished(batch[0], 99.0)
-    assert ids(ordering, 99.0) == [1, 3, 2]
+    ordering.on_scheduled([sample(batch[0])], 19.0)
+    assert ids(ordering, 29.0) == [0, 3, 1, 2]
+    ordering.on_finished(batch[0], 29.0)
+    assert ids(ordering, 29.0) == [1, 3, 2]
     for request in (batch[1], chat, batch[2]):
-        ordering.on_finished(request, 99.0)
-    assert ids(ordering, 99.0) == []
+        ordering.on_finished(request, 29.0)
+    assert ids(ordering, 29.0) == []

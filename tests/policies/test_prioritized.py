@@ -14,7 +14,7 @@ from skipjoin.core.policy import Ordering
 from skipjoin.policies.eviction import ProactiveSwap
 from skipjoin.policies.fairness import Fair
 from skipjoin.policies.mlfq import SkipJoinMlfq
-from skipjoin.policies.ordering import Fcfs, Prioritized
+from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized
 from support.load import make
 from support.policies import COST
 from support.watch import Stepper, World
@@ -37,6 +37,45 @@ def test_a_lower_number_outranks_regardless_of_length() -> None:
         ordering.on_arrived(request, 0.0)
     assert ordering.outranks(long, short)
     assert not ordering.outranks(short, long)
+
+
+def order(ordering: Ordering, now: float) -> list[int]:
+    return [request.id for request in ordering.ranked(now)]
+
+
+def test_a_lifted_request_that_does_not_run_does_not_block_the_next_one() -> None:
+    ordering = Prioritized(lambda: FixedKey(lambda request: len(request.prompt)), best_effort_wait_s=10.0)
+    long, short, chat = make(0, 50, best_effort=True), make(1, 4, best_effort=True), make(2, 8)
+    for request in (long, short, chat):
+        ordering.on_arrived(request, 0.0)
+    assert order(ordering, 20.0) == [2, 0, 1]
+    assert order(ordering, 30.0) == [2, 0, 1]
+    assert order(ordering, 30.1) == [1, 2, 0]
+
+
+@pytest.mark.parametrize("own", [-5, 0, 3, 9])
+def test_a_lifted_request_has_the_best_priority_of_real_time_requests_whatever_its_own_is(own: int) -> None:
+    ordering = Prioritized(Fcfs, best_effort_wait_s=10.0)
+    old = make(0, priority=own, best_effort=True)
+    chats = [make(number, arrival=5.0, priority=priority) for number, priority in ((1, 7), (2, 3), (3, -2))]
+    ordering.on_arrived(old, 0.0)
+    assert order(ordering, 11.0) == [0]  # real-time, without others
+    for chat, expected in zip(chats, ([0, 1], [0, 2, 1], [0, 3, 2, 1]), strict=True):
+        ordering.on_arrived(chat, 12.0)
+        assert order(ordering, 12.0) == expected
+        assert old.band == chat.band
+    ordering.on_finished(chats[2], 13.0)
+    assert order(ordering, 13.0) == [0, 2, 1]
+    assert old.band == chats[1].band
+
+
+def test_without_real_time_requests_the_oldest_precedes_better_priorities() -> None:
+    ordering = Prioritized(Fcfs, best_effort_wait_s=10.0)
+    old, new = make(0, priority=5, best_effort=True), make(1, arrival=9.0, best_effort=True)
+    for request in (old, new):
+        ordering.on_arrived(request, request.arrival)
+    assert order(ordering, 9.9) == [1, 0]
+    assert order(ordering, 10.0) == [0, 1]
 
 
 class Begun(Fcfs):

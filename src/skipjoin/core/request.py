@@ -88,7 +88,7 @@ class RequestOptions:
 
 DEFAULT_OPTIONS = RequestOptions()
 
-# (is best effort, is not urgent, priority). Requests of a smaller band strictly precede the others.
+# (is served as best effort, is not urgent, priority). Requests of a smaller band strictly precede the others.
 Band = tuple[bool, bool, int]
 
 
@@ -97,7 +97,7 @@ class Request:
     """One sequence to generate.
 
     Requests compare by identity. Only the scheduler and the engine core mutate them, except that the driver may replace
-    `options` while it assigns a forecast.
+    `options` while it assigns a forecast, and that `Prioritized` lifts the `band` of old best-effort requests.
 
     Progress is measured by two counters: *known* tokens (prompt and output) and *computed* tokens (their KV exists).
     Prefill, chunks, decode and recomputation all raise `computed` to `known`. `planned` and `pending_samples` also
@@ -126,7 +126,7 @@ class Request:
 
     output: list[int] = field(default_factory=list)
     deadline: float = field(default=math.inf, init=False)  # derived from the options
-    band: Band = field(default=(False, True, 0), init=False)  # derived from the options
+    band: Band = field(default=(False, True, 0), init=False)  # `own_band`, or that of real-time requests once lifted
     resumed_tokens: int = 0  # output tokens on arrival
     known: int = 0
     computed: int = 0
@@ -155,7 +155,7 @@ class Request:
             raise ValueError(f"request {self.id}: all of its {self.max_tokens} tokens are generated already")
         if self.options.deadline_s is not None:
             self.deadline = self.arrival + self.options.deadline_s
-        self.band = (self.is_best_effort, not self.options.is_urgent, self.options.priority)
+        self.band = self.own_band
         self.resumed_tokens = len(self.output)
         self.was_admitted = self.resumed_tokens > 0
         self.known = len(self.prompt) + self.resumed_tokens
@@ -164,6 +164,10 @@ class Request:
     @property
     def is_best_effort(self) -> bool:
         return self.options.service is ServiceClass.BEST_EFFORT
+
+    @property
+    def own_band(self) -> Band:
+        return (self.is_best_effort, not self.options.is_urgent, self.options.priority)
 
     @property
     def reached(self) -> int:

@@ -212,6 +212,10 @@ class SkipJoinMlfq(Callbacks):
         turns.sort()
         return [(turn[0], turn[3]) for turn in turns]
 
+    def may_await_prefix(self, request: Request, now: float) -> bool:
+        # Requests of the first queue are promoted, or their prompt takes at most a quantum.
+        return self._jobs[request].level > 0
+
     def level(self, request: Request) -> int:
         return self._jobs[request].level
 

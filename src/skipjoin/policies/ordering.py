@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -10,6 +11,7 @@ from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account
 from skipjoin.core.policy import Callbacks, Ordering, explanation, is_decode_invariant
 from skipjoin.core.request import Band, Request
+from skipjoin.core.scheduling.promises import may_await_prefix, must_precede
 from skipjoin.core.scheduling.selective import Limits, fitting
 from skipjoin.core.step import Slice
 from skipjoin.policies.ranking import Ranking
@@ -66,8 +68,10 @@ class Prioritized(Callbacks):
     Real-time precedes best-effort, within each class urgent precedes other requests, and then lower `priority` numbers
     come first.
 
-    Once the oldest best-effort request is `best_effort_wait_s` seconds old, it is served as real-time in its priority
-    until it finishes. Only one request at a time is lifted, so it costs real-time requests one slot.
+    Best-effort requests that are `best_effort_wait_s` seconds old are lifted, oldest first: served as real-time until
+    they finish, with the best priority of the real-time requests that are not urgent, whatever their own is. One is
+    lifted at a time, so it costs real-time requests one slot. If the lifted ones have not run for as long, because the
+    band's ordering prefers others, another one follows.
     """
 
     def __init__(
@@ -83,18 +87,15 @@ class Prioritized(Callbacks):
         self._bands: dict[Band, Ordering] = {}
         self._sorted: list[Ordering] = []
         self._sizes: dict[Band, int] = {}
-        self._best_effort: dict[Request, None] = {}  # by arrival
-        self._lifted: Request | None = None  # served as real-time despite its class
+        self._best_effort: dict[Request, None] = {}  # not lifted, by arrival
+        self._lifted: dict[Request, float] = {}  # with the time of its latest slice, or of the lift
 
     @property
     def is_decode_invariant(self) -> bool:
         return all(map(is_decode_invariant, self._sorted))
 
-    def band(self, request: Request) -> Band:
-        return (False, *request.band[1:]) if request is self._lifted else request.band
-
     def is_best_effort(self, request: Request) -> bool:
-        return request.is_best_effort and request is not self._lifted
+        return request.band[0]
 
     def on_arrived(self, request: Request, now: float) -> None:
         if request.is_best_effort:
@@ -105,33 +106,36 @@ class Prioritized(Callbacks):
         return [funded for ordering in self._sorted for funded in ordering.on_begin(now, kv)]
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
+        if self._lifted:
+            self._lifted.update((one.request, now) for one in slices if one.request in self._lifted)
         if len(self._sorted) == 1:
             self._sorted[0].on_scheduled(slices, now)
             return
         by_band: dict[Band, list[Slice]] = {}
         for slice_ in slices:
-            by_band.setdefault(self.band(slice_.request), []).append(slice_)
+            by_band.setdefault(slice_.request.band, []).append(slice_)
         for band, own_slices in by_band.items():
             self._bands[band].on_scheduled(own_slices, now)
 
     def on_reserved(self, request: Request, now: float) -> None:
-        self._bands[self.band(request)].on_reserved(request, now)
+        self._bands[request.band].on_reserved(request, now)
 
     def on_preempted(self, request: Request, now: float) -> None:
-        self._bands[self.band(request)].on_preempted(request, now)
+        self._bands[request.band].on_preempted(request, now)
 
     def on_reforecast(self, request: Request, now: float) -> None:
-        self._bands[self.band(request)].on_reforecast(request, now)
+        self._bands[request.band].on_reforecast(request, now)
 
     def on_finished(self, request: Request, now: float) -> None:
         self._leave(request, now)
         self._best_effort.pop(request, None)
-        if request is self._lifted:
-            self._lifted = None
+        self._lifted.pop(request, None)
 
     def ranked(self, now: float) -> Iterator[Request]:
-        if self._best_effort and self._lifted is None:
+        if self._best_effort:
             self._lift_oldest(now)
+        if self._lifted:
+            self._follow_priorities(now)
         # Eager, so that all time-dependent changes happen now and not while the iterator is consumed.
         return chain.from_iterable([band.ranked(now) for band in self._sorted])
 
@@ -139,11 +143,11 @@ class Prioritized(Callbacks):
         return chain.from_iterable(fitting(band, limits, kv) for band in self._sorted)
 
     def rank(self, request: Request) -> tuple[Band, Any]:
-        band = request.band if request is not self._lifted else self.band(request)
+        band = request.band
         return (band, self._bands[band].rank(request))
 
     def outranks(self, one: Request, other: Request) -> bool:
-        band, theirs = self.band(one), self.band(other)
+        band, theirs = one.band, other.band
         return self._bands[band].outranks(one, other) if band == theirs else band < theirs
 
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
@@ -151,7 +155,7 @@ class Prioritized(Callbacks):
             return self._sorted[0].expected_order(requests, now)
         by_band: dict[Band, list[Request]] = {}
         for request in requests:
-            by_band.setdefault(self.band(request), []).append(request)
+            by_band.setdefault(request.band, []).append(request)
         return [
             ((band, turn), request)
             for band in sorted(by_band)
@@ -159,17 +163,38 @@ class Prioritized(Callbacks):
         ]
 
     def explain(self, request: Request, now: float) -> dict[str, float | str]:
-        return explanation(self._bands[self.band(request)], request, now)
+        return explanation(self._bands[request.band], request, now)
+
+    def may_await_prefix(self, request: Request, now: float) -> bool:
+        return request not in self._lifted and may_await_prefix(self._bands[request.band], request, now)
+
+    def must_precede(self, request: Request, others: Iterable[Request]) -> bool:
+        band = request.band
+        return must_precede(self._bands[band], request, (one for one in others if one.band == band))
 
     def _lift_oldest(self, now: float) -> None:
         oldest = next(iter(self._best_effort))
-        if now - oldest.arrival >= self._wait_s and not min(self._bands)[0]:
-            self._leave(oldest, now)
-            self._lifted = oldest
-            self._join(oldest, now)
+        if now - oldest.arrival < self._wait_s or any(now <= ran + self._wait_s for ran in self._lifted.values()):
+            return
+        del self._best_effort[oldest]
+        self._lifted[oldest] = now
+        self._move(oldest, (False, True, oldest.options.priority), now)
+
+    def _follow_priorities(self, now: float) -> None:
+        """Give the lifted requests the best priority of real-time requests, or their own where there are none."""
+        own = Counter(request.band for request in self._lifted)
+        best = min((b for b, size in self._sizes.items() if b[:2] == (False, True) and size > own[b]), default=None)
+        for request in self._lifted:
+            if best is not None and request.band != best:
+                self._move(request, best, now)
+
+    def _move(self, request: Request, band: Band, now: float) -> None:
+        self._leave(request, now)
+        request.band = band
+        self._join(request, now)
 
     def _join(self, request: Request, now: float) -> None:
-        band = self.band(request)
+        band = request.band
         if band not in self._bands:
             self._bands[band] = self._make_best_effort() if band[0] else self._make()
             self._sizes[band] = 0
@@ -178,7 +203,7 @@ class Prioritized(Callbacks):
         self._bands[band].on_arrived(request, now)
 
     def _leave(self, request: Request, now: float) -> None:
-        band = self.band(request)
+        band = request.band
         self._bands[band].on_finished(request, now)
         self._sizes[band] -= 1
         # Empty bands are removed, since users may send any integer as a priority.

@@ -3,10 +3,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from skipjoin.core.kv.interface import MISS, Hit, KVAccounts
-from skipjoin.core.policy import Allocation, Deferral, Policies
+from skipjoin.core.policy import Allocation, Deferral, Ordering, Policies
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext, eligible_tokens
 from skipjoin.core.scheduling.evictor import Evictor
+from skipjoin.core.scheduling.promises import may_await_prefix
 
 # Maximum time that a request waits for a prefix that another one computes, in seconds.
 MAX_BEHIND_S = 5.0
@@ -22,7 +23,7 @@ def find_candidates(
             continue
         held, target = blocks_of(request), request.planned + tokens
         hit = kv.hit(request) if held is None else MISS
-        if comes_soon(request, hit, context):
+        if comes_soon(request, hit, context, policies.ordering):
             continue
         away = held.away if held is not None else 0
         is_covered = held is not None and target <= request.reserved_tokens
@@ -61,15 +62,16 @@ def spare_of_return(policies: Policies, kv: KVAccounts, request: Request, target
     return allocation.spare if isinstance(allocation, Allocation) else 0
 
 
-def comes_soon(request: Request, hit: Hit, context: StepContext) -> bool:
+def comes_soon(request: Request, hit: Hit, context: StepContext, ordering: Ordering) -> bool:
     """Return whether the request should wait for a running request that computes a prefix it can reuse.
 
-    It waits only for a leader of at least equal importance, for at most `MAX_BEHIND_S`.
+    It waits only for a leader of at least equal importance, for at most `MAX_BEHIND_S`, and as long as its ordering
+    allows.
     """
     leader = hit.leader
     if leader is None or leader.finish_reason is not None or leader.band > request.band:
         return False
-    if leader.last_plan < context.latest:
+    if leader.last_plan < context.latest or not may_await_prefix(ordering, request, context.now):
         return False
     request.led_since = min(request.led_since, context.now)
     return context.now < request.led_since + MAX_BEHIND_S
@@ -95,7 +97,7 @@ class _Space:
         self._donors: Iterator[Request] | None = None
 
     def take(self, request: Request, blocks: int, spare: int) -> bool:
-        if request.is_best_effort:
+        if request.band[0]:
             if blocks + spare > self._free:
                 return False
             self._free -= blocks

@@ -52,7 +52,7 @@ class Evictor:
 
     def best_effort_below(self, request: Request) -> list[Request]:
         below = self._evictable(request, None, newcomer=True)
-        able = [victim for victim in below if victim.is_best_effort and not victim.in_flight]
+        able = [victim for victim in below if victim.band[0] and not victim.in_flight]
         return sorted(able, key=lambda victim: not self.blocks_away(victim))
 
     def make_room(

@@ -152,7 +152,7 @@ class StepPlanner:
     def _meet(self, request: Request) -> int:
         """Credit prefix-cache hits; return the eligible tokens, 0 if the request waits for a prefix."""
         hit = self._kv.hit(request)
-        if not self._is_forced and comes_soon(request, hit, self._context):
+        if not self._is_forced and comes_soon(request, hit, self._context, self._policies.ordering):
             self._wait(request, WaitReason.BEHIND_PREFIX)
             return 0
         request.computed = request.planned = hit.tokens

@@ -1,0 +1,36 @@
+"""Promises of an ordering that hold whatever they cost, such as recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from skipjoin.core.request import Request
+
+
+class Promising(Protocol):
+    """Ordering with bounds on waiting. It may have either method."""
+
+    def may_await_prefix(self, request: Request, now: float) -> bool:
+        """Return whether the request may wait for a prefix that another one computes. Must be pure."""
+        ...
+
+    def must_precede(self, request: Request, others: Iterable[Request]) -> bool:
+        """Return whether the request must not wait for KV while one of the others has some. Must be pure.
+
+        Args:
+            others: Unfinished requests of this ordering, in any order. Those of other bands do not count.
+        """
+        ...
+
+
+def may_await_prefix(ordering: object, request: Request, now: float) -> bool:
+    """Return what a `Promising` ordering returns, and True for others."""
+    ask = getattr(ordering, "may_await_prefix", None)
+    return ask is None or bool(ask(request, now))
+
+
+def must_precede(ordering: object, request: Request, others: Iterable[Request]) -> bool:
+    """Return what a `Promising` ordering returns, and False for others."""
+    ask = getattr(ordering, "must_precede", None)
+    return ask is not None and bool(ask(request, others))

@@ -323,6 +323,14 @@ class EvictionPolicy(Protocol):
         ...
 
 
+class Bindable(Protocol):
+    """Policy that asks the ordering, for example about what it promises (`core.scheduling.promises`)."""
+
+    def bind(self, ordering: Ordering) -> None:
+        """Called when the policy becomes part of `Policies`, with their ordering."""
+        ...
+
+
 def is_decode_invariant(policy: object) -> bool:
     """True if decode-only steps without waiting requests leave the policy unchanged, even if its calls are skipped.
 
@@ -357,6 +365,9 @@ class Policies:
 
     def __post_init__(self) -> None:
         seams = (self.ordering, self.batcher, self.admission, self.eviction)
+        for seam in seams[1:]:
+            if (bind := getattr(seam, "bind", None)) is not None:
+                bind(self.ordering)
         for name in (name for name in vars(Callbacks) if name.startswith("on_")):
             inherited = getattr(Callbacks, name)
             has = [seam for seam in seams if getattr(type(seam), name, inherited) is not inherited]

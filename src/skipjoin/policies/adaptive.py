@@ -6,7 +6,7 @@ import heapq
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Any
 
 from skipjoin.core.kv.interface import KVAccounts
@@ -14,15 +14,13 @@ from skipjoin.core.kv.reservations import Account
 from skipjoin.core.policy import Callbacks
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Slice
-from skipjoin.policies.aging import Aging
+from skipjoin.policies.aging import MARGIN, Aging
 from skipjoin.policies.cells import Cell, Entry, SortedCells, by_arrival
 from skipjoin.policies.first_tokens import FirstTokenPace
 from skipjoin.policies.gittins import NOT_BEGUN, GittinsIndex, Kind, kind_of
 from skipjoin.policies.hazards import BIN_EDGES, BINS, bin_of
 from skipjoin.policies.length_model import ForecastClass
 
-# Difference of keys, in logarithms of the index, below which no request preempts another and no KV moves.
-_MARGIN = 0.2
 # Factor by which the counts of arrivals shrink when indices change, and the count below which a kind is forgotten.
 _NEW_KEPT, _MIN_NEW = 0.9, 0.05
 
@@ -53,8 +51,9 @@ class Adaptive(Callbacks):
     """Ordering by learned index and age, after requests that wait for their first token.
 
     A request's key is -log(index) + arrival / tau. The logarithm is clamped to a range R below its maximum and tau is
-    at most `overtaking_s` / R. So no request overtakes one that arrived more than `overtaking_s` before it, except for
-    its first token. First tokens precede only while they and recomputation take at most `first_share` of the time.
+    at most `overtaking_s` / (R + margin), where keys that differ by less than the margin do not preempt. So no request
+    overtakes one that arrived more than `overtaking_s` before it, except for its first token. First tokens precede only
+    while they and recomputation take at most `first_share` of the time.
 
     A TTFT objective limits how long a request has a claim to an early first token: once it is missed, the request ranks
     by index and age.
@@ -69,6 +68,7 @@ class Adaptive(Callbacks):
     def __init__(self, index: GittinsIndex, *, overtaking_s: float, first_share: float) -> None:
         self._index = index
         self._revision = index.revision
+        self._overtaking_s = overtaking_s
         self._aging = Aging(overtaking_s)
         self._pace = FirstTokenPace(first_share) if first_share else None
         self._is_open = True
@@ -86,6 +86,7 @@ class Adaptive(Callbacks):
         self._missing: list[tuple[float, int, Request]] = []  # when fresh requests miss their TTFT objective
         self._running: Sequence[Slice] = ()
         self._new: Counter[Kind] = Counter()  # recent arrivals
+        self._latest = -math.inf  # time of the latest arrival
 
     # -- callbacks ----------------------------------------------------------------------------------------
 
@@ -98,6 +99,7 @@ class Adaptive(Callbacks):
         cls = index.model.expect(request.forecast)
         job = self._jobs[request] = _Job(request, cls, kind_of(request, cls, index.time))
         self._new[job.kind] += 1
+        self._latest = max(self._latest, request.arrival)
         job.is_fresh = self._pace is not None and not request.output
         if request.output:
             self._enter(request, job, bin_of(len(request.output) + 1))
@@ -186,7 +188,7 @@ class Adaptive(Callbacks):
         assert theirs is not None
         if self._is_first(mine) or self._is_first(theirs):
             return self._is_first(mine) and not self._is_first(theirs)
-        return self._key(mine, one) + _MARGIN < self._key(theirs, other)
+        return self._key(mine, one) + MARGIN < self._key(theirs, other)
 
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         jobs, per_s = self._jobs, self._aging.per_s
@@ -200,7 +202,20 @@ class Adaptive(Callbacks):
             else:
                 found.append((True, cell.base + per_s * request.arrival, *job.entry))
         found.sort()
-        return [((is_other, math.floor(key / _MARGIN)), request) for is_other, key, _, _, request in found]
+        return [((is_other, math.floor(key / MARGIN)), request) for is_other, key, _, _, request in found]
+
+    def may_await_prefix(self, request: Request, now: float) -> bool:
+        return now <= request.arrival + self._overtaking_s
+
+    def must_precede(self, request: Request, others: Iterable[Request]) -> bool:
+        # It may also stand before a request that is older still, and must then evict for both.
+        oldest = next(iter(self._jobs)).arrival
+        if self._latest <= oldest + self._overtaking_s:
+            return False
+        before = max((one.arrival for one in others), default=-math.inf) - self._overtaking_s
+        running = {slice_.request for slice_ in self._running}
+        older = takewhile(lambda one: one.arrival < before, self._jobs)
+        return any(one not in running and not one.awaits_grammar for one in older)
 
     def explain(self, request: Request, now: float) -> dict[str, float | str]:
         job, index = self._jobs[request], self._index

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 # Range that logarithms of the index are clamped to, below the largest one.
 INDEX_RANGE = 10.0
+# Difference of keys, in logarithms of the index, below which no request preempts another and no KV moves.
+MARGIN = 0.2
 # Aging time constant in units of the typical age of waiting requests times the variance of their log index.
 _AGES = 8.0
 _MIN_TAU_S = 1.0
@@ -22,7 +24,7 @@ class Aging:
     because a queue may hold only long requests that short new ones should overtake.
 
     Args:
-        overtaking_s: Seconds of age that outweigh any difference of indices.
+        overtaking_s: Seconds of age that outweigh any difference of indices by `MARGIN`.
 
     Attributes:
         per_s: Weight of a second, 1 / tau.
@@ -31,7 +33,7 @@ class Aging:
     def __init__(self, overtaking_s: float) -> None:
         if not overtaking_s > 0:
             raise ValueError(f"overtaking_s must be above 0, got {overtaking_s}")
-        self._max_tau_s = overtaking_s / INDEX_RANGE
+        self._max_tau_s = overtaking_s / (INDEX_RANGE + MARGIN)
         self.per_s = 1.0 / self._max_tau_s
         self._top: float | None = None
 

@@ -123,6 +123,12 @@ class ByDeadline(Callbacks):
         is_first = self._next.counts_lead and not one.output  # at most once per request
         return is_first and mine == theirs == _WINNABLE and self._next.schedule(one) < self._next.schedule(other)
 
+    def may_await_prefix(self, request: Request, now: float) -> bool:
+        return self._tier[request] != _OVERDUE
+
+    def must_precede(self, request: Request, others: Iterable[Request]) -> bool:
+        return self._tier[request] == _OVERDUE and any(self._tier[one] == _LATE for one in others)
+
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         return [(self._tier[request], request) for request in sorted(requests, key=self.rank)]
 

@@ -10,6 +10,7 @@ from skipjoin.core.events import Preemption
 from skipjoin.core.kv.interface import KVAccounts, Tiered
 from skipjoin.core.policy import CostModel, Eviction, Ordering
 from skipjoin.core.request import Request
+from skipjoin.core.scheduling.promises import must_precede
 from skipjoin.core.step import LINK, Direction, StepShape
 from skipjoin.policies.arrivals import ArrivalHistory
 
@@ -79,7 +80,7 @@ class Swap(Recompute):
 
     Args:
         drop_share: Maximum share of time for recomputation after drops for new requests; inf disables the limit. New
-            requests of a better band than their victim are exempt.
+            requests of a better band than their victim are exempt, and those that must precede a candidate.
         exempts_first: Whether real-time requests without output are exempt, too. Their ordering must then limit the
             share of time for first tokens and recomputation.
 
@@ -97,13 +98,17 @@ class Swap(Recompute):
         self._drop_share = drop_share
         self._exempts_first = exempts_first
         self._next_drop = -math.inf  # earliest time of the next drop for a new request
+        self._ordering: Ordering | None = None
+
+    def bind(self, ordering: Ordering) -> None:
+        self._ordering = ordering
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
     ) -> Sequence[Eviction]:
         found = []
         room = kv.tiers.cpu_free if kv.tiers is not None else 0
-        is_free = newcomer is None or now >= self._next_drop or self._is_exempt(newcomer)
+        is_free = newcomer is None or now >= self._next_drop or self._is_exempt(newcomer, candidates)
         for victim, missing in _until_enough(short, candidates, kv):
             part = self.part(victim, missing, kv)
             filled, keep = kv.filled(victim), 0 if part is None else kv.filled_after(victim, part)
@@ -119,8 +124,9 @@ class Swap(Recompute):
                 return ()
         return found
 
-    def _is_exempt(self, newcomer: Request) -> bool:
-        return self._exempts_first and not (newcomer.output or newcomer.is_best_effort)
+    def _is_exempt(self, newcomer: Request, candidates: Sequence[Request]) -> bool:
+        is_first = self._exempts_first and not (newcomer.output or newcomer.band[0])
+        return is_first or must_precede(self._ordering, newcomer, candidates)
 
     def part(self, victim: Request, missing: int, kv: KVAccounts) -> int | None:
         return None

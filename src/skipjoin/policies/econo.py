@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from enum import IntEnum
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from typing import Any, Protocol
 
 from skipjoin.core.kv.interface import KVAccounts
@@ -15,6 +15,7 @@ from skipjoin.core.scheduling.selective import Limits
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.needs import NeedIndex
 from skipjoin.policies.predictors import forecast_tokens
+from skipjoin.policies.ranking import Ranking
 from skipjoin.policies.valued import Valued
 
 # A request that outgrew its forecast is expected to generate a quarter of its output so far, but at least 32 tokens.
@@ -90,6 +91,10 @@ class QueueOrder(Protocol):
         """Return when, after `now`, time alone changes the key, or inf."""
         ...
 
+    def is_overdue(self, request: Request, now: float) -> bool:
+        """Return whether the request precedes all others of its phase because of its age."""
+        ...
+
     def left(self, request: Request) -> None:
         """Forget a request that no longer waits."""
 
@@ -104,6 +109,9 @@ class ByArrival:
 
     def until(self, request: Request, known: int, now: float) -> float:
         return math.inf
+
+    def is_overdue(self, request: Request, now: float) -> bool:
+        return False
 
     def left(self, request: Request) -> None:
         pass
@@ -200,12 +208,15 @@ class ByObjective:
         times = (*self._crossings(request, known), request.arrival + self._overdue_s)
         return min((when for when in times if when > now), default=math.inf)
 
+    def is_overdue(self, request: Request, now: float) -> bool:
+        return now >= request.arrival + self._overdue_s
+
     def left(self, request: Request) -> None:
         pass
 
     def _urgency(self, request: Request, known: int, now: float) -> int:
         """Return the range of slack: -1 for overdue requests, then from least to most slack, then missed targets."""
-        if now >= request.arrival + self._overdue_s:
+        if self.is_overdue(request, now):
             return -1
         ranges = len(self._borders)
         passed = bisect_right(self._crossings(request, known), now)
@@ -263,6 +274,9 @@ class Tasks:
     def tokens(self, request: Request, known: int) -> int:
         return request.reserved_tokens + 1 if known <= request.reserved_tokens < UNLIMITED else known + 1
 
+    def is_overdue(self, request: Request, now: float) -> bool:
+        return self._order.is_overdue(request, now)
+
     def group(self, request: Request, now: float) -> Hashable:
         return self._order.key(request, request.known, Phase.WAITING, now)
 
@@ -288,6 +302,7 @@ class TwoQueues(Valued):
         super().__init__(tasks)
         self._tasks = tasks
         self._index = index
+        self._overdue = Ranking()  # prompts that are offered whatever they need, so that nothing passes them
 
     def on_reserved(self, request: Request, now: float) -> None:
         self._tasks.on_reserved(request)
@@ -296,14 +311,24 @@ class TwoQueues(Valued):
     def on_finished(self, request: Request, now: float) -> None:
         super().on_finished(request, now)
         self._tasks.on_finished(request)
-        self._index.discard(request)
+        self._forget(request)
+
+    def may_await_prefix(self, request: Request, now: float) -> bool:
+        return not self._tasks.is_overdue(request, now)
 
     def fitting(self, limits: Limits, kv: KVAccounts) -> Iterator[Request]:
-        return self._index.fitting(limits, kv)
+        return chain(self._overdue, self._index.fitting(limits, kv))
 
     def _place(self, request: Request, now: float) -> None:
         super()._place(request, now)
+        self._forget(request)
         if request.planned:  # it holds KV
-            self._index.discard(request)
+            return
+        if self._tasks.is_overdue(request, now):
+            self._overdue.set_stable(request, self.rank(request))
         else:
             self._index.put(request, self.rank(request))
+
+    def _forget(self, request: Request) -> None:
+        self._index.discard(request)
+        self._overdue.discard(request)

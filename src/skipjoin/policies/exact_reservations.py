@@ -13,8 +13,9 @@ from typing import NamedTuple
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account, Owner
-from skipjoin.core.policy import Allocation, Callbacks, Deferral
+from skipjoin.core.policy import Allocation, Callbacks, Deferral, Ordering
 from skipjoin.core.request import UNLIMITED, Band, Request
+from skipjoin.core.scheduling.promises import must_precede
 from skipjoin.policies.econo import PaddedLengths, Phase, phase_of
 
 # Account of the KV that is set aside for prompts.
@@ -187,7 +188,7 @@ class ExactReservations(Callbacks):
     A request that outgrows its reservation extends it from its parent's unused blocks, available blocks, and the
     prompts' share, in this order. If none suffices it pauses with its KV in place and waits for a new reservation
     (offload-free preemption). Other requests are evicted for a reservation only if nothing runs or if they have a worse
-    priority.
+    priority, or must be preceded by it.
 
     Args:
         reserve: Share of the pool for prompts, which they exceed only while no decode waits.
@@ -218,8 +219,12 @@ class ExactReservations(Callbacks):
         self._gate = gate
         self._overdue_s = overdue_s
         self._now = 0.0
-        self._bands: Counter[Band] = Counter()  # of all requests
+        self._bands: Counter[Band] = Counter()  # of all requests, before any is lifted
+        self._ordering: Ordering | None = None
         self._wanted: dict[Request, _Wanted] = {}  # of decodes that were refused or admitted
+
+    def bind(self, ordering: Ordering) -> None:
+        self._ordering = ordering
 
     def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
         self._now = now
@@ -230,7 +235,7 @@ class ExactReservations(Callbacks):
         return ((PROMPTS, math.ceil(self._reserve * kv.device_total)),)
 
     def on_arrived(self, request: Request, now: float) -> None:
-        self._bands[request.band] += 1
+        self._bands[request.own_band] += 1
 
     def on_reserved(self, request: Request, now: float) -> None:
         self._change_hosts()
@@ -247,7 +252,7 @@ class ExactReservations(Callbacks):
         self._wanted.pop(request, None)
         if self._gate is not None:
             self._gate.forget(request)
-        band = request.band
+        band = request.own_band
         self._bands[band] -= 1
         if not self._bands[band]:
             del self._bands[band]
@@ -344,9 +349,11 @@ class ExactReservations(Callbacks):
 
     def _may_displace(self, request: Request, kv: KVAccounts) -> bool:
         band = request.band
-        if len(self._bands) <= 1 or max(self._bands) <= band:
-            return False
-        return any(one.band > band for one in kv.holders())
+        # The first condition is quicker, and false for most loads.
+        if any(own > band for own in self._bands) and any(one.band > band for one in kv.holders()):
+            return True
+        holders = (one for one in kv.holders() if one.finish_reason is None)
+        return must_precede(self._ordering, request, holders)
 
     @staticmethod
     def _generation_waits(kv: KVAccounts) -> bool:

@@ -29,6 +29,7 @@ from skipjoin.core.policy import (
 )
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext
+from skipjoin.core.scheduling.promises import may_await_prefix, must_precede
 from skipjoin.core.scheduling.selective import Limits, fitting
 from skipjoin.core.step import Slice
 from skipjoin.policies.best_effort import LimitedBestEffort
@@ -140,7 +141,13 @@ class Fair(Callbacks):
         return chain.from_iterable([client.ordering.ranked(now) for client in self._standings()])
 
     def fitting(self, limits: Limits, kv: KVAccounts) -> Iterator[Request]:
-        return chain.from_iterable(fitting(client.ordering, limits, kv) for client in self._standings())
+        # A request that is passed over is passed by its own client's only. Otherwise another client's would take the KV
+        # that it waits for, and run whatever the counters are.
+        standings = self._standings()
+        for client in standings:
+            yield from fitting(client.ordering, limits, kv)
+            if len(standings) > 1 and any(kv.blocks_of(one) is None and not one.awaits_grammar for one in client.live):
+                return
 
     def rank(self, request: Request) -> Any:
         client = self._of(request)
@@ -152,6 +159,20 @@ class Fair(Callbacks):
         if mine is theirs:
             return mine.is_apart and mine.ordering.outranks(one, other)
         return mine.distance < theirs.distance
+
+    def may_await_prefix(self, request: Request, now: float) -> bool:
+        return may_await_prefix(self._of(request).ordering, request, now)
+
+    def must_precede(self, request: Request, others: Iterable[Request]) -> bool:
+        self._standings()
+        mine, same = self._of(request), list[Request]()
+        for one in others:
+            theirs = self._of(one)
+            if mine.distance < theirs.distance:
+                return True
+            if mine is theirs:
+                same.append(one)
+        return mine.is_apart and must_precede(mine.ordering, request, same)
 
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         """Compare by distance first, so that KV does not move for less than a lead."""
@@ -256,7 +277,7 @@ class FairBuilder:
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
         verdict = self._inner.offer(request, pending)
-        if isinstance(verdict, Refusal) or request.is_best_effort:
+        if isinstance(verdict, Refusal) or request.band[0]:
             return verdict
         limit_s = self._limit_beside(request)
         if limit_s == inf:
@@ -270,7 +291,7 @@ class FairBuilder:
         return HELD if request.planned else NEWCOMERS_HELD
 
     def take(self, request: Request, tokens: int) -> None:
-        if not request.is_best_effort:
+        if not request.band[0]:
             self._limit_s = self._limit_beside(request)
             self._first = request.options.client if self._first is None else self._first
             self._load = self._load.plus(StepLoad.of(request.planned, tokens, self._context.blocks_away(request)))

@@ -18,6 +18,7 @@ import pytest
 
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.kv.prefixes import ContentPrefix
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle
@@ -280,3 +281,47 @@ def test_the_bound_holds_for_the_best_live_priority(mode: str) -> None:
         duel.mixed_s = 0.7 * bound
         longest = duel.run(2 * bound)
         assert longest <= bound, f"{adversary.__name__}: a wait takes {longest / bound:.0%} of the bound"
+
+
+class LeadDuel(Duel):
+    """Sends a long prompt, the same one again as soon as the first is being computed, and a flood.
+
+    The flood leaves one token of each step. The last request waits for the leader's prefix unless its turn has come.
+    """
+
+    def _send(self) -> None:
+        live, limits = self.core.requests.values(), self.limits
+        long = [one for one in live if len(one.prompt) > limits.max_tokens]
+        flood = limits.max_tokens - 1
+        if not self._sent or (len(long) == 1 and long[0].computed >= 2):
+            self._ask([7] * (limits.max_len - 24), 4)
+        while len(live) + (len(long) < 2) < limits.requests:
+            self._ask(range(10_000 + self._sent * flood, 10_000 + (self._sent + 1) * flood), 1)
+
+    def _ask(self, prompt: Sequence[int], tokens: int) -> None:
+        prefix = ContentPrefix(self.limits.block_size)
+        request = Request(self._sent, self.now, prompt, tokens, prefix=prefix)
+        self._sent += 1
+        self._since[request] = self.now
+        self.core.add(request, self.now)
+
+
+@pytest.mark.parametrize(("mode", "depth", "stages"), [("recompute", 1, 1), ("proactive", 2, 1), ("proactive", 2, 2)])
+def test_the_bound_holds_behind_a_shared_prefix(mode: str, depth: int, stages: int) -> None:
+    recipe, _, cpu_blocks, overlapped = MODES[mode]
+    limits = WorstCase(
+        LinearCost(floor=5e-3, prefill_token=1e-5, decode=1e-5),
+        requests=3,
+        max_len=512,
+        max_seqs=8,
+        max_tokens=64,
+        device_blocks=120,
+        cpu_blocks=cpu_blocks,
+        block_size=16,
+        depth=depth,
+        moves_overlapped=overlapped,
+        stages=stages,
+    )
+    bound = min_bound(limits)
+    longest = LeadDuel(recipe, limits, floods, starvation_within(bound, limits)).run(min(1.3 * bound, 4.0))
+    assert longest <= bound, f"a wait takes {longest / bound:.0%} of the bound"

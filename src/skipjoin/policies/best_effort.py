@@ -14,7 +14,7 @@ from skipjoin.core.policy import (
     Refusal,
     is_decode_invariant,
 )
-from skipjoin.core.request import NO_TARGET, Request, Target
+from skipjoin.core.request import NEVER, NO_TARGET, Request, Target
 from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import StepShape
 from skipjoin.policies.step_load import MIN_CHUNK, StepLoad, fitting_tokens
@@ -28,6 +28,13 @@ _TTFT_SHARE, _PREFILL_SHARE, _MIN_STEPS = 0.25, 0.2, 1.25
 _BESIDE = 1.1
 # Weight of the latest request in the moving limit.
 _LIMIT_RATE = 0.2
+
+
+def refusal_of(request: Request) -> Refusal:
+    """Return the refusal of a request that would make a step too long. No newcomer overtakes another one."""
+    # One that never ran may have planned tokens by a prefix-cache hit, and is a newcomer still.
+    has_run = request.last_plan != NEVER or request.evictions
+    return HELD if request.planned and has_run else NEWCOMERS_HELD
 
 
 class LimitedBestEffort(Callbacks):
@@ -117,7 +124,7 @@ class LimitedBuilder:
             return min(verdict, MIN_CHUNK)
         if pending == 1:
             return ALL_HELD
-        return HELD if request.planned else NEWCOMERS_HELD
+        return refusal_of(request)
 
     def take(self, request: Request, tokens: int) -> None:
         if self._limit is None and self._rules.is_best_effort(request):

@@ -17,8 +17,6 @@ from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account
 from skipjoin.core.policy import (
     ALL_HELD,
-    HELD,
-    NEWCOMERS_HELD,
     BatchBuilder,
     Callbacks,
     CostModel,
@@ -32,7 +30,7 @@ from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.scheduling.promises import may_await_prefix, must_precede
 from skipjoin.core.scheduling.selective import Limits, fitting
 from skipjoin.core.step import Slice
-from skipjoin.policies.best_effort import LimitedBestEffort
+from skipjoin.policies.best_effort import LimitedBestEffort, refusal_of
 from skipjoin.policies.step_load import StepLoad, fitting_tokens
 
 # Weight of a generated token relative to a prompt token, as in the paper's experiments.
@@ -288,7 +286,7 @@ class FairBuilder:
             return tokens
         if pending == 1 and not away:
             return ALL_HELD
-        return HELD if request.planned else NEWCOMERS_HELD
+        return refusal_of(request)
 
     def take(self, request: Request, tokens: int) -> None:
         if not request.band[0]:

@@ -46,7 +46,7 @@ class PackingParams(Params):
     overdue_s: Annotated[
         float,
         Option(
-            "A real-time request that misses its deadline by this many seconds comes before all others.",
+            "A real-time request that misses its deadline by this many seconds is first among those of its priority.",
             above=0,
             high=1e9,
         ),

@@ -36,7 +36,7 @@ class ReservationParams(Params):
     overdue_s: Annotated[
         float,
         Option(
-            "Age in seconds from which a request is no longer passed over for others that fit better.",
+            "Age in seconds from which a request is no longer passed over for younger ones that fit better.",
             above=0,
             high=1e9,
         ),

@@ -6,6 +6,7 @@ Uses the standard library only, so that the API process and tests can import it 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ MAX_LOGIT_BIAS = 300
 MAX_SALT = 256
 # Seeds are serialized as signed 64-bit integers.
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
+# Asks for no seed, as in vLLM. Clients such as SillyTavern send it by default.
+NO_SEED = -1
 # Dividing logits by a smaller penalty could overflow float32.
 MIN_REPETITION_PENALTY = 0.01
 
@@ -29,6 +32,43 @@ class ParameterError(ValueError):
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
         self.param = param
+
+
+class ContextLengthError(ParameterError):
+    """A prompt, or a prompt with `max_tokens`, exceeds the context.
+
+    The message begins as OpenAI's, because clients recognize the error by these words and then shorten the prompt.
+    """
+
+    def __init__(self, param: str, context: int, asked: str, remedy: str) -> None:
+        limit = f"This model's maximum context length is {context} tokens"
+        super().__init__(param, f"{limit}. However, {asked}. Please reduce the length of {remedy}")
+
+    @classmethod
+    def of_prompt(cls, param: str, context: int, found: object) -> ContextLengthError:
+        what = _prompt_name(param)
+        remedy = f"the {what}: {param} must have at most {context - 1} tokens, so that one can be generated"
+        return cls(param, context, f"your {what} resulted in {found} tokens", remedy)
+
+    @classmethod
+    def of_output(
+        cls, name: str, asked: int, context: int, prompt_tokens: int, param: str = "prompt"
+    ) -> ContextLengthError:
+        what = _prompt_name(param)
+        total = f"{prompt_tokens + asked} tokens ({prompt_tokens} in the {what}, {asked} in the completion)"
+        remedy = f"the {what} or completion: {name} must be at most {context - prompt_tokens}, got {asked}"
+        return cls(name, context, f"you requested {total}", remedy)
+
+
+def check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
+    """Raise `ParameterError` unless all token ids are in [0, vocab_size)."""
+    if ids and not 0 <= (wrong := min(ids)) <= (largest := max(ids)) < vocab_size:
+        wrong = wrong if wrong < 0 else largest
+        raise ParameterError(name, f"{name} must be token ids in [0, {vocab_size - 1}], got {wrong}")
+
+
+def _prompt_name(param: str) -> str:
+    return "messages" if param == "messages" else "prompt"
 
 
 def _number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:
@@ -65,7 +105,7 @@ class SamplingParams:
         top_p, top_k, min_p: Filters, applied in that order. A `top_k` of 0 keeps all tokens.
         presence_penalty, frequency_penalty: Subtracted for generated tokens (OpenAI's definition).
         repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output.
-        seed: The same seed gives the same tokens, regardless of the rest of the batch. None lets the engine draw one.
+        seed: The same seed gives the same tokens, regardless of the rest of the batch. None or -1 draws one.
         stop: Strings that finish the output and are not returned; a single string is accepted.
         stop_token_ids: Tokens that finish the output.
         ignore_eos: Continue after end-of-sequence.
@@ -115,6 +155,8 @@ class SamplingParams:
         _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 10)
         if self.seed is not None:
             _integer("seed", self.seed, SEED_MIN, SEED_MAX)
+            if self.seed == NO_SEED:
+                object.__setattr__(self, "seed", None)
         self._check_stops()
         self._check_bias()
         for name in ("logprobs", "prompt_logprobs"):
@@ -131,11 +173,17 @@ class SamplingParams:
             return self
         return replace(self, max_tokens=room, min_tokens=min(self.min_tokens, room))
 
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise `ParameterError` for a token id beyond a model's vocabulary."""
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+            check_ids(name, ids, vocab_size)
+
     def with_seed_of(self, copy: int) -> SamplingParams:
         """Return the parameters of one of several choices, with a reproducible seed of its own if there is a seed."""
         if self.seed is None or copy == 0:
             return self
-        return replace(self, seed=SEED_MIN + (self.seed - SEED_MIN + copy) % 2**64)
+        seed = SEED_MIN + (self.seed - SEED_MIN + copy) % 2**64
+        return replace(self, seed=seed + 1 if self.seed < NO_SEED <= seed else seed)
 
     @property
     def output_limit(self) -> int:

@@ -300,6 +300,13 @@ def test_log_probabilities_of_prompt_and_output(llm: LLM) -> None:
         ([600], GREEDY, "552"),
         ([-1], GREEDY, "552"),
         ([5] * 1000, GREEDY, "max_tokens must be at most 24"),
+        (
+            [5] * 2000,
+            GREEDY,
+            "^This model's maximum context length is 1024 tokens. However, your prompt resulted in 2000",
+        ),
+        ([5], SamplingParams(stop_token_ids=(999,)), "stop_token_ids must be token ids in .* got 999"),
+        ([5], SamplingParams(logit_bias={999: 1.0}), "logit_bias must be token ids in .* got 999"),
         ({"prompt": "a"}, GREEDY, "prompts must be a text, token ids, or a list of such prompts, got dict {'prompt'"),
         ([{"prompt": "a"}], GREEDY, "prompts must be a text, .* got dict"),
         (7, GREEDY, "prompts must be a text, .* got int 7"),

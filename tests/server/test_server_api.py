@@ -614,7 +614,7 @@ async def test_internal_errors_do_not_leak_details(make_api: MakeApi, monkeypatc
         def broken(*_: Any) -> None:
             raise RuntimeError("secret at 0x7fffdead")
 
-        monkeypatch.setattr(api.service, "check_ids", broken)
+        monkeypatch.setattr(api.service, "check_prompt", broken)
         response = await api.complete()
         assert error_of(response, 500)["code"] == "internal_error"
         assert "secret" not in response.text

@@ -86,7 +86,7 @@ def engine_around(loaded: Loaded, config: EngineConfig, on_progress: OnProgress 
         folder=str(loaded.folder),
         max_model_len=loaded.max_len,
         vocab_size=loaded.config.vocab_size,
-        eos_token_ids=loaded.config.eos_token_ids,
+        eos_token_ids=tuple(i for i in loaded.config.eos_token_ids if 0 <= i < loaded.config.vocab_size),
         device_blocks=blocks,
         cpu_blocks=cpu_blocks,
         block_size=block_size,

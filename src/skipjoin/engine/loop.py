@@ -21,7 +21,7 @@ from skipjoin.engine.targets import RelativeTargets
 from skipjoin.exec.base import RankError
 from skipjoin.exec.sampling import Sampling
 from skipjoin.policies.cost import LinearCost
-from skipjoin.sampling import ParameterError, SamplingParams
+from skipjoin.sampling import ContextLengthError, ParameterError, SamplingParams, check_ids
 
 # Maximum time that a step without a plan waits for a grammar.
 _COMPILE_WAIT_S = 0.001
@@ -73,7 +73,7 @@ class EngineLoop:
             ParameterError: If the prompt or `max_tokens` is invalid.
             RequestTooLargeError: If the KV pool cannot hold the request.
         """
-        self._check(prompt, params.output_limit)
+        self._check(prompt, params)
         if params.structured_outputs is not None and not self.engine.info.eos_token_ids:
             raise ParameterError(
                 "structured_outputs",
@@ -209,20 +209,14 @@ class EngineLoop:
             return None
         return ContentPrefix(self.engine.info.block_size, options.cache_salt.encode())
 
-    def _check(self, prompt: Sequence[int], max_tokens: int) -> None:
-        info = self.engine.info
+    def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        info, max_tokens = self.engine.info, params.output_limit
         if not prompt:
             raise ParameterError("prompt", "prompt must have at least 1 token")
-        if min(prompt) < 0 or max(prompt) >= info.vocab_size:
-            raise ParameterError("prompt", f"prompt's token ids must be in [0, {info.vocab_size - 1}]")
+        check_ids("prompt", prompt, info.vocab_size)
+        params.check_ids(info.vocab_size)
         left = info.max_model_len - len(prompt)
         if left < 1:
-            raise ParameterError(
-                "prompt", f"prompt must have at most {info.max_model_len - 1} tokens, got {len(prompt)}"
-            )
+            raise ContextLengthError.of_prompt("prompt", info.max_model_len, len(prompt))
         if max_tokens > left:
-            raise ParameterError(
-                "max_tokens",
-                f"max_tokens must be at most {left} after a prompt of {len(prompt)} tokens "
-                f"(the context holds {info.max_model_len}), got {max_tokens}",
-            )
+            raise ContextLengthError.of_output("max_tokens", max_tokens, info.max_model_len, len(prompt))

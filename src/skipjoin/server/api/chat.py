@@ -44,6 +44,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
     """Generate the assistant's next message."""
 
     path = "/v1/chat/completions"
+    prompt_field = "messages"
     body_type = ChatRequest
 
     def estimates(self, body: ChatRequest) -> list[int]:
@@ -58,7 +59,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         room = service.room_after(ids, "messages")
         limits = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}
         for name, value in limits.items():
-            service.check_fits(name, value, room, ids)
+            service.check_fits(name, value, ids, "messages")
         params = service.sampling(
             body,
             # The minimum of both fields, or else the rest of the context.

@@ -68,9 +68,8 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
         service = self.service
         text = prompt if isinstance(prompt, str) else None
         ids = await service.encode(prompt, "prompt") if isinstance(prompt, str) else prompt
-        service.check_ids("prompt", ids)
         room = service.room_after(ids, "prompt")
-        service.check_fits("max_tokens", body.max_tokens, room, ids)
+        service.check_fits("max_tokens", body.max_tokens, ids, "prompt")
         if body.echo and text is None:
             text = await service.decode(ids, body.skip_special_tokens is not False)
         params = service.sampling(

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
-from skipjoin.sampling import ParameterError
+from skipjoin.sampling import ContextLengthError, ParameterError
 from skipjoin.server.api.notes import note_of
 from skipjoin.server.engines.errors import EngineError, EngineHungError, LostRequestError, NoReplicaError, RefusedError
 
@@ -148,6 +148,8 @@ def request_failed(why: str) -> ApiError:
 
 def from_parameter(error: ParameterError, names: Mapping[str, str] | None = None) -> ApiError:
     """Return 400 for a value outside its bounds. `names` are public names of fields."""
+    if isinstance(error, ContextLengthError):
+        return bad_request(str(error), error.param, "context_length_exceeded")
     name = (names or {}).get(error.param, error.param)
     return bad_request(str(error).replace(error.param, name, 1), name)
 

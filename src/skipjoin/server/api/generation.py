@@ -24,7 +24,7 @@ from skipjoin.engine.text import Choice, TextRules
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.api.arrivals import Arrival
 from skipjoin.server.api.auth import ANONYMOUS
-from skipjoin.server.api.errors import deadline_exceeded, request_failed, too_slow, unavailable
+from skipjoin.server.api.errors import ApiError, deadline_exceeded, request_failed, too_slow, unavailable
 from skipjoin.server.api.forecasting import Expectation
 from skipjoin.server.api.limits import Admission, AdmissionSlot
 from skipjoin.server.api.protocol import GenerationBody
@@ -266,6 +266,7 @@ class Endpoint(ABC, Generic[BodyT]):
     """Base class of generation endpoints, which convert bodies to prompts and format responses."""
 
     path: ClassVar[str]
+    prompt_field: ClassVar[str] = "prompt"
     body_type: type[BodyT]
 
     def __init__(self, service: Service) -> None:
@@ -295,7 +296,14 @@ class Endpoint(ABC, Generic[BodyT]):
         # Only the queue of HTTP requests reserves a part for real-time requests.
         is_best_effort = queue is None and options.service is ServiceClass.BEST_EFFORT
         estimates = [tokens for tokens in self.estimates(body) for _ in range(n)]
-        slots = admission.reserve(estimates, client=options.client, is_best_effort=is_best_effort)
+        try:
+            slots = admission.reserve(
+                estimates, client=options.client, is_best_effort=is_best_effort, param=self.prompt_field
+            )
+        except ApiError as error:
+            if error.param == self.prompt_field and max(estimates) > service.info.max_model_len:
+                raise service.too_long(self.prompt_field, f"about {max(estimates)}") from error
+            raise
         try:
             prompts = await self.tokenize(body)
             rules = self.text_rules(body)

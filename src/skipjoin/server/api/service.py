@@ -17,7 +17,7 @@ from skipjoin.formats.message import load_parser
 from skipjoin.formats.table import OutputFormat, find_format
 from skipjoin.model.grammar_check import GrammarCheck
 from skipjoin.model.tokenizer import Tokenizer, TooManyTokensError
-from skipjoin.sampling import ParameterError, SamplingParams
+from skipjoin.sampling import ContextLengthError, ParameterError, SamplingParams, check_ids
 from skipjoin.server.api.arrivals import ArrivalLog
 from skipjoin.server.api.errors import (
     ApiError,
@@ -233,40 +233,48 @@ class Service:
                 return await self.in_thread(encode, text, add_special_tokens, most)
             return encode(text, add_special_tokens, most)
         except TooManyTokensError as error:
-            raise self._too_long(param, most, error.found) from None
+            if most == self.max_prompt_tokens:
+                raise self.too_long(param, error.found) from None
+            raise bad_request(f"{param} must have at most {most} tokens, got {error.found}", param) from None
 
     async def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         if len(ids) > _LARGE:
             return await self.in_thread(self.tokenizer.decode_long, ids, skip_special_tokens)
         return self.tokenizer.decode(ids, skip_special_tokens)
 
-    def _too_long(self, param: str, most: int, found: object) -> ApiError:
-        what = ", the context less one to generate" if most == self.max_prompt_tokens else ""
-        return bad_request(
-            f"{param} must have at most {most} tokens{what}, got {found}", param, "context_length_exceeded"
-        )
+    def too_long(self, param: str, found: object) -> ApiError:
+        return from_parameter(ContextLengthError.of_prompt(param, self.info.max_model_len, found))
 
     def check_ids(self, name: str, ids: Sequence[int]) -> None:
-        if ids and max(ids) >= self.info.vocab_size:
-            raise bad_request(f"{name} must be token ids in [0, {self.info.vocab_size - 1}], got {max(ids)}", name)
+        """Raise 400 for ids that neither the model nor the tokenizer has."""
+        known = max(self.info.vocab_size, self.tokenizer.vocab_size)
+        try:
+            check_ids(name, ids, known)
+        except ParameterError as error:
+            raise from_parameter(error) from None
+
+    def check_prompt(self, ids: Sequence[int], param: str) -> None:
+        """Raise 400 for tokens that the model does not have, which its tokenizer may have."""
+        size = self.info.vocab_size
+        if ids and (last := max(ids)) >= size:
+            text = self.tokenizer.token_text(last)
+            known = f" ({text!r}, which its tokenizer knows and the model does not: leave it out)" if text else ""
+            raise bad_request(f"{param} must be token ids in [0, {size - 1}], got {last}{known}", param)
 
     def room_after(self, prompt: Sequence[int], param: str) -> int:
         """Return the number of tokens left in the context after a prompt, or raise 400."""
         context = self.info.max_model_len
+        self.check_prompt(prompt, param)
         if not prompt:
             raise bad_request(f"{param} must have at least 1 token", param)
         if len(prompt) >= context:
-            raise self._too_long(param, context - 1, len(prompt))
+            raise self.too_long(param, len(prompt))
         return context - len(prompt)
 
-    def check_fits(self, name: str, tokens: int | None, room: int, prompt: Sequence[int]) -> None:
-        if tokens is not None and tokens > room:
-            raise bad_request(
-                f"{name} must be at most {room}, what the context leaves after {len(prompt)} prompt tokens, "
-                f"got {tokens}",
-                name,
-                "context_length_exceeded",
-            )
+    def check_fits(self, name: str, tokens: int | None, prompt: Sequence[int], param: str) -> None:
+        context = self.info.max_model_len
+        if tokens is not None and tokens > context - len(prompt):
+            raise from_parameter(ContextLengthError.of_output(name, tokens, context, len(prompt), param))
 
     async def expect(self, prompts: Sequence[tuple[list[int], SamplingParams]], owner: str) -> list[Expectation]:
         if self._forecasting is None:
@@ -317,11 +325,10 @@ class Service:
             "prompt_logprobs": prompt_logprobs,
             "structured_outputs": structured,
         }
-        self.check_ids("stop_token_ids", body.stop_token_ids or ())
-        self.check_ids("logit_bias", [int(token) for token in body.logit_bias or ()])
         given = {name: value for name, value in given.items() if value is not None}
         try:
             params = SamplingParams(max_tokens=max_tokens, **{**self._sampling_defaults, **given})
+            params.check_ids(self.info.vocab_size)
         except ParameterError as error:
             raise from_parameter(error) from error
         self.metrics.choices(body.n or 1)

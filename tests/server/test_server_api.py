@@ -16,12 +16,17 @@ import httpx
 import pytest
 import tiny_model as tiny
 from msgspec.structs import replace
+from pydantic import BaseModel
 from server_worlds import JSON, Api, MakeApi
 
 from skipjoin.config import ConfigError, EngineConfig, ServerConfig
 from skipjoin.config.access import with_keys_of_files
 from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, ServiceClass, Target
+from skipjoin.sampling import SamplingParams
 from skipjoin.server.api.app import build_app
+from skipjoin.server.api.conversation import CalledFunction, Message, TextPart, Tool, ToolCall
+from skipjoin.server.api.fields import NO_EFFECT
+from skipjoin.server.api.protocol import ChatRequest, CompletionRequest
 from skipjoin.server.api.service import Service
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.engine_handle import EngineHandle, EngineStartError
@@ -556,13 +561,31 @@ NEUTRAL: list[dict[str, Any]] = [
     {"response_format": {"type": "text"}, "service_tier": "auto", "user": "u", "metadata": {"a": "b"}},
     {"logit_bias": {}, "seed": None, "stream_options": None, "use_beam_search": False, "temperature": 0},
     {"top_k": -1, "min_p": 0.0, "priority": 0, "stop": [], "stop_token_ids": [], "length_penalty": 1},
+    {"early_stopping": False, "bad_words": [], "kv_transfer_params": None, "prompt_cache_options": {"mode": "auto"}},
 ]
+MARKED = {"cache_control": {"type": "ephemeral"}}
 NEUTRAL_CHATS: list[dict[str, Any]] = [
     {"tools": [], "tool_choice": "none", "functions": None, "parallel_tool_calls": True, "store": False},
     {"tools": None, "tool_choice": "auto", "modalities": ["text"], "logprobs": False, "reasoning_effort": None},
     {"chat_template_kwargs": {"enable_thinking": False}, "max_completion_tokens": 5},
     {"store": True, "verbosity": "low", "safety_identifier": "a", "prompt_cache_key": "b", "metadata": {"a": "b"}},
     {"prediction": {"type": "content", "content": "x"}, "prompt_cache_retention": "24h", "priority": 7},
+    {"messages": [{"role": "user", "content": "a", "type": "text"}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"} | MARKED]} | MARKED]} | MARKED,
+    {
+        "messages": [
+            {"role": "user", "content": "a", "name": None},
+            {
+                "role": "assistant",
+                "content": "b",
+                "refusal": None,
+                "annotations": [{"type": "url_citation"}],
+                "id": "m",
+            },
+            {"role": "assistant", "content": "c", "tool_calls": [], "provider_specific_fields": {"refusal": None}},
+            {"role": "user", "content": "a"},
+        ]
+    },
 ]
 
 
@@ -574,6 +597,104 @@ async def test_neutral_values_are_accepted(api: Api, fields: dict[str, Any]) -> 
 @pytest.mark.parametrize("fields", NEUTRAL_CHATS, ids=str)
 async def test_neutral_chat_values_are_accepted(api: Api, fields: dict[str, Any]) -> None:
     assert (await api.chat(**fields)).status_code == 200
+
+
+async def test_fields_that_would_change_the_output_are_refused(api: Api) -> None:
+    turn = {"role": "user", "content": "a"}
+    for fields, param in (
+        ({"messages": [turn | {"type": "image"}]}, "messages.0.type"),
+        ({"messages": [{"role": "assistant", "content": "a", "prefix": True}]}, "messages.0.prefix"),
+        ({"bad_words": ["a"]}, "bad_words"),
+        ({"early_stopping": True}, "early_stopping"),
+    ):
+        assert error_of(await api.chat(**fields), 400)["param"] == param
+
+
+def test_fields_without_effect_are_documented() -> None:
+    """Each field is named in the page, and its schema says that it has no effect."""
+    page = (Path(__file__).resolve().parents[2] / "docs/api.md").read_text()
+    models: list[type[BaseModel]] = [ChatRequest, CompletionRequest, Message, TextPart, ToolCall, CalledFunction, Tool]
+    fields = {name for model in models for name, field in model.model_fields.items() if field.description == NO_EFFECT}
+    assert {"cache_control", "prompt_cache_options", "annotations"} <= fields
+    assert [name for name in sorted(fields) if f"`{name}`" not in page] == []
+    assert NO_EFFECT in json.dumps(ChatRequest.model_json_schema())
+
+
+async def test_seed_of_minus_one_is_no_seed(api: Api) -> None:
+    for seed, expected in ((-1, None), (None, None), (-2, -2), (7, 7)):
+        assert (await api.complete(seed=seed, n=2)).status_code == 200
+        given = [one.params.seed for one in list(api.engine.added)[-2:]]
+        assert (given == [expected, given[1]]) if expected is not None else -1 not in given
+    assert SamplingParams(seed=-1).seed is None
+    assert [SamplingParams(seed=-3).with_seed_of(copy).seed for copy in range(4)] == [-3, -2, 0, 1]
+
+
+# -- beyond the context or the vocabulary ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_context_overflow_has_the_words_of_openai(api: Api, stream: bool) -> None:
+    most = tiny.CONTEXT
+    begin = f"This model's maximum context length is {most} tokens. However, "
+    long, chat = "x" * 600, [{"role": "user", "content": "x" * 600}]
+    for found, param, text in (
+        (api.complete(prompt=long, stream=stream), "prompt", "your prompt resulted in 600 tokens. Please reduce the "),
+        (api.complete(prompt=[5] * 600, stream=stream), "prompt", "your prompt resulted in 600 tokens. Please reduce"),
+        (
+            api.chat(messages=chat, stream=stream),
+            "messages",
+            "your messages resulted in 602 tokens. Please reduce the ",
+        ),
+        (
+            api.complete(prompt="abc", max_tokens=most, stream=stream),
+            "max_tokens",
+            f"you requested {most + 3} tokens (3 in the prompt, {most} in the completion). Please reduce the length of "
+            f"the prompt or completion: max_tokens must be at most {most - 3}, got {most}",
+        ),
+        (
+            api.chat(messages=[{"role": "user", "content": "abc"}], max_completion_tokens=most, stream=stream),
+            "max_completion_tokens",
+            f"you requested {most + 5} tokens (5 in the messages, {most} in the completion). Please reduce the length",
+        ),
+    ):
+        error = error_of(await found, 400)
+        assert (error["code"], error["param"], error["type"]) == (
+            "context_length_exceeded", param, "invalid_request_error",
+        )  # fmt: skip
+        assert error["message"].startswith(begin + text)
+    assert not api.engine.added
+
+
+async def test_prompt_beyond_queue_and_context_is_a_context_overflow(make_api: MakeApi) -> None:
+    async with make_api(max_queued_tokens=600) as api:
+        error = error_of(await api.complete(prompt="x" * 4000), 400)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+        assert "your prompt resulted in about 1000 tokens" in error["message"]
+        error = error_of(await api.complete(prompt=["x" * 400] * 8), 400)
+        assert (error["code"], error["param"]) == (None, "prompt")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tokens_that_the_model_does_not_have_are_refused(api: Api, stream: bool) -> None:
+    """The tokenizer has three special tokens more than the model, and the chat template writes two of them."""
+    api.service._info = replace(api.service.info, vocab_size=tiny.EOS + 1)
+    known = f"must be token ids in [0, {tiny.EOS}], got "
+    for found, param, text in (
+        (api.chat(stream=stream), "messages", f"{tiny.EOS + 3} ('<|assistant|>', which its tokenizer knows"),
+        (api.complete(prompt="a<|user|>", stream=stream), "prompt", f"{tiny.EOS + 2} ('<|user|>', which"),
+        (api.complete(prompt=[5, tiny.EOS + 1], stream=stream), "prompt", f"{tiny.EOS + 1} ('<|system|>'"),
+        (api.complete(prompt=[[5], [9999]], stream=stream), "prompt", "9999"),
+        (api.complete(stop_token_ids=[tiny.EOS + 1], stream=stream), "stop_token_ids", f"{tiny.EOS + 1}"),
+        (api.complete(logit_bias={"300": 1}, stream=stream), "logit_bias", "300"),
+    ):
+        error = error_of(await found, 400)
+        assert (error["param"], error["message"].partition(text)[0]) == (param, f"{param} {known}")
+    assert error_of(await api.complete(prompt=[-1], stream=stream), 400)["param"] == "prompt.0"
+    ids = (await api.http.post("/tokenize", json={"prompt": "<|user|>"})).json()["tokens"]
+    assert (await api.http.post("/detokenize", json={"tokens": ids})).json()["prompt"] == "<|user|>"
+    assert not api.engine.added
+    api.service._info = replace(api.service.info, vocab_size=tiny.VOCAB + 64)  # a padded vocabulary
+    assert (await api.complete(prompt=[5, tiny.VOCAB + 1], echo=True)).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -934,10 +1055,15 @@ async def test_endpoints_return_503_until_engine_is_ready() -> None:
         ({"temprature": 1}, "temprature", "temperature"),
         ({"slo": {"tpt_ms": 1}}, "slo.tpt_ms", "tpot_ms"),
         ({"messages": [{"role": "user", "contents": "a", "content": "a"}]}, "messages.0.contents", "content"),
+        (
+            {"messages": [{"role": "user", "content": "a", "cache_controls": 1}]},
+            "messages.0.cache_controls",
+            "cache_control",
+        ),
         ({"zzz": "x" * 9000}, "zzz", None),
         ({"max_token": 1, "metadata": {"a": "x" * 500, "b": "x" * 9000}}, "max_token", "max_tokens"),
     ],
-    ids=["top", "nested", "in a list", "nothing similar", "in a large body"],
+    ids=["top", "nested", "in a list", "almost known", "nothing similar", "in a large body"],
 )
 async def test_unknown_fields_are_refused_with_a_suggestion(
     api: Api, fields: dict[str, Any], param: str, similar: str | None
@@ -951,12 +1077,12 @@ async def test_unknown_fields_may_pass_with_one_line_in_the_log(
     make_api: MakeApi, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with make_api(unknown_fields="warn") as api:
-        messages = [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}], "extra": 1}]
+        messages = [{"role": "user", "content": [{"type": "text", "text": "a", "spacing": {}}], "extra": 1}]
         for filler in ("", "x" * 9000, ""):
             answer = await api.chat(messages=messages, zzz=filler, max_tokens=1)
             assert answer.status_code == 200
         assert sorted(record.args[0] for record in caplog.records if record.args) == [
-            "messages.*.content.*.cache_control",
+            "messages.*.content.*.spacing",
             "messages.*.extra",
             "zzz",
         ]

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from skipjoin.formats.conversation import NO_ARGUMENTS, TOOL_NAME
 from skipjoin.formats.template_input import text_of
-from skipjoin.server.api.fields import MAX_LABEL, Body, Label, Null, Only, one_of
+from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Label, Null, Off, Only, one_of
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
@@ -20,6 +20,8 @@ class TextPart(Body):
 
     type: Literal["text"]
     text: str
+    cache_control: Ignored = None
+    prompt_cache_breakpoint: Ignored = None
 
 
 def _content_kind(value: Any) -> str | None:
@@ -41,7 +43,7 @@ class CalledFunction(Body):
 
     name: Annotated[str, Field(max_length=MAX_LABEL)]
     arguments: str | None = None
-    parsed_arguments: Any = None
+    parsed_arguments: Ignored = None
 
 
 class ToolCall(Body):
@@ -51,6 +53,8 @@ class ToolCall(Body):
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
+    extra_content: Ignored = None
+    provider_specific_fields: Ignored = None
 
 
 ToolCalls = Annotated[list[ToolCall], Field(max_length=MAX_TOOLS), Field(fail_fast=True)]
@@ -80,10 +84,16 @@ class Message(Body):
     name: Label = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    refusal: Null = None
-    annotations: Annotated[Any, Only(None, [])] = None
+    refusal: Annotated[Any, Only(None, "")] = None
+    annotations: Ignored = None
     audio: Null = None
-    parsed: Any = None
+    parsed: Ignored = None
+    # lm-evaluation-harness sends the first. Agents mark messages for Anthropic's cache, and LiteLLM adds the last.
+    type: Annotated[Any, Only(None, "text", "message")] = None
+    id: Ignored = None
+    cache_control: Ignored = None
+    provider_specific_fields: Ignored = None
+    prefix: Off = None
 
     @field_validator("tool_calls")
     @classmethod
@@ -155,6 +165,7 @@ class Tool(Body):
 
     type: Literal["function"]
     function: Function
+    cache_control: Ignored = None
 
 
 class ChosenFunction(Body):

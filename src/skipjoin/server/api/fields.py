@@ -34,6 +34,9 @@ class Only:
         )
 
 
+# A field that clients send to every server, and whose value cannot change the output of this one.
+NO_EFFECT = "Accepted without effect."
+Ignored = Annotated[Any, Field(description=NO_EFFECT)]
 Null = Annotated[Any, Only(None)]
 Off = Annotated[Any, Only(None, False)]
 Label = Annotated[str, Field(max_length=MAX_LABEL)] | None

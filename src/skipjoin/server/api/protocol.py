@@ -13,7 +13,11 @@ that have no effect (`Only`) and refused with any other:
 | modalities | null, ["text"]; audio, web_search_options: null |
 | continue_final_message, return_token_ids, return_tokens_as_token_ids | null, false |
 | length_penalty | null, 1 |
+| early_stopping | null, false; bad_words, logits_processors | null, [] |
+| kv_transfer_params, vllm_xargs, mm_processor_kwargs | null, {} |
+| prompt_embeds, moderation, thinking_token_budget | null |
 | labels (user, metadata, safety_identifier, ...), store, verbosity, prediction | any value within bounds |
+| fields that are `Ignored` | any value |
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from skipjoin.sampling import (
     SEED_MIN,
 )
 from skipjoin.server.api.conversation import AllowedChoice, Messages, NamedChoice, Tool, ToolChoice, Tools, check_names
-from skipjoin.server.api.fields import INT32, INT64, MAX_LABEL, Body, Label, Null, Off, Only, Text, one_of
+from skipjoin.server.api.fields import INT32, INT64, MAX_LABEL, Body, Ignored, Label, Null, Off, Only, Text, one_of
 
 MAX_N = 16
 MAX_PROMPTS = 256
@@ -182,6 +186,8 @@ class GenerationBody(Body):
     safety_identifier: Label = None
     prompt_cache_key: Label = None
     prompt_cache_retention: Label = None
+    prompt_cache_options: Ignored = None
+    cache_control: Ignored = None
     verbosity: Literal["low", "medium", "high"] | None = None
     store: bool | None = None
     prediction: dict[str, Any] | None = None
@@ -195,6 +201,15 @@ class GenerationBody(Body):
     best_of: Annotated[Any, Only(None, 1)] = None
     use_beam_search: Off = None
     length_penalty: Annotated[Any, Only(None, 1)] = None
+    early_stopping: Off = None
+    bad_words: Annotated[Any, Only(None, [])] = None
+    logits_processors: Annotated[Any, Only(None, [])] = None
+    kv_transfer_params: Annotated[Any, Only(None, {})] = None
+    vllm_xargs: Annotated[Any, Only(None, {})] = None
+    mm_processor_kwargs: Annotated[Any, Only(None, {})] = None
+    prompt_embeds: Null = None
+    moderation: Null = None
+    thinking_token_budget: Null = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import openai
 import pytest
 from server_worlds import BLOCKS, ServerProcess, simulated_server
+
+from skipjoin.server.api import limits
 
 
 @pytest.fixture(scope="module")
@@ -169,3 +175,67 @@ def test_engine_death_is_an_api_error_in_a_stream(small: ServerProcess) -> None:
             list(stream)
         with pytest.raises(openai.InternalServerError):
             client.completions.create(model="tiny", prompt="x")
+
+
+# -- what the client does, and the server relies on -------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def canned(*answers: bytes) -> Iterator[tuple[openai.OpenAI, list[bytes]]]:
+    """Yield a client of a server that gives each connection the next answer, and the requests that it got."""
+    requests: list[bytes] = []
+
+    def serve() -> None:
+        for answer in answers:
+            connection, _ = listener.accept()
+            with connection:
+                requests.append(connection.recv(1 << 16))
+                connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", api_key="x") as client:
+            yield client, requests
+
+
+def test_longest_retry_after_is_honored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client retries after at most two minutes. It gives up at once if the server asks for more."""
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    head = b"Connection: close\r\nContent-Length: %d\r\n"
+    models = json.dumps({"object": "list", "data": []}).encode()
+    answered = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n" + head % len(models) + b"\r\n" + models
+    for seconds, is_retried in ((limits._retry_after(1e9), True), (121, False)):
+        refused = b"HTTP/1.1 429 Busy\r\n" + head % 2 + b"Retry-After: %d\r\n\r\n{}" % seconds
+        slept.clear()
+        with canned(refused, answered) as (client, requests):
+            if is_retried:
+                client.models.list()
+                assert slept == [seconds]
+            else:
+                with pytest.raises(openai.RateLimitError):
+                    client.models.list()
+                assert not slept
+        assert requests
+
+
+@pytest.mark.parametrize(("version", "raises"), [("1.1", True), ("1.0", False)])
+def test_cut_stream_is_an_error_with_chunks_only(keyed: ServerProcess, version: str, raises: bool) -> None:
+    """A stream that is cut after an event looks complete to the client unless it comes in chunks."""
+    host, port = keyed.url.removeprefix("http://").split(":")
+    body = json.dumps({"messages": HELLO, "max_tokens": 8, "stream": True}).encode()
+    head = f"POST /v1/chat/completions HTTP/{version}\r\nHost: localhost\r\nAuthorization: Bearer right\r\n"
+    length = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall((head + length).encode() + body)
+        connection.shutdown(socket.SHUT_WR)
+        stream = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert (b"transfer-encoding: chunked" in stream) == raises
+    events = stream.split(b"\n\n")
+    assert b"[DONE]" in events[-2]
+    cut = b"\n\n".join(events[:3]) + b"\n\n" + (b"\r\n" if raises else b"")
+    with canned(cut) as (client, _):
+        deltas = client.chat.completions.create(model="tiny", messages=HELLO, stream=True)  # type: ignore[arg-type]
+        with pytest.raises(openai.APIConnectionError) if raises else contextlib.nullcontext():
+            assert list(deltas)

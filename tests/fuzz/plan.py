@@ -18,6 +18,7 @@ _KINDS = (
     (wire.lengths, 6),
     (wire.leaving, 6),
     (wire.pipeline, 5),
+    (wire.upgrades, 3),
     (wire.bodies_with_requests, 3),
     (wire.incomplete, 3),
     (wire.known_trailers, 3),

@@ -337,6 +337,20 @@ def pipeline(draw: random.Random) -> Case:
     return Case("pipeline", (b"".join(some) + tail,), answers=count, statuses=frozenset({200, 429}))
 
 
+def upgrades(draw: random.Random) -> Case:
+    """Return requests that ask for another protocol. The bodies contain a request, and a usual one may follow."""
+    protocol, number = draw.choice(("h2c", "websocket", "h2c, websocket", "TLS/1.0")), draw.randrange(10**6)
+    asks = [("Connection", draw.choice(("Upgrade", "Upgrade, HTTP2-Settings", "upgrade"))), ("Upgrade", protocol)]
+    inner = draw.choice((hidden(number), encoded(COMPLETIONS), b"\r\n" * 3 + hidden(number)))
+    framing = draw.choice((("Content-Length", str(len(inner))), ("Transfer-Encoding", "chunked")))
+    body = inner if framing[0] == "Content-Length" else chunked(inner, draw.choice((1, 30, 9000))) + b"0\r\n\r\n"
+    data = head("POST", COMPLETIONS, draw.sample([JSON, framing, *asks], 4)) + body
+    count = draw.randint(1, 3)
+    tail = draw.choice((b"", head("GET", "/health", key=None)))
+    pieces = tuple(_cut(draw, data * count + tail))
+    return Case("upgrade", pieces, answers=count + bool(tail), statuses=frozenset({200, 400, 429}))
+
+
 def bodies_with_requests(draw: random.Random) -> Case:
     """Return a body that looks like a request, for a path that does not read it."""
     number = draw.randrange(10**6)

@@ -567,7 +567,7 @@ MARKED = {"cache_control": {"type": "ephemeral"}}
 NEUTRAL_CHATS: list[dict[str, Any]] = [
     {"tools": [], "tool_choice": "none", "functions": None, "parallel_tool_calls": True, "store": False},
     {"tools": None, "tool_choice": "auto", "modalities": ["text"], "logprobs": False, "reasoning_effort": None},
-    {"chat_template_kwargs": {"enable_thinking": False}, "max_completion_tokens": 5},
+    {"chat_template_kwargs": {"enable_thinking": False}, "max_completion_tokens": 5, "reasoning_effort": "none"},
     {"store": True, "verbosity": "low", "safety_identifier": "a", "prompt_cache_key": "b", "metadata": {"a": "b"}},
     {"prediction": {"type": "content", "content": "x"}, "prompt_cache_retention": "24h", "priority": 7},
     {"messages": [{"role": "user", "content": "a", "type": "text"}]},

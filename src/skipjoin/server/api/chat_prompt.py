@@ -101,6 +101,8 @@ def _effort(effort: str, known: frozenset[str]) -> dict[str, Any]:
     if "reasoning_effort" in known:
         return {"reasoning_effort": effort}
     switches = [name for name in _THINKING if name in known]
+    if not switches and effort == "none":  # which is what such a model does
+        return {}
     if not switches:
         raise bad_request(
             "reasoning_effort must be null: this model's chat template has no setting of its reasoning",

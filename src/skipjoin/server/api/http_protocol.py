@@ -143,7 +143,7 @@ class BoundedProtocol(TolerantProtocol):
         if not self._in_head:
             self._note_missing_body()
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether the connection stays open, for answers to requests that arrived completely."""
         if self._lingering is None and self.pipeline and self.cycle.more_body:  # cut within its body
             del self.pipeline[0]

@@ -216,7 +216,51 @@ def test_hash_ids_identify_parts_of_prompts_with_their_prefixes(tmp_path: Path) 
         PromptParts((0, 1), 4),
         PromptParts((0, 1, 2), 4),
     ]
-    assert read_trace(tmp_path / "trace.csv", hash_tokens=None).part_tokens is None
+    assert read_trace(tmp_path / "trace.csv", has_parts=False).part_tokens is None
+
+
+BAILIAN = '{"chat_id": 1, "timestamp": %s, "input_length": %s, "output_length": 9, "hash_ids": %s}\n'
+
+
+@pytest.mark.parametrize(
+    ("times", "options", "arrivals", "unit"),
+    [
+        ([0.0, 61.114, 1727.25], {}, [0, 61.114, 1727.25], "s"),  # fractions, as in Qwen-Bailian's traces
+        ([0, 27482, 30535], {}, [0, 27.482, 30.535], "ms"),  # integers, as in Mooncake's
+        ([5, 5, 6], {}, [5, 5, 6], "s"),  # 2,000 requests per second if these were milliseconds
+        ([0, 3600000.5], {}, [0, 3600.0005], "ms"),  # 2 requests in 41 days if these were seconds
+        ([0, 0], {}, [0, 0], "ms"),
+        ([7], {}, [0.007], "ms"),
+        ([0, 2, 5], {"time_unit": "s"}, [0, 2, 5], "s"),
+        ([0, 61.114], {"time_unit": "ms"}, [0, 0.061114], "ms"),
+    ],
+)
+def test_the_unit_of_timestamps_is_detected_or_given(
+    tmp_path: Path, times: list[float], options: dict[str, str], arrivals: list[float], unit: str
+) -> None:
+    (tmp_path / "trace.jsonl").write_text("".join(BAILIAN % (time, 9, "[4]") for time in times))
+    trace = read_trace(tmp_path / "trace.jsonl", **options)
+    assert [row.arrival_s for row in trace.rows] == pytest.approx(arrivals, rel=1e-12)
+    assert f"(timestamp in {unit}, hash_ids of 512 tokens)" in trace.describe()
+
+
+@pytest.mark.parametrize(("tokens", "lengths"), [(512, (600, 40, 2000)), (16, (600, 40, 33)), (64, (600, 40, 6400))])
+def test_the_size_of_hash_ids_is_detected(tmp_path: Path, tokens: int, lengths: tuple[int, ...]) -> None:
+    text = "".join(BAILIAN % (n, length, [*range(-(-length // tokens))]) for n, length in enumerate(lengths))
+    trace = read(tmp_path, text, "trace.jsonl")
+    assert trace.part_tokens == tokens
+    assert [len(row.parts.names) for row in trace.rows if row.parts] == [length // tokens for length in lengths]
+
+
+def test_a_trace_is_described_by_its_span_and_rate(tmp_path: Path) -> None:
+    trace = read(tmp_path, f"{HEADER}10,5,5\n11,5,5\n14,5,5\n")
+    assert trace.describe() == "trace.csv: 3 requests in 4 s, 0.5 per second"
+    assert read(tmp_path, "prompt_tokens,output_tokens\n10,5\n").describe() == "trace.csv: 1 request"
+
+
+def test_a_timestamp_counts_with_any_names_of_lengths(tmp_path: Path) -> None:
+    text = '{"timestamp": 1.5, "prompt_tokens": 3, "output_tokens": 2}\n' * 2
+    assert read(tmp_path, text, "trace.jsonl").rows == (TraceRow(1.5, 3, 2),) * 2
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,7 @@ def _evaluation(options: EvaluateOptions) -> Evaluation:
     from skipjoin.forecast.evaluate import Evaluation  # noqa: PLC0415
 
     found = read_trace(options.trace)
+    print(found.describe(), file=sys.stderr)
     found.check_texts()
     samples, texts = samples_of(found, options.second_run)
     train, test = _split(options.trace, samples[: options.rows])

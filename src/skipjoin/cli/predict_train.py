@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -58,6 +59,7 @@ def train(*, values: Values) -> None:
 
     options = TrainOptions(**values)
     trace = read_trace(options.trace)
+    print(trace.describe(), file=sys.stderr)
     trace.check_texts()
     samples, texts = samples_of(trace, None)
     rendered = _rendered(options.model)

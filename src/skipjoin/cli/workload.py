@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,8 @@ from skipjoin.options import ConfigError, Option, check, settings_of
 from skipjoin.report.results import Existing
 from skipjoin.workload.arrivals import parse_arrivals
 from skipjoin.workload.fields import number
-from skipjoin.workload.prefixes import HASH_TOKENS
 from skipjoin.workload.streams import parse_closed
+from skipjoin.workload.trace_units import TIME_UNITS
 from skipjoin.workload.traces import read_trace
 from skipjoin.workload.workload import Classed, Replay, Synthetic, Workload, synthetic, with_best_effort, with_closed
 
@@ -71,9 +72,23 @@ class LoadOptions:
             is_common=True,
         ),
     ] = None
+    time_unit: Annotated[
+        str,
+        Option(
+            "Unit of a trace's timestamp: Mooncake's milliseconds, or seconds, as Qwen-Bailian's",
+            choices=("auto", *TIME_UNITS),
+            group=_WORKLOAD,
+        ),
+    ] = "auto"
     hash_tokens: Annotated[
-        int, Option("Prompt tokens of each of a trace's hash_ids.", low=1, high=1 << 31, group=_WORKLOAD)
-    ] = HASH_TOKENS
+        int | None,
+        Option(
+            "Prompt tokens of each of a trace's hash_ids; detected by default.",
+            low=1,
+            high=1 << 31,
+            group=_WORKLOAD,
+        ),
+    ] = None
     prefix: Annotated[
         str | None,
         Option(
@@ -158,11 +173,12 @@ class LoadOptions:
                 raise ConfigError("stream goes with lengths, not with trace")
             if self.prefix is not None:
                 raise ConfigError("prefix goes with lengths, not with trace")
-            trace = read_trace(self.trace, hash_tokens=self.hash_tokens)
+            trace = read_trace(self.trace, time_unit=self.time_unit, hash_tokens=self.hash_tokens)
+            print(trace.describe(), file=sys.stderr)
             ignored = (self.ignore_columns or "").split(",")
             trace.check_columns([*reads, *(name.strip() for name in ignored)])
             return self._beside(Replay(trace, self.speedup, parse_arrivals(self.arrivals)))
-        for name in ("speedup", "hash_tokens", "ignore_columns"):
+        for name in ("speedup", "time_unit", "hash_tokens", "ignore_columns"):
             if getattr(self, name) != settings_of(LoadOptions)[name].default:
                 raise ConfigError(f"{name} goes with trace")
         return self._beside(synthetic(self.lengths, self.arrivals, self.stream, self.prefix))

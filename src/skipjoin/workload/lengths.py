@@ -204,7 +204,7 @@ def parse_lengths(text: str) -> Lengths:
 def _parse_base(name: str) -> Uniform | QuantileTable | TraceLengths:
     form, colon, rest = name.partition(":")
     if form == "trace" and rest:
-        trace = read_trace(rest, hash_tokens=None)
+        trace = read_trace(rest, has_parts=False)
         return TraceLengths(f"trace:{trace.name}", trace)  # without the folder, as in a replay's records
     if form in BUILT_IN and not colon:
         return QuantileTable.load(form)

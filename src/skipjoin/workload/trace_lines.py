@@ -16,9 +16,8 @@ TEXT_COLUMNS = ("prompt", "output")
 # Column names of Azure's LLM inference traces (github.com/Azure/AzurePublicDataset).
 AZURE_COLUMNS = {"TIMESTAMP": "arrival_s", "ContextTokens": "prompt_tokens", "GeneratedTokens": "output_tokens"}
 HASH_IDS = "hash_ids"
-# Column names of Mooncake's traces (github.com/kvcache-ai/Mooncake). Times are in milliseconds.
+# Column names of Mooncake's traces (github.com/kvcache-ai/Mooncake) and of others in the same form.
 MOONCAKE_COLUMNS = {"prompt_tokens": "input_length", "output_tokens": "output_length", "arrival_s": "timestamp"}
-_MAX_MS = 1e300  # larger integers overflow float
 # Maximum number of characters of a value in an error.
 _SHOWN = 60
 
@@ -26,6 +25,11 @@ _SHOWN = 60
 class Line(Protocol):
     @property
     def columns(self) -> KeysView[str]: ...
+
+    @property
+    def has_timestamp(self) -> bool:
+        """Whether `arrival_s` is a `timestamp`, whose unit the file does not name."""
+        ...
 
     def cell(self, column: str) -> object: ...
 
@@ -48,6 +52,8 @@ class CsvLine:
     cells: list[str]
     source: str
     places: dict[str, int]
+
+    has_timestamp = False
 
     @property
     def columns(self) -> KeysView[str]:
@@ -148,11 +154,12 @@ class JsonLine:
     def columns(self) -> KeysView[str]:
         return self.values.keys()
 
+    @property
+    def has_timestamp(self) -> bool:
+        return "arrival_s" in self.names
+
     def cell(self, column: str) -> object:
-        value = self.values.get(self.names.get(column, column))
-        if column == "arrival_s" and column in self.names:
-            return _seconds(value)
-        return value
+        return self.values.get(self.names.get(column, column))
 
     def text(self, column: str) -> str | None:
         found = self.values.get(column)
@@ -180,15 +187,7 @@ def json_lines(name: str, file: TextIO) -> Iterator[JsonLine]:
             yield JsonLine(name, number, values, names)
 
 
-def _seconds(milliseconds: object) -> object:
-    if isinstance(milliseconds, bool) or not isinstance(milliseconds, int | float) or abs(milliseconds) > _MAX_MS:
-        return milliseconds
-    return milliseconds / 1000
-
-
 def _names(values: dict[str, Any]) -> Mapping[str, str]:
-    if MOONCAKE_COLUMNS["prompt_tokens"] not in values:
-        return {}
     return {column: name for column, name in MOONCAKE_COLUMNS.items() if name in values and column not in values}
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, TextIO, cast
 from skipjoin.config import ConfigError
 from skipjoin.core.request import DEFAULT_OPTIONS, RequestOptions, ServiceClass, Target
 from skipjoin.options import nearest
-from skipjoin.workload.prefixes import HASH_TOKENS, PromptParts
+from skipjoin.workload.prefixes import PromptParts
 from skipjoin.workload.trace_lines import (
     HASH_IDS,
     MOONCAKE_COLUMNS,
@@ -26,6 +26,7 @@ from skipjoin.workload.trace_lines import (
     csv_lines,
     json_lines,
 )
+from skipjoin.workload.trace_units import TIME_UNITS, TraceUnits, with_units
 
 _WORD_OR_MARK = re.compile(r"\w+|[^\w\s]")
 # Soft objectives in seconds: the fields of `Target`.
@@ -33,7 +34,7 @@ TARGET_COLUMNS = Target._fields
 # Columns of scheduling options.
 OPTION_COLUMNS = ("deadline_s", "priority", "class", *TARGET_COLUMNS)
 # Columns that only describe a row's origin.
-LABEL_COLUMNS = ("client", "conv", "id", "model", "split", "src", "turn")
+LABEL_COLUMNS = ("chat_id", "client", "conv", "id", "model", "parent_chat_id", "split", "src", "turn", "type")
 KNOWN_COLUMNS = (
     "arrival_s",
     *TOKEN_COLUMNS,
@@ -66,11 +67,16 @@ class Column:
 
 @dataclass(frozen=True)
 class Trace:
-    """Recorded requests of a file, in order. Either all rows have an arrival or none, and likewise for prompts."""
+    """Recorded requests of a file, in order. Either all rows have an arrival or none, and likewise for prompts.
+
+    Attributes:
+        time_unit: Unit of its column `timestamp`, if it has that.
+    """
 
     name: str
     rows: tuple[TraceRow, ...]
     columns: Mapping[str, Column] = field(default_factory=dict, repr=False, compare=False)
+    time_unit: str | None = field(default=None, compare=False)
 
     @property
     def has_arrivals(self) -> bool:
@@ -84,6 +90,19 @@ class Trace:
     def part_tokens(self) -> int | None:
         parts = self.rows[0].parts
         return None if parts is None else parts.tokens
+
+    def describe(self) -> str:
+        """Return number, span, rate and units on one line, by which a wrong unit is noticed."""
+        requests, found = f"{self.name}: {len(self.rows)} request{'s' * (len(self.rows) > 1)}", []
+        if self.has_arrivals:
+            span = (self.rows[-1].arrival_s or 0.0) - (self.rows[0].arrival_s or 0.0)
+            rate = f", {(len(self.rows) - 1) / span:.4g} per second" if span else ""
+            requests += f" in {span:.6g} s{rate}"
+        if self.time_unit is not None:
+            found.append(f"timestamp in {self.time_unit}")
+        if self.part_tokens is not None:
+            found.append(f"{HASH_IDS} of {self.part_tokens} tokens")
+        return requests + (f" ({', '.join(found)})" if found else "")
 
     def has_any(self, *columns: str) -> bool:
         return any(name in self.columns for name in columns)
@@ -112,7 +131,9 @@ class Trace:
         return found.values
 
 
-def read_trace(path: str | Path, *, hash_tokens: int | None = HASH_TOKENS) -> Trace:
+def read_trace(
+    path: str | Path, *, time_unit: str = "auto", hash_tokens: int | None = None, has_parts: bool = True
+) -> Trace:
     """Read a trace from a CSV file, or from JSONL if the name ends in .jsonl; a further .gz means gzip.
 
     CSV requires prompt_tokens and output_tokens. JSONL can have the texts prompt and output instead. A missing length
@@ -126,13 +147,19 @@ def read_trace(path: str | Path, *, hash_tokens: int | None = HASH_TOKENS) -> Tr
     - hash_ids, as in Mooncake's traces: ids of consecutive parts of the prompt, of `hash_tokens` tokens each except the
       last. Equal ids after equal ids mean equal text. CSV separates ids by commas or blanks.
 
-    JSONL can use Mooncake's timestamp (milliseconds), input_length and output_length. Other columns are kept: see
+    JSONL can use Mooncake's timestamp, input_length and output_length. Other columns are kept: see
     `Trace.check_columns`.
+
+    Args:
+        time_unit: Of timestamp: "s", "ms", or "auto" to detect it.
+        hash_tokens: None to detect it.
+        has_parts: False to ignore hash_ids.
     """
     path = Path(path)
     try:
         with _opened(path) as file:
-            rows, columns = _read(_lines(path, file), hash_tokens)
+            lines, units = with_units(_lines(path, file), time_unit, hash_tokens, has_parts=has_parts)
+            rows, columns, is_timed = _read(lines, units)
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file in UTF-8") from None
     except (gzip.BadGzipFile, EOFError, zlib.error):
@@ -141,7 +168,8 @@ def read_trace(path: str | Path, *, hash_tokens: int | None = HASH_TOKENS) -> Tr
         raise ConfigError(f"{path}: {error.strerror}") from None
     if not rows:
         raise ConfigError(f"{path}: no rows{'' if _is_json(path) else ' below the header'}")
-    return Trace(path.name, rows, columns)
+    unit = next(name for name, per_s in TIME_UNITS.items() if per_s == units.per_s)
+    return Trace(path.name, rows, columns, unit if is_timed else None)
 
 
 def count_words(text: str) -> int:
@@ -159,21 +187,23 @@ def _is_json(path: Path) -> bool:
     return path.name.removesuffix(".gz").endswith(".jsonl")
 
 
-def _lines(path: Path, file: TextIO) -> Iterable[Line]:
+def _lines(path: Path, file: TextIO) -> Iterator[Line]:
     return json_lines(str(path), file) if _is_json(path) else csv_lines(str(path), file)
 
 
-def _read(lines: Iterable[Line], hash_tokens: int | None) -> tuple[tuple[TraceRow, ...], dict[str, Column]]:
+def _read(lines: Iterable[Line], units: TraceUnits) -> tuple[tuple[TraceRow, ...], dict[str, Column], bool]:
+    """Return rows, columns, and whether the file has timestamps."""
     rows: list[TraceRow] = []
     columns: dict[str, Column] = {}
-    names = _Names(hash_tokens)
+    names, is_timed = _Names(units.hash_tokens), False
     for line in lines:
-        rows.append(_row(line, rows[-1] if rows else None, names))
+        rows.append(_row(line, rows[-1] if rows else None, names, units.per_s))
         _add_numbers(columns, line, first=len(rows) == 1)
-    return tuple(rows), columns
+        is_timed = is_timed or line.has_timestamp
+    return tuple(rows), columns, is_timed
 
 
-def _row(line: Line, previous: TraceRow | None, names: _Names) -> TraceRow:
+def _row(line: Line, previous: TraceRow | None, names: _Names, per_s: int) -> TraceRow:
     prompt = line.text("prompt")
     if previous is not None and (previous.prompt is None) != (prompt is None):
         raise line.error("prompt", "either every row has a prompt or none; the row before differs")
@@ -184,7 +214,7 @@ def _row(line: Line, previous: TraceRow | None, names: _Names) -> TraceRow:
     parts = names.parts(line, tokens)
     if previous is not None and (previous.parts is None) != (parts is None):
         raise line.error(HASH_IDS, f"either every row has {HASH_IDS} or none; the row before differs")
-    return TraceRow(_arrival(line, previous), tokens, output, prompt, _options(line), parts)
+    return TraceRow(_arrival(line, previous, per_s), tokens, output, prompt, _options(line), parts)
 
 
 def _options(line: Line) -> RequestOptions:
@@ -216,13 +246,15 @@ def _positive(line: Line, column: str) -> float | None:
     return seconds
 
 
-def _arrival(line: Line, previous: TraceRow | None) -> float | None:
+def _arrival(line: Line, previous: TraceRow | None, per_s: int) -> float | None:
     cell = line.cell("arrival_s")
     if previous is not None and (previous.arrival_s is None) != (cell is None):
         raise line.error("arrival_s", "either every row has an arrival or none; the row before differs")
     if cell is None:
         return None
-    seconds = _timestamp(cell) if isinstance(cell, str) else _number(cell)
+    seconds = _number(cell) / (per_s if line.has_timestamp else 1)
+    if isinstance(cell, str) and math.isnan(seconds):
+        seconds = _date(cell)
     if not 0 <= seconds < math.inf:
         raise line.error("arrival_s", "must be a number of seconds of at least 0")
     if previous is not None and previous.arrival_s is not None and seconds < previous.arrival_s:
@@ -239,9 +271,7 @@ def _tokens(line: Line, column: str, text_column: str) -> int:
     return words
 
 
-def _timestamp(text: str) -> float:
-    if not math.isnan(seconds := _number(text)):
-        return seconds
+def _date(text: str) -> float:
     try:
         found = datetime.fromisoformat(text)
     except ValueError:

@@ -1,10 +1,11 @@
-"""Write the generated pages of docs/reference from the tables of options, metrics and recipes.
+"""Write the generated pages of docs/reference from the tables of options, metrics, recipes and keywords.
 
 python tools/reference.py
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING
@@ -20,6 +21,7 @@ from skipjoin.observe.metric_definition import Metric
 from skipjoin.observe.metric_table import API_METRICS, ENGINE_METRICS
 from skipjoin.options import Setting, settings_of
 from skipjoin.recipes import DEFAULT, RECIPES, Forecasts
+from skipjoin.schemas.keywords import COMPILED_FORMATS, ENFORCED, IGNORED, IGNORED_FORMATS, PATTERN_FORMATS, REFUSED
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 NOTE = "<!-- Written by `make reference` from the source. Do not edit. -->"
@@ -48,7 +50,13 @@ FORECASTS = {Forecasts.NONE: "", Forecasts.LEARNED: "predicted", Forecasts.TRUE:
 
 
 def pages() -> dict[str, str]:
-    makers = {"cli.md": _cli, "configuration.md": _configuration, "metrics.md": _metrics, "recipes.md": _recipes}
+    makers = {
+        "cli.md": _cli,
+        "configuration.md": _configuration,
+        "metrics.md": _metrics,
+        "recipes.md": _recipes,
+        "schemas.md": _schemas,
+    }
     return {name: "\n".join([NOTE, "", *make()]).rstrip() + "\n" for name, make in makers.items()}
 
 
@@ -284,6 +292,49 @@ def _recipes() -> Iterator[str]:
         ["parameter", "recipes", "values", "default", "meaning"],
         ([f"`{name}`", _codes(recipes), *cells] for (name, *cells), recipes in sorted(alike.items())),
     )
+
+
+# -- schemas ----------------------------------------------------------------------------------------------------------
+
+
+def _schemas() -> Iterator[str]:
+    yield from (
+        "# JSON schemas",
+        "",
+        "What [structured output](../structured-output.md) does with each keyword of a schema. An output that is whole",
+        "follows all enforced keywords. A refused keyword is a 400 that names the keyword, its place and a remedy; in",
+        "the parameters of a tool that is not `strict` it is ignored instead.",
+        "",
+        "## Enforced",
+        "",
+    )
+    yield from _table(
+        ["keywords", "how", "example", "allowed", "not allowed"],
+        (
+            [_codes(row.names), _sentence(row.meaning), *map(_json, (row.example, row.good, row.bad))]
+            for row in ENFORCED
+        ),
+    )
+    yield from ("## Ignored", "", "Unknown keywords are ignored too.", "")
+    yield from _table(["keywords", "what they do"], ([_codes(row.names), _sentence(row.meaning)] for row in IGNORED))
+    yield from ("## Refused", "", "A keyword that constrains nothing is ignored.", "")
+    yield from _table(
+        ["keyword", "remedy", "constrains nothing"],
+        ([f"`{row.name}`", _sentence(row.remedy), _sentence(row.idle) if row.idle else ""] for row in REFUSED),
+    )
+    yield from (
+        "## Formats",
+        "",
+        f"Enforced: {_codes([*COMPILED_FORMATS, *PATTERN_FORMATS])}.",
+        "",
+        f"Ignored, because they say nothing about the text: {_codes(IGNORED_FORMATS)}. Formats of other types than",
+        "strings are ignored. Other formats are refused.",
+        "",
+    )
+
+
+def _json(value: Any) -> str:
+    return f"`{json.dumps(value)}`"
 
 
 def main() -> None:

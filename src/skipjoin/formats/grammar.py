@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from skipjoin.formats.table import OutputFormat
 from skipjoin.formats.tagged import ARGUMENTS, tagged_arguments
-from skipjoin.schemas.rules import Notation, Rules, json_rules, schema_of
+from skipjoin.schemas.notation import Notation
+from skipjoin.schemas.rules import Rules, json_rules, schema_of
 from skipjoin.structured_output import GrammarError, StructuredOutput
 
 # White space that models write between the reasoning and what follows.

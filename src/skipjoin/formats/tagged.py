@@ -9,7 +9,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from skipjoin.schemas.rules import Notation, json_rules
+from skipjoin.schemas.notation import Notation
+from skipjoin.schemas.rules import json_rules
 from skipjoin.structured_output import GrammarError
 
 if TYPE_CHECKING:

@@ -19,8 +19,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from skipjoin.model.config import ModelConfig, ModelError
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
+from skipjoin.schemas.notation import Notation
 from skipjoin.schemas.reasons import reason
-from skipjoin.schemas.rules import Notation, json_rules, schema_of
+from skipjoin.schemas.rules import json_rules, schema_of
 from skipjoin.structured_output import GrammarError, StructuredOutput
 
 logger = logging.getLogger(__name__)

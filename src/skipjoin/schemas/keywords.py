@@ -60,6 +60,14 @@ def is_anything(schema: Any) -> bool:
     return schema is True or (isinstance(schema, Mapping) and not schema.keys() - ANNOTATIONS)
 
 
+def types_of(schema: Schema) -> set[str]:
+    """Return the types of a schema's values; with number, also integer."""
+    given = schema.get("type", TYPES)
+    given = [given] if isinstance(given, str) else given
+    types = {one for one in given if isinstance(one, str)} if isinstance(given, list | tuple) else set(TYPES)
+    return types | {"integer"} if "number" in types else types
+
+
 def _are(of: Callable[[Any], bool], values: Any) -> bool:
     return isinstance(values, Mapping) and all(map(of, values.values()))
 
@@ -96,9 +104,9 @@ ENFORCED = (
     Enforced(
         ("multipleOf",),
         "exactly, as decimal numbers; refused if it has many digits and is not decided by the last digits of a number",
-        {"type": "number", "multipleOf": 0.01},
-        0.07,
-        0.075,
+        {"type": "number", "multipleOf": 0.25},
+        0.75,
+        0.7,
     ),
     Enforced(
         ("minLength", "maxLength", "pattern"),
@@ -139,7 +147,11 @@ ENFORCED = (
         ("anyOf", "allOf"), "as in the standard", {"anyOf": [{"const": 1}, {"type": "string"}]}, "a", None
     ),
     Enforced(
-        ("oneOf",), "if the alternatives exclude each other", {"oneOf": [{"type": "null"}, {"type": "boolean"}]}, None, 1
+        ("oneOf",),
+        "if the alternatives exclude each other by types, constants, or constants of a required property",
+        {"oneOf": [{"type": "null"}, {"type": "boolean"}]},
+        None,
+        1,
     ),
     Enforced(
         ("$ref", "$defs", "definitions", "$id", "$anchor", "$schema"),
@@ -210,7 +222,7 @@ REFUSED = (
         "no grammar expresses it; use patternProperties with additionalProperties: false",
         {"type": "object", "propertyNames": {"pattern": "^a"}},
         lambda node: _names_any(node["propertyNames"]),
-        '`true`, `{}` or `{"type": "string"}`',
+        '`true`, `{}` or `{"type": "string"}`; an `enum` of names is enforced as `properties`',
         {"type": "object", "propertyNames": {"type": "string"}},
     ),
     Refused(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -79,7 +78,9 @@ class NumberRange:
         if low is not None:
             low = math.ceil(low / step) * step + (step if self.is_open_low and (low / step).denominator == 1 else 0)
         if high is not None:
-            high = math.floor(high / step) * step - (step if self.is_open_high and (high / step).denominator == 1 else 0)
+            high = math.floor(high / step) * step - (
+                step if self.is_open_high and (high / step).denominator == 1 else 0
+            )
         return NumberRange(low, high, step=None if self.is_integer and step == 1 else step, is_integer=self.is_integer)
 
     @property

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from skipjoin.schemas.keywords import TYPES, types_of
+from skipjoin.schemas.notation import Notation
 from skipjoin.schemas.numbers import NumberRange, is_number
 from skipjoin.schemas.reasons import reason
-from skipjoin.schemas.simplify import LITERALS, NUMBER, Simplified, simplify
+from skipjoin.schemas.simplify import LITERALS, NUMBER, Simplified, simplify, target_of, unescaped
 from skipjoin.structured_output import GrammarError
 
 # Notation of strings in which each has one spelling: control characters only have the shortest escape.
@@ -20,34 +21,10 @@ _KEY = rf'"([^"\\\x00-\x1f\x7f]|{_ESCAPED})*"'
 _OBJECT = frozenset({"properties", "required", "additionalProperties", "patternProperties"})
 _ARRAY = frozenset({"items", "prefixItems", "additionalItems", "minItems", "maxItems"})
 _PLACES = frozenset({"$defs", "definitions", "$schema", "$id", "$anchor", "id", "x-guidance"})
-_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
 class _ImpossibleError(Exception):
     """A schema allows no value."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Notation:
-    """Notation of JSON texts.
-
-    Attributes:
-        whitespace: Regular expression of the white space between tokens; None for none.
-        is_lenient: Keywords that cannot be enforced are ignored.
-    """
-
-    whitespace: str | None = None
-    item_separator: str = ","
-    key_separator: str = ":"
-    is_lenient: bool = False
-
-    def options(self) -> dict[str, Any]:
-        """Return the options of the compiler."""
-        spaces: dict[str, Any] = (
-            {"whitespace_flexible": False} if self.whitespace is None else {"whitespace_pattern": self.whitespace}
-        )
-        separators = {"item_separator": self.item_separator, "key_separator": self.key_separator}
-        return {**spaces, **separators, "lenient": self.is_lenient}
 
 
 class Rules(NamedTuple):
@@ -157,7 +134,7 @@ class _Writer:
                 ref = one.get("$ref")
                 if isinstance(ref, str) and ref not in seen:
                     seen.add(ref)
-                    waiting.append(self._target(ref))
+                    waiting.append(target_of(self._root, ref))
         return False
 
     def _compiled(self, node: Any) -> str:
@@ -179,24 +156,13 @@ class _Writer:
             parts = ref.split("/")
             if parts[0] != "#" or len(parts) < 3 or parts[1] not in ("$defs", "definitions"):
                 raise GrammarError(
-                    f'cannot be enforced: the reference to "{ref}", together with numbers of 2^53 or more: put its target '
-                    "in $defs"
+                    f'cannot be enforced: the reference to "{ref}", together with numbers of 2^53 or more: put its '
+                    "target in $defs"
                 )
-            target = self._target("/".join(parts[:3]))
+            target = target_of(self._root, "/".join(parts[:3]))
             if target is not None:
-                found.setdefault(parts[1], {})[_unescaped(parts[2])] = target
+                found.setdefault(parts[1], {})[unescaped(parts[2])] = target
                 waiting += _refs_in(target)
-        return found
-
-    def _target(self, ref: str) -> Any:
-        if ref == "#":
-            return self._root
-        found = self._root
-        for step in ref.removeprefix("#/").split("/"):
-            if isinstance(found, list):
-                found = found[int(step)] if step.isdecimal() and int(step) < len(found) else None
-            else:
-                found = found.get(_unescaped(step)) if isinstance(found, dict) else None
         return found
 
     # -- rules --------------------------------------------------------------------------------------------------------
@@ -218,7 +184,7 @@ class _Writer:
             self._count += 1
             name = f"{self._prefix}_r{self._count}"
             self._refs[ref] = name  # which the target may refer to
-            target = self._target(ref)
+            target = target_of(self._root, ref)
             if target is None:
                 raise GrammarError(reason(f"Pointer '{ref.removeprefix('#')}' does not exist"))
             try:
@@ -232,9 +198,7 @@ class _Writer:
 
     def _union(self, options: list[Any], union: str, path: str) -> str:
         if union == "oneOf" and not self._notation.is_lenient:
-            types = [_kinds_of(self._resolved(option)) for option in options]
-            if any(one & other for place, one in enumerate(types) for other in types[:place]):
-                raise self._refused("oneOf", path)
+            raise self._refused("oneOf", path)
         return self._any(lambda: ((option, f"{path}/{union}/{at}") for at, option in enumerate(options)), path)
 
     def _any(self, options: Callable[[], Iterator[tuple[Any, str]]], path: str) -> str:
@@ -248,18 +212,11 @@ class _Writer:
             raise _ImpossibleError(f"{path} allows no value")
         return self._rule(" | ".join(found))
 
-    def _resolved(self, node: Any) -> Any:
-        for _ in range(8):
-            if not (isinstance(node, dict) and isinstance(node.get("$ref"), str)):
-                break
-            node = self._target(node["$ref"])
-        return node
-
     def _typed(self, node: dict[str, Any], path: str) -> str:
         """Return the values of a schema without combinations: some texts, or one rule for each odd type."""
         if LITERALS in node:
             return self._listed(node, path)
-        types = _kinds(node)
+        types = types_of(node)
         found = []
         for kind, keywords, make in (("object", _OBJECT, self._object), ("array", _ARRAY, self._array)):
             if kind in types and any(self._is_odd(node.get(keyword)) for keyword in keywords):
@@ -274,7 +231,7 @@ class _Writer:
         if types:
             dropped = {NUMBER, *_PLACES, *(() if "object" in types else _OBJECT), *(() if "array" in types else _ARRAY)}
             rest = {key: value for key, value in node.items() if key not in dropped}
-            found.append(self._compiled({**rest, "type": [kind for kind in _TYPES if kind in types]}))
+            found.append(self._compiled({**rest, "type": [kind for kind in TYPES if kind in types]}))
         if not found:
             raise _ImpossibleError(f"{path} allows no value")
         return found[0] if len(found) == 1 else self._rule(" | ".join(found))
@@ -304,7 +261,9 @@ class _Writer:
 
     def _joined(self, opening: str, parts: list[str], closing: str) -> str:
         inner = f" {self._comma()} ".join(parts)
-        return " ".join(filter(None, [_quoted(opening), self._space, inner, self._space if parts else "", _quoted(closing)]))
+        return " ".join(
+            filter(None, [_quoted(opening), self._space, inner, self._space if parts else "", _quoted(closing)])
+        )
 
     def _comma(self) -> str:
         return " ".join(filter(None, [self._space, _quoted(self._notation.item_separator), self._space]))
@@ -340,7 +299,7 @@ class _Writer:
             pass
         else:
             parts.append((self._others({*properties, *required}, value), False))
-        return self._rule(f'{_quoted("{")} {self._space} {self._sequence(parts)} {self._space} {_quoted("}")}')
+        return self._rule(f"{_quoted('{')} {self._space} {self._sequence(parts)} {self._space} {_quoted('}')}")
 
     def _others(self, names: set[str], value: str) -> str:
         """Return a rule of one or more properties with other names."""
@@ -377,7 +336,7 @@ class _Writer:
         if high is not None and low > high:
             raise _ImpossibleError(f"{path} allows no list")
         return self._rule(
-            f'{_quoted("[")} {self._space} {self._items(parts, item, low, high)} {self._space} {_quoted("]")}'
+            f"{_quoted('[')} {self._space} {self._items(parts, item, low, high)} {self._space} {_quoted(']')}"
         )
 
     def _items(self, parts: list[str], item: str, low: int, high: int | None) -> str:
@@ -398,17 +357,6 @@ class _Writer:
         return tail
 
 
-def _kinds(node: Mapping[str, Any]) -> set[str]:
-    given = node.get("type", _TYPES)
-    return {given} if isinstance(given, str) else set(given)
-
-
-def _kinds_of(node: Any) -> set[str]:
-    """Return the types of a schema's values, where an integer is a number."""
-    kinds = _kinds(node) if isinstance(node, dict) else set(_TYPES)
-    return kinds | {"number"} if "integer" in kinds else kinds
-
-
 def _refs_in(node: Any) -> Iterator[str]:
     if isinstance(node, dict):
         if isinstance(ref := node.get("$ref"), str):
@@ -419,10 +367,6 @@ def _refs_in(node: Any) -> Iterator[str]:
     elif isinstance(node, list):
         for one in node:
             yield from _refs_in(one)
-
-
-def _unescaped(step: str) -> str:
-    return step.replace("~1", "/").replace("~0", "~")
 
 
 def _json(value: Any) -> str:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from functools import cache
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
+from skipjoin.schemas.disjoint import are_disjoint
+from skipjoin.schemas.keys import one_spelling
 from skipjoin.schemas.keywords import (
     ANNOTATIONS,
     COMPILED_FORMATS,
     IGNORED_FORMATS,
     PATTERN_FORMATS,
     REFUSED,
-    TYPES,
-    is_anything,
+    types_of,
 )
 from skipjoin.schemas.numbers import NumberRange, exact, is_inexact, is_number
 from skipjoin.structured_output import GrammarError
@@ -33,11 +31,8 @@ _LISTS = frozenset({"anyOf", "allOf", "oneOf", "prefixItems", "items"})
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _COMBINATIONS = frozenset({"$ref", "anyOf", "allOf", "oneOf"})
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-# Escapes without \u, by which every string has one spelling.
-_PLAIN_ESCAPES = 'nrbtf\\"'
-_EVERY_KEY = "^"
-# Characters that a pattern may spell in two ways.
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+# References to follow from one schema.
+_MAX_REFERENCES = 8
 
 
 class Simplified(NamedTuple):
@@ -47,13 +42,11 @@ class Simplified(NamedTuple):
         schema: The schema; it may have `NUMBER` and `LITERALS`.
         options: Options of the compiler that it needs.
         impossible: Why parts of it allow no value.
-        is_exact: The compiler has all of its numbers.
     """
 
     schema: Any
     options: dict[str, Any]
     impossible: list[str]
-    is_exact: bool
 
 
 def simplify(schema: Any, *, is_lenient: bool = False) -> Simplified:
@@ -68,27 +61,21 @@ def simplify(schema: Any, *, is_lenient: bool = False) -> Simplified:
     return _Simplifier(is_lenient=is_lenient).run(schema)
 
 
-@cache
-def _has_exact_keys() -> bool:
-    """Return whether the compiler can exclude other spellings of property names, which it can from 1.8 on."""
-    major, minor = version("llguidance").split(".")[:2]
-    return (int(major), int(minor)) >= (1, 8)
-
-
 class _Simplifier:
     def __init__(self, *, is_lenient: bool) -> None:
         self._is_lenient = is_lenient
         self._impossible: list[str] = []
-        self._is_exact = True
         self._objects: list[tuple[dict[str, Any], str]] = []
         self._seen: set[str] = set()
         self._refs: list[str] = []
+        self._given: Any = None
 
     def run(self, given: Any) -> Simplified:
+        self._given = given
         schema = self._schema(given, "#", 0)
         while self._refs:
             self._referred(schema, self._refs.pop())
-        return Simplified(schema, self._close_objects(), self._impossible, self._is_exact)
+        return Simplified(schema, one_spelling(self._objects, self._refuse), self._impossible)
 
     def _error(self, path: str, text: str) -> GrammarError:
         return GrammarError(f"cannot be enforced: {text} (at {path})")
@@ -104,8 +91,10 @@ class _Simplifier:
         self._seen.add(path)
         out = self._parts(node, path, depth)
         self._drop_refused(node, out, path)
+        if "oneOf" in out and "anyOf" not in out and isinstance(out["oneOf"], list):
+            out = self._one_of(node, out)
         _format(out, lambda text: self._refuse(path, text))
-        types = _types(out)
+        types = types_of(out)
         if not types & {"integer", "number"}:
             for keyword in _BOUNDS:
                 out.pop(keyword, None)
@@ -124,9 +113,7 @@ class _Simplifier:
             if key in ANNOTATIONS or key in (NUMBER, LITERALS):
                 continue
             if key in _MAPS and isinstance(value, dict):
-                out[key] = {
-                    name: self._schema(one, f"{at}/{_escaped(name)}", depth + 1) for name, one in value.items()
-                }
+                out[key] = {name: self._schema(one, f"{at}/{_escaped(name)}", depth + 1) for name, one in value.items()}
             elif key in _LISTS and isinstance(value, list):
                 out[key] = [self._schema(one, f"{at}/{number}", depth + 1) for number, one in enumerate(value)]
             elif key in _ONE:
@@ -141,14 +128,13 @@ class _Simplifier:
         """Simplify the schema of a reference that is not in a place of schemas, such as `#/components/schemas/x`."""
         if not ref.startswith("#/") or ref in self._seen:
             return
-        *steps, last = [part.replace("~1", "/").replace("~0", "~") for part in ref[2:].split("/")]
-        holder = schema
-        for step in [*steps]:
-            holder = _child(holder, step)
-        target = _child(holder, last)
-        if isinstance(target, dict | bool):
+        place, _, last = ref.rpartition("/")
+        holder = target_of(schema, place)
+        target = target_of(schema, ref)
+        if isinstance(target, dict):
             self._seen.add(ref)
-            holder[int(last) if isinstance(holder, list) else last] = self._schema(target, ref, len(steps) // 2)
+            key = int(last) if isinstance(holder, list) else unescaped(last)
+            holder[key] = self._schema(target, ref, ref.count("/"))
 
     def _refuse(self, path: str, text: str) -> None:
         if not self._is_lenient:
@@ -161,6 +147,7 @@ class _Simplifier:
         for unevaluated, plain in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
             if is_alone and unevaluated in out and plain not in out:
                 out[plain] = self._schema(out.pop(unevaluated), f"{path}/{unevaluated}", 0)
+        self._name_properties(out)
         for row in REFUSED:
             if row.name in out:
                 del out[row.name]
@@ -176,6 +163,28 @@ class _Simplifier:
                 "so at most one more can be demanded; name them in required",
             )
 
+    def _name_properties(self, out: dict[str, Any]) -> None:
+        """Write `propertyNames` of a list of names as `properties`."""
+        names = out.get("propertyNames")
+        for _ in range(_MAX_REFERENCES):
+            if not (isinstance(names, dict) and isinstance(names.get("$ref"), str)):
+                break
+            names = target_of(self._given, names["$ref"])
+        if not isinstance(names, dict) or names.keys() - ANNOTATIONS - {"type"} != {"enum"}:
+            return
+        if out.keys() & {"properties", "patternProperties", "required"} or not isinstance(names["enum"], list):
+            return
+        value = out.get("additionalProperties", True)
+        out["properties"] = {name: copy.deepcopy(value) for name in names["enum"] if isinstance(name, str)}
+        out["additionalProperties"] = False
+        del out["propertyNames"]
+
+    def _one_of(self, node: dict[str, Any], out: dict[str, Any]) -> dict[str, Any]:
+        """Return the schema with `anyOf` if its alternatives exclude each other. The order of keywords matters."""
+        if not are_disjoint(node["oneOf"], lambda ref: target_of(self._given, ref)):
+            return out
+        return {"anyOf" if key == "oneOf" else key: value for key, value in out.items()}
+
     def _bound(self, out: dict[str, Any], types: set[str], path: str) -> bool:
         """Make the bounds of numbers exact. Return whether any value remains."""
         numbers = self._range(out, types, path)
@@ -188,7 +197,7 @@ class _Simplifier:
             return len(types) > 1 and types != {"integer", "number"}
         if not tight.is_exact_in_doubles:
             if tight.patterns() is not None:
-                out[NUMBER], self._is_exact = tight, False
+                out[NUMBER] = tight
                 return True
             if not tight.is_compilable():
                 what = "a bound of 2^53 or more" if tight.step and abs(tight.step) < 2**32 else "so many digits"
@@ -200,9 +209,9 @@ class _Simplifier:
     def _range(self, out: dict[str, Any], types: set[str], path: str) -> NumberRange:
         bounds = {keyword: out[keyword] for keyword in _BOUNDS if keyword in out}
         for exclusive, plain in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
-            if isinstance(bounds.get(exclusive), bool):  # draft 4
-                if bounds.pop(exclusive) and plain in bounds:
-                    bounds[exclusive] = bounds.pop(plain)
+            # A boolean is of draft 4.
+            if isinstance(bounds.get(exclusive), bool) and bounds.pop(exclusive) and plain in bounds:
+                bounds[exclusive] = bounds.pop(plain)
         for keyword, value in bounds.items():
             if not is_number(value) or (isinstance(value, float) and not math.isfinite(value)):
                 raise GrammarError(f"must be a JSON schema: {keyword} must be a number, got {value!r} (at {path})")
@@ -231,65 +240,25 @@ class _Simplifier:
         for value in odd:
             _check_finite(value, path)
             if not is_number(value) and out.keys() & _CONTAINERS:
-                self._refuse(path, "a list or an object with a number of 2^53 or more, beside other keywords: remove them")
-        numbers = out.pop(NUMBER, None) or self._range(out, _types(out), path)
+                self._refuse(
+                    path, "a list or an object with a number of 2^53 or more, beside other keywords: remove them"
+                )
+        numbers = out.pop(NUMBER, None) or self._range(out, types_of(out), path)
         for keyword in (*_BOUNDS, "const"):
             out.pop(keyword, None)
-        out["enum"] = [
-            value for value in values if value not in odd and (not is_number(value) or exact(value) in numbers)
-        ]
-        out[LITERALS] = [
-            value for value in odd if _type_of(value) & _types(out) and (not is_number(value) or exact(value) in numbers)
-        ]
-        self._is_exact = False
+        kept = [value for value in values if not is_number(value) or exact(value) in numbers]
+        out["enum"] = [value for value in kept if value not in odd]
+        out[LITERALS] = [value for value in kept if value in odd and _type_of(value) & types_of(out)]
         if not (out["enum"] or out[LITERALS]):
             self._impossible.append(f"{path} allows no value: its other keywords exclude every value of enum or const")
         return bool(out["enum"] or out[LITERALS])
 
-    # -- objects ------------------------------------------------------------------------------------------------------
-
-    def _close_objects(self) -> dict[str, Any]:
-        """Exclude other spellings of property names, such as `\\u0061`, and return the compiler's options for it."""
-        named, hard = [], []
-        for node, path in self._objects:
-            additional, patterns = node.get("additionalProperties", True), node.get("patternProperties")
-            names = [name for key in ("properties", "required") for name in _names(node.get(key))]
-            if additional is False or "object" not in _types(node) or not (names or patterns):
-                continue
-            is_plain = is_anything(additional) and not patterns and not any(map(_CONTROL.search, names))
-            (named if is_plain else hard).append((node, path, names))
-        if hard and _has_exact_keys():
-            return {"json_allowed_escapes": _PLAIN_ESCAPES}
-        for node, _, _ in named:
-            # The compiler takes names out of patterns, and spells what matches a pattern in one way.
-            node["patternProperties"], node["additionalProperties"] = {_EVERY_KEY: True}, False
-        for node, path, names in hard:
-            if not node.get("patternProperties"):
-                node["patternProperties"] = {_none_of(names): node.get("additionalProperties", True)}
-            elif not is_anything(node.get("additionalProperties", True)):
-                self._refuse(
-                    path, "patternProperties with additionalProperties needs llguidance 1.8: use additionalProperties: false"
-                )
-            node["additionalProperties"] = False
-        return {}
-
 
 # Keywords that concern the values of lists and objects.
 _CONTAINERS = frozenset(
-    {"properties", "required", "additionalProperties", "patternProperties", "items", "prefixItems", "minItems", "maxItems"}
-    | {"minProperties", "maxProperties", "anyOf", "allOf", "oneOf", "$ref"}
+    {"properties", "required", "additionalProperties", "patternProperties", "minProperties", "maxProperties"}
+    | {"items", "prefixItems", "minItems", "maxItems", "anyOf", "allOf", "oneOf", "$ref"}
 )
-
-
-def _types(node: dict[str, Any]) -> set[str]:
-    given = node.get("type", TYPES)
-    given = [given] if isinstance(given, str) else given
-    types = {one for one in given if isinstance(one, str)} if isinstance(given, list | tuple) else set(TYPES)
-    return types | {"integer"} if "number" in types else types
-
-
-def _names(given: Any) -> list[str]:
-    return [name for name in given if isinstance(name, str)] if isinstance(given, list | dict) else []
 
 
 def _type_of(value: Any) -> set[str]:
@@ -303,7 +272,7 @@ def _format(out: dict[str, Any], refuse: Callable[[str], None]) -> None:
     if not isinstance(name, str) or name in COMPILED_FORMATS:
         return
     del out["format"]
-    if "string" not in _types(out) or name in IGNORED_FORMATS:
+    if "string" not in types_of(out) or name in IGNORED_FORMATS:
         return
     if (pattern := PATTERN_FORMATS.get(name)) is None:
         return refuse(f'the format "{name}" is unknown: remove it, or use pattern')
@@ -356,35 +325,23 @@ def _check_finite(value: Any, path: str) -> None:
         raise GrammarError(f"must be a JSON schema: its numbers must be finite, got {value} (at {path})")
 
 
-def _child(holder: Any, step: str) -> Any:
-    if isinstance(holder, dict):
-        return holder.get(step)
-    if isinstance(holder, list) and step.isdecimal() and int(step) < len(holder):
-        return holder[int(step)]
-    return None
+def target_of(schema: Any, ref: str) -> Any:
+    """Return what a reference within a schema names, or None if there is nothing."""
+    found = schema
+    for step in ref.removeprefix("#").split("/")[1:]:
+        if isinstance(found, dict):
+            found = found.get(unescaped(step))
+        elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
+            found = found[int(step)]
+        else:
+            return None
+    return found
+
+
+def unescaped(step: str) -> str:
+    """Return the key that a step of a reference names."""
+    return step.replace("~1", "/").replace("~0", "~")
 
 
 def _escaped(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")
-
-
-def _none_of(names: list[str]) -> str:
-    """Return a regular expression of all texts except some."""
-    tree: dict[str, Any] = {}
-    for name in names:
-        at = tree
-        for char in name:
-            at = at.setdefault(char, {})
-        at[""] = {}
-    return f"^{_others(tree)}$"
-
-
-def _others(tree: dict[str, Any]) -> str:
-    chars = [char for char in tree if char]
-    options = [f"[^{''.join(map(_in_class, chars))}](?s:.)*" if chars else "(?s:.)+"]
-    options += [_in_class(char) + _others(tree[char]) for char in chars]
-    return f"(?:{'|'.join(options)}){'' if '' in tree else '?'}"
-
-
-def _in_class(char: str) -> str:
-    return rf"\x{{{ord(char):x}}}" if not char.isalnum() or not char.isascii() else char

@@ -17,6 +17,7 @@ from skipjoin.core.engine import RequestTooLargeError
 from skipjoin.core.events import Admitted, Event
 from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, ServiceClass, Target
 from skipjoin.engine.text import Output
+from skipjoin.formats.message import MessageReader
 from skipjoin.llm_arguments import options_of, prompts_of, salt_of
 from skipjoin.llm_chat import AnswerReader, Message, ToolChoice, ToolUse, conversations_of
 from skipjoin.local_engine import Generation, LocalEngine, Running, outputs_of
@@ -45,12 +46,18 @@ class Chunk:
 
 
 class _Prompt(NamedTuple):
-    """Prompt that can run; a conversation has a reader of each choice, and special tokens that are kept as text."""
+    """Prompt that can run.
+
+    Attributes:
+        readers: Readers of the choices of a conversation.
+        kept: Special tokens that are kept as text.
+    """
 
     text: str | None
     ids: list[int]
     params: SamplingParams
-    readers: Sequence[AnswerReader] = ()
+    is_conversation: bool = False
+    readers: Sequence[MessageReader | None] = ()
     kept: frozenset[int] = frozenset()
 
 
@@ -60,7 +67,7 @@ class _Stream:
 
     loop: asyncio.AbstractEventLoop
     ids: list[int]
-    readers: Mapping[int, AnswerReader]
+    answers: Mapping[int, AnswerReader]
     mailbox: asyncio.Queue[tuple[int, Output] | Exception] = field(default_factory=asyncio.Queue)
     running: dict[int, Running] = field(default_factory=dict)
     unfinished: set[int] = field(init=False)
@@ -174,10 +181,11 @@ class AsyncLLM(LocalEngine):
         given = self.default_params if params is None else params
         made = await asyncio.to_thread(self._prepared, prompt, given, n, use)
         ids = [next(self._ids) for _ in range(n)]
-        stream = _Stream(asyncio.get_running_loop(), ids, dict(zip(ids, made.readers, strict=False)))
+        answers = {number: AnswerReader() for number in ids} if made.is_conversation else {}
+        stream = _Stream(asyncio.get_running_loop(), ids, answers)
         for copy, number in enumerate(ids):
-            seeded = made.params.with_seed_of(copy)
-            begin = partial(self._start, number, made.ids, made.text, seeded, options, kept=made.kept)
+            seeded, reader = made.params.with_seed_of(copy), made.readers[copy] if made.readers else None
+            begin = partial(self._start, number, made.ids, made.text, seeded, options, kept=made.kept, reader=reader)
             self._inbox.put(partial(self._add, stream, number, begin))
         if self._is_closed or self._failure is not None:
             stream.put(self._error())
@@ -194,7 +202,7 @@ class AsyncLLM(LocalEngine):
             params = self._conversations.constrained(params, chat.text, use)
             self._compile([params])
             readers = [self._conversations.reader(chat.text, use) for _ in range(n)]
-            return _Prompt(None, chat.ids, params, readers, self._conversations.kept(use))
+            return _Prompt(None, chat.ids, params, True, readers, self._conversations.kept(use))
         self._compile([params])
         if use.functions:
             raise ParameterError("tools", "tools need a conversation: a list of messages with a role and a content")
@@ -215,16 +223,16 @@ class AsyncLLM(LocalEngine):
         one = stream.running[number]
         choice, generation = one.choice, one.generation
         text = "" if choice.finish_reason is not None else choice.take(output)
-        reason, reader = choice.finish_reason, stream.readers.get(number)
-        delta: dict[str, Any] | None = None if reader is None else {}
+        reason, answer = choice.finish_reason, stream.answers.get(number)
+        delta: dict[str, Any] | None = None if answer is None else {}
         if number in stream.unfinished:
             generation.add(output, text)
-            if reader is not None:
-                delta = reader.read(text, is_last=reason is not None)
+            if answer is not None:
+                delta = answer.read(choice.take_parts(text))
             if reason is not None:
                 generation.finish_reason = reason
-                if reader is not None:
-                    generation.message, generation.finish_reason = reader.finish(reason)
+                if answer is not None:
+                    generation.message, generation.finish_reason = answer.finish(reason)
                 stream.unfinished.discard(number)
                 # The engine does not know stop strings and would continue to generate.
                 self._inbox.put(partial(self._end, number, output.reason or FinishReason.STOP))

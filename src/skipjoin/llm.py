@@ -11,8 +11,9 @@ from rich.progress import Progress, TaskID
 
 from skipjoin.core.events import Admitted
 from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, ServiceClass, Target
+from skipjoin.formats.message import MessageReader
 from skipjoin.llm_arguments import Salts, options_of, params_per_prompt, prompts_of, salts_of
-from skipjoin.llm_chat import Message, ToolChoice, ToolUse, conversations_of
+from skipjoin.llm_chat import AnswerReader, Message, ToolChoice, ToolUse, conversations_of
 from skipjoin.local_engine import Generation, LocalEngine, Running, outputs_of
 from skipjoin.recipes import located_errors
 from skipjoin.sampling import ParameterError, SamplingParams
@@ -64,7 +65,8 @@ class LLM(LocalEngine):
         texts = [item if isinstance(item, str) else None for item in given]
         each = self._each(params, len(ids), structured_outputs)
         self._compile(each)
-        return self._run(ids, texts, each, options_of(service, priority, target), cache_salt)
+        found = self._run(ids, texts, each, options_of(service, priority, target), cache_salt)
+        return [one.generation for one in found]
 
     def chat(
         self,
@@ -103,12 +105,13 @@ class LLM(LocalEngine):
             options_of(service, priority, target),
             cache_salt,
             kept=self._conversations.kept(use),
+            readers=[self._conversations.reader(prompt.text, use) for prompt in prompts],
         )
-        for generation, prompt in zip(found, prompts, strict=True):
-            reader = self._conversations.reader(prompt.text, use)
-            reader.read(generation.text, is_last=True)
-            generation.message, generation.finish_reason = reader.finish(generation.finish_reason)
-        return found
+        for one in found:
+            answer, generation = AnswerReader(), one.generation
+            answer.read(one.choice.take_parts(generation.text))
+            generation.message, generation.finish_reason = answer.finish(generation.finish_reason)
+        return [one.generation for one in found]
 
     @located_errors()
     def _run(
@@ -120,14 +123,18 @@ class LLM(LocalEngine):
         cache_salt: Salts,
         *,
         kept: frozenset[int] = frozenset(),
-    ) -> list[Generation]:
+        readers: Sequence[MessageReader | None] = (),
+    ) -> list[Running]:
         salted = [replace(options, cache_salt=salt) for salt in salts_of(cache_salt, len(ids))]
         running: dict[int, Running] = {}
         try:
-            for prompt, text, given, asked in zip(ids, texts, each, salted, strict=True):
-                running[self._next_id] = self._start(self._next_id, prompt, text, given, asked, kept=kept)
+            each_reader = readers or [None] * len(ids)
+            for prompt, text, given, asked, reader in zip(ids, texts, each, salted, each_reader, strict=True):
+                running[self._next_id] = self._start(
+                    self._next_id, prompt, text, given, asked, kept=kept, reader=reader
+                )
                 self._next_id += 1
-            results = [one.generation for one in running.values()]
+            results = list(running.values())
             # A stop string finishes a request between two steps, so the next step must not be submitted yet.
             ahead = not any(one.stop for one in each)
             with self._progress() as bars:

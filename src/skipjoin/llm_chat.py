@@ -83,17 +83,13 @@ class ToolUse:
 
 
 class AnswerReader:
-    """Reader of one answer as a message in OpenAI's form, in parts or whole; None reads text alone."""
+    """Builds one answer as a message in OpenAI's form, in parts or whole."""
 
-    def __init__(self, reader: MessageReader | None) -> None:
-        self._reader = reader
+    def __init__(self) -> None:
         self._parts: list[Part] = []
 
-    def read(self, text: str, *, is_last: bool) -> dict[str, Any]:
-        """Return what more text adds to the message, as OpenAI's API streams it."""
-        parts = [Part(text)] if text else []
-        if self._reader is not None:
-            parts = self._reader.feed(text) + (self._reader.finish() if is_last else [])
+    def read(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """Return what more parts add to the message, as OpenAI's API streams it."""
         self._parts += parts
         content, reasoning, calls = joined(parts)
         found: dict[str, Any] = {"content": content} if content else {}
@@ -164,17 +160,16 @@ class Conversations:
         """Return the special tokens that belong to the text of an answer."""
         return self._tokenizer.ids_of(self._format.markers) if self._format and self._is_read(use) else frozenset()
 
-    def reader(self, prompt: str, use: ToolUse) -> AnswerReader:
-        """Return a reader of one answer."""
+    def reader(self, prompt: str, use: ToolUse) -> MessageReader | None:
+        """Return a reader of one answer, or None if all of it is content."""
         if self._format is None or not self._is_read(use):
-            return AnswerReader(None)
-        reader = MessageReader(
+            return None
+        return MessageReader(
             self._format,
             reads_calls=bool(use.offered),
             is_thinking=is_thinking(self._format, prompt),
             schemas=use.schemas,
         )
-        return AnswerReader(reader)
 
     def _is_read(self, use: ToolUse) -> bool:
         return self._format is not None and bool(use.offered or self._format.think is not None)

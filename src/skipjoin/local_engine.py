@@ -23,6 +23,7 @@ from skipjoin.engine.forecasting import (
 from skipjoin.engine.load import model_folder
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.engine.text import Choice, Output, TextRules
+from skipjoin.formats.message import MessageReader
 from skipjoin.llm_chat import Conversations
 from skipjoin.model.generation_config import sampling_defaults
 from skipjoin.model.grammars import Grammars
@@ -150,11 +151,12 @@ class LocalEngine:
         options: RequestOptions,
         *,
         kept: frozenset[int] = frozenset(),
+        reader: MessageReader | None = None,
     ) -> Running:
         given = params.resolved(max(1, self.engine.info.max_model_len - len(prompt)))
         self._loop.add(request_id, prompt, given, options=options)
         rules = TextRules(stop=given.stop, kept=kept, min_tokens=given.min_tokens)
-        choice = Choice(0, prompt, text, self.tokenizer, rules)
+        choice = Choice(0, prompt, text, self.tokenizer, rules, reader=reader)
         return Running(Generation(text, prompt), choice, self._forecast(request_id, prompt, given))
 
     def _compile(self, each: Iterable[SamplingParams]) -> None:

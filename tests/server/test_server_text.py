@@ -12,7 +12,11 @@ from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 
 from skipjoin.core.request import FinishReason
-from skipjoin.engine.text import Choice, Output, StopStrings, TextRules
+from skipjoin.engine.stops import Answer, StopStrings
+from skipjoin.engine.text import Choice, Output, TextRules
+from skipjoin.formats.calls import joined
+from skipjoin.formats.message import MessageReader
+from skipjoin.formats.table import HERMES
 from skipjoin.model.config import ModelError
 from skipjoin.model.tokenizer import load_tokenizer
 from skipjoin.sampling import TokenDetail, TokenLogprob
@@ -54,6 +58,75 @@ def test_only_a_possible_stop_prefix_is_held_back(parts: list[str], stop: str) -
         held = text[len(shown) :]
         longest = max(size for size in range(len(stop)) if text.endswith(stop[:size]))
         assert len(held) == longest
+
+
+@given(
+    st.lists(st.tuples(st.text("ab", max_size=2), st.sampled_from(["", "", "<E>", "<F>"])), max_size=10),
+    st.lists(st.sampled_from(["a", "ab", "ba", "<E>", "a<E>", "<E>b", "<E><F>", "b<E>a"]), min_size=1, max_size=3),
+    st.integers(0, 8),
+)
+def test_stop_strings_with_special_tokens_are_found_in_the_text_that_hides_them(
+    pieces: list[tuple[str, str]], stops: list[str], early: int
+) -> None:
+    strings = StopStrings(stops, include=False, special=[stop for stop in stops if "<" in stop])
+    spelled = visible = shown = ""
+    for number, (text, hidden) in enumerate(pieces):
+        before = len(spelled), len(visible)
+        spelled, visible = spelled + hidden + text, visible + text
+        shown += strings.add(text, hidden=hidden, is_early=number < early)
+        # A stop string that ends in this piece, found in either spelling.
+        hits = [
+            (stop, at)
+            for stop in stops
+            for whole, start in ((spelled, before[0]), (visible, before[1]))
+            if (at := whole.find(stop, max(0, start - len(stop) + 1))) >= 0
+        ]
+        assert strings.found == (bool(hits) and number >= early)
+        if strings.found:
+            break
+    assert visible.startswith(shown)
+    if not strings.found:
+        assert shown + strings.flush() == visible
+
+
+@given(st.integers(0, 12), st.booleans())
+def test_a_stop_string_that_ends_after_min_tokens_counts_wherever_it_begins(least: int, include: bool) -> None:
+    strings, text = StopStrings(["STOP"], include=include), "abSTOPcdSTOPx"
+    shown = "".join(strings.add(char, is_early=number < least) for number, char in enumerate(text))
+    ends = [end for end in (6, 12) if end > least]
+    assert shown + strings.flush() == (text[: ends[0] - (0 if include else 4)] if ends else text)
+
+
+def thinking(*stops: str, include: bool = False) -> Answer:
+    reader = MessageReader(HERMES, reads_calls=True, is_thinking=False)
+    return Answer(reader, stops, include=include)
+
+
+TALK = '<think>a STOP b</think>c <tool_call>{"name": "f", "arguments": {"x": "STOP"}}</tool_call> d STOP e'
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_strings_count_in_the_content_only(size: int, include: bool) -> None:
+    answer, raw, parts = thinking("STOP", include=include), "", []
+    for at in range(0, len(TALK), size):
+        raw += answer.add(TALK[at : at + size], is_early=False, is_last=at + size >= len(TALK))
+        parts += answer.take_parts()
+        if answer.found:
+            break
+    content, reasoning, calls = joined(parts)
+    assert answer.found
+    assert answer.has_calls
+    assert (reasoning, calls[0].arguments) == ("a STOP b", '{"x": "STOP"}')
+    assert content == ("c d STOP" if include else "c d ")
+    assert TALK.startswith(raw)
+
+
+def test_held_content_is_kept_before_a_call_and_at_the_end() -> None:
+    answer = thinking("xyz")
+    answer.add('xy<tool_call>{"name": "f", "arguments": {}}</tool_call>x', is_early=False, is_last=True)
+    content, _, calls = joined(answer.take_parts())
+    assert (content, len(calls), answer.found) == ("xyx", 1, False)
 
 
 def make_choice(folder: Path, rules: TextRules, text: str = "x") -> Choice:

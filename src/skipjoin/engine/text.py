@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from skipjoin.core.request import FinishReason
+from skipjoin.engine.stops import Answer, StopStrings
+from skipjoin.formats.calls import Part
+from skipjoin.formats.message import MessageReader
 from skipjoin.model.tokenizer import Detokenizer, Tokenizer
 from skipjoin.sampling import TokenDetail, TokenLogprob
 
@@ -19,45 +21,6 @@ class Output(NamedTuple):
     detail: TokenDetail | None = None
     reason: FinishReason | None = None
     error: str = ""
-
-
-class StopStrings:
-    """Finds the first stop string in a text, and holds back text that may begin one."""
-
-    def __init__(self, stops: Sequence[str], *, include: bool) -> None:
-        self._stops = stops
-        self._include = include
-        self._held = ""
-        self.found = False
-
-    def add(self, text: str) -> str:
-        """Add text and return what may be shown now; empty once a stop string was `found`."""
-        if self.found:
-            return ""
-        text = self._held + text
-        hits = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if hits:
-            # The stop string that completes first counts, wherever tokens cut the text.
-            end, at = min(hits)
-            self.found, self._held = True, ""
-            return text[:end] if self._include else text[:at]
-        keep = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def flush(self) -> str:
-        held, self._held = self._held, ""
-        return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    first = stop[0]
-    start = max(0, len(text) - len(stop) + 1)
-    while (start := text.find(first, start)) >= 0:
-        if stop.startswith(text[start:]):
-            return len(text) - start
-        start += 1
-    return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +48,7 @@ class Choice:
 
     Attributes:
         tokens: Number of generated tokens, including those of a stop string and the end-of-sequence token.
+        answer: The text as a message, or None if it is not read as one.
         finish_reason: "stop" or "length", or "error" after an output with an error.
         echoed: The prompt as the text begins with it; empty without `TextRules.echo`.
         scored: Log-probabilities that were not taken yet.
@@ -97,6 +61,7 @@ class Choice:
         "_rules",
         "_stops",
         "_text_length",
+        "answer",
         "echoed",
         "finish_reason",
         "index",
@@ -106,8 +71,22 @@ class Choice:
         "tokens",
     )
 
-    def __init__(self, index: int, prompt: list[int], text: str | None, tokenizer: Tokenizer, rules: TextRules) -> None:
-        """Create the choice; `text` is the prompt as the client spelled it, or None for token ids."""
+    def __init__(
+        self,
+        index: int,
+        prompt: list[int],
+        text: str | None,
+        tokenizer: Tokenizer,
+        rules: TextRules,
+        *,
+        reader: MessageReader | None = None,
+    ) -> None:
+        """Create the choice.
+
+        Args:
+            text: The prompt as the client spelled it, or None for token ids.
+            reader: Reads the text as a message. Stop strings without special tokens then count in its content only.
+        """
         self.index = index
         self.prompt = prompt
         self.tokens = 0
@@ -116,7 +95,11 @@ class Choice:
         self.finish_reason: str | None = None
         self._rules = rules
         self._detokenizer = Detokenizer(tokenizer, prompt, rules.skip_special, rules.kept)
-        self._stops = StopStrings(rules.stop, include=rules.include_stop) if rules.stop else None
+        include = rules.include_stop
+        special = [stop for stop in rules.stop if tokenizer.has_special(stop)]
+        anywhere, in_content = (rules.stop, []) if reader is None else (special, list(set(rules.stop) - set(special)))
+        self._stops = StopStrings(anywhere, include=include, special=special) if anywhere else None
+        self.answer = None if reader is None else Answer(reader, in_content, include=include)
         self.echoed = ""
         if rules.echo:
             self.echoed = text if text is not None else tokenizer.decode(prompt, rules.skip_special)
@@ -134,21 +117,22 @@ class Choice:
         if self._rules.score_only:
             self.finish_reason = FinishReason.LENGTH.value
             return shown
-        text = ""
+        text = hidden = ""
         if output.token is not None:
             self.tokens += 1
             # The final token, end-of-sequence or one of stop_token_ids, is shown only on request.
             if output.reason is not FinishReason.STOP or self._rules.include_stop:
                 text = self._detokenizer.add(output.token)
-        if output.reason is not None:
+                hidden = self._detokenizer.hidden(output.token)
+        is_last = output.reason is not None
+        if is_last:
             text += self._detokenizer.finish()
         self._text_length += len(text)
-        shown += self._until_stop(text)
-        if self._stops is not None and self._stops.found:
+        shown += self._until_stop(text, hidden, is_last=is_last)
+        if self._has_stopped:
             self.finish_reason = FinishReason.STOP.value
         elif output.reason is not None:
             self.finish_reason = output.reason.value
-            shown += self._stops.flush() if self._stops is not None else ""
         return shown
 
     @property
@@ -159,7 +143,28 @@ class Choice:
         scored, self.scored, self.offsets = self.scored, [], []
         return scored
 
-    def _until_stop(self, text: str) -> str:
-        if self._stops is None or not text or self.tokens <= self._rules.min_tokens:
+    def take_parts(self, text: str) -> list[Part]:
+        """Return what `text`, the latest text, adds to the message."""
+        if self.answer is not None:
+            return self.answer.take_parts()
+        return [Part(text)] if text else []
+
+    @property
+    def has_calls(self) -> bool:
+        return self.answer is not None and self.answer.has_calls
+
+    @property
+    def _has_stopped(self) -> bool:
+        is_found = self._stops is not None and self._stops.found
+        return is_found or (self.answer is not None and self.answer.found)
+
+    def _until_stop(self, text: str, hidden: str, *, is_last: bool) -> str:
+        is_early = self.tokens <= self._rules.min_tokens
+        if self._stops is not None:
+            text = self._stops.add(text, hidden=hidden, is_early=is_early)
+            if is_last and not self._stops.found:
+                text += self._stops.flush()
+            is_last = is_last or self._stops.found
+        if self.answer is None:
             return text
-        return self._stops.add(text)
+        return self.answer.add(text, is_early=is_early, is_last=is_last)

@@ -156,6 +156,10 @@ class Tokenizer:
         """Return the ids of those texts that are special tokens."""
         return frozenset(i for i in map(self.backend.token_to_id, texts) if i in self.special_ids)
 
+    def has_special(self, text: str) -> bool:
+        """Return whether a text contains that of a special token."""
+        return any(self._added[i] in text for i in self.special_ids)
+
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
@@ -250,6 +254,10 @@ class Detokenizer:
         elif len(complete) == len(text):
             self._rebase(self._ids[self._boundary :])
         return new
+
+    def hidden(self, token_id: int) -> str:
+        """Return the text of a token that is skipped, or an empty text."""
+        return self._tokenizer.token_text(token_id) if token_id in self._skipped else ""
 
     def finish(self) -> str:
         """Return the text held back. No token may be added afterward."""

@@ -11,7 +11,6 @@ from msgspec import UNSET
 
 from skipjoin.core.request import RequestOptions
 from skipjoin.engine.text import Choice, TextRules
-from skipjoin.formats.calls import Part
 from skipjoin.formats.message import MessageReader
 from skipjoin.formats.table import unknown_calls
 from skipjoin.model.tokenizer import Tokenizer
@@ -29,7 +28,6 @@ from skipjoin.server.api.responses import (
     ChatChunk,
     ChatCompletion,
     ChatLogprobs,
-    ChatMessage,
     ChatTokenLogprob,
     ChunkChoice,
     Delta,
@@ -75,8 +73,12 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         kept = frozenset() if reading is None else self.service.tokenizer.ids_of(reading.format.markers)
         return replace(super().text_rules(body), scores=bool(body.logprobs), kept=kept)
 
+    def reader(self, body: ChatRequest, prompt: Prompt) -> MessageReader | None:
+        reading = self._reading(body)
+        return None if reading is None else reading.reader(prompt.ids, self.service.tokenizer)
+
     def format(self, body: ChatRequest, options: RequestOptions) -> ChatFormat:
-        return ChatFormat(self.service, body, options, self._reading(body))
+        return ChatFormat(self.service, body, options)
 
     def _reading(self, body: ChatRequest) -> Reading | None:
         """Return how the output is read, or None if all of it is content."""
@@ -87,13 +89,11 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         if output_format is None or not (reads_calls or output_format.think is not None):
             return None
         schemas = {tool.function.name: tool.function.schema_of_arguments for tool in body.offered}
-        return Reading(output_format, reads_calls, body.include_reasoning is not False, schemas)
+        return Reading(output_format, reads_calls, schemas)
 
 
 class ChatFormat:
-    def __init__(
-        self, service: Service, body: ChatRequest, options: RequestOptions, reading: Reading | None = None
-    ) -> None:
+    def __init__(self, service: Service, body: ChatRequest, options: RequestOptions) -> None:
         self.id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = service.name
@@ -101,8 +101,7 @@ class ChatFormat:
         self._tokenizer = service.tokenizer
         self._top = (body.top_logprobs or 0) if body.logprobs else None
         self._no_usage = None if body.usage_at_end else UNSET
-        self._reading = reading
-        self._readers: dict[Choice, MessageReader] = {}
+        self._shows_reasoning = body.include_reasoning is not False
         self._begun: set[Choice] = set()  # choices whose role was sent
 
     def events(self, choice: Choice, text: str, usage: Usage | None) -> list[bytes]:
@@ -113,7 +112,7 @@ class ChatFormat:
             role = Delta(content="", role="assistant")
             first = ChunkChoice(index=choice.index, delta=role, logprobs=None, finish_reason=None)
             events.append(self._chunk([first], shown_usage))
-        delta = self._delta(choice, text)
+        delta = delta_of(choice.take_parts(text), self._shows_reasoning)
         if delta is not None or choice.scored or choice.finish_reason is not None:
             chunk = ChunkChoice(
                 index=choice.index,
@@ -131,7 +130,7 @@ class ChatFormat:
         found = [
             ChatChoice(
                 index=choice.index,
-                message=self._message(choice, text),
+                message=message_of(choice.take_parts(text), self._shows_reasoning),
                 logprobs=self._logprobs(choice),
                 finish_reason=self._finish_reason(choice),
             )
@@ -148,28 +147,9 @@ class ChatFormat:
             )
         )
 
-    def _delta(self, choice: Choice, text: str) -> Delta | None:
-        if self._reading is None:
-            return Delta(content=text) if text else None
-        return delta_of(self._parts(self._reading, choice, text), self._reading.shows_reasoning)
-
-    def _message(self, choice: Choice, text: str) -> ChatMessage:
-        if self._reading is None:
-            return ChatMessage(text)
-        return message_of(self._parts(self._reading, choice, text), self._reading.shows_reasoning)
-
-    def _parts(self, reading: Reading, choice: Choice, text: str) -> list[Part]:
-        reader = self._readers.get(choice)
-        if reader is None:
-            reader = self._readers[choice] = reading.reader(choice, self._tokenizer)
-        parts = reader.feed(text)
-        return parts if choice.finish_reason is None else parts + reader.finish()
-
     def _finish_reason(self, choice: Choice) -> str | None:
         """Return the finish reason: "tool_calls" for a message with calls that was not cut off."""
-        reader = self._readers.get(choice)
-        has_calls = reader is not None and reader.has_calls
-        return "tool_calls" if has_calls and choice.finish_reason == "stop" else choice.finish_reason
+        return "tool_calls" if choice.has_calls and choice.finish_reason == "stop" else choice.finish_reason
 
     def _chunk(self, choices: list[ChunkChoice], usage: object) -> bytes:
         return encode(

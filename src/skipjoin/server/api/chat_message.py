@@ -8,7 +8,6 @@ from typing import Any
 
 from msgspec import UNSET
 
-from skipjoin.engine.text import Choice
 from skipjoin.formats.calls import JoinedCall, Part, joined
 from skipjoin.formats.message import MessageReader, is_thinking
 from skipjoin.formats.table import OutputFormat
@@ -25,17 +24,15 @@ class Reading:
 
     Attributes:
         reads_calls: The request has tools.
-        shows_reasoning: The response contains the reasoning.
         schemas: Schemas of the functions' arguments.
     """
 
     format: OutputFormat
     reads_calls: bool
-    shows_reasoning: bool
     schemas: Mapping[str, Mapping[str, Any]]
 
-    def reader(self, choice: Choice, tokenizer: Tokenizer) -> MessageReader:
-        tail = tokenizer.decode(choice.prompt[-_TAIL:], skip_special_tokens=False)
+    def reader(self, prompt: list[int], tokenizer: Tokenizer) -> MessageReader:
+        tail = tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
         return MessageReader(
             self.format,
             reads_calls=self.reads_calls,

@@ -21,6 +21,7 @@ from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, ServiceClass
 from skipjoin.engine.text import Choice, TextRules
+from skipjoin.formats.message import MessageReader
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.api.arrivals import Arrival
 from skipjoin.server.api.auth import ANONYMOUS
@@ -312,7 +313,8 @@ class Endpoint(ABC, Generic[BodyT]):
             expectations = await service.expect([(prompt.ids, prompt.params) for prompt in prompts], owner)
             choices = []
             for index, (prompt, _) in enumerate(copies):
-                choices.append(Choice(index, prompt.ids, prompt.text, service.tokenizer, rules))
+                reader = self.reader(body, prompt)
+                choices.append(Choice(index, prompt.ids, prompt.text, service.tokenizer, rules, reader=reader))
                 if index % _AT_ONCE == _AT_ONCE - 1:
                     await asyncio.sleep(0)
             return Job(
@@ -345,6 +347,10 @@ class Endpoint(ABC, Generic[BodyT]):
 
     @abstractmethod
     def format(self, body: BodyT, options: RequestOptions) -> Format: ...
+
+    def reader(self, body: BodyT, prompt: Prompt) -> MessageReader | None:
+        """Return a reader of one output as a message, or None if it is plain text."""
+        return None
 
     def text_rules(self, body: BodyT) -> TextRules:
         return TextRules(

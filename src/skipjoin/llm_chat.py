@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 from skipjoin.formats.calls import JoinedCall, Part, joined
 from skipjoin.formats.constraint import Constraints
-from skipjoin.formats.conversation import NO_ARGUMENTS, TOOL_NAME, no_tools, template_tool
+from skipjoin.formats.conversation import NO_ARGUMENTS, TOOL_NAME, no_tools
 from skipjoin.formats.grammar import CallSchema
 from skipjoin.formats.message import MessageReader, is_thinking
-from skipjoin.formats.table import find_format, unknown_calls
+from skipjoin.formats.table import unknown_calls
 from skipjoin.formats.template_input import MessageError
+from skipjoin.model.chat_text import chat_text, format_of
 from skipjoin.model.tokenizer import Tokenizer
 from skipjoin.sampling import ParameterError, SamplingParams
 from skipjoin.structured_output import GrammarError
@@ -120,18 +121,15 @@ def _shown_call(call: JoinedCall) -> dict[str, Any]:
 class Conversations:
     """Renders conversations with a model's chat template, and reads its messages."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, tool_format: str = "auto") -> None:
         self._tokenizer = tokenizer
-        template = tokenizer.chat_template
-        self._format = None if template is None else find_format(template.source)
+        self._format = format_of(tokenizer, tool_format)
 
     def prompt(self, messages: Sequence[Message], use: ToolUse) -> ChatPrompt:
-        variables: dict[str, Any] = {}
         if use.functions:
             self._check_tools()
-            variables["tools"] = [template_tool(function) for function in use.functions]
         try:
-            text = self._tokenizer.chat_text(messages, **variables)
+            text = chat_text(self._tokenizer, self._format, messages, use.functions)
         except MessageError as error:
             raise ParameterError(error.param, str(error)) from None
         return ChatPrompt(text, self._tokenizer.encode(text, add_special_tokens=False))
@@ -139,7 +137,10 @@ class Conversations:
     def constrained(self, params: SamplingParams, prompt: str, use: ToolUse) -> SamplingParams:
         """Return the parameters with their constraint adapted to tools and reasoning."""
         structured, offered = params.structured_outputs, use.offered
-        if self._format is None or not (structured or (offered and use.must_enforce)):
+        if self._format is None:
+            return params
+        must_enforce = offered and (use.must_enforce or self._format.is_prompted)
+        if not (structured or must_enforce):
             return params
         constraints = Constraints(self._format, self._tokenizer, prompt)
         try:
@@ -176,6 +177,8 @@ class Conversations:
 
     def _check_tools(self) -> None:
         template = self._tokenizer.chat_template
+        if self._format is not None and self._format.is_prompted:
+            return
         if template is not None and "tools" not in template.variables:
             raise ParameterError("tools", no_tools("tools"))
         if template is not None and (self._format is None or self._format.calls is None):

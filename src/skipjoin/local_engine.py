@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from skipjoin.config import EngineConfig, ForecastConfig
+from skipjoin.config import TOOL_FORMATS, ConfigError, EngineConfig, ForecastConfig
 from skipjoin.core.events import Admitted, Event, Finished, Token
 from skipjoin.core.request import FinishReason, RequestOptions
 from skipjoin.engine.build import Engine, assemble
@@ -86,6 +86,7 @@ class LocalEngine:
     Args:
         model: Hugging Face folder, hub id, or "tally", the built-in model.
         progress: Whether to show progress bars on stderr; None shows them if stderr is a terminal.
+        tool_format: Format of tool calls. "auto" is that of the model's chat template; "json" works with any model.
         settings: Fields of `EngineConfig` and `ForecastConfig`.
 
     Attributes:
@@ -96,7 +97,11 @@ class LocalEngine:
         ConfigError: As `assemble`.
     """
 
-    def __init__(self, model: str = "tally", *, progress: bool | None = None, **settings: Any) -> None:
+    def __init__(
+        self, model: str = "tally", *, progress: bool | None = None, tool_format: str = "auto", **settings: Any
+    ) -> None:
+        if tool_format not in TOOL_FORMATS:
+            raise ConfigError(f"tool_format must be one of {', '.join(TOOL_FORMATS)}, got {tool_format!r}")
         self._console = Console(stderr=True, quiet=not (sys.stderr.isatty() if progress is None else progress))
         given = {name: settings.pop(name) for name in settings_of(ForecastConfig) if name in settings}
         config = EngineConfig(model=model, **settings)
@@ -128,7 +133,7 @@ class LocalEngine:
         self._grammars = self.engine.executor.grammars or Grammars(
             lambda: self.tokenizer, info.vocab_size, info.eos_token_ids
         )
-        self._conversations = Conversations(self.tokenizer)
+        self._conversations = Conversations(self.tokenizer, tool_format)
         self._next_id = 0
         self._is_closed = False
 

@@ -86,6 +86,16 @@ def hermes(name: str, arguments: str) -> str:
 
 
 TWO = [("f", ARGUMENTS), ("g", "{}")]
+
+
+def deepseek(output_format: OutputFormat) -> str:
+    """Write two calls with the marks of the row."""
+    calls = output_format.calls
+    assert calls is not None
+    written = [calls.before + name + calls.middle + arguments + calls.after for name, arguments in TWO]
+    return f"why\n</think>\n\nx{calls.begin}{(calls.between or '').join(written)}{calls.end}"
+
+
 CASES: list[tuple[OutputFormat, str, Read]] = [
     (
         HERMES,
@@ -96,6 +106,8 @@ CASES: list[tuple[OutputFormat, str, Read]] = [
     (HERMES, '<tool_call>{"arguments": {"t": 1}, "name": "f"}</tool_call>', Read("", "", [("f", '{"t": 1}')])),
     (HERMES, '<tool_call>\n{"name": "f", "argum', Read('<tool_call>\n{"name": "f", "argum')),
     (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": "b', Read("", "", [("f", '{"a": "b')])),
+    (HERMES, hermes("f", '{"a": "b"}')[:-4], Read("", "", [("f", '{"a": "b"}')])),
+    (DEEPSEEK, deepseek(DEEPSEEK).partition("</think>\n\n")[2][:-10], Read("x", "", TWO)),
     (HERMES, "<tool_call>\nnonsense\n</tool_call> x", Read("<tool_call>\nnonsense\n</tool_call> x")),
     (HERMES, "<think>open {", Read("", "open {")),
     (HERMES, "<tool_call>" + "[" * 5000 + "</tool_call>", Read("<tool_call>" + "[" * 5000 + "</tool_call>")),
@@ -157,14 +169,6 @@ CASES: list[tuple[OutputFormat, str, Read]] = [
     (GLM, "<tool_call>no call at all</tool_call> x", Read("<tool_call>no call at all</tool_call> x")),
     (THINK, "<think>a</think>b <tool_call>", Read("b <tool_call>", "a")),
 ]
-
-
-def deepseek(output_format: OutputFormat) -> str:
-    """Write two calls with the marks of the row."""
-    calls = output_format.calls
-    assert calls is not None
-    written = [calls.before + name + calls.middle + arguments + calls.after for name, arguments in TWO]
-    return f"why\n</think>\n\nx{calls.begin}{(calls.between or '').join(written)}{calls.end}"
 
 
 THINKING = [(row, deepseek(row), Read("x", "why", TWO)) for row in (DEEPSEEK, DEEPSEEK_SEP)]

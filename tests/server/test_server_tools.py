@@ -238,3 +238,74 @@ async def test_openai_client_streams_calls_and_sends_them_back(echo: Api) -> Non
     answer = await client.chat.completions.create(model="tiny", messages=again, tools=[ADD, NOW])  # type: ignore[list-item]
     assert answer.choices[0].message.content == "It is 3."
     assert (message.tool_calls or [])[0].id in prompt_of(echo)
+
+
+# -- a chat template without tools ------------------------------------------------------------------------------------
+
+PLAIN = "{{ messages[-1].content }}<eos>{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+RESULTS = [
+    {"role": "user", "content": "add"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "now"}}],
+    },
+    {"role": "tool", "tool_call_id": "c", "content": "12:00"},
+    {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "12:01"}]},
+]
+
+
+def api_of(folder: Path, template: str, **settings: Any) -> Api:
+    tiny.write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return Api(folder, ServerConfig(**settings), context=4096)
+
+
+@pytest.mark.parametrize("first", ["system", "user", "no system"])
+async def test_any_model_has_tools_in_a_format_of_the_prompt(tmp_path: Path, first: str) -> None:
+    refusal = "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}" if first == "no system" else ""
+    api = api_of(tmp_path, PLAIN.replace("<|{{", refusal + "<|{{"), tool_format="json")
+    async with api.http:
+        for fields in (
+            {},
+            {"tool_choice": "required"},
+            {"tool_choice": {"type": "function", "function": {"name": "now"}}},
+        ):
+            system = [{"role": "system", "content": "Be short."}] if first == "system" else []
+            call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+            before = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+            messages = [*system, *before, {"role": "user", "content": call}]
+            (choice,) = (await say(api, call, messages=messages, **fields)).json()["choices"]
+            assert choice["finish_reason"] == "tool_calls"
+            assert choice["message"]["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
+            assert api.engine.added[-1].params.structured_outputs is not None
+            where = {"system": "<|system|>Be short.\n\n", "user": "<|system|>", "no system": "<|user|>"}[first]
+            assert where + "You can call these functions" in prompt_of(api)
+            assert '{"name": "add", "description": "Add.", "parameters": {"type": "object"}}' in prompt_of(api)
+        for tools in ([ADD], None):
+            assert (await say(api, "", messages=RESULTS, tools=tools)).status_code == 200
+            results = "<tool_response>\n12:00\n</tool_response>\n<tool_response>\n12:01\n</tool_response>"
+            assert f"<|assistant|>{call}<|user|>{results}" in prompt_of(api)
+    api.service.close()
+
+
+@pytest.mark.parametrize(("template", "param"), [(PLAIN, "messages"), (PLAIN + "{{ tools }}", "tools")])
+async def test_refused_tools_name_the_format_that_works(tmp_path: Path, template: str, param: str) -> None:
+    api = api_of(tmp_path, template)
+    async with api.http:
+        for choice in ("auto", "required"):
+            error = error_of(await say(api, "", messages=RESULTS, tool_choice=choice), 400)
+            assert error["param"] == param
+            assert "--tool-format json" in error["message"]
+    api.service.close()
+
+
+async def test_stop_strings_leave_reasoning_and_calls_whole(echo: Api) -> None:
+    text = '<think>x STOP</think>a <tool_call>\n{"name": "add", "arguments": {"b": "STOP"}}\n</tool_call> b STOP c'
+    (choice,) = (await say(echo, text, stop=["STOP"])).json()["choices"]
+    message = choice["message"]
+    assert (message["reasoning"], message["content"]) == ("x STOP", "a b ")
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"b": "STOP"}'
+    assert choice["finish_reason"] == "tool_calls"
+    streamed = joined(events(await say(echo, text, stop=["STOP"], stream=True))[:-1])
+    assert (streamed["reasoning"], streamed["content"], len(streamed["calls"])) == ("x STOP", "a b ", 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from skipjoin.config.batches import NOWHERE
 from skipjoin.config.engine import EngineConfig
 from skipjoin.config.forecast import ForecastConfig
-from skipjoin.config.server import HANG_LIMITS, MAX_DEADLINE_MS, HangLimits, ServerConfig
+from skipjoin.config.server import HANG_LIMITS, MAX_DEADLINE_MS, TOOL_FORMATS, HangLimits, ServerConfig
 from skipjoin.config.shared import (
     MAX_NUM_SEQS,
     BestEffortWait,
@@ -30,6 +30,7 @@ __all__ = [
     "MAX_DEADLINE_MS",
     "MAX_NUM_SEQS",
     "NOWHERE",
+    "TOOL_FORMATS",
     "BestEffortWait",
     "ConfigError",
     "EngineConfig",

@@ -29,6 +29,10 @@ PRIORITY_SHARE = 0.5
 LOG_LEVELS, LOG_FORMATS = ("debug", "info", "warning", "error"), ("text", "json")
 
 
+# Formats of tool calls: that of the model's chat template, or JSON that the prompt describes.
+TOOL_FORMATS = ("auto", "json")
+
+
 class HangLimits(NamedTuple):
     """Limits in seconds of a step and of the time without a heartbeat, after which an engine is killed."""
 
@@ -63,6 +67,15 @@ class ServerConfig(BatchConfig):
     chat_template: Annotated[
         str | None, Option("Jinja chat template instead of the model's.", metavar="FILE", group=SERVER)
     ] = None
+    tool_format: Annotated[
+        str,
+        Option(
+            "Format of tool calls: that of the model's chat template (auto), or, where it has none that is known, JSON "
+            "that the prompt describes and a grammar enforces (json)",
+            choices=TOOL_FORMATS,
+            group=SERVER,
+        ),
+    ] = "auto"
     max_queued_requests: Annotated[
         int,
         Option(

@@ -163,7 +163,8 @@ class CallsReader:
         if self.count > self._first:
             after = self._calls.after.strip().lstrip(_CLOSERS).strip()
             rest = held.strip().lstrip(_CLOSERS).strip().removeprefix(after).strip()
-            return [Part(rest)] if rest else []
+            is_cut = any(mark.startswith(rest) for mark in (after, self._calls.close or ""))  # within the closing mark
+            return [Part(rest)] if rest and not is_cut else []
         return self._whole(held) or [Part(opening + held + closing)]
 
     def _find_head(self, text: str, parts: list[Part]) -> str:

@@ -15,7 +15,8 @@ def no_tools(param: str) -> str:
     what = "tools" if param == "tools" else "calls and results of tools"
     return (
         f"{param}: this model's chat template has no support for tools: leave out {what}, use a model that was trained "
-        "with tools, or give the server a template with them (--chat-template)"
+        "with tools, give the server a template with them (--chat-template), or let it write them into the prompt "
+        "(--tool-format json), which works with any model"
     )
 
 

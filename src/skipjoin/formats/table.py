@@ -86,6 +86,7 @@ class OutputFormat:
         after_think: Text between the reasoning and the rest of the message.
         answer: Text with which a message without calls begins.
         extra: Further fields of the response template.
+        is_prompted: The chat template knows no tools, so the prompt describes them and the format.
     """
 
     name: str
@@ -96,6 +97,7 @@ class OutputFormat:
     after_think: str = ""
     answer: str = ""
     extra: Mapping[str, Any] | None = None
+    is_prompted: bool = False
 
     def response_template(self, *, reads_calls: bool) -> dict[str, Any]:
         """Return the response template. All values are text, so reading never fails."""
@@ -347,4 +349,7 @@ def find_format(template: str) -> OutputFormat | None:
 def unknown_calls() -> str:
     """Return the error for tools if the template's format of calls is unknown."""
     names = ", ".join(known.name for known in FORMATS if known.calls is not None)
-    return f"this model's chat template writes calls in a format that is not known. Known are {names}"
+    return (
+        "this model's chat template writes calls in a format that is not known. Known are "
+        f"{names}. A format that is written into the prompt works with any model (--tool-format json)"
+    )

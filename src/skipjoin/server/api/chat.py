@@ -50,9 +50,9 @@ class ChatEndpoint(Endpoint[ChatRequest]):
 
     async def tokenize(self, body: ChatRequest) -> list[Prompt]:
         service = self.service
+        text = await render_chat(service, body)
         if self._reading(body) is not None:
             await service.load_parser()
-        text = await render_chat(service, body)
         ids = await service.encode(text, "messages", add_special_tokens=False)
         room = service.room_after(ids, "messages")
         limits = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}

@@ -28,7 +28,7 @@ async def chat_constraint(service: Service, body: ChatRequest, prompt: str) -> S
         except GrammarError as error:
             raise bad_request(f"{field} {error}", field) from None
         return await _checked(service, structured, field)
-    if not (structured or _must_enforce(body, tools)):
+    if not (structured or output_format.is_prompted or _must_enforce(body, tools)):
         return None
     try:
         found = _calls(constraints, body, tools, structured)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from skipjoin.formats.conversation import no_tools, template_tool
+from skipjoin.formats.conversation import no_tools
 from skipjoin.formats.template_input import MessageError
+from skipjoin.model.chat_text import chat_text
 from skipjoin.model.config import ModelError
 from skipjoin.model.tokenizer import Tokenizer
 from skipjoin.server.api.conversation import Message, Tool
@@ -22,20 +23,20 @@ _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"
 
 async def render_chat(service: Service, body: ChatRequest | TokenizeRequest) -> str:
     """Return the text of a conversation. Raise 400 for what the model's chat template does not support."""
-    tokenizer = service.tokenizer
+    tokenizer, output_format = service.tokenizer, service.output_format
     tools = shown_tools(body)
-    if body.messages and any(message.tool_calls or message.role == "tool" for message in body.messages):
-        await service.in_thread(_check_tools, tokenizer, "messages")
-    if tools:
-        await service.in_thread(_check_tools, tokenizer, "tools")
+    if output_format is None or not output_format.is_prompted:
+        if body.messages and any(message.tool_calls or message.role == "tool" for message in body.messages):
+            await service.in_thread(_check_tools, tokenizer, "messages")
+        if tools:
+            await service.in_thread(_check_tools, tokenizer, "tools")
     asks = body.chat_template_kwargs or (isinstance(body, ChatRequest) and body.reasoning_effort)
     variables = await service.in_thread(_variables, tokenizer, body) if asks else {}
     variables["add_generation_prompt"] = body.add_generation_prompt is not False
-    if tools:
-        variables["tools"] = [template_tool(tool.function.model_dump()) for tool in tools]
+    functions = [tool.function.model_dump() for tool in tools]
     messages = [_openai_message(message) for message in body.messages or ()]
     try:
-        return await service.in_renderer(tokenizer.chat_text, messages, **variables)
+        return await service.in_renderer(chat_text, tokenizer, output_format, messages, functions, **variables)
     except MessageError as error:
         raise bad_request(str(error), error.param) from error
     except ModelError as error:

@@ -14,7 +14,8 @@ from pydantic import ValidationError
 from skipjoin.config import ServerConfig
 from skipjoin.engine.forecasting import ForecastKeeper
 from skipjoin.formats.message import load_parser
-from skipjoin.formats.table import OutputFormat, find_format
+from skipjoin.formats.table import OutputFormat
+from skipjoin.model.chat_text import format_of
 from skipjoin.model.grammar_check import GrammarCheck
 from skipjoin.model.tokenizer import Tokenizer, TooManyTokensError
 from skipjoin.sampling import ContextLengthError, ParameterError, SamplingParams, check_ids
@@ -127,8 +128,7 @@ class Service:
             self.phase = Phase.OPEN
 
     def _find_format(self, tokenizer: Tokenizer) -> None:
-        template = tokenizer.chat_template
-        self.output_format = None if template is None else find_format(template.source)
+        self.output_format = format_of(tokenizer, self.config.tool_format)
         if self.output_format is not None and self.output_format.think is not None:
             self._threads.submit(load_parser)  # every chat request needs it
 

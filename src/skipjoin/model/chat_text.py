@@ -17,7 +17,12 @@ def format_of(tokenizer: Tokenizer, tool_format: str) -> OutputFormat | None:
     template = tokenizer.chat_template
     if template is None:
         return None
-    return choose_format(template.source, knows_tools="tools" in template.variables, tool_format=tool_format)
+    return choose_format(
+        template.source,
+        knows_tools="tools" in template.variables,
+        declared=tokenizer.response_template,
+        tool_format=tool_format,
+    )
 
 
 def chat_text(

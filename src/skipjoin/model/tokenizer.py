@@ -45,6 +45,7 @@ def load_tokenizer(folder: str | Path, *, chat_template: str | Path | None = Non
         backend,
         eos_token_ids=tuple(dict.fromkeys(i for i in eos if i is not None)),
         chat_template=None if sources is None else ChatTemplate(sources.default, named, sources.tool_use),
+        response_template=settings.get("response_template"),
     )
 
 
@@ -85,7 +86,11 @@ class TooManyTokensError(ValueError):
 
 
 class Tokenizer:
-    """A model's vocabulary, special tokens and chat template."""
+    """A model's vocabulary, special tokens and chat template.
+
+    Attributes:
+        response_template: The model's own description of its output format, as transformers has it.
+    """
 
     def __init__(
         self,
@@ -93,10 +98,12 @@ class Tokenizer:
         *,
         eos_token_ids: tuple[int, ...] = (),
         chat_template: ChatTemplate | None = None,
+        response_template: Any = None,
     ) -> None:
         self.backend = backend
         self.eos_token_ids = eos_token_ids
         self.chat_template = chat_template
+        self.response_template = response_template
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._added = {i: token.content for i, token in added.items()}

@@ -1,9 +1,10 @@
-"""A request waits for its grammar alone, and leaves nothing behind."""
+"""A request waits for its grammar and its slow masks alone, and leaves nothing behind."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 
 from skipjoin.config import EngineConfig
 from skipjoin.core.events import Finished
-from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.request import FinishReason, Request, RequestOptions
 from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.engine.build import assemble
 from skipjoin.engine.loop import EngineLoop
-from skipjoin.model.grammar_mask import GrammarState
-from skipjoin.model.grammars import _MAX_COMPILED
+from skipjoin.model import grammar_mask, grammars
+from skipjoin.model.grammar_mask import GrammarMask, GrammarState
+from skipjoin.model.grammars import _MAX_COMPILED, Grammars
 from skipjoin.sampling import SamplingParams
 from skipjoin.structured_output import StructuredOutput
 
@@ -86,3 +88,105 @@ def test_aborted_requests_leave_no_grammar_state(loop: EngineLoop) -> None:
     known = set(map(id, others))
     assert not any(type(found) is GrammarState and id(found) not in known for found in gc.get_objects())
     assert not loop._compiling
+
+
+ITEM = {"type": "object", "properties": {"id": {"type": "integer"}, "ok": {"type": "boolean"}}, "required": ["id"]}
+SCHEMA = StructuredOutput.json({"type": "array", "items": ITEM, "minItems": 3, "maxItems": 5})
+
+
+def outputs(depth: int) -> list[list[int]]:
+    """Return the outputs of constrained and free requests that run together."""
+    config = EngineConfig(
+        profile="off", kv_cache_gib=0.02, swap_space_gib=0, threads=1, pipeline_depth=depth, max_num_seqs=3
+    )
+    one = EngineLoop(assemble(config))
+    try:
+        for number in range(6):
+            structured = SCHEMA if number % 3 else None
+            params = SamplingParams(max_tokens=24, temperature=1.0, seed=number, structured_outputs=structured)
+            one.add(number, [5, 6, number], params)
+        requests = list(one.core.requests.values())
+        drain(one)
+        assert not one._compiling
+        assert all(request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for request in requests)
+        return [request.output for request in requests]
+    finally:
+        one.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_slow_masks_change_no_tokens(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = outputs(depth)
+    late: list[int] = []
+    compute = GrammarMask.compute_ahead
+
+    def compute_late(self: GrammarMask, state: GrammarState, output: Sequence[int]) -> None:
+        late.append(len(output))
+        compute(self, state, output)
+
+    monkeypatch.setattr(grammar_mask, "_SLOW_S", 0.0)
+    monkeypatch.setattr(GrammarMask, "compute_ahead", compute_late)
+    assert outputs(depth) == expected
+    assert sum(map(bool, late)) > 20
+
+
+def test_other_requests_run_while_a_mask_is_computed(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, compute = threading.Event(), GrammarMask.compute_ahead
+
+    def compute_late(self: GrammarMask, state: GrammarState, output: Sequence[int]) -> None:
+        assert not output or go.wait(60)
+        compute(self, state, output)
+
+    monkeypatch.setattr(grammar_mask, "_SLOW_S", 0.0)
+    monkeypatch.setattr(GrammarMask, "compute_ahead", compute_late)
+    charged: list[float] = []
+    monkeypatch.setattr(loop.core, "charge", lambda request, tokens, now: charged.append(tokens))
+    loop.add(20, [5, 6], constrained("[0-9]{4}held"))
+    slow = loop.core.requests[20]
+    while not slow.output:
+        loop.step()
+    loop.add(21, [5, 6], SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
+    ended: list[int] = []
+    while not ended:
+        ended += [event.request.id for event in loop.step() if isinstance(event, Finished)]
+    assert ended == [21]
+    assert len(slow.output) == 1
+    wait = loop.core.wait_of(slow)
+    assert wait is not None
+    assert wait.reason is WaitReason.GRAMMAR
+    go.set()
+    assert [event.reason for event in drain(loop) if isinstance(event, Finished)] == [FinishReason.LENGTH]
+    assert len(charged) > 3
+    assert min(charged) > 0
+
+
+def compiled_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the list to which the text of each constraint that is compiled is added."""
+    texts: list[str] = []
+    compiled = Grammars.compiled
+
+    def noted(self: Grammars, structured: StructuredOutput) -> Any:
+        texts.append(structured.text)
+        return compiled(self, structured)
+
+    monkeypatch.setattr(Grammars, "compiled", noted)
+    return texts
+
+
+def test_grammars_of_waiting_requests_are_compiled_once(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if more of them wait than are kept compiled."""
+    texts = compiled_texts(monkeypatch)
+    monkeypatch.setattr(grammars, "_MAX_COMPILED", 2)
+    asked = [f"[0-9]{{4}}y{number}" for number in range(12)]
+    for number, text in enumerate(asked, 300):
+        loop.add(number, [5, 6], constrained(text))
+    drain(loop)
+    assert sorted(texts) == sorted(asked)
+
+
+def test_requests_with_other_salts_share_no_compiled_grammar(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = compiled_texts(monkeypatch)
+    for number, salt in enumerate(("a", "b", "a", "b"), 400):
+        loop.add(number, [5, 6], constrained("[0-9]{4}z"), options=RequestOptions(cache_salt=salt))
+        drain(loop)
+    assert texts == ["[0-9]{4}z"] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import engines
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,7 @@ from skipjoin.core.events import Finished
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.exec.sampling import Sampling
 from skipjoin.model.grammar_mask import GrammarMask, GrammarState
+from skipjoin.model.grammars import Grammars
 from skipjoin.model.sampler import Sampler, SampleRow
 from skipjoin.policies.eviction import Recompute
 from skipjoin.sampling import SamplingParams
@@ -132,3 +134,51 @@ def test_a_failing_grammar_ends_its_request_alone(depth: int) -> None:
     (ended,) = [event for event in events if isinstance(event, Finished) and event.request is bad]
     assert ended.reason is FinishReason.ERROR
     assert ended.detail.startswith('structured_outputs cannot be enforced: the keyword "not"')
+
+
+# Alternatives that need some of the parser's items each.
+_RULES = "\n".join(f'r{i}: "x" w{i}\nw{i}: /[a-z]+/ "{i}"' for i in range(50))
+WIDE = StructuredOutput(kind="grammar", text=f"start: {' | '.join(f'r{i}' for i in range(50))}\n{_RULES}")
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_grammar_over_the_limit_of_a_mask_ends_its_request_alone(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "GRAMMARS", Grammars(Characters, VOCAB, [EOS], max_items=50))  # type: ignore[arg-type]
+    run(*engine(tiny_model("llama"), Recompute(), device_blocks=60, slots=3, depth=depth), others := mixed_requests())
+    params = SamplingParams(max_tokens=20, temperature=0, structured_outputs=WIDE)
+    wide = Request(7, 0.0, [1, 2, 3], 20, stop_tokens=frozenset({EOS}), sampling=Sampling(params, 1, (EOS,)))
+    requests = mixed_requests()
+    events = run(*engine(tiny_model("llama"), Recompute(), device_blocks=60, slots=3, depth=depth), [*requests, wide])
+    assert outputs(requests) == outputs(others)
+    (ended,) = [event for event in events if isinstance(event, Finished) and event.request is wide]
+    assert ended.reason is FinishReason.REFUSED
+    assert "is too expensive after 2 tokens: " in ended.detail
+    assert "limit 50" in ended.detail
+    assert ended.detail.endswith("simplify it, for example with fewer alternatives that match the same text")
+
+
+def test_wide_grammars_are_within_the_limits() -> None:
+    """A choice of 1,024 texts, 400 optional properties, and 300 alternatives."""
+    wide = [
+        StructuredOutput.choice([f"{number * 7919 % 10_007:05d}" for number in range(1024)]),
+        StructuredOutput.json({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(400)}}),
+        StructuredOutput.json({"enum": [*range(300), *map(str, range(300))]}),
+        StructuredOutput.json({"anyOf": [{"type": "array", "items": {"const": f"v{i}"}} for i in range(300)]}),
+    ]
+    for structured in wide:
+        text, _ = generate(structured, 12)
+        assert text
+
+
+def test_masks_of_a_request_have_a_limit_of_time() -> None:
+    mask = GrammarMask(GRAMMARS, max_masks_s=0.0)
+    state = mask.start(SamplingParams(structured_outputs=regex("[0-9]+")), [1], (EOS,))
+    assert isinstance(state, GrammarState)
+    (allowed,), _ = mask.masks([state])
+    assert state.error.startswith(
+        "the constraint on the output (response_format, structured_outputs, guided_* or tools)"
+    )
+    assert "took more than 0 s of processor time" in state.error
+    assert state.is_over_limit
+    assert state.is_active(0)  # ranks that are faster still compute the same mask
+    assert np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little")).tolist() == list(range(16, 26))

@@ -50,6 +50,14 @@ def test_prompts_count_once_and_outputs_by_weight() -> None:
     assert clients.ordering.served("a") == 30 + 2 * 6
 
 
+def test_charges_count_as_output() -> None:
+    clients = Clients()
+    sent, other = clients.send("a"), clients.send("b")
+    clients.ordering.on_charged(sent, 3.5, 0.0)
+    assert clients.ordering.served("a") == 7
+    assert clients.order() == [other.options.client, "a"]
+
+
 def test_idle_clients_save_up_no_service() -> None:
     clients = Clients()
     busy = clients.send("busy")

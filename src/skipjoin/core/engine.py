@@ -102,8 +102,13 @@ class EngineCore:
             notify(request, now)
         return True
 
+    def charge(self, request: Request, tokens: float, now: float) -> None:
+        """Count service of a live request besides its tokens, as that of `tokens` output tokens."""
+        for notify in self.scheduler.policies.on_charged:
+            notify(request, tokens, now)
+
     def grammar_compiled(self, request: Request) -> None:
-        """Let a request run that was added with `awaits_grammar`."""
+        """Let a request run again whose `awaits_grammar` was set."""
         request.awaits_grammar = False
 
     def start_step(self, now: float) -> StepPlan | None:
@@ -132,7 +137,8 @@ class EngineCore:
         void = scheduler.commit(result, now)
         for index, why in sorted(result.dropped.items()):
             if (request := result.plan.slices[index].request).finish_reason is None:
-                self._finish(request, FinishReason.ERROR, now, why)
+                reason = FinishReason.REFUSED if index in result.refused else FinishReason.ERROR
+                self._finish(request, reason, now, why)
         events, details = scheduler.events, result.details
         for index, (slice_, token) in enumerate(zip(result.plan.slices, result.tokens, strict=True)):
             request = slice_.request

@@ -165,7 +165,7 @@ class Finished(NamedTuple):
     Its blocks are freed when the plans that contain it commit, or with `Released` if it keeps its KV.
 
     Attributes:
-        detail: With `FinishReason.ERROR`, the cause and remedy; may be shown to the client.
+        detail: With `FinishReason.ERROR` and `REFUSED`, the cause and remedy; may be shown to the client.
     """
 
     request: Request

@@ -69,6 +69,9 @@ class Callbacks:
     def on_reforecast(self, request: Request, now: float) -> None:
         """Called after `request.forecast` changed."""
 
+    def on_charged(self, request: Request, tokens: float, now: float) -> None:
+        """Called after a request took time besides its tokens, as much as `tokens` output tokens take."""
+
     def on_finished(self, request: Request, now: float) -> None:
         """Called when a request has finished for any reason. Its state should be discarded."""
 
@@ -357,6 +360,7 @@ class Policies:
     on_reserved: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
     on_preempted: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
     on_reforecast: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
+    on_charged: tuple[Callable[[Request, float, float], None], ...] = field(init=False, repr=False, compare=False)
     on_finished: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -142,6 +142,7 @@ class StepResult:
         dropped: Reasons why slices were dropped, by index: the step exceeded the device's memory, or the grammar
             failed. Their tokens are ignored, and their requests end with `FinishReason.ERROR`. Several ranks drop none
             for lack of memory, because they would diverge.
+        refused: Those of `dropped` whose requests are at fault, and end with `FinishReason.REFUSED`.
     """
 
     plan: StepPlan
@@ -153,6 +154,7 @@ class StepResult:
     failed: Sequence[Move] = ()
     stages: Sequence[StageTime] = ()
     dropped: Mapping[int, str] = field(default_factory=dict)
+    refused: Collection[int] = ()
 
 
 # Maximum duration of a plan without slices, in seconds. It bounds how long a new request waits for a copy.

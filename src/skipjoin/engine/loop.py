@@ -6,7 +6,6 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from skipjoin.core.events import Event
 from skipjoin.core.forecast import Forecast
@@ -15,6 +14,7 @@ from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, Reques
 from skipjoin.core.step import StepPlan, StepResult, StepShape
 from skipjoin.engine.build import Engine
 from skipjoin.engine.driver import StepDriver
+from skipjoin.engine.grammar_waits import GrammarWaits
 from skipjoin.engine.rank_losses import RankLosses
 from skipjoin.engine.step_times import StepTimes
 from skipjoin.engine.targets import RelativeTargets
@@ -49,7 +49,7 @@ class EngineLoop:
         self._running: deque[StepPlan] = deque()
         self._losses = RankLosses()
         self._times = StepTimes()
-        self._compiling: dict[Future[object], Request] = {}  # requests that await their grammars
+        self._compiling = GrammarWaits(engine.core, engine.executor, self._charge)
 
     def add(
         self,
@@ -102,20 +102,8 @@ class EngineLoop:
         )
         if self._targets is not None:
             self._targets.arrived(request)
-        self._compile_grammar(request)
+        self._compiling.add(request)
         self.core.add(request, now)
-
-    def _compile_grammar(self, request: Request) -> None:
-        """Compile the request's grammar concurrently, so that only this request waits for it."""
-        compiled = self.engine.executor.compile_grammar(request)
-        if compiled is not None and not compiled.done():
-            request.awaits_grammar = True
-            self._compiling[compiled] = request
-
-    def _release_compiled(self, timeout_s: float = 0.0) -> None:
-        if self._compiling:
-            for compiled in wait(self._compiling, timeout_s, FIRST_COMPLETED).done:
-                self.core.grammar_compiled(self._compiling.pop(compiled))
 
     def reforecast(self, request_id: int, forecast: Forecast) -> bool:
         if self._targets is not None and (request := self.core.requests.get(request_id)) is not None:
@@ -161,9 +149,11 @@ class EngineLoop:
         try:
             if self.idle:
                 self.engine.executor.check()
-            is_stuck = self._driver.turn() is None
-            if is_stuck:
-                self._release_compiled(_COMPILE_WAIT_S)
+            result = self._driver.turn()
+            if is_stuck := result is None:
+                self._compiling.release(_COMPILE_WAIT_S)
+            else:
+                self._compiling.on_result(result)
             if is_stuck or self.idle:
                 self._times.paused()
         except RankError as error:
@@ -174,6 +164,17 @@ class EngineLoop:
         if self.engine.learned is not None:
             self.engine.learned.save_if_due()
         return events
+
+    def _release_compiled(self) -> None:
+        # While a plan is in flight, the next one is not due.
+        if self._driver.in_flight:
+            self._compiling.release()
+        else:
+            self._compiling.release_masks()
+
+    def _charge(self, request: Request, seconds: float) -> None:
+        """Count the time of a request's masks as if it had been spent on its tokens."""
+        self.core.charge(request, seconds / self._cost.current.step(StepShape(decodes=1)), self.clock())
 
     def _restart(self, error: RankError) -> None:
         self._driver.in_flight.clear()
@@ -186,6 +187,7 @@ class EngineLoop:
 
     def _tell_plan(self, plan: StepPlan) -> None:
         self._running.append(plan)
+        self._compiling.on_plan(plan.slices)
         self.on_plan(plan)
 
     def _learn(self, result: StepResult) -> None:

@@ -132,7 +132,8 @@ class Choice:
         if self._has_stopped:
             self.finish_reason = FinishReason.STOP.value
         elif output.reason is not None:
-            self.finish_reason = output.reason.value
+            is_refused = output.reason is FinishReason.REFUSED
+            self.finish_reason = (FinishReason.ERROR if is_refused else output.reason).value
         return shown
 
     @property

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 
 import torch
@@ -8,15 +8,16 @@ import torch
 from skipjoin.config.profile import Transfer
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, StepPlan, StepResult
+from skipjoin.exec.grammars_ahead import GrammarsAhead
 from skipjoin.exec.graphs import DecodeGraphs
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.model_threads import CallerThread, ModelThread, OwnThread
 from skipjoin.exec.rank_spec import measure_transfers, rank_spec_of, touch
-from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.transfer import Copier
 from skipjoin.exec.worker import InFlightStep, Worker
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.cuda import use_device
+from skipjoin.model.grammar_mask import GrammarMask, GrammarState
 from skipjoin.model.grammars import Grammars
 
 
@@ -60,9 +61,16 @@ class LocalExecutor:
     ) -> None:
         self.model = model
         self.store = store
-        self._worker = Worker(model, store, copier=copier, graphs=graphs, grammars=grammars)
         self.grammars = grammars
-        self._compiler = ThreadPoolExecutor(max_workers=1, thread_name_prefix="skipjoin-grammar")
+        self.ahead = GrammarsAhead(GrammarMask(grammars)) if grammars is not None else None
+        self._worker = Worker(
+            model,
+            store,
+            copier=copier,
+            graphs=graphs,
+            grammars=grammars,
+            limit_of=self.ahead.state_of if self.ahead is not None else lambda request: None,
+        )
         threads = threads or torch.get_num_threads()
         self._thread: ModelThread = (CallerThread if is_deferred else OwnThread)(model, threads)
         self.rank_specs = (rank_spec_of(model, store.device.block_size, threads, store.swap_dtype),)
@@ -83,14 +91,15 @@ class LocalExecutor:
         return LocalHandle(self._worker, self._thread.submit(partial(self._worker.begin, plan)))
 
     def on_finished(self, request: Request) -> None:
-        self._thread.after_these(partial(self._worker.on_finished, request))
+        self._thread.after_these(partial(self._forget, request))
 
-    def compile_grammar(self, request: Request) -> Future[object] | None:
-        sampling: Sampling = request.sampling  # type: ignore[assignment]
-        structured = sampling.params.structured_outputs
-        if structured is None or self.grammars is None or self.grammars.has(structured):
-            return None
-        return self._compiler.submit(self.grammars.matcher, structured)
+    def compile_grammar(self, request: Request) -> Future[GrammarState] | None:
+        return None if self.ahead is None else self.ahead.start(request)
+
+    def _forget(self, request: Request) -> None:
+        self._worker.on_finished(request)
+        if self.ahead is not None:
+            self.ahead.on_finished(request)
 
     def check(self) -> None: ...
 
@@ -98,6 +107,7 @@ class LocalExecutor:
         raise reason
 
     def close(self) -> None:
-        self._compiler.shutdown(cancel_futures=True)
+        if self.ahead is not None:
+            self.ahead.close()
         self._thread.close()
         self._worker.close()

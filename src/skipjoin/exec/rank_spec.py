@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from skipjoin.core.request import Request
 from skipjoin.core.step import LINK, Direction, Move
 from skipjoin.exec.base import Executor, Handle
 from skipjoin.exec.fit import fit_times
+from skipjoin.exec.grammars_ahead import GrammarsAhead
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.grammars import Grammars
@@ -94,7 +95,12 @@ class ModelExecutor(Executor[Handle], Protocol):
         """Grammars compiled in this process; None if ranks compile their own."""
         ...
 
-    def compile_grammar(self, request: Request) -> Future[object] | None:
+    @property
+    def ahead(self) -> GrammarsAhead | None:
+        """Computes masks outside of the steps; None if ranks compute all of them in their steps."""
+        ...
+
+    def compile_grammar(self, request: Request) -> Future[Any] | None:
         """Start to compile a request's grammar. None if it needs none or is compiled with its first slice."""
         ...
 

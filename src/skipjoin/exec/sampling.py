@@ -11,3 +11,8 @@ class Sampling(NamedTuple):
     params: SamplingParams
     seed: int
     eos_token_ids: tuple[int, ...]
+
+
+def is_constrained(sampling: object) -> bool:
+    """Return whether a request's `sampling` has structured outputs."""
+    return isinstance(sampling, Sampling) and sampling.params.structured_outputs is not None

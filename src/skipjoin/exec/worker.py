@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,7 @@ from skipjoin.exec.transfer import Copier, Ended
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.cuda import is_out_of_memory
-from skipjoin.model.grammar_mask import GrammarMask
+from skipjoin.model.grammar_mask import GrammarMask, GrammarState
 from skipjoin.model.grammars import Grammars
 from skipjoin.model.sampler import PromptLogprob, SampledTokens, Sampler, SampleRow, SamplingState, joined
 from skipjoin.model.transfer import CpuCopy, send
@@ -41,6 +41,7 @@ class InFlightStep:
     sampled: SampledTokens | None = None
     scores: list[tuple[int, CpuCopy[list[PromptLogprob]]]] = field(default_factory=list)
     dropped: dict[int, str] = field(default_factory=dict)
+    refused: list[int] = field(default_factory=list)
     end: Mark | None = None
     waited: float = 0.0
 
@@ -66,6 +67,7 @@ class Worker:
         copier: Receives overlapped moves when their plan begins and not earlier, since they may write blocks that an
             earlier plan's moves still read. None for the store's default.
         grammars: Needed by requests with structured outputs.
+        limit_of: Returns the state of a request's grammar, if it was started outside of the steps.
     """
 
     def __init__(
@@ -76,12 +78,14 @@ class Worker:
         copier: Copier | None = None,
         graphs: DecodeGraphs | None = None,
         grammars: Grammars | None = None,
+        limit_of: Callable[[Request], GrammarState | None] = lambda request: None,
     ) -> None:
         self.model = model
         self.store = store
         self._graphs = graphs
         self._copier = copier or (copier_for(store) if store.cpu is not None else None)
         self._has_grammars = grammars is not None
+        self._limit_of = limit_of
         self._sampler = _sampler(model, grammars)
         self._alone = model.shard.ranks == 1
         self._clock = DeviceClock(model.device) if model.device.type == "cuda" else CpuClock()
@@ -152,6 +156,7 @@ class Worker:
             failed=in_flight.ended.failed,
             stages=self._stage_times(in_flight, seconds),
             dropped=in_flight.dropped,
+            refused=in_flight.refused,
         )
 
     def on_finished(self, request: Request) -> None:
@@ -212,6 +217,8 @@ class Worker:
             sampling = in_flight.states[index].sampling
             if sampling is not None and sampling.error:
                 in_flight.dropped[index] = sampling.error
+                if sampling.is_over_limit:
+                    in_flight.refused.append(index)
 
     def _state_of(self, request: Request) -> RequestState:
         state = self._states.get(request)
@@ -221,7 +228,13 @@ class Worker:
                 raise ValueError(f"request {request.id} has structured outputs, and this worker has no grammars")
             started = None
             if self.model.shard.is_last:
-                started = self._sampler.start(sampling.params, sampling.seed, request.prompt, sampling.eos_token_ids)
+                started = self._sampler.start(
+                    sampling.params,
+                    sampling.seed,
+                    request.prompt,
+                    sampling.eos_token_ids,
+                    limit=self._limit_of(request),
+                )
             state = self._states[request] = RequestState(started)
         return state
 

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -26,62 +27,93 @@ from skipjoin.structured_output import GrammarError, StructuredOutput
 
 logger = logging.getLogger(__name__)
 
-# Compiled grammars to keep. Each takes from 10 KB to a few MB.
+# Compiled grammars to keep, besides those of unfinished requests. Each takes from 10 KB to a few MB.
 _MAX_COMPILED = 64
+# Items of the parser in one mask, which bounds its time to some 10 ms. Most of 400 public and 300 random schemas take
+# 60 at most, and none over 600. An object of 480 optional properties takes 2,000, the bound of a parser's row.
+MAX_MASK_ITEMS = 5_000
 # Marks special tokens in the vocabulary, which no text can produce.
 _SPECIAL = b"\xff"
+
+
+@dataclass(eq=False, slots=True)
+class CompiledGrammar:
+    """Compiled grammar of any number of requests.
+
+    Attributes:
+        matcher: Copied by each request, and never advanced.
+        is_slow: Whether a recent request had masks that take long.
+    """
+
+    matcher: LLMatcher
+    is_slow: bool = False
 
 
 class Grammars:
     """Compiles grammars, and keeps the recent ones. Thread-safe.
 
+    Salts separate the users of compiled grammars, because the time to the first token reveals whether a grammar is
+    compiled.
+
     Args:
         load_tokenizer: Called once, when the vocabulary is first needed.
         vocab_size: Number of the model's logits.
         eos_token_ids: Tokens that end an output.
+        max_items: Maximum number of the parser's items in one mask.
     """
 
-    def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        load_tokenizer: Callable[[], Tokenizer],
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        *,
+        max_items: int = MAX_MASK_ITEMS,
+    ) -> None:
         self.vocab_size = vocab_size
         self._load_tokenizer = load_tokenizer
         self.eos_token_ids = [token for token in eos_token_ids if token < vocab_size]
         self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[str, StructuredOutput], CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()
         self._loading = threading.Lock()
         # Errors must not quote the grammar, which would end up in logs.
-        self._limits = LLParserLimits(verbose_errors=False)
+        self._limits = LLParserLimits(verbose_errors=False, step_max_items=max_items)
 
-    def matcher(self, structured: StructuredOutput) -> LLMatcher:
-        """Return a new matcher.
+    def matcher(self, structured: StructuredOutput, salt: str = "") -> LLMatcher:
+        """Return a new matcher; raises as `get` does."""
+        return self.get(structured, salt).matcher.deep_copy()
+
+    def get(self, structured: StructuredOutput, salt: str = "") -> CompiledGrammar:
+        """Return a compiled grammar.
 
         Raises:
             GrammarError: If the grammar does not compile.
         """
-        with self._lock:
-            compiled = self._compiled.get(structured)
-            if compiled is not None:
-                self._compiled.move_to_end(structured)
-                return compiled.deep_copy()
+        if (known := self.known(structured, salt)) is not None:
+            return known
         # Compiling releases the GIL, and must not block other grammars.
-        compiled = self.compiled(structured)
+        compiled = CompiledGrammar(self.compiled(structured))
         with self._lock:
-            self._compiled[structured] = compiled
+            self._compiled[salt, structured] = compiled
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
-            return compiled.deep_copy()
+        return compiled
+
+    def known(self, structured: StructuredOutput, salt: str = "") -> CompiledGrammar | None:
+        """Return a grammar if it is compiled."""
+        with self._lock:
+            if (compiled := self._compiled.get((salt, structured))) is not None:
+                self._compiled.move_to_end((salt, structured))
+            return compiled
 
     def compiled(self, structured: StructuredOutput) -> LLMatcher:
-        """Compile a grammar, without keeping it; raises as `matcher` does."""
+        """Compile a grammar, without keeping it; raises as `get` does."""
         vocabulary, grammar = self.vocabulary, llguidance_grammar(structured)
         compiled = LLMatcher(vocabulary, grammar.text, limits=self._limits, log_level=0)
         if compiled.is_error():
             raise GrammarError(reason(compiled.get_error(), grammar.impossible))
         return compiled
-
-    def has(self, structured: StructuredOutput) -> bool:
-        """Return whether a constraint is compiled."""
-        return structured in self._compiled
 
     def load(self) -> None:
         """Load the vocabulary now. A model without one fails later, and only for constrained requests."""

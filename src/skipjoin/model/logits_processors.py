@@ -22,10 +22,12 @@ class ProcessorState:
     Attributes:
         reads_output: Whether the state depends on the output tokens, which are then passed to `accept`.
         error: Why the request cannot continue; empty if it can.
+        is_over_limit: Whether the error is a limit that the request exceeds.
     """
 
     reads_output: ClassVar[bool] = False
     error: str = ""
+    is_over_limit: bool = False
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Advance by the next output tokens. Each is passed once, in order."""

@@ -65,6 +65,11 @@ class SamplingState:
         """Why the request cannot continue; empty if it can."""
         return next((state.error for state in self._states if state.error), "")
 
+    @property
+    def is_over_limit(self) -> bool:
+        """Whether the error is a limit that the request exceeds."""
+        return any(state.is_over_limit for state in self._states)
+
 
 class SampleRow(NamedTuple):
     """Request whose next token is sampled, after `length` output tokens."""
@@ -155,11 +160,19 @@ class Sampler:
         self._limit = limit
 
     def start(
-        self, params: SamplingParams, seed: int, prompt: Sequence[int], eos_token_ids: Collection[int] = ()
+        self,
+        params: SamplingParams,
+        seed: int,
+        prompt: Sequence[int],
+        eos_token_ids: Collection[int] = (),
+        *,
+        limit: ProcessorState | None = None,
     ) -> SamplingState:
+        """Return the state of a new request without output; `limit` is that of its limit, if it has started."""
         made = enumerate(processor.start(params, prompt, eos_token_ids) for processor in self._processors)
         adjustments = tuple((number, state) for number, state in made if state is not None)
-        limit = None if self._limit is None else self._limit.start(params, prompt, eos_token_ids)
+        if limit is None and self._limit is not None:
+            limit = self._limit.start(params, prompt, eos_token_ids)
         return SamplingState(params, seed, len(prompt), adjustments, limit)
 
     @torch.inference_mode()

@@ -65,8 +65,8 @@ _BY_KEY = attrgetter("key")
 class Fair(Callbacks):
     """Ordering of clients by least service received, with a separate ordering of each client's requests.
 
-    Service counts computed prompt tokens, and output tokens times `output_weight`; recomputation does not count. A
-    returning client is lifted to the smallest counter of the active clients. While two clients are backlogged, their
+    Service counts computed prompt tokens, and output tokens and charges times `output_weight`; recomputation does not.
+    A returning client is lifted to the smallest counter of the active clients. While two clients are backlogged, their
     counters differ by at most the capacity of the KV pool.
 
     Requests are preempted only for clients that are behind by a `lead` or more, so two clients do not preempt each
@@ -126,6 +126,10 @@ class Fair(Callbacks):
 
     def on_reforecast(self, request: Request, now: float) -> None:
         self._of(request).ordering.on_reforecast(request, now)
+
+    def on_charged(self, request: Request, tokens: float, now: float) -> None:
+        self._of(request).served += tokens * self._output_weight
+        self._is_sorted = False
 
     def on_finished(self, request: Request, now: float) -> None:
         client = self._of(request)

@@ -88,6 +88,7 @@ class Done(msgspec.Struct, frozen=True, tag="done", array_like=True, gc=False):
     failed: list[int]
     details: dict[int, TokenDetail] = {}
     dropped: dict[int, str] = {}
+    refused: list[int] = []
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True, gc=False):

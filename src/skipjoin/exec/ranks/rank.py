@@ -59,6 +59,7 @@ class Rank:
             failed=plans.numbers_of(result.failed),
             details=dict(result.details) if shard.tp_rank == 0 else {},  # type: ignore[arg-type]
             dropped=dict(result.dropped),
+            refused=list(result.refused),
         )
 
     def _fail(self, error: Exception) -> RankFailed:

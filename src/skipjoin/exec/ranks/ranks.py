@@ -256,6 +256,10 @@ class RankedExecutor:
     def grammars(self) -> None:
         return None
 
+    @property
+    def ahead(self) -> None:
+        return None
+
     def compile_grammar(self, request: Request) -> None:
         return None
 

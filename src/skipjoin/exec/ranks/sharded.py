@@ -157,6 +157,7 @@ class ShardedExecutor:
             failed=failed,
             stages=tuple(times) if len(times) > 1 else (),
             dropped=sampling[0].dropped,
+            refused=sampling[0].refused,
         )
 
     def _answers(self) -> list[Done]:

@@ -146,6 +146,11 @@ def request_failed(why: str) -> ApiError:
     return ApiError(500, why, code="request_failed", headers={"x-should-retry": "false"})
 
 
+def grammar_too_expensive(why: str) -> ApiError:
+    """Return 400 for a constraint that a later token takes beyond the limits. It forbids a retry."""
+    return ApiError(400, why, code="grammar_too_expensive", headers={"x-should-retry": "false"})
+
+
 def from_parameter(error: ParameterError, names: Mapping[str, str] | None = None) -> ApiError:
     """Return 400 for a value outside its bounds. `names` are public names of fields."""
     if isinstance(error, ContextLengthError):

@@ -25,7 +25,14 @@ from skipjoin.formats.message import MessageReader
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.api.arrivals import Arrival
 from skipjoin.server.api.auth import ANONYMOUS
-from skipjoin.server.api.errors import ApiError, deadline_exceeded, request_failed, too_slow, unavailable
+from skipjoin.server.api.errors import (
+    ApiError,
+    deadline_exceeded,
+    grammar_too_expensive,
+    request_failed,
+    too_slow,
+    unavailable,
+)
 from skipjoin.server.api.forecasting import Expectation
 from skipjoin.server.api.limits import Admission, AdmissionSlot
 from skipjoin.server.api.protocol import GenerationBody
@@ -379,6 +386,8 @@ def _remaining(options: RequestOptions, arrived: float) -> RequestOptions:
 def _check_reason(reason: FinishReason, error: str) -> None:
     if reason is FinishReason.ERROR:
         raise request_failed(error)
+    if reason is FinishReason.REFUSED:
+        raise grammar_too_expensive(error)
     if reason is FinishReason.DEADLINE:
         raise deadline_exceeded()
     if reason is FinishReason.ABORT:

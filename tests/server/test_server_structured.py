@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
-from server_worlds import Api
+from server_worlds import Api, MakeApi
 from test_server_stalls import stall_of
 
+from skipjoin.core.request import FinishReason
+from skipjoin.model.grammar_check import GrammarCheck
 from skipjoin.structured_output import MAX_GRAMMAR_BYTES, StructuredOutput
 from support.pace import STALL_S
 
@@ -102,3 +107,115 @@ async def test_outcomes_of_compiling_are_remembered(api: Api) -> None:
     assert (await api.chat(structured_outputs=bomb)).status_code == 400
     assert (await api.chat(guided_regex="x")).status_code == 200
     assert (await api.chat(structured_outputs={"json": DEEP})).status_code == 400
+
+
+class HeldCompiler:
+    """Compiler that finishes a constraint when the test lets it. It records the texts of all constraints in order."""
+
+    def __init__(self, check: GrammarCheck) -> None:
+        self.texts: list[str] = []
+        self.steps = threading.Semaphore(0)
+        check._error_of = self._error_of  # type: ignore[method-assign]
+
+    def _error_of(self, structured: StructuredOutput) -> str:
+        self.texts.append(structured.text)
+        assert self.steps.acquire(timeout=60)
+        return ""
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def regexes(whose: str, count: int) -> list[dict[str, str]]:
+    return [{"guided_regex": f"{whose}{number}"} for number in range(count)]
+
+
+def asked(api: Api, key: str, fields: dict[str, Any]) -> asyncio.Task[httpx.Response]:
+    body, headers = {"prompt": "x", "max_tokens": 2, **fields}, {"Authorization": f"Bearer {key}"}
+    return asyncio.create_task(api.http.post("/v1/completions", json=body, headers=headers))
+
+
+async def test_keys_compile_in_turn(make_api: MakeApi) -> None:
+    """24 constraints of one key delay another key's by one. Compiled ones wait for none."""
+    async with make_api(api_keys=("one", "other")) as api:
+        assert api.service._grammars is not None
+        known = {"guided_regex": "known"}
+        assert (await asked(api, "other", known)).status_code == 200
+        compiler = HeldCompiler(api.service._grammars)
+        many = [asked(api, "one", fields) for fields in regexes("a", 24)]
+        await until(lambda: compiler.texts == ["a0"])
+        other = asked(api, "other", {"guided_regex": "b"})
+        assert (await asked(api, "other", known)).status_code == 200
+        compiler.steps.release(3)
+        assert (await other).status_code == 200
+        assert compiler.texts[1:3] in (["b", "a1"], ["a1", "b"])
+        compiler.steps.release(24)
+        assert {answer.status_code for answer in await asyncio.gather(*many)} == {200}
+
+
+async def test_constraints_of_disconnected_clients_are_not_compiled(make_api: MakeApi) -> None:
+    async with make_api() as api:
+        assert api.service._grammars is not None
+        compiler = HeldCompiler(api.service._grammars)
+        first = asyncio.create_task(api.complete(max_tokens=2, guided_regex="a"))
+        await until(lambda: compiler.texts == ["a"])
+        gone = asyncio.Event()
+        abandoned = [asyncio.create_task(abandon(api, {"prompt": "x", **fields}, gone)) for fields in regexes("b", 20)]
+        await until(lambda: api.service.admission.requests == 21)
+        gone.set()
+        assert await asyncio.gather(*abandoned) == [499] * 20
+        assert api.service.admission.requests == 1
+        compiler.steps.release(22)
+        assert (await first).status_code == 200
+        assert (await api.complete(max_tokens=2, guided_regex="c")).status_code == 200
+        assert compiler.texts == ["a", "c"]
+
+
+async def abandon(api: Api, body: dict[str, Any], gone: asyncio.Event) -> int:
+    """Send a request whose client disconnects at an event, and return the status that is not sent."""
+    messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "http_version": "1.1"}
+    scope |= {"headers": [(b"host", b"localhost"), (b"content-type", b"application/json")], "scheme": "http"}
+    await api.app(scope | {"client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80)}, receive, send)
+    return int(sent[0]["status"])
+
+
+async def test_a_key_does_not_learn_what_others_compile(make_api: MakeApi) -> None:
+    """Each key's first use of a constraint compiles it, and its second does not."""
+    async with make_api(api_keys=("one", "other")) as api:
+        assert api.service._grammars is not None
+        compiler = HeldCompiler(api.service._grammars)
+        compiler.steps.release(10)
+        for key in ("one", "one", "other", "other"):
+            assert (await asked(api, key, {"guided_regex": "a"})).status_code == 200
+        assert compiler.texts == ["a", "a"]
+        salts = {added.options.cache_salt for added in api.engine.added}
+        assert len(salts) == 2  # the engine's compiled grammars are separate by salt
+
+
+async def test_constraints_that_exceed_limits_later_are_the_clients_fault(api: Api) -> None:
+    """The status is 400 before a stream begins, and an event ends a stream that has begun."""
+    api.engine.paused = True
+    for is_stream in (False, True):
+        answer = asyncio.create_task(api.complete(max_tokens=5, stream=is_stream, guided_regex="a+"))
+        await until(lambda: api.engine.live)
+        api.engine.end_all(FinishReason.REFUSED, "too big")
+        text = (await answer).text
+        assert answer.result().status_code == (200 if is_stream else 400)
+        error = json.loads(text.removeprefix("data: "))["error"]
+        expected = {"type": "invalid_request_error", "code": "grammar_too_expensive", "message": "too big"}
+        assert {name: error[name] for name in expected} == expected

@@ -8,11 +8,13 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
+from concurrent.futures import Future
 from pathlib import Path
 
 import msgspec
 
 from skipjoin.model import grammar_program as program
+from skipjoin.model.fair_threads import FairThreads
 from skipjoin.model.grammar_program import Vocabulary
 from skipjoin.model.template_program import read_frame, write_frame
 from skipjoin.structured_output import GrammarError, StructuredOutput
@@ -21,7 +23,7 @@ _COMMAND = (sys.executable, "-m", program.__name__)
 # Seconds after which a process that does not answer, such as a stopped one, is killed. Loading the vocabulary takes
 # a few, and on a busy machine many.
 _MAX_WAIT_S = 60.0
-# Constraints whose outcome is remembered.
+# Constraints whose outcome is remembered, of all clients.
 _MAX_KNOWN = 1024
 # Smaller vocabularies load within the first request.
 _LARGE_VOCABULARY = 10_000
@@ -37,40 +39,76 @@ class _EndedError(GrammarError):
 
 
 class GrammarCheck:
-    """Compiles constraints in a separate process, which starts on demand and is replaced if it ends. Thread-safe."""
+    """Compiles constraints in a separate process, which starts on demand and is replaced if it ends. Thread-safe.
+
+    The constraints of several clients take turns. Each client has its own outcomes, because a fast one would reveal
+    that another client uses the constraint.
+    """
 
     def __init__(self, folder: str | Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._vocabulary = Vocabulary(str(folder), vocab_size, eos_token_ids)
+        # One thread, because a single process compiles.
+        self._threads = FairThreads(1, "skipjoin-grammar")
         self._process: subprocess.Popen[bytes] | None = None
-        self._known: OrderedDict[StructuredOutput, str] = OrderedDict()
+        self._known: OrderedDict[tuple[str, StructuredOutput], str] = OrderedDict()
+        self._known_lock = threading.Lock()
         self._lock = threading.Lock()
         weakref.finalize(self, self.close)
 
     def start(self) -> None:
-        """Start the process, if its vocabulary takes long to load."""
+        """Start the process in a thread, if its vocabulary takes long to load."""
         if self._vocabulary.size >= _LARGE_VOCABULARY:
-            with self._lock:
-                self._running()
+            self._threads.submit("", self._start)
 
-    def check(self, structured: StructuredOutput) -> None:
+    def check(self, structured: StructuredOutput, client: str = "") -> None:
         """Compile a constraint, unless it is known. Releases the GIL.
 
         Raises:
             GrammarError: If it does not compile within the limits.
         """
-        with self._lock:
-            if (error := self._known.get(structured)) is None:
-                error = self._known[structured] = self._error_of(structured)
+        self.submit(structured, client).result()
+
+    def submit(self, structured: StructuredOutput, client: str = "") -> Future[None]:
+        """Start to compile a constraint; the future raises as `check` does. It is done if the constraint is known.
+
+        Canceled before the constraint is compiled, it leaves the queue.
+        """
+        error = self._recall(structured, client)
+        if error is None:
+            return self._threads.submit(client, self._check, structured, client)
+        future: Future[None] = Future()
+        if error:
+            future.set_exception(GrammarError(error))
+        else:
+            future.set_result(None)
+        return future
+
+    def _recall(self, structured: StructuredOutput, client: str) -> str | None:
+        with self._known_lock:
+            if (error := self._known.get((client, structured))) is not None:
+                self._known.move_to_end((client, structured))
+            return error
+
+    def _check(self, structured: StructuredOutput, client: str) -> None:
+        # An equal constraint may have been compiled while this one waited.
+        if (error := self._recall(structured, client)) is None:
+            with self._lock:
+                error = self._error_of(structured)
+            with self._known_lock:
+                self._known[client, structured] = error
                 if len(self._known) > _MAX_KNOWN:
                     self._known.popitem(last=False)
-            else:
-                self._known.move_to_end(structured)
         if error:
             raise GrammarError(error)
+
+    def _start(self) -> None:
+        with self._lock:
+            self._running()
 
     def close(self) -> None:
         if (process := self._process) is not None:
             process.kill()  # ends a check in progress
+        self._threads.close()
         with self._lock:
             self._end()
 

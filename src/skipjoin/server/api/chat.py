@@ -48,7 +48,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
     def estimates(self, body: ChatRequest) -> list[int]:
         return [estimate_chat(body)]
 
-    async def tokenize(self, body: ChatRequest) -> list[Prompt]:
+    async def tokenize(self, body: ChatRequest, client: str) -> list[Prompt]:
         service = self.service
         text = await render_chat(service, body)
         if self._reading(body) is not None:
@@ -64,7 +64,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
             max_tokens=min((value for value in limits.values() if value is not None), default=room),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=None,
-            structured=await chat_constraint(service, body, text),
+            structured=await chat_constraint(service, body, text, client),
         )
         return [Prompt(ids, None, params)]
 

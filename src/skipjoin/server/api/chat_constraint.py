@@ -14,12 +14,12 @@ from skipjoin.server.api.structured import structured_output
 from skipjoin.structured_output import GrammarError, StructuredOutput
 
 
-async def chat_constraint(service: Service, body: ChatRequest, prompt: str) -> StructuredOutput | None:
-    """Return the constraint of a chat request, if any. Raise 400 unless it compiles."""
+async def chat_constraint(service: Service, body: ChatRequest, prompt: str, client: str) -> StructuredOutput | None:
+    """Return the constraint of a chat request, if any. Raise as `Service.check_grammar`."""
     structured, field = structured_output(body)
     output_format, tools = service.output_format, body.offered
     if output_format is None or not (tools or structured):
-        return await service.structured_output(body)
+        return await service.structured_output(body, client)
     constraints = Constraints(output_format, service.tokenizer, prompt)
     if not tools:
         assert structured is not None
@@ -27,7 +27,7 @@ async def chat_constraint(service: Service, body: ChatRequest, prompt: str) -> S
             structured = constraints.after_reasoning(structured)
         except GrammarError as error:
             raise bad_request(f"{field} {error}", field) from None
-        return await _checked(service, structured, field)
+        return await _checked(service, structured, field, client)
     if not (structured or output_format.is_prompted or _must_enforce(body, tools)):
         return None
     try:
@@ -37,9 +37,9 @@ async def chat_constraint(service: Service, body: ChatRequest, prompt: str) -> S
         what = param if field else "tools: the grammar of their calls"
         raise bad_request(f"{what} {error}", param) from None
     try:
-        return await _checked(service, found, "tools")
+        return await _checked(service, found, "tools", client)
     except ApiError:
-        await _check_each(service, tools)
+        await _check_each(service, tools, client)
         raise
 
 
@@ -58,14 +58,14 @@ def _calls(
     return constraints.calls(functions, is_parallel=body.is_parallel, must_call=body.must_call, answer=structured)
 
 
-async def _checked(service: Service, structured: StructuredOutput, field: str) -> StructuredOutput:
-    await service.check_grammar(structured, field)
+async def _checked(service: Service, structured: StructuredOutput, field: str, client: str) -> StructuredOutput:
+    await service.check_grammar(structured, field, client)
     return structured
 
 
-async def _check_each(service: Service, tools: Sequence[Tool]) -> None:
+async def _check_each(service: Service, tools: Sequence[Tool], client: str) -> None:
     """Raise 400 for the first function whose schema cannot be enforced."""
     for number, tool in enumerate(tools):
         if tool.function.strict:
             param = f"tools.{number}.function.parameters"
-            await service.check_grammar(StructuredOutput.json(tool.function.schema_of_arguments), param)
+            await service.check_grammar(StructuredOutput.json(tool.function.schema_of_arguments), param, client)

@@ -43,9 +43,9 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
     def estimates(self, body: CompletionRequest) -> list[int]:
         return [estimate_tokens(prompt) for prompt in body.prompts]
 
-    async def tokenize(self, body: CompletionRequest) -> list[Prompt]:
+    async def tokenize(self, body: CompletionRequest, client: str) -> list[Prompt]:
         prompts = []
-        structured = await self.service.structured_output(body)
+        structured = await self.service.structured_output(body, client)
         for prompt in body.prompts:
             prompts.append(await self._tokenize(body, prompt, structured))
             await asyncio.sleep(0)  # let other streams continue

@@ -313,7 +313,7 @@ class Endpoint(ABC, Generic[BodyT]):
                 raise service.too_long(self.prompt_field, f"about {max(estimates)}") from error
             raise
         try:
-            prompts = await self.tokenize(body)
+            prompts = await self.tokenize(body, options.client or owner)
             rules = self.text_rules(body)
             copies = [(prompt, copy) for prompt in prompts for copy in range(n)]
             admission.resize(slots, [len(prompt.ids) for prompt, _ in copies], is_best_effort=is_best_effort)
@@ -349,8 +349,8 @@ class Endpoint(ABC, Generic[BodyT]):
         """Return a cheap estimate of the number of tokens of each prompt."""
 
     @abstractmethod
-    async def tokenize(self, body: BodyT) -> list[Prompt]:
-        """Return the tokenized prompts, one per estimate."""
+    async def tokenize(self, body: BodyT, client: str) -> list[Prompt]:
+        """Return the tokenized prompts, one per estimate. `client` is whose constraints wait for each other."""
 
     @abstractmethod
     def format(self, body: BodyT, options: RequestOptions) -> Format: ...

@@ -3,11 +3,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -17,9 +17,11 @@ from skipjoin.server.api.generation import BodyT, Endpoint, Job, JobRun
 from skipjoin.server.api.notes import note_of
 from skipjoin.server.api.options import request_options
 from skipjoin.server.api.responses import encode
+from skipjoin.server.api.structured import may_compile
 from skipjoin.server.engines.errors import EngineError
 
 logger = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
 # Reason in the log if the client disconnects early.
 _DISCONNECTED = "disconnected"
 
@@ -37,10 +39,32 @@ async def answer(request: Request, endpoint: Endpoint[BodyT]) -> Response:
     body = await service.parse(await json_body(request), endpoint.body_type)
     state = request.state
     options = request_options(body, request.headers, service.config, state.owner, state.request_id)
-    job = await endpoint.prepare(body, options, arrived, owner=state.owner, request_id=state.request_id)
+    preparing = endpoint.prepare(body, options, arrived, owner=state.owner, request_id=state.request_id)
+    # Only constraints wait for those of other requests.
+    job = await (_while_connected(request.receive, preparing) if may_compile(body) else preparing)
     if body.stream:
         return StreamReply(endpoint, job, usage_at_end=body.usage_at_end, usage_always=body.usage_always)
     return WholeReply(endpoint, job)
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+    """Return the result of `work`, or cancel it and raise `ClientDisconnect` when the client disconnects."""
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnection(receive))
+    watcher.add_done_callback(lambda _: task.cancel())
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if watcher.done():
+            raise ClientDisconnect from None
+        raise
+    finally:
+        watcher.cancel()
+
+
+async def _disconnection(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class JsonReply(Response):
@@ -88,8 +112,7 @@ async def _watched(endpoint: Endpoint[BodyT], job: Job, scope: Scope, receive: R
 
 
 async def _watch(receive: Receive, run: JobRun) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    await _disconnection(receive)
     run.fail(DisconnectedError())
 
 

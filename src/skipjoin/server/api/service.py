@@ -95,8 +95,6 @@ class Service:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="skipjoin-text")
         # One thread, because a single process renders chat templates.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="skipjoin-template")
-        # Likewise for grammars.
-        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="skipjoin-grammar")
         self._grammars: GrammarCheck | None = None
 
     def open(
@@ -116,7 +114,7 @@ class Service:
         """
         self._info, self._tokenizer = info, tokenizer
         self._grammars = GrammarCheck(info.folder, info.vocab_size, tokenizer.eos_token_ids)
-        self._compiler.submit(self._grammars.start)
+        self._grammars.start()
         self._sampling_defaults = sampling_defaults or {}
         if keeper is not None:
             self._forecasting = Forecasting(keeper, self.metrics, ask)
@@ -146,7 +144,7 @@ class Service:
             self._forecasting.close()
         if self._grammars is not None:
             self._grammars.close()
-        for threads in (self._threads, self._renderer, self._compiler):
+        for threads in (self._threads, self._renderer):
             threads.shutdown(wait=False, cancel_futures=True)
         if self._tokenizer is not None:
             self._tokenizer.close()
@@ -283,18 +281,18 @@ class Service:
 
     # -- sampling -----------------------------------------------------------------------------------------
 
-    async def structured_output(self, body: GenerationBody) -> StructuredOutput | None:
-        """Return the constraint of a body's fields, if any. Raise 400 unless it compiles."""
+    async def structured_output(self, body: GenerationBody, client: str) -> StructuredOutput | None:
+        """Return the constraint of a body's fields, if any. Raise as `check_grammar`."""
         structured, field = structured_output(body)
         if structured is not None:
-            await self.check_grammar(structured, field)
+            await self.check_grammar(structured, field, client)
         return structured
 
-    async def check_grammar(self, structured: StructuredOutput, field: str) -> None:
+    async def check_grammar(self, structured: StructuredOutput, field: str, client: str) -> None:
         """Raise 400, which names the field, unless a grammar compiles."""
         assert self._grammars is not None
         try:
-            await asyncio.get_running_loop().run_in_executor(self._compiler, self._grammars.check, structured)
+            await asyncio.wrap_future(self._grammars.submit(structured, client))
         except GrammarError as error:
             raise bad_request(f"{field} {error}", field) from None
 

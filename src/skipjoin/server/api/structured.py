@@ -12,6 +12,12 @@ from skipjoin.structured_output import GrammarError, StructuredOutput
 _GUIDED = ("json", "regex", "choice", "grammar")
 
 
+def may_compile(body: GenerationBody) -> bool:
+    """Return whether a body may have a constraint, which is compiled before its job starts."""
+    fields = ("response_format", "structured_outputs", "tools", *(f"guided_{name}" for name in _GUIDED))
+    return any(getattr(body, field, None) is not None for field in fields)
+
+
 def structured_output(body: GenerationBody) -> tuple[StructuredOutput | None, str]:
     """Return a body's constraint and the field that it comes from. Raise 400 for more than one."""
     asked: dict[str, dict[str, Any] | ResponseFormat] = {}

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from enum import IntEnum
-from itertools import chain, count, pairwise
+from itertools import count, pairwise
 from typing import Any, Protocol
 
 from skipjoin.core.kv.interface import KVAccounts
@@ -302,7 +302,7 @@ class TwoQueues(Valued):
         super().__init__(tasks)
         self._tasks = tasks
         self._index = index
-        self._overdue = Ranking()  # prompts that are offered whatever they need, so that nothing passes them
+        self._overdue = Ranking()  # prompts without KV that only others like them may pass
 
     def on_reserved(self, request: Request, now: float) -> None:
         self._tasks.on_reserved(request)
@@ -317,17 +317,20 @@ class TwoQueues(Valued):
         return not self._tasks.is_overdue(request, now)
 
     def fitting(self, limits: Limits, kv: KVAccounts) -> Iterator[Request]:
-        return chain(self._overdue, self._index.fitting(limits, kv))
+        return self._index.fitting(limits, kv)
+
+    def may_pass(self, request: Request, kv: KVAccounts) -> bool:
+        first = next((one for one in self._overdue if kv.blocks_of(one) is None), request)
+        return request in self._overdue or not self.rank(first) < self.rank(request)
 
     def _place(self, request: Request, now: float) -> None:
         super()._place(request, now)
         self._forget(request)
         if request.planned:  # it holds KV
             return
+        self._index.put(request, self.rank(request))
         if self._tasks.is_overdue(request, now):
             self._overdue.set_stable(request, self.rank(request))
-        else:
-            self._index.put(request, self.rank(request))
 
     def _forget(self, request: Request) -> None:
         self._index.discard(request)

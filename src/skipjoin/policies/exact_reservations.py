@@ -221,6 +221,7 @@ class ExactReservations(Callbacks):
         self._now = 0.0
         self._bands: Counter[Band] = Counter()  # of all requests, before any is lifted
         self._ordering: Ordering | None = None
+        self._live: set[Request] = set()  # those that the ordering knows
         self._wanted: dict[Request, _Wanted] = {}  # of decodes that were refused or admitted
 
     def bind(self, ordering: Ordering) -> None:
@@ -236,6 +237,7 @@ class ExactReservations(Callbacks):
 
     def on_arrived(self, request: Request, now: float) -> None:
         self._bands[request.own_band] += 1
+        self._live.add(request)
 
     def on_reserved(self, request: Request, now: float) -> None:
         self._change_hosts()
@@ -252,6 +254,7 @@ class ExactReservations(Callbacks):
         self._wanted.pop(request, None)
         if self._gate is not None:
             self._gate.forget(request)
+        self._live.discard(request)
         band = request.own_band
         self._bands[band] -= 1
         if not self._bands[band]:
@@ -352,8 +355,8 @@ class ExactReservations(Callbacks):
         # The first condition is quicker, and false for most loads.
         if any(own > band for own in self._bands) and any(one.band > band for one in kv.holders()):
             return True
-        holders = (one for one in kv.holders() if one.finish_reason is None)
-        return must_precede(self._ordering, request, holders)
+        holders = (one for one in kv.holders() if one in self._live)
+        return request in self._live and must_precede(self._ordering, request, holders)
 
     @staticmethod
     def _generation_waits(kv: KVAccounts) -> bool:

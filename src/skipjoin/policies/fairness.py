@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import chain, count, takewhile
 from math import inf
 from operator import attrgetter
 from typing import Any
@@ -27,7 +27,7 @@ from skipjoin.core.policy import (
 )
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.context import StepContext
-from skipjoin.core.scheduling.promises import may_await_prefix, must_precede
+from skipjoin.core.scheduling.promises import may_await_prefix, may_pass, must_precede
 from skipjoin.core.scheduling.selective import Limits, fitting
 from skipjoin.core.step import Slice
 from skipjoin.policies.best_effort import LimitedBestEffort, refusal_of
@@ -143,13 +143,7 @@ class Fair(Callbacks):
         return chain.from_iterable([client.ordering.ranked(now) for client in self._standings()])
 
     def fitting(self, limits: Limits, kv: KVAccounts) -> Iterator[Request]:
-        # A request that is passed over is passed by its own client's only. Otherwise another client's would take the KV
-        # that it waits for, and run whatever the counters are.
-        standings = self._standings()
-        for client in standings:
-            yield from fitting(client.ordering, limits, kv)
-            if len(standings) > 1 and any(kv.blocks_of(one) is None and not one.awaits_grammar for one in client.live):
-                return
+        return chain.from_iterable(fitting(client.ordering, limits, kv) for client in self._standings())
 
     def rank(self, request: Request) -> Any:
         client = self._of(request)
@@ -164,6 +158,14 @@ class Fair(Callbacks):
 
     def may_await_prefix(self, request: Request, now: float) -> bool:
         return may_await_prefix(self._of(request).ordering, request, now)
+
+    def may_pass(self, request: Request, kv: KVAccounts) -> bool:
+        # A request is passed by its own client's only. Otherwise another client's would take the KV that it waits for,
+        # and run whatever the counters are.
+        mine = self._of(request)
+        before = takewhile(lambda client: client is not mine, self._standings())
+        waiting = (one for client in before for one in client.live if kv.blocks_of(one) is None)
+        return all(one.awaits_grammar for one in waiting) and may_pass(mine.ordering, request, kv)
 
     def must_precede(self, request: Request, others: Iterable[Request]) -> bool:
         self._standings()

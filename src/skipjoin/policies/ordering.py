@@ -11,7 +11,7 @@ from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account
 from skipjoin.core.policy import Callbacks, Ordering, explanation, is_decode_invariant
 from skipjoin.core.request import Band, Request
-from skipjoin.core.scheduling.promises import may_await_prefix, must_precede
+from skipjoin.core.scheduling.promises import may_await_prefix, may_pass, must_precede
 from skipjoin.core.scheduling.selective import Limits, fitting
 from skipjoin.core.step import Slice
 from skipjoin.policies.ranking import Ranking
@@ -167,6 +167,9 @@ class Prioritized(Callbacks):
 
     def may_await_prefix(self, request: Request, now: float) -> bool:
         return request not in self._lifted and may_await_prefix(self._bands[request.band], request, now)
+
+    def may_pass(self, request: Request, kv: KVAccounts) -> bool:
+        return may_pass(self._bands[request.band], request, kv)
 
     def must_precede(self, request: Request, others: Iterable[Request]) -> bool:
         band = request.band

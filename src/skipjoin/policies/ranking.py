@@ -24,6 +24,9 @@ class Ranking:
         # Called for many requests in every step.
         self.key: Callable[[Request], Any] = self._keys.__getitem__
 
+    def __contains__(self, request: Request) -> bool:
+        return request in self._keys
+
     def __len__(self) -> int:
         return len(self._keys)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.request import Request
 
 
 class Promising(Protocol):
-    """Ordering with bounds on waiting. It may have either method."""
+    """Ordering with bounds on waiting. It may have any of these methods."""
 
     def may_await_prefix(self, request: Request, now: float) -> bool:
         """Return whether the request may wait for a prefix that another one computes. Must be pure."""
@@ -23,6 +24,10 @@ class Promising(Protocol):
         """
         ...
 
+    def may_pass(self, request: Request, kv: KVAccounts) -> bool:
+        """Return whether the request may be admitted before one without KV that ranks before it. Must be pure."""
+        ...
+
 
 def may_await_prefix(ordering: object, request: Request, now: float) -> bool:
     """Return what a `Promising` ordering returns, and True for others."""
@@ -34,3 +39,9 @@ def must_precede(ordering: object, request: Request, others: Iterable[Request]) 
     """Return what a `Promising` ordering returns, and False for others."""
     ask = getattr(ordering, "must_precede", None)
     return ask is not None and bool(ask(request, others))
+
+
+def may_pass(ordering: object, request: Request, kv: KVAccounts) -> bool:
+    """Return what a `Promising` ordering returns, and True for others."""
+    ask = getattr(ordering, "may_pass", None)
+    return ask is None or bool(ask(request, kv))

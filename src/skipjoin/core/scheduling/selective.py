@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import Protocol
 
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import Request
+from skipjoin.core.scheduling.promises import may_pass
 
 # Returns the current maximum of each kind of need, in blocks.
 Limits = Callable[[], Sequence[int]]
@@ -45,5 +47,7 @@ def passing(policies: Policies, kv: KVAccounts, holders: Sequence[Request]) -> I
     if limits is None:
         return iter(holders)
     # The ordering is notified at the end of the step, and still has those that this step has admitted.
-    found = (one for one in fitting(policies.ordering, lambda: limits(kv), kv) if kv.blocks_of(one) is None)
-    return heapq.merge(holders, found, key=policies.ordering.rank) if holders else found
+    ordering = policies.ordering
+    found: Iterator[Request] = (one for one in fitting(ordering, lambda: limits(kv), kv) if kv.blocks_of(one) is None)
+    found = takewhile(lambda one: may_pass(ordering, one, kv), found)
+    return heapq.merge(holders, found, key=ordering.rank) if holders else found

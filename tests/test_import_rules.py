@@ -48,6 +48,7 @@ ALLOWED: dict[str, set[str]] = {
         "core.kv.interface",
         "core.kv.reservations",
         "core.scheduling.context",
+        "core.scheduling.promises",
         "core.scheduling.selective",
         "policies",
     },

@@ -82,7 +82,7 @@ def test_no_later_request_keeps_kv_or_slots_from_an_earlier_one_beyond_overtakin
     params = (("overtaking_s", overtaking_s),)
     invariants: list[Invariant] = [Overtaking(overtaking_s, slack_s=1.0), ShortPrefixWaits()]
     run = BoundedRun(world_of("adaptive", pipeline, draw, params=params), send, invariants, shares)
-    run.run(lambda: run.now > 3 * overtaking_s + 5)
+    run.run(lambda: run.now > 2 * overtaking_s + 4)
 
 
 @one_in(2)
@@ -134,7 +134,7 @@ def test_counts_of_waiting_clients_differ_by_a_pool_and_a_step(
     step = world_.depth * (world_.max_tokens + WEIGHT * world_.max_seqs)
     most = world_.device_blocks * SIZE + step
     run = BoundedRun(world_, send, [EqualService(most, WEIGHT), SharedSteps()], shares)
-    run.run(lambda: run.now > 4)
+    run.run(lambda: run.now > 3)
 
 
 @one_in(4)

@@ -200,7 +200,7 @@ def _stored_dtype(folder: Path, is_dummy: bool) -> str:
     try:
         files = _WeightFiles(folder)
         for name in files.where:
-            tensor = files.slice(name)
+            tensor = files.opened(name)
             elements[_STORED.get(tensor.get_dtype(), "")] += math.prod(tensor.get_shape())
     except ModelError as error:
         if not is_dummy:
@@ -222,7 +222,7 @@ class _WeightFiles:
         self._files: dict[str, Any] = {}
         self.where = self._locate()
 
-    def slice(self, name: str) -> Any:
+    def opened(self, name: str) -> Any:
         with self._errors(name):
             return self._open(self.where[name]).get_slice(name)
 
@@ -292,7 +292,7 @@ class FolderWeights:
         known = name if name in where else name.removeprefix(self._prefix)
         if known not in where:
             raise ModelError(f"{self._folder} has no tensor {name!r}")
-        stored = self._files.slice(known)
+        stored = self._files.opened(known)
         if stored.get_dtype() not in _STORED:
             raise ModelError(
                 f"{self._folder}: {name} has type {stored.get_dtype()}; supported are {', '.join(_STORED)}"

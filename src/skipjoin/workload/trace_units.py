@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from skipjoin.config import ConfigError
 from skipjoin.workload.prefixes import HASH_TOKENS
@@ -14,6 +14,7 @@ TIME_UNITS = {"s": 1, "ms": 1000}
 # Usual tokens of an id: those of Mooncake, of Qwen-Bailian, and of other engines' blocks.
 _SIZES = (HASH_TOKENS, 16, 32, 64, 128, 256)
 _DETECTED_ROWS = 1000
+_MAX_TIME = 1e300  # larger integers overflow float
 # Between requests, in the mean of a file: a shorter time in milliseconds, or a longer one in seconds, is implausible.
 _MIN_GAP_MS, _MAX_GAP_S = 1.0, 1000.0
 
@@ -60,7 +61,7 @@ def _per_s(lines: Sequence[Line]) -> int:
 
     Mooncake's are integers of milliseconds. Traces of the same form, such as Qwen-Bailian's, have fractions of seconds.
     """
-    times = [cell for line in lines if _is_time(cell := line.cell("arrival_s"))]
+    times = [cell for line in lines if _is_number(cell := line.cell("arrival_s")) and abs(cell) < _MAX_TIME]
     gap = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
     has_fractions = any(time != int(time) for time in times)
     if 0 < gap < _MIN_GAP_MS or (has_fractions and gap <= _MAX_GAP_S):
@@ -68,8 +69,9 @@ def _per_s(lines: Sequence[Line]) -> int:
     return TIME_UNITS["ms"]
 
 
-def _is_time(cell: object) -> bool:
-    return isinstance(cell, int | float) and not isinstance(cell, bool) and abs(cell) < 1e300
+def _is_number(cell: object) -> TypeGuard[int | float]:
+    # bool is a subclass of int.
+    return isinstance(cell, int | float) and not isinstance(cell, bool)
 
 
 def _hash_tokens(lines: Sequence[Line]) -> int:

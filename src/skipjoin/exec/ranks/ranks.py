@@ -139,6 +139,7 @@ class RankGroup:
             raise RankError(f"the cluster has no free {kind}s for {self._layout()} at present")
         chosen = set(ray.util.placement_group_table(self._placed)["bundles_to_node_id"].values())
         self._nodes = [node for node in nodes if node.name in chosen]
+        # Without max_restarts: all ranks restart together, and Ray gives up actors that exit with code 0.
         actor = ray.remote(num_cpus=1, num_gpus=int(kind == "GPU"), max_concurrency=2)(RankActor)
         for rank in range(sizes.ranks):
             strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(

@@ -1,6 +1,6 @@
 """Measure the cost of sending a plan to several ranks by transport, and the overhead of a step without its model.
 
-    python benchmarks/performance/distributed_overhead/run.py [--out FILE]
+    python benchmarks/performance/distributed_overhead/run.py [--out FILE] [--sums]
 
 `ways`: a message of a plan's size is sent to every rank, and each rank answers: by Ray actor calls, through a compiled
 Ray graph, and over the engine's links. A compiled graph runs in a separate process, which is killed if it does not
@@ -9,6 +9,10 @@ exit.
 `steps`: `empty` is a plan without slices through the built-in model's executor, in this process, on one rank, with TP 2
 and with TP 2 x PP 2. `control` is what the ranks add to it. `decode` is a step of eight requests; it includes the
 model, its collectives between processes, and waiting for a core where there are more ranks than cores.
+
+`sums`: the sum of a float32 tensor over ranks, in the order of ranks as `TorchGroup` adds it from three ranks on, and
+by Gloo's `all_reduce`, whose order depends on an element's place. `--sums` measures these only and keeps the other
+figures of the record.
 
 All variants take turns. Figures are medians and quartiles in milliseconds.
 """
@@ -20,10 +24,14 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import distributed, multiprocessing
 
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.ledger import KVLedger
@@ -41,6 +49,7 @@ from skipjoin.exec.ranks.rank_model import RankModel
 from skipjoin.exec.ranks.ranks import GroupSizes, RankGroup
 from skipjoin.exec.sampling import Sampling
 from skipjoin.model.loader import load_model
+from skipjoin.model.torch_group import add_in_rank_order
 from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import Settings, build
 from skipjoin.sampling import SamplingParams
@@ -53,6 +62,8 @@ ROUNDS, CALLS = 10, 200
 REQUESTS, BLOCKS, BLOCK_SIZE = 8, 512, 16
 SIZES = {"one process": None, "one rank": GroupSizes(1, 1), "TP 2": GroupSizes(2, 1), "TP 2 x PP 2": GroupSizes(2, 2)}
 GRAPH_S = 120
+# Rows and columns: eight decodes, and a step with prompts.
+SHAPES = ((8, 768), (512, 4096))
 
 Clocked = dict[str, list[float]]
 
@@ -235,6 +246,42 @@ def steps(cluster: Cluster) -> dict[str, Any]:
     return found
 
 
+# -- sums -------------------------------------------------------------------------------------------------------------
+
+
+def sums() -> dict[str, Any]:
+    found = {}
+    for ranks in (3, 4):
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "out"
+            multiprocessing.spawn(add_up, (ranks, f"file://{folder}/meeting", out), nprocs=ranks)
+            found[f"{ranks} ranks"] = json.loads(out.read_text())
+    return found
+
+
+def add_up(rank: int, ranks: int, meeting: str, out: Path) -> None:
+    """Measure the sums of one rank; rank 0 writes its figures."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+    group, found = distributed.group.WORLD, {}
+    for rows, columns in SHAPES:
+        x = torch.zeros((rows, columns))
+        ways: dict[str, Callable[[], object]] = {
+            "in rank order": lambda x=x: add_in_rank_order(x, ranks, group),
+            "all_reduce": lambda x=x: distributed.all_reduce(x),
+        }
+        times: Clocked = {name: [] for name in ways}
+        for keep in range(ROUNDS + 1):
+            for name, call in ways.items():
+                distributed.barrier()
+                took = [harness.seconds_of(call) for _ in range(CALLS // 40)]
+                times[name] += took if keep else []
+        found[f"{rows} x {columns}"] = {name: quartiles(one) for name, one in times.items()}
+    distributed.destroy_process_group()
+    if rank == 0:
+        out.write_text(json.dumps(found))
+
+
 def written() -> dict[str, Any]:
     """Measure writing and reading a plan of 64 decodes as a message."""
     core = EngineCore(Scheduler(build("fcfs", Settings(LinearCost(0.01, 1e-4), 64, 4096)), KVLedger(64 * 64, 0, 16)))
@@ -260,14 +307,18 @@ def written() -> dict[str, Any]:
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--graph", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--sums", action="store_true", help="measure sums only")
     args = parser.parse_args()
     if args.graph:
         graph(args.graph)
         return
+    if args.sums:
+        harness.report(harness.read_record(args.out) | {"sums": sums()}, args.out)
+        return
     record = harness.new_record()
     cluster = Cluster.start(24)
     try:
-        record |= {"plan_of_64": written(), "steps": steps(cluster), "ways": ways(cluster)}
+        record |= {"plan_of_64": written(), "steps": steps(cluster), "ways": ways(cluster), "sums": sums()}
     finally:
         cluster.close()
     harness.report(record, args.out)

@@ -207,7 +207,9 @@ def _check_message(path: str, message: Any) -> None:
     parts = content if isinstance(content, list | tuple) else ()
     is_text = content is None or isinstance(content, str | list | tuple)
     if not (is_text and all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts)):
-        raise ParameterError(path, f"{path}.content must be a text or a list of text parts, got {shown(content)}")
+        raise ParameterError(
+            f"{path}.content", f"{path}.content must be a text or a list of text parts, got {shown(content)}"
+        )
     for number, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not (isinstance(function, Mapping) and isinstance(function.get("name"), str)):

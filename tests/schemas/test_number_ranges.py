@@ -37,7 +37,7 @@ def texts_near(*numbers: Fraction | None) -> set[str]:
     return found
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(RANGES)
 def test_patterns_match_the_numbers_of_a_range(numbers: NumberRange) -> None:
     tight = numbers.tightened()

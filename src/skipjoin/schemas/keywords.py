@@ -110,7 +110,7 @@ ENFORCED = (
     ),
     Enforced(
         ("minLength", "maxLength", "pattern"),
-        "a regular expression without look-around and back-references",
+        "a regular expression without look-around and back-references; it cannot exclude the quote or the backslash",
         {"type": "string", "pattern": "^a", "maxLength": 2},
         "ab",
         "abc",

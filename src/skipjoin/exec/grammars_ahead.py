@@ -37,7 +37,7 @@ class GrammarsAhead:
             return None
         known = self._mask.grammars.known(structured, options.cache_salt)
         if known is None or known.is_slow or request.output:
-            self._states[request] = self._threads.submit(options.client, self._start, request, list(request.output))
+            self._states[request] = self._threads.submit(_client(request), self._start, request, list(request.output))
             return self._states[request]
         started: Future[GrammarState] = Future()
         started.set_result(self._new(request))
@@ -50,8 +50,8 @@ class GrammarsAhead:
 
     def advance(self, request: Request) -> Future[None]:
         """Start to compute the mask after a request's output. No plan may contain the request until that is done."""
-        state, client = self._state(request), request.options.client
-        return self._threads.submit(client, self._mask.compute_ahead, state, list(request.output))
+        state, output = self._state(request), list(request.output)
+        return self._threads.submit(_client(request), self._mask.compute_ahead, state, output)
 
     def uncharged_s(self, request: Request) -> float:
         """Return the seconds that a request's masks took since the last call."""
@@ -85,6 +85,11 @@ class GrammarsAhead:
         state = self._mask.start(params, request.prompt, eos, request.options.cache_salt)
         assert state is not None
         return state
+
+
+def _client(request: Request) -> str:
+    """Return whose grammars wait for each other. Without shares of capacity, they are those of one API key and salt."""
+    return request.options.client or request.options.cache_salt
 
 
 def _sampling(request: Request) -> Sampling:

@@ -103,7 +103,9 @@ def explanations(info: EngineLimits, options: OptionNames = _OPTIONS) -> dict[st
             "held by eviction", f"The eviction policy of {info.recipe} keeps it away although there is room.", policy
         ),
         WaitReason.GRAMMAR: Explanation(
-            "grammar", "The grammar of its structured output is being compiled.", "A smaller schema compiles faster."
+            "grammar",
+            "The grammar of its structured output is being compiled, or computes the allowed tokens.",
+            "A smaller or less ambiguous grammar takes less time.",
         ),
         WaitReason.NOT_EXAMINED: Explanation(
             "not examined", "The scheduler made no decision about it: it has just arrived, or ranks far behind."

@@ -16,7 +16,7 @@ class WaitReason(StrEnum):
     NO_KV = "no_kv"  # too few KV blocks
     KV_ON_CPU = "kv_on_cpu"  # swapped out, and not yet swapped in by the eviction policy
     KV_IN_TRANSIT = "kv_in_transit"  # a swap is in progress
-    GRAMMAR = "grammar"  # its grammar is being compiled
+    GRAMMAR = "grammar"  # its grammar is being compiled, or computes the allowed tokens
     TOKEN_PENDING = "token_pending"  # scheduled, behind earlier plans in flight
     BEHIND_MEMORY = "behind_memory"  # ranked behind a request that waits for KV blocks
     BEHIND_PREFIX = "behind_prefix"  # a running request computes a prefix that it can reuse

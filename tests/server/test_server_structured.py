@@ -15,6 +15,7 @@ from test_server_stalls import stall_of
 
 from skipjoin.core.request import FinishReason
 from skipjoin.model.grammar_check import GrammarCheck
+from skipjoin.server.engines.messages import StepOutputs
 from skipjoin.structured_output import MAX_GRAMMAR_BYTES, StructuredOutput
 from support.pace import STALL_S
 
@@ -213,7 +214,10 @@ async def test_constraints_that_exceed_limits_later_are_the_clients_fault(api: A
     for is_stream in (False, True):
         answer = asyncio.create_task(api.complete(max_tokens=5, stream=is_stream, guided_regex="a+"))
         await until(lambda: api.engine.live)
-        api.engine.end_all(FinishReason.REFUSED, "too big")
+        (number,) = api.engine.live
+        api.engine.live.clear()
+        ended, errors = [(number, FinishReason.ERROR.value)], {number: "too big"}
+        api.engine.tell(StepOutputs(ended=ended, errors=errors, refused=[number]))
         text = (await answer).text
         assert answer.result().status_code == (200 if is_stream else 400)
         error = json.loads(text.removeprefix("data: "))["error"]

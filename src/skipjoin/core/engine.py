@@ -137,8 +137,7 @@ class EngineCore:
         void = scheduler.commit(result, now)
         for index, why in sorted(result.dropped.items()):
             if (request := result.plan.slices[index].request).finish_reason is None:
-                reason = FinishReason.REFUSED if index in result.refused else FinishReason.ERROR
-                self._finish(request, reason, now, why)
+                self._finish(request, FinishReason.ERROR, now, why, is_refused=index in result.refused)
         events, details = scheduler.events, result.details
         for index, (slice_, token) in enumerate(zip(result.plan.slices, result.tokens, strict=True)):
             request = slice_.request
@@ -200,14 +199,16 @@ class EngineCore:
         self.scheduler.events = []
         return events
 
-    def _finish(self, request: Request, reason: FinishReason, now: float, detail: str = "") -> None:
+    def _finish(
+        self, request: Request, reason: FinishReason, now: float, detail: str = "", *, is_refused: bool = False
+    ) -> None:
         request.finish_reason = reason
         del self.requests[request.id]
         if request.deadline < math.inf:
             self._with_deadline -= 1
             self._drop_old_deadlines()
         self.scheduler.remove(request, now)
-        self.scheduler.events.append(Finished(request, now, reason, detail))
+        self.scheduler.events.append(Finished(request, now, reason, detail, is_refused))
         self.on_finished(request)
 
     def _drop_old_deadlines(self) -> None:

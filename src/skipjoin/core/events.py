@@ -165,13 +165,15 @@ class Finished(NamedTuple):
     Its blocks are freed when the plans that contain it commit, or with `Released` if it keeps its KV.
 
     Attributes:
-        detail: With `FinishReason.ERROR` and `REFUSED`, the cause and remedy; may be shown to the client.
+        detail: With `FinishReason.ERROR`, the cause and remedy; may be shown to the client.
+        is_refused: Whether the cause is a limit that the request exceeds.
     """
 
     request: Request
     now: float
     reason: FinishReason
     detail: str = ""
+    is_refused: bool = False
 
 
 class Released(NamedTuple):

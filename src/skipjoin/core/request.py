@@ -24,7 +24,6 @@ class FinishReason(StrEnum):
     ABORT = "abort"  # cancelled by the caller
     DEADLINE = "deadline"  # deadline_s exceeded
     ERROR = "error"  # dropped by the executor
-    REFUSED = "refused"  # dropped by the executor, because it exceeds a limit of constraints
 
 
 class ServiceClass(StrEnum):

@@ -142,7 +142,7 @@ class StepResult:
         dropped: Reasons why slices were dropped, by index: the step exceeded the device's memory, or the grammar
             failed. Their tokens are ignored, and their requests end with `FinishReason.ERROR`. Several ranks drop none
             for lack of memory, because they would diverge.
-        refused: Those of `dropped` whose requests are at fault, and end with `FinishReason.REFUSED`.
+        refused: Those of `dropped` whose requests exceed a limit.
     """
 
     plan: StepPlan

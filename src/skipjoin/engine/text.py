@@ -14,13 +14,18 @@ from skipjoin.sampling import TokenDetail, TokenLogprob
 
 
 class Output(NamedTuple):
-    """Increment of one sequence."""
+    """Increment of one sequence.
+
+    Attributes:
+        is_refused: Whether the error is a limit that the request exceeds.
+    """
 
     choice: int = 0
     token: int | None = None
     detail: TokenDetail | None = None
     reason: FinishReason | None = None
     error: str = ""
+    is_refused: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +137,7 @@ class Choice:
         if self._has_stopped:
             self.finish_reason = FinishReason.STOP.value
         elif output.reason is not None:
-            is_refused = output.reason is FinishReason.REFUSED
-            self.finish_reason = (FinishReason.ERROR if is_refused else output.reason).value
+            self.finish_reason = output.reason.value
         return shown
 
     @property

@@ -175,6 +175,8 @@ class JobRun:
             if choice.finish_reason is not None:  # tokens that were in transit when a stop string matched
                 continue
             if output.reason is not None:
+                if output.is_refused:
+                    raise grammar_too_expensive(output.error)
                 _check_reason(output.reason, output.error)
             text = choice.take(output)
             deltas[choice] = deltas[choice] + text if choice in deltas else text
@@ -386,8 +388,6 @@ def _remaining(options: RequestOptions, arrived: float) -> RequestOptions:
 def _check_reason(reason: FinishReason, error: str) -> None:
     if reason is FinishReason.ERROR:
         raise request_failed(error)
-    if reason is FinishReason.REFUSED:
-        raise grammar_too_expensive(error)
     if reason is FinishReason.DEADLINE:
         raise deadline_exceeded()
     if reason is FinishReason.ABORT:

@@ -360,7 +360,8 @@ class EngineClient:
         for request_id, reason in ended.items():
             if (sequence := sequences.get(request_id)) is not None:
                 error = step.errors.get(request_id, "")
-                sequence.mailbox.put(Output(sequence.index, reason=reason, error=error))
+                is_refused = request_id in step.refused
+                sequence.mailbox.put(Output(sequence.index, reason=reason, error=error, is_refused=is_refused))
                 self._close(sequence, reason)
 
     def _end(self, sequences: list[EngineSequence], reason: FinishReason) -> None:

@@ -177,6 +177,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step", array_like=True):
         started: Ids of requests that run for the first time, sent before the step runs.
         errors: Error text for the client, by id of the failed request.
         cached: Number of prefix-cache hit tokens of `started` requests by id, if not 0.
+        refused: Ids of failed requests that exceed a limit.
     """
 
     ids: list[int] = []
@@ -186,6 +187,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step", array_like=True):
     started: list[int] = []
     errors: dict[int, str] = {}
     cached: dict[int, int] = {}
+    refused: list[int] = []
 
 
 class PromptScores(msgspec.Struct, frozen=True, tag="scores", array_like=True):

@@ -34,6 +34,7 @@ class StepOutputsBuilder:
         details: dict[int, TokenDetail] = {}
         ended: list[tuple[int, str]] = []
         errors: dict[int, str] = {}
+        refused: list[int] = []
         for event in events:
             if isinstance(event, Token):
                 if event.detail is not None:
@@ -45,6 +46,8 @@ class StepOutputsBuilder:
                 ended.append((event.request.id, event.reason.value))
                 if event.detail:
                     errors[event.request.id] = event.detail
+                if event.is_refused:
+                    refused.append(event.request.id)
         if ids or ended:
-            return StepOutputs(ids=ids, tokens=tokens, details=details, ended=ended, errors=errors)
+            return StepOutputs(ids=ids, tokens=tokens, details=details, ended=ended, errors=errors, refused=refused)
         return None

@@ -119,6 +119,7 @@ ALLOWED: dict[str, set[str]] = {
         "version",
     },
     "model": {
+        "builtin",
         "formats",
         "model",
         "sampling",
@@ -182,6 +183,7 @@ ALLOWED: dict[str, set[str]] = {
         "exec.ranks.cluster",
         "exec.ranks.nodes",
         "model.config",
+        "model.folder",
         "observe",
         "options",
         "policies",
@@ -208,6 +210,7 @@ ALLOWED: dict[str, set[str]] = {
         "formats",
         "model.chat_text",
         "model.config",
+        "model.folder",
         "model.grammar_check",
         "model.tokenizer",
         "observe",
@@ -247,6 +250,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine.forecasting",
         "extras",
         "model.config",
+        "model.folder",
         "model.generation_config",
         "model.tokenizer",
         "observe",
@@ -387,7 +391,7 @@ WITHOUT_HTTP = {
 # torch without garbage collection, and the database of batches.
 LAZY = (
     *("exec", "model", "forecast", "formats", "__init__.py", "cli", "engine"),
-    *("server/lifecycle.py", "server/batches/database.py"),
+    *("server/lifecycle.py", "server/settings.py", "server/batches/database.py"),
     *("server/engines/engine_process.py", "server/engines/engine_server.py"),
     *("vllm/__init__.py", "vllm/plugin.py"),
 )

@@ -20,11 +20,11 @@ from skipjoin.engine.forecasting import (
     open_keeper,
     state_folder,
 )
-from skipjoin.engine.load import model_folder
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.engine.text import Choice, Output, TextRules
 from skipjoin.formats.message import MessageReader
 from skipjoin.llm_chat import Conversations
+from skipjoin.model.folder import model_folder
 from skipjoin.model.generation_config import sampling_defaults
 from skipjoin.model.grammars import Grammars
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer

@@ -23,12 +23,12 @@ from skipjoin.core.request import Request, RequestOptions, ServiceClass
 from skipjoin.core.step import StepResult
 from skipjoin.engine.build import EngineInfo, assemble
 from skipjoin.engine.forecasting import Predicted
-from skipjoin.engine.load import model_folder
 from skipjoin.engine.sizing import cpu_blocks
 from skipjoin.engine.text import Choice
 from skipjoin.exec import rank_spec
 from skipjoin.exec.rank_spec import MemoryBudget
 from skipjoin.model.config import ModelError
+from skipjoin.model.folder import model_folder
 from skipjoin.policies.execution import scaled_jct
 from skipjoin.policies.starvation import starvation_after
 from skipjoin.sampling import ParameterError

@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.config import ModelConfig, ModelError
 from skipjoin.model.convert import convert_folder
+from skipjoin.model.folder import resolve_folder
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.layers import Rotary
-from skipjoin.model.loader import load_model, random_model, resolve_folder
+from skipjoin.model.loader import load_model, random_model
 
 IDS = [[5, 9, 33, 2, 71, 8]]
 

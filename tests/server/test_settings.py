@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
+from server_worlds import READY
 
 from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, ServerConfig
-from skipjoin.server.settings import check_settings
+from skipjoin.model.config import ModelError
+from skipjoin.server.api.service import _names
+from skipjoin.server.lifecycle import Server
+from skipjoin.server.settings import check_files, check_settings
 
 NO_FORECASTS = ForecastConfig()
 
@@ -44,3 +52,37 @@ def test_key_files_and_output_weight_are_applied(tmp_path: Path) -> None:
     assert settings.server.api_keys == ("a", "b")
     assert settings.engine.fair_output_weight == 3.0
     assert settings.forecasts is None
+
+
+def test_missing_model_is_refused_before_the_engine_starts(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="typo is not a folder"):
+        check_files(EngineConfig(model=str(tmp_path / "typo")), ServerConfig())
+
+
+def test_model_goes_by_its_name_and_also_answers_to_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given in (f"{tmp_path}/Some-1B", f"{tmp_path}/Some-1B/", "./Some-1B", "Some-1B"):
+        info = msgspec.structs.replace(READY, model=given, folder=str(Path(given)))
+        name, *others = _names(ServerConfig(), info)
+        assert name == "Some-1B"
+        assert others == [] or str(tmp_path / "Some-1B") in others
+        assert _names(ServerConfig(served_model_name="mine"), info) == ("mine",)
+    assert _names(ServerConfig(), msgspec.structs.replace(READY, model="org/some", folder="/cache/1")) == ("org/some",)
+
+
+@pytest.mark.parametrize("has_template", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"api_keys": ("secret",)}, {"ssl_certfile": "a", "ssl_ca_certs": "b"}])
+def test_printed_command_names_the_model_streams_and_ends(settings: dict[str, object], has_template: bool) -> None:
+    service = SimpleNamespace(
+        name="it's ünique",
+        info=msgspec.structs.replace(READY, max_model_len=64),
+        tokenizer=SimpleNamespace(chat_template=object() if has_template else None),
+    )
+    server = SimpleNamespace(_service=service, _config=ServerConfig(**settings))
+    words = shlex.split(Server._example(server, "https://host:1"))  # type: ignore[arg-type]
+    assert words[:3] == ["curl", "-N", f"https://host:1/v1/{'chat/' * has_template}completions"]
+    body = json.loads(words[-1])
+    assert (body["model"], body["stream"], body["max_tokens"]) == ("it's ünique", True, 32)
+    assert ("messages" in body) is has_template
+    assert ("Authorization: Bearer KEY" in words, "secret" in str(words)) == ("api_keys" in settings, False)
+    assert ("--cert" in words) == ("ssl_ca_certs" in settings)

@@ -38,7 +38,7 @@ from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import StepPlan, StepResult
-from skipjoin.engine.load import model_folder
+from skipjoin.model.folder import model_folder
 from skipjoin.exec.base import LargestStep
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.rank_spec import make_store

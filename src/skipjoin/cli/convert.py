@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from skipjoin.cli.options import (
-    plain_errors,
-)
+from skipjoin.cli.options import plain_errors
 
 
 def convert(
@@ -21,11 +18,14 @@ def convert(
 
     This is the only command that reads pickled files, and it reads only tensors. Serving never reads them.
     """
-    from rich.progress import Progress  # noqa: PLC0415
+    from skipjoin.cli.progress import Bars  # noqa: PLC0415
+    from skipjoin.model.weight_files import bin_files  # noqa: PLC0415
 
+    with plain_errors():
+        bin_files(source)  # before torch is imported, which takes seconds
     from skipjoin.model.convert import convert_folder  # noqa: PLC0415
 
-    with plain_errors(), Progress(transient=True, disable=not sys.stderr.isatty()) as bars:
+    with plain_errors(), Bars() as bars:
         task = bars.add_task("converting", total=None)
         convert_folder(source, target, lambda done, total: bars.update(task, completed=done, total=total))
     print(f"wrote {target}")

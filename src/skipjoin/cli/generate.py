@@ -93,6 +93,9 @@ class Task:
 )
 def generate(*, task: Values, engine: Values, forecasts: Values) -> None:
     """Generate from prompts in this process, without a server."""
+    from skipjoin.model.folder import check_model  # noqa: PLC0415
+
+    check_model(engine["model"], engine["load_format"])  # before torch is imported, which takes seconds
     from skipjoin.llm import LLM  # noqa: PLC0415
 
     wanted = Task(**task)

@@ -17,11 +17,11 @@ def pull(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, such as Qwen/Qwen3-0.6B.")],
 ) -> None:
     """Download MODEL, so that a server starts without a network. HF_ENDPOINT and HF_TOKEN apply."""
-    from skipjoin.engine.load import model_folder  # noqa: PLC0415
     from skipjoin.model.config import ModelConfig  # noqa: PLC0415
+    from skipjoin.model.folder import pull_model  # noqa: PLC0415
 
     with plain_errors():
-        folder = model_folder(model)
+        folder = pull_model(model)
         config = ModelConfig.from_folder(folder)
     print(f"{model}: {config.architecture}, context {config.max_positions} tokens, in {folder}")
 

@@ -74,7 +74,7 @@ def _rendered(model: str | None) -> Callable[[str], str]:
     """Return the function that puts a prompt into the chat template of a model, as a server decodes it."""
     if model is None:
         return lambda text: text
-    from skipjoin.engine.load import model_folder  # noqa: PLC0415
+    from skipjoin.model.folder import model_folder  # noqa: PLC0415
     from skipjoin.model.tokenizer import load_tokenizer  # noqa: PLC0415
 
     tokenizer = load_tokenizer(model_folder(model))

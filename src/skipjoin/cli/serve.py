@@ -51,8 +51,7 @@ def serve(
         make_engines = partial(ReplicaSet, address=engine["ray_address"])
         engine["ray_address"] = None
     if check:
-        _check_model(EngineConfig(**engine))
-        raise typer.Exit(check_server(EngineConfig(**engine), http, ForecastConfig(**forecasts)))
+        raise typer.Exit(check_server(EngineConfig(**engine), http, ForecastConfig(**forecasts), _check_engine))
     code = run_server(
         EngineConfig(**engine),
         http,
@@ -63,12 +62,7 @@ def serve(
     raise typer.Exit(code)
 
 
-def _check_model(config: EngineConfig) -> None:
-    """Read the model's configuration, without its weights."""
-    from skipjoin.engine.load import model_folder  # noqa: PLC0415
-    from skipjoin.model.config import ModelConfig  # noqa: PLC0415
-    from skipjoin.model.tokenizer import load_tokenizer  # noqa: PLC0415
+def _check_engine(config: EngineConfig) -> None:
+    from skipjoin.engine.load import check_load  # noqa: PLC0415
 
-    folder = model_folder(config.model, "dummy")
-    ModelConfig.from_folder(folder)
-    load_tokenizer(folder).close()
+    check_load(config)

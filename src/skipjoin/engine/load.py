@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from skipjoin.builtin import MODEL_NAME, builtin_model_path
 from skipjoin.config import ConfigError, EngineConfig, bytes_per_s
 from skipjoin.config.profile import ProfileKey
 from skipjoin.engine.profiling.profiler import profile_key
@@ -17,19 +16,29 @@ from skipjoin.exec.base import LargestStep, RankError
 from skipjoin.exec.graphs import graph_batch_sizes, graph_bytes, record_graphs, replays
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.memory import measure_peak
-from skipjoin.exec.rank_spec import MemoryBudget, ModelExecutor, RankSpec, make_store, memory_budget_of, rank_spec_of
+from skipjoin.exec.rank_spec import (
+    MemoryBudget,
+    ModelExecutor,
+    RankSpec,
+    free_ram,
+    make_store,
+    memory_budget_of,
+    rank_spec_of,
+)
 from skipjoin.exec.warm_up import warm_up
 from skipjoin.model.config import ModelConfig
+from skipjoin.model.folder import check_model, model_folder
 from skipjoin.model.grammars import grammars_of
-from skipjoin.model.loader import load_model, resolve_folder
+from skipjoin.model.loader import load_model, planned_model, read_config
 from skipjoin.model.ops.build import will_compile
 from skipjoin.model.ops.threads import default_threads
-from skipjoin.model.parallel import check_shards
+from skipjoin.model.parallel import Shard, check_shards
 from skipjoin.version import VERSION
 
 if TYPE_CHECKING:
     from skipjoin.exec.ranks.ranks import RankedExecutor
 
+_GIB = 1 << 30
 _COMPILING = "compiling CPU operations, once per machine (up to a minute)"
 # Called with the current activity and its completed fraction, in [0, 1].
 OnProgress = Callable[[str, float], None]
@@ -45,15 +54,57 @@ class Loaded(NamedTuple):
     key: ProfileKey
 
 
-def model_folder(name: str, load_format: str = "auto") -> Path:
-    return builtin_model_path() if name == MODEL_NAME else resolve_folder(name, weights=load_format != "dummy")
+def check_load(config: EngineConfig) -> tuple[ModelConfig, int]:
+    """Raise what `load` raises that is known without the weights. Return the model's configuration and context.
+
+    Raises:
+        ConfigError: If a setting does not fit the model or the machine.
+        ModelError: If the model cannot run.
+    """
+    model_config = read_config(check_model(config.model, config.load_format), config.load_format)
+    max_len = _max_model_len(config, model_config)
+    check_shards(model_config, config.tensor_parallel_size, config.pipeline_parallel_size)
+    if config.ray_address is None:
+        _check_memory(config, model_config, max_len)
+    return model_config, max_len
+
+
+def _check_memory(config: EngineConfig, model_config: ModelConfig, max_len: int) -> None:
+    """Raise `ConfigError` if this machine has too little memory, apart from that of steps."""
+    sizes = config.tensor_parallel_size, config.pipeline_parallel_size
+    models = [
+        planned_model(
+            model_config,
+            dtype=config.dtype,
+            device=config.device,
+            attention=config.attention,
+            quantization=config.quantization,
+            kv_cache_dtype=config.kv_cache_dtype,
+            batch_invariant=config.batch_invariant,
+            shard=Shard.of_rank(rank, *sizes),
+        )
+        for rank in range(config.ranks)
+    ]
+    if config.ranks > 1 and models[0].device.type == "cuda":
+        return  # each rank has a GPU of its own, which Ray chooses
+    threads = default_threads(config.threads)
+    specs = [rank_spec_of(model, config.block_size, threads, config.swap_dtype) for model in models]
+    total = sum(spec.weight_bytes for spec in specs)
+    budgets = [
+        memory_budget_of(model, config.gpu_memory_utilization, config.ranks, to_load=spec.weight_bytes)
+        for model, spec in zip(models, specs, strict=True)
+    ]
+    if models[0].device.type == "cpu" and total > (free := free_ram()):
+        raise ConfigError(
+            f"the weights of {config.model} need {total / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB of memory are free: "
+            "end other programs, choose a smaller model, or set dtype bfloat16 or quantization int8"
+        )
+    _pools(config, specs, budgets, max_len)
 
 
 def load(config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Loaded:
+    model_config, max_len = check_load(config)
     folder = model_folder(config.model, config.load_format)
-    model_config = ModelConfig.from_folder(folder)
-    max_len = _max_model_len(config, model_config)
-    check_shards(model_config, config.tensor_parallel_size, config.pipeline_parallel_size)
     executor: ModelExecutor = (_load_ranks if config.is_distributed else _load_here)(
         config, folder, max_len, on_progress
     )

@@ -142,22 +142,25 @@ def _types(model: CausalLM) -> str:
 
 
 def memory_budget_of(
-    model: CausalLM, gpu_share: float, ranks_here: int = 1, *, peak: int = 0, graph_bytes: int = 0
+    model: CausalLM, gpu_share: float, ranks_here: int = 1, *, peak: int = 0, graph_bytes: int = 0, to_load: int = 0
 ) -> MemoryBudget:
     """Return the memory available to this rank's KV pools.
 
     Args:
         gpu_share: Fraction of the GPU's memory for all its users, including other programs.
         ranks_here: Number of ranks that share this machine's RAM.
-        peak: Result of `measure_peak`, which must have run.
+        peak: Result of `measure_peak`, which must have run unless `to_load` is set.
+        to_load: Bytes of weights that are not loaded yet.
     """
     ram = free_ram() // ranks_here
     if model.device.type != "cuda":
+        ram = max(0, ram - to_load)
         return MemoryBudget(ram, ram)
     # The allocator's cache is available to this process but counts as used on the device.
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     steps = peak + graph_bytes
+    free = max(0, free - to_load)
     return MemoryBudget(max(0, int(free - total * (1 - gpu_share)) - steps), ram, steps, max(0, free - steps))
 
 

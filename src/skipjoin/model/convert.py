@@ -16,20 +16,18 @@ import torch
 from safetensors.torch import save_file
 
 from skipjoin.model.config import ModelError
-from skipjoin.model.weight_files import read_weight_map
+from skipjoin.model.weight_files import BIN_INDEX, INDEX, bin_files
 
 # Called with (files done, total files).
 Progress = Callable[[int, int], None]
 
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
-_OLD_INDEX = "pytorch_model.bin.index.json"
-_NEW_INDEX = "model.safetensors.index.json"
 
 
 def convert_folder(source: str | Path, target: str | Path, progress: Progress | None = None) -> Path:
     """Write a copy of `source`, with its weights as safetensors, to the empty or new folder `target`."""
     source, target = Path(source), Path(target)
-    files = _bin_files(source)
+    files = bin_files(source)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ModelError(f"{target} exists and is not an empty folder; choose another target")
     target.mkdir(parents=True, exist_ok=True)
@@ -45,24 +43,12 @@ def convert_folder(source: str | Path, target: str | Path, progress: Progress | 
             progress(number, len(files))
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": written}
-        (target / _NEW_INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        (target / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
     for pattern in _COPIED:
         for file in source.glob(pattern):
-            if file.name != _OLD_INDEX:
+            if file.name != BIN_INDEX:
                 shutil.copyfile(file, target / file.name)
     return target
-
-
-def _bin_files(source: Path) -> list[Path]:
-    if not source.is_dir():
-        raise ModelError(f"{source} is not a folder")
-    index = source / _OLD_INDEX
-    if index.is_file():
-        return [source / name for name in sorted(set(read_weight_map(index).values()))]
-    files = sorted(source.glob("pytorch_model*.bin"))
-    if not files:
-        raise ModelError(f"{source} has no pytorch_model*.bin to convert")
-    return files
 
 
 def _read_bin(file: Path) -> dict[str, torch.Tensor]:

@@ -21,11 +21,13 @@ from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import DTYPES, ModelConfig, ModelError
 from skipjoin.model.cuda import check_dtype, choose_device, expand_segments, is_out_of_memory, use_device
 from skipjoin.model.family import family_named
+from skipjoin.model.folder import resolve_folder
 from skipjoin.model.kv_cache import kv_dtype_of
 from skipjoin.model.layers import Weights
 from skipjoin.model.ops.base import LayerOps
-from skipjoin.model.parallel import Alone, Group
-from skipjoin.model.weight_files import check_inside, read_weight_map
+from skipjoin.model.ops.torch_ops import TorchOps
+from skipjoin.model.parallel import WHOLE, Alone, Group, Shard, Unconnected
+from skipjoin.model.weight_files import INDEX, explain_no_weights, read_weight_map, safetensors_files
 
 _log = logging.getLogger(__name__)
 LOAD_FORMATS = ("auto", "dummy")
@@ -34,46 +36,16 @@ LOAD_FORMATS = ("auto", "dummy")
 Progress = Callable[[int, int], None]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_HUB_IDS = "Models are folders, hub ids of two parts such as Qwen/Qwen3-0.6B, or tally, which is built in"
 # Stored tensor types that can be weights, and the nearest supported ones. Others are quantized, or no numbers.
 _STORED = {"F64": "float32", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_WEIGHT_FILES = ["*.safetensors"]
-_OTHER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 
-def resolve_folder(name_or_path: str | Path, *, weights: bool = True) -> Path:
-    path = Path(name_or_path)
-    if path.is_dir():
-        return path
-    name = str(name_or_path)
-    if (why := _no_model(name, path)) is not None:
-        raise ModelError(why)
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ModelError(f"{name} is not a folder")
-    # Imported lazily: only a hub name needs the hub's client.
-    from huggingface_hub import snapshot_download  # noqa: PLC0415
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=_OTHER_FILES + (_WEIGHT_FILES if weights else [])))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        why = " ".join(str(error).split()).rstrip(".")
-        hint = "" if "/" in name else f". {_HUB_IDS}"
-        raise ModelError(f"{name} is neither a folder nor a model that can be fetched: {why}{hint}") from error
-
-
-def _no_model(name: str, path: Path) -> str | None:
-    """Return why a model name in the notation of another program is not supported, with the remedy."""
-    if name.lower().endswith(".gguf"):
-        return (
-            f"{name} is a GGUF file, which cannot be read: give the folder or hub id of the model that it was made "
-            "from, with config.json, a tokenizer and safetensors; --quantization int8 stores weights in 8 bits"
-        )
-    if path.is_file():
-        return f"{name} is a file: give its folder, which has config.json, a tokenizer and safetensors"
-    if ":" in name:
-        return f"{name} is a name of Ollama or another registry. {_HUB_IDS}"
-    return None
+def read_config(folder: Path, load_format: str) -> ModelConfig:
+    """Return a folder's configuration, with the type of most weights if config.json names none."""
+    config = ModelConfig.from_folder(folder)
+    if config.dtype_name is not None:
+        return config
+    return replace(config, dtype_name=_stored_dtype(folder, load_format == "dummy"))
 
 
 def load_model(
@@ -107,9 +79,7 @@ def load_model(
         raise ModelError(f"load_format must be one of {', '.join(LOAD_FORMATS)}; got {load_format!r}")
     is_dummy = load_format == "dummy"
     folder = resolve_folder(name_or_path, weights=not is_dummy)
-    config = ModelConfig.from_folder(folder)
-    if config.dtype_name is None:
-        config = replace(config, dtype_name=_stored_dtype(folder, is_dummy))
+    config = read_config(folder, load_format)
     chosen = _choose(
         config,
         dtype,
@@ -135,6 +105,34 @@ def load_model(
             "GiB are free; end other programs on the GPU, choose another, or set tensor_parallel_size or "
             "pipeline_parallel_size"
         ) from error
+
+
+def planned_model(
+    config: ModelConfig,
+    *,
+    dtype: str,
+    device: str,
+    attention: str,
+    quantization: str,
+    kv_cache_dtype: str,
+    batch_invariant: bool,
+    shard: Shard = WHOLE,
+) -> CausalLM:
+    """Return a model whose tensors have shapes but no memory, to learn its sizes. Arguments and errors as `load_model`.
+
+    Its weights take no more bytes than those of the loaded model, which may be padded.
+    """
+    chosen = _choose(
+        config,
+        dtype,
+        device,
+        attention=attention,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        invariant=batch_invariant,
+    )
+    weights = ShapesOnly(torch.int8 if quantization == "int8" else chosen.dtype)
+    return CausalLM(config, weights, **(chosen._asdict() | {"ops": TorchOps()}), group=Unconnected(shard))
 
 
 def random_model(
@@ -248,26 +246,28 @@ class _WeightFiles:
         return self._files[file]
 
     def _locate(self) -> dict[str, str]:
-        index = self._folder / "model.safetensors.index.json"
+        index = self._folder / INDEX
         if index.is_file():
             return read_weight_map(index)
-        files = sorted(file for file in self._folder.glob("*.safetensors") if file.is_file())
+        files = safetensors_files(self._folder)
         if not files:
-            self._explain_no_files()
-        for file in files:
-            check_inside(self._folder, file.name)
+            explain_no_weights(self._folder)
         try:
             return {name: file.name for file in files for name in self._open(file.name).keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise ModelError(f"the weights in {self._folder} cannot be read: {error}") from error
 
-    def _explain_no_files(self) -> None:
-        if any(self._folder.glob("*.bin")):
-            raise ModelError(
-                f"{self._folder} has its weights only as .bin files, which can run code when loaded; "
-                f"make a copy in safetensors once with: skipjoin convert {self._folder} TARGET"
-            )
-        raise ModelError(f"{self._folder} has no .safetensors file")
+
+class ShapesOnly:
+    """Tensors without memory."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=self._dtype, device="meta")
+        wanted = _wanted(shape, rows, columns)
+        return tensor if wanted is None else tensor[wanted].contiguous()
 
 
 class FolderWeights:

@@ -190,3 +190,10 @@ class Alone:
 
     def close(self) -> None:
         pass
+
+
+class Unconnected(Alone):
+    """Group of a rank that never runs, for its sizes."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard

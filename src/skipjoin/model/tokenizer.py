@@ -49,6 +49,11 @@ def load_tokenizer(folder: str | Path, *, chat_template: str | Path | None = Non
     )
 
 
+def check_tokenizer_files(folder: Path) -> None:
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+        raise ModelError(f"{folder} has no tokenizer files (tokenizer.json, or vocab.json with merges.txt)")
+
+
 def _load_backend(folder: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """Return the tokenizer, and the special tokens that its class names by default."""
     file = folder / "tokenizer.json"
@@ -60,8 +65,7 @@ def _load_backend(folder: Path, settings: Mapping[str, Any]) -> tuple[tokenizers
                 backend.no_truncation()
                 backend.no_padding()
                 return backend, {}
-        if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
-            raise ModelError(f"{folder} has no tokenizer files (tokenizer.json, or vocab.json with merges.txt)")
+        check_tokenizer_files(folder)
         from transformers import AutoTokenizer  # noqa: PLC0415 - imports torch
 
         found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -4,7 +4,7 @@
 |---|---|
 | 0 | stopped by SIGTERM or SIGINT |
 | 1 | the engine could not start, or died |
-| 2 | the address cannot be used (the port is in use, the host is another one), or a named file, folder or encoder |
+| 2 | the address cannot be used (the port is in use, the host is another one), or a named model, file or folder |
 
 The first signal drains the server: /ready and new requests get 503, running requests continue for at most
 `shutdown_timeout_s`, and batch lines return to the store. The second signal stops everything immediately. When the
@@ -16,8 +16,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import logging
 import os
+import shlex
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Sequence
@@ -30,8 +32,9 @@ import uvloop
 from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, HangLimits, ServerConfig
 from skipjoin.config.access import is_loopback
 from skipjoin.engine.forecasting import open_keeper, state_folder
-from skipjoin.extras import require, why_missing
+from skipjoin.extras import why_missing
 from skipjoin.model.config import ModelError
+from skipjoin.model.folder import check_model
 from skipjoin.model.generation_config import sampling_defaults
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
 from skipjoin.server import logs
@@ -42,7 +45,7 @@ from skipjoin.server.api.http import HttpServer
 from skipjoin.server.api.request_log import RequestLog
 from skipjoin.server.api.service import Service
 from skipjoin.server.batches.disabled import NoBatches
-from skipjoin.server.batches.folder import batch_folder, is_named
+from skipjoin.server.batches.folder import batch_folder
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.engine_handle import EngineHandle, EngineStartError
 from skipjoin.server.engines.engine_program import ENGINE_COMMAND
@@ -50,7 +53,7 @@ from skipjoin.server.engines.messages import Ready
 from skipjoin.server.listeners import connection_limits, open_listeners, url_of
 from skipjoin.server.metrics import Metrics
 from skipjoin.server.progress import ProgressDisplay
-from skipjoin.server.settings import Settings, check_settings
+from skipjoin.server.settings import Settings, check_files, check_forecast_server, check_settings
 
 if TYPE_CHECKING:
     from skipjoin.server.api.length_server import ForecastRequests
@@ -62,6 +65,8 @@ EXIT_OK, EXIT_ENGINE, EXIT_SETTING = 0, 1, 2
 DEATH_GRACE_S = 10.0
 DEFAULT_FORECASTS = ForecastConfig()
 _OPEN = "any machine that reaches %s may use this server, which asks for no key"
+# Limit of the answer to the command that the server prints.
+_EXAMPLE_TOKENS = 200
 # Interval in which the drain checks for open requests.
 _POLL_S = 0.05
 
@@ -112,17 +117,34 @@ def run_server(
     with contextlib.ExitStack() as stack:
         try:
             settings, listeners = _prepare(stack, engine_config, server_config, forecast_config)
-        except ConfigError as error:
+        except (ConfigError, ModelError) as error:
             logs.fail(f"{error}")
             return EXIT_SETTING
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         return runner.run(Server(settings, engine_command, make_engines).run(*listeners))
 
 
-def check_server(engine: EngineConfig, server: ServerConfig, forecasts: ForecastConfig) -> int:
-    """Check everything that can be checked without loading the model, and return 0; raises `ConfigError`."""
+def check_server(
+    engine: EngineConfig,
+    server: ServerConfig,
+    forecasts: ForecastConfig,
+    check_engine: Callable[[EngineConfig], object],
+) -> int:
+    """Check what `run_server` would refuse before it loads the weights, and return 0.
+
+    Raises:
+        ConfigError: If a setting, file, port or folder cannot be used, or memory does not suffice.
+        ModelError: If the model, its tokenizer or its chat template cannot be used.
+    """
     with contextlib.ExitStack() as stack:
         settings, listeners = _prepare(stack, engine, server, forecasts)
+        tokenizer = load_tokenizer(check_model(engine.model, engine.load_format), chat_template=server.chat_template)
+        stack.callback(tokenizer.close)
+        if tokenizer.chat_template is not None:
+            tokenizer.chat_template.check()
+        if server.forecast_url is not None:
+            asyncio.run(check_forecast_server(settings.server))
+        check_engine(settings.engine)
         addresses = ", ".join(url_of(one, is_secure=settings.server.is_secure) for one in listeners)
     print(f"The settings are valid: {engine.model} with recipe {engine.recipe} at {addresses}")
     return EXIT_OK
@@ -133,16 +155,18 @@ def _prepare(
 ) -> tuple[Settings, list[socket.socket]]:
     """Check the settings and open the ports, which `stack` closes."""
     settings = check_settings(engine, server, forecasts)
-    if is_named(server):
-        require("batches", "batch_dir")
-    if server.forecast_url is not None:
-        require("predict", "forecast_url")
-    if server.otlp_traces_endpoint is not None:
-        require("otel", "otlp_traces_endpoint")
+    check_files(engine, server)
     # Before the model is loaded, so that a port in use is reported immediately.
     listeners = open_listeners(settings.server)
     for listener in listeners:
         stack.enter_context(listener)
+    config = settings.server
+    if config.metrics_port is not None and config.api_keys and not config.metrics_keys:
+        logger.warning(
+            "metrics_port %d answers without a key, unlike the other routes: set metrics_key or metrics_key_file, or "
+            "let a firewall protect it",
+            listeners[-1].getsockname()[1],
+        )
     if not (settings.server.api_keys or is_loopback(listeners[0].getsockname()[0])):
         why = _OPEN % settings.server.host
         if not settings.server.allow_no_key:
@@ -307,12 +331,17 @@ class Server:
         return f"{replicas} replicas, each with " if replicas > 1 else ""
 
     def _example(self, url: str) -> str:
-        if self._service.tokenizer.chat_template is None:
-            path, body = "completions", '{"prompt": "Hello", "max_tokens": 16}'
-        else:
-            path, body = "chat/completions", '{"messages": [{"role": "user", "content": "Count from 3 to 12"}]}'
-        key = " -H 'Authorization: Bearer KEY'" if self._config.api_keys else ""
-        return f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{body}'"
+        """Return a command that streams an answer of limited length."""
+        service, config = self._service, self._config
+        path = "completions"
+        prompt: dict[str, Any] = {"prompt": "Once upon a time"}
+        if service.tokenizer.chat_template is not None:
+            path, prompt = "chat/completions", {"messages": [{"role": "user", "content": "Count from 3 to 12"}]}
+        limit = min(_EXAMPLE_TOKENS, service.info.max_model_len // 2)
+        body = json.dumps({"model": service.name, **prompt, "max_tokens": limit, "stream": True}, ensure_ascii=False)
+        options = " --cert CLIENT.pem" if config.ssl_ca_certs else ""
+        options += " -H 'Authorization: Bearer KEY'" if config.api_keys else ""
+        return f"curl -N {url}/v1/{path}{options} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
 
     async def _drain(self) -> None:
         service = self._service

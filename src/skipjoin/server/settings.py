@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, ServerConfig, check_not_one_card
 from skipjoin.config.access import check_certificates, with_keys_of_files
 from skipjoin.engine.forecasting import chosen_forecasts
+from skipjoin.extras import require
+from skipjoin.model.folder import check_model
+from skipjoin.model.generation_config import sampling_defaults
+from skipjoin.server.batches.folder import batch_folder, is_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +44,51 @@ def check_settings(engine: EngineConfig, server: ServerConfig, forecasts: Foreca
         except OSError as error:
             raise ConfigError(f"timeline {engine.timeline} cannot be written: {error.strerror}") from error
     return Settings(engine, server, chosen)
+
+
+def check_files(engine: EngineConfig, server: ServerConfig) -> None:
+    """Check the files and optional packages that a server needs, before torch is imported, which takes seconds.
+
+    Raises:
+        ConfigError: If a package is missing, or a folder cannot be used.
+        ModelError: If the model's folder or configuration cannot be used.
+    """
+    _check_batches(server)
+    if server.forecast_url is not None:
+        require("predict", "forecast_url")
+    if server.otlp_traces_endpoint is not None:
+        require("otel", "otlp_traces_endpoint")
+    if server.replicas > 1 or engine.is_distributed:
+        require("distributed", "several replicas or ranks")
+    folder = check_model(engine.model, engine.load_format)
+    sampling_defaults(folder, engine.generation_config)
+
+
+def _check_batches(config: ServerConfig) -> None:
+    """Raise `ConfigError` if batches were asked for and their folder cannot be used."""
+    folder = batch_folder(config)
+    if folder is None or not is_named(config):
+        return
+    require("batches", "batch_dir")
+    # Imported only when needed, because they import an optional package.
+    from skipjoin.server.batches.lock import FolderLock  # noqa: PLC0415
+    from skipjoin.server.batches.records import NoSpace, StoreError  # noqa: PLC0415
+
+    try:
+        FolderLock(folder, shared=config.batch_db is not None).close()
+    except NoSpace:
+        pass  # a running server waits for space
+    except StoreError as error:
+        raise ConfigError(f"files and batches cannot be kept: {error}") from error
+
+
+async def check_forecast_server(config: ServerConfig) -> None:
+    """Raise `ConfigError` if the server of --forecast-url makes no forecast."""
+    # Imported only when needed, because it imports aiohttp.
+    from skipjoin.server.api.length_server import KEY_VARIABLE, LengthServer  # noqa: PLC0415
+
+    server = LengthServer(config, os.environ.get(KEY_VARIABLE))
+    try:
+        await server.check()
+    finally:
+        await server.close()

@@ -1,0 +1,124 @@
+"""Find a model's folder, and check before it is loaded that it can be. Does not import torch."""
+
+from __future__ import annotations
+
+import os
+from difflib import get_close_matches
+from pathlib import Path
+
+from skipjoin.builtin import MODEL_NAME, builtin_model_path
+from skipjoin.model.config import ModelError, read_json
+from skipjoin.model.tokenizer import check_tokenizer_files
+from skipjoin.model.weight_files import check_weight_files, explain_file, explain_no_config
+
+_HUB_IDS = "Models are folders, hub ids of two parts such as Qwen/Qwen3-0.6B, or tally, which is built in"
+_WEIGHT_FILES = ["*.safetensors"]
+_OTHER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
+
+
+def model_folder(name: str, load_format: str = "auto") -> Path:
+    """Return the folder of a model, which is downloaded if necessary. With "dummy", its weights are not."""
+    return builtin_model_path() if name == MODEL_NAME else resolve_folder(name, weights=load_format != "dummy")
+
+
+def check_model(name: str, load_format: str = "auto") -> Path:
+    """Return a model's folder, without its weights if it is on the hub.
+
+    Raises:
+        ModelError: If the model cannot be loaded, as far as the names of its files show, or config.json is not JSON.
+    """
+    is_local = name == MODEL_NAME or Path(name).is_dir()
+    folder = None if is_local else cached_folder(name)
+    return _checked(folder or model_folder(name, "dummy"), has_weights=is_local and load_format != "dummy")
+
+
+def pull_model(name: str) -> Path:
+    """Download a model of the hub with its weights, and return its folder."""
+    if name == MODEL_NAME:
+        return check_model(name)
+    return _checked(resolve_folder(name, from_hub=True), has_weights=True)
+
+
+def _checked(folder: Path, *, has_weights: bool) -> Path:
+    if not (folder / "config.json").is_file():
+        explain_no_config(folder)
+    read_json(folder / "config.json")
+    check_tokenizer_files(folder)
+    if has_weights:
+        check_weight_files(folder)
+    return folder
+
+
+def model_id(name: str, folder: str | Path) -> str:
+    """Return the name of a model for clients, which shows no path of this machine.
+
+    Args:
+        name: Model as it was given, and `folder`, in which it was found.
+    """
+    if name == MODEL_NAME or Path(name) != Path(folder):
+        return name  # a hub id
+    # Not resolved further: the name of a link is the name that was chosen for the model.
+    path = Path(os.path.abspath(name))
+    if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
+        return path.parent.parent.name.removeprefix("models--").replace("--", "/")  # in the hub's cache
+    return path.name or "model"
+
+
+def resolve_folder(name_or_path: str | Path, *, weights: bool = True, from_hub: bool = False) -> Path:
+    """Return the folder of a model, downloaded if necessary. `from_hub`: the name is known to be a hub id."""
+    path = Path(name_or_path)
+    if path.is_dir():
+        return path
+    name = str(name_or_path)
+    if (why := _no_model(name, path, from_hub=from_hub)) is not None:
+        raise ModelError(why)
+    # Imported lazily: only a hub name needs the hub's client.
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_OTHER_FILES + (_WEIGHT_FILES if weights else [])))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        why = " ".join(str(error).split()).rstrip(".")
+        hint = _similar(path) or ("" if "/" in name else f". {_HUB_IDS}")
+        raise ModelError(f"{name} is neither a folder nor a model that can be fetched: {why}{hint}") from error
+
+
+def cached_folder(name: str) -> Path | None:
+    """Return the folder of a hub id that was downloaded before, or None."""
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
+    from huggingface_hub.errors import HFValidationError  # noqa: PLC0415
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _no_model(name: str, path: Path, *, from_hub: bool) -> str | None:
+    """Return why a name can be neither that of a folder nor a hub id, with the remedy."""
+    if (why := explain_file(path)) is not None:
+        return why
+    if ":" in name:
+        return f"{name} is a name of Ollama or another registry. {_HUB_IDS}"
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        return f"{name} is not a folder{_similar(path)}"
+    if not from_hub and "/" in name and path.parent.is_dir() and cached_folder(name) is None:
+        return (
+            f"{name} is not a folder, although {path.parent} is one{_similar(path)}; if it is a hub id, download "
+            f"it first: skipjoin pull {name}"
+        )
+    return None
+
+
+def _similar(path: Path) -> str:
+    """Return what a mistyped path probably means, as the end of an error, or an empty text."""
+    if missing := next((one for one in reversed(path.parents) if not one.is_dir()), None):
+        return f": {missing} does not exist" if path.is_absolute() else ""
+    try:
+        names = [one.name for one in path.parent.iterdir() if one.is_dir()]
+    except OSError:
+        return ""
+    near = get_close_matches(path.name, names, n=1)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""

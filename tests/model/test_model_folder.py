@@ -1,0 +1,102 @@
+"""Names of models, and what a folder lacks, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skipjoin.builtin import builtin_model_path
+from skipjoin.model.config import ModelError
+from skipjoin.model.folder import check_model, model_id, pull_model
+from skipjoin.model.weight_files import bin_files
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the working folder, in which models/real is a model. The hub has none and is not asked."""
+    shutil.copytree(builtin_model_path(), tmp_path / "models" / "real")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("skipjoin.model.folder.cached_folder", lambda name: None)
+
+    def download(name: str, **_: object) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    return tmp_path
+
+
+def test_mistyped_path_is_explained_without_asking_the_hub(folder: Path) -> None:
+    for name, message in {
+        "/nowhere/typo": "/nowhere/typo is not a folder: /nowhere does not exist",
+        "./models/reel": "is not a folder; did you mean models/real?",
+        "models/reel": "although models is one; did you mean models/real?; if it is a hub id, download it first: "
+        "skipjoin pull models/reel",
+        "a/b/c": "a/b/c is not a folder",
+        "llama3:8b": "a name of Ollama",
+        "model.gguf": "is a GGUF file",
+        "other/model": "neither a folder nor a model that can be fetched: no network",
+    }.items():
+        with pytest.raises(ModelError) as caught:
+            check_model(name)
+        assert message in str(caught.value), name
+    with pytest.raises(ModelError, match="models/reel is neither a folder nor a model that can be fetched"):
+        pull_model("models/reel")
+
+
+def test_folder_that_is_no_model_is_said_to_be_what_it_is(folder: Path) -> None:
+    def made(name: str, *files: str, **texts: str) -> Path:
+        made = folder / name
+        made.mkdir()
+        for file in files:
+            shutil.copy(builtin_model_path() / file, made)
+        for file, text in texts.items():
+            (made / file.replace("__", ".")).write_text(text)
+        return made
+
+    whole = ("config.json", "tokenizer.json")
+    cases = {
+        made("empty"): "is empty",
+        made("gguf", m__gguf=""): "has its weights as a GGUF file, m.gguf, which this version cannot read",
+        made("gguf2", *whole, m__gguf=""): "GGUF file",
+        made("lora", adapter_config__json='{"base_model_name_or_path": "org/base"}'): "is a LoRA adapter of org/base",
+        made("pickle", *whole, consolidated__pth=""): "has its weights only as consolidated.pth",
+        made("bin", *whole, pytorch_model__bin=""): "skipjoin convert",
+        made("bare", *whole): "has no .safetensors file",
+        made("wordless", "config.json", "model.safetensors"): "has no tokenizer files",
+        made("broken", config__json="{"): "cannot be read",
+        folder / "models": "but its subfolders do: give one of",
+        folder / "models" / "real" / "config.json": "is a file: give its folder",
+    }
+    for path, message in cases.items():
+        with pytest.raises(ModelError) as caught:
+            check_model(str(path))
+        assert message in str(caught.value), path
+    for name, message in {"gguf": "GGUF", "bare": "to convert", "models/real": "need no conversion"}.items():
+        with pytest.raises(ModelError, match=message):
+            bin_files(folder / name)
+    check_model(str(folder / "bare"), "dummy")
+    assert check_model("models/real") == Path("models/real")
+
+
+def test_model_id_is_a_name_and_no_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = folder / "models" / "real"
+    (folder / "link").symlink_to(real)
+    cached = "/cache/hub/models--org--name-1b/snapshots/0123abc"
+    cases = {str(real): "real", f"{real}/": "real", "models/real": "real", "./models/../models/real": "real"}
+    for name, expected in cases.items() | {("link", "link"), (cached, "org/name-1b"), ("/", "model")}:
+        assert model_id(name, Path(name)) == expected, name
+    assert model_id("org/name", cached) == "org/name"
+    assert model_id("tally", builtin_model_path()) == "tally"
+    monkeypatch.chdir(real)
+    assert model_id(".", Path()) == "real"
+
+
+def test_check_of_a_folder_does_not_import_torch() -> None:
+    script = "import sys, skipjoin.model.folder as it; it.check_model('tally'); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.lower()) is False

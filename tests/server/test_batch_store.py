@@ -276,7 +276,7 @@ async def test_cancel_during_validation_and_while_running(location: StoreLocatio
         assert await store.due() == []
         assert await store.start_finalizing(early.id) is None
         # Validation continues, so that the error file lists every line.
-        assert (await store.take_unvalidated("another model", runs=False)).id == early.id
+        assert (await store.take_unvalidated(["another model"], runs=False)).id == early.id
         assert await store.add_lines(early.id, places([1, 2, 3]))
         assert await store.begin(early.id, 3)
         assert await store.take_lines(9) == []
@@ -390,14 +390,14 @@ async def test_active_batches_and_idempotency_keys_are_per_owner(location: Store
 async def test_batch_runs_only_on_its_model(location: StoreLocation) -> None:
     async with location.opened() as (store,):
         await add_batch(store, lines=2, model="tiny")
-        assert await store.take_lines(5, "large") == []
-        assert len(await store.take_lines(1, "tiny")) == 1
+        assert await store.take_lines(5, ["large"]) == []
+        assert len(await store.take_lines(1, ["tiny"])) == 1
         assert await store.line_states() == {LineState.READY: 1, LineState.RUNNING: 1}
         await store.add_batch(new_batch(store, model="tiny"))
-        assert await store.take_unvalidated("large") is None
+        assert await store.take_unvalidated(["large"]) is None
         assert await store.batch_states() == {BatchStatus.VALIDATING: 1, BatchStatus.IN_PROGRESS: 1}
         any_model = await store.add_batch(new_batch(store))
-        assert await store.take_unvalidated("large") == any_model
+        assert await store.take_unvalidated(["large"]) == any_model
 
 
 async def test_steady_clock_never_goes_back() -> None:

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -16,6 +16,7 @@ from skipjoin.engine.forecasting import ForecastKeeper
 from skipjoin.formats.message import load_parser
 from skipjoin.formats.table import OutputFormat
 from skipjoin.model.chat_text import format_of
+from skipjoin.model.folder import model_id
 from skipjoin.model.grammar_check import GrammarCheck
 from skipjoin.model.tokenizer import Tokenizer, TooManyTokensError
 from skipjoin.sampling import ContextLengthError, ParameterError, SamplingParams, check_ids
@@ -118,8 +119,8 @@ class Service:
         self._sampling_defaults = sampling_defaults or {}
         if keeper is not None:
             self._forecasting = Forecasting(keeper, self.metrics, ask)
-        self.name = self.config.served_model_name or info.model
-        self.names = (self.name,) if self.config.served_model_name else _names(info)
+        self.names = _names(self.config, info)
+        self.name = self.names[0]
         self._find_format(tokenizer)
         self.metrics.ready(info, self.name)
         if self.phase is Phase.STARTING:
@@ -337,6 +338,11 @@ def _read_large(body: bytes, kind: type[BodyT]) -> BodyT:
     return kind.model_validate_json(checked(body, kind))
 
 
-def _names(info: Ready) -> tuple[str, ...]:
-    folder = Path(info.folder)
-    return tuple(dict.fromkeys([info.model, *([folder.resolve().name] if Path(info.model) == folder else [])]))
+def _names(config: ServerConfig, info: Ready) -> tuple[str, ...]:
+    """Return the names of the model that requests may use, first the one that responses have."""
+    if config.served_model_name is not None:
+        return (config.served_model_name,)
+    name, path = model_id(info.model, info.folder), info.model.rstrip("/")
+    # Clients of vLLM send the path, which no response shows.
+    paths = (info.model, path, os.path.abspath(path)) if name != info.model else ()
+    return tuple(dict.fromkeys((name, *filter(None, paths))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI, Request, Response
 
 from skipjoin.config.key_files import owner_of_key
+from skipjoin.model.folder import model_id
 from skipjoin.server.api.auth import METRICS_PATH
 from skipjoin.server.api.errors import ApiError, unavailable
 from skipjoin.server.api.replies import json_response
@@ -81,7 +82,8 @@ def _add_health(app: FastAPI, service: Service) -> None:
 def _add_models(app: FastAPI, service: Service) -> None:
     def card() -> ModelCard:
         info = service.info
-        return ModelCard(id=service.name, created=service.created, max_model_len=info.max_model_len, root=info.model)
+        own = model_id(info.model, info.folder)
+        return ModelCard(id=service.name, created=service.created, max_model_len=info.max_model_len, root=own)
 
     @app.get("/v1/models")
     async def list_models() -> Response:

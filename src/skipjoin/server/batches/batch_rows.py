@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -106,13 +106,13 @@ class BatchRows(Base):
 
     # -- validation ----------------------------------------------------------------------------------------
 
-    async def take_unvalidated(self, model: str | None = None, *, runs: bool = True) -> BatchRow | None:
+    async def take_unvalidated(self, models: Collection[str] = (), *, runs: bool = True) -> BatchRow | None:
         """Hold and return the oldest batch to validate, after deleting lines of an earlier validation.
 
         A batch that this server already holds was interrupted, and is returned again. Without `runs`, return only
         cancelled batches, because the error file lists their lines.
         """
-        is_new = sa.and_(batches.c.status == BatchStatus.VALIDATING, is_for(model), sa.true() if runs else sa.false())
+        is_new = sa.and_(batches.c.status == BatchStatus.VALIDATING, is_for(models), sa.true() if runs else sa.false())
         waiting = sa.select(batches).where(sa.or_(is_new, _CANCELLED_EARLY), self._is_free())
         query = waiting.order_by(batches.c.seq).limit(1).with_for_update(skip_locked=True)
         async with self._db.writing() as connection:
@@ -263,8 +263,8 @@ class BatchRows(Base):
             await self._drop(batch_id)
 
 
-def is_for(model: str | None) -> sa.ColumnElement[bool]:
-    return sa.true() if model is None else sa.or_(batches.c.model.is_(None), batches.c.model == model)
+def is_for(models: Collection[str]) -> sa.ColumnElement[bool]:
+    return sa.or_(batches.c.model.is_(None), batches.c.model.in_(models)) if models else sa.true()
 
 
 def _of(owner: str, batch_id: str) -> sa.Select[Any]:

@@ -37,7 +37,7 @@ class InputValidator:
             await self._validate(row)
 
     async def _next(self) -> BatchRow | None:
-        return await self.store.take_unvalidated(self.service.name, runs=self.service.phase is Phase.OPEN)
+        return await self.store.take_unvalidated(self.service.names, runs=self.service.phase is Phase.OPEN)
 
     async def _validate(self, row: BatchRow) -> None:
         try:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -33,10 +33,10 @@ class LineRows(Base):
     """Line operations of `Store`."""
 
     @repeated
-    async def take_lines(self, limit: int, model: str | None = None) -> list[Line]:
+    async def take_lines(self, limit: int, models: Collection[str] = ()) -> list[Line]:
         """Take READY lines from owners with the fewest running ones, earliest expiry first."""
         async with self._db.writing() as connection:
-            found = await self._in_progress(connection, is_for(model))
+            found = await self._in_progress(connection, is_for(models))
             running = await _running(connection, list(found))
             waiting: dict[str, list[Waiting]] = defaultdict(list)
             runs: Counter[str] = Counter()

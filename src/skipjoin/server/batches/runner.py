@@ -130,7 +130,7 @@ class Runner:
         wanted = self._most - self._queue.requests
         lines: list[Line] = []
         try:
-            lines = await self._store.take_lines(wanted, self._service.name)
+            lines = await self._store.take_lines(wanted, self._service.names)
         except StoreError as error:
             self._back_off(f"no lines can be taken: {error}")
         except Exception:  # nothing may end the runner

@@ -24,6 +24,7 @@ from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions
 from skipjoin.core.step import StepPlan
 from skipjoin.model.config import ModelError
+from skipjoin.model.folder import model_id
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import located_errors
@@ -327,7 +328,7 @@ def _load_and_run(load: LoadEngine, setup: Setup, server: EngineServer, recorder
     if setup.config.otlp_traces_endpoint is not None:
         from skipjoin.server.engines.tracing import TraceWriter  # noqa: PLC0415 (needs an extra)
 
-        recorders.append(TraceWriter(setup.config.otlp_traces_endpoint, ready.model))
+        recorders.append(TraceWriter(setup.config.otlp_traces_endpoint, model_id(ready.model, ready.folder)))
     # Existing objects are permanent, so the garbage collector need not visit them between steps.
     gc.collect()
     gc.freeze()

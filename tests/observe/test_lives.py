@@ -5,11 +5,14 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from skipjoin.core.events import Admitted
 from skipjoin.core.kv.prefixes import ContentPrefix
+from skipjoin.core.forecast import Forecast, length_quantile, share_below
 from skipjoin.core.request import FinishReason
-from skipjoin.observe.life import RUNNING, Life
+from skipjoin.observe.life import RUNNING, Life, current_prediction, prediction_of
 from skipjoin.observe.lives import LifeLog
 from support.load import load, make
 from support.policies import EVICTIONS
@@ -158,3 +161,49 @@ def test_own_kv_found_after_a_drop_is_no_cache_hit() -> None:
     assert sum(event.cached for event in admitted) > 0
     assert sum(event.cached for event in admitted if event.is_first) == 0
     assert [life.cached_tokens for life in watched.log.recent(0.0, watched.stepper.now)] == [0, 0]
+
+
+_MASSES = (
+    st.lists(st.floats(0, 1), min_size=1, max_size=36)
+    .filter(any)
+    .map(lambda shares: tuple(share / sum(shares) for share in shares))
+)
+
+
+@given(_MASSES, st.floats(1, 1e5), st.integers(1, 5000), st.data())
+def test_forecast_of_a_growing_output_is_ahead_of_it_and_within_its_interval(
+    mass: tuple[float, ...], tokens: float, most: int, data: st.DataObject
+) -> None:
+    request = make(0, 4, most, forecast=Forecast(tokens, "test", mass))
+    first = prediction_of(request)
+    assert current_prediction(request) == first
+    request.output.extend([1] * data.draw(st.integers(0, most - 1)))
+    found = current_prediction(request)
+    assert found is not None
+    assert len(request.output) + 1 <= found.tokens <= most
+    if found.low is not None and found.high is not None:
+        assert len(request.output) + 1 <= found.low <= found.tokens <= found.high <= most
+    assert prediction_of(request) == first
+
+
+def test_forecast_without_a_distribution_stays_ahead_of_the_output() -> None:
+    request = make(0, 4, 100, forecast=Forecast(10.0, "test"))
+    request.output.extend([1] * 50)
+    assert current_prediction(request) == (51.0, None, None, "test")
+
+
+@given(_MASSES, st.floats(0.05, 0.95))
+def test_share_below_is_the_inverse_of_the_quantile(mass: tuple[float, ...], level: float) -> None:
+    tokens = length_quantile(mass, level)
+    assert share_below(mass, tokens) <= level + 1e-6
+    assert share_below(mass, tokens + 1) >= level - 1e-6
+
+
+def test_finished_request_keeps_the_forecast_with_which_it_began() -> None:
+    watched = Watched(World("fcfs"))
+    request = make(0, 4, 30, forecast=Forecast(10.0, "test"))
+    watched.stepper.core.add(request, watched.stepper.now)
+    watched.run()
+    life = watched.log.find(0, watched.stepper.now)
+    assert life is not None
+    assert (life.output_tokens, life.prediction) == (30, (10.0, None, None, "test"))

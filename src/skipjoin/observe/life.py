@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from skipjoin.core.forecast import length_quantile
+from skipjoin.core.forecast import Forecast, length_quantile, mean_from, share_below
 from skipjoin.core.request import Request, ServiceClass, Target
 from skipjoin.observe.requests import RequestFacts
 
@@ -151,10 +151,26 @@ def append(intervals: list[Interval], interval: Interval) -> None:
 
 
 def prediction_of(request: Request) -> Prediction | None:
-    """Return the forecast of a request with its interval, if it has one. Bounds end at `max_tokens`."""
-    if (forecast := request.forecast) is None:
-        return None
-    if not forecast.mass:
-        return Prediction(forecast.tokens, None, None, forecast.source)
-    low, high = (min(length_quantile(forecast.mass, level), request.max_tokens) for level in _INTERVAL)
-    return Prediction(forecast.tokens, low, high, forecast.source)
+    """Return the forecast with which a request began, if it has one. Bounds end at `max_tokens`."""
+    return None if request.forecast is None else _prediction(request.forecast, 0, request.max_tokens)
+
+
+def current_prediction(request: Request) -> Prediction | None:
+    """Return the forecast of a request in view of the tokens that it has generated."""
+    return None if request.forecast is None else _prediction(request.forecast, len(request.output), request.max_tokens)
+
+
+def _prediction(forecast: Forecast, generated: int, most: int) -> Prediction:
+    """Return the forecast of an output that has `generated` tokens and goes on, of at most `most`."""
+    least = min(generated + 1, most)
+    mass = forecast.mass
+    mean = mean_from(mass, least) if mass else None
+    if mean is None:  # no distribution, or a longer output than any that was expected
+        return Prediction(float(min(most, max(least, forecast.tokens))), None, None, forecast.source)
+    below = share_below(mass, least)
+    low, high = (
+        float(min(most, max(least, length_quantile(mass, below + level * (1 - below))))) for level in _INTERVAL
+    )
+    tokens = max(forecast.tokens, mean) if generated else forecast.tokens
+    # The mean of a skewed distribution may be outside.
+    return Prediction(min(high, max(low, tokens)), low, high, forecast.source)

@@ -21,7 +21,7 @@ from skipjoin.core.request import Request
 from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.observe.finished_lives import KEEP_S, MAX_FINISHED, MAX_INTERVALS, FinishedLives
 from skipjoin.observe.holders import Holder, holders
-from skipjoin.observe.life import RUNNING, Interval, Life, append, new_life, prediction_of
+from skipjoin.observe.life import RUNNING, Interval, Life, append, current_prediction, new_life, prediction_of
 from skipjoin.observe.tail import TailReasons
 
 
@@ -157,6 +157,7 @@ class LifeLog:
         if life.intervals and life.intervals[-1].end is None:
             life.intervals[-1] = life.intervals[-1]._replace(end=event.now)
         life.ended, life.reason = event.now, event.reason.value
+        life.prediction = prediction_of(request)  # to compare it with the output
         life.target = request.options.target  # a target that depends on the output length may have changed
         self._finished.add(life, event.now)
 
@@ -182,7 +183,7 @@ class LifeLog:
             life.cached_tokens,
             len(request.output),
             life.first_token,
-            prediction=prediction_of(request),
+            prediction=current_prediction(request),
             preemptions=dict(life.preemptions),
             intervals=intervals,
             omitted_s=dict(life.omitted_s),

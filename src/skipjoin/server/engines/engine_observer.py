@@ -10,7 +10,7 @@ from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event
 from skipjoin.core.policy import explanation
 from skipjoin.core.request import Request, ServiceClass
-from skipjoin.observe.life import prediction_of
+from skipjoin.observe.life import current_prediction
 from skipjoin.observe.lives import LifeLog
 from skipjoin.observe.steps import StepLog
 from skipjoin.policies.cost import LinearCost
@@ -109,7 +109,7 @@ def group(requests: Iterable[Request], core: EngineCore) -> list[RequestGroup]:
 
 def _describe(core: EngineCore, request: Request, place: int, now: float) -> RequestState:
     held, wait = core.kv.blocks_of(request), core.wait_of(request)
-    predicted, target = prediction_of(request), request.options.target
+    predicted, target = current_prediction(request), request.options.target
     return RequestState(
         number=request.id,
         state=state_name(core, request),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from skipjoin.observe.life import current_prediction
 from skipjoin.server.engines.connected_engine import ConnectedEngine
 from skipjoin.server.engines.messages import RequestState, RequestStates
 from skipjoin.server.engines.sequences import EngineSequence
@@ -36,6 +37,7 @@ def live_requests(replica: ConnectedEngine, reply: RequestStates) -> list[LiveRe
 def waiting_request(sequence: EngineSequence) -> LiveRequest:
     """Return the state of a sequence that waits for an engine."""
     request = sequence.request
+    predicted = current_prediction(request)
     state = RequestState(
         number=request.id,
         state="waiting",
@@ -50,7 +52,10 @@ def waiting_request(sequence: EngineSequence) -> LiveRequest:
         cpu_blocks=0,
         wait_reason="no_replica",
         wait_s=None,
-        predicted_tokens=request.forecast and request.forecast.tokens,
-        forecast_source=request.forecast and request.forecast.source,
+        predicted_tokens=predicted and predicted.tokens,
+        forecast_source=predicted and predicted.source,
+        predicted_low=predicted and predicted.low,
+        predicted_high=predicted and predicted.high,
+        max_tokens=request.max_tokens,
     )
     return LiveRequest(sequence.label, sequence.index, None, state, sequence.owner)

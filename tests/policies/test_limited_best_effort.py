@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from skipjoin.core.policy import ALL_HELD, NEWCOMERS_HELD, is_decode_invariant
+from skipjoin.core.policy import ALL_BEHIND_REAL_TIME, NEWCOMERS_BEHIND_REAL_TIME, QUIET_S, is_decode_invariant
 from skipjoin.core.request import NO_TARGET, Request, Target
 from skipjoin.core.scheduling.context import StepContext
 from skipjoin.policies.batching import Greedy
-from skipjoin.policies.best_effort import QUIET_S, LimitedBestEffort
+from skipjoin.policies.best_effort import LimitedBestEffort
 from skipjoin.policies.cost import LinearCost
 from support.load import make
 
@@ -57,7 +57,7 @@ def test_best_effort_steps_are_short_while_real_time_requests_are_live(target: T
     chat, flood = make(0, 400, target=target), [begun(number) for number in range(1, 101)]
     verdicts = step(limited(chat, *flood), flood)
     n_taken = math.floor((seconds - 0.01) / 1e-3 + 1e-9)
-    assert verdicts == [1] * n_taken + [ALL_HELD] * (100 - n_taken)
+    assert verdicts == [1] * n_taken + [ALL_BEHIND_REAL_TIME] * (100 - n_taken)
 
 
 def test_objectives_of_the_recipe_apply_to_requests_without_their_own() -> None:
@@ -68,14 +68,14 @@ def test_objectives_of_the_recipe_apply_to_requests_without_their_own() -> None:
 
 def test_best_effort_requests_lengthen_a_real_time_step_by_at_most_a_tenth() -> None:
     chat, flood = make(0, 190), [begun(number) for number in range(1, 101)]
-    assert step(limited(chat, *flood), [chat, *flood]) == [190, *[1] * 20, *[ALL_HELD] * 80]
+    assert step(limited(chat, *flood), [chat, *flood]) == [190, *[1] * 20, *[ALL_BEHIND_REAL_TIME] * 80]
 
 
 def test_best_effort_prompts_are_cut_to_the_time_limit() -> None:
     chat, batch, other = make(0, 400), make(1, 900, best_effort=True), make(2, 900, best_effort=True)
     first, second = step(limited(chat, batch, other), [batch, other])
     assert 72 - 16 <= first <= 72
-    assert second is NEWCOMERS_HELD
+    assert second is NEWCOMERS_BEHIND_REAL_TIME
 
 
 def test_a_minimal_chunk_runs_if_the_time_limit_allows_none() -> None:

@@ -174,6 +174,12 @@ PROMPTS_ARE_FULL = Refusal(Scope.NEWCOMERS, WaitReason.TOKEN_BUDGET)
 HELD = Refusal(Scope.REQUEST, WaitReason.HELD_BY_BATCHER)
 NEWCOMERS_HELD = Refusal(Scope.NEWCOMERS, WaitReason.HELD_BY_BATCHER)
 ALL_HELD = Refusal(Scope.ALL, WaitReason.HELD_BY_BATCHER)
+# A best-effort request would make a step too long for real-time requests.
+BEHIND_REAL_TIME = Refusal(Scope.REQUEST, WaitReason.BEHIND_REAL_TIME)
+NEWCOMERS_BEHIND_REAL_TIME = Refusal(Scope.NEWCOMERS, WaitReason.BEHIND_REAL_TIME)
+ALL_BEHIND_REAL_TIME = Refusal(Scope.ALL, WaitReason.BEHIND_REAL_TIME)
+# Steps stay limited until no real-time request has been live for this time.
+QUIET_S = 60.0
 
 
 class BatchBuilder(Protocol):

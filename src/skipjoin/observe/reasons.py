@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
+from skipjoin.core.policy import QUIET_S
 from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.observe.life import RUNNING
 
@@ -41,11 +42,20 @@ class EngineLimits(Protocol):
 
 
 class OptionNames(NamedTuple):
-    """Options that remedies name: the recipe, its parameters, and memory for the KV cache."""
+    """Options that remedies name.
+
+    Attributes:
+        params: Option of the recipe's parameters, which are `param_names`.
+        objectives: Option of the objectives of requests without their own; empty if there is none.
+        best_effort_wait: Option of the time after which best-effort requests are served as real-time ones.
+    """
 
     recipe: str = "--recipe"
     params: str = "--set"
     kv: str = "--kv-cache-gib"
+    objectives: str = "--slo-tpot-ms"
+    best_effort_wait: str = "--best-effort-wait-s"
+    param_names: tuple[str, ...] = ()
 
 
 _OPTIONS = OptionNames()
@@ -59,9 +69,13 @@ def explanations(info: EngineLimits, options: OptionNames = _OPTIONS) -> dict[st
     pool = f"{info.device_blocks} blocks of {info.block_size} tokens"
     more_kv = f"More memory for the KV cache lets more requests run: {options.kv} (now {pool})."
     other_recipe = f"Another recipe may rank it higher: {options.recipe} (now {info.recipe})."
-    policy = (
-        f"Parameters of the recipe ({options.params}) or another recipe may run it earlier: {options.recipe} "
-        f"(now {info.recipe})."
+    params = f"Parameters of the recipe ({options.params} with {', '.join(options.param_names)}) or another"
+    another = params if options.param_names else "Another"
+    policy = f"{another} recipe may run it earlier: {options.recipe} (now {info.recipe})."
+    objectives = (
+        f"An objective with more time per token, {options.objectives}, allows longer steps. "
+        if options.objectives
+        else ""
     )
     return {
         RUNNING: Explanation("running", "It is in the running batch."),
@@ -92,6 +106,13 @@ def explanations(info: EngineLimits, options: OptionNames = _OPTIONS) -> dict[st
         WaitReason.KV_IN_TRANSIT: Explanation("swapping", "The KV is being copied between the device and the CPU."),
         WaitReason.BEHIND_PREFIX: Explanation(
             "shared prefix", "A running request computes a prefix that will be reused, which saves work."
+        ),
+        WaitReason.BEHIND_REAL_TIME: Explanation(
+            "behind real-time",
+            "It is best-effort, and a step with it would take too long for real-time requests, which are live or were "
+            f"within the last {QUIET_S:.0f} s.",
+            f"It runs without limit once no real-time request has been live for {QUIET_S:.0f} s. {objectives}"
+            f"A smaller {options.best_effort_wait} serves the oldest best-effort request earlier.",
         ),
         WaitReason.HELD_BY_BATCHER: Explanation(
             "held by batcher", f"The batcher of {info.recipe} leaves it out although there is room.", policy

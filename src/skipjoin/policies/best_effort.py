@@ -4,9 +4,10 @@ from collections.abc import Callable
 from math import inf
 
 from skipjoin.core.policy import (
-    ALL_HELD,
-    HELD,
-    NEWCOMERS_HELD,
+    ALL_BEHIND_REAL_TIME,
+    BEHIND_REAL_TIME,
+    NEWCOMERS_BEHIND_REAL_TIME,
+    QUIET_S,
     BatchBuilder,
     Batcher,
     Callbacks,
@@ -19,8 +20,6 @@ from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import StepShape
 from skipjoin.policies.step_load import MIN_CHUNK, StepLoad, fitting_tokens
 
-# Steps stay limited until no real-time request has been present for this time.
-QUIET_S = 60.0
 # Maximum time of a step that a real-time request may have to wait for: a share of its TTFT objective or, without one,
 # of its prefill time, but at least this many minimal steps.
 _TTFT_SHARE, _PREFILL_SHARE, _MIN_STEPS = 0.25, 0.2, 1.25
@@ -30,11 +29,10 @@ _BESIDE = 1.1
 _LIMIT_RATE = 0.2
 
 
-def refusal_of(request: Request) -> Refusal:
-    """Return the refusal of a request that would make a step too long. No newcomer overtakes another one."""
+def is_under_way(request: Request) -> bool:
+    """Return whether refusing the request lets newcomers pass. No newcomer overtakes another one."""
     # One that never ran may have planned tokens by a prefix-cache hit, and is a newcomer still.
-    has_run = request.last_plan != NEVER or request.evictions
-    return HELD if request.planned and has_run else NEWCOMERS_HELD
+    return request.planned > 0 and (request.last_plan != NEVER or request.evictions > 0)
 
 
 class LimitedBestEffort(Callbacks):
@@ -123,8 +121,8 @@ class LimitedBuilder:
         if self._load == StepLoad():  # an empty step always makes some progress
             return min(verdict, MIN_CHUNK)
         if pending == 1:
-            return ALL_HELD
-        return refusal_of(request)
+            return ALL_BEHIND_REAL_TIME
+        return BEHIND_REAL_TIME if is_under_way(request) else NEWCOMERS_BEHIND_REAL_TIME
 
     def take(self, request: Request, tokens: int) -> None:
         if self._limit is None and self._rules.is_best_effort(request):

@@ -17,6 +17,8 @@ from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account
 from skipjoin.core.policy import (
     ALL_HELD,
+    HELD,
+    NEWCOMERS_HELD,
     BatchBuilder,
     Callbacks,
     CostModel,
@@ -30,7 +32,7 @@ from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.scheduling.promises import may_await_prefix, may_pass, must_precede
 from skipjoin.core.scheduling.selective import Limits, fitting
 from skipjoin.core.step import Slice
-from skipjoin.policies.best_effort import LimitedBestEffort, refusal_of
+from skipjoin.policies.best_effort import LimitedBestEffort, is_under_way
 from skipjoin.policies.step_load import StepLoad, fitting_tokens
 
 # Weight of a generated token relative to a prompt token, as in the paper's experiments.
@@ -292,7 +294,7 @@ class FairBuilder:
             return tokens
         if pending == 1 and not away:
             return ALL_HELD
-        return refusal_of(request)
+        return HELD if is_under_way(request) else NEWCOMERS_HELD
 
     def take(self, request: Request, tokens: int) -> None:
         if not request.band[0]:

@@ -17,9 +17,14 @@ from skipjoin.observe.holders import Holder
 from skipjoin.observe.life import Life
 from skipjoin.observe.lives import LifeLog
 from skipjoin.observe.reasons import OptionNames, explanations, words_of
+from skipjoin.recipes import find
 
 _OPTIONS = OptionNames(
-    recipe="recipe in --additional-config", params="params in --additional-config", kv="--kv-cache-memory-bytes"
+    recipe="recipe in --additional-config",
+    params="params in --additional-config",
+    kv="--kv-cache-memory-bytes",
+    objectives="",
+    best_effort_wait="best_effort_wait_s in --additional-config",
 )
 # vLLM's id of a sequence: the number of the sample, if there are several, the kind of response, the id that the client
 # chose or got, the number of the prompt if it is a completion, and a random part.
@@ -48,7 +53,8 @@ class RequestLives:
     def __init__(self, limits: Limits, engine: int, clock: Callable[[], float]) -> None:
         self._log = LifeLog()
         self._engine, self._clock = engine, clock
-        self._reasons = explanations(limits, _OPTIONS)
+        names = tuple(find(limits.recipe).parameters)
+        self._reasons = explanations(limits, _OPTIONS._replace(param_names=names))
         self._names: dict[int, str] = {}  # vLLM's ids by number, of the requests in the log
         self._finished: deque[int] = deque()
         self._lock = Lock()

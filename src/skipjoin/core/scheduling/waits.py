@@ -20,6 +20,7 @@ class WaitReason(StrEnum):
     TOKEN_PENDING = "token_pending"  # scheduled, behind earlier plans in flight
     BEHIND_MEMORY = "behind_memory"  # ranked behind a request that waits for KV blocks
     BEHIND_PREFIX = "behind_prefix"  # a running request computes a prefix that it can reuse
+    BEHIND_REAL_TIME = "behind_real_time"  # best-effort, and would lengthen the steps of real-time requests
     HELD_BY_BATCHER = "held_by_batcher"
     HELD_BY_ADMISSION = "held_by_admission"
     HELD_BY_EVICTION = "held_by_eviction"

@@ -8,11 +8,12 @@ from typing import Any
 from skipjoin.observe.explanation import explained
 from skipjoin.observe.holders import Holder
 from skipjoin.observe.life import Life
-from skipjoin.observe.reasons import explanations, words_of
+from skipjoin.observe.reasons import Explanation, OptionNames, explanations, words_of
+from skipjoin.recipes import find
 from skipjoin.server.api.request_index import IndexedRequest
 from skipjoin.server.api.service import Service
 from skipjoin.server.engines.engine_client import EngineClient
-from skipjoin.server.engines.messages import FindLives, LivesFound
+from skipjoin.server.engines.messages import FindLives, LivesFound, Ready
 
 
 class Explainer:
@@ -25,7 +26,7 @@ class Explainer:
     def __init__(self, service: Service, owner: str | None) -> None:
         self._index = service.index
         self._owner = owner
-        self._reasons = explanations(service.info)
+        self._reasons = reasons_of(service.info)
 
     def choice(self, life: Life, choice: int, reply: LivesFound, replica: int) -> dict[str, Any]:
         """Return the explanation of one choice."""
@@ -51,6 +52,11 @@ class Explainer:
     def words(self) -> dict[str, dict[str, str]]:
         """Return all reasons in words."""
         return words_of(self._reasons)
+
+
+def reasons_of(info: Ready) -> dict[str, Explanation]:
+    """Return all wait reasons in words, with the options of this server and the parameters of its recipe."""
+    return explanations(info, OptionNames(param_names=tuple(find(info.recipe_path or info.recipe).parameters)))
 
 
 async def find_lives(

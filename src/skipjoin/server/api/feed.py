@@ -14,9 +14,10 @@ from collections import Counter, deque
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from skipjoin.observe.reasons import explanations, words_of
+from skipjoin.observe.reasons import words_of
 from skipjoin.recipes import listed
 from skipjoin.server.api.errors import ApiError
+from skipjoin.server.api.explain import reasons_of
 from skipjoin.server.api.responses import encode
 from skipjoin.server.api.service import Service
 from skipjoin.server.api.snapshots import MAX_ROWS, STEP_FIELDS, Owned, Snapshot, take_snapshot, visible
@@ -106,7 +107,7 @@ class Feed:
             "sees_totals": viewer.has_totals,
             "has_batches": self._has_batches,
             "recipes": sorted(listed()),
-            "reasons": words_of(explanations(info)),
+            "reasons": words_of(reasons_of(info)),
             "finished": visible(self._backlog, viewer.owner),
         }
 

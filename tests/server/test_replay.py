@@ -16,13 +16,13 @@ from server_worlds import COST, READY, MakeApi, ServerProcess, StartServer
 from typer.testing import CliRunner
 
 from skipjoin.cli import app
-from skipjoin.cli.explain import duration
 from skipjoin.core.request import ServiceClass
 from skipjoin.core.step import StepShape
 from skipjoin.engine.step_times import StepTimes
 from skipjoin.recipes import DEFAULT
 from skipjoin.replay.comparison import Limits, compare
 from skipjoin.replay.outcome import FIGURES, Outcome
+from skipjoin.report.numbers import duration
 from skipjoin.server.api import recorded_load
 from skipjoin.server.api.arrivals import Arrival, ArrivalLog
 from skipjoin.server.api.errors import ApiError

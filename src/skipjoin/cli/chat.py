@@ -14,8 +14,9 @@ import typer
 from rich.console import Console
 
 from skipjoin.cli.connection import FAILED, Connection
-from skipjoin.cli.explain import duration, report
+from skipjoin.cli.explain import report
 from skipjoin.cli.options import Section, Values, takes
+from skipjoin.report.numbers import duration
 
 if TYPE_CHECKING:
     from skipjoin.cli.server_client import ServerClient

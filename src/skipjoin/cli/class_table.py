@@ -8,6 +8,7 @@ from rich.table import Column, Table
 from skipjoin.config import ConfigError
 from skipjoin.observe.record import Record
 from skipjoin.report.bound import field_value
+from skipjoin.report.numbers import number
 
 _COLUMNS = {
     "s/token": "normalized_latency_s.mean",
@@ -47,4 +48,4 @@ def mean_text(records: Iterable[Record], field: str) -> str:
 def number_text(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+    return number(value, 4)

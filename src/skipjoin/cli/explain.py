@@ -14,6 +14,7 @@ from rich.text import Text
 
 from skipjoin.cli.connection import Connection, call
 from skipjoin.cli.options import Section, Values, takes
+from skipjoin.report.numbers import duration
 
 _BAR = 40
 _FILE_WIDTH = 160  # width of a report that is not printed to a terminal
@@ -122,12 +123,3 @@ def _name(holder: Mapping[str, Any]) -> str:
     if holder["id"] is None:
         return "another client"
     return f"{holder['id']} #{holder['choice']}" if holder["choice"] else str(holder["id"])
-
-
-def duration(seconds: float) -> str:
-    """Return a duration with three significant digits."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.0f} µs" if seconds > 0 else "0 s"
-    if seconds < 1:
-        return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"

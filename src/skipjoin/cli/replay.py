@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from skipjoin.cli.connection import Connection, call
-from skipjoin.cli.explain import duration
 from skipjoin.cli.options import Section, Values, takes
 from skipjoin.recipes import names_in
+from skipjoin.report.numbers import duration
 
 if TYPE_CHECKING:
     from skipjoin.replay.comparison import Comparison

@@ -1,7 +1,7 @@
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "";
-  if (seconds < 1e-3) return seconds > 0 ? `${Math.round(seconds * 1e6)} µs` : "0 s";
-  if (seconds < 1) return `${three(seconds * 1e3)} ms`;
+  if (seconds < 0.9995e-3) return seconds > 0 ? `${Math.round(seconds * 1e6)} µs` : "0 s";
+  if (seconds < 0.9995) return `${three(seconds * 1e3)} ms`;
   if (seconds < 100) return `${three(seconds)} s`;
   if (seconds < 7200) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
   return `${three(seconds / 3600)} h`;

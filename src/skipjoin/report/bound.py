@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from skipjoin.config import ConfigError
+from skipjoin.report.numbers import number
 from skipjoin.report.results import Record, is_number
 
 _OPERATORS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
@@ -80,7 +81,7 @@ class MaximumRate:
     at_least: bool
 
     def __str__(self) -> str:
-        return f"≥ {self.rate_rps:.3g}" if self.at_least else f"{self.rate_rps:.3g}"
+        return f"≥ {number(self.rate_rps)}" if self.at_least else number(self.rate_rps)
 
 
 def parse_bound(text: str) -> Bound:
@@ -146,10 +147,17 @@ def minimum_replicas(points: Mapping[int, Sequence[Record]], bound: Bound) -> in
 
 
 def _nearest(record: Record, field: str) -> str:
-    names = sorted(_numeric_fields(record, ""))
+    names = fields_of(record)
     # If the name is an object's, its fields are the candidates.
     near = [name for name in names if name.startswith(f"{field}.")] or difflib.get_close_matches(field, names)
-    return f"; nearest: {', '.join(near)}" if near else ""
+    if near:
+        return f"; nearest: {', '.join(near)}"
+    return f"; they have {', '.join(names)}" if names else ""
+
+
+def fields_of(record: Record) -> list[str]:
+    """Return the numeric fields of a record, as bounds and plots name them."""
+    return sorted(_numeric_fields(record, ""))
 
 
 def _numeric_fields(record: Mapping[str, Any], prefix: str) -> Iterator[str]:

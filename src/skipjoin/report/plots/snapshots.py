@@ -13,6 +13,7 @@ from matplotlib.ticker import PercentFormatter
 
 from skipjoin.config import ConfigError
 from skipjoin.report.bound import field_value
+from skipjoin.report.numbers import number
 from skipjoin.report.plots import style
 from skipjoin.report.plots.lines import Line, NothingToDrawError, Warn, at_one_rate, usable
 from skipjoin.report.results import Record
@@ -87,7 +88,7 @@ def draw_breakdown(lines: Sequence[Line], rate_rps: float | None, warn: Warn) ->
         )
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
     for place, end in enumerate(ends):
-        axes.annotate(f"{end:.3g}", (end, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.annotate(number(end), (end, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
     axes.invert_yaxis()
     # Leaves space for the number at the longest bar; empty bars still need an axis.
     axes.set_xlim(0, 1.1 * max(ends) or 1.0)

@@ -1,0 +1,22 @@
+"""Numbers and durations as people write them."""
+
+from __future__ import annotations
+
+import math
+
+
+def number(value: float, digits: int = 3) -> str:
+    """Return a number with up to `digits` significant digits before or after the point, without an exponent."""
+    decimals = digits if value == 0 else max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    text = f"{value:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def duration(seconds: float) -> str:
+    """Return a duration with up to three significant digits."""
+    for unit, length_s in (("µs", 1e-6), ("ms", 1e-3)):
+        # The rounded number decides, so that 999.7 ms is 1 s.
+        text = number(seconds / length_s)
+        if seconds > 0 and float(text) < 1000:
+            return f"{text} {unit}"
+    return f"{number(seconds)} s" if seconds < 999.5 else f"{seconds:,.0f} s"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from skipjoin.builtin import builtin_model_path
@@ -36,11 +39,46 @@ def test_check_accepts_valid_settings_and_names_each_error(tmp_path: Path) -> No
             "set --api-key-file": ("tally", "--host", "0.0.0.0", "--port", 0),
             "--ssl-keyfile is for TLS: set --ssl-certfile": ("tally", "--ssl-keyfile", tmp_path / "key"),
             "cannot be used for TLS": ("tally", "--ssl-certfile", tmp_path / "none.pem", "--port", 0),
+            "--kv-cache-gib must be at most": ("tally", "--kv-cache-gib", 400_000, "--port", 0),
+            "--swap-space must be at most": ("tally", "--swap-space", 400_000, "--port", 0),
+            "is too small for one request": ("tally", "--kv-cache-gib", 1e-4, "--port", 0),
+            "--max-model-len must be at most the model's 1024": ("tally", "--max-model-len", 9999, "--port", 0),
+            "must divide the model's 4 attention heads": ("tally", "-tp", 3, "--port", 0),
+            "files and batches cannot be kept": ("tally", "--batch-dir", "/proc/batches", "--port", 0),
+            "attention triton needs device cuda": ("tally", "--device", "cpu", "--attention", "triton", "--port", 0),
         }
         for message, arguments in cases.items():
             done = run("serve", *arguments, "--check")
             assert done.exit_code == 2, message
             assert message in done.stderr
+
+
+def test_wrong_models_are_refused_by_each_command(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    for arguments, message in (
+        (("convert", file, tmp_path / "new"), "is a GGUF file"),
+        (("convert", tmp_path, tmp_path / "new"), "as a GGUF file, model.gguf"),
+        (("generate", tmp_path / "typo", "--prompt", "x"), "typo is not a folder"),
+        (("serve", tmp_path / "typo", "--port", 0), "typo is not a folder"),
+        (("serve", tmp_path, "--port", 0), "as a GGUF file, model.gguf"),
+        (("pull", file), "is a GGUF file"),
+    ):
+        done = run(*arguments)
+        assert (done.exit_code, message in done.stderr) == (2, True), (arguments, done.stderr)
+
+
+def test_help_of_every_command_fits_80_columns_without_ellipsis() -> None:
+    def paths(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+        yield path
+        for name, one in getattr(command, "commands", {}).items():
+            yield from paths(one, (*path, name))
+
+    for path in paths(typer.main.get_command(app)):
+        done = CliRunner().invoke(app, [*path, "--help"], terminal_width=80)
+        assert done.exit_code == 0
+        assert not re.search(r"\w\.\.\.$", done.stdout, re.MULTILINE), path
+        assert max(map(len, done.stdout.splitlines())) <= 80, path
 
 
 def test_env_describes_the_installation_without_values_of_variables() -> None:

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
+from io import StringIO
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
+from rich.console import Console
 from server_worlds import READY, StartServer
 from typer.testing import CliRunner
 
 from skipjoin.cli import app
+from skipjoin.cli.options import flags_of
+from skipjoin.cli.top import _Screen
+from skipjoin.config import EngineConfig, ServerConfig
+from skipjoin.core.policy import QUIET_S
 from skipjoin.core.scheduling.waits import WaitReason
-from skipjoin.observe.reasons import explanations
+from skipjoin.observe.reasons import words_of
+from skipjoin.options import settings_of
+from skipjoin.recipes import find, listed
+from skipjoin.server.api.explain import reasons_of
 from skipjoin.server.api.request_index import RequestIndex
 
 
@@ -104,7 +115,46 @@ def test_index_is_bounded_in_age_and_number_and_keeps_live_requests() -> None:
     assert index.find("live", None) is live
 
 
-def test_every_reason_has_words() -> None:
-    found = explanations(READY)
+@pytest.mark.parametrize("recipe", sorted(listed()))
+def test_every_reason_has_words_and_names_only_options_that_exist(recipe: str) -> None:
+    found = reasons_of(msgspec.structs.replace(READY, recipe=recipe))
     assert set(found) >= set(WaitReason)
     assert all(one.short and one.text.endswith(".") for one in found.values())
+    flags = {
+        flag
+        for source in (EngineConfig, ServerConfig)
+        for setting in settings_of(source).values()
+        for flag in flags_of(setting)
+    }
+    for one in found.values():
+        assert set(re.findall(r"--[\w-]+", one.remedy)) <= flags
+        for names in re.findall(r"--set with ([\w, ]+)\) or another", one.remedy):
+            assert names.split(", ") == list(find(recipe).parameters)
+    assert ("--set" in found[WaitReason.HELD_BY_BATCHER].remedy) == bool(find(recipe).parameters)
+
+
+def test_held_batch_line_is_explained_by_recent_chats() -> None:
+    words = reasons_of(READY)[WaitReason.BEHIND_REAL_TIME]
+    assert f"within the last {QUIET_S:.0f} s" in words.text
+    assert "--slo-tpot-ms" in words.remedy
+    assert "--best-effort-wait-s" in words.remedy
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
+def test_top_shows_whole_ids_at_any_width(width: int) -> None:
+    ids = [f"chatcmpl-{number:032x}" for number in range(3)]
+    row = dict.fromkeys(("prompt_tokens", "output_tokens", "max_tokens", "device_blocks", "cpu_blocks"), 12345)
+    row |= {"service": "best-effort", "is_urgent": True, "state": "preempted", "wait_reason": "no_slot", "choice": 0}
+    row |= {"wait_s": 123.4, "age_s": 1234.5, "predicted_tokens": 1234.0}
+    screen = _Screen()
+    screen.take("hello", {"model": "m", "recipe": "r", "reasons": words_of(reasons_of(READY))})
+    load = {"running": 1, "waiting": 2, "kv_cache_usage": 0.5}
+    rows = [row | {"id": one} for one in ids]
+    screen.take("snapshot", {"time": 0.0, "rows": rows, "groups": [], "load": load, "silent_replicas": []})
+    console = Console(file=StringIO(), width=width)
+    screen.width = width
+    console.print(screen.render(None))
+    shown = console.file.getvalue()
+    assert width < 60 or all(one in shown for one in ids)
+    assert max(map(len, shown.splitlines())) <= width
+    assert ("no slot" in shown, "12345/12345" in shown) == (width >= 100, width >= 80)

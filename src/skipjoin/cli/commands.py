@@ -4,15 +4,29 @@ from collections.abc import Callable
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
+
+# Longer than any first sentence of a command's help.
+_WHOLE = 10_000
+
+
+class _WholeDescriptions(TyperGroup):
+    """Group whose help has the first sentence of each command, which click would cut to one line."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, one.get_short_help_str(_WHOLE)) for name, one in commands if one is not None and not one.hidden]
+            )
 
 
 class Commands(typer.Typer):
-    """Typer application whose help groups options, with untruncated names on a terminal of 80 columns."""
+    """Typer application whose help groups options, with untruncated texts on a terminal of 80 columns."""
 
     def __init__(self, help: str, **options: Any) -> None:
         # Typer's rich help would truncate names on a narrow terminal.
-        super().__init__(help=help, no_args_is_help=True, rich_markup_mode=None, **options)
+        super().__init__(help=help, no_args_is_help=True, rich_markup_mode=None, cls=_WholeDescriptions, **options)
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
         return super().command(name, cls=_GroupedCommand, **options)

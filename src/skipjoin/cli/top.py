@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from skipjoin.cli.connection import Connection, call
-from skipjoin.cli.explain import duration
 from skipjoin.cli.options import Section, Values, takes
+from skipjoin.report.numbers import duration
 
 if TYPE_CHECKING:
     from skipjoin.cli.server_client import ServerClient
@@ -23,6 +23,22 @@ if TYPE_CHECKING:
 _BAR = 30
 _HEAD_LINES = 7
 _FILE_WIDTH = 160
+# Columns, and the width of the terminal from which each is shown: ids must be whole, because `skipjoin explain` takes
+# them.
+_COLUMNS = {
+    "request": 0,
+    "class": 140,
+    "state": 52,
+    "why": 100,
+    "waits": 60,
+    "age": 80,
+    "prompt": 140,
+    "output": 80,
+    "forecast": 120,
+    "KV blocks": 120,
+}
+# Length of an id, and width up to which columns are close together.
+_ID, _NARROW = len("chatcmpl-") + 32, 150
 _STATE_STYLES = {"running": "green", "swapped": "cyan", "preempted": "yellow", "waiting": "red"}
 
 
@@ -46,6 +62,7 @@ def top(
         try:
             async for name, data in client.events("/debug/events"):
                 screen.take(name, json.loads(data))
+                screen.width = console.width
                 if name != "snapshot":
                     continue
                 if live is None:
@@ -66,6 +83,7 @@ class _Screen:
         self._hello: Mapping[str, Any] = {}
         self._now: Mapping[str, Any] = {}
         self._before: Mapping[str, Any] | None = None
+        self.width = _FILE_WIDTH
 
     def take(self, name: str, data: Any) -> None:
         if name == "hello":
@@ -107,21 +125,28 @@ class _Screen:
         return max(0.0, tokens[1] - tokens[0]) / seconds if seconds > 0 else None
 
     def _table(self, rows: list[Mapping[str, Any]]) -> Table:
-        table = Table("request", "class", "state", "why", "waits", "age", "prompt", "output", "forecast", "KV blocks")
-        table.box, table.padding = None, (0, 2, 0, 0)
+        shown = [name for name, width in _COLUMNS.items() if self.width >= width]
+        table = Table(box=None, padding=(0, 2 if self.width > _NARROW else 1, 0, 0), pad_edge=False)
+        for name in shown:
+            # An id is what explain takes, so others give way.
+            is_id = name == "request"
+            table.add_column(
+                name, no_wrap=True, overflow="fold" if is_id else "ellipsis", min_width=_ID if is_id else 0
+            )
         reasons = self._hello["reasons"]
         for row in rows:
             reason, forecast = row["wait_reason"], row["predicted_tokens"]
-            table.add_row(
-                Text(row["id"] + (f" #{row['choice']}" if row["choice"] else "")),
-                Text(row["service"] + (" !" if row["is_urgent"] else "")),
-                Text(row["state"], style=_STATE_STYLES.get(row["state"], "")),
-                Text("" if reason is None else reasons[reason]["short"]),
-                "" if row["wait_s"] is None else duration(row["wait_s"]),
-                duration(row["age_s"]),
-                str(row["prompt_tokens"]),
-                f"{row['output_tokens']}/{row['max_tokens']}",
-                "" if forecast is None else f"{forecast:.0f}",
-                str(row["device_blocks"]) + (f"+{row['cpu_blocks']}" if row["cpu_blocks"] else ""),
-            )
+            cells: dict[str, RenderableType] = {
+                "request": Text(row["id"] + (f" #{row['choice']}" if row["choice"] else "")),
+                "class": Text(row["service"] + (" !" if row["is_urgent"] else "")),
+                "state": Text(row["state"], style=_STATE_STYLES.get(row["state"], "")),
+                "why": Text("" if reason is None else reasons[reason]["short"]),
+                "waits": "" if row["wait_s"] is None else duration(row["wait_s"]),
+                "age": duration(row["age_s"]),
+                "prompt": str(row["prompt_tokens"]),
+                "output": f"{row['output_tokens']}/{row['max_tokens']}",
+                "forecast": "" if forecast is None else f"{forecast:.0f}",
+                "KV blocks": str(row["device_blocks"]) + (f"+{row['cpu_blocks']}" if row["cpu_blocks"] else ""),
+            }
+            table.add_row(*(cells[name] for name in shown))
         return table

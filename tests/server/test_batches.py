@@ -317,13 +317,25 @@ def test_batch_command(server: ServerProcess, tmp_path: Path) -> None:
 
 
 def test_watch_output_fits_80_columns() -> None:
-    console = Console(file=StringIO(), width=80)
+    console = Console(file=StringIO(), width=80, force_terminal=True)
     counts = {"total": 50_000, "completed": 12_345, "failed": 67}
     with Watch(console) as watch:
         watch._show({"status": "in_progress", "request_counts": counts, "expires_at": time.time() + 86_000})
     shown = console.file.getvalue()
     assert "in_progress" in shown
     assert "12412 of 50000 lines, 67 failed, 0 tokens/s, the window ends in 23:53:" in " ".join(shown.split())
+
+
+def test_watch_prints_lines_where_there_is_no_terminal() -> None:
+    console = Console(file=StringIO())
+    batch = {"request_counts": {"total": 9, "completed": 4, "failed": 0}, "expires_at": time.time() + 86_000}
+    with Watch(console) as watch:
+        for status in ("validating", "in_progress", "in_progress", "completed"):
+            watch._show(batch | {"status": status})
+    first, second, last = console.file.getvalue().splitlines()
+    assert first == "validating: 4 of 9 lines, 0 failed"
+    assert second.startswith("in_progress: 4 of 9 lines, 0 failed, 0 tokens/s, the window ends in 23:53:")
+    assert last == "completed: 4 of 9 lines, 0 failed"
 
 
 def test_watch_survives_server_restart() -> None:

@@ -11,8 +11,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.text import Text
+
+from skipjoin.cli.progress import Bars
 
 if TYPE_CHECKING:
     from skipjoin.cli.batch_client import BatchClient
@@ -40,7 +42,7 @@ class Speed:
         return (last[0] - first[0]) / span, (last[1] - first[1]) / span
 
 
-class _Bar(Progress):
+class _Bar(Bars):
     note = ""
 
     def get_renderables(self) -> Iterable[RenderableType]:
@@ -49,11 +51,12 @@ class _Bar(Progress):
 
 
 class Watch:
-    """Context manager that shows a progress bar, on stderr by default."""
+    """Context manager that shows the progress of a batch, on stderr by default."""
 
     def __init__(self, console: Console | None = None) -> None:
         columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
-        self._bars = _Bar(*columns, console=console or Console(stderr=True))
+        self._bars = _Bar(*columns, console=console, line=self._line, transient=False)
+        self._status = ""
         self._task = self._bars.add_task("", total=None)
         self._speed = Speed()
 
@@ -85,18 +88,25 @@ class Watch:
                 if not error.is_lost:
                     raise
                 self._bars.note = f"{error}; it is tried again"
+                self._bars.update(self._task)
 
     def _show(self, batch: dict[str, Any]) -> None:
         counts = batch["request_counts"]
         done, total = counts["completed"] + counts["failed"], counts["total"]
         self._speed.add(time.monotonic(), done, (batch.get("usage") or {}).get("output_tokens", 0))
         lines_s, tokens_s = self._speed.per_second()
-        note = f"{done} of {total} lines, {counts['failed']} failed"
+        note = f"{done} of {total} lines, {counts['failed']} failed" if total else "no lines yet"
         if batch["status"] == "in_progress":
             left_s = batch["expires_at"] - time.time()
             note += f", {tokens_s:.0f} tokens/s, {_outlook(total - done, lines_s, left_s)}"
         self._bars.note = note
-        self._bars.update(self._task, description=batch["status"], completed=done, total=total or None)
+        before, self._status = self._status, batch["status"]
+        self._bars.update(self._task, description=self._status, completed=done, total=total or None)
+        if self._status != before:
+            self._bars.say()
+
+    def _line(self) -> str:
+        return f"{self._status}: {self._bars.note}"
 
 
 def _outlook(lines: int, lines_s: float, left_s: float) -> str:

@@ -7,14 +7,15 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
-from rich.progress import Progress as Bars
 from rich.table import Table
 
 from skipjoin.cli.class_table import class_table
+from skipjoin.cli.progress import Bars
 from skipjoin.cli.requests_file import RequestsFile
 from skipjoin.loadtest.client import ClientProgress, Exchange
 from skipjoin.loadtest.plan import LoadPlan
 from skipjoin.loadtest.runs import TOO_LATE_S
+from skipjoin.report.numbers import number
 from skipjoin.report.results import Record, ResultsFile
 
 _FILE_WIDTH = 120  # width of tables that are not printed to a terminal
@@ -32,16 +33,12 @@ class BenchReport:
         self._requests = requests
         self._records: list[Record] = []
         self._begun = False
-        console = Console(stderr=True)
         # Redrawn on demand, because a refresh thread would delay the client's.
         self._bars = Bars(
             TextColumn("{task.description}"),
             BarColumn(bar_width=16),
             TextColumn("{task.fields[counts]}"),
-            console=console,
-            transient=True,
             auto_refresh=False,
-            disable=not console.is_terminal,
         )
         self._task = self._bars.add_task("warm-up", total=None, counts="")
 
@@ -110,8 +107,8 @@ def _remarks(record: Record, exchanges: Sequence[Exchange]) -> Iterator[str]:
 def _table(records: Sequence[Record]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0))
     is_judged = any(record["slo"]["all_attained"] is not None for record in records)
-    for number, name in enumerate((*_COLUMNS, _KEPT) if is_judged else _COLUMNS):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for place, name in enumerate((*_COLUMNS, _KEPT) if is_judged else _COLUMNS):
+        table.add_column(name, justify="right" if place else "left", no_wrap=True)
     for record in records:
         lag = _text(record["client"]["lag_p99_s"], _MS)
         table.add_row(_run_name(record["workload"]), *_row(record), lag, *_kept(record, is_judged))
@@ -137,6 +134,4 @@ def _run_name(workload: Record) -> str:
 
 
 def _text(value: float | None, scale: float) -> str:
-    if value is None:
-        return "-"
-    return f"{value * scale:.3g}" if value * scale < _MS else f"{value * scale:.0f}"
+    return "-" if value is None else number(value * scale)

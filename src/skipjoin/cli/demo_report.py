@@ -8,9 +8,10 @@ from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from skipjoin.cli.progress import Bars
 from skipjoin.config import ConfigError
 from skipjoin.demo.load import MixedLoad
 from skipjoin.demo.outcome import Outcome, headline, verdict
@@ -37,17 +38,13 @@ class DemoReport:
         self._results = ResultsFile(folder / "demo.json", existing="replace")
         self._outcomes: list[Outcome] = []
         self._load: MixedLoad | None = None
-        console = Console(stderr=True)
         # Redrawn on demand, because a refresh thread would delay the client's.
-        self._bars = Progress(
+        self._bars = Bars(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=16),
             TextColumn("{task.fields[counts]}", markup=False),
             TimeElapsedColumn(),
-            console=console,
-            transient=True,
             auto_refresh=False,
-            disable=not console.is_terminal,
         )
         self._task = self._bars.add_task("", total=None, counts="")
 

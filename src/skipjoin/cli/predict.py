@@ -6,7 +6,7 @@ import dataclasses
 import gzip
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +15,11 @@ from zlib import crc32
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from skipjoin.cli.commands import Commands
 from skipjoin.cli.options import Section, Values, plain_errors, takes
+from skipjoin.cli.progress import Bars, stage_bars
 from skipjoin.config import ForecastConfig
 from skipjoin.options import ConfigError, Option, check
 from skipjoin.system.machine import cpu_name
@@ -166,19 +166,9 @@ def objects_of(path: Path) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def progress_bars() -> Iterator[Any]:
-    terminal = sys.stderr.isatty()
-    with Progress(console=Console(stderr=True), transient=True, disable=not terminal) as bars:
-        tasks: dict[str, Any] = {}
-
-        def show(name: str, share: float) -> None:
-            if name not in tasks:
-                tasks[name] = bars.add_task(name, total=1.0)
-                if not terminal:
-                    print(f"{name} ...", file=sys.stderr, flush=True)
-            bars.update(tasks[name], completed=share)
-
-        yield show
+def progress_bars() -> Iterator[Callable[[str, float], None]]:
+    with Bars() as bars:
+        yield stage_bars(bars)
 
 
 def _print(path: Path, evaluation: Evaluation, found: list[Figures]) -> None:

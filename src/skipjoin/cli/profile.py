@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from skipjoin.cli.options import Section, Values, takes
+from skipjoin.cli.progress import Bars, stage_bars
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.config.profile import Profile, Transfer, cache_path, write_profile
 from skipjoin.system.folders import why_untrusted
@@ -82,15 +82,8 @@ def profile(
 def _measure(config: EngineConfig, effort: Effort) -> Profile:
     from skipjoin.engine.profiling.startup import profile_model  # noqa: PLC0415
 
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bars:
-        tasks = {}
-
-        def show(what: str, share: float) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=1.0)
-            bars.update(tasks[what], completed=share)
-
-        return profile_model(config, effort, show)
+    with Bars() as bars:
+        return profile_model(config, effort, stage_bars(bars))
 
 
 def _print(found: Profile) -> None:

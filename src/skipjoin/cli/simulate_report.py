@@ -11,11 +11,12 @@ from types import TracebackType
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
 from skipjoin.cli.bottlenecks import bases, bottlenecks
 from skipjoin.cli.class_table import class_table, finished, mean_text, number_text
+from skipjoin.cli.progress import Bars
 from skipjoin.cli.requests_file import RequestsFile
 from skipjoin.config import ConfigError
 from skipjoin.observe.record import Record, preempted
@@ -79,15 +80,8 @@ class SimulationReport:
         self._records: dict[int, Record] = {}
         self._total = 0
         self._shares: dict[int, float] = {}  # finished share of runs in progress
-        console = Console(stderr=True)
-        self._bars = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
+        self._bars = Bars(
+            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         )
         self._runs: TaskID = self._bars.add_task("runs", total=None)
         self._requests: TaskID = self._bars.add_task("of the present ones", total=100)

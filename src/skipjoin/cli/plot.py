@@ -11,6 +11,9 @@ import typer
 from skipjoin.cli.options import plain_errors
 from skipjoin.extras import require
 
+# Value of --metric that prints the fields.
+_LIST = "list"
+
 
 def plot(
     results: Annotated[list[Path], typer.Argument(help="Files of result records.")],
@@ -23,7 +26,10 @@ def plot(
     ] = None,
     metric: Annotated[
         str | None,
-        typer.Option(help="Field that 'latency' draws (default: the bound's, or normalized_latency_s.mean)."),
+        typer.Option(
+            help="Field of the records that 'latency' draws, such as ttft_s.p95 (default: the bound's, or "
+            "normalized_latency_s.mean); list prints all of the files."
+        ),
     ] = None,
     bound: Annotated[
         str | None,
@@ -43,7 +49,7 @@ def plot(
     """Plot the results of measurements."""
     with plain_errors():
         require("plot", "skipjoin plot")
-    from skipjoin.report.bound import parse_bound  # noqa: PLC0415
+    from skipjoin.report.bound import fields_of, parse_bound  # noqa: PLC0415
     from skipjoin.report.plot import View, default_kind, plot_results  # noqa: PLC0415
     from skipjoin.report.plots.lines import lines_of, maximum_rates  # noqa: PLC0415
     from skipjoin.report.results import load_results  # noqa: PLC0415
@@ -54,6 +60,9 @@ def plot(
     with plain_errors():
         limit = parse_bound(bound) if bound else None
         records = load_results(results)
+        if metric == _LIST:
+            print("\n".join(dict.fromkeys(field for record in records for field in fields_of(record))))
+            return
         rates = maximum_rates(lines_of(records), limit, warn) if limit else {}
         view = View(metric=metric, bound=limit, rate_rps=rate)
         written = plot_results(records, kind or default_kind(records, view), out, view, warn)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,6 +73,14 @@ def test_a_failing_forecast_does_not_reach_the_engine(caplog: pytest.LogCaptureF
 LIMITS = Limits(4, 256, 30, 16, "fastserve")
 
 
+def _status(url: str, method: str) -> int:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method=method)) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
 def test_metrics_are_read_on_request() -> None:
     core = World("fcfs", max_seqs=1).core()
     twins = {str(number): make(number, 8, 8) for number in range(3)}
@@ -91,6 +101,13 @@ def test_metrics_are_read_on_request() -> None:
         text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
         with pytest.raises(ValueError, match=f"metrics_port {port} cannot be opened"):
             listen(collector, lives, PluginOptions(metrics_port=port), 0)
+        answers = {
+            (method, path): _status(f"http://127.0.0.1:{port}{path}", method)
+            for method, path in itertools.product(("GET", "HEAD", "POST"), ("/", "/metrics", "/metricsx", "/v1/models"))
+        }
+        assert answers == {
+            (method, path): 404 if path != "/metrics" else 405 if method == "POST" else 200 for method, path in answers
+        }
         shown = CliRunner().invoke(app, ["explain", "cmpl-a", "--url", f"http://127.0.0.1:{port}"])
         assert "cmpl-a: not examined after" in shown.stdout
         shown = CliRunner().invoke(app, ["explain", "a/b c", "--url", f"http://127.0.0.1:{port}"])

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("vllm.skipjoin")
 
-_REQUESTS = "/debug/requests/"
+_METRICS, _REQUESTS = "/metrics", "/debug/requests/"
+_METHODS = ("GET", "HEAD")
+_ALLOWED = ("Allow", ", ".join(_METHODS))
+_JSON = ("Content-Type", "application/json")
 
 
 def listen(
@@ -43,7 +46,7 @@ def listen(
         raise ValueError(
             f"metrics_port {port} cannot be opened on {options.metrics_host}: {error.strerror}; choose another one"
         ) from error
-    server.set_app(with_explanations(make_wsgi_app(registry), lives))
+    server.set_app(application(make_wsgi_app(registry), lives))
     _log.info("metrics on http://%s:%d/metrics", options.metrics_host, port)
 
     def stop() -> None:
@@ -54,19 +57,32 @@ def listen(
     return stop
 
 
-def with_explanations(metrics: WSGIApplication, lives: RequestLives) -> WSGIApplication:
-    """Return an application that explains requests, and passes other paths on."""
+def application(metrics: WSGIApplication, lives: RequestLives) -> WSGIApplication:
+    """Return the application of the listener: metrics, and explanations of requests."""
 
     def answer(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        path = environ["PATH_INFO"]
-        if not path.startswith(_REQUESTS):
-            return metrics(environ, start)
-        name = path.removeprefix(_REQUESTS).encode("latin-1").decode(errors="replace")
-        found, status = lives.explain(name), "200 OK"
+        path, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
+        if path != _METRICS and not path.startswith(_REQUESTS):
+            return _error(start, "404 Not Found", f"there is no {path[:200]!r} here, only {_METRICS} and {_REQUESTS}ID")
+        if method not in _METHODS:
+            return _error(start, "405 Method Not Allowed", f"{path[:200]} answers GET, not {method}", _ALLOWED)
+        if path == _METRICS:
+            found = metrics(environ | {"REQUEST_METHOD": "GET"}, start)  # the library refuses HEAD
+        else:
+            found = explain(path.removeprefix(_REQUESTS).encode("latin-1").decode(errors="replace"), start)
+        return found if method == "GET" else ()
+
+    def explain(name: str, start: StartResponse) -> Iterable[bytes]:
+        found = lives.explain(name)
         if found is None:
-            status = "404 Not Found"
-            found = {"error": {"message": f"no request {name[:200]!r} is live or finished in the last ten minutes"}}
-        start(status, [("Content-Type", "application/json")])
+            text = f"no request {name[:200]!r} is live or finished in the last ten minutes"
+            return _error(start, "404 Not Found", text)
+        start("200 OK", [_JSON])
         return [json.dumps(found).encode()]
 
     return answer
+
+
+def _error(start: StartResponse, status: str, message: str, *headers: tuple[str, str]) -> Iterable[bytes]:
+    start(status, [_JSON, *headers])
+    return [json.dumps({"error": {"message": message}}).encode()]

@@ -4,6 +4,7 @@ import { Conversation, take } from "./conversation.js";
 import { Unauthorized, connect, events, getJson, post, setKey } from "./data.js";
 import { h, show } from "./dom.js";
 import { count, duration } from "./format.js";
+import { MarkdownView } from "./markdown.js";
 
 const $ = (id) => document.getElementById(id);
 const NUMBERS = { temperature: Number, top_p: Number, max_tokens: (text) => Math.round(Number(text)), seed: (text) => Math.round(Number(text)) };
@@ -81,7 +82,7 @@ function entry(message) {
   return h("article", { class: `message ${message.role}` },
     h("p", { class: "who" }, NAMES[message.role], message.role === "tool" ? h("code", null, ` ${message.name}`) : null),
     message.reasoning ? h("details", { class: "reasoning", open: isGrowing && !message.content }, h("summary", null, "Reasoning"), h("div", { class: "text" }, message.reasoning)) : null,
-    message.content || isGrowing ? h("div", { class: "text" }, message.content || (message.reasoning || message.calls?.length ? "" : "…")) : null,
+    message.content || isGrowing ? text(message) : null,
     (message.calls ?? []).map(called),
     isLast && !isGrowing && conversation.pending.length ? results(conversation.pending) : null,
     message.error ? h("p", { class: "bad", role: "alert" }, message.error) : null,
@@ -89,6 +90,13 @@ function entry(message) {
       message.note ? h("span", null, message.note) : null,
       message.id ? h("a", { href: `/console${location.search}#/request/${encodeURIComponent(message.id)}`, target: "_blank" }, "Why did it take this long?") : null,
       isLast ? h("button", { id: "again", onclick: again }, "Regenerate") : null) : null);
+}
+
+function text(message) {
+  if (!message.content) return h("div", { class: "text" }, message.reasoning || message.calls?.length ? "" : "…");
+  if (message.role !== "assistant") return h("div", { class: "text" }, message.content);
+  message.view ??= new MarkdownView();
+  return message.view.update(message.content);
 }
 
 function called(call) {

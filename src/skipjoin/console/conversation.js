@@ -2,7 +2,7 @@
 
 export class Conversation {
   // {role, content}; answers also have {reasoning, calls, note, id, error}, where `id` is that of the request, and
-  // results of tools {callId, name}.
+  // `view`, which shows them; results of tools {callId, name}.
   messages = [];
 
   get last() {

@@ -7,7 +7,8 @@ from typing import NamedTuple
 _VIEWS = ("batches", "forecasts", "memory", "now", "objectives", "replicas", "request", "timeline", "whatif")
 _ASSETS = (
     *("style.css", "icon.svg"),
-    *("main.js", "chat.js", "conversation.js", "data.js", "dom.js", "format.js", "charts.js", "perfetto.js"),
+    *("main.js", "chat.js", "conversation.js", "data.js", "dom.js", "format.js", "charts.js", "markdown.js"),
+    "perfetto.js",
     *(f"views/{name}.js" for name in _VIEWS),
 )
 # The servers that the pages show, as JSON.

@@ -454,14 +454,14 @@ def test_cpu_pool_has_the_requested_size(start: Callable[..., EngineInfo]) -> No
 
 
 def test_error_of_a_too_large_cpu_pool_names_a_size_that_fits(start: Callable[..., EngineInfo]) -> None:
-    """On a CPU, both pools are in RAM, of which 1 GiB must stay free."""
+    """On a CPU, weights and both pools are in RAM, of which 1 GiB must stay free."""
     have = r"the machine has 2\.0 GiB free, 0\.7 of them for the KV pool"
-    text = rf"swap_space_gib must be at most (0\.3) \({have}\), got 0\.5"
+    text = rf"swap_space_gib must be at most (0\.2) \({have}\), got 0\.5"
     with pytest.raises(ConfigError) as refused:
         start(2, kv_cache_gib=0.7, swap_space_gib=0.5)
     found = re.fullmatch(text, str(refused.value))
     assert found, refused.value
-    assert start(2, kv_cache_gib=0.7, swap_space_gib=float(found[1])).cpu_blocks == int(0.3 * GIB) // BLOCK_BYTES
+    assert start(2, kv_cache_gib=0.7, swap_space_gib=float(found[1])).cpu_blocks == int(0.2 * GIB) // BLOCK_BYTES
     with pytest.raises(ConfigError, match="at most 0 "):
         start(1, kv_cache_gib=0.7, swap_space_gib=0.5)
 

@@ -38,7 +38,6 @@ from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import StepPlan, StepResult
-from skipjoin.model.folder import model_folder
 from skipjoin.exec.base import LargestStep
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.rank_spec import make_store
@@ -48,6 +47,7 @@ from skipjoin.exec.ranks.plan_messages import PlanReader, PlanWriter
 from skipjoin.exec.ranks.rank_model import RankModel
 from skipjoin.exec.ranks.ranks import GroupSizes, RankGroup
 from skipjoin.exec.sampling import Sampling
+from skipjoin.model.folder import model_folder
 from skipjoin.model.loader import load_model
 from skipjoin.model.torch_group import add_in_rank_order
 from skipjoin.policies.cost import LinearCost

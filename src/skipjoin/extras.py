@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from skipjoin.options import ConfigError
-from skipjoin.version import install_command
+from skipjoin.version import needs
 
 # Modules of each extra that are imported only where its features are used.
 MODULES = {
@@ -20,10 +20,23 @@ MODULES = {
 }
 
 
-def why_missing(extra: str, feature: str) -> str | None:
+def why_missing(feature: str, *extras: str) -> str | None:
     """Return a sentence that names the missing packages of `feature` and the command that installs them, or None."""
-    missing = [name for name in MODULES[extra] if not _is_installed(name)]
-    return f"{feature} needs {' and '.join(missing)}: {install_command(extra)}" if missing else None
+    missing = {extra: [name for name in MODULES[extra] if not _is_installed(name)] for extra in extras}
+    lacking = [extra for extra, names in missing.items() if names]
+    names = dict.fromkeys(name for extra in lacking for name in missing[extra])
+    return needs(feature, " and ".join(names), *lacking) if lacking else None
+
+
+def why_not_found(error: ModuleNotFoundError, feature: str) -> str | None:
+    """Return the sentence of `why_missing` for a failed import, or None if the module is of no extra."""
+    name = error.name or ""
+    having = [extra for extra, modules in MODULES.items() if any(_is_part(name, module) for module in modules)]
+    return why_missing(feature, min(having, key=lambda extra: len(MODULES[extra]))) if having else None
+
+
+def _is_part(name: str, module: str) -> bool:
+    return f"{name}.".startswith(f"{module}.") or f"{module}.".startswith(f"{name}.")
 
 
 def _is_installed(name: str) -> bool:
@@ -33,7 +46,7 @@ def _is_installed(name: str) -> bool:
         return False
 
 
-def require(extra: str, feature: str) -> None:
-    """Raise `ConfigError` if packages of an extra are missing."""
-    if (why := why_missing(extra, feature)) is not None:
+def require(feature: str, *extras: str) -> None:
+    """Raise `ConfigError` if packages of extras are missing."""
+    if (why := why_missing(feature, *extras)) is not None:
         raise ConfigError(why)

@@ -18,7 +18,6 @@ from skipjoin.cli.batch_watch import Watch, summary
 from skipjoin.cli.commands import Commands
 from skipjoin.cli.connection import FAILED, Connection, call
 from skipjoin.cli.options import Section, Values, plain_errors, takes
-from skipjoin.extras import require
 from skipjoin.options import ConfigError
 
 if TYPE_CHECKING:
@@ -138,7 +137,6 @@ def migrate(
 ) -> None:
     """Migrate the database of a stopped server, such as before an older version is installed."""
     with plain_errors():
-        require("batches", "skipjoin batch")
         from skipjoin.server.batches.records import StoreError  # noqa: PLC0415
         from skipjoin.server.batches.store import Store  # noqa: PLC0415
 

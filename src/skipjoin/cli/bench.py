@@ -11,7 +11,6 @@ import typer
 from skipjoin.cli.options import Section, Values, takes
 from skipjoin.cli.workload import LoadOptions, parse_seeds, rates_of
 from skipjoin.config import ConfigError
-from skipjoin.extras import require
 from skipjoin.loadtest.plan import LoadPlan
 from skipjoin.loadtest.targets import Target, parse_extra, parse_prompt_ids
 from skipjoin.workload.workload import keys_of
@@ -47,7 +46,6 @@ def bench(
     plan: Values,
 ) -> None:
     """Measure an OpenAI-compatible server under open-loop load."""
-    require("bench", "skipjoin bench")
     from skipjoin.cli.bench_report import BenchReport  # noqa: PLC0415
     from skipjoin.cli.requests_file import RequestsFile  # noqa: PLC0415
     from skipjoin.loadtest.runs import measure  # noqa: PLC0415

@@ -16,6 +16,7 @@ from rich.console import Console
 from skipjoin.cli.connection import FAILED, Connection
 from skipjoin.cli.explain import report
 from skipjoin.cli.options import Section, Values, takes
+from skipjoin.extras import require
 from skipjoin.report.numbers import duration
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ def chat(
     server: Values,
 ) -> None:
     """Chat with a running server. Each line is a message; Ctrl-C stops an answer, Ctrl-D ends the chat."""
+    require("skipjoin chat", "bench")
+    connection = Connection(**server)
     sampling = {"model": model, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     conversation = Conversation({name: value for name, value in sampling.items() if value is not None}, system)
     is_typed = sys.stdin.isatty()
@@ -57,7 +60,7 @@ def chat(
         if line == "/quit":
             break
         if line:
-            failed = not _handle(line, conversation, Connection(**server)) or failed
+            failed = not _handle(line, conversation, connection) or failed
     if failed and not is_typed:
         raise typer.Exit(FAILED)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,9 @@ class _WholeDescriptions(TyperGroup):
                 [(name, one.get_short_help_str(_WHOLE)) for name, one in commands if one is not None and not one.hidden]
             )
 
+from skipjoin.cli.options import BAD_INPUT
+from skipjoin.extras import why_not_found
+
 
 class Commands(typer.Typer):
     """Typer application whose help groups options, with untruncated texts on a terminal of 80 columns."""
@@ -33,6 +37,18 @@ class Commands(typer.Typer):
 
 
 class _GroupedCommand(TyperCommand):
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. If a package of an extra is missing, print one line that says how to install it."""
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            # However Skipjoin was started, such as with `python -m`.
+            name = "skipjoin" + ctx.command_path.removeprefix(ctx.find_root().info_name)
+            if (why := why_not_found(error, name)) is None:
+                raise
+            print(f"error: {why}", file=sys.stderr)
+            raise typer.Exit(BAD_INPUT) from error
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for parameter in self.get_params(ctx):

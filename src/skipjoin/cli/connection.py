@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from skipjoin.config import base_url
-from skipjoin.extras import require
 from skipjoin.options import ConfigError, Option
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ class Connection:
     ] = None
 
     def __post_init__(self) -> None:
-        require("bench", "this command")
         object.__setattr__(self, "url", base_url("url", self.url))
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise ConfigError("api_key must be printable ASCII characters")

@@ -34,7 +34,7 @@ def _facts() -> Iterator[tuple[str, str]]:
             yield name, version(name)
         except PackageNotFoundError:
             yield name, "not installed"
-    yield "extras", ", ".join(extra for extra in MODULES if why_missing(extra, "") is None) or "none"
+    yield "extras", ", ".join(extra for extra in MODULES if why_missing("", extra) is None) or "none"
     yield from _devices()
     yield "cache folder", str(cache_folder())
     # Values may be secrets.

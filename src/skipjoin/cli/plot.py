@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from skipjoin.cli.options import plain_errors
-from skipjoin.extras import require
 
 # Value of --metric that prints the fields.
 _LIST = "list"
@@ -47,8 +46,6 @@ def plot(
     ] = Path("."),
 ) -> None:
     """Plot the results of measurements."""
-    with plain_errors():
-        require("plot", "skipjoin plot")
     from skipjoin.report.bound import fields_of, parse_bound  # noqa: PLC0415
     from skipjoin.report.plot import View, default_kind, plot_results  # noqa: PLC0415
     from skipjoin.report.plots.lines import lines_of, maximum_rates  # noqa: PLC0415

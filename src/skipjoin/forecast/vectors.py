@@ -7,7 +7,7 @@ import numpy as np
 
 from skipjoin.forecast.mass import Array
 from skipjoin.options import ConfigError
-from skipjoin.version import install_command
+from skipjoin.version import needs
 
 # Limit of exact search, which takes well under a millisecond.
 EXACT_ENTRIES = 10_000
@@ -55,8 +55,7 @@ def _graph(width: int) -> Any:
         from usearch.index import Index  # noqa: PLC0415
     except ImportError:
         raise ConfigError(
-            f"forecast_entries: more than {EXACT_ENTRIES} need usearch, or set at most that: "
-            f"{install_command('predict')}"
+            f"{needs(f'forecast_entries above {EXACT_ENTRIES}', 'usearch', 'predict')}; or set at most that"
         ) from None
     return Index(ndim=width, metric="ip", dtype="f16")
 

@@ -362,7 +362,7 @@ class Server:
 def _batches(service: Service, most: int) -> Batches | NoBatches:
     if batch_folder(service.config) is None:
         return NoBatches("it was started with batch_dir none")
-    if (why := why_missing("batches", "batch_dir")) is not None:
+    if (why := why_missing("this endpoint", "batches")) is not None:
         return NoBatches(why)
     # Imported only when needed, because it imports an optional package, which takes a third of the start.
     from skipjoin.server.batches.service import Batches  # noqa: PLC0415

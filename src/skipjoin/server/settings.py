@@ -55,21 +55,23 @@ def check_files(engine: EngineConfig, server: ServerConfig) -> None:
     """
     _check_batches(server)
     if server.forecast_url is not None:
-        require("predict", "forecast_url")
+        require("forecast_url", "predict")
     if server.otlp_traces_endpoint is not None:
-        require("otel", "otlp_traces_endpoint")
+        require("otlp_traces_endpoint", "otel")
     if server.replicas > 1 or engine.is_distributed:
-        require("distributed", "several replicas or ranks")
+        require("more than one rank or replica", "distributed")
     folder = check_model(engine.model, engine.load_format)
     sampling_defaults(folder, engine.generation_config)
 
 
 def _check_batches(config: ServerConfig) -> None:
     """Raise `ConfigError` if batches were asked for and their folder cannot be used."""
+    if config.batch_db is not None:
+        require("batch_db", "batches", "postgres")
     folder = batch_folder(config)
     if folder is None or not is_named(config):
         return
-    require("batches", "batch_dir")
+    require("batch_dir", "batches")
     # Imported only when needed, because they import an optional package.
     from skipjoin.server.batches.lock import FolderLock  # noqa: PLC0415
     from skipjoin.server.batches.records import NoSpace, StoreError  # noqa: PLC0415

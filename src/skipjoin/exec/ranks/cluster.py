@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skipjoin.exec.ranks.guard import ProcessGuard
-from skipjoin.version import install_command
+from skipjoin.version import needs
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -223,7 +223,7 @@ def import_ray() -> ModuleType:
     try:
         import ray  # noqa: PLC0415 (an optional back end, which reads its settings when it is imported)
     except ImportError as error:
-        raise ClusterError(f"several ranks or replicas need Ray: {install_command('distributed')}") from error
+        raise ClusterError(needs("more than one rank or replica", "ray", "distributed")) from error
     return ray
 
 

@@ -21,7 +21,7 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from skipjoin.server.batches.disk import as_store_error, is_full, no_space
 from skipjoin.server.batches.records import NoSpace, StoreDamaged, StoreError, StoreUnavailable
-from skipjoin.version import install_command
+from skipjoin.version import needs
 
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -115,7 +115,7 @@ class Database:
                 },
             )
         except ModuleNotFoundError as error:
-            raise StoreError(f"batch_db needs {error.name}: {install_command('postgres')}") from error
+            raise StoreError(needs("batch_db", str(error.name), "postgres")) from error
         return cls(engine, None)
 
     @property

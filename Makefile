@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
 .PHONY: help serve demo test test-all test-vllm mutations test-cluster test-chaos soak fuzz fuzz-core lint check docs \
-	reference format lock audit release test-artifacts findings clean
+	reference format lock resolve audit release test-artifacts findings clean
 help:
 	@echo "make serve          start an OpenAI-compatible server with the built-in model on $(HOST):$(PORT)"
 	@echo "make demo           show what scheduling does on this machine (two minutes after installation), in build/demo"
@@ -34,6 +34,7 @@ help:
 	@echo "make docs           build the documentation site in build/docs"
 	@echo "make format         format the code"
 	@echo "make lock           update locks and THIRD_PARTY.md from pyproject.toml and constraints.txt (needs a network)"
+	@echo "make resolve        resolve all extras with each supported release of vLLM, lowest and highest versions (needs a network)"
 	@echo "make reference      generate the pages of docs/reference"
 	@echo "make release        build and check wheels, source distribution and SBOM in dist (needs a network; TAGGED=no: without tag)"
 	@echo "make test-artifacts install the wheel of dist in a bare environment, check deploy/ and use both (needs a network)"
@@ -113,6 +114,9 @@ lock: $(VENV)/.dev
 	$(BIN)/python tools/lock.py
 	$(INSTALL) --no-deps --require-hashes --requirement requirements-dev.lock
 	$(BIN)/python tools/licenses.py > THIRD_PARTY.md
+
+resolve: $(VENV)/.dev
+	$(BIN)/python tools/resolve.py
 
 reference: $(VENV)/.dev
 	$(BIN)/python tools/reference.py

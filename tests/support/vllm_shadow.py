@@ -95,6 +95,7 @@ def engine_config(model: Path, setup: Setup, *, seqs: int, tokens: int, blocks: 
     more: dict[str, Any] = {"enable_lora": True, "max_loras": setup.loras} if setup.loras else {}
     if setup.cpu_blocks:
         more["kv_transfer_config"] = tier_config(cpu_gb=setup.cpu_blocks * BLOCK_BYTES / 1e9, link_gb_s=setup.link_gb_s)
+        more["scheduler_cls"] = "skipjoin.vllm.Scheduler"  # checked where the plugin is installed
     config = EngineArgs(
         model=str(model),
         skip_tokenizer_init=True,

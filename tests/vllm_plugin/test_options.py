@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import math
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from skipjoin.core.request import ServiceClass
 from skipjoin.options import ConfigError
-from skipjoin.vllm.compat import METHODS, REFUSED, check_attributes, check_features, check_kv_groups
+from skipjoin.vllm.compat import (
+    METHODS,
+    REFUSED,
+    TESTED,
+    Call,
+    Uses,
+    Value,
+    check_attributes,
+    check_features,
+    check_kv_groups,
+)
 from skipjoin.vllm.options import read_options
 from skipjoin.vllm.plugin import check_config
 from skipjoin.vllm.requests import read_options as read_request_options
@@ -103,6 +116,54 @@ def test_other_schedulers_are_not_checked() -> None:
 def test_missing_attributes_are_listed() -> None:
     with pytest.raises(ConfigError, match=r"vLLM 9\.9 lacks .*schedule.*_handle_blocked_waiting_request or _try"):
         check_attributes(object(), METHODS, "9.9")
+
+
+class Pool:
+    num_gpu_blocks = 9
+
+    def get_num_free_blocks(self) -> int:
+        return 3
+
+    @staticmethod
+    def is_free(block: int) -> bool:
+        return block > 0
+
+
+USES: Uses = {"get_num_free_blocks": Call(), "is_free": Call(1), "other|num_gpu_blocks": Value((int,))}
+
+
+@pytest.mark.parametrize("owner", [Pool, Pool()], ids=["class", "instance"])
+def test_attributes_of_the_expected_form_are_accepted(owner: Any) -> None:
+    check_attributes(owner, USES, "9.9")
+
+
+@pytest.mark.parametrize("owner", [Pool, Pool()], ids=["class", "instance"])
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (
+            {"num_gpu_blocks": Value((set, dict))},
+            "in vLLM 9.9, num_gpu_blocks is of type int instead of set or dict,",
+        ),
+        ({"num_gpu_blocks": Call(1)}, "num_gpu_blocks is of type int instead of a method"),
+        ({"get_num_free_blocks": Call(2)}, r"get_num_free_blocks takes \(\) -> '?int'? instead of \(\.\.\., \.\.\.\)"),
+        ({"is_free": Call(1, ("now",))}, r"is_free takes .* instead of \(\.\.\., now=\.\.\.\)"),
+        ({"gone": Call(), "num_gpu_blocks": Call()}, "vLLM 9.9 lacks gone; in vLLM 9.9, num_gpu_blocks is"),
+    ],
+)
+def test_attributes_of_another_form_are_refused_with_both_forms(owner: Any, use: Uses, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{message}.*the Skipjoin scheduler uses: install one of 0\.27\.1"):
+        check_attributes(owner, use, "9.9")
+
+
+def test_supported_releases_are_those_of_the_extra() -> None:
+    """The extra has no release that is older than the oldest or newer than the newest tested one."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (requirement,) = map(Requirement, project["optional-dependencies"]["vllm"])
+    assert all(version in requirement.specifier for version in TESTED)
+    oldest, newest = (tuple(map(int, version.split("."))) for version in (TESTED[0], TESTED[-1]))
+    assert f"{oldest[0]}.{oldest[1]}.{oldest[2] - 1}" not in requirement.specifier
+    assert f"{newest[0]}.{newest[1] + 1}.0" not in requirement.specifier
 
 
 @pytest.mark.parametrize(("groups", "mamba"), [(0, False), (2, False), (1, True)])

@@ -1,52 +1,94 @@
 """Requirements of the scheduler on vLLM: its version, its attributes and its features.
 
-vLLM's scheduler has no stable interface, so all attributes that are used beyond it are named here.
+vLLM's scheduler has no stable interface, so all attributes that are used beyond it are named here, with their types and
+the arguments of calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from skipjoin.options import ConfigError
 from skipjoin.vllm.tier_options import TierOptions, is_chosen
 
 # Releases for which the contract tests have passed; see docs/vllm.md.
-TESTED = ("0.27.1", "0.30.0", "0.32.0")
+TESTED = ("0.27.1", "0.30.0", "0.32.0", "0.33.0")
+_MISSING = object()
 # Names of the scheduler in `--scheduler-cls`.
 SCHEDULERS = ("skipjoin.vllm.Scheduler", "skipjoin.vllm.scheduler.Scheduler")
 
-# Attributes of the base class. Of two names with a bar between them, one must exist.
-METHODS = (
-    "schedule",
-    "update_from_output",
-    "add_request",
-    "finish_requests",
-    "reset_prefix_cache",
-    "shutdown",
-    "_preempt_request",
-    "_is_blocked_waiting_status",
-    "_handle_blocked_waiting_request|_try_promote_blocked_waiting_request",
-)
-# Attributes of its instances.
-STATE = (
-    "requests",
-    "running",
-    "waiting",
-    "kv_holding_waiting|skipped_waiting",
-    "reset_preempted_req_ids",
-    "grammar_compile_error_reqs",
-    "scheduler_reserve_full_isl",
-    "max_num_running_reqs",
-    "max_num_scheduled_tokens",
-    "connector",
-    "kv_cache_manager.allocate_slots",
-    "kv_cache_manager.get_block_ids",
-    "kv_cache_manager.get_computed_blocks",
-    "kv_cache_manager.block_pool.get_num_free_blocks",
-    "kv_cache_manager.block_pool.num_gpu_blocks",
-    "kv_cache_manager.coordinator.single_type_managers",
-)
+
+class Call(NamedTuple):
+    """Arguments with which the scheduler calls a method."""
+
+    positional: int = 0
+    keywords: tuple[str, ...] = ()
+
+    def why_not(self, method: Any) -> str | None:
+        """Return what a bound method takes instead of these arguments, or None if it takes them."""
+        if not callable(method):
+            return f"is of type {type(method).__name__} instead of a method"
+        signature = inspect.signature(method)
+        try:
+            signature.bind(*[None] * self.positional, **dict.fromkeys(self.keywords))
+        except TypeError:
+            given = ", ".join([*["..."] * self.positional, *(f"{name}=..." for name in self.keywords)])
+            return f"takes {signature} instead of ({given})"
+        return None
+
+
+class Value(NamedTuple):
+    """Types of a value that the scheduler can use."""
+
+    types: tuple[type, ...]
+
+    def why_not(self, value: Any) -> str | None:
+        if isinstance(value, self.types):
+            return None
+        return f"is of type {type(value).__name__} instead of {' or '.join(one.__name__ for one in self.types)}"
+
+
+# What the scheduler uses, by path. Of two paths with a bar between them, one must exist.
+Uses = Mapping[str, Call | Value]
+METHODS: Uses = {
+    "schedule": Call(),
+    "update_from_output": Call(2),
+    "add_request": Call(1),
+    "finish_requests": Call(2),
+    "reset_prefix_cache": Call(1),
+    "shutdown": Call(),
+    "_preempt_request": Call(2),
+    "_is_blocked_waiting_status": Call(1),
+    "_handle_blocked_waiting_request|_try_promote_blocked_waiting_request": Call(1),
+}
+# Also used where a release has them.
+OPTIONAL: Uses = {"_reserve_prefill_lookahead": Call(3)}
+# Attributes of instances.
+STATE: Uses = {
+    "requests": Value((dict,)),
+    "running": Value((list,)),
+    "waiting.add_request": Call(1),
+    "waiting.remove_request": Call(1),
+    "kv_holding_waiting.add_request|skipped_waiting.add_request": Call(1),
+    "reset_preempted_req_ids": Value((set,)),
+    "grammar_compile_error_reqs": Value((set, dict)),
+    "scheduler_reserve_full_isl": Value((bool,)),
+    "defer_block_free": Value((bool,)),
+    "max_num_running_reqs": Value((int,)),
+    "max_num_scheduled_tokens": Value((int,)),
+    "max_model_len": Value((int,)),
+    "connector": Value((object,)),
+    "_pause_state": Value((object,)),
+    "kv_cache_manager.allocate_slots": Call(2, ("delay_cache_blocks",)),
+    "kv_cache_manager.get_block_ids": Call(1),
+    "kv_cache_manager.get_computed_blocks": Call(1),
+    "kv_cache_manager.block_pool.get_num_free_blocks": Call(),
+    "kv_cache_manager.block_pool.num_gpu_blocks": Value((int,)),
+    "kv_cache_manager.coordinator.single_type_managers": Value((tuple, list)),
+}
 
 
 class Feature(NamedTuple):
@@ -182,26 +224,34 @@ def check_kv_groups(kv_cache_config: Any) -> None:
         )
 
 
-def check_attributes(owner: Any, names: tuple[str, ...], version: str) -> None:
-    """Raise `ConfigError` naming the attributes that `owner` lacks."""
-    lacks = list(missing(owner, names))
-    if lacks:
-        raise ConfigError(
-            f"vLLM {version} lacks {', '.join(lacks)}, which the Skipjoin scheduler uses: install one of "
-            f"{', '.join(TESTED)}"
-        )
+def check_attributes(owner: Any, uses: Uses, version: str) -> None:
+    """Raise `ConfigError` if attributes of an object, or methods of a class, are missing or of another form."""
+    lacks, differs = [], []
+    for paths, use in uses.items():
+        found, value = _find(owner, paths.split("|"))
+        if found is None:
+            lacks.append(paths.replace("|", " or "))
+        elif (why := use.why_not(value)) is not None:
+            differs.append(f"{found} {why}")
+    problems = [f"vLLM {version} lacks {', '.join(lacks)}"] if lacks else []
+    problems += [f"in vLLM {version}, {'; '.join(differs)}"] if differs else []
+    if problems:
+        raise ConfigError(f"{'; '.join(problems)}, which the Skipjoin scheduler uses: {remedy()}")
 
 
-def missing(owner: Any, names: tuple[str, ...]) -> Iterator[str]:
-    """Yield the names that `owner` lacks."""
-    for name in names:
-        if not any(_has(owner, choice) for choice in name.split("|")):
-            yield name.replace("|", " or ")
+def remedy() -> str:
+    return f"install one of {', '.join(TESTED)}"
 
 
-def _has(owner: Any, path: str) -> bool:
-    for name in path.split("."):
-        if not hasattr(owner, name):
-            return False
-        owner = getattr(owner, name)
-    return True
+def _find(owner: Any, paths: Sequence[str]) -> tuple[str | None, Any]:
+    """Return the first of some paths that exists, and its value; methods of a class are bound."""
+    for path in paths:
+        value = owner
+        for name in path.split("."):
+            is_function = isinstance(value, type) and inspect.isfunction(inspect.getattr_static(value, name, None))
+            if (value := getattr(value, name, _MISSING)) is _MISSING:
+                break
+            value = partial(value, None) if is_function else value
+        else:
+            return path, value
+    return None, None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from functools import wraps
+from importlib import import_module
 from typing import Any
 
 from skipjoin.options import ConfigError
-from skipjoin.vllm.compat import check_features, check_tier, chooses_scheduler
+from skipjoin.vllm.compat import check_features, check_tier, chooses_scheduler, remedy
 from skipjoin.vllm.options import read_options
 
 
@@ -30,9 +31,7 @@ def register() -> None:
         config = create(self, usage_context, *args, **kwargs)
         try:
             if chooses_scheduler(config):
-                from skipjoin.vllm.releases import check_release  # noqa: PLC0415
-
-                check_release()
+                _check_release()
             check_config(config)
         except ConfigError as error:
             if usage_context is UsageContext.OPENAI_API_SERVER:
@@ -41,6 +40,17 @@ def register() -> None:
         return config
 
     EngineArgs.create_engine_config = create_checked
+
+
+def _check_release() -> None:
+    """Raise `ConfigError` unless vLLM has what the scheduler imports and uses."""
+    try:
+        releases, _ = (import_module(f"skipjoin.vllm.{name}") for name in ("releases", "scheduler"))
+    except ImportError as error:
+        if not (error.name or "").startswith("vllm"):
+            raise
+        raise ConfigError(f"this vLLM does not fit the Skipjoin scheduler ({error}): {remedy()}") from error
+    releases.check_release()
 
 
 def check_config(config: Any) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm import outputs
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import Request as VllmRequest
 from vllm.version import __version__ as vllm_version
 
+from skipjoin.options import ConfigError
 from skipjoin.vllm import compat
+from skipjoin.vllm.queues import Store
 
 VERSION: str = vllm_version
 # Since vLLM 0.32, waiting requests that hold KV have a queue of their own.
@@ -18,8 +21,14 @@ CAN_CUT_PROMPTS = hasattr(AsyncScheduler, "_reserve_prefill_lookahead")
 
 
 def check_release() -> None:
-    """Raise `ConfigError` if vLLM's scheduler class lacks methods."""
-    compat.check_attributes(AsyncScheduler, compat.METHODS, VERSION)
+    """Raise `ConfigError` if methods of vLLM's scheduler class are missing or take other arguments."""
+    optional = {name: call for name, call in compat.OPTIONAL.items() if hasattr(AsyncScheduler, name)}
+    compat.check_attributes(AsyncScheduler, {**compat.METHODS, **optional}, VERSION)
+    # A dict may be created without them.
+    if lacks := sorted(Store.__abstractmethods__):
+        raise ConfigError(
+            f"queues of vLLM {VERSION} need {', '.join(lacks)}, which the Skipjoin scheduler lacks: {compat.remedy()}"
+        )
 
 
 class AnyScheduler(AsyncScheduler):
@@ -34,6 +43,14 @@ class AnyScheduler(AsyncScheduler):
         check_release()
         super().__init__(*args, **kwargs)
         compat.check_attributes(self, compat.STATE, VERSION)
+
+    def fail_request(self, request_id: str, message: str) -> None:
+        """Let the next `update_from_output` end a request with an error."""
+        errors: Any = self.grammar_compile_error_reqs
+        if isinstance(errors, dict):  # since vLLM 0.33, which tells the client why
+            errors[request_id] = outputs.RequestError(code="validation_error", message=message)
+        else:
+            errors.add(request_id)
 
     if _HAS_HOLDING_QUEUE:
 

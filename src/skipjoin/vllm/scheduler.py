@@ -34,6 +34,7 @@ from skipjoin.vllm.releases import CAN_CUT_PROMPTS, VERSION, AnyScheduler
 from skipjoin.vllm.twins import Twins
 
 logger = init_logger("vllm.skipjoin")
+_NO_STREAMING = "the Skipjoin scheduler does not support streaming input"
 
 
 class Flight(NamedTuple):
@@ -97,8 +98,8 @@ class Scheduler(AnyScheduler):
     def add_request(self, request: VllmRequest) -> None:
         if request.resumable:
             # An exception would end the engine. The next `update_from_output` ends the request with an error.
-            logger.error("the Skipjoin scheduler does not support streaming input: request %s", request.request_id)
-            self.grammar_compile_error_reqs.add(request.request_id)
+            logger.error("%s: request %s", _NO_STREAMING, request.request_id)
+            self.fail_request(request.request_id, _NO_STREAMING)
         super().add_request(request)
         is_blocked = self._is_blocked_waiting_status(request.status)
         if request.resumable or is_blocked:

@@ -7,11 +7,15 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent, indent
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
+from skipjoin.cli import app
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Preempted, Preemption
 from skipjoin.core.kv.ledger import KVLedger
@@ -97,6 +101,51 @@ def test_document_stays_short(name: str, limit: int) -> None:
 def test_hand_written_pages_stay_short(folder: str, limit: int) -> None:
     pages = [page for page in (ROOT / folder).rglob("*.md") if page.parent != ROOT / "docs" / "reference"]
     assert sum(len(page.read_text().split()) for page in pages) <= limit
+
+
+def commands_of(page: Path) -> Iterator[str]:
+    """Yield the commands of the blocks of a page that have no language, without comments."""
+    for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        for line in re.sub(r"\\\n", " ", block).splitlines():
+            yield re.sub(r"(^|\s)# .*", "", line).strip()
+
+
+def test_first_two_commands_of_the_readme_install_everything_and_serve_or_test(tmp_path: Path) -> None:
+    serve, test, *_ = (command for command in commands_of(ROOT / "README.md") if command)
+    assert (serve, test) == ("make serve", "make test")
+    for command, last in ((serve, "/skipjoin serve tally"), (test, "/python -m pytest")):
+        planned = subprocess.run(
+            [*command.split(), "--dry-run", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
+        steps = [
+            f"-m venv {tmp_path}",
+            "--require-hashes --requirement requirements.lock",
+            "--constraint constraints.txt torch",
+            "--no-build-isolation --editable .",
+            last,
+        ]
+        places = [planned.find(step) for step in steps]
+        assert places[0] > -1
+        assert places == sorted(places), planned
+    assert re.search(rf"^\$bare .* {test}$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+
+
+def test_commands_and_options_of_the_pages_exist() -> None:
+    """Commands of the first steps, and all others."""
+    checked = 0
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for line in commands_of(page):
+            for text in re.findall(r"(?:^|&& |\$ )(?:\S*/)?skipjoin ((?!-)[a-z].*?)(?= && | \| |$)", line):
+                command: Any = get_command(app)
+                words = text.split()
+                while words and words[0] in getattr(command, "commands", {}):
+                    command = command.commands[words.pop(0)]
+                known = {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
+                unknown = {word.partition("=")[0] for word in words if word.startswith("--")} - known
+                assert not getattr(command, "commands", {}), f"{page.name}: {line}"
+                assert not unknown, f"{page.name}: {line}"
+                checked += 1
+    assert checked > 20
 
 
 def test_files_named_in_the_architecture_exist() -> None:

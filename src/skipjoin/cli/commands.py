@@ -7,6 +7,9 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from skipjoin.cli.options import BAD_INPUT
+from skipjoin.extras import why_not_found
+
 # Longer than any first sentence of a command's help.
 _WHOLE = 10_000
 
@@ -20,9 +23,6 @@ class _WholeDescriptions(TyperGroup):
             formatter.write_dl(
                 [(name, one.get_short_help_str(_WHOLE)) for name, one in commands if one is not None and not one.hidden]
             )
-
-from skipjoin.cli.options import BAD_INPUT
-from skipjoin.extras import why_not_found
 
 
 class Commands(typer.Typer):

@@ -33,7 +33,7 @@ async def chat_constraint(service: Service, body: ChatRequest, prompt: str, clie
     try:
         found = _calls(constraints, body, tools, structured)
     except GrammarError as error:
-        await _check_each(service, tools)
+        await _check_each(service, tools, client)
         param = field or "tools"
         what = param if field else "tools: the grammar of their calls"
         raise bad_request(f"{what} {error}", param) from None

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from test_extras import COMMANDS
+
 ROOT = Path(__file__).resolve().parents[2]
 WHEELS = sorted((ROOT / "dist").glob(f"skipjoin-*_{platform.machine()}.whl"))
 pytestmark = [
@@ -76,7 +78,22 @@ def test_server_answers_with_the_compiled_operations_of_the_wheel(server: tuple[
     assert not list((tmp_path / "cache").rglob("ops-*.so")), "operations were compiled"
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(f"{url}/v1/batches", timeout=60)
-    assert "skipjoin[batches]" in refused.value.read().decode()
+    assert f"{WHEELS[-1]}[batches]" in refused.value.read().decode()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_commands_work_in_the_base_installation_or_name_the_wheel_with_an_extra(
+    bare: Path, environment: dict[str, str], tmp_path: Path, name: str
+) -> None:
+    arguments, needed = COMMANDS[name]
+    works = {"generate": "tally --prompt a --max-tokens 2", "profile": "--seconds 1 --out profile.json"}
+    command = [bare / "bin/skipjoin", *name.split(), *works.get(name, arguments).format(folder=tmp_path).split()]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
+    if needed:
+        assert done.stderr.endswith(f"pip install '{WHEELS[-1]}[{','.join(needed)}]'\n"), done.stderr
+    elif name in works:
+        assert done.returncode == 0, done.stderr
 
 
 def test_every_library_that_this_processor_supports_passes_its_self_test(

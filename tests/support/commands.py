@@ -40,6 +40,6 @@ def outcomes_of(
     """
     program = [sys.executable, "-c", prelude + _PROGRAM, json.dumps(commands)]
     environment = {**os.environ, **environment}
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     return [Outcome(*one) for one in json.loads(done.stdout.splitlines()[-1])]

@@ -94,7 +94,7 @@ OPTIONS = (
     ("replay --plot x.svg", "skipjoin replay needs aiohttp", "bench"),
     ("serve tally --batch-dir x", "--batch-dir needs sqlalchemy and", "batches"),
     (
-        "serve tally --check --batch-db postgresql://h/d",
+        "serve tally --check --batch-dir x --batch-db postgresql://h/d",
         "--batch-db needs sqlalchemy and .* and asyncpg",
         "batches,postgres",
     ),

@@ -200,11 +200,7 @@ class _Simplifier:
                 out[NUMBER] = tight
                 return True
             if not tight.is_compilable():
-                what = (
-                    "a bound of 2^53 or more"
-                    if tight.step and abs(tight.step) < 2**32
-                    else "more than 9 digits"
-                )
+                what = "a bound of 2^53 or more" if tight.step and abs(tight.step) < 2**32 else "more than 9 digits"
                 self._refuse(f"{path}/multipleOf", f"multipleOf with {what}: use a multiple of 2, 5 or 10, or none")
                 return True
         out.update(_keywords(tight))

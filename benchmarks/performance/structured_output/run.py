@@ -41,10 +41,9 @@ from skipjoin.structured_output import GrammarError
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
-from schemas import make_schemas, stored_schemas
-
 import harness
 from random_model import make_byte_model
+from schemas import make_schemas, stored_schemas
 from servers import Server, Skipjoin, start_vllm
 
 PARTS = ("steps", "first", "schemas", "soak", "served")

@@ -41,6 +41,24 @@ def test_keyed_blocks_are_reused_after_empty_ones_and_wanted_ones_last() -> None
     assert pool.find(b"a") is pool.find(b"b") is None
 
 
+@pytest.mark.parametrize("wanted", [(), ("before",), ("after",), ("before", "ended"), ("after", "ended")])
+def test_last_blocks_of_a_prefix_are_reused_first(wanted: tuple[str, ...]) -> None:
+    """Its KV is lost from the first missing block on, so that losing two of four blocks must cost two."""
+    pool, keys = BlockPool(4), [b"a", b"b", b"c", b"d"]
+    blocks = pool.take(4)
+    for block, key in zip(blocks, keys, strict=True):
+        pool.name(block, key)
+    if "before" in wanted:
+        pool.want(keys)
+    pool.put(blocks)
+    if "after" in wanted:
+        pool.want(keys)
+    if "ended" in wanted:
+        pool.unwant(keys)
+    pool.take(2)
+    assert [pool.find(key) is not None for key in keys] == [True, True, False, False]
+
+
 def test_reclaim_frees_leaked_blocks_and_removes_their_keys() -> None:
     pool = BlockPool(4)
     held = pool.take(3)

@@ -55,7 +55,7 @@ class BlockPool:
     def put(self, blocks: Sequence[int]) -> None:
         """Free blocks, given in token order.
 
-        The first ones are reused first, cached ones last.
+        Empty ones are reused first, the first of them before the others; of cached ones, the last before the others.
         """
         if not self._keys:
             self._empty.extend(reversed(blocks))
@@ -125,14 +125,15 @@ class BlockPool:
             return True
         return self._cached.pop(block, False) is None
 
-    def want(self, keys: Iterable[Key]) -> None:
-        """Count a request that waits for this KV, so that its blocks are reused last."""
-        for key in keys:
+    def want(self, keys: Sequence[Key]) -> None:
+        """Count a request that waits for this KV, in token order, so that its blocks are reused last."""
+        # As in `put`: the KV of a request is lost from its first missing block on, so its last blocks are reused first.
+        for key in reversed(keys):
             self._waiting[key] += 1
             self._move(key, self._cached, self._wanted)
 
-    def unwant(self, keys: Iterable[Key]) -> None:
-        for key in keys:
+    def unwant(self, keys: Sequence[Key]) -> None:
+        for key in reversed(keys):
             self._waiting[key] -= 1
             if not self._waiting[key]:
                 del self._waiting[key]

@@ -88,7 +88,10 @@ def test_generate_agrees_with_transformers_on_a_saved_folder(tmp_path: Path) -> 
     ("args", "names"),
     [
         (("generate", "/no/such/folder", "--prompt", "x"), "/no/such/folder is not a folder"),
-        (("generate", "some/model-Q4.gguf", "--prompt", "x"), "is a GGUF file, which cannot be read: give the folder"),
+        (
+            ("generate", "some/model-Q4.gguf", "--prompt", "x"),
+            "is a GGUF file, which this version cannot read",
+        ),
         (("generate", "qwen3:8b", "--prompt", "x"), "hub ids of two parts such as"),
         (("generate", __file__, "--prompt", "x"), "test_cli.py is a file: give its folder"),
         (("generate", "tally", "--prompt", "x", "--temperature", "-1"), "--temperature must be in [0, 2]"),
@@ -125,9 +128,10 @@ def test_program_exits_with_the_code_of_its_command() -> None:
 
 def test_unsupported_architecture_error_lists_supported_ones(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"], "model_type": "bert"}')
-    run = invoke("generate", tmp_path, "--prompt", "x")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    run = invoke("generate", tmp_path, "--prompt", "x", "--load-format", "dummy")
     assert run.exit_code == 2
-    assert "LlamaForCausalLM" in run.stderr or "tokenizer" in run.stderr
+    assert "LlamaForCausalLM" in run.stderr
 
 
 def test_version_and_help() -> None:

@@ -120,7 +120,7 @@ def test_stop_strings_end_a_stream_and_a_closed_one_is_aborted(llm: AsyncLLM) ->
         ("abc", {"n": 0}, "n must be an integer in"),
         ([], {}, "prompt must be one"),
         (["a", "b"], {}, "prompt must be one"),
-        ([10**6], {}, "token ids must be in"),
+        ([10**6], {}, "prompt must be token ids in"),
         ("abc", {"service": "best"}, "service must be one of"),
     ],
 )

@@ -171,6 +171,6 @@ def test_an_index_of_another_size_restores_the_latest_entries(before: int, after
 
 def test_more_entries_than_the_exact_search_allows_need_usearch(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "usearch.index", None)
-    with pytest.raises(ConfigError, match="forecast_entries: more than 10000 need usearch"):
+    with pytest.raises(ConfigError, match="forecast_entries above 10000 needs usearch"):
         GraphVectors(8)
     assert vectors_of(EXACT_ENTRIES, 8)

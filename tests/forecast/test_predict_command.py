@@ -85,7 +85,9 @@ def test_invalid_input_gives_a_one_line_error(tmp_path: Path, lines, options, te
     found = run("evaluate", "--trace", write(tmp_path / "t.jsonl", lines), *options)
     assert found.exit_code == 2
     assert text in found.output
-    assert len(found.output.strip().splitlines()) == 1
+    *described, error = found.output.strip().splitlines()
+    assert error.startswith("error: ")
+    assert described in ([], [f"t.jsonl: {len(lines)} requests"])
 
 
 def test_export_contains_no_prompts_and_reset_removes_states(tmp_path: Path) -> None:

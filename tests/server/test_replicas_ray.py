@@ -174,7 +174,7 @@ def test_missing_ray_error_names_extra_to_install() -> None:
     hide = "import sys; sys.modules['ray'] = None\n"
     program = hide + "from skipjoin.cli import app; app(['serve', 'tally', '--replicas', '2', '--port', '0'])"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert install_command("distributed") in result.stderr
     assert "Traceback" not in result.stderr
 

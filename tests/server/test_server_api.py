@@ -1000,23 +1000,23 @@ async def test_served_model_name_may_contain_slashes(make_api: MakeApi) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "folder", "names"),
+    ("given", "folder", "shown", "names"),
     [
-        ("./llama", "llama", ("./llama", "llama")),
-        ("/models/llama/", "/models/llama", ("/models/llama/", "llama")),
-        ("llama", "llama", ("llama",)),
-        ("org/llama", "/cache/snapshots/0f3c", ("org/llama",)),
+        ("./llama", "llama", "llama", ("./llama", "llama")),
+        ("/models/llama/", "/models/llama", "llama", ("/models/llama/", "llama")),
+        ("llama", "llama", "llama", ("llama",)),
+        ("org/llama", "/cache/snapshots/0f3c", "org/llama", ("org/llama",)),
     ],
 )
-async def test_model_path_is_also_served_by_folder_name(
-    api: Api, given: str, folder: str, names: tuple[str, ...]
+async def test_model_is_named_by_its_folder_and_answers_to_the_given_path(
+    api: Api, given: str, folder: str, shown: str, names: tuple[str, ...]
 ) -> None:
     api.service.open(replace(api.ready, model=given, folder=folder), api.service.tokenizer)
-    assert (await api.http.get("/v1/models")).json()["data"][0]["id"] == given
+    assert (await api.http.get("/v1/models")).json()["data"][0]["id"] == shown
     for name in {*names, "llama", "0f3c"}:
         response = await api.complete(model=name, max_tokens=1)
         assert response.status_code == (200 if name in names else 404)
-        assert response.status_code == 404 or response.json()["model"] == given
+        assert response.status_code == 404 or response.json()["model"] == shown
         if "/" not in name:
             assert (await api.http.get(f"/v1/models/{name}")).status_code == response.status_code
 

@@ -403,7 +403,7 @@ def test_an_engine_that_cannot_start_is_reported() -> None:
     folder = "/nowhere"
     command = [sys.executable, str(HERE / "serve.py"), "model", folder]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "error: " in result.stderr
     assert folder in result.stderr
     assert "Traceback" not in result.stderr

@@ -114,10 +114,10 @@ def test_constraints_begin_after_the_reasoning(server: ServerProcess) -> None:
     ("tools", "fields", "param", "message"),
     [
         (
-            [TOOLS[0], function("f", record(a={"if": {"type": "string"}}), strict=True)],
+            [TOOLS[0], function("f", record(a={"not": {"type": "string"}}), strict=True)],
             {},
             "tools.1.function.parameters",
-            "if",
+            "not",
         ),
         ([function(f"f{number}", {}) for number in range(1000)], {"tool_choice": "required"}, "tools", "65536 bytes"),
         ([function("f", {"$ref": "http://localhost/x"}, strict=True)], {}, "tools.0.function.parameters", "not fetch"),

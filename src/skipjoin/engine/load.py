@@ -61,7 +61,7 @@ def check_load(config: EngineConfig) -> tuple[ModelConfig, int]:
         ConfigError: If a setting does not fit the model or the machine.
         ModelError: If the model cannot run.
     """
-    model_config = read_config(check_model(config.model, config.load_format), config.load_format)
+    model_config = read_config(check_model(config.model, config.load_format, has_tokenizer=False), config.load_format)
     max_len = _max_model_len(config, model_config)
     check_shards(model_config, config.tensor_parallel_size, config.pipeline_parallel_size)
     if config.ray_address is None:

@@ -21,29 +21,36 @@ def model_folder(name: str, load_format: str = "auto") -> Path:
     return builtin_model_path() if name == MODEL_NAME else resolve_folder(name, weights=load_format != "dummy")
 
 
-def check_model(name: str, load_format: str = "auto") -> Path:
+def check_model(name: str, load_format: str = "auto", *, has_tokenizer: bool = True) -> Path:
     """Return a model's folder, without its weights if it is on the hub.
+
+    Args:
+        has_tokenizer: Whether the folder must have a tokenizer, which an engine alone does not need.
 
     Raises:
         ModelError: If the model cannot be loaded, as far as the names of its files show, or config.json is not JSON.
     """
     is_local = name == MODEL_NAME or Path(name).is_dir()
     folder = None if is_local else cached_folder(name)
-    return _checked(folder or model_folder(name, "dummy"), has_weights=is_local and load_format != "dummy")
+    found = _checked(folder or model_folder(name, "dummy"), has_weights=is_local and load_format != "dummy")
+    if has_tokenizer:
+        check_tokenizer_files(found)
+    return found
 
 
 def pull_model(name: str) -> Path:
     """Download a model of the hub with its weights, and return its folder."""
     if name == MODEL_NAME:
         return check_model(name)
-    return _checked(resolve_folder(name, from_hub=True), has_weights=True)
+    folder = _checked(resolve_folder(name, from_hub=True), has_weights=True)
+    check_tokenizer_files(folder)
+    return folder
 
 
 def _checked(folder: Path, *, has_weights: bool) -> Path:
     if not (folder / "config.json").is_file():
         explain_no_config(folder)
     read_json(folder / "config.json")
-    check_tokenizer_files(folder)
     if has_weights:
         check_weight_files(folder)
     return folder

@@ -121,7 +121,10 @@ class Builder:
 
 
 def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    first = tensors[0]
+    if first.is_meta:  # torch.cat would import torch's compiler, which takes seconds
+        return first.new_empty((sum(map(len, tensors)), *first.shape[1:]))
+    return first if len(tensors) == 1 else torch.cat(tensors)
 
 
 class SummedLinear:

@@ -69,9 +69,12 @@ def _check_batches(config: ServerConfig) -> None:
     if config.batch_db is not None:
         require("batch_db", "batches", "postgres")
     folder = batch_folder(config)
-    if folder is None or not is_named(config):
+    if folder is None:
         return
-    require("batch_dir", "batches")
+    if is_named(config):
+        require("batch_dir", "batches")
+    if config.batch_dir is None and config.batch_db is None:
+        return  # a server waits for a default folder that another one has
     # Imported only when needed, because they import an optional package.
     from skipjoin.server.batches.lock import FolderLock  # noqa: PLC0415
     from skipjoin.server.batches.records import NoSpace, StoreError  # noqa: PLC0415

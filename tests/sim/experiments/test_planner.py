@@ -26,7 +26,7 @@ def test_bottleneck_is_named_and_a_tie_is_called_one(tmp_path: Path) -> None:
     assert "nothing waits at 0.5 req/s, so recipes cannot differ here" in result.output
     assert "bottleneck at 12 req/s, with the share of latency that is waiting: fcfs slots (" in result.output
     assert "opt-13b on a100-40gb: costs computed from its data sheet" in result.output
-    header, fcfs, *_ = result.output.splitlines()
+    header, fcfs, *_ = result.stdout.splitlines()
     assert all(column in header for column in ("P95 s/token", "TTFT P95 s", "TTFT kept", "TPOT kept", "all kept"))
     assert "0.5" in fcfs
 

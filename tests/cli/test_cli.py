@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -128,7 +129,7 @@ def test_program_exits_with_the_code_of_its_command() -> None:
 
 def test_unsupported_architecture_error_lists_supported_ones(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"], "model_type": "bert"}')
-    (tmp_path / "tokenizer.json").write_text("{}")
+    shutil.copy(builtin_model_path() / "tokenizer.json", tmp_path)
     run = invoke("generate", tmp_path, "--prompt", "x", "--load-format", "dummy")
     assert run.exit_code == 2
     assert "LlamaForCausalLM" in run.stderr

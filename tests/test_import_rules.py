@@ -259,6 +259,7 @@ ALLOWED: dict[str, set[str]] = {
         "server.api",
         "server.batches",
         "server.engines",
+        "system.garbage",
         "system.machine",
     },
     "vllm": {
@@ -309,6 +310,7 @@ ALLOWED: dict[str, set[str]] = {
         "system.disk",
         "system.durable",
         "system.folders",
+        "system.garbage",
         "system.machine",
         "version",
         "workload",

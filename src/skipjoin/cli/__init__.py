@@ -1,62 +1,56 @@
 """Command line, one module per command.
 
-Commands import their dependencies when they run, so that `skipjoin --help` and the API process do not load torch.
+A command's module is imported when the command is asked for, and its other dependencies when it runs, so that neither
+`skipjoin --help` nor the API process loads torch.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
-from skipjoin.cli.batch import batch
-from skipjoin.cli.bench import bench
-from skipjoin.cli.chat import chat
-from skipjoin.cli.commands import Commands
-from skipjoin.cli.console import console
-from skipjoin.cli.convert import convert
-from skipjoin.cli.demo import demo
-from skipjoin.cli.environment import environment
-from skipjoin.cli.explain import explain
-from skipjoin.cli.generate import generate
-from skipjoin.cli.models import list_models, pull
-from skipjoin.cli.plot import plot
-from skipjoin.cli.predict import predict
-from skipjoin.cli.predict_train import train
-from skipjoin.cli.profile import profile
-from skipjoin.cli.recipes import recipes
-from skipjoin.cli.replay import replay
-from skipjoin.cli.serve import serve
-from skipjoin.cli.simulate import simulate
-from skipjoin.cli.top import top
+from skipjoin.cli.commands import CommandGroup, Commands, LazyCommands
 from skipjoin.version import VERSION
+
+# The modules of the commands, in the order of the help.
+_MODULES = {
+    "serve": "serve",
+    "demo": "demo",
+    "generate": "generate",
+    "chat": "chat",
+    "console": "console",
+    "top": "top",
+    "explain": "explain",
+    "recipes": "recipes",
+    "convert": "convert",
+    "profile": "profile",
+    "simulate": "simulate",
+    "replay": "replay",
+    "bench": "bench",
+    "plot": "plot",
+    "pull": "models",
+    "list": "models",
+    "env": "environment",
+    "predict": "predict_train",  # adds its command to those of `predict`
+    "batch": "batch",
+}
+# Commands whose functions have other names.
+_FUNCTIONS = {"list": "list_models", "env": "environment"}
+
+
+class _Program(CommandGroup):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        places = {name: (f"skipjoin.cli.{module}", _FUNCTIONS.get(name, name)) for name, module in _MODULES.items()}
+        self.commands = cast(Any, LazyCommands(places))
+
 
 app = Commands(
     help="LLM serving whose scheduler can stop any request after any token and run another.",
+    cls=_Program,
     pretty_exceptions_enable=False,
 )
-for command in (
-    serve,
-    demo,
-    generate,
-    chat,
-    console,
-    top,
-    explain,
-    recipes,
-    convert,
-    profile,
-    simulate,
-    replay,
-    bench,
-    plot,
-):
-    app.command()(command)
-for name, command in (("pull", pull), ("list", list_models), ("env", environment)):
-    app.command(name)(command)
-predict.command()(train)
-app.add_typer(predict, name="predict")
-app.add_typer(batch, name="batch")
 
 
 def _print_version(value: bool) -> None:

@@ -23,7 +23,9 @@ from skipjoin.options import ConfigError
 if TYPE_CHECKING:
     from skipjoin.cli.batch_client import BatchClient
 
-batch = Commands(help="Submit and watch batches: files of requests that a server runs on spare capacity.")
+batch = Commands(
+    help="Submit and watch batches: files of requests that a server runs on spare capacity.", add_completion=False
+)
 _FILE_WIDTH = 160  # width of a table that is not printed to a terminal
 
 BatchId = Annotated[str, typer.Argument(metavar="ID", help="Id of the batch.")]

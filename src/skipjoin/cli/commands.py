@@ -1,20 +1,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
 from skipjoin.cli.options import BAD_INPUT
 from skipjoin.extras import why_not_found
+from skipjoin.system.garbage import without_garbage_collection
 
 # Longer than any first sentence of a command's help.
 _WHOLE = 10_000
 
 
-class _WholeDescriptions(TyperGroup):
+class CommandGroup(TyperGroup):
     """Group whose help has the first sentence of each command, which click would cut to one line."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -28,9 +31,9 @@ class _WholeDescriptions(TyperGroup):
 class Commands(typer.Typer):
     """Typer application whose help groups options, with untruncated texts on a terminal of 80 columns."""
 
-    def __init__(self, help: str, **options: Any) -> None:
+    def __init__(self, help: str, *, cls: type[CommandGroup] = CommandGroup, **options: Any) -> None:
         # Typer's rich help would truncate names on a narrow terminal.
-        super().__init__(help=help, no_args_is_help=True, rich_markup_mode=None, cls=_WholeDescriptions, **options)
+        super().__init__(help=help, no_args_is_help=True, rich_markup_mode=None, cls=cls, **options)
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
         return super().command(name, cls=_GroupedCommand, **options)
@@ -59,3 +62,33 @@ class _GroupedCommand(TyperCommand):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+class LazyCommands(Mapping[str, Any]):
+    """Commands by name, each of which is imported when it is first asked for.
+
+    Args:
+        places: Module and attribute of each command: its function, or a `Commands` with commands of its own.
+    """
+
+    def __init__(self, places: Mapping[str, tuple[str, str]]) -> None:
+        self._places = places
+        self._loaded: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._loaded:
+            module, attribute = self._places[name]
+            with without_garbage_collection():
+                found = getattr(import_module(module), attribute)
+            if not isinstance(found, Commands):
+                function, found = found, Commands(help="", add_completion=False)
+                found.command(name)(function)
+            self._loaded[name] = get_command(found)
+            self._loaded[name].name = name
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)

@@ -28,7 +28,7 @@ from skipjoin.workload.traces import Trace, read_trace
 if TYPE_CHECKING:
     from skipjoin.forecast.evaluate import Evaluation, Figures, Sample
 
-predict = Commands(help="Forecasts of output lengths: how good they are, and what was learned.")
+predict = Commands(help="Forecasts of output lengths: how good they are, and what was learned.", add_completion=False)
 
 # Value of the column 'split' for training rows.
 _TRAIN = "train"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from skipjoin.cli.options import Section, Values, takes
-from skipjoin.cli.predict import EncoderName, objects_of, progress_bars, samples_of
+from skipjoin.cli.predict import EncoderName, objects_of, predict, progress_bars, samples_of
 from skipjoin.config import ForecastConfig
 from skipjoin.options import ConfigError, Option, check
 from skipjoin.workload.traces import read_trace
@@ -47,6 +47,7 @@ class TrainOptions:
         check(self)
 
 
+@predict.command()
 @takes(values=Section(TrainOptions))
 def train(*, values: Values) -> None:
     """Train a forecaster on a trace, for `serve --forecast-state DIR` and `simulate --predictor state:DIR`.

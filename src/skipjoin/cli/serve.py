@@ -11,6 +11,7 @@ from skipjoin.cli.options import Section, Values, engine_values, takes, typed_fl
 from skipjoin.cli.settings_file import unknown_variables
 from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, ServerConfig
 from skipjoin.server import logs
+from skipjoin.system.garbage import without_garbage_collection
 
 if TYPE_CHECKING:
     from skipjoin.server.lifecycle import MakeEngines
@@ -34,8 +35,9 @@ def serve(
     server: Values,
 ) -> None:
     """Serve MODEL over the OpenAI API."""
-    from skipjoin.server.engines.replicas import ReplicaSet  # noqa: PLC0415
-    from skipjoin.server.lifecycle import check_server, one_engine, run_server  # noqa: PLC0415
+    with without_garbage_collection():
+        from skipjoin.server.engines.replicas import ReplicaSet  # noqa: PLC0415
+        from skipjoin.server.lifecycle import check_server, one_engine, run_server  # noqa: PLC0415
 
     if server["log_format"] == "json":
         logs.configure("info", "json")
@@ -63,6 +65,7 @@ def serve(
 
 
 def _check_engine(config: EngineConfig) -> None:
-    from skipjoin.engine.load import check_load  # noqa: PLC0415
+    with without_garbage_collection():
+        from skipjoin.engine.load import check_load  # noqa: PLC0415
 
     check_load(config)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import json
 import logging
 import os
@@ -54,6 +53,7 @@ from skipjoin.server.listeners import connection_limits, open_listeners, url_of
 from skipjoin.server.metrics import Metrics
 from skipjoin.server.progress import ProgressDisplay
 from skipjoin.server.settings import Settings, check_files, check_forecast_server, check_settings
+from skipjoin.system.garbage import resume_garbage_collection, without_garbage_collection
 
 if TYPE_CHECKING:
     from skipjoin.server.api.length_server import ForecastRequests
@@ -115,6 +115,7 @@ def run_server(
     """Run a server until it is stopped, and return its exit code."""
     logs.configure(server_config.log_level, server_config.log_format, spell)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(without_garbage_collection())  # until requests can be served
         try:
             settings, listeners = _prepare(stack, engine_config, server_config, forecast_config)
         except (ConfigError, ModelError) as error:
@@ -287,9 +288,7 @@ class Server:
             keeper = await self._service.in_thread(open_keeper, self._forecasts, **source)
         ask = None if self._questions is None else partial(self._questions.ask, tokenizer.decode)
         self._service.open(info, tokenizer, keeper, ask, sampling_defaults=defaults)
-        # Existing objects are permanent, so the garbage collector need not visit them while tokens stream.
-        gc.collect()
-        gc.freeze()
+        resume_garbage_collection()
         return tokenizer
 
     async def _unless_stopped(self, work: asyncio.Task[Any]) -> bool:

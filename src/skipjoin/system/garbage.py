@@ -7,6 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+def resume_garbage_collection() -> None:
+    """Collect once, make all objects that remain permanent, and enable garbage collection.
+
+    Later collections need not visit the objects that a program made while it started.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
     """Disable garbage collection, for code that leaves few reference cycles."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import logging
 import math
 import os
@@ -58,6 +57,7 @@ from skipjoin.server.engines.messages import (
 from skipjoin.server.engines.stall import StallWatch
 from skipjoin.server.engines.step_outputs import StepOutputsBuilder
 from skipjoin.server.engines.timeline_writer import TimelineWriter
+from skipjoin.system.garbage import resume_garbage_collection
 from skipjoin.system.machine import resident_bytes
 
 logger = logging.getLogger(__name__)
@@ -329,9 +329,7 @@ def _load_and_run(load: LoadEngine, setup: Setup, server: EngineServer, recorder
         from skipjoin.server.engines.tracing import TraceWriter  # noqa: PLC0415 (needs an extra)
 
         recorders.append(TraceWriter(setup.config.otlp_traces_endpoint, model_id(ready.model, ready.folder)))
-    # Existing objects are permanent, so the garbage collector need not visit them between steps.
-    gc.collect()
-    gc.freeze()
+    resume_garbage_collection()
     server.send(ready)
     server.heartbeat.start()
     metrics = EngineMetrics(

@@ -37,7 +37,7 @@ def cut(pairs: Sequence[tuple[str, str]]) -> list[Round]:
 
 
 # test_replica_links.py pauses an engine, and test_batch_disk.py fills the disk of a server, too.
-@pytest.mark.parametrize("pairs", [CUT[:2], exhaustive(CUT)], ids=len)
+@pytest.mark.parametrize("pairs", [CUT[:1], exhaustive(CUT)], ids=len)
 def test_short_chaos_run_finds_nothing(pairs: Sequence[tuple[str, str]]) -> None:
     found = asyncio.run(run_rounds(cut(pairs)))
     assert not found, "\n".join(found)

@@ -217,6 +217,7 @@ def test_killed_ranks_change_no_tokens_and_ranks_out_of_step_end(
     wait_until_gone()
 
 
+@pytest.mark.exhaustive  # the test before kills busy ranks, too
 def test_single_rank_restarts_while_idle(expected: Outputs) -> None:
     engine = assemble(config(1, 1, distributed_executor_backend="ray", pipeline_depth=2))
     try:

@@ -78,6 +78,7 @@ def node_names(engine: Engine) -> list[str]:
     return [place.node for place in engine.executor._live.places]
 
 
+@pytest.mark.exhaustive  # test_lost_nodes_are_replaced places stages, too
 def test_ranks_of_a_stage_share_a_node(cluster: Nodes, expected: Outputs) -> None:
     cluster.have(1, 1)
     stages: list[str] = []
@@ -148,6 +149,7 @@ def test_lost_nodes_are_replaced(
     assert sum("restarting all ranks" in record.message for record in caplog.records) == 5
 
 
+@pytest.mark.exhaustive  # the start of the next test fails on such a node
 def test_ranks_are_placed_on_reachable_nodes_only(cluster: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray considers a disconnected node alive for about a minute."""
     cluster.have(1, 1)

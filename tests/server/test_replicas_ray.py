@@ -21,6 +21,7 @@ from skipjoin.server.engines.supervisor import Needs, check_room
 from skipjoin.version import install_command
 from support.commands import outcomes_of
 from support.sockets import assert_only_local
+from support.worlds import exhaustive
 
 needs_ray = pytest.mark.ray
 CHAT = {
@@ -111,7 +112,8 @@ def test_all_processes_listen_on_loopback_only(server: ServerProcess) -> None:
 
 
 @needs_ray
-@pytest.mark.parametrize("victim", ["engines", "replica"])
+# test_replica_links.py kills engines without Ray.
+@pytest.mark.parametrize("victim", [exhaustive("engines"), "replica"])
 def test_streams_are_unchanged_by_kills(
     server: ServerProcess, undisturbed: list[dict[int, list[Any]]], victim: str
 ) -> None:

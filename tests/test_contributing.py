@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Planned
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import Settings, baselines

@@ -16,11 +16,11 @@ import pytest
 from typer.main import get_command
 
 from skipjoin.cli import app
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Preempted, Preemption
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.options import ConfigError
 from skipjoin.policies.cost import LinearCost
@@ -35,7 +35,7 @@ ABORTS = """
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.scheduler import Scheduler
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.step import StepResult
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.policies.cost import LinearCost

@@ -23,33 +23,13 @@ PURE_STDLIB = set(sys.stdlib_module_names) - IMPURE
 # imports within it. A name does not cover subpackages that have their own rule.
 ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
-    "core": {
-        "core",
-        "core.kv.block_pool",
-        "core.kv.interface",
-        "core.kv.prefixes",
-        "core.kv.reservations",
-        "core.scheduling",
-    },
-    "core.kv": {"core.kv", "core.kv.prefixes", "core.request", "core.step"},
-    "core.kv.prefixes": {"core.kv.block_pool"},  # It takes token ids instead of requests.
-    "core.scheduling": {
-        "core.events",
-        "core.kv.interface",
-        "core.kv.reservations",
-        "core.policy",
-        "core.request",
-        "core.scheduling",
-        "core.step",
-    },
+    "core": {"core", "core.decide.scheduler", "core.kv.interface", "core.kv.reservations"},
+    "core.kv": {"core.kv", "core.prefixes", "core.request", "core.step"},
+    "core.decide": {"core", "core.decide", "core.kv.interface", "core.kv.reservations"},
     "policies": {
         "core",
-        "core.kv.block_pool",
         "core.kv.interface",
         "core.kv.reservations",
-        "core.scheduling.context",
-        "core.scheduling.promises",
-        "core.scheduling.selective",
         "policies",
     },
     "extras": {"options", "version"},
@@ -63,18 +43,16 @@ ALLOWED: dict[str, set[str]] = {
     "config.access": {"config.key_files", "options"},
     "config.key_files": {"options"},
     "config.profile": {"config", "policies.cost", "system.disk", "system.durable", "system.folders"},
-    "observe": {"core", "core.kv.reservations", "core.scheduling.waits", "observe"},
-    "workload": {"config", "core", "core.kv.prefixes", "observe", "options", "workload"},
+    "observe": {"core", "core.kv.reservations", "observe"},
+    "workload": {"config", "core", "observe", "options", "workload"},
     "report": {"config", "report", "system.disk"},
     "sim": {"config", "core", "exec.base", "exec.simulated", "observe", "policies", "recipes", "sim"},
     "sim.experiments": {
         "config",
         "config.profile",
         "core",
+        "core.decide.scheduler",
         "core.kv.ledger",
-        "core.kv.prefixes",
-        "core.scheduling.scheduler",
-        "core.scheduling.waits",
         "exec.simulated",
         "forecast",
         "observe",
@@ -139,10 +117,9 @@ ALLOWED: dict[str, set[str]] = {
         "config",
         "config.profile",
         "core",
+        "core.decide.scheduler",
         "core.kv.interface",
         "core.kv.ledger",
-        "core.kv.prefixes",
-        "core.scheduling.scheduler",
         "engine",
         "exec",
         "exec.base",
@@ -177,7 +154,6 @@ ALLOWED: dict[str, set[str]] = {
         "config",
         "core",
         "core.kv.interface",
-        "core.kv.prefixes",
         "core.kv.block_pool",
         "engine",
         "exec.ranks.cluster",
@@ -204,7 +180,6 @@ ALLOWED: dict[str, set[str]] = {
         "config.access",
         "config.key_files",
         "core",
-        "core.scheduling.waits",
         "engine.forecasting",
         "engine.text",
         "formats",
@@ -264,12 +239,10 @@ ALLOWED: dict[str, set[str]] = {
     },
     "vllm": {
         "core",
+        "core.decide.scheduler",
         "core.kv.block_pool",
         "core.kv.interface",
-        "core.kv.prefixes",
         "core.kv.reservations",
-        "core.scheduling.scheduler",
-        "core.scheduling.waits",
         "forecast",
         "observe",
         "options",
@@ -317,7 +290,7 @@ ALLOWED: dict[str, set[str]] = {
     },
 }
 # Parts that import only the standard library and skipjoin, and use neither clocks nor random numbers.
-PURE = {"core", "core.kv", "core.kv.prefixes", "core.scheduling", "options", "policies", "recipes"}
+PURE = {"core", "core.kv", "core.decide", "options", "policies", "recipes"}
 STDLIB_ONLY = {
     "config.access",
     "config.key_files",
@@ -334,6 +307,18 @@ STDLIB_ONLY = {
     "exec.base",
     "exec.simulated",
 }
+# The layers of `core`. A module imports only from its own layer and those above it in this table.
+CORE_LAYERS = (
+    ("__init__", "forecast", "prefixes", "waits"),
+    ("request",),
+    ("step",),
+    ("kv",),
+    ("context", "events", "promises"),
+    ("policy",),
+    ("selective",),
+    ("decide",),
+    ("engine",),
+)
 # The modules of `core/kv` that implement one ledger. `reservations` and `block_pool` define types for every ledger.
 PARTS = ("shared_blocks", "prefix_cache", "cpu_cache", "request_blocks", "transfers")
 LEDGER = {f"skipjoin.core.kv.{name}" for name in ("ledger", *PARTS)}
@@ -341,7 +326,7 @@ LEDGER = {f"skipjoin.core.kv.{name}" for name in ("ledger", *PARTS)}
 BELOW_SERVER = {
     "core",
     "core.kv",
-    "core.scheduling",
+    "core.decide",
     "extras",
     "options",
     "sampling",
@@ -485,7 +470,7 @@ def broken(rule: str, found: list[Import]) -> str:
 def test_imports_are_found() -> None:
     assert {
         "core.kv",
-        "core.scheduling",
+        "core.decide",
         "policies",
         "recipes",
         "sim",
@@ -542,6 +527,20 @@ def test_core_depends_on_the_ledger_interface_only() -> None:
         and found.module in LEDGER
     ]
     assert not wrong, broken("core imports `core.kv.interface`, so that it runs with any ledger", wrong)
+
+
+def test_core_imports_only_from_its_own_layer_and_those_below() -> None:
+    layer_of = {name: number for number, names in enumerate(CORE_LAYERS) for name in names}
+    core = [
+        found for found in imports() if is_within(module_of(found.file), "core") and is_within(found.module, "core")
+    ]
+    assert {layer(found.file) for found in core} == layer_of.keys() - {"__init__"} - {"forecast", "prefixes", "waits"}
+    wrong = [found for found in core if layer_of[layer(found.file)] < layer_of[found.module.split(".")[2]]]
+    assert not wrong, broken(f"core has the layers {CORE_LAYERS}", wrong)
+
+
+def layer(file: Path) -> str:
+    return file.relative_to(PACKAGE / "core").with_suffix("").parts[0]
 
 
 def test_lower_packages_do_not_import_the_server() -> None:

@@ -28,7 +28,7 @@ def test_mutations_change_code_and_name_existing_tests(name: str) -> None:
 
 def test_missing_source_text_is_reported_with_its_file(tmp_path: Path) -> None:
     mutation = mutations.MUTATIONS["planner"]._replace(old="if moon_is_full:")
-    with pytest.raises(ValueError, match=r"planner.py must have the text 'if moon_is_full:' exactly once, .* 0 times"):
+    with pytest.raises(ValueError, match=r"plan\.py must have the text 'if moon_is_full:' exactly once, .* 0 times"):
         mutations.mutated(mutation, ROOT)
 
 

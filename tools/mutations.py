@@ -40,17 +40,17 @@ class Mutation(NamedTuple):
 MUTATIONS = {
     "planner": Mutation(
         "a prefix-cache hit is only credited while the request holds its blocks",
-        "core/scheduling/planner.py",
+        "core/decide/plan.py",
         "if meets and held is None and blocks_of(request) is None:",
         "if False:",
         ("core/kv/test_prefixes.py", "recipes/test_recorded_plans.py"),
     ),
     "evictor": Mutation(
         "newcomers evict a running request only after it has generated a token",
-        "core/scheduling/evictor.py",
+        "core/decide/evict.py",
         "if newcomer and victim.is_newly_resident and victim.last_plan >= latest:",
         "if False:",
-        ("core/scheduling/test_preemption_rules.py", "recipes/test_recorded_plans.py"),
+        ("core/decide/test_preemption_rules.py", "recipes/test_recorded_plans.py"),
     ),
     "ledger": Mutation(
         "KV that a failed swap-in did not bring is lost",

@@ -16,8 +16,8 @@ from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.reservations import Account
 from skipjoin.core.policy import Allocation, Deferral
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.core.step import Direction, Move
+from skipjoin.core.waits import WaitReason
 from skipjoin.exec.simulated import never
 from support.load import make
 from support.policies import Answer, OnCall, Scripted

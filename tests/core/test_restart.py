@@ -8,11 +8,11 @@ import random
 
 import pytest
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.events import Preempted, Preemption, Restarted
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import FinishReason
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import StepResult
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.observe.timeline import Timeline

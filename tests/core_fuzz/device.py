@@ -8,9 +8,9 @@ from itertools import chain
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from skipjoin.core.kv.block_pool import BlockPool, Key
+from skipjoin.core.kv.block_pool import BlockPool
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.kv.prefixes import ContentPrefix
+from skipjoin.core.prefixes import ContentPrefix, Key
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
 

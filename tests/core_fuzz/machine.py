@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from core_fuzz.device import POISON, Device, FindingError, salted
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Finished
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.kv.prefixes import ContentPrefix
+from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import FinishReason, Request, RequestOptions, ServiceClass
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import Direction, Move, StepPlan, StepResult
 from skipjoin.options import Value
 from skipjoin.policies.cost import LinearCost

@@ -144,9 +144,9 @@ from dataclasses import replace
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.kv.prefixes import ContentPrefix
+from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import Request, RequestOptions, ServiceClass
-from skipjoin.core.scheduling.scheduler import Scheduler
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.step import StepResult
 from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import EngineLimits, Settings, build

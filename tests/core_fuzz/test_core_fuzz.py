@@ -9,10 +9,10 @@ import pytest
 from core_fuzz.draw import play
 from core_fuzz.machine import Case, replay
 from core_fuzz.shrink import script, shrunk
+from skipjoin.core.decide.plan import StepPlanner
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.planner import StepPlanner
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import Move
 from support.recipes import RECIPES
 from support.worlds import each_recipe

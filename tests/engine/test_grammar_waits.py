@@ -13,7 +13,7 @@ import pytest
 from skipjoin.config import EngineConfig
 from skipjoin.core.events import Finished
 from skipjoin.core.request import FinishReason, Request, RequestOptions
-from skipjoin.core.scheduling.waits import WaitReason
+from skipjoin.core.waits import WaitReason
 from skipjoin.engine.build import assemble
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.model import grammar_mask, grammars

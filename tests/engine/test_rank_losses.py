@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Finished
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.exec.base import RankError, RankMemoryError

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 import torch
 from copiers import HarshStore, Keeps, LateCopier, keeps_nothing, spoil
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Preemption
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.kv.prefixes import ContentPrefix
 from skipjoin.core.policy import Batcher, Callbacks, Eviction, EvictionPolicy, Ordering, Policies
+from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import Request, RequestOptions, ServiceClass
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import Direction, Move, Slice, StepPlan
 from skipjoin.exec.base import Executor
 from skipjoin.exec.local import LocalExecutor

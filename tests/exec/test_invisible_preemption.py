@@ -23,12 +23,12 @@ from engines import (
     tiny_model,
 )
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Admitted, Event, Moved, MoveFailed, Planned, Preempted, Preemption, Reserved
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import Direction, Move
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.model.ops.build import load_library

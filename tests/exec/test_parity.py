@@ -12,12 +12,12 @@ from copiers import HarshStore
 from engines import BLOCK_SIZE, VOCAB, tiny_model
 
 from skipjoin.config import EngineConfig
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Computed, Event, Moved, Planned
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import Request, RequestOptions
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import Move, StepPlan
 from skipjoin.engine.scheduling import make_scheduler
 from skipjoin.exec.local import LocalExecutor

@@ -10,7 +10,7 @@ import torch
 from engines import BLOCK_SIZE, GRAMMARS, SwapAll, make_core, make_store, mixed_requests, run, tiny_model
 
 from skipjoin.core.events import Admitted, Event, Finished, Token
-from skipjoin.core.kv.prefixes import ContentPrefix
+from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Slice, StepPlan, StepResult
 from skipjoin.exec.sampling import Sampling

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from skipjoin.core.events import Admitted
 from skipjoin.core.forecast import Forecast, length_quantile, share_below
-from skipjoin.core.kv.prefixes import ContentPrefix
+from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import FinishReason
 from skipjoin.observe.life import RUNNING, Life, current_prediction, prediction_of
 from skipjoin.observe.lives import LifeLog

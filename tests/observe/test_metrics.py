@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.core.events import Admitted, Arrived, Computed, Finished, Preempted, Preemption, Token
-from skipjoin.core.kv.prefixes import NamedPrefix
+from skipjoin.core.prefixes import NamedPrefix
 from skipjoin.core.request import FinishReason, Request, ServiceClass, Target
 from skipjoin.core.step import Direction
 from skipjoin.observe.metric_snapshot import Snapshot

@@ -8,13 +8,13 @@ from itertools import product
 
 import pytest
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.events import Arrived, Computed, Finished, Planned, Started, Waited
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.core.scheduling.scheduler import Scheduler
-from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.core.step import Slice, StepPlan, StepResult
+from skipjoin.core.waits import WaitReason
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.waits import REASONS

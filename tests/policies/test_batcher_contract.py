@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skipjoin.core.context import StepContext
 from skipjoin.core.policy import (
     NO_SLOT,
     NO_TOKENS,
@@ -20,7 +21,6 @@ from skipjoin.core.policy import (
     Scope,
 )
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import StepShape
 from skipjoin.policies.batching import Greedy, RunToCompletion, TargetForward
 from skipjoin.policies.coupled import WholePrompts

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.recipes import Settings
 from support.load import make
 from support.policies import UnitCost

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipjoin.core.kv.prefixes import ContentPrefix
+from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.dispatch import MAX_KEYS, OWN_WEIGHT, LeastWork, PrefixAware, least_work

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from skipjoin.core.context import StepContext
 from skipjoin.core.policy import ALL_HELD, CostModel
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import Slice, StepPlan, StepShape
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.cost import LinearCost

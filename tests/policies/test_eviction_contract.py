@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skipjoin.core.decide.lazy import LazySequence
 from skipjoin.core.events import Preemption
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import Eviction, EvictionPolicy
 from skipjoin.core.request import Request, RequestOptions, ServiceClass
-from skipjoin.core.scheduling.lazy import LazySequence
 from skipjoin.policies.eviction import Defer, DisplacingSwap, Lend, ProactiveSwap, Recompute, Spill, Swap, Vacate
 from support.load import make
 from support.policies import COST, EVICTIONS, Ranks

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from skipjoin.core.context import StepContext
 from skipjoin.core.policy import ALL_HELD, NEWCOMERS_HELD, is_decode_invariant
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import Slice
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.best_effort import LimitedBestEffort

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
+from skipjoin.core.context import StepContext
 from skipjoin.core.policy import ALL_BEHIND_REAL_TIME, NEWCOMERS_BEHIND_REAL_TIME, QUIET_S, is_decode_invariant
 from skipjoin.core.request import NO_TARGET, Request, Target
-from skipjoin.core.scheduling.context import StepContext
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.best_effort import LimitedBestEffort
 from skipjoin.policies.cost import LinearCost

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skipjoin.core.context import StepContext
 from skipjoin.core.forecast import LENGTH_EDGES, Forecast, length_bin
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import Ordering
 from skipjoin.core.request import Request, Target
-from skipjoin.core.scheduling.context import StepContext
-from skipjoin.core.scheduling.selective import fitting
+from skipjoin.core.selective import fitting
 from skipjoin.core.step import Slice
 from skipjoin.policies.adaptive import Adaptive
 from skipjoin.policies.coupled import Closest, HoldersFirst, Room

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skipjoin.core.context import StepContext
 from skipjoin.core.policy import ALL_HELD, HELD, CostModel
 from skipjoin.core.request import Request, Target
-from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import Slice, StepPlan, StepShape
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.policies.cost import LinearCost, TrackedCost

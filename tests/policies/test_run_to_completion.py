@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skipjoin.core.context import StepContext
 from skipjoin.core.events import Event, Finished, Planned
 from skipjoin.core.policy import (
     HELD,
@@ -22,7 +23,6 @@ from skipjoin.core.policy import (
     Refusal,
 )
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.core.scheduling.context import StepContext
 from skipjoin.policies.admission import OnDemand, WholeMaximum
 from skipjoin.policies.batching import RunToCompletion
 from skipjoin.policies.eviction import Recompute

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Finished, Token
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.options import ConfigError
 from skipjoin.policies.cost import LinearCost

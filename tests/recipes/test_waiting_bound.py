@@ -16,11 +16,11 @@ from itertools import product
 
 import pytest
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.kv.prefixes import ContentPrefix
+from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle
 from skipjoin.options import Value
 from skipjoin.policies.cost import LinearCost

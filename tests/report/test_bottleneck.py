@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skipjoin.core.scheduling.waits import WaitReason
+from skipjoin.core.waits import WaitReason
 from skipjoin.report import bottleneck
 from skipjoin.report.bottleneck import limit_of
 from skipjoin.report.results import Record

@@ -17,13 +17,13 @@ from pathlib import Path
 
 from tiny_model import EOS, VOCAB
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Token
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.kv.prefixes import ContentPrefix
+from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.model.config import ModelError
 from skipjoin.policies.cost import LinearCost

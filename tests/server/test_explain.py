@@ -21,7 +21,7 @@ from skipjoin.cli.options import flags_of
 from skipjoin.cli.top import _Screen
 from skipjoin.config import EngineConfig, ServerConfig
 from skipjoin.core.policy import QUIET_S
-from skipjoin.core.scheduling.waits import WaitReason
+from skipjoin.core.waits import WaitReason
 from skipjoin.observe.reasons import words_of
 from skipjoin.options import settings_of
 from skipjoin.recipes import find, listed

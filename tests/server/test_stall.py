@@ -6,11 +6,11 @@ from itertools import count
 
 import pytest
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import HELD, Callbacks, Policies, Refusal
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import StepResult
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import ChunkedBuilder

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Computed, Event, Finished, Preempted, Preemption, Token
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import StepShape
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.policies.dispatch import make_dispatch

@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from skipjoin.core.decide.candidates import MAX_BEHIND_S
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Admitted, Event, Waited
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.kv.prefixes import ContentPrefix
+from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import Request, RequestOptions
-from skipjoin.core.scheduling.candidates import MAX_BEHIND_S
-from skipjoin.core.scheduling.scheduler import Scheduler
-from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.core.step import Slice, StepPlan, StepShape
+from skipjoin.core.waits import WaitReason
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle
 from support.watch import World
 

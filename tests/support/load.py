@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
-from skipjoin.core.kv.prefixes import ContentPrefix
+from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import NO_TARGET, Request, RequestOptions, ServiceClass, Target
 
 # The block size of the worlds that run these loads.

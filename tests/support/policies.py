@@ -6,13 +6,13 @@ import random
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
+from skipjoin.core.context import StepContext
 from skipjoin.core.events import Preemption
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.reservations import Account
 from skipjoin.core.policy import Allocation, Callbacks, Deferral, Eviction, EvictionPolicy, Ordering, Refusal
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.context import StepContext
-from skipjoin.core.scheduling.selective import Limits
+from skipjoin.core.selective import Limits
 from skipjoin.core.step import StepShape
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Defer, ProactiveSwap, Recompute, Spill, Swap

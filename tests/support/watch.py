@@ -9,13 +9,13 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from core_fuzz.device import Device
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Token
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.reservations import Owner
 from skipjoin.core.policy import CostModel, EvictionPolicy, Policies
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle, never, position_as_token
 from skipjoin.options import Value

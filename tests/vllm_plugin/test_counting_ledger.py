@@ -6,12 +6,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Computed, Event
 from skipjoin.core.kv.interface import MISS, BlockLedger, Hit
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import Move, StepPlan
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.sim.driver import Replica, simulate

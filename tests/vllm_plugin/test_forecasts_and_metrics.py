@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from skipjoin.cli import app
 from skipjoin.core.events import Preempted, Preemption, Started, Waited
 from skipjoin.core.request import FinishReason
-from skipjoin.core.scheduling.waits import WaitReason
+from skipjoin.core.waits import WaitReason
 from skipjoin.forecast import ForecastConfig
 from skipjoin.observe.finished_lives import MAX_FINISHED
 from skipjoin.vllm.forecasts import LengthForecasts

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.policy import Ordering, Policies
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.selective import Limits
+from skipjoin.core.selective import Limits
 from skipjoin.policies.admission import OnDemand, WholeMaximum
 from skipjoin.policies.coupled import Closest, HoldersFirst, Room, WholePrompts, WholeReservations
 from skipjoin.policies.econo import ByArrival, ByGroup, PaddedLengths, Phase

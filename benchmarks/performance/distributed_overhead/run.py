@@ -32,10 +32,10 @@ from typing import Any
 import torch
 from torch import distributed, multiprocessing
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.exec.base import LargestStep
 from skipjoin.exec.local import LocalExecutor

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.exec.graphs import DecodeGraphs, Run, graph_batch_sizes
 from skipjoin.exec.rank_spec import make_store
 from skipjoin.exec.sampling import Sampling

@@ -39,12 +39,12 @@ from executors import BLOCK_SIZE, DEVICE_BLOCKS, SHAPE, local, pipeline
 import harness
 from random_model import prompt_of, scratch_model
 from skipjoin.config.profile import Profile, ProfileKey
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Computed
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import CostModel
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import StepShape
 from skipjoin.engine.profiling.cases import Limits
 from skipjoin.engine.profiling.profiler import Effort, measure_profile

@@ -24,7 +24,7 @@ import harness
 from papers.recipes import SPELLED
 from performance.prefix.accesses import Prompt, hit_rate
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.kv.prefixes import ContentPrefix
+from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import Request
 from skipjoin.policies import dispatch
 from skipjoin.policies.cost import LinearCost

@@ -30,11 +30,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.kv.prefixes import ContentPrefix
+from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import DEFAULT_OPTIONS, Request, RequestOptions, Target
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.observe.record import preempted
 from skipjoin.policies.cost import LinearCost

@@ -7,13 +7,13 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.events import Arrived, Decoded, Event, Finished, Token
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.core.scheduling.scheduler import Scheduler
-from skipjoin.core.scheduling.waits import WaitState
 from skipjoin.core.step import StepPlan, StepResult
+from skipjoin.core.waits import WaitState
 
 
 class RequestTooLargeError(ValueError):

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from skipjoin.core.kv.reservations import Owner
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.core.step import Move, StepPlan, StepResult
+from skipjoin.core.waits import WaitReason
 
 
 class Preemption(Enum):

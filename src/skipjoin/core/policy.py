@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
+from skipjoin.core.context import StepContext
 from skipjoin.core.events import Preemption
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account, Owner
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.context import StepContext
-from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.core.step import Slice, StepShape
+from skipjoin.core.waits import WaitReason
 
 
 class CostModel(Protocol):
@@ -333,7 +333,7 @@ class EvictionPolicy(Protocol):
 
 
 class Bindable(Protocol):
-    """Policy that asks the ordering, for example about what it promises (`core.scheduling.promises`)."""
+    """Policy that asks the ordering, for example about what it promises (`core.promises`)."""
 
     def bind(self, ordering: Ordering) -> None:
         """Called when the policy becomes part of `Policies`, with their ordering."""

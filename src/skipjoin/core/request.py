@@ -8,9 +8,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from skipjoin.core.forecast import Forecast
-from skipjoin.core.kv.block_pool import Key
-from skipjoin.core.kv.prefixes import Prefix
-from skipjoin.core.scheduling.waits import WaitState
+from skipjoin.core.prefixes import Key, Prefix
+from skipjoin.core.waits import WaitState
 
 NEVER = -(1 << 62)  # less than every plan id
 UNLIMITED = sys.maxsize  # token limit of an unlimited reservation

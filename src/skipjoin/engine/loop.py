@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from skipjoin.core.events import Event
 from skipjoin.core.forecast import Forecast
-from skipjoin.core.kv.prefixes import ContentPrefix
+from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
 from skipjoin.core.step import StepPlan, StepResult, StepShape
 from skipjoin.engine.build import Engine

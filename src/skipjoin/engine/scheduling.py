@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 from skipjoin.config import EngineConfig
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.kv.interface import BlockLedger
 from skipjoin.core.policy import CostModel, Policies
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.engine.load import Loaded
 from skipjoin.exec.rank_spec import ModelExecutor
 from skipjoin.recipes import EngineLimits, Settings

@@ -18,7 +18,7 @@ from skipjoin.core.events import (
     Waited,
 )
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.waits import WaitReason
+from skipjoin.core.waits import WaitReason
 from skipjoin.observe.finished_lives import KEEP_S, MAX_FINISHED, MAX_INTERVALS, FinishedLives
 from skipjoin.observe.holders import Holder, holders
 from skipjoin.observe.life import RUNNING, Interval, Life, append, current_prediction, new_life, prediction_of

@@ -21,7 +21,7 @@ from skipjoin.core.events import (
     Waited,
 )
 from skipjoin.core.request import NO_TARGET, FinishReason, Request, ServiceClass, Target
-from skipjoin.core.scheduling.waits import WaitReason
+from skipjoin.core.waits import WaitReason
 from skipjoin.observe.waits import WaitLog, WaitTimes
 
 # Smaller time differences are rounding errors.

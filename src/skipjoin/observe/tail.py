@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from skipjoin.core.scheduling.waits import WaitReason
+from skipjoin.core.waits import WaitReason
 from skipjoin.observe.life import Interval
 
 # Changes of the reason that are kept, for requests that join the tail and leave it much later.

@@ -10,8 +10,8 @@ from array import array
 from collections.abc import Iterator, Mapping, MutableSequence
 
 from skipjoin.core.events import Planned, Waited
-from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.core.step import StepResult
+from skipjoin.core.waits import WaitReason
 
 REASONS = tuple(WaitReason)
 """All reasons, in the order in which seconds by reason are listed."""

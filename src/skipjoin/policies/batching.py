@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from skipjoin.core.context import StepContext
 from skipjoin.core.policy import (
     HELD,
     NEWCOMERS_HELD,
@@ -14,7 +15,6 @@ from skipjoin.core.policy import (
     Refusal,
 )
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.context import StepContext
 from skipjoin.policies.forward import saturating_tokens
 
 

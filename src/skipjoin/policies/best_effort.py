@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
+from skipjoin.core.context import StepContext
 from skipjoin.core.policy import (
     ALL_BEHIND_REAL_TIME,
     BEHIND_REAL_TIME,
@@ -16,7 +17,6 @@ from skipjoin.core.policy import (
     is_decode_invariant,
 )
 from skipjoin.core.request import NEVER, NO_TARGET, Request, Target
-from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import StepShape
 from skipjoin.policies.step_load import MIN_CHUNK, StepLoad, fitting_tokens
 

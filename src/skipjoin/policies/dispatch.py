@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from skipjoin.core.events import Admitted, Event, Finished, Token
-from skipjoin.core.kv.block_pool import Key
 from skipjoin.core.policy import CostModel
+from skipjoin.core.prefixes import Key
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import StepShape
 from skipjoin.policies.held_prefixes import HeldPrefixes

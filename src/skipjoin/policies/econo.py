@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.request import UNLIMITED, Request
-from skipjoin.core.scheduling.selective import Limits
+from skipjoin.core.selective import Limits
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.needs import NeedIndex
 from skipjoin.policies.predictors import forecast_tokens

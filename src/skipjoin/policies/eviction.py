@@ -9,8 +9,8 @@ from typing import Any
 from skipjoin.core.events import Preemption
 from skipjoin.core.kv.interface import KVAccounts, Tiered
 from skipjoin.core.policy import CostModel, Eviction, Ordering
+from skipjoin.core.promises import must_precede
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.promises import must_precede
 from skipjoin.core.step import LINK, Direction, StepShape
 from skipjoin.policies.arrivals import ArrivalHistory
 

@@ -14,8 +14,8 @@ from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account, Owner
 from skipjoin.core.policy import Allocation, Callbacks, Deferral, Ordering
+from skipjoin.core.promises import must_precede
 from skipjoin.core.request import UNLIMITED, Band, Request
-from skipjoin.core.scheduling.promises import must_precede
 from skipjoin.policies.econo import PaddedLengths, Phase, phase_of
 
 # Account of the KV that is set aside for prompts.

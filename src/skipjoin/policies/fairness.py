@@ -13,6 +13,7 @@ from math import inf
 from operator import attrgetter
 from typing import Any
 
+from skipjoin.core.context import StepContext
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account
 from skipjoin.core.policy import (
@@ -27,10 +28,9 @@ from skipjoin.core.policy import (
     explanation,
     is_decode_invariant,
 )
+from skipjoin.core.promises import may_await_prefix, may_pass, must_precede
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.context import StepContext
-from skipjoin.core.scheduling.promises import may_await_prefix, may_pass, must_precede
-from skipjoin.core.scheduling.selective import Limits, fitting
+from skipjoin.core.selective import Limits, fitting
 from skipjoin.core.step import Slice
 from skipjoin.policies.best_effort import LimitedBestEffort, is_under_way
 from skipjoin.policies.step_load import StepLoad, fitting_tokens

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from skipjoin.core.kv.block_pool import Key
+from skipjoin.core.prefixes import Key
 
 
 class _Uses(NamedTuple):

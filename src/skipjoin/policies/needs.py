@@ -10,7 +10,7 @@ from typing import Any
 
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.selective import Limits
+from skipjoin.core.selective import Limits
 
 # Returns the needs of a waiting request in blocks, as many as there are limits.
 Needs = Callable[[Request, KVAccounts], Sequence[int]]

@@ -10,9 +10,9 @@ from typing import Any
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account
 from skipjoin.core.policy import Callbacks, Ordering, explanation, is_decode_invariant
+from skipjoin.core.promises import may_await_prefix, may_pass, must_precede
 from skipjoin.core.request import Band, Request
-from skipjoin.core.scheduling.promises import may_await_prefix, may_pass, must_precede
-from skipjoin.core.scheduling.selective import Limits, fitting
+from skipjoin.core.selective import Limits, fitting
 from skipjoin.core.step import Slice
 from skipjoin.policies.ranking import Ranking
 

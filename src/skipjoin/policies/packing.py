@@ -7,9 +7,9 @@ from enum import Enum
 from itertools import chain, islice
 from math import inf
 
+from skipjoin.core.context import StepContext
 from skipjoin.core.policy import ALL_HELD, HELD, BatchBuilder, CostModel, Refusal
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import StepShape
 from skipjoin.policies.deadlines import NextTokens
 from skipjoin.policies.step_load import StepLoad, fitting_tokens

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import tee
 
+from skipjoin.core.context import StepContext
 from skipjoin.core.policy import ALL_HELD, HELD, BatchBuilder, Batcher, CostModel, Refusal
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import StepShape
 
 # Marginal costs are measured next to a prefill of this many tokens, where no work hides behind weight loading. A batch

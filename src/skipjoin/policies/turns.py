@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
+from skipjoin.core.context import StepContext
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account
 from skipjoin.core.policy import HELD, BatchBuilder, Batcher, Callbacks, Ordering, Refusal, explanation
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.context import StepContext
 from skipjoin.core.step import Slice
 
 

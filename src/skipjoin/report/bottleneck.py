@@ -7,7 +7,7 @@ from statistics import fmean
 
 from skipjoin.report.results import Record
 
-# Limits and the wait reasons that they cause (`skipjoin.core.scheduling.waits`). Other reasons are no limit of the
+# Limits and the wait reasons that they cause (`skipjoin.core.waits`). Other reasons are no limit of the
 # machine, such as the time until the next decision.
 _LIMITS = {
     "slots": ("no_slot",),

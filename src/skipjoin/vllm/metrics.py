@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.events import Event, Preempted, Preemption
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.scheduler import Scheduler
-from skipjoin.core.scheduling.waits import WaitReason
+from skipjoin.core.waits import WaitReason
 from skipjoin.version import VERSION
 
 

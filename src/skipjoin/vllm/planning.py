@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from skipjoin.core.scheduling.scheduler import Scheduler
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.policies.cost import LearningCost, LinearCost
 from skipjoin.recipes import EngineLimits, Settings
 from skipjoin.version import VERSION

@@ -7,8 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from skipjoin.core.kv.block_pool import Key
-from skipjoin.core.kv.prefixes import ReadTokens
+from skipjoin.core.prefixes import Key, ReadTokens
 from skipjoin.core.request import FinishReason, Request, RequestOptions, ServiceClass, Target
 
 _log = logging.getLogger("vllm.skipjoin")

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.vllm.forecasts import LengthForecasts
 from skipjoin.vllm.ledger import CountingLedger
 from skipjoin.vllm.lives import RequestLives

@@ -6,7 +6,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from skipjoin.config import ConfigError
-from skipjoin.core.kv.prefixes import NamedPrefix
+from skipjoin.core.prefixes import NamedPrefix
 
 # Tokens per entry of `hash_ids` in Mooncake's traces.
 HASH_TOKENS = 512

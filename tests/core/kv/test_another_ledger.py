@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Computed, Event, Preempted, Preemption
 from skipjoin.core.kv.interface import BlockLedger
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import UNLIMITED, Request
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import StepPlan
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.sim.driver import Replica, simulate

@@ -12,7 +12,7 @@ import pytest
 from core_fuzz.device import Device
 from skipjoin.core.kv.block_pool import LedgerError
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.kv.prefixes import ContentPrefix
+from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, Move, Slice, Span, StepPlan, StepResult
 from support.load import make

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from core.kv.test_prefixes import BLOCK, cached, request_for
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.events import Admitted, Moved
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import EvictionPolicy, Policies
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import Direction
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy

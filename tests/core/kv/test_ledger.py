@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from skipjoin.core.kv.ledger import KVLedger, LedgerError
-from skipjoin.core.kv.prefixes import NamedPrefix
 from skipjoin.core.kv.reservations import Account, Owner
+from skipjoin.core.prefixes import NamedPrefix
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, Move
 from support.load import make

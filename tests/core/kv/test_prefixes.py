@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from skipjoin.core.decide.candidates import MAX_BEHIND_S
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.events import Admitted
 from skipjoin.core.kv.block_pool import BlockPool
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.kv.prefixes import ContentPrefix, NamedPrefix
 from skipjoin.core.policy import Policies
+from skipjoin.core.prefixes import ContentPrefix, NamedPrefix
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.core.scheduling.candidates import MAX_BEHIND_S
-from skipjoin.core.scheduling.scheduler import Scheduler
-from skipjoin.core.scheduling.waits import WaitReason
+from skipjoin.core.waits import WaitReason
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.eviction import Recompute

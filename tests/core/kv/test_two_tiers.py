@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.events import Event, Moved, MoveFailed, Preempted, Preemption
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import Direction, Move, StepPlan, StepResult
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy

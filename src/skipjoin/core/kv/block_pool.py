@@ -4,8 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice
 
-# Identifies the content of a full block and of all blocks before it.
-Key = bytes
+from skipjoin.core.prefixes import Key
 
 
 class LedgerError(AssertionError):

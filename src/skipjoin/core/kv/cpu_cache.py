@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from skipjoin.core.kv.block_pool import BlockPool, Key
+from skipjoin.core.kv.block_pool import BlockPool
+from skipjoin.core.prefixes import Key
 from skipjoin.core.step import Direction, Move
 
 # Number of device blocks, of those allocated next, whose cached KV has or gets a copy on the CPU tier.

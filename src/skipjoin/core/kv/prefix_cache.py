@@ -3,10 +3,11 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from itertools import islice
 
-from skipjoin.core.kv.block_pool import BlockPool, Key, LedgerError
+from skipjoin.core.kv.block_pool import BlockPool, LedgerError
 from skipjoin.core.kv.cpu_cache import CpuCache
 from skipjoin.core.kv.interface import MISS, Hit
 from skipjoin.core.kv.request_blocks import Holders, RequestBlocks
+from skipjoin.core.prefixes import Key
 from skipjoin.core.request import Request
 from skipjoin.core.step import Move
 

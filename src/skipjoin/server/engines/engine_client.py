@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from skipjoin.core.forecast import Forecast
-from skipjoin.core.kv.prefixes import ContentPrefix
+from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
 from skipjoin.engine.text import Output
 from skipjoin.observe.metric_snapshot import Snapshot, merged

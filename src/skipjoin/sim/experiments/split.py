@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 from skipjoin.core.events import Computed, Event, Finished
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.waits import WaitReason
+from skipjoin.core.waits import WaitReason
 from skipjoin.observe.record import Record, add_usage, rounded
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.usage import EngineUsage

@@ -17,10 +17,10 @@ from skipjoin.config import (
     SwapType,
     check_swap_type,
 )
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.kv.prefixes import NamedPrefix
 from skipjoin.core.policy import CostModel, Policies
-from skipjoin.core.scheduling.scheduler import Scheduler
+from skipjoin.core.prefixes import NamedPrefix
 from skipjoin.observe.record import Record
 from skipjoin.options import Option, Value, check
 from skipjoin.policies.dispatch import DISPATCH_RULES

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from skipjoin.core.context import StepContext
 from skipjoin.core.policy import BatchBuilder, EvictionPolicy, Policies
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.context import StepContext
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.eviction import Spill

@@ -4,6 +4,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+from skipjoin.core.context import StepContext
+from skipjoin.core.decide.handover import Incoming
+from skipjoin.core.decide.plan import StepPlanner
 from skipjoin.core.events import (
     Computed,
     Event,
@@ -19,11 +22,8 @@ from skipjoin.core.events import (
 from skipjoin.core.kv.interface import BlockLedger
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import NEVER, Request
-from skipjoin.core.scheduling.context import StepContext
-from skipjoin.core.scheduling.handover import Incoming
-from skipjoin.core.scheduling.planner import StepPlanner
-from skipjoin.core.scheduling.waits import WaitReason, WaitState
 from skipjoin.core.step import Slice, StepPlan, StepResult
+from skipjoin.core.waits import WaitReason, WaitState
 
 
 class Scheduler:

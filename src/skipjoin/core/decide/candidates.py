@@ -2,12 +2,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from skipjoin.core.context import StepContext, eligible_tokens
+from skipjoin.core.decide.evict import Evictor
 from skipjoin.core.kv.interface import MISS, Hit, KVAccounts
 from skipjoin.core.policy import Allocation, Deferral, Ordering, Policies
+from skipjoin.core.promises import may_await_prefix
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.context import StepContext, eligible_tokens
-from skipjoin.core.scheduling.evictor import Evictor
-from skipjoin.core.scheduling.promises import may_await_prefix
 
 # Maximum time that a request waits for a prefix that another one computes, in seconds.
 MAX_BEHIND_S = 5.0

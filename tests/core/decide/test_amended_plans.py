@@ -6,8 +6,8 @@ import pytest
 
 from skipjoin.core.events import Preempted, Preemption
 from skipjoin.core.request import NEVER, Request
-from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.core.step import StepPlan, StepResult
+from skipjoin.core.waits import WaitReason
 from support.load import make
 from support.watch import WatchedCore, World
 

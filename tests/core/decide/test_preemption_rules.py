@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
+from skipjoin.core.decide.evict import Evictor
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.events import Preempted, Preemption
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.reservations import Reservations
 from skipjoin.core.policy import Allocation, Eviction, EvictionPolicy, Policies
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.evictor import Evictor
-from skipjoin.core.scheduling.scheduler import Scheduler
-from skipjoin.core.scheduling.waits import WaitReason
+from skipjoin.core.waits import WaitReason
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.eviction import Defer, Recompute

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
+from skipjoin.core.decide.plan import begin_decision
 from skipjoin.core.events import Admitted, Event, Reserved
 from skipjoin.core.kv.interface import BlockLedger
 from skipjoin.core.policy import Allocation, Deferral, Policies
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.planner import begin_decision
 
 
 class Incoming:

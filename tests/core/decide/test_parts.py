@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.events import Preempted, Preemption
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import EvictionPolicy, Policies
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.core.step import Direction
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy

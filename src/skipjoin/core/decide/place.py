@@ -4,16 +4,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from skipjoin.core.context import StepContext
+from skipjoin.core.decide.candidates import spare_of_return
+from skipjoin.core.decide.evict import Evictor
 from skipjoin.core.events import Admitted, Event, Reserved
 from skipjoin.core.kv.interface import MISS, BlockLedger, HeldBlocks, Hit
 from skipjoin.core.kv.reservations import Account, Owner
 from skipjoin.core.policy import Allocation, Deferral, Policies
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.candidates import spare_of_return
-from skipjoin.core.scheduling.context import StepContext
-from skipjoin.core.scheduling.evictor import Evictor
-from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.core.step import LINK, Move, Slice
+from skipjoin.core.waits import WaitReason
 
 
 class Residency:

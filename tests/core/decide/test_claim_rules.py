@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.events import Admitted, Preempted, Preemption, Reserved
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.reservations import Account, Owner
 from skipjoin.core.policy import Allocation, Deferral, EvictionPolicy, Policies
 from skipjoin.core.request import UNLIMITED, Request
-from skipjoin.core.scheduling.scheduler import Scheduler
-from skipjoin.core.scheduling.waits import WaitReason
+from skipjoin.core.waits import WaitReason
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.eviction import Recompute, Vacate
 from support.load import make

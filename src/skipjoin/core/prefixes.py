@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Protocol
 
-from skipjoin.core.kv.block_pool import Key
-
+# Identifies the content of a full block and of all blocks before it.
+Key = bytes
 # Returns the known token ids at positions [start, end), as `Request.tokens` does.
 ReadTokens = Callable[[int, int], Sequence[int]]
 

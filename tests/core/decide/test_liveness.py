@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.kv.prefixes import ContentPrefix
 from skipjoin.core.policy import HELD, Policies
-from skipjoin.core.scheduling.scheduler import Scheduler
+from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.step import StepResult
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import ALL_HELD, HELD, NEWCOMERS_HELD, AdmissionPolicy, Batcher, Policies
-from skipjoin.core.scheduling.scheduler import Scheduler
 from skipjoin.policies.admission import OnDemand, WholeMaximum
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.eviction import Recompute

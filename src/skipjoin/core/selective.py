@@ -9,8 +9,8 @@ from typing import Protocol
 
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.policy import Policies
+from skipjoin.core.promises import may_pass
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.promises import may_pass
 
 # Returns the current maximum of each kind of need, in blocks.
 Limits = Callable[[], Sequence[int]]

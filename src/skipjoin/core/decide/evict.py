@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
+from skipjoin.core.context import StepContext
+from skipjoin.core.decide.lazy import LazySequence
 from skipjoin.core.events import Event, Preempted, Preemption
 from skipjoin.core.kv.interface import BlockLedger
 from skipjoin.core.kv.reservations import Owner
 from skipjoin.core.policy import Eviction, Policies
 from skipjoin.core.request import NEVER, Request
-from skipjoin.core.scheduling.context import StepContext
-from skipjoin.core.scheduling.lazy import LazySequence
-from skipjoin.core.scheduling.waits import WaitReason
 from skipjoin.core.step import Move
+from skipjoin.core.waits import WaitReason
 
 
 class Evictor:

@@ -4,17 +4,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
+from skipjoin.core.context import StepContext, eligible_tokens
+from skipjoin.core.decide.candidates import comes_soon, find_candidates
+from skipjoin.core.decide.evict import Evictor
+from skipjoin.core.decide.place import Residency
 from skipjoin.core.events import Event, Started, Waited
 from skipjoin.core.kv.interface import BlockLedger, HeldBlocks, Tiered
 from skipjoin.core.policy import BatchBuilder, Policies, Refusal, Scope
 from skipjoin.core.request import Request
-from skipjoin.core.scheduling.candidates import comes_soon, find_candidates
-from skipjoin.core.scheduling.context import StepContext, eligible_tokens
-from skipjoin.core.scheduling.evictor import Evictor
-from skipjoin.core.scheduling.residency import Residency
-from skipjoin.core.scheduling.selective import passing
-from skipjoin.core.scheduling.waits import WaitReason, WaitState
+from skipjoin.core.selective import passing
 from skipjoin.core.step import Move, Slice, StepPlan
+from skipjoin.core.waits import WaitReason, WaitState
 
 # `Slice(...)` takes twice as long, which counts because each step makes one for each request.
 _new_slice: Callable[[tuple[Request, int, int, bool, bool, tuple[int, ...]]], Slice] = partial(tuple.__new__, Slice)

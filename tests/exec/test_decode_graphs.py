@@ -73,7 +73,7 @@ def test_padding_writes_no_kv_and_changes_no_other_rows() -> None:
     store = make_store(model, 6)
     store.device.tensor.normal_()
     graphs = DecodeGraphs(model, store.device, FunctionRecorder(), sizes=[4], longest=12)
-    segments = [Segment([3], 5, [4, 1], offset=1, reverse=True), Segment([], 2, [3], awaits=1)]
+    segments = [Segment([3], 5, [4, 1], reverse=True), Segment([], 2, [3], awaits=1)]
     before = store.device.tensor.clone()
     batch, logits = graphs.run(segments, torch.tensor([50, 60]))
     known = [segments[0], Segment([60], 2, [3])]
@@ -104,7 +104,7 @@ def test_graphs_accept_only_decodes_that_fit() -> None:
     ):
         assert not graphs.fits([one, other], None), other
     assert not graphs.fits([one] * 3, None)
-    shared = Segment([1], 4, [0, 1, 2], offset=1, reverse=True)
+    shared = Segment([1], 4, [0, 1, 2], reverse=True)
     assert graphs.fits([one, shared], None)
     model.attention.name = "flash"
     assert graphs.fits([one, one], None)

@@ -29,7 +29,7 @@ class Case:
 
     Args:
         mix: Start and length of each segment.
-        ends: "plain", "both" for segments of random direction and offset, or "mixed" for every other one of them.
+        ends: "plain", "reversed", "both" for segments of random direction, or "mixed" with every other one reversed.
         rotary: Number of rotated dimensions per head.
         kv_dtype: Type of the cache; None for `dtype`.
     """
@@ -66,20 +66,19 @@ class Case:
 
     def _segments(self) -> list[Segment]:
         rng = random.Random(self.seed)
-        every = {"plain": len(self.mix) + 1, "both": 1, "mixed": 2}[self.ends]
         ends = [
-            (rng.randrange(self.block_size), rng.random() < 0.5) if number % every == 0 else (0, False)
-            for number in range(1, 1 + len(self.mix))
+            {"plain": False, "reversed": True, "both": rng.random() < 0.5, "mixed": number % 2 == 1}[self.ends]
+            for number in range(len(self.mix))
         ]
-        counts = [-(-(o + s + n) // self.block_size) for (s, n), (o, _) in zip(self.mix, ends, strict=True)]
+        counts = [-(-(s + n) // self.block_size) for s, n in self.mix]
         free = rng.sample(range(sum(counts) + 3), sum(counts))
         return [
-            Segment([0] * n, s, [free.pop() for _ in range(count)], offset=offset, reverse=reverse)
-            for (s, n), (offset, reverse), count in zip(self.mix, ends, counts, strict=True)
+            Segment([0] * n, s, [free.pop() for _ in range(count)], reverse=reverse)
+            for (s, n), reverse, count in zip(self.mix, ends, counts, strict=True)
         ]
 
     def _place(self, segment: Segment, position: int) -> tuple[int, int]:
-        block, slot = divmod(segment.offset + position, self.block_size)
+        block, slot = divmod(position, self.block_size)
         return segment.blocks[block], self.block_size - 1 - slot if segment.reverse else slot
 
     def _rotated(self, x: torch.Tensor, start: int) -> torch.Tensor:

@@ -91,13 +91,13 @@ def test_chunks_of_a_subset_of_segments():
 class Decodes:
     """Work list of decodes with given contexts, and its items as (segment, first key, end)."""
 
-    def __init__(self, contexts, segments=None, window=0, offset=0):
-        tables = [[0] * -(-(offset + context) // 16) for context in contexts]
-        new = [Segment([0], context - 1, table, offset=offset) for context, table in zip(contexts, tables, strict=True)]
+    def __init__(self, contexts, segments=None, window=0):
+        tables = [[0] * -(-context // 16) for context in contexts]
+        new = [Segment([0], context - 1, table) for context, table in zip(contexts, tables, strict=True)]
         index = None if segments is None else torch.tensor(segments, device=DEVICE)
         self.list = share_out(PackedBatch.build(new, 16, DEVICE), index, window=window)
         records = self.list.items[: int(self.list.total)].tolist()
-        self.items = [(one[0], one[2] - offset, one[3] - offset) for one in records]
+        self.items = [(one[0], one[2], one[3]) for one in records]
         self.keys = [end - begin for _, begin, end in self.items]
 
     def chunks(self, number):
@@ -126,13 +126,13 @@ def test_long_contexts_are_split_evenly_between_programs():
 
 def test_chunks_do_not_depend_on_other_sequences():
     edges = [1, 2, CHUNK_KEYS, CHUNK_KEYS + 1, 5000, CHUNK_KEYS * MAX_CHUNKS, CHUNK_KEYS * MAX_CHUNKS + 1, 131_072]
-    for window, offset in ((0, 0), (700, 5)):
-        together = Decodes(edges, window=window, offset=offset)
-        some = Decodes(edges, [7, 4, 1], window=window, offset=offset)
+    for window in (0, 700):
+        together = Decodes(edges, window=window)
+        some = Decodes(edges, [7, 4, 1], window=window)
         # More sequences than a program reads at once.
-        many = Decodes([*edges, *[300] * 125], window=window, offset=offset) if window else together
+        many = Decodes([*edges, *[300] * 125], window=window) if window else together
         for number, context in enumerate(edges):
-            alone = Decodes([context], window=window, offset=offset).chunks(0)
+            alone = Decodes([context], window=window).chunks(0)
             assert together.chunks(number) == many.chunks(number) == alone
             assert len(alone) <= MAX_CHUNKS
             assert alone[0][0] == (max(context - window, 0) if window else 0)
@@ -253,10 +253,7 @@ class TestOnTheCard:
         batch = dataclasses.replace(
             first.batch,
             block_tables=tables,
-            **{
-                n: getattr(first.batch, n).clone()
-                for n in ("slots", "positions", "context_lens", "offsets", "reversed")
-            },
+            **{n: getattr(first.batch, n).clone() for n in ("slots", "positions", "context_lens", "reversed")},
         )
         # One cache for both, because the graph contains its address.
         kv = max(first.kv, second.kv, key=lambda kv: kv.num_blocks)
@@ -267,7 +264,7 @@ class TestOnTheCard:
         def load(case: Case, past: torch.Tensor) -> None:
             kv.tensor[: past.shape[0]].copy_(past)
             tables.zero_()[:, : case.batch.block_tables.shape[1]] = case.batch.block_tables
-            for name in ("slots", "positions", "context_lens", "offsets", "reversed"):
+            for name in ("slots", "positions", "context_lens", "reversed"):
                 getattr(batch, name).copy_(getattr(case.batch, name))
             cos_sin[: case.cos_sin.shape[0]].copy_(case.cos_sin)
             qkv.copy_(case.qkv)

@@ -40,11 +40,11 @@ def test_fields_of_packed_batches():
 
 
 def test_blocks_are_filled_from_both_ends():
-    shared = [Segment([1, 2, 3], 2, [5, 2], offset=1), Segment([4, 5], 0, [5], reverse=True)]
-    batch = PackedBatch.build([*shared, Segment([6, 7], 3, [8, 7], offset=3, reverse=True)], 4)
-    assert batch.slots.tolist() == [23, 8, 9, 23, 22, 29, 28]
+    shared = [Segment([1, 2, 3], 2, [5, 2]), Segment([4, 5], 0, [5], reverse=True)]
+    batch = PackedBatch.build([*shared, Segment([6, 7], 3, [8, 7], reverse=True)], 4)
+    assert batch.slots.tolist() == [22, 23, 8, 23, 22, 32, 31]
     assert batch.positions.tolist() == [2, 3, 4, 0, 1, 3, 4]
-    assert (batch.offsets.tolist(), batch.reversed.tolist(), batch.plain) == ([1, 0, 3], [0, 1, 1], False)
+    assert (batch.reversed.tolist(), batch.plain) == ([0, 1, 1], False)
     assert PackedBatch.build([Segment([1], 4, [0, 1])], 4).plain
 
 
@@ -58,7 +58,7 @@ def test_decodes_are_packed_alike_with_and_without_prompts():
     decodes[7] = decodes[7]._replace(tokens=(), awaits=3)
     n, alone = len(decodes), PackedBatch.build(decodes, 4)
     mixed = PackedBatch.build([*decodes, Segment([1, 2], 0, [95])], 4)
-    for name in ("token_ids", "positions", "slots", "sources", "context_lens", "offsets", "reversed"):
+    for name in ("token_ids", "positions", "slots", "sources", "context_lens", "reversed"):
         assert getattr(alone, name).tolist() == getattr(mixed, name)[:n].tolist(), name
     assert alone.block_tables.tolist() == mixed.block_tables[:n].tolist()
     assert alone.query_start.tolist() == mixed.query_start[: n + 1].tolist()
@@ -86,9 +86,7 @@ def test_batches_of_all_rows_have_no_row_index():
         ([Segment([1], 0, [0]), Segment([1, 2], 3, [1])], "segment 1 needs 5 slots, its blocks have 4"),
         ([Segment([1], 0, [])], "segment 0 needs 1 slots"),
         ([Segment([1], 0, [2]), Segment([1], -1, [0])], "segment 1 starts at -1"),
-        ([Segment([1], 3, [0, 1]), Segment([1], 3, [1], offset=1)], "segment 1 needs 5 slots, its blocks have 4"),
-        ([Segment([1], 0, [1, 2], offset=4)], r"segment 0 has offset 4; it must be in \[0, 3\]"),
-        ([Segment([1], 0, [1, 2], offset=-1)], "segment 0 has offset -1"),
+        ([Segment([1], 3, [0, 1]), Segment([1], 4, [1])], "segment 1 needs 5 slots, its blocks have 4"),
         ([Segment([1], 0, [-3])], "block -3 does not exist"),
     ],
 )

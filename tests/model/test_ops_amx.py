@@ -224,9 +224,9 @@ def test_products_are_bit_identical_to_plain_arithmetic(libraries, scale):
 SEGMENTS = [
     Segment([0] * 70, 0, range(9)),
     Segment([0] * 20, 130, range(9, 28)),
-    Segment([0] * 33, 10, range(28, 34), offset=3, reverse=True),
+    Segment([0] * 33, 10, range(28, 34), reverse=True),
     Segment([0], 150, range(34, 53)),
-    Segment([0], 20, range(53, 56), offset=2, reverse=True),
+    Segment([0], 20, range(53, 56), reverse=True),
     Segment([0] * 2, 0, [56]),
 ]
 

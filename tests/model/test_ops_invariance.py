@@ -243,7 +243,7 @@ def test_tokens_are_bit_identical_for_any_chunking(library, dtype, heads, window
         kv, outputs, start = PagedKV(60, 8, config, torch.int8 if int8 else dtype, "cpu"), [], 0
         kv.tensor.fill_(-1 if int8 else torch.nan)  # scales of all ones are NaN
         for count in cut:
-            segments = [Segment([0] * count, start, tables[:38], offset=3 * reverse, reverse=reverse)]
+            segments = [Segment([0] * count, start, tables[:38], reverse=reverse)]
             parts = [qkv[start : start + count]]
             if with_others:  # other sequences: a decode and a prompt
                 segments += [Segment([0], 0, tables[38:39]), Segment([0] * 30, 0, tables[39:])]

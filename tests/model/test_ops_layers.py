@@ -32,7 +32,7 @@ BATCHES = {
     "decodes": [Segment([i], 20 + i, list(range(5 * i, 5 * i + 5))) for i in range(19)],
     "a prompt, a shared block and a decode": [
         Segment([2] * 40, 0, list(range(8))),
-        Segment([3], 9, [8, 9], offset=3, reverse=True),
+        Segment([3], 9, [8, 9], reverse=True),
         Segment([4], 30, list(range(10, 14))),
     ],
 }

@@ -18,10 +18,9 @@ class Segment(NamedTuple):
 
     Attributes:
         start: Position of the first token.
-        blocks: Block table for at least offset + start + length slots.
+        blocks: Block table for at least start + length slots.
         sample: Compute the logits of the last token, or of every token with `all_logits`.
         awaits: Row of the previous step's sampled tokens that holds one more token.
-        offset: Slots skipped at the end of the first block where the sequence begins, in [0, block_size).
         reverse: Fill blocks from the last slot down, so that two sequences can share a block bidirectionally.
     """
 
@@ -31,7 +30,6 @@ class Segment(NamedTuple):
     sample: bool = True
     all_logits: bool = False
     awaits: int | None = None
-    offset: int = 0
     reverse: bool = False
 
     @property
@@ -70,8 +68,8 @@ class GraphBuffers:
 class PackedBatch:
     """n segments with T tokens in total, concatenated.
 
-    Index tensors are int64 on the batch's device. Position p of a sequence lies at i = offset + p: in block i //
-    block_size of its table, slot i % block_size, counted from the block's end if reversed.
+    Index tensors are int64 on the batch's device. Position p of a sequence lies in block p // block_size of its table,
+    slot p % block_size, counted from the block's end if reversed.
 
     Attributes:
         token_ids: Shape [T], as `positions`.
@@ -84,7 +82,7 @@ class PackedBatch:
         logit_rows: Shape [rows], tokens whose logits are wanted. None for all T.
         row_starts: Rows of segment i are row_starts[i]:row_starts[i + 1].
         starts: Per segment, on the CPU, as `lengths`.
-        directed: Indexes of the segments that are reversed or have an offset.
+        directed: Indexes of the reversed segments.
     """
 
     token_ids: torch.Tensor
@@ -93,7 +91,6 @@ class PackedBatch:
     sources: torch.Tensor | None
     query_start: torch.Tensor
     context_lens: torch.Tensor
-    offsets: torch.Tensor
     reversed: torch.Tensor
     block_tables: torch.Tensor
     logit_rows: torch.Tensor | None
@@ -148,10 +145,8 @@ class PackedBatch:
         if first.min() < 0:
             raise ValueError(f"segment {first.argmin()} starts at {first.min()}")
         context = first + lens
-        directed = [i for i, s in enumerate(segments) if s.offset or s.reverse]
-        plain = not directed
-        skipped = np.zeros(n, np.int64) if plain else _offsets(segments, block_size)
-        _check_tables(context + skipped, held, block_size)
+        directed = [i for i, s in enumerate(segments) if s.reverse]
+        _check_tables(context, held, block_size)
         tokens = int(lens.sum())
         rows, row_starts = _wanted_rows(segments, lengths, tokens)
         empty, width = 0, int(held.max())
@@ -174,9 +169,8 @@ class PackedBatch:
         _fill_tables(tables[:n], segments, held)
         owner = np.repeat(np.arange(n), lens)
         to.positions[:tokens] = np.arange(tokens) + (first - to.query_start[:n])[owner]
-        if not plain:
-            to.offsets[:n], to.reversed[:n] = skipped, [s.reverse for s in segments]
-        to.slots[:tokens], to.slots[tokens:] = _slots(to, tables, owner, block_size, plain=plain), -1
+        to.reversed[directed] = 1
+        to.slots[:tokens], to.slots[tokens:] = _slots(to, tables, owner, block_size), -1
         pending_samples = _fill_sources(to, segments)
         to.wanted[:] = rows or ()
         buffer = to_device(torch.from_numpy(flat), torch.device(device))
@@ -191,7 +185,6 @@ class PackedBatch:
             parts.sources if pending_samples or graph_buffers is not None else None,
             parts.query_start,
             parts.context_lens,
-            parts.offsets,
             parts.reversed,
             block_tables,
             None if rows is None else parts.wanted,
@@ -211,7 +204,7 @@ class PackedBatch:
         width = max(len(segment.blocks) for segment in segments)
         tokens, starts, slots, sources = [], [], [], []
         tables: list[Sequence[int]] = []
-        for i, (known, start, blocks, _, _, awaits, _, _) in enumerate(segments):
+        for i, (known, start, blocks, _, _, awaits, _) in enumerate(segments):
             held = len(blocks)
             if start < 0:
                 raise ValueError(f"segment {i} starts at {start}")
@@ -226,8 +219,8 @@ class PackedBatch:
                 tables.append((0,) * (width - held))
         contexts = [start + 1 for start in starts]
         sizes = _sizes(n, n, width, 0)
-        # In the order of `_Parts`; the zeros are offsets and directions.
-        numbers = chain(tokens, starts, slots, sources, range(n + 1), contexts, repeat(0, 2 * n), *tables)
+        # In the order of `_Parts`; the zeros are directions.
+        numbers = chain(tokens, starts, slots, sources, range(n + 1), contexts, repeat(0, n), *tables)
         flat = np.fromiter(numbers, np.int64, sum(sizes))
         in_tables = flat[-n * width :]
         if (lowest := int(in_tables.min())) < 0:
@@ -240,7 +233,6 @@ class PackedBatch:
             parts.sources if any(segment.awaits is not None for segment in segments) else None,
             parts.query_start,
             parts.context_lens,
-            parts.offsets,
             parts.reversed,
             parts.tables.view(n, width),
             None,
@@ -260,14 +252,13 @@ class _Parts(NamedTuple):
     sources: Any
     query_start: Any
     context_lens: Any
-    offsets: Any
     reversed: Any
     tables: Any
     wanted: Any
 
 
 def _sizes(tokens: int, segments: int, width: int, rows: int) -> _Parts:
-    return _Parts(tokens, tokens, tokens, tokens, segments + 1, segments, segments, segments, segments * width, rows)
+    return _Parts(tokens, tokens, tokens, tokens, segments + 1, segments, segments, segments * width, rows)
 
 
 def _bounds(tokens: int, segments: int, width: int, rows: int) -> list[int]:
@@ -275,8 +266,8 @@ def _bounds(tokens: int, segments: int, width: int, rows: int) -> list[int]:
 
 
 def _is_plain_decode(segment: Segment) -> bool:
-    tokens, _, _, sample, all_logits, awaits, offset, reverse = segment
-    return (sample or all_logits) and not (offset or reverse) and len(tokens) + (awaits is not None) == 1
+    tokens, _, _, sample, all_logits, awaits, reverse = segment
+    return (sample or all_logits) and not reverse and len(tokens) + (awaits is not None) == 1
 
 
 def _fill_tables(tables: np.ndarray, segments: Sequence[Segment], held: np.ndarray) -> None:
@@ -286,13 +277,9 @@ def _fill_tables(tables: np.ndarray, segments: Sequence[Segment], held: np.ndarr
         raise ValueError(f"block {tables.min()} does not exist")
 
 
-def _slots(to: _Parts, tables: np.ndarray, owner: np.ndarray, block_size: int, *, plain: bool) -> np.ndarray:
-    positions = to.positions[: len(owner)]
-    if plain:
-        block, slot = np.divmod(positions, block_size)
-    else:
-        block, slot = np.divmod(positions + to.offsets[owner], block_size)
-        slot = np.where(to.reversed[owner], block_size - 1 - slot, slot)
+def _slots(to: _Parts, tables: np.ndarray, owner: np.ndarray, block_size: int) -> np.ndarray:
+    block, slot = np.divmod(to.positions[: len(owner)], block_size)
+    slot = np.where(to.reversed[owner], block_size - 1 - slot, slot)
     slots: np.ndarray = tables[owner, block] * block_size + slot
     return slots
 
@@ -307,15 +294,6 @@ def _fill_sources(to: _Parts, segments: Sequence[Segment]) -> bool:
 
 def _token_ids(segment: Segment) -> Sequence[int]:
     return segment.tokens if segment.awaits is None else (*segment.tokens, 0)
-
-
-def _offsets(segments: Sequence[Segment], block_size: int) -> np.ndarray:
-    offsets = np.fromiter((s.offset for s in segments), np.int64, len(segments))
-    outside = np.flatnonzero((offsets < 0) | (offsets >= block_size))
-    if len(outside):
-        i = outside[0]
-        raise ValueError(f"segment {i} has offset {offsets[i]}; it must be in [0, {block_size - 1}]")
-    return offsets
 
 
 def _check_tables(needed: np.ndarray, held: np.ndarray, block_size: int) -> None:

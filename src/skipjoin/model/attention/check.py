@@ -23,8 +23,8 @@ _SHAPE = {
 # A decode, a chunk and a prompt; two of them share block 7 bidirectionally.
 _SEGMENTS = [
     Segment([0], 18, [7, 1, 2, 9, 4]),
-    Segment([0] * 7, 3, [3, 0, 11], offset=1),
-    Segment([0] * 5, 0, [10, 7], offset=2, reverse=True),
+    Segment([0] * 7, 3, [3, 0, 11]),
+    Segment([0] * 5, 0, [10, 7], reverse=True),
 ]
 
 
@@ -51,7 +51,7 @@ def agrees(
     cos_sin = torch.rand(64, 24, generator=generator).to(device)
     # Rounding of rotated keys differs if multiplications are fused.
     tolerance = 2e-2 if kv_dtype == torch.int8 else {torch.float32: 1e-5, torch.float16: 5e-3}.get(dtype, 2e-2)
-    mixed = [one._replace(offset=0, reverse=False) for one in _SEGMENTS] if plain else _SEGMENTS
+    mixed = [one._replace(reverse=False) for one in _SEGMENTS] if plain else _SEGMENTS
     for segments in (mixed, mixed[:1]):
         batch = PackedBatch.build(segments, 4, device)
         for window in (0, 6):

@@ -61,7 +61,7 @@ class FlashAttention(TritonAttention):
     """FlashAttention 3 back end.
 
     Triton writes the KV, and attends for what the library does not support: other sizes and types, and segments that
-    are reversed or have an offset, as in shared blocks. Index values of other batches are used only on the device, so
+    are reversed, as in shared blocks. Index values of other batches are used only on the device, so
     that a CUDA graph can replay a forward pass.
     """
 

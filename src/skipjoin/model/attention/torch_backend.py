@@ -96,7 +96,7 @@ def _cached(
     last = tables.shape[1] * size - 1
     position = torch.arange(batch.max_context if context is None else context, device=tables.device)
     # Positions beyond the sequence are masked later, so any slot of the table works.
-    index = (batch.offsets[segments, None] + position).clamp_(max=last)
+    index = position.clamp_(max=last).expand(len(tables), -1)
     block, slot = tables.gather(1, index // size), index % size
     slot = torch.where(batch.reversed[segments, None] > 0, size - 1 - slot, slot)
     return read((block, slot))

@@ -36,8 +36,8 @@ class WorkList(NamedTuple):
     """Work of the programs for a batch of decodes. Tensors are int32 on the device.
 
     Attributes:
-        items: Shape [maximum, 8], a record per chunk, sorted by keys, descending: (segment, token, first index, end,
-            whether reversed, number of chunks of its sequence, -, -). Indexes are logical: offset + position.
+        items: Shape [maximum, 8], a record per chunk, sorted by keys, descending: (segment, token, first position, end,
+            whether reversed, number of chunks of its sequence, -, -).
         sequences: Shape [n, 4]: (its first item, number of chunks, token, -).
         total: Shape [1], number of items.
     """
@@ -66,7 +66,6 @@ def _share_out(
     sequences: tl.tensor,
     total: tl.tensor,
     context_lens: tl.tensor,
-    offsets: tl.tensor,
     backward: tl.tensor,
     segments: tl.tensor,
     query_start: tl.tensor,
@@ -98,7 +97,6 @@ def _share_out(
     tl.store(sequences + own * _SEQUENCE, first)
     tl.store(sequences + own * _SEQUENCE + 1, chunks)
     tl.store(sequences + own * _SEQUENCE + 2, token)
-    offset = tl.load(offsets + segment).to(tl.int32)
     chunk = tl.arange(0, _MAX_CHUNKS)
     begin = low + chunk * size
     there = chunk < chunks
@@ -106,8 +104,8 @@ def _share_out(
     whole = tl.zeros_like(chunk)
     tl.store(record, whole + segment, mask=there)
     tl.store(record + 1, whole + token, mask=there)
-    tl.store(record + 2, offset + begin, mask=there)
-    tl.store(record + 3, offset + tl.minimum(begin + size, context), mask=there)
+    tl.store(record + 2, begin, mask=there)
+    tl.store(record + 3, tl.minimum(begin + size, context), mask=there)
     tl.store(record + 4, whole + tl.load(backward + segment).to(tl.int32), mask=there)
     tl.store(record + 5, whole + chunks, mask=there)
 
@@ -321,7 +319,7 @@ def share_out(batch: PackedBatch, segments: torch.Tensor | None = None, *, windo
         torch.empty(size, dtype=torch.int32, device=batch.context_lens.device) for size in ((most, 8), (count, 4), 1)
     )
     _share_out[(count,)](
-        items, sequences, total, batch.context_lens, batch.offsets, batch.reversed,
+        items, sequences, total, batch.context_lens, batch.reversed,
         batch.query_start if segments is None else segments, batch.query_start, count, window,
         INDEXED=segments is not None,
     )  # fmt: skip

@@ -25,7 +25,6 @@ def padded(size: int, least: int = 16) -> int:
 INDEX_TENSORS = (
     "tables",
     "context_lens",
-    "offsets",
     "backward",
     "segments",
     "query_start",
@@ -48,7 +47,7 @@ def jit(kernel: Callable[..., R]) -> triton.JITFunction[R]:
 
 @triton.jit
 def token_blocks(table: tl.tensor, index: tl.tensor, last: tl.tensor, BLOCK_SIZE: tl.constexpr) -> tl.tensor:
-    """Return the blocks of tokens at logical indexes `index`, int32; `last`'s block for those after it."""
+    """Return the blocks at positions `index`, int32; `last`'s block for those after it."""
     return tl.load(table + tl.minimum(index, last) // BLOCK_SIZE).to(tl.int32)
 
 

@@ -33,7 +33,6 @@ def _tiles(
     key_scales: tl.tensor,
     value_scales: tl.tensor,
     table: tl.tensor,
-    offset: tl.tensor,
     block_stride: tl.tensor,
     step: tl.tensor,
     scale: tl.tensor,
@@ -55,15 +54,15 @@ def _tiles(
     """
     tokens = tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_D)
-    last = offset + tl.maximum(context - 1, 0)
-    blocks = token_blocks(table, offset + low + tokens, last, BLOCK_SIZE)
+    last = tl.maximum(context - 1, 0)
+    blocks = token_blocks(table, low + tokens, last, BLOCK_SIZE)
     for start in range(low, high, BLOCK_N):
         position = start + tokens
-        rows = token_rows(blocks, offset + position, last, block_stride, step, BLOCK_SIZE)
+        rows = token_rows(blocks, position, last, block_stride, step, BLOCK_SIZE)
         k = load_rows(keys, rows, columns, DIM, BLOCK_D)
         v = load_rows(values, rows, columns, DIM, BLOCK_D)
         # Prefetch the next tile's blocks: keys and values wait for their own loads only.
-        blocks = token_blocks(table, offset + position + BLOCK_N, last, BLOCK_SIZE)
+        blocks = token_blocks(table, position + BLOCK_N, last, BLOCK_SIZE)
         k = k.to(q.dtype) if UPCAST or SCALED else k
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if SCALED:
@@ -97,7 +96,6 @@ def _prefill(
     value_scales: tl.tensor,
     tables: tl.tensor,
     context_lens: tl.tensor,
-    offsets: tl.tensor,
     backward: tl.tensor,
     query_start: tl.tensor,
     tiles: tl.tensor,
@@ -129,7 +127,6 @@ def _prefill(
     begin = tl.load(query_start + segment)
     length = (tl.load(query_start + segment + 1) - begin).to(tl.int32)
     context = tl.load(context_lens + segment).to(tl.int32)
-    offset = tl.load(offsets + segment).to(tl.int32)
     down = tl.load(backward + segment)
     per_tile: tl.constexpr = BLOCK_M // GROUP
     rows = tl.arange(0, BLOCK_M)
@@ -159,11 +156,11 @@ def _prefill(
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     if not WINDOWED:
         acc, total, top = _tiles(
-            acc, total, top, q, own, low, whole, context, keys, values, key_scales, value_scales, table, offset,
+            acc, total, top, q, own, low, whole, context, keys, values, key_scales, value_scales, table,
             block_stride, step, scale, window, False, DIM, BLOCK_SIZE, UPCAST, SCALED, BLOCK_D, BLOCK_N,
         )  # fmt: skip
     acc, total, top = _tiles(
-        acc, total, top, q, own, whole, high, context, keys, values, key_scales, value_scales, table, offset,
+        acc, total, top, q, own, whole, high, context, keys, values, key_scales, value_scales, table,
         block_stride, step, scale, window, True, DIM, BLOCK_SIZE, UPCAST, SCALED, BLOCK_D, BLOCK_N,
     )  # fmt: skip
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -230,7 +227,7 @@ def prefill_attention(
     heads, dim = query.shape[1:]
     kv_heads, block_size = keys.shape[2], keys.shape[1]
     _prefill[(kv_heads, tiles.shape[0])](
-        out, query, keys, values, *(scales or (keys, values)), batch.block_tables, batch.context_lens, batch.offsets,
+        out, query, keys, values, *(scales or (keys, values)), batch.block_tables, batch.context_lens,
         batch.reversed, batch.query_start, tiles, scale * _LOG2E, window if window else 1 << 30, query.stride(0),
         query.stride(1), keys.stride(0), batch.block_tables.stride(0),
         GROUP=heads // kv_heads, DIM=dim, BLOCK_SIZE=block_size, SLOT_STRIDE=keys.stride(1),

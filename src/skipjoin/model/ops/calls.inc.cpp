@@ -27,7 +27,7 @@ struct AttentionCall {
   void *out;           // [tokens][heads][dim], contiguous
   int64_t block_stride, slot_stride, head_stride;
   const int64_t *slots, *query_start, *context, *tables;
-  const int64_t *offsets, *reversed; // null: every sequence begins at its first slot and ascends
+  const int64_t *reversed; // null: every sequence ascends
   int64_t segments, table_width, block_size, is_int8; // is_int8: the cache has codes, each row followed by its scale
   int64_t heads, kv_heads, dim, window;
   double scale;

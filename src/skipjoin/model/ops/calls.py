@@ -25,7 +25,7 @@ class AttentionCall(ctypes.Structure):
         ("query", _P), ("key", _P), ("value", _P), ("query_token", _I), ("query_head", _I), ("key_token", _I),
         ("key_head", _I), ("value_token", _I), ("value_head", _I), ("keys", _P), ("values", _P), ("out", _P),
         ("block_stride", _I), ("slot_stride", _I), ("head_stride", _I), ("slots", _P), ("query_start", _P),
-        ("context", _P), ("tables", _P), ("offsets", _P), ("reversed", _P), ("segments", _I), ("table_width", _I),
+        ("context", _P), ("tables", _P), ("reversed", _P), ("segments", _I), ("table_width", _I),
         ("block_size", _I), ("is_int8", _I), ("heads", _I), ("kv_heads", _I), ("dim", _I), ("window", _I),
         ("scale", c_double),
     )  # fmt: skip
@@ -33,10 +33,10 @@ class AttentionCall(ctypes.Structure):
 
 def cache_arguments(batch: PackedBatch, kv: PagedKV) -> tuple[int | None, ...]:
     """Return the fields of `AttentionCall` from `block_stride` to `is_int8`, which all layers share."""
-    ends = (None, None) if batch.plain else (batch.offsets.data_ptr(), batch.reversed.data_ptr())
+    reversed_ = None if batch.plain else batch.reversed.data_ptr()
     return (
         *kv.layer(0)[0].stride()[:3], batch.slots.data_ptr(), batch.query_start.data_ptr(),
-        batch.context_lens.data_ptr(), batch.block_tables.data_ptr(), *ends, *batch.block_tables.shape, kv.block_size,
+        batch.context_lens.data_ptr(), batch.block_tables.data_ptr(), reversed_, *batch.block_tables.shape, kv.block_size,
         kv.is_quantized,
     )  # fmt: skip
 

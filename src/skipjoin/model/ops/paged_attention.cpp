@@ -76,11 +76,10 @@ void locate(const Call &c, int64_t segment, Scratch &s) {
   const int64_t *table = c.tables + segment * c.table_width, context = c.context[segment];
   s.segment = segment;
   s.rows.resize(context + kStepKeys);
-  int64_t skipped = c.offsets ? c.offsets[segment] : 0;
   bool down = c.reversed && c.reversed[segment];
-  for (int64_t t = 0, slot = skipped; t < context; slot = 0) {
-    int64_t base = table[(t + skipped) / c.block_size] * c.block_stride;
-    for (; slot < c.block_size && t < context; slot++)
+  for (int64_t t = 0; t < context;) {
+    int64_t base = *table++ * c.block_stride;
+    for (int64_t slot = 0; slot < c.block_size && t < context; slot++)
       s.rows[t++] = base + (down ? c.block_size - 1 - slot : slot) * c.slot_stride;
   }
   // Keys are scored several at a time, so beyond the end the last key is read again.

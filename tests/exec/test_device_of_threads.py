@@ -19,6 +19,7 @@ from skipjoin.model import cuda, loader
 from skipjoin.model.attention.torch_backend import TorchAttention
 from skipjoin.model.config import ModelConfig, ModelError
 from skipjoin.model.cuda import Card, CudaFacts
+from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.ops.torch_ops import TorchOps
 
 SECOND = torch.device("cuda", 1)
@@ -54,7 +55,7 @@ def test_kernels_are_checked_and_models_loaded_on_the_configured_device(
     monkeypatch.setattr(loader, "expand_segments", lambda: None)
     config = ModelConfig.from_dict(CONFIGS["llama"])
     for name, expected in (("cuda:1", 1), ("cuda:0", 0)):
-        loader._choose(config, "float32", name, attention="auto", quantization="none", kv_cache_dtype="auto")
+        loader._choose(config, LoadSpec(dtype="float32", device=name))
         assert seen.pop() == current.index == expected
 
 
@@ -123,4 +124,4 @@ def test_weights_that_do_not_fit_report_free_memory(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(loader, "CausalLM", full)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 29, 80 << 30))
     with pytest.raises(ModelError, match=r"weights do not fit on device cuda:1: .* 1\.50 of 80\.00 GiB are free; end"):
-        loader.load_model(tmp_path, load_format="dummy")
+        loader.load_model(tmp_path, LoadSpec(load_format="dummy"))

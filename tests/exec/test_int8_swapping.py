@@ -24,6 +24,7 @@ from skipjoin.exec.rank_spec import rank_spec_of
 from skipjoin.exec.ranks.sharded import ShardedExecutor
 from skipjoin.exec.sampling import Sampling
 from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, random_model
 from skipjoin.model.ops.build import load_library
 from skipjoin.sampling import SamplingParams, TokenDetail
@@ -36,7 +37,7 @@ MAX_ERROR = 0.1
 
 @cache
 def tally() -> CausalLM:
-    return load_model(builtin_model_path(), dtype="float32", device="cpu")
+    return load_model(builtin_model_path(), LoadSpec(dtype="float32", device="cpu"))
 
 
 def requests(vocab: int, count: int = 8, tokens: int = 24) -> list[Request]:
@@ -139,7 +140,7 @@ def test_int8_changes_only_swapped_requests_and_only_slightly(case: str) -> None
 @pytest.mark.skipif(load_library() is None, reason="no compiler")
 @pytest.mark.parametrize("case", ["overlapped", "blocking, in parts", "blocking, copies fail"])
 def test_int8_kv_of_both_tiers_moves_without_any_change(case: str) -> None:
-    model = load_model(builtin_model_path(), dtype="float32", device="cpu", kv_cache_dtype="int8")
+    model = load_model(builtin_model_path(), LoadSpec(dtype="float32", device="cpu", kv_cache_dtype="int8"))
     alone, _ = served(model, SwapAll, "auto", device_blocks=90, slots=8)
     found, swapped = served(model, swap_dtype="auto", **FORCED[case])  # type: ignore[arg-type]
     assert len(swapped) >= 4

@@ -11,6 +11,7 @@ from attention_cases import SCALE, Case, assert_near, shape
 from model_zoo import VOCAB, PagedRunner, save_reference
 
 from skipjoin.model.batch import PackedBatch, Segment
+from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model
 from skipjoin.model.parallel import WHOLE
 
@@ -211,7 +212,7 @@ def test_tuned_sizes_are_used(monkeypatch):
 @pytest.mark.parametrize("name", [exhaustive("opt"), "qwen3"])
 def test_logits_equal_those_of_torch_attention(name, tmp_path):
     reference = save_reference(name, tmp_path)
-    model = load_model(tmp_path, dtype="float32", attention="torch", device=DEVICE)
+    model = load_model(tmp_path, LoadSpec(dtype="float32", attention="torch", device=DEVICE))
     model.attention = TritonAttention()
     ids = [[i * 7 % VOCAB for i in range(n)] for n in (1, 5, 12)]
     for tokens, ours in zip(ids, PagedRunner(model, ids, 4, seed=1).run(), strict=True):

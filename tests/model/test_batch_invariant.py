@@ -18,6 +18,7 @@ from skipjoin.model.config import ModelError
 from skipjoin.model.kernels.paged import INTERPRETED
 from skipjoin.model.kernels.products import product
 from skipjoin.model.kernels.tuning import TunedTable
+from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.ops import torch_ops, triton_ops
 from skipjoin.model.ops.check import check_ops
 from skipjoin.model.ops.triton_ops import InvariantOps
@@ -60,7 +61,7 @@ def test_models_use_batch_invariant_products_only(tmp_path, monkeypatch) -> None
     reference = save_reference("opt", tmp_path).to(DEVICE)
     found = InvariantOps(), TritonAttention(invariant=True)
     monkeypatch.setattr(loader, "implementations", lambda *args, **options: found)
-    model = loader.load_model(tmp_path, dtype="float32", device=DEVICE)
+    model = loader.load_model(tmp_path, LoadSpec(dtype="float32", device=DEVICE))
 
     def refused(*args, **options):
         raise AssertionError("cuBLAS chooses by batch size")

@@ -17,6 +17,7 @@ from skipjoin.llm import LLM
 from skipjoin.model import family
 from skipjoin.model.config import ModelConfig, ModelError
 from skipjoin.model.family import FamilyError
+from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model
 from skipjoin.sampling import SamplingParams
 from support.installed_package import importable, install, project
@@ -96,7 +97,7 @@ def test_guide_family_runs_on_several_ranks(reference) -> None:
     sequences = [[7, 5, 300, 2, 11, 8, 8, 400], [500, 3]]
 
     def logits(**options) -> list[torch.Tensor]:
-        return PagedRunner(load_model(folder, dtype="float32", **options), sequences, 4, seed=2).run()
+        return PagedRunner(load_model(folder, LoadSpec(dtype="float32"), **options), sequences, 4, seed=2).run()
 
     with torch.inference_mode():
         expected = [model(torch.tensor([sequence])).logits[0] for sequence in sequences]

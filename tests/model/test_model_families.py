@@ -8,6 +8,7 @@ from model_zoo import CONFIGS, VOCAB, PagedRunner, greedy, save_reference
 
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model
 
 LENGTHS = (1, 5, 18, 40)
@@ -33,7 +34,7 @@ def expected_logits(reference, tokens: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_chunked_logits_equal_those_of_transformers(saved, block_size, attention):
     reference, folder = saved
-    model = load_model(folder, dtype="float32", attention=attention)
+    model = load_model(folder, LoadSpec(dtype="float32", attention=attention))
     tokens = sequences(block_size)
     logits = PagedRunner(model, tokens, block_size, seed=block_size).run()
     for ids, ours in zip(tokens, logits, strict=True):
@@ -42,7 +43,7 @@ def test_chunked_logits_equal_those_of_transformers(saved, block_size, attention
 
 def test_moved_blocks_change_no_logits(saved):
     _, folder = saved
-    model = load_model(folder, dtype="float32")
+    model = load_model(folder, LoadSpec(dtype="float32"))
     still = PagedRunner(model, sequences(7), 4, seed=3).run()
     moving = PagedRunner(model, sequences(7), 4, seed=4)
     for ours, expected in zip(moving.run(between=moving.move_a_block), still, strict=True):
@@ -51,7 +52,7 @@ def test_moved_blocks_change_no_logits(saved):
 
 def test_greedy_tokens_equal_those_of_transformers(saved):
     reference, folder = saved
-    model = load_model(folder, dtype="float32")
+    model = load_model(folder, LoadSpec(dtype="float32"))
     prompts = sequences(11)
     ours = greedy(model, prompts, 12)
     for prompt, tokens in zip(prompts, ours, strict=True):
@@ -63,7 +64,7 @@ def test_greedy_tokens_equal_those_of_transformers(saved):
 
 def test_logits_are_computed_for_wanted_rows_only(saved):
     _, folder = saved
-    model = load_model(folder, dtype="float32")
+    model = load_model(folder, LoadSpec(dtype="float32"))
     ids = sequences(5)[2]
     kv = PagedKV(40, 4, model.config, model.dtype, "cpu")
     tables = [list(range(i * 8, i * 8 + 8)) for i in range(4)]
@@ -83,7 +84,7 @@ def test_logits_are_computed_for_wanted_rows_only(saved):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_types_stay_close(saved, dtype):
     reference, folder = saved
-    model = load_model(folder, dtype=dtype)
+    model = load_model(folder, LoadSpec(dtype=dtype))
     ids = sequences(2)[3]
     (ours,) = PagedRunner(model, [ids], 4, seed=1).run()
     expected = expected_logits(reference, ids)
@@ -94,7 +95,7 @@ def test_half_types_stay_close(saved, dtype):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_families_compute_the_same_logits_on_cuda(saved):
     reference, folder = saved
-    model = load_model(folder, dtype="float32", device="cuda")
+    model = load_model(folder, LoadSpec(dtype="float32", device="cuda"))
     tokens = sequences(3)
     logits = PagedRunner(model, tokens, 4, seed=2).run()
     for ids, ours in zip(tokens, logits, strict=True):

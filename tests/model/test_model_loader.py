@@ -18,6 +18,7 @@ from skipjoin.model.convert import convert_folder
 from skipjoin.model.folder import resolve_folder
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.layers import Rotary
+from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, random_model
 
 IDS = [[5, 9, 33, 2, 71, 8]]
@@ -143,15 +144,15 @@ def test_without_a_dtype_in_the_config_most_weights_decide(folder, changes, stor
     edit(folder, **changes)
     model = load_model(folder)
     assert (model.dtype, model.kv_dtype) == (used, used)
-    assert load_model(folder, load_format="dummy").dtype == used
-    assert load_model(folder, dtype="float32").dtype == torch.float32
+    assert load_model(folder, LoadSpec(load_format="dummy")).dtype == used
+    assert load_model(folder, LoadSpec(dtype="float32")).dtype == torch.float32
 
 
 def test_random_weights_without_any_dtype_are_float32(folder, caplog):
     (folder / "model.safetensors").unlink()
     edit(folder, dtype=None)
     with caplog.at_level("INFO"):
-        assert load_model(folder, load_format="dummy").dtype == torch.float32
+        assert load_model(folder, LoadSpec(load_format="dummy")).dtype == torch.float32
     assert "config.json has no dtype, and " in caplog.text
     with pytest.raises(ModelError, match=r"has no \.safetensors file"):
         load_model(folder)
@@ -361,7 +362,7 @@ def test_weight_links_are_limited_to_the_folder_or_the_hub_cache(folder, tmp_pat
 )
 def test_invalid_arguments_are_rejected(folder, arguments, message):
     with pytest.raises(ModelError, match=message):
-        load_model(folder, **arguments)
+        load_model(folder, LoadSpec(**arguments))
 
 
 def test_sharded_folder(folder, tmp_path):
@@ -467,19 +468,21 @@ def test_dummy_weights_need_no_files_and_are_reproducible(folder):
         file.unlink()
     with pytest.raises(ModelError, match=r"has no \.safetensors file"):
         load_model(folder)
-    first, again = (load_model(folder, load_format="dummy") for _ in range(2))
+    first, again = (load_model(folder, LoadSpec(load_format="dummy")) for _ in range(2))
     assert torch.equal(logits(first), logits(again))
     assert not torch.equal(logits(first), logits(saved))
     assert first.weight_bytes == saved.weight_bytes
     assert (first.config, first.dtype) == (saved.config, saved.dtype)
     with pytest.raises(ModelError, match="load_format must be one of auto, dummy; got 'random'"):
-        load_model(folder, load_format="random")
+        load_model(folder, LoadSpec(load_format="random"))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_dummy_weights_are_generated_on_the_device(folder):
-    first, again = (load_model(folder, load_format="dummy", device="cuda", dtype="bfloat16") for _ in range(2))
+    first, again = (
+        load_model(folder, LoadSpec(load_format="dummy", device="cuda", dtype="bfloat16")) for _ in range(2)
+    )
     batch = PackedBatch.build([Segment([5, 9, 33], 0, [1])], 4, first.device)
     outcome = [model.forward(batch, PagedKV(4, 4, model.config, model.dtype, "cuda")) for model in (first, again)]
     assert torch.equal(*outcome)

@@ -22,6 +22,7 @@ from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.config import ModelConfig, ModelError
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.large_pages import Arena
+from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, random_model
 from skipjoin.model.ops import build
 from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps, has_dtype
@@ -182,8 +183,8 @@ def check_attention(dtype, window, mix, sizes):
 def test_model_output_is_right_with_two_threads(tmp_path, two_threads):
     save_reference("llama", tmp_path)
     ids = [[i % 90 for i in range(70)], list(range(1, 30)), [3, 4, 5]]
-    ours = PagedRunner(load_model(tmp_path, attention="cpp"), ids, 4, seed=1).run()
-    expected = PagedRunner(load_model(tmp_path, attention="torch"), ids, 4, seed=2).run()
+    ours = PagedRunner(load_model(tmp_path, LoadSpec(attention="cpp")), ids, 4, seed=1).run()
+    expected = PagedRunner(load_model(tmp_path, LoadSpec(attention="torch")), ids, 4, seed=2).run()
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
@@ -194,7 +195,7 @@ def test_int8_weights_have_the_documented_error(name, tmp_path):
     save_reference(name, tmp_path)
     ids = [[i % 90 for i in range(40)], [3, 4, 5]]
     ours, expected = (
-        torch.cat(PagedRunner(load_model(tmp_path, quantization=kept), ids, 4, seed=1).run())
+        torch.cat(PagedRunner(load_model(tmp_path, LoadSpec(quantization=kept)), ids, 4, seed=1).run())
         for kept in ("int8", "none")
     )
     # The error that docs/cpu.md states.

@@ -9,6 +9,7 @@ from model_zoo import CONFIGS, VOCAB, PagedRunner, save_reference
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, random_model
 from skipjoin.model.parallel import Alone
 from support.thread_ranks import Meeting, ThreadGroup, on_ranks
@@ -36,11 +37,11 @@ def logits(model) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("attention", ["torch", "auto"])
 def test_ranks_compute_the_logits_of_one_rank(saved, attention):
-    expected = logits(load_model(saved, dtype="float32", attention=attention))
+    expected = logits(load_model(saved, LoadSpec(dtype="float32", attention=attention)))
     for tp, pp in LAYOUTS:
 
         def work(group):
-            return logits(load_model(saved, dtype="float32", attention=attention, group=group))
+            return logits(load_model(saved, LoadSpec(dtype="float32", attention=attention), group=group))
 
         found = on_ranks(tp, pp, work)
         for rank in range(tp * (pp - 1), tp * pp):
@@ -53,8 +54,8 @@ def test_ranks_compute_the_logits_of_one_rank(saved, attention):
 
 
 def test_half_types_stay_close(saved):
-    expected = logits(load_model(saved, dtype="bfloat16"))[-1]
-    found = on_ranks(2, 2, lambda group: logits(load_model(saved, dtype="bfloat16", group=group)))[-1][-1]
+    expected = logits(load_model(saved, LoadSpec(dtype="bfloat16")))[-1]
+    found = on_ranks(2, 2, lambda group: logits(load_model(saved, LoadSpec(dtype="bfloat16"), group=group)))[-1][-1]
     assert (found - expected).norm() / expected.norm() < 0.05
 
 

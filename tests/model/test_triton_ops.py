@@ -17,6 +17,7 @@ from skipjoin.model.attention.torch_backend import TorchAttention
 from skipjoin.model.kernels import norms
 from skipjoin.model.kernels.activations import bias_and_activation, silu_and_mul
 from skipjoin.model.kernels.norms import normalize
+from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.ops.build import load_library
 from skipjoin.model.ops.check import check_ops
 from skipjoin.model.ops.cpp_ops import CppOps
@@ -190,7 +191,7 @@ def test_number_of_warps_follows_the_row_width():
 def test_models_with_triton_ops_equal_torch(name, tmp_path, monkeypatch):
     reference = save_reference(name, tmp_path).to(DEVICE)
     monkeypatch.setattr(loader, "implementations", lambda *_, **options: (TritonOps(), TorchAttention()))
-    model = loader.load_model(tmp_path, dtype="float32", device=DEVICE)
+    model = loader.load_model(tmp_path, LoadSpec(dtype="float32", device=DEVICE))
     assert model.ops.name == "triton"
     ids = [[3, 1, 4, 1, 5, 9, 2], list(range(20, 33))]
     for tokens, ours in zip(ids, PagedRunner(model, ids, 4, seed=1).run(), strict=True):

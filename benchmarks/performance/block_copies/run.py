@@ -32,6 +32,7 @@ from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.sampling import Sampling
 from skipjoin.model.config import ModelConfig
+from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model
 from skipjoin.sampling import SamplingParams
 
@@ -129,7 +130,7 @@ class Decoder:
     """Decode steps of a full batch with a stream of concurrent moves."""
 
     def __init__(self, folder: Path, swap_dtype: str) -> None:
-        model = load_model(folder, dtype="bfloat16")
+        model = load_model(folder, LoadSpec(dtype="bfloat16"))
         per_request = CONTEXT // BLOCK_TOKENS + 1
         own, spare = BATCH * per_request, 2 * ON_WAY * MOVE_BLOCKS
         store = KVStore(

@@ -39,14 +39,15 @@ from skipjoin.core.request import Request
 from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.exec.base import LargestStep
 from skipjoin.exec.local import LocalExecutor
+from skipjoin.exec.rank_model import RankModel
 from skipjoin.exec.rank_spec import make_store
 from skipjoin.exec.ranks.cluster import Cluster, import_ray
 from skipjoin.exec.ranks.links import Address, RankListener, connect
 from skipjoin.exec.ranks.plan_messages import PlanReader, PlanWriter
-from skipjoin.exec.ranks.rank_model import RankModel
 from skipjoin.exec.ranks.ranks import GroupSizes, RankGroup
 from skipjoin.exec.sampling import Sampling
 from skipjoin.model.folder import model_folder
+from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model
 from skipjoin.model.torch_group import add_in_rank_order
 from skipjoin.policies.cost import LinearCost
@@ -198,25 +199,12 @@ def executors(cluster: Cluster) -> dict[str, tuple[Any, Any]]:
     folder = model_folder("tally")
     for name, sizes in SIZES.items():
         if sizes is None:
-            model = load_model(folder, dtype="float32")
+            model = load_model(folder, LoadSpec(dtype="float32"))
             executor = LocalExecutor(model, make_store(model, BLOCKS, 0, BLOCK_SIZE), threads=1)
             made[name] = executor, None
             continue
         largest = LargestStep(BLOCKS * BLOCK_SIZE, BLOCKS, BLOCKS * BLOCK_SIZE)
-        loaded = RankModel(
-            folder=str(folder),
-            dtype="float32",
-            device="cpu",
-            attention="auto",
-            load_format="auto",
-            quantization="none",
-            threads=1,
-            block_size=BLOCK_SIZE,
-            swap_dtype="auto",
-            kv_cache_dtype="auto",
-            gpu_share=0.9,
-            largest=largest,
-        )
+        loaded = RankModel(str(folder), LoadSpec(dtype="float32"), largest, BLOCK_SIZE, threads=1)
         group = RankGroup(cluster, loaded, sizes, lambda rank_specs, budgets: (BLOCKS, 0), lambda what, share: None)
         made[name] = group.executor, group
     return made

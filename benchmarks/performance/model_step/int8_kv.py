@@ -25,6 +25,7 @@ from skipjoin.builtin import builtin_model_path
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, random_model
 from skipjoin.sim.models import model_shape
 
@@ -129,7 +130,7 @@ def measure_quality(count: int) -> list[dict[str, Any]]:
     exact: list[torch.Tensor] = []
     for dtype in ("float32", "bfloat16"):
         for kind in TYPES:
-            model = load_model(builtin_model_path(), dtype=dtype, kv_cache_dtype=kind)
+            model = load_model(builtin_model_path(), LoadSpec(dtype=dtype, kv_cache_dtype=kind))
             logits = [logits_of(model, tokens) for tokens, _ in texts]
             exact = exact or logits
             lost = [_losses(rows, tokens) for rows, (tokens, _) in zip(logits, texts, strict=True)]

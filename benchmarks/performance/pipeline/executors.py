@@ -6,9 +6,10 @@ from pathlib import Path
 
 from skipjoin.exec.base import LargestStep
 from skipjoin.exec.local import LocalExecutor
+from skipjoin.exec.rank_model import RankModel
 from skipjoin.exec.rank_spec import make_store
-from skipjoin.exec.ranks.rank_model import RankModel
 from skipjoin.exec.ranks.ranks import GroupSizes, RankedExecutor
+from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model
 
 SHAPE = {"layers": 24, "hidden": 512, "intermediate": 1376}
@@ -18,20 +19,7 @@ BLOCK_SIZE, DEVICE_BLOCKS = 16, 1500
 def pipeline(folder: Path, dtype: str, stages: int) -> RankedExecutor:
     """Return an executor over `stages` ranks."""
     largest = LargestStep(DEVICE_BLOCKS * BLOCK_SIZE, DEVICE_BLOCKS, DEVICE_BLOCKS * BLOCK_SIZE)
-    model = RankModel(
-        folder=str(folder),
-        dtype=dtype,
-        device="cpu",
-        attention="auto",
-        load_format="auto",
-        quantization="none",
-        threads=1,
-        block_size=BLOCK_SIZE,
-        swap_dtype="auto",
-        kv_cache_dtype="auto",
-        gpu_share=0.9,
-        largest=largest,
-    )
+    model = RankModel(str(folder), LoadSpec(dtype=dtype), largest, BLOCK_SIZE, threads=1)
     return RankedExecutor(
         model,
         GroupSizes(1, stages),
@@ -44,5 +32,5 @@ def pipeline(folder: Path, dtype: str, stages: int) -> RankedExecutor:
 
 def local(folder: Path, dtype: str) -> LocalExecutor:
     """Return an executor in this process."""
-    model = load_model(folder, dtype=dtype)
+    model = load_model(folder, LoadSpec(dtype=dtype))
     return LocalExecutor(model, make_store(model, DEVICE_BLOCKS, 0, BLOCK_SIZE), threads=1)

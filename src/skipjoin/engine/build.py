@@ -6,9 +6,10 @@ from skipjoin.config import EngineConfig
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.engine.learned import LearnedKeeper, state_file
-from skipjoin.engine.load import Loaded, OnProgress, load
+from skipjoin.engine.load import Loaded, load
 from skipjoin.engine.profiling.startup import start_cost
 from skipjoin.engine.scheduling import depth_of, engine_limits, make_scheduler, recipe_settings
+from skipjoin.exec.rank_model import OnProgress
 from skipjoin.exec.rank_spec import ModelExecutor
 from skipjoin.options import Value
 from skipjoin.policies.cost import LearningCost

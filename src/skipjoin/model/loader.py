@@ -24,6 +24,7 @@ from skipjoin.model.family import family_named
 from skipjoin.model.folder import resolve_folder
 from skipjoin.model.kv_cache import kv_dtype_of
 from skipjoin.model.layers import Weights
+from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.ops.base import LayerOps
 from skipjoin.model.ops.torch_ops import TorchOps
 from skipjoin.model.parallel import WHOLE, Alone, Group, Shard, Unconnected
@@ -50,45 +51,25 @@ def read_config(folder: Path, load_format: str) -> ModelConfig:
 
 def load_model(
     name_or_path: str | Path,
+    spec: LoadSpec = LoadSpec(),
     *,
-    dtype: str = "auto",
-    device: str = "cpu",
-    attention: str = "auto",
-    load_format: str = "auto",
-    quantization: str = "none",
-    kv_cache_dtype: str = "auto",
     progress: Progress | None = None,
     group: Group | None = None,
-    batch_invariant: bool = False,
 ) -> CausalLM:
     """Load a model. The device becomes the calling thread's current device.
 
     Args:
-        dtype: One of `DTYPES`, or "auto": as config.json says, else the type of most weights.
-        device: "auto", "cpu", "cuda" or "cuda:N".
-        attention: "auto", "torch", "cpp" (CPU), "triton" or "flash" (CUDA).
-        load_format: "auto", or "dummy" for random weights, which need no weight file.
-        quantization: "none", or "int8" for 8-bit weights of linear layers (CPU).
-        kv_cache_dtype: "auto" (as `dtype`), or "int8" for codes with a scale per token and head.
         group: Load the shard of this group's rank; None for the whole model.
 
     Raises:
         ModelError: If the model cannot run.
     """
-    if load_format not in LOAD_FORMATS:
-        raise ModelError(f"load_format must be one of {', '.join(LOAD_FORMATS)}; got {load_format!r}")
-    is_dummy = load_format == "dummy"
+    if spec.load_format not in LOAD_FORMATS:
+        raise ModelError(f"load_format must be one of {', '.join(LOAD_FORMATS)}; got {spec.load_format!r}")
+    is_dummy = spec.load_format == "dummy"
     folder = resolve_folder(name_or_path, weights=not is_dummy)
-    config = read_config(folder, load_format)
-    chosen = _choose(
-        config,
-        dtype,
-        device,
-        attention=attention,
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
-        invariant=batch_invariant,
-    )
+    config = read_config(folder, spec.load_format)
+    chosen = _choose(config, spec)
     weights: Weights = (
         RandomWeights(0, chosen.dtype, chosen.device)
         if is_dummy
@@ -107,31 +88,13 @@ def load_model(
         ) from error
 
 
-def planned_model(
-    config: ModelConfig,
-    *,
-    dtype: str,
-    device: str,
-    attention: str,
-    quantization: str,
-    kv_cache_dtype: str,
-    batch_invariant: bool,
-    shard: Shard = WHOLE,
-) -> CausalLM:
-    """Return a model whose tensors have shapes but no memory, to learn its sizes. Arguments and errors as `load_model`.
+def planned_model(config: ModelConfig, spec: LoadSpec, shard: Shard = WHOLE) -> CausalLM:
+    """Return a model whose tensors have shapes but no memory, to learn its sizes. Errors as `load_model`.
 
     Its weights take no more bytes than those of the loaded model, which may be padded.
     """
-    chosen = _choose(
-        config,
-        dtype,
-        device,
-        attention=attention,
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
-        invariant=batch_invariant,
-    )
-    weights = ShapesOnly(torch.int8 if quantization == "int8" else chosen.dtype)
+    chosen = _choose(config, spec)
+    weights = ShapesOnly(torch.int8 if spec.quantization == "int8" else chosen.dtype)
     return CausalLM(config, weights, **(chosen._asdict() | {"ops": TorchOps()}), group=Unconnected(shard))
 
 
@@ -139,18 +102,14 @@ def random_model(
     config: Mapping[str, Any] | ModelConfig,
     seed: int = 0,
     dtype: str = "float32",
-    device: str = "cpu",
-    attention: str = "auto",
     *,
-    quantization: str = "none",
-    kv_cache_dtype: str = "auto",
     group: Group | None = None,
+    **options: Any,
 ) -> CausalLM:
+    """Return a model with random weights; `options` are fields of `LoadSpec`."""
     if not isinstance(config, ModelConfig):
         config = ModelConfig.from_dict(config)
-    chosen = _choose(
-        config, dtype, device, attention=attention, quantization=quantization, kv_cache_dtype=kv_cache_dtype
-    )
+    chosen = _choose(config, LoadSpec(dtype=dtype, **options))
     weights = RandomWeights(seed, chosen.dtype, chosen.device)
     return CausalLM(config, weights, **chosen._asdict(), group=group or Alone())
 
@@ -170,26 +129,23 @@ class _Choice(NamedTuple):
     attention: AttentionBackend
 
 
-def _choose(
-    config: ModelConfig,
-    dtype: str,
-    device: str,
-    *,
-    attention: str,
-    quantization: str,
-    kv_cache_dtype: str,
-    invariant: bool = False,
-) -> _Choice:
-    torch_dtype, torch_device = _dtype(dtype, config), torch.device(choose_device(device))
-    kv_dtype = kv_dtype_of(kv_cache_dtype, torch_dtype, config)
-    if torch_device.type == "cuda":
+def _choose(config: ModelConfig, spec: LoadSpec) -> _Choice:
+    dtype, device = _dtype(spec.dtype, config), torch.device(choose_device(spec.device))
+    kv_dtype = kv_dtype_of(spec.kv_cache_dtype, dtype, config)
+    if device.type == "cuda":
         expand_segments()
-        use_device(torch_device)
-    lost = check_dtype(torch_dtype, dtype != "auto", torch_device)
+        use_device(device)
+    lost = check_dtype(dtype, spec.dtype != "auto", device)
     ops, backend = implementations(
-        attention, torch_dtype, torch_device, lost, invariant=invariant, quantization=quantization, kv_dtype=kv_dtype
+        spec.attention,
+        dtype,
+        device,
+        lost,
+        invariant=spec.batch_invariant,
+        quantization=spec.quantization,
+        kv_dtype=kv_dtype,
     )
-    return _Choice(torch_dtype, kv_dtype, torch_device, ops, backend)
+    return _Choice(dtype, kv_dtype, device, ops, backend)
 
 
 def _stored_dtype(folder: Path, is_dummy: bool) -> str:

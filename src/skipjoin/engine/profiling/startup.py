@@ -11,11 +11,12 @@ from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.engine.driver import StepDriver
-from skipjoin.engine.load import Loaded, OnProgress, load
+from skipjoin.engine.load import Loaded, load
 from skipjoin.engine.profiling.cases import Limits
 from skipjoin.engine.profiling.guess import guess_cost
 from skipjoin.engine.profiling.profiler import FIRST_START, Effort, measure_profile
 from skipjoin.engine.scheduling import depth_of, make_scheduler, recipe_settings
+from skipjoin.exec.rank_model import OnProgress
 from skipjoin.exec.rank_spec import ModelExecutor, by_stage
 from skipjoin.exec.sampling import Sampling
 from skipjoin.policies.cost import LinearCost, with_link_limit

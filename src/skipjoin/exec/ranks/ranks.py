@@ -12,19 +12,18 @@ from skipjoin.config.profile import Transfer
 from skipjoin.core.request import Request
 from skipjoin.core.step import LINK, Direction, StepPlan
 from skipjoin.exec.base import RankError
+from skipjoin.exec.rank_model import LOADING, OnProgress, RankModel
 from skipjoin.exec.rank_spec import MemoryBudget, RankSpec
 from skipjoin.exec.ranks.cluster import Cluster, ClusterError, import_ray
 from skipjoin.exec.ranks.links import RankListener
 from skipjoin.exec.ranks.nodes import Node, away_from, known_nodes, silent
 from skipjoin.exec.ranks.rank_actor import RankActor, RankPlace, versions
-from skipjoin.exec.ranks.rank_model import RankModel
 from skipjoin.exec.ranks.sharded import ShardedExecutor, ShardedHandle
 from skipjoin.model.config import ModelError
 from skipjoin.model.parallel import Shard
 
 _log = logging.getLogger(__name__)
 
-OnProgress = Callable[[str, float], None]
 # Maps the ranks' specs and memory budgets to the numbers of KV blocks on the device and in the CPU tier.
 PoolsFor = Callable[[Sequence[RankSpec], Sequence[MemoryBudget]], tuple[int, int]]
 
@@ -102,7 +101,7 @@ class RankGroup:
     ) -> None:
         sizes = self._sizes
         on_progress("placing ranks", 0.0)
-        self._place(model.device, patience_s)
+        self._place(model.load.device, patience_s)
         self.places: list[RankPlace] = self._answers([actor.place.remote() for actor in self._actors])
         self._check_versions()
         meeting = self._answers([self._actors[0].open_store.remote()])[0] if sizes.ranks > 1 else None
@@ -182,7 +181,7 @@ class RankGroup:
         while waiting:
             done, waiting = self._ray.wait(waiting, num_returns=1, timeout=_LOOK_S)
             self._answers(done)
-            on_progress("loading weights", min(self.call("progress")) if waiting else 1.0)
+            on_progress(LOADING, min(self.call("progress")) if waiting else 1.0)
 
     def _answers(self, calls: Sequence[Any]) -> list[Any]:
         errors = self._ray.exceptions

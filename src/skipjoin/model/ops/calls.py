@@ -33,10 +33,10 @@ class AttentionCall(ctypes.Structure):
 
 def cache_arguments(batch: PackedBatch, kv: PagedKV) -> tuple[int | None, ...]:
     """Return the fields of `AttentionCall` from `block_stride` to `is_int8`, which all layers share."""
-    reversed_ = None if batch.plain else batch.reversed.data_ptr()
+    down = None if batch.plain else batch.reversed.data_ptr()
     return (
         *kv.layer(0)[0].stride()[:3], batch.slots.data_ptr(), batch.query_start.data_ptr(),
-        batch.context_lens.data_ptr(), batch.block_tables.data_ptr(), reversed_, *batch.block_tables.shape, kv.block_size,
+        batch.context_lens.data_ptr(), batch.block_tables.data_ptr(), down, *batch.block_tables.shape, kv.block_size,
         kv.is_quantized,
     )  # fmt: skip
 

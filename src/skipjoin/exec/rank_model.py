@@ -1,0 +1,117 @@
+"""Load a rank's share of a model: the only rank of this process, or one of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from skipjoin.config.profile import Transfer
+from skipjoin.core.step import Direction
+from skipjoin.exec.base import LargestStep, RankError
+from skipjoin.exec.graphs import DecodeGraphs, graph_bytes, record_graphs, replays
+from skipjoin.exec.kv_store import KVStore
+from skipjoin.exec.memory import measure_peak
+from skipjoin.exec.rank_spec import make_store, measure_transfers, memory_budget_of, rank_spec_of, touch
+from skipjoin.exec.warm_up import warm_up
+from skipjoin.model.load_spec import LoadSpec
+from skipjoin.model.loader import load_model
+from skipjoin.model.ops.build import will_compile
+from skipjoin.model.parallel import Group
+
+LOADING = "loading weights"
+_COMPILING = "compiling CPU operations, once per machine (up to a minute)"
+# Called with the current activity and its completed fraction, in [0, 1].
+OnProgress = Callable[[str, float], None]
+
+
+class RankModel(NamedTuple):
+    """Model and settings that every rank loads."""
+
+    folder: str
+    load: LoadSpec
+    largest: LargestStep
+    block_size: int
+    threads: int | None = None
+    swap_dtype: str = "auto"
+    link_bytes_per_s: float | None = None
+    gpu_share: float = 0.9
+    graph_sizes: tuple[int, ...] = ()
+
+
+class LoadedRank:
+    """A rank's weights and, after `make_pools`, its KV pools and CUDA graphs.
+
+    Args:
+        threads: CPU threads of the model.
+        group: Ranks of the model; None for a rank alone.
+        ranks_here: Number of ranks that share this machine's RAM.
+    """
+
+    def __init__(
+        self,
+        of: RankModel,
+        threads: int,
+        on_progress: OnProgress,
+        *,
+        group: Group | None = None,
+        ranks_here: int = 1,
+    ) -> None:
+        self._of, self.threads, self._on_progress = of, threads, on_progress
+        torch.set_num_threads(threads)
+        compiles = of.load.device != "cuda" and will_compile()
+        if compiles:
+            on_progress(_COMPILING, 0.0)
+        self.model = load_model(
+            of.folder, of.load, progress=lambda done, total: on_progress(LOADING, done / total), group=group
+        )
+        if compiles:
+            on_progress(_COMPILING, 1.0)
+        model = self.model
+        if model.device.type == "cuda":
+            on_progress("tuning kernels", 0.0)
+        model.attention.tune(model.config, model.dtype, model.device, of.block_size, model.shard)
+        peak = measure_peak(model, of.largest, of.block_size)
+        self.spec = rank_spec_of(model, of.block_size, threads, of.swap_dtype)
+        self._graph_sizes = of.graph_sizes if replays(model) else ()
+        graphs_take = graph_bytes(model, self._graph_sizes, peak.decodes)
+        self.budget = memory_budget_of(model, of.gpu_share, ranks_here, peak=peak.all, graph_bytes=graphs_take)
+        self.graphs: DecodeGraphs | None = None
+        self._store: KVStore | None = None
+
+    @property
+    def store(self) -> KVStore:
+        assert self._store is not None
+        return self._store
+
+    def make_pools(self, device_blocks: int, cpu_blocks: int) -> bool:
+        """Allocate the KV pools and capture CUDA graphs; return False if no rank may use graphs.
+
+        On a CPU the system may overcommit, and kill the process when the memory is used.
+        """
+        of, model = self._of, self.model
+        try:
+            self._store = make_store(
+                model, device_blocks, cpu_blocks, of.block_size, of.swap_dtype, link_bytes_per_s=of.link_bytes_per_s
+            )
+        except (RuntimeError, OSError) as error:  # from torch and from mmap
+            here, there = device_blocks * self.spec.block_bytes, cpu_blocks * self.spec.cpu_block_bytes
+            pools = f"{here / (1 << 30):.4g} GiB and, in CPU memory, {there / (1 << 30):.4g} GiB"
+            why = str(error).partition("\n")[0]
+            raise RankError(f"{model.shard.name} cannot allocate {pools} of KV: {why}") from None
+        warm_up(model, self._store.device, of.largest, partial(self._on_progress, "compiling kernels"))
+        if self._graph_sizes:
+            on_record = partial(self._on_progress, "recording decode steps")
+            self.graphs = record_graphs(model, self._store.device, self._graph_sizes, of.largest.positions, on_record)
+        return self.graphs is not None or not self._graph_sizes
+
+    def forget_graphs(self) -> None:
+        self.graphs = None
+
+    def touch(self, blocks: int) -> None:
+        touch(self.store.device, blocks)
+
+    def transfers(self, seconds: float) -> dict[Direction, Transfer]:
+        return measure_transfers(self.model, self._of.block_size, seconds, self._of.swap_dtype)

@@ -150,7 +150,7 @@ from skipjoin.server.metrics import Metrics
 metrics = Metrics()
 service = Service(ServerConfig(batch_dir="batches"), EngineClient(metrics), metrics)
 batches = lifecycle._batches(service, 8)
-client = TestClient(build_app(service, batches.add_routes, batches.body_limits), base_url="http://127.0.0.1")
+client = TestClient(build_app(service, batches), base_url="http://127.0.0.1")
 print(client.get("/live").status_code)
 for method, path in (("GET", "/v1/batches"), ("POST", "/v1/files"), ("GET", "/v1/files/f/content")):
     answer = client.request(method, path)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skipjoin.server.api.page_paths import FILES
+from skipjoin.routes import PAGES
 
 # API keys. All cases and stories use those of CLIENTS; requests with the key WRONG must be rejected.
 CLIENTS = ("fuzz-alpha", "fuzz-beta")
@@ -14,7 +14,7 @@ CANARY, OPERATOR, WRONG = "canary", "operator", "fuzz-wrong"
 KEYS = (*CLIENTS, CANARY, OPERATOR)
 # Prefixes of `x-request-id` in bytes that are not request headers: bodies and trailers.
 HIDDEN, TRAILER = "hidden-", "trailer-"
-OPEN_PATHS = ("/health", "/ready", "/live", *FILES)
+OPEN_PATHS = ("/health", "/ready", "/live", *PAGES)
 
 Headers = Sequence[tuple[str | bytes, str | bytes]]
 

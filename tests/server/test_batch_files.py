@@ -17,10 +17,10 @@ import openai
 import psutil
 import pytest
 from batch_worlds import Clock, LoopWatch, new_batch
-from fastapi import FastAPI
 
 from skipjoin.config import ServerConfig
-from skipjoin.server.api import errors
+from skipjoin.routes import FORM_BYTES, Part
+from skipjoin.server.api.app import add_routes, new_app
 from skipjoin.server.api.auth import AccessGuard
 from skipjoin.server.api.connections import ConnectionLimits
 from skipjoin.server.api.http import HttpServer
@@ -46,16 +46,15 @@ class Files:
         self.folder, self.store, self.blobs = folder, store, Blobs(folder)
         self.context = contexts.BatchContext(config)
         self.context.open(store, self.blobs)
-        app = FastAPI()
-        errors.install(app)
-        contexts.install(app)
-        files.add_routes(app, self.context)
+        app = new_app()
+        contexts.install(app, self.context)
+        add_routes(app, Part.BATCHES)
         self.guard = AccessGuard(
             app,
             api_keys=config.api_keys,
             max_header_bytes=config.max_header_bytes,
             max_body_bytes=config.max_body_bytes,
-            body_limits=files.body_limits(config.batch_max_file_bytes),
+            body_limits={("POST", "/v1/files"): config.batch_max_file_bytes + FORM_BYTES},
         )
         self.http, self.other = (self.client(key) for key in KEYS)
 

@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from textwrap import dedent
 from types import ModuleType
 from typing import Any
 
@@ -16,11 +15,12 @@ import pytest
 import tiny_model as tiny
 from server_worlds import Api, MakeApi
 
+from skipjoin import routes
 from skipjoin.core.request import FinishReason, RequestOptions
-from skipjoin.server.api import app, protocol, responses, shapes
 from skipjoin.server.api.chat import ChatEndpoint
 from skipjoin.server.api.completions import CompletionEndpoint
 from skipjoin.server.api.errors import ApiError
+from skipjoin.server.api.fields import Body
 from skipjoin.server.api.generation import Endpoint
 
 pytestmark = pytest.mark.anyio
@@ -46,7 +46,7 @@ def without_id(data: bytes) -> dict[str, Any]:
 @for_each
 async def test_job_response_matches_http_response(api: Api, kind: type[Endpoint[Any]], fields: Any) -> None:
     endpoint = kind(api.service)
-    expected = await api.http.post(endpoint.path, json=fields)
+    expected = await api.http.post(endpoint.route.path, json=fields)
     async with endpoint.run(await endpoint.prepare(body_of(kind, fields))) as run:
         assert without_id(await run.whole()) == without_id(expected.content)
 
@@ -138,31 +138,47 @@ async def test_rejected_job_holds_nothing(make_api: MakeApi, fields: Any, status
         assert api.is_clean()
 
 
-async def test_endpoint_of_the_guide_answers_and_streams(make_api: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Follow the steps of `docs/add-an-endpoint.md`."""
-    blocks = re.findall(r"^ +```python\n(.*?)^ +```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    body, response, endpoint = (compile(dedent(block), PAGE.name, "exec") for block in blocks)
-    for module, code, name in ((protocol, body, "GenerateRequest"), (responses, response, "Generated")):
-        names = dict(vars(module))
-        exec(code, names)
-        monkeypatch.setattr(module, name, names[name], raising=False)
-    module = ModuleType("skipjoin.server.api.generate")
+async def test_endpoint_of_the_guide_is_one_file(make_api: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add the file of `docs/add-an-endpoint.md`, and use its endpoint over HTTP."""
+    code = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)[0]
+    module = ModuleType("generate")
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(endpoint, vars(module))
-    monkeypatch.setattr(app, "ENDPOINTS", (*app.ENDPOINTS, module.GenerateEndpoint))
-    monkeypatch.setitem(shapes.LARGE_FIELDS, "text", shapes._prompts)
+    exec(compile(code, PAGE.name, "exec"), vars(module))
+    monkeypatch.setitem(routes.ROUTES, module.GENERATE.key, module.GENERATE)
 
     fields: dict[str, Any] = {"text": "Count", "n": 2, "max_tokens": 8, "seed": 3}
-    async with make_api() as api:
+    async with make_api(api_keys=("right",)) as api:
+        assert (await api.http.post("/generate", json=fields)).json()["problem"].startswith("this server needs")
+        api.http.headers["Authorization"] = "Bearer right"
         whole = (await api.http.post("/generate", json=fields)).json()
         assert (sorted(whole["texts"]), whole["usage"]["completion_tokens"]) == (["0", "1"], 16)
         streamed = await api.http.post("/generate", json=fields | {"stream": True})
+        events = re.findall(r"^event: (\w+)\ndata: (\{.*)$", streamed.text, re.MULTILINE)
+        assert [events[0][0], events[-1][0], {name for name, _ in events[1:-1]}] == ["begin", "end", {"text"}]
+        assert [json.loads(events[at][1])["usage"]["completion_tokens"] for at in (0, -1)] == [0, 16]
         texts = dict.fromkeys(whole["texts"], "")
-        for event in re.findall(r"^data: (\{.*)$", streamed.text, re.MULTILINE):
-            for choice, text in json.loads(event)["texts"].items():
+        for _, data in events:
+            for choice, text in json.loads(data)["texts"].items():
                 texts[choice] += text
         assert texts == whole["texts"]
+        assert "[DONE]" not in streamed.text
         refused = await api.http.post("/generate", json=fields | {"txet": "Count"})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "txet")
+        assert (refused.status_code, refused.json()["field"]) == (400, "txet")
+        long = await api.http.post("/generate", json=fields | {"text": "ab" * 100_000})  # its size is no error
+        assert long.json()["problem"].startswith("This model's maximum context length")
         assert "/generate" in (await api.http.get("/openapi.json")).json()["paths"]
+        api.engine.paused = True
+        asyncio.get_running_loop().call_later(0.05, api.engine.end_all, FinishReason.ERROR, "no memory")
+        failed = await api.http.post("/generate", json=fields | {"stream": True})
+        assert failed.text.endswith('event: error\ndata: {"problem":"no memory","field":null}\n\n')
         assert api.is_clean()
+
+
+def test_every_row_names_a_handler_and_bodies_that_exist() -> None:
+    for route in routes.ROUTES.values():
+        handler = routes.resolved(route.handler)
+        assert callable(handler)
+        if route.frames is not None:
+            assert handler.route is route
+        elif route.method == "POST" and route.body is not None:
+            assert issubclass(routes.resolved(route.body), Body)

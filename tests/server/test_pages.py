@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from server_worlds import MakeApi
 
-from skipjoin.server.api.page_paths import FILES
+from skipjoin.routes import PAGES
 
 
 @pytest.mark.anyio
 async def test_pages_need_no_key_and_allow_nothing_foreign(make_api: MakeApi) -> None:
     async with make_api(api_keys=("right",)) as api:
-        for path in FILES:
+        for path in PAGES:
             found = await api.http.get(path)
             assert found.status_code == 200, path
             policy = found.headers["content-security-policy"]

@@ -16,8 +16,7 @@ from server_worlds import BLOCKS, ServerProcess, simulated_server
 from typer.testing import CliRunner
 
 from skipjoin.cli import app
-from skipjoin.server.api.page_paths import FILES
-from skipjoin.server.relay.app import RELAYED
+from skipjoin.routes import PAGES, ROUTES
 from support.browser import chromium, open_page
 
 KEY = "operator"
@@ -53,7 +52,7 @@ def keyed(tokenizer_folder: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 def test_pages_and_data_of_several_servers_come_from_one_console(server: ServerProcess, keyed: ServerProcess) -> None:
     options = ("--server", keyed.url, "--server", server.url, "--server", "http://127.0.0.1:9", *KEYS)
     with console(*options) as url, httpx.Client(base_url=url, timeout=60) as client:
-        assert all(client.get(path).content == httpx.get(server.url + path).content for path in FILES)
+        assert all(client.get(path).content == httpx.get(server.url + path).content for path in PAGES)
         servers = client.get("/console/servers.json").json()
         assert [one["name"] for one in servers] == [keyed.url, server.url, "http://127.0.0.1:9"]
         assert httpx.get(f"{server.url}/console/servers.json").json() == [{"name": "", "path": ""}]
@@ -72,7 +71,7 @@ def test_pages_and_data_of_several_servers_come_from_one_console(server: ServerP
         # With a key inside, pages of other sites must not reach it.
         assert client.get(f"{first}/v1/models", headers={"Host": "evil.example"}).status_code == 403
         assert client.get(f"{first}/v1/models", headers={"Origin": "http://evil.example"}).status_code == 403
-    assert set(RELAYED) == {"GET", "POST"}
+    assert {route.method for route in ROUTES.values() if route.is_relayed} == {"GET", "POST"}
 
 
 def test_other_machines_must_send_their_own_key(keyed: ServerProcess) -> None:

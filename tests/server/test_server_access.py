@@ -12,8 +12,8 @@ import httpx
 import pytest
 from server_worlds import BLOCKS, JSON, MakeApi, ServerProcess, simulated_server
 
+from skipjoin.routes import Access, paths
 from skipjoin.server.api import debug
-from skipjoin.server.api.auth import OPEN_PATHS
 
 KEY = {"Authorization": "Bearer right"}
 
@@ -24,12 +24,12 @@ async def test_every_route_except_health_and_pages_needs_a_key(
 ) -> None:
     monkeypatch.setattr(debug, "TIMEOUT_S", 0.05)
     async with make_api(api_keys=("other", "right")) as api:
-        paths = {(route.path, method) for route in api.app.app.routes for method in route.methods}  # type: ignore[attr-defined]
-        assert {path for path, _ in paths} >= {"/v1/completions", "/metrics", "/load", "/tokenize", "/debug/requests"}
-        for path, method in paths:
+        found = {(route.path, method) for route in api.app.app.routes for method in route.methods}  # type: ignore[attr-defined]
+        assert {path for path, _ in found} >= {"/v1/completions", "/metrics", "/load", "/tokenize", "/debug/requests"}
+        for path, method in found:
             target = path.replace("{model:path}", "tiny")
             response = await api.http.request(method, target)
-            if path in OPEN_PATHS:
+            if path in paths(Access.OPEN, Access.PROBE):
                 assert response.status_code == 200
                 continue
             assert response.status_code == 401, path

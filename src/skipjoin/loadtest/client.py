@@ -21,6 +21,7 @@ from skipjoin.loadtest.http_answer import Answer, Failure, failure
 from skipjoin.loadtest.http_request import Bodies
 from skipjoin.loadtest.targets import Target
 from skipjoin.observe.requests import RequestFacts
+from skipjoin.routes import OPENAI_EVENTS
 from skipjoin.workload.request import WorkloadRequest
 from skipjoin.workload.streams import Closed, ClosedMode
 
@@ -156,7 +157,7 @@ class Client:
         self, exchange: Exchange, body: bytes, clock: Callable[[], float], on_sign: Callable[[], None] = lambda: None
     ) -> None:
         facts = exchange.facts
-        answer = Answer()
+        answer = Answer(self.target.route.frames or OPENAI_EVENTS)
         exchange.sent = clock()
         try:
             async with self._session.post(self.target.url, data=body) as response:

@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from skipjoin.routes import OPENAI_EVENTS, Frames
+
 # Maximum length of an error's text in reports, because some servers return HTML pages.
 _LONGEST_DETAIL = 200
 
@@ -55,10 +57,12 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class Answer:
-    """Parser of the server-sent events of a completion or chat."""
+    """Parser of the events of a completion or chat."""
 
     __slots__ = (
+        "_end",
         "_parts",
+        "_prefix",
         "_tail",
         "ended",
         "error",
@@ -69,7 +73,8 @@ class Answer:
         "prompt_tokens",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, frames: Frames = OPENAI_EVENTS) -> None:
+        self._prefix, self._end = frames.prefix.rstrip(), frames.end
         self._tail = b""
         self._parts: list[str] = []
         self.first_token: float | None = None
@@ -87,17 +92,19 @@ class Answer:
     def feed(self, data: bytes, now: float) -> None:
         *lines, self._tail = (self._tail + data).split(b"\n")
         for line in lines:
-            if line.startswith(b"data:"):
-                self._take(line[5:].strip(), now)
+            if line.startswith(self._prefix) and (data := line[len(self._prefix) :].strip()):
+                self._take(data, now)
 
     def close(self, now: float) -> None:
         self.feed(b"\n", now)
+        if not self._end:
+            self.ended = now
 
     def problem(self, wanted: int, *, may_stop: bool) -> Failure | None:
         if self.error is not None:
             return self.error
         if self.ended is None:
-            return Failure("truncated", "the stream ended without [DONE]")
+            return Failure("truncated", f"the stream ended without {self._end.decode()}")
         if self.output_tokens is None:
             return Failure("no_usage", "the stream reported no usage, which stream_options.include_usage requests")
         if self.output_tokens < wanted and not (may_stop and self.finish_reason == "stop"):
@@ -107,7 +114,7 @@ class Answer:
         return None
 
     def _take(self, payload: bytes, now: float) -> None:
-        if payload == b"[DONE]":
+        if self._end and payload == self._end:
             self.ended = now
             return
         try:

@@ -61,9 +61,9 @@ class Bodies:
         return _encode({name: value for name, value in body.items() if value is not None})
 
     def _prompt(self, job: WorkloadRequest) -> dict[str, Any]:
-        if self._target.endpoint == "chat":
+        if self._target.route.prompt == "messages":
             return self._text(" ".join(self._drawn(job, f"{self._count}", _WORDS)))
-        return {"prompt": self._drawn(job, self._ids[self._count % len(self._ids)], self._ids)}
+        return {self._target.route.prompt: self._drawn(job, self._ids[self._count % len(self._ids)], self._ids)}
 
     def _drawn(self, job: WorkloadRequest, own: _Token, choices: Sequence[_Token]) -> list[_Token]:
         shared: list[_Token] = []
@@ -77,6 +77,5 @@ class Bodies:
         return shared
 
     def _text(self, text: str) -> dict[str, Any]:
-        if self._target.endpoint == "chat":
-            return {"messages": [{"role": "user", "content": text}]}
-        return {"prompt": text}
+        field = self._target.route.prompt
+        return {field: [{"role": "user", "content": text}] if field == "messages" else text}

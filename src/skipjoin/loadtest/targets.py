@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 from skipjoin.config import base_url
 from skipjoin.options import ConfigError, Option, unknown
+from skipjoin.routes import Route, generating
 from skipjoin.workload.request import WorkloadRequest
-
-PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 _GROUP = "Target"
 
@@ -44,15 +43,19 @@ class Target:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "base_url", base_url("base_url", self.base_url))
-        if self.endpoint not in PATHS:
-            raise unknown("endpoint", self.endpoint, sorted(PATHS))
+        if self.endpoint not in (names := _routes()):
+            raise unknown("endpoint", self.endpoint, sorted(names))
         low, high = self.prompt_ids
         if not 0 <= low < high < 1 << 31:
             raise ConfigError(f"prompt_ids must be LOW-HIGH with 0 <= LOW < HIGH < {1 << 31}, got {low}-{high}")
 
     @property
     def url(self) -> str:
-        return self.base_url + PATHS[self.endpoint]
+        return self.base_url + self.route.path
+
+    @property
+    def route(self) -> Route:
+        return _routes()[self.endpoint]
 
     def max_tokens(self, job: WorkloadRequest) -> int | None:
         return job.output_tokens if job.prompt is None or self.extra.get("ignore_eos") else None
@@ -61,6 +64,11 @@ class Target:
     def may_stop(self) -> bool:
         """True if responses may be shorter than requested, because `extra` disables `ignore_eos`."""
         return not self.extra.get("ignore_eos", True)
+
+
+def _routes() -> dict[str, Route]:
+    """Return the endpoints that load tests know, by name."""
+    return {route.load_name: route for route in generating() if route.load_name}
 
 
 def parse_prompt_ids(text: str) -> tuple[int, int]:

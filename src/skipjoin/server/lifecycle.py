@@ -194,7 +194,7 @@ class Server:
             settings.engine, max_live_requests=live_requests, learned_dir=state_folder(settings.forecasts)
         )
         self._streams = ConsoleStreams(self._service, has_batches=self._batches.is_enabled)
-        app = build_app(self._service, self._batches.add_routes, self._batches.body_limits, self._streams)
+        app = build_app(self._service, self._batches, self._streams)
         apps = [app] if config.metrics_port is None else [app, build_metrics_app(self._service)]
         limits = connection_limits(config)
         proxies = config.forwarded_allow_ips

@@ -6,6 +6,7 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from skipjoin.routes import generating
 from skipjoin.vllm.requests import MAX_PROGRAM, OBJECTIVES, TIERS, is_program, positive
 
 Message = MutableMapping[str, Any]
@@ -20,7 +21,8 @@ _NAMES = {f"x-slo-{name}-ms": f"slo_{name}_ms" for name in OBJECTIVES} | {
     TIER_HEADER: "service_tier",
     PROGRAM_HEADER: "program_id",
 }
-_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
+# vLLM has an endpoint more.
+_PATHS = frozenset(route.path for route in generating()) | {"/v1/messages"}
 
 
 class RequestHeaders:

@@ -2,61 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from skipjoin.server.api import debug, errors, pages, status, tokens
+from skipjoin.routes import METRICS, ROUTES, Part, Route, resolved
+from skipjoin.server.api import errors
 from skipjoin.server.api.auth import AccessGuard
 from skipjoin.server.api.browsers import SiteRules
-from skipjoin.server.api.chat import ChatEndpoint
-from skipjoin.server.api.completions import CompletionEndpoint
 from skipjoin.server.api.console_streams import ConsoleStreams
 from skipjoin.server.api.generation import Endpoint
+from skipjoin.server.api.pages import read_pages
 from skipjoin.server.api.replies import answer
 from skipjoin.server.api.service import Service
 from skipjoin.version import VERSION
 
-# Adds routes and returns the types of their bodies by path.
-AddRoutes = Callable[[FastAPI], Mapping[str, type[BaseModel]]]
-ENDPOINTS: tuple[type[Endpoint[Any]], ...] = (ChatEndpoint, CompletionEndpoint)
+
+class BatchRoutes(Protocol):
+    """The part of the server with files and batches."""
+
+    is_enabled: bool
+
+    def add_routes(self, app: FastAPI) -> None: ...
 
 
 def build_app(
-    service: Service,
-    add_more: AddRoutes | None = None,
-    body_limits: Mapping[tuple[str, str], int] | None = None,
-    streams: ConsoleStreams | None = None,
+    service: Service, batches: BatchRoutes | None = None, streams: ConsoleStreams | None = None
 ) -> AccessGuard:
     """Return the application of a service. Its `.app` is the FastAPI object behind the guard.
 
     Args:
-        body_limits: Maximum body sizes of routes with larger bodies, by method and path.
         streams: Streams for consoles, which the caller closes when the server stops.
     """
     config = service.config
     app = new_app()
-    status.add_routes(app, service)
-    for kind in ENDPOINTS:
-        _add_endpoint(app, kind(service))
-    tokens.add_routes(app, service)
+    app.state.service = service
+    add_routes(app, Part.API)
     if config.console:
-        debug.add_routes(app, service, streams or ConsoleStreams(service))
-        pages.add_routes(app)
-    bodies = {kind.path: kind.body_type for kind in ENDPOINTS} | tokens.BODIES
-    if add_more is not None:
-        bodies |= add_more(app)
-    app.openapi = lambda: _openapi(app, bodies)  # type: ignore[method-assign]
+        app.state.streams = streams or ConsoleStreams(service)
+        app.state.pages = read_pages()
+        add_routes(app, Part.CONSOLE)
+    if batches is not None:
+        batches.add_routes(app)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    has_batches = batches is not None and batches.is_enabled
     return AccessGuard(
         app,
         api_keys=config.api_keys,
         max_header_bytes=config.max_header_bytes,
         max_body_bytes=config.max_body_bytes,
-        body_limits=body_limits,
+        body_limits={
+            route.key: route.body_limit(config)
+            for route in ROUTES.values()
+            if route.body_limit is not None and (has_batches or route.part is not Part.BATCHES)
+        },
         rules=SiteRules.of(config),
         cors_origins=config.cors_origins,
         metrics_keys=config.metrics_keys,
@@ -66,7 +69,8 @@ def build_app(
 
 def build_metrics_app(service: Service) -> AccessGuard:
     app, config = new_app(openapi_url=None), service.config
-    status.add_metrics(app, service)
+    app.state.service = service
+    add_route(app, METRICS)
     return AccessGuard(
         app,
         api_keys=config.metrics_keys,
@@ -87,21 +91,41 @@ def new_app(**settings: Any) -> FastAPI:
         redirect_slashes=False,
         **settings,
     )
+    app.state.bodies = {}  # request models by path
     errors.install(app)
     return app
 
 
-def _add_endpoint(app: FastAPI, endpoint: Endpoint[Any]) -> None:
-    name = endpoint.path.removeprefix("/v1").strip("/").replace("/", "_")
+def add_routes(app: FastAPI, part: Part) -> None:
+    for route in ROUTES.values():
+        if route.part is part:
+            add_route(app, route)
 
+
+def add_route(app: FastAPI, route: Route) -> None:
+    """Add a row of the table. Its handler finds what it needs in `app.state`."""
+    named, body = resolved(route.handler), resolved(route.body)
+    handler = named
+    if isinstance(named, type) and issubclass(named, Endpoint):
+        handler, body = _generation(named(app.state.service)), named.body_type
+    app.add_api_route(
+        route.path, handler, methods=[route.method], description=named.__doc__, include_in_schema=route.is_listed
+    )
+    if body is not None:
+        app.state.bodies[route.path] = body
+
+
+def _generation(endpoint: Endpoint[Any]) -> Callable[[Request], Awaitable[Response]]:
     async def generate(request: Request) -> Response:
         return await answer(request, endpoint)
 
-    app.add_api_route(endpoint.path, generate, methods=["POST"], name=name, description=endpoint.__doc__)
+    generate.__name__ = type(endpoint).__name__.removesuffix("Endpoint").lower()
+    return generate
 
 
-def _openapi(app: FastAPI, bodies: Mapping[str, type[BaseModel]]) -> dict[str, Any]:
+def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
+        bodies: dict[str, type[BaseModel]] = app.state.bodies
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         pairs = [(model, "validation") for model in bodies.values()]
         names, definitions = models_json_schema(pairs, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]

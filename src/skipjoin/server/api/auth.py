@@ -7,16 +7,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skipjoin.config.key_files import owner_of_key
+from skipjoin.routes import Access, paths
 from skipjoin.server.api.browsers import ANY_SITE, SiteRules, with_cors
 from skipjoin.server.api.errors import ApiError, unauthorized
-from skipjoin.server.api.page_paths import FILES, SERVERS_PATH
 
-# All other paths need a key, including paths that do not exist.
-PROBE_PATHS = frozenset(["/health", "/ready", "/live"])
-OPEN_PATHS = PROBE_PATHS.union(FILES, [SERVERS_PATH])
 # Owner of requests to a server without keys.
 ANONYMOUS = "anonymous"
-METRICS_PATH = "/metrics"
 _MAX_ID = 128
 _NOT_ID = re.compile(r"[^A-Za-z0-9._:@/+=-]")
 
@@ -31,7 +27,7 @@ class AccessGuard:
         api_keys: If empty, no key is needed.
         max_header_bytes: Maximum size of the target and all headers.
         body_limits: Maximum sizes of bodies for other routes, by method and path.
-        metrics_keys: Further keys for /metrics.
+        metrics_keys: Further keys for paths of metrics.
     """
 
     def __init__(
@@ -48,6 +44,9 @@ class AccessGuard:
         on_status: Callable[[int], None] = lambda status: None,
     ) -> None:
         self.app = app
+        # All other paths need a key, including paths that do not exist.
+        self._open_paths = paths(Access.OPEN, Access.PROBE)
+        self._metrics_paths = paths(Access.METRICS)
         self._rules = rules
         self._answer = with_cors(self._guarded, cors_origins)
         self._limits = dict(body_limits or {})
@@ -82,7 +81,7 @@ class AccessGuard:
         except ApiError as error:
             # The rest of the request is not read, so the connection cannot be reused.
             error.headers["Connection"] = "close"
-            await error.response()(scope, receive, send_with_id)
+            await error.response(scope)(scope, receive, send_with_id)
             return
         await self.app(scope, _bounded(receive, limit), send_with_id)
 
@@ -91,8 +90,8 @@ class AccessGuard:
         target = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
         if target + sum(len(name) + len(value) for name, value in headers) > self._max_header:
             raise ApiError(431, f"the request's target and headers must have at most {self._max_header} bytes")
-        owner = _owner(headers, self._metrics_owners if scope["path"] == METRICS_PATH else self._owners)
-        if not _is_open(scope):
+        owner = _owner(headers, self._metrics_owners if scope["path"] in self._metrics_paths else self._owners)
+        if not self._is_open(scope):
             self._rules.check(headers)
             if owner is None:
                 raise unauthorized()
@@ -102,6 +101,11 @@ class AccessGuard:
             if name == b"content-length" and (not value.isdigit() or int(value) > limit):
                 raise _too_large(limit)
         return owner or ANONYMOUS
+
+    def _is_open(self, scope: Scope) -> bool:
+        """Return whether the path needs no key. Sent and routed path must both match exactly."""
+        path, raw = scope["path"], scope.get("raw_path")
+        return path in self._open_paths and not scope.get("root_path") and (raw is None or raw == path.encode())
 
 
 def _owner(headers: Iterable[tuple[bytes, bytes]], owners: Collection[str]) -> str | None:
@@ -134,13 +138,6 @@ def _bounded(receive: Receive, limit: int) -> Receive:
 
 def _too_large(limit: int, headers: Mapping[str, str] | None = None) -> ApiError:
     return ApiError(413, f"the body must have at most {limit} bytes", headers=headers)
-
-
-def _is_open(scope: Scope) -> bool:
-    """Return whether the path needs no key. Sent and routed path must both match exactly."""
-    path = scope["path"]
-    raw = scope.get("raw_path")
-    return path in OPEN_PATHS and not scope.get("root_path") and (raw is None or raw == path.encode())
 
 
 def _request_id(scope: Scope) -> str:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import Mapping
 from dataclasses import replace
-
-from msgspec import UNSET
+from typing import Any
 
 from skipjoin.core.request import RequestOptions
 from skipjoin.engine.text import Choice, TextRules
 from skipjoin.formats.message import MessageReader
 from skipjoin.formats.table import unknown_calls
 from skipjoin.model.tokenizer import Tokenizer
+from skipjoin.routes import CHAT, OPENAI_EVENTS
 from skipjoin.sampling import TokenLogprob
 from skipjoin.server.api.chat_constraint import chat_constraint
 from skipjoin.server.api.chat_message import Reading, delta_of, message_of
 from skipjoin.server.api.chat_prompt import estimate_chat, render_chat
 from skipjoin.server.api.errors import bad_request
 from skipjoin.server.api.generation import Endpoint, Prompt
+from skipjoin.server.api.openai_format import OpenAiFormat
 from skipjoin.server.api.options import served_tier
 from skipjoin.server.api.protocol import ChatRequest
 from skipjoin.server.api.responses import (
@@ -41,8 +40,7 @@ from skipjoin.server.api.service import Service
 class ChatEndpoint(Endpoint[ChatRequest]):
     """Generate the assistant's next message."""
 
-    path = "/v1/chat/completions"
-    prompt_field = "messages"
+    route = CHAT
     body_type = ChatRequest
 
     def estimates(self, body: ChatRequest) -> list[int]:
@@ -92,26 +90,19 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         return Reading(output_format, reads_calls, schemas)
 
 
-class ChatFormat:
+class ChatFormat(OpenAiFormat):
     def __init__(self, service: Service, body: ChatRequest, options: RequestOptions) -> None:
-        self.id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
-        self._model = service.name
-        self._tier = served_tier(options)
-        self._tokenizer = service.tokenizer
+        super().__init__(service, body, "chatcmpl", served_tier(options))
         self._top = (body.top_logprobs or 0) if body.logprobs else None
-        self._no_usage = None if body.usage_at_end else UNSET
         self._shows_reasoning = body.include_reasoning is not False
-        self._begun: set[Choice] = set()  # choices whose role was sent
 
-    def events(self, choice: Choice, text: str, usage: Usage | None) -> list[bytes]:
-        events = []
-        shown_usage = self._no_usage if usage is None else usage
-        if choice not in self._begun:
-            self._begun.add(choice)
+    def item(self, choice: Choice, text: str, usage: Usage | None) -> bytes:
+        found, shown_usage = b"", self.no_usage if usage is None else usage
+        if choice not in self.begun:
+            self.begun.add(choice)
             role = Delta(content="", role="assistant")
             first = ChunkChoice(index=choice.index, delta=role, logprobs=None, finish_reason=None)
-            events.append(self._chunk([first], shown_usage))
+            found = self.event([first], shown_usage)
         delta = delta_of(choice.take_parts(text), self._shows_reasoning)
         if delta is not None or choice.scored or choice.finish_reason is not None:
             chunk = ChunkChoice(
@@ -120,11 +111,11 @@ class ChatFormat:
                 logprobs=self._logprobs(choice),
                 finish_reason=self._finish_reason(choice),
             )
-            events.append(self._chunk([chunk], shown_usage))
-        return events
+            found += self.event([chunk], shown_usage)
+        return found
 
-    def usage_event(self, usage: Usage) -> bytes:
-        return self._chunk([], usage)
+    def event(self, choices: list[ChunkChoice], usage: Any) -> bytes:
+        return OPENAI_EVENTS.frame(encode(ChatChunk(**self.head, choices=choices, usage=usage)))
 
     def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes:
         found = [
@@ -136,37 +127,16 @@ class ChatFormat:
             )
             for choice, text in texts.items()
         ]
-        return encode(
-            ChatCompletion(
-                id=self.id,
-                created=self._created,
-                model=self._model,
-                choices=found,
-                usage=usage,
-                service_tier=self._tier,
-            )
-        )
+        return encode(ChatCompletion(**self.head, choices=found, usage=usage))
 
     def _finish_reason(self, choice: Choice) -> str | None:
         """Return the finish reason: "tool_calls" for a message with calls that was not cut off."""
         return "tool_calls" if choice.has_calls and choice.finish_reason == "stop" else choice.finish_reason
 
-    def _chunk(self, choices: list[ChunkChoice], usage: object) -> bytes:
-        return encode(
-            ChatChunk(
-                id=self.id,
-                created=self._created,
-                model=self._model,
-                choices=choices,
-                service_tier=self._tier,
-                usage=usage,  # type: ignore[arg-type]
-            )
-        )
-
     def _logprobs(self, choice: Choice) -> ChatLogprobs | None:
         if self._top is None:
             return None
-        return ChatLogprobs([chat_logprob(self._tokenizer, scored, self._top) for scored in choice.take_scored()])
+        return ChatLogprobs([chat_logprob(self.tokenizer, scored, self._top) for scored in choice.take_scored()])
 
 
 def chat_logprob(tokenizer: Tokenizer, scored: TokenLogprob, top: int) -> ChatTokenLogprob:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import time
-import uuid
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from msgspec import UNSET
 
 from skipjoin.core.request import RequestOptions
 from skipjoin.engine.text import Choice, TextRules
 from skipjoin.model.tokenizer import Tokenizer
+from skipjoin.routes import COMPLETIONS, OPENAI_EVENTS
 from skipjoin.sampling import TokenLogprob
 from skipjoin.server.api.errors import bad_request
 from skipjoin.server.api.generation import Endpoint, Prompt
 from skipjoin.server.api.limits import estimate_tokens
+from skipjoin.server.api.openai_format import OpenAiFormat
 from skipjoin.server.api.options import served_tier
 from skipjoin.server.api.protocol import CompletionRequest
 from skipjoin.server.api.responses import (
@@ -37,7 +38,7 @@ DEFAULT_MAX_TOKENS = 16
 class CompletionEndpoint(Endpoint[CompletionRequest]):
     """Generate the text after a prompt."""
 
-    path = "/v1/completions"
+    route = COMPLETIONS
     body_type = CompletionRequest
 
     def estimates(self, body: CompletionRequest) -> list[int]:
@@ -94,45 +95,29 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
         return CompletionFormat(self.service, body, options)
 
 
-class CompletionFormat:
+class CompletionFormat(OpenAiFormat):
     def __init__(self, service: Service, body: CompletionRequest, options: RequestOptions) -> None:
-        self.id = f"cmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
-        self._model = service.name
         # OpenAI's completions have no such field, so only clients that ask for a tier get it.
-        self._tier = UNSET if body.service_tier is None else served_tier(options)
-        self._tokenizer = service.tokenizer
+        tier = UNSET if body.service_tier is None else served_tier(options)
+        super().__init__(service, body, "cmpl", tier)
         self._scores = body.logprobs is not None
-        self._no_usage = None if body.usage_at_end else UNSET
-        self._begun: set[Choice] = set()  # choices with at least one event, which the first token triggers
 
-    def events(self, choice: Choice, text: str, usage: Usage | None) -> list[bytes]:
-        if not text and choice in self._begun and choice.finish_reason is None and not choice.scored:
-            return []
-        self._begun.add(choice)
-        return [self._completion([self._choice(choice, text)], self._no_usage if usage is None else usage)]
+    def item(self, choice: Choice, text: str, usage: Usage | None) -> bytes:
+        # The first token has an event even if it has no text.
+        if not text and choice in self.begun and choice.finish_reason is None and not choice.scored:
+            return b""
+        self.begun.add(choice)
+        return self.event([self._choice(choice, text)], self.no_usage if usage is None else usage)
 
-    def usage_event(self, usage: Usage) -> bytes:
-        return self._completion([], usage)
+    def event(self, choices: list[CompletionChoice], usage: Any) -> bytes:
+        return OPENAI_EVENTS.frame(encode(Completion(**self.head, choices=choices, usage=usage)))
 
     def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes:
         found = [self._choice(choice, text) for choice, text in texts.items()]
-        return self._completion(found, usage)
-
-    def _completion(self, choices: list[CompletionChoice], usage: object) -> bytes:
-        return encode(
-            Completion(
-                id=self.id,
-                created=self._created,
-                model=self._model,
-                choices=choices,
-                usage=usage,  # type: ignore[arg-type]
-                service_tier=self._tier,
-            )
-        )
+        return encode(Completion(**self.head, choices=found, usage=usage))
 
     def _choice(self, choice: Choice, text: str) -> CompletionChoice:
-        logprobs = completion_logprobs(self._tokenizer, choice) if self._scores else None
+        logprobs = completion_logprobs(self.tokenizer, choice) if self._scores else None
         return CompletionChoice(index=choice.index, text=text, logprobs=logprobs, finish_reason=choice.finish_reason)
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
 from skipjoin.server.api import arrivals
@@ -17,9 +17,8 @@ from skipjoin.server.api.errors import ApiError, bad_request
 from skipjoin.server.api.explain import Explainer, find_lives, recent_lives
 from skipjoin.server.api.recorded_load import recorded_load
 from skipjoin.server.api.replays import ReplayBody, question_of
-from skipjoin.server.api.replies import json_response
+from skipjoin.server.api.replies import json_response, service_of
 from skipjoin.server.api.request_index import KEEP_S
-from skipjoin.server.api.service import Service
 from skipjoin.server.api.viewers import Viewer, viewer_of
 
 # An engine answers between two steps, which do not take longer unless it hangs.
@@ -29,82 +28,89 @@ MAX_LIVES = 1000
 _NO_BUFFERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
-def add_routes(app: FastAPI, service: Service, streams: ConsoleStreams) -> None:
-    """Add the routes. Keys without operator rights see only their own requests."""
+async def show_requests(request: Request) -> Response:
+    """Return the `engines.messages.RequestState` of each unfinished request, its response and its replica."""
+    service = service_of(request)
+    owner = _viewer(request).owner
+    found = await service.client.describe(TIMEOUT_S)
+    rows = [
+        {"id": one.label, "choice": one.choice, "replica": one.replica, **msgspec.structs.asdict(one.state)}
+        for one in found.requests
+        if owner in (None, one.owner)
+    ]
+    return json_response({"requests": rows, "silent_replicas": found.silent})
 
-    def viewer(request: Request) -> Viewer:
-        _ = service.info  # 503 while the server starts
-        return viewer_of(service.config, request.state.owner)
 
-    @app.get("/debug/requests")
-    async def show_requests(request: Request) -> Response:
-        """Return the `engines.messages.RequestState` of each unfinished request, its response and its replica."""
-        owner = viewer(request).owner
-        found = await service.client.describe(TIMEOUT_S)
-        rows = [
-            {"id": one.label, "choice": one.choice, "replica": one.replica, **msgspec.structs.asdict(one.state)}
-            for one in found.requests
-            if owner in (None, one.owner)
-        ]
-        return json_response({"requests": rows, "silent_replicas": found.silent})
+async def stream_events(request: Request) -> Response:
+    """Stream snapshots of the server as server-sent events."""
+    events = _streams(request).feed.events(_viewer(request))
+    return await _streamed(events)
 
-    @app.get("/debug/events")
-    async def stream_events(request: Request) -> Response:
-        """Stream snapshots of the server as server-sent events."""
-        events = streams.feed.events(viewer(request))
-        return await _streamed(events)
 
-    @app.get("/debug/lives")
-    async def show_lives(request: Request) -> Response:
-        """Return the intervals of requests that lived in the last `since_s` seconds, live ones first."""
-        owner = viewer(request).owner
-        since_s, most = _number(request, "since_s", 60, KEEP_S), _number(request, "most", 100, MAX_LIVES)
-        lives = await recent_lives(service, owner, since_s, int(most), TIMEOUT_S)
-        return json_response({"lives": lives})
+async def show_lives(request: Request) -> Response:
+    """Return the intervals of requests that lived in the last `since_s` seconds, live ones first."""
+    owner = _viewer(request).owner
+    since_s, most = _number(request, "since_s", 60, KEEP_S), _number(request, "most", 100, MAX_LIVES)
+    lives = await recent_lives(service_of(request), owner, since_s, int(most), TIMEOUT_S)
+    return json_response({"lives": lives})
 
-    @app.get("/debug/arrivals")
-    async def show_arrivals(request: Request) -> Response:
-        """Return the lengths and times of requests that ended in the last hour, and the machine that served them."""
-        owner = viewer(request).owner
-        since_s = _number(request, "since_s", arrivals.KEEP_S, arrivals.KEEP_S)
-        return json_response(await recorded_load(service, owner, since_s))
 
-    @app.post("/debug/replay")
-    async def replay(request: Request) -> Response:
-        """Simulate the load of the last hour under other recipes and limits, with progress as server-sent events."""
-        if viewer(request).owner is not None:
-            raise ApiError(403, "only a key with operator=yes may start simulations", code="operator_only")
-        body = await service.parse(await json_body(request), ReplayBody)
-        load = await recorded_load(service, None, body.since_s)
-        return await _streamed(streams.replays.events(await service.in_thread(question_of, load, body)))
+async def show_arrivals(request: Request) -> Response:
+    """Return the lengths and times of requests that ended in the last hour, and the machine that served them."""
+    owner = _viewer(request).owner
+    since_s = _number(request, "since_s", arrivals.KEEP_S, arrivals.KEEP_S)
+    return json_response(await recorded_load(service_of(request), owner, since_s))
 
-    @app.get("/debug/requests/{name:path}")
-    async def explain_request(name: str, request: Request) -> Response:
-        """Return the life of a request, by the id of its response or its `x-request-id`, up to ten minutes after it."""
-        owner = viewer(request).owner
-        found = service.index.find(name, owner)
-        if found is None:
-            raise ApiError(
-                404,
-                f"no request {name[:200]!r} is live or finished in the last ten minutes: ids are those of responses or "
-                "of the header x-request-id, and refused requests have no life",
-                code="request_not_found",
-            )
-        lives = await find_lives(service.client, found, TIMEOUT_S)
-        explainer = Explainer(service, owner)
-        choices = [
-            explainer.choice(life, found.choices[number], reply, replica)
-            for number, (life, reply, replica) in sorted(lives.items())
-        ]
-        return json_response(
-            {
-                "id": found.response_id,
-                "request_id": found.request_id,
-                "choices": choices,
-                "lost_choices": len(found.choices) - len(choices),
-                "reasons": explainer.words(),
-            }
+
+async def replay(request: Request) -> Response:
+    """Simulate the load of the last hour under other recipes and limits, with progress as server-sent events."""
+    if _viewer(request).owner is not None:
+        raise ApiError(403, "only a key with operator=yes may start simulations", code="operator_only")
+    service = service_of(request)
+    body = await service.parse(await json_body(request), ReplayBody)
+    load = await recorded_load(service, None, body.since_s)
+    return await _streamed(_streams(request).replays.events(await service.in_thread(question_of, load, body)))
+
+
+async def explain_request(request: Request, name: str) -> Response:
+    """Return the life of a request, by the id of its response or its `x-request-id`, up to ten minutes after it."""
+    owner = _viewer(request).owner
+    service = service_of(request)
+    found = service.index.find(name, owner)
+    if found is None:
+        raise ApiError(
+            404,
+            f"no request {name[:200]!r} is live or finished in the last ten minutes: ids are those of responses or "
+            "of the header x-request-id, and refused requests have no life",
+            code="request_not_found",
         )
+    lives = await find_lives(service.client, found, TIMEOUT_S)
+    explainer = Explainer(service, owner)
+    choices = [
+        explainer.choice(life, found.choices[number], reply, replica)
+        for number, (life, reply, replica) in sorted(lives.items())
+    ]
+    return json_response(
+        {
+            "id": found.response_id,
+            "request_id": found.request_id,
+            "choices": choices,
+            "lost_choices": len(found.choices) - len(choices),
+            "reasons": explainer.words(),
+        }
+    )
+
+
+def _viewer(request: Request) -> Viewer:
+    """Return what the request's key may see. Keys without operator rights see only their own requests."""
+    service = service_of(request)
+    _ = service.info  # 503 while the server starts
+    return viewer_of(service.config, request.state.owner)
+
+
+def _streams(request: Request) -> ConsoleStreams:
+    found: ConsoleStreams = request.app.state.streams
+    return found
 
 
 def _number(request: Request, name: str, default: float, high: float) -> float:

@@ -6,6 +6,7 @@ import difflib
 import logging
 import math
 from collections.abc import Mapping
+from functools import partial
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -13,7 +14,9 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
+from starlette.types import Scope
 
+from skipjoin.routes import ROUTES
 from skipjoin.sampling import ContextLengthError, ParameterError
 from skipjoin.server.api.notes import note_of
 from skipjoin.server.engines.errors import EngineError, EngineHungError, LostRequestError, NoReplicaError, RefusedError
@@ -61,8 +64,11 @@ class ApiError(Exception):
         # A message may quote text that is not valid Unicode.
         return msgspec.json.encode({"error": error}) if _is_clean(error) else _encode_replaced(error)
 
-    def response(self) -> Response:
-        return Response(self.body(), self.status, self.headers, "application/json")
+    def response(self, scope: Scope) -> Response:
+        """Return the response to a request, in the format of its endpoint."""
+        route = ROUTES.get((scope["method"], scope["path"]))
+        shaped = self.body if route is None or route.error_body is None else partial(route.error_body, self)
+        return Response(shaped(), self.status, self.headers, "application/json")
 
     def last_response(self) -> bytes:
         """Return the response as HTTP/1.1 that closes the connection."""
@@ -200,7 +206,7 @@ def install(app: FastAPI) -> None:
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
         note_of(request.scope).reason = error.code or ""
-        return error.response()
+        return error.response(request.scope)
 
     async def on_engine_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, EngineError)
@@ -212,14 +218,15 @@ def install(app: FastAPI) -> None:
         if error.status_code == 404:
             text[404] = _no_route(app, request)
         message = text.get(error.status_code, str(error.detail))
-        return ApiError(error.status_code, message, headers=error.headers).response()
+        return ApiError(error.status_code, message, headers=error.headers).response(request.scope)
 
     async def on_disconnect(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # never sent, but ASGI needs a response
 
     async def on_bug(request: Request, error: Exception) -> Response:
         # The text of an unexpected exception may contain secrets, so it is only logged.
-        return ApiError(500, "internal error; the server's log has the details", code="internal_error").response()
+        text = "internal error; the server's log has the details"
+        return ApiError(500, text, code="internal_error").response(request.scope)
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(EngineError, on_engine_error)

@@ -16,6 +16,7 @@ from typing import Any
 
 from skipjoin.observe.reasons import words_of
 from skipjoin.recipes import listed
+from skipjoin.routes import SERVER_SENT
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.explain import reasons_of
 from skipjoin.server.api.responses import encode
@@ -69,7 +70,7 @@ class Feed:
         self._check_room(viewer.key)
         self._listeners[viewer.key] += 1
         try:
-            yield event("hello", encode(self._hello(viewer)))
+            yield SERVER_SENT.frame(encode(self._hello(viewer)), "hello")
             while not self._is_closed:
                 try:
                     snapshot = await asyncio.shield(self._upcoming())
@@ -77,7 +78,7 @@ class Feed:
                     if self._is_closed:
                         return
                     raise
-                yield event("snapshot", snapshot.encoded(viewer.owner, has_totals=viewer.has_totals))
+                yield SERVER_SENT.frame(snapshot.encoded(viewer.owner, has_totals=viewer.has_totals), "snapshot")
         finally:
             self._listeners[viewer.key] -= 1
             self._listeners += Counter()  # drop keys without listeners
@@ -146,8 +147,3 @@ class Feed:
     def _question(self, number: int, engine: ConnectedEngine) -> DescribeRequests:
         after = self._finished_of.get(engine, 0)
         return DescribeRequests(number, rows=MAX_ROWS, finished_after=after, has_steps=True)
-
-
-def event(name: str, data: bytes) -> bytes:
-    """Return a server-sent event."""
-    return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"

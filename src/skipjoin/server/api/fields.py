@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -47,6 +47,8 @@ class Body(BaseModel):
     """JSON body with exact types, finite numbers and no undeclared fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    # Fields that may be large, by the name of the field in `shapes.LARGE_FIELDS` that has the same form.
+    large_fields: ClassVar[Mapping[str, str]] = {}
 
 
 def one_of(choose: Callable[[Any], str | None], expected: str) -> Discriminator:

@@ -22,6 +22,7 @@ from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, ServiceClass
 from skipjoin.engine.text import Choice, TextRules
 from skipjoin.formats.message import MessageReader
+from skipjoin.routes import Route
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.api.arrivals import Arrival
 from skipjoin.server.api.auth import ANONYMOUS
@@ -50,16 +51,29 @@ BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 
 class Format(Protocol):
-    """Formatter of the responses of an endpoint. Events and bodies are JSON."""
+    """Formatter of one response. Its events are framed (`routes.Frames`), and may be empty or several.
+
+    Attributes:
+        has_usage: Each event of a stream has the usage so far.
+    """
 
     id: str
+    has_usage: bool
 
-    def events(self, choice: Choice, text: str, usage: Usage | None) -> list[bytes]:
-        """Return the stream events for new `text` of a choice, if any."""
+    def begin(self, usage: Usage) -> bytes:
+        """Return the events before the first token, with the usage of the prompt."""
         ...
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """Return the event with only the usage."""
+    def item(self, choice: Choice, text: str, usage: Usage | None) -> bytes:
+        """Return the events for new `text` of a choice."""
+        ...
+
+    def end(self, usage: Usage) -> bytes:
+        """Return the events after the last token."""
+        ...
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the last event of a stream that fails."""
         ...
 
     def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes:
@@ -202,12 +216,13 @@ class JobRun:
             return await self._service.in_thread(form.whole, texts, self.usage())
         return form.whole(texts, self.usage())
 
-    async def events(self, choice: Choice, text: str, usage: Usage | None) -> list[bytes]:
-        """Return `Format.events`, from a thread if there are many log-probabilities."""
+    async def item(self, choice: Choice, text: str) -> bytes:
+        """Return `Format.item`, from a thread if there are many log-probabilities."""
         form = self.job.format
+        usage = self.usage() if form.has_usage else None
         if len(choice.scored) > _MANY_SCORED:
-            return await self._service.in_thread(form.events, choice, text, usage)
-        return form.events(choice, text, usage)
+            return await self._service.in_thread(form.item, choice, text, usage)
+        return form.item(choice, text, usage)
 
     @property
     def prompt_tokens(self) -> int:
@@ -275,8 +290,7 @@ class JobRun:
 class Endpoint(ABC, Generic[BodyT]):
     """Base class of generation endpoints, which convert bodies to prompts and format responses."""
 
-    path: ClassVar[str]
-    prompt_field: ClassVar[str] = "prompt"
+    route: ClassVar[Route]
     body_type: type[BodyT]
 
     def __init__(self, service: Service) -> None:
@@ -298,7 +312,7 @@ class Endpoint(ABC, Generic[BodyT]):
             ApiError: 400 for an invalid body, 404 for another model, 429 if the queue is full, 503 if the server
                 accepts no requests. No slots are held then.
         """
-        service, n = self.service, body.n or 1
+        service, n, param = self.service, body.n or 1, self.route.prompt
         arrived = time.monotonic() if arrived is None else arrived
         service.check_open()
         service.check_model(body.model)
@@ -307,12 +321,10 @@ class Endpoint(ABC, Generic[BodyT]):
         is_best_effort = queue is None and options.service is ServiceClass.BEST_EFFORT
         estimates = [tokens for tokens in self.estimates(body) for _ in range(n)]
         try:
-            slots = admission.reserve(
-                estimates, client=options.client, is_best_effort=is_best_effort, param=self.prompt_field
-            )
+            slots = admission.reserve(estimates, client=options.client, is_best_effort=is_best_effort, param=param)
         except ApiError as error:
-            if error.param == self.prompt_field and max(estimates) > service.info.max_model_len:
-                raise service.too_long(self.prompt_field, f"about {max(estimates)}") from error
+            if error.param == param and max(estimates) > service.info.max_model_len:
+                raise service.too_long(param, f"about {max(estimates)}") from error
             raise
         try:
             prompts = await self.tokenize(body, options.client or owner)

@@ -11,7 +11,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.protocols.utils import get_remote_addr
 
-from skipjoin.server.api.auth import PROBE_PATHS
+from skipjoin.routes import Access, paths
 from skipjoin.server.api.connection_client import ConnectionClient
 from skipjoin.server.api.connections import ConnectionLimits, Connections
 from skipjoin.server.api.errors import ApiError, unavailable
@@ -27,6 +27,7 @@ _SLICE_BYTES = 1 << 12
 _FRAMING_PER_BYTE = 16
 # Bytes dropped after an invalid request, as a multiple of `max_header_bytes`.
 _REFUSED_HEADS = 16
+_PROBES = paths(Access.PROBE)
 # Time for which the first bytes of a connection may be unread on a busy machine.
 _UNREAD_S = 1.0
 
@@ -350,7 +351,7 @@ class BoundedProtocol(TolerantProtocol):
         cycle.transport = self  # type: ignore[assignment]
         if self._is_spare:
             cycle.keep_alive = False
-            if cycle.scope["path"] not in PROBE_PATHS:
+            if cycle.scope["path"] not in _PROBES:
                 self.pool.refused("no_room")
                 app = _no_room
         super()._start_asgi_task(cycle, app)
@@ -419,4 +420,4 @@ class BoundedProtocol(TolerantProtocol):
 async def _no_room(scope: Scope, receive: Receive, send: Send) -> None:
     error = unavailable("this server has no room for another connection", "too_many_connections", retry_after_s=1)
     error.headers["Connection"] = "close"
-    await error.response()(scope, receive, send)
+    await error.response(scope)(scope, receive, send)

@@ -10,10 +10,18 @@ from collections.abc import Sequence
 from importlib.resources import files
 from typing import NamedTuple
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 
-from skipjoin.server.api.page_paths import FILES, SERVERS_PATH, NamedServer
+from skipjoin.routes import PAGES, SERVERS_PATH
 from skipjoin.server.api.responses import encode
+
+
+class NamedServer(NamedTuple):
+    """Server that the pages show, and the prefix of its paths."""
+
+    name: str
+    path: str
+
 
 # The server that sends the pages.
 THIS_SERVER = NamedServer("", "")
@@ -39,30 +47,28 @@ _TYPES = {
 }
 
 
-class _Page(NamedTuple):
+class Page(NamedTuple):
     body: bytes
     headers: dict[str, str]
 
 
-def add_routes(app: FastAPI, servers: Sequence[NamedServer] = (THIS_SERVER,)) -> None:
-    """Add a route for each file, and one for the servers that the pages show."""
-    pages = {path: _read(name) for path, name in FILES.items()}
-    pages[SERVERS_PATH] = _page(encode([one._asdict() for one in servers]), "application/json")
-
-    async def show(request: Request) -> Response:
-        page = pages[request.url.path]
-        if request.headers.get("if-none-match") == page.headers["etag"]:
-            return Response(status_code=304, headers=page.headers)
-        return Response(page.body, headers=page.headers)
-
-    for path in pages:
-        app.add_api_route(path, show, methods=["GET"], include_in_schema=False, name=path)
+def read_pages(servers: Sequence[NamedServer] = (THIS_SERVER,)) -> dict[str, Page]:
+    """Return each file by its path, and the servers that the pages show."""
+    pages = {path: _read(name) for path, name in PAGES.items()}
+    return pages | {SERVERS_PATH: _page(encode([one._asdict() for one in servers]), "application/json")}
 
 
-def _read(name: str) -> _Page:
+async def show(request: Request) -> Response:
+    page: Page = request.app.state.pages[request.url.path]
+    if request.headers.get("if-none-match") == page.headers["etag"]:
+        return Response(status_code=304, headers=page.headers)
+    return Response(page.body, headers=page.headers)
+
+
+def _read(name: str) -> Page:
     body = files("skipjoin").joinpath("console", *name.split("/")).read_bytes()
     return _page(body, _TYPES[name.rpartition(".")[2]])
 
 
-def _page(body: bytes, kind: str) -> _Page:
-    return _Page(body, {**_HEADERS, "content-type": kind, "etag": f'"{hashlib.sha256(body).hexdigest()[:16]}"'})
+def _page(body: bytes, kind: str) -> Page:
+    return Page(body, {**_HEADERS, "content-type": kind, "etag": f'"{hashlib.sha256(body).hexdigest()[:16]}"'})

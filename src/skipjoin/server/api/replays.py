@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 from pydantic import Field
 
+from skipjoin.routes import SERVER_SENT
 from skipjoin.server.api.errors import ApiError, bad_request
-from skipjoin.server.api.feed import event
 from skipjoin.server.api.fields import Body
 from skipjoin.server.api.responses import encode
 
@@ -64,7 +64,7 @@ class Replays:
                 if name == "failed" and is_first:
                     raise bad_request(data["message"], code="replay_refused")
                 is_first = False
-                yield event(name, encode(data))
+                yield SERVER_SENT.frame(encode(data), name)
         finally:
             self._kill()
             self._is_busy = False

@@ -17,6 +17,7 @@ from skipjoin.server.api.generation import BodyT, Endpoint, Job, JobRun
 from skipjoin.server.api.notes import note_of
 from skipjoin.server.api.options import request_options
 from skipjoin.server.api.responses import encode
+from skipjoin.server.api.service import Service
 from skipjoin.server.api.structured import may_compile
 from skipjoin.server.engines.errors import EngineError
 
@@ -43,7 +44,7 @@ async def answer(request: Request, endpoint: Endpoint[BodyT]) -> Response:
     # Only constraints wait for those of other requests.
     job = await (_while_connected(request.receive, preparing) if may_compile(body) else preparing)
     if body.stream:
-        return StreamReply(endpoint, job, usage_at_end=body.usage_at_end, usage_always=body.usage_always)
+        return StreamReply(endpoint, job)
     return WholeReply(endpoint, job)
 
 
@@ -91,6 +92,12 @@ class JsonReply(Response):
             self._on_end()
 
 
+def service_of(request: Request) -> Service:
+    """Return the service of the application that handles a request."""
+    found: Service = request.app.state.service
+    return found
+
+
 def json_response(content: Any) -> Response:
     return JsonReply(encode(content))
 
@@ -133,31 +140,30 @@ class WholeReply(Response):
 
 
 class StreamReply(Response):
-    """Response that streams tokens as server-sent events. An error becomes the last event."""
+    """Response that streams tokens as events. An error becomes the last one."""
 
-    def __init__(self, endpoint: Endpoint[BodyT], job: Job, *, usage_at_end: bool, usage_always: bool) -> None:
+    def __init__(self, endpoint: Endpoint[BodyT], job: Job) -> None:
         super().__init__()
         self._endpoint, self._job = endpoint, job
-        self._usage_at_end, self._usage_always = usage_at_end, usage_always
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             # An error before the stream starts has its own status.
             async with _watched(self._endpoint, self._job, scope, receive) as run:
-                await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
+                await send({"type": "http.response.start", "status": 200, "headers": _stream_headers(self._endpoint)})
                 try:
                     # In its own task, because each token would otherwise resume all enclosing calls of the framework.
                     last = await asyncio.create_task(self._send_all(run, send))
                 except ApiError as error:
-                    last = _last_event(scope, error)
+                    last = self._failed(scope, error)
                 except EngineError as error:
-                    last = _last_event(scope, from_engine(error))
+                    last = self._failed(scope, from_engine(error))
                 except DisconnectedError:
                     note_of(scope).reason = _DISCONNECTED
                     last = b""
                 except Exception:
                     logger.exception("a stream failed")
-                    last = _last_event(scope, ApiError(500, "internal error", code="internal_error"))
+                    last = self._failed(scope, ApiError(500, "internal error", code="internal_error"))
                 run.stop()
                 # The admission slots are held until the client has read the earlier events.
                 await send({"type": "http.response.body", "body": last, "more_body": False})
@@ -165,30 +171,28 @@ class StreamReply(Response):
             return
 
     async def _send_all(self, run: JobRun, send: Send) -> bytes:
-        body = b""
+        form, body = self._job.format, b""
+        if begun := form.begin(run.usage()):
+            await send({"type": "http.response.body", "body": begun, "more_body": True})
         async for deltas in run:
-            usage = run.usage() if self._usage_always else None
             body = b""
             for choice, text in deltas.items():
-                for event in await run.events(choice, text, usage):
-                    body += _event(event)
+                body += await run.item(choice, text)
             if body and not run.is_finished:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
-        end = _event(self._job.format.usage_event(run.usage())) if self._usage_at_end else b""
-        return body + end + _event(b"[DONE]")
+        return body + form.end(run.usage())
+
+    def _failed(self, scope: Scope, error: ApiError) -> bytes:
+        note_of(scope).reason = error.code or ""
+        return self._job.format.error(error)
 
 
-_EVENT_STREAM = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # otherwise proxies buffer events
-]
-
-
-def _last_event(scope: Scope, error: ApiError) -> bytes:
-    note_of(scope).reason = error.code or ""
-    return _event(error.body())
-
-
-def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
+def _stream_headers(endpoint: Endpoint[Any]) -> list[tuple[bytes, bytes]]:
+    frames = endpoint.route.frames
+    assert frames is not None
+    # Proxies would buffer events.
+    return [
+        (b"content-type", frames.media_type.encode()),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ]

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from skipjoin.server.api.conversation import MAX_MESSAGES, MAX_TOOLS, CalledFunction, Message, TextPart, ToolCall
 from skipjoin.server.api.errors import ApiError, bad_request, unknown_field
+from skipjoin.server.api.fields import Body
 from skipjoin.server.api.protocol import MAX_PROMPTS
 
 # Maximum token ids of one body, which take 40 ms to validate.
@@ -32,14 +33,14 @@ _MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
 _INNER = re.compile(rb"\[\s*(.)", re.DOTALL)
 
 
-def checked(body: bytes, kind: type[BaseModel]) -> bytes:
+def checked(body: bytes, kind: type[Body]) -> bytes:
     """Return the body without duplicate fields. Raise 400 at the first undeclared or too large field."""
     fields = _read(body, _struct(kind), "")
     for name in kind.model_fields:
         value = getattr(fields, name)
         if value is UNSET:
             continue
-        if (check := LARGE_FIELDS.get(name)) is not None:
+        if (check := LARGE_FIELDS.get(kind.large_fields.get(name, name))) is not None:
             setattr(fields, name, check(value, name))
         else:
             _check_small(len(bytes(value)), name)

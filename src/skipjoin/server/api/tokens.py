@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from msgspec import Raw
-from pydantic import BaseModel
 
 from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.chat_prompt import estimate_chat, render_chat
@@ -15,39 +14,37 @@ from skipjoin.server.api.errors import bad_request
 from skipjoin.server.api.limits import estimate_tokens
 from skipjoin.server.api.options import client_of
 from skipjoin.server.api.protocol import DetokenizeRequest, TokenizeRequest
-from skipjoin.server.api.replies import JsonReply
+from skipjoin.server.api.replies import JsonReply, service_of
 from skipjoin.server.api.responses import Detokenized, Tokens, encode
 from skipjoin.server.api.service import Service
 
-# Body types of the routes, for the schema.
-BODIES: dict[str, type[BaseModel]] = {"/tokenize": TokenizeRequest, "/detokenize": DetokenizeRequest}
 # Maximum tokens of a response.
 MAX_TOKENS = 1 << 20
 # Elements that are encoded at a time, which takes 1 ms.
 _CHUNK = 1 << 16
 
 
-def add_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        """Return the token ids of a text or a conversation."""
-        service.check_open()
-        body = await service.parse(await json_body(request), TokenizeRequest)
-        service.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise bad_request("give either prompt or messages", "prompt")
-        param = "prompt" if body.messages is None else "messages"
-        tokens = estimate_tokens(body.prompt or "") + estimate_chat(body)
-        return await _counted(service, request, tokens, param, lambda: _tokenize(service, body))
+async def tokenize(request: Request) -> Response:
+    """Return the token ids of a text or a conversation."""
+    service = service_of(request)
+    service.check_open()
+    body = await service.parse(await json_body(request), TokenizeRequest)
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("give either prompt or messages", "prompt")
+    param = "prompt" if body.messages is None else "messages"
+    tokens = estimate_tokens(body.prompt or "") + estimate_chat(body)
+    return await _counted(service, request, tokens, param, lambda: _tokenize(service, body))
 
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        """Return the text of token ids."""
-        service.check_open()
-        body = await service.parse(await json_body(request), DetokenizeRequest)
-        service.check_model(body.model)
-        service.check_ids("tokens", body.tokens)
-        return await _counted(service, request, len(body.tokens), "tokens", lambda: _detokenize(service, body))
+
+async def detokenize(request: Request) -> Response:
+    """Return the text of token ids."""
+    service = service_of(request)
+    service.check_open()
+    body = await service.parse(await json_body(request), DetokenizeRequest)
+    service.check_model(body.model)
+    service.check_ids("tokens", body.tokens)
+    return await _counted(service, request, len(body.tokens), "tokens", lambda: _detokenize(service, body))
 
 
 async def _counted(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 
 from fastapi import FastAPI, Request, Response
@@ -26,6 +27,7 @@ class BatchContext:
         self._trouble = unavailable("files and batches are being opened", _CODE, _RETRY_S)
         self._store: Store | None = None
         self._blobs: Blobs | None = None
+        self.arriving: Counter[str] = Counter()  # bytes of uploads by owner
 
     def open(self, store: Store, blobs: Blobs) -> None:
         self._store, self._blobs = store, blobs
@@ -51,6 +53,11 @@ class BatchContext:
         self.on_change()
 
 
+def context_of(request: Request) -> BatchContext:
+    found: BatchContext = request.app.state.batches
+    return found
+
+
 def owner_of(request: Request) -> str:
     owner: str = request.state.owner
     return owner
@@ -67,9 +74,11 @@ def as_api_error(error: StoreError) -> ApiError:
     return ApiError(500, "the store of batches failed; the server's log has the details", code="batch_store_error")
 
 
-def install(app: FastAPI) -> None:
+def install(app: FastAPI, context: BatchContext) -> None:
+    app.state.batches = context
+
     async def on_store_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, StoreError)
-        return as_api_error(error).response()
+        return as_api_error(error).response(request.scope)
 
     app.add_exception_handler(StoreError, on_store_error)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NoReturn
+from dataclasses import replace
 
-from fastapi import FastAPI
-from pydantic import BaseModel
+from fastapi import FastAPI, Response
 
+from skipjoin.routes import ROUTES, Part
+from skipjoin.server.api.app import add_route
 from skipjoin.server.api.errors import ApiError
-
-_METHODS = ("GET", "POST", "DELETE")
-_PATHS = ("/v1/files", "/v1/files/{rest:path}", "/v1/batches", "/v1/batches/{rest:path}")
 
 
 class NoBatches:
@@ -23,17 +20,13 @@ class NoBatches:
     def __init__(self, why: str) -> None:
         self._why = why
 
-    @property
-    def body_limits(self) -> dict[tuple[str, str], int]:
-        return {}
-
-    def add_routes(self, app: FastAPI) -> Mapping[str, type[BaseModel]]:
-        async def refuse() -> NoReturn:
+    def add_routes(self, app: FastAPI) -> None:
+        async def refuse() -> Response:
             raise ApiError(404, f"this server has no files and batches: {self._why}")
 
-        for path in _PATHS:
-            app.add_api_route(path, refuse, methods=list(_METHODS), include_in_schema=False, response_model=None)
-        return {}
+        for route in ROUTES.values():
+            if route.part is Part.BATCHES:
+                add_route(app, replace(route, handler=refuse, body=None, is_listed=False))
 
     async def open(self) -> None:
         pass

@@ -7,21 +7,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
 from skipjoin.server.api.errors import ApiError, bad_request
 from skipjoin.server.api.replies import json_response
 from skipjoin.server.batches.blobs import Blobs
-from skipjoin.server.batches.context import BatchContext, owner_of
+from skipjoin.server.batches.context import context_of, owner_of
 from skipjoin.server.batches.file_rows import check_usage
 from skipjoin.server.batches.records import INPUT, PURPOSES, FileRow, NoSpace, QuotaExceeded, StoreError, new_file_id
 from skipjoin.server.batches.store import Store
 from skipjoin.server.batches.uploads import FILE, Form, too_large
 
-# Bytes of a form besides the file, mostly boundaries.
-FORM_BYTES = 64 << 10
 # OpenAI's bounds of an expiry, an hour to 30 days. The upper one is the default of input files.
 EXPIRY_S = (3600, 2_592_000)
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
@@ -29,111 +27,99 @@ _FIELDS = {"purpose", _ANCHOR, _SECONDS}
 _MAX_LISTED = 10_000
 
 
-def body_limits(max_bytes: int) -> dict[tuple[str, str], int]:
-    return {("POST", "/v1/files"): max_bytes + FORM_BYTES}
+async def upload_file(request: Request) -> Response:
+    """Upload the input file of a batch, as a form with file, purpose and expires_after."""
+    try:
+        return json_response(shown(await _read(request)))
+    except ClientDisconnect:
+        return Response(status_code=499)  # not sent, because the client is gone
 
 
-def add_routes(app: FastAPI, context: BatchContext) -> None:
-    uploads = Uploads(context)
+async def list_files(request: Request) -> Response:
+    """List the files of this API key. Query: purpose, after, limit and order."""
+    query = request.query_params
+    found, has_more = await context_of(request).store.files(
+        owner_of(request),
+        purpose=one_of(query, "purpose", PURPOSES, None),
+        after=query.get("after"),
+        limit=limit_of(query, most=_MAX_LISTED, default=_MAX_LISTED),
+        order=one_of(query, "order", ("asc", "desc"), "desc") or "desc",
+    )
+    return json_response(listed([shown(row) for row in found], has_more))
 
-    @app.post("/v1/files")
-    async def upload_file(request: Request) -> Response:
-        """Upload the input file of a batch, as a form with file, purpose and expires_after."""
-        try:
-            return json_response(shown(await uploads.read(request)))
-        except ClientDisconnect:
-            return Response(status_code=499)  # not sent, because the client is gone
 
-    @app.get("/v1/files")
-    async def list_files(request: Request) -> Response:
-        """List the files of this API key. Query: purpose, after, limit and order."""
-        query = request.query_params
-        found, has_more = await context.store.files(
-            owner_of(request),
-            purpose=one_of(query, "purpose", PURPOSES, None),
-            after=query.get("after"),
-            limit=limit_of(query, most=_MAX_LISTED, default=_MAX_LISTED),
-            order=one_of(query, "order", ("asc", "desc"), "desc") or "desc",
+async def show_file(request: Request, file_id: str) -> Response:
+    """Show the size, name and purpose of a file."""
+    return json_response(shown(await find(context_of(request).store, request, file_id)))
+
+
+async def read_file(request: Request, file_id: str) -> Response:
+    """Read the content of a file."""
+    context = context_of(request)
+    row = await find(context.store, request, file_id)
+    size = await context.blobs.size(row.id)
+    headers = {"Content-Length": str(size)}
+    return StreamingResponse(context.blobs.iterate(row.id), 200, headers, "application/octet-stream")
+
+
+async def delete_file(request: Request, file_id: str) -> Response:
+    """Delete a file. Batches that read it continue."""
+    context = context_of(request)
+    row = await context.store.delete_file(owner_of(request), file_id)
+    if row is None:
+        raise not_found(file_id)
+    with suppress(StoreError):  # the file is deleted, and the periodic task will remove its content
+        await sweep(context.store, context.blobs)
+    return json_response({"id": row.id, "object": "file", "deleted": True})
+
+
+async def _read(request: Request) -> FileRow:
+    """Store the file of a request. Arriving bytes count toward the quota, and nothing is left after an error."""
+    context, owner, file_id = context_of(request), owner_of(request), new_file_id()
+    store, blobs = context.store, context.blobs
+    max_bytes, max_files = context.config.batch_max_bytes_per_key, context.config.batch_max_files_per_key
+    form = Form(request.headers.get("content-type"))
+    used = await store.usage_of(owner)
+    check_usage(used.files + 1, max_files, "files")
+    with _counting(context.arriving, owner) as count:
+        async with blobs.writing(file_id) as writer:
+            async for data in form.file(request.stream()):
+                count(len(data))
+                check_usage(used.bytes + context.arriving[owner], max_bytes, "bytes")
+                if writer.size + len(data) > context.config.batch_max_file_bytes:
+                    raise too_large(context.config.batch_max_file_bytes)
+                await writer.write(data)
+            expiry = read_fields(form.fields)
+            if not writer.size:
+                raise bad_request("file must not be empty", FILE)
+        now = store.now()
+        row = FileRow(
+            id=file_id,
+            owner=owner,
+            purpose=INPUT,
+            filename=form.filename or "",
+            bytes=writer.size,
+            created_at=now,
+            expires_at=now + expiry,
         )
-        return json_response(listed([shown(row) for row in found], has_more))
-
-    @app.get("/v1/files/{file_id}")
-    async def show_file(request: Request, file_id: str) -> Response:
-        """Show the size, name and purpose of a file."""
-        return json_response(shown(await find(context.store, request, file_id)))
-
-    @app.get("/v1/files/{file_id}/content")
-    async def read_file(request: Request, file_id: str) -> Response:
-        """Read the content of a file."""
-        row = await find(context.store, request, file_id)
-        size = await context.blobs.size(row.id)
-        headers = {"Content-Length": str(size)}
-        return StreamingResponse(context.blobs.iterate(row.id), 200, headers, "application/octet-stream")
-
-    @app.delete("/v1/files/{file_id}")
-    async def delete_file(request: Request, file_id: str) -> Response:
-        """Delete a file. Batches that read it continue."""
-        row = await context.store.delete_file(owner_of(request), file_id)
-        if row is None:
-            raise not_found(file_id)
-        with suppress(StoreError):  # the file is deleted, and the periodic task will remove its content
-            await sweep(context.store, context.blobs)
-        return json_response({"id": row.id, "object": "file", "deleted": True})
+        await _add(store, blobs, row, max_bytes, max_files)
+    context.wake()
+    return row
 
 
-class Uploads:
-    """Writer of uploads. Arriving bytes count toward the owner's quota."""
+@contextmanager
+def _counting(arriving: Counter[str], owner: str) -> Iterator[Any]:
+    arrived = 0
 
-    def __init__(self, context: BatchContext) -> None:
-        self._context = context
-        self._arriving: Counter[str] = Counter()  # bytes by owner
+    def count(size: int) -> None:
+        nonlocal arrived
+        arrived += size
+        arriving[owner] += size
 
-    async def read(self, request: Request) -> FileRow:
-        """Store the file of a request. Nothing is left after an error."""
-        context, owner, file_id = self._context, owner_of(request), new_file_id()
-        store, blobs = context.store, context.blobs
-        max_bytes, max_files = context.config.batch_max_bytes_per_key, context.config.batch_max_files_per_key
-        form = Form(request.headers.get("content-type"))
-        used = await store.usage_of(owner)
-        check_usage(used.files + 1, max_files, "files")
-        with self._counting(owner) as count:
-            async with blobs.writing(file_id) as writer:
-                async for data in form.file(request.stream()):
-                    count(len(data))
-                    check_usage(used.bytes + self._arriving[owner], max_bytes, "bytes")
-                    if writer.size + len(data) > context.config.batch_max_file_bytes:
-                        raise too_large(context.config.batch_max_file_bytes)
-                    await writer.write(data)
-                expiry = read_fields(form.fields)
-                if not writer.size:
-                    raise bad_request("file must not be empty", FILE)
-            now = store.now()
-            row = FileRow(
-                id=file_id,
-                owner=owner,
-                purpose=INPUT,
-                filename=form.filename or "",
-                bytes=writer.size,
-                created_at=now,
-                expires_at=now + expiry,
-            )
-            await _add(store, blobs, row, max_bytes, max_files)
-        context.wake()
-        return row
-
-    @contextmanager
-    def _counting(self, owner: str) -> Iterator[Any]:
-        arrived = 0
-
-        def count(size: int) -> None:
-            nonlocal arrived
-            arrived += size
-            self._arriving[owner] += size
-
-        try:
-            yield count
-        finally:
-            self._arriving[owner] -= arrived
+    try:
+        yield count
+    finally:
+        arriving[owner] -= arrived
 
 
 async def _add(store: Store, blobs: Blobs, row: FileRow, max_bytes: int, max_files: int) -> None:

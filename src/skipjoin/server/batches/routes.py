@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from fastapi import Request, Response
 
-from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel
-
-from skipjoin.server.api.app import ENDPOINTS
+from skipjoin.routes import ROUTES
 from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.errors import ApiError, bad_request
-from skipjoin.server.api.replies import json_response
+from skipjoin.server.api.replies import json_response, service_of
 from skipjoin.server.api.service import Service
-from skipjoin.server.batches.context import BatchContext, owner_of
+from skipjoin.server.batches.context import BatchContext, context_of, owner_of
 from skipjoin.server.batches.files import limit_of
 from skipjoin.server.batches.objects import BatchRequest, batch_list, batch_object, window_s
 from skipjoin.server.batches.records import INPUT, BatchRow, FileRow, new_batch_id
 
-_PATHS = tuple(kind.path for kind in ENDPOINTS)
 _PAGE, _MAX_PAGE = 20, 100
 _LONGEST_KEY = 255
 # Fields of the body that a repeated request must not change, and the row's fields.
@@ -26,51 +22,51 @@ _ASKED = {name: name for name in ("input_file_id", "endpoint", "completion_windo
 }
 
 
-def add_routes(app: FastAPI, service: Service, context: BatchContext) -> Mapping[str, type[BaseModel]]:
-    @app.post("/v1/batches")
-    async def create_batch(request: Request) -> Response:
-        """Create a batch that runs the requests of an uploaded file."""
-        store = context.store
-        body = await service.parse(await json_body(request), BatchRequest)
-        row = _new_batch(body, await _input(context, request, body.input_file_id), service, store.now())
-        config = context.config
-        made = await store.add_batch(
-            row,
-            _idempotency_key(request),
-            max_active=config.batch_max_active_per_key,
-            max_bytes=config.batch_max_bytes_per_key,
-        )
-        _check_same(row, made)
-        context.wake()
-        return json_response(batch_object(made))
+async def create_batch(request: Request) -> Response:
+    """Create a batch that runs the requests of an uploaded file."""
+    context, service = context_of(request), service_of(request)
+    store = context.store
+    body = await service.parse(await json_body(request), BatchRequest)
+    row = _new_batch(body, await _input(context, request, body.input_file_id), service, store.now())
+    config = context.config
+    made = await store.add_batch(
+        row,
+        _idempotency_key(request),
+        max_active=config.batch_max_active_per_key,
+        max_bytes=config.batch_max_bytes_per_key,
+    )
+    _check_same(row, made)
+    context.wake()
+    return json_response(batch_object(made))
 
-    @app.get("/v1/batches")
-    async def list_batches(request: Request) -> Response:
-        """List the batches of this API key, newest first."""
-        store, owner, query = context.store, owner_of(request), request.query_params
-        after, limit = query.get("after"), limit_of(query, most=_MAX_PAGE, default=_PAGE)
-        if after is not None:
-            _found(await store.batch(owner, after), after, "after")
-        return json_response(batch_list(*await store.batches(owner, after=after, limit=limit)))
 
-    @app.get("/v1/batches/{batch_id}")
-    async def show_batch(request: Request, batch_id: str) -> Response:
-        """Show a batch."""
-        return json_response(batch_object(_found(await context.store.batch(owner_of(request), batch_id), batch_id)))
+async def list_batches(request: Request) -> Response:
+    """List the batches of this API key, newest first."""
+    store, owner, query = context_of(request).store, owner_of(request), request.query_params
+    after, limit = query.get("after"), limit_of(query, most=_MAX_PAGE, default=_PAGE)
+    if after is not None:
+        _found(await store.batch(owner, after), after, "after")
+    return json_response(batch_list(*await store.batches(owner, after=after, limit=limit)))
 
-    @app.post("/v1/batches/{batch_id}/cancel")
-    async def cancel_batch(request: Request, batch_id: str) -> Response:
-        """Cancel a batch. Finished lines become its output. A finished batch does not change."""
-        row = _found(await context.store.cancel(owner_of(request), batch_id), batch_id)
-        context.wake()
-        return json_response(batch_object(row))
 
-    return {"/v1/batches": BatchRequest}
+async def show_batch(request: Request, batch_id: str) -> Response:
+    """Show a batch."""
+    found = await context_of(request).store.batch(owner_of(request), batch_id)
+    return json_response(batch_object(_found(found, batch_id)))
+
+
+async def cancel_batch(request: Request, batch_id: str) -> Response:
+    """Cancel a batch. Finished lines become its output. A finished batch does not change."""
+    context = context_of(request)
+    row = _found(await context.store.cancel(owner_of(request), batch_id), batch_id)
+    context.wake()
+    return json_response(batch_object(row))
 
 
 def _new_batch(body: BatchRequest, file: FileRow, service: Service, now: int) -> BatchRow:
-    if body.endpoint not in _PATHS:
-        raise bad_request(f"endpoint must be {' or '.join(_PATHS)}, got {body.endpoint!r}", "endpoint")
+    paths = [route.path for route in ROUTES.values() if route.in_batches]
+    if body.endpoint not in paths:
+        raise bad_request(f"endpoint must be {' or '.join(paths)}, got {body.endpoint!r}", "endpoint")
     seconds = window_s(body.completion_window)
     if file.purpose != INPUT:
         raise bad_request(f"input_file_id must be a file of purpose {INPUT}, got {file.purpose}", "input_file_id")

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 
-from skipjoin.server.api.app import ENDPOINTS
+from skipjoin.routes import ROUTES, resolved
 from skipjoin.server.api.errors import ApiError, deadline_exceeded, from_engine
 from skipjoin.server.api.limits import Admission
 from skipjoin.server.api.protocol import MAX_N, MAX_PROMPTS
@@ -59,7 +59,9 @@ class Runner:
         self._queue = Admission(
             most + max_sequences_per_line(config.max_queued_requests), 2 * config.max_queued_tokens, service.metrics
         )
-        self._endpoints = {kind.path: kind(service) for kind in ENDPOINTS}
+        self._endpoints = {
+            route.path: resolved(route.handler)(service) for route in ROUTES.values() if route.in_batches
+        }
         self._held: deque[Line] = deque()  # taken but not started
         self._live: dict[LineKey, Line] = {}  # taken and not finished
         self._tasks: dict[LineKey, asyncio.Task[None]] = {}

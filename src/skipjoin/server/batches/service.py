@@ -2,18 +2,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from pydantic import BaseModel
 
 from skipjoin.config import ConfigError
+from skipjoin.routes import Part
+from skipjoin.server.api.app import add_routes
 from skipjoin.server.api.service import Service
-from skipjoin.server.batches import files, routes
+from skipjoin.server.batches import files
 from skipjoin.server.batches.blobs import Blobs
 from skipjoin.server.batches.context import NO_SPACE_CODE, BatchContext, install
 from skipjoin.server.batches.folder import batch_folder
@@ -57,14 +58,9 @@ class Batches:
     def live_requests(self) -> int:
         return self._most + max_sequences_per_line(self._service.config.max_queued_requests)
 
-    @property
-    def body_limits(self) -> dict[tuple[str, str], int]:
-        return files.body_limits(self._service.config.batch_max_file_bytes)
-
-    def add_routes(self, app: FastAPI) -> Mapping[str, type[BaseModel]]:
-        install(app)
-        files.add_routes(app, self.context)
-        return routes.add_routes(app, self._service, self.context)
+    def add_routes(self, app: FastAPI) -> None:
+        install(app, self.context)
+        add_routes(app, Part.BATCHES)
 
     async def open(self) -> None:
         """Open the store and start. If the disk is full or the database unreachable, retry in the background.

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from urllib.parse import unquote
 
 from fastapi import FastAPI, Request, Response
 
-from skipjoin.server.api import pages
+from skipjoin.routes import ROUTES
+from skipjoin.server.api.app import add_route
 from skipjoin.server.api.errors import ApiError
-from skipjoin.server.api.page_paths import NamedServer
+from skipjoin.server.api.pages import NamedServer, read_pages
 from skipjoin.server.relay.upstream import Upstream
-
-# What the pages ask of a server, by method; a name that ends with a slash stands for all paths below it.
-RELAYED: Mapping[str, tuple[str, ...]] = {
-    "GET": ("/debug/", "/v1/models", "/v1/batches"),
-    "POST": ("/debug/replay", "/v1/chat/completions"),
-}
 
 
 def add_routes(app: FastAPI, servers: list[Upstream]) -> None:
     """Add the pages, and a path for each server."""
-    pages.add_routes(app, [NamedServer(one.url, f"/servers/{at}") for at, one in enumerate(servers)])
+    app.state.pages = read_pages([NamedServer(one.url, f"/servers/{at}") for at, one in enumerate(servers)])
+    for path in app.state.pages:
+        add_route(app, ROUTES["GET", path])
 
     async def relay(server: int, path: str, request: Request) -> Response:
         path = request.scope["raw_path"].decode("ascii").split("/", 3)[3]  # with its escapes
@@ -30,13 +26,10 @@ def add_routes(app: FastAPI, servers: list[Upstream]) -> None:
             raise ApiError(404, f"the console relays no {request.method} {target[:200]} to a server {server}")
         return await servers[server].answer(request, target)
 
-    app.add_api_route("/servers/{server:int}/{path:path}", relay, methods=list(RELAYED), include_in_schema=False)
+    app.add_api_route("/servers/{server:int}/{path:path}", relay, methods=["GET", "POST"], include_in_schema=False)
 
 
 def _is_relayed(method: str, path: str) -> bool:
     decoded = unquote(path)
-    return (
-        ".." not in decoded
-        and "//" not in decoded
-        and any(path.startswith(one) if one.endswith("/") else path == one for one in RELAYED.get(method, ()))
-    )
+    relayed = (route for route in ROUTES.values() if route.is_relayed and route.method == method)
+    return ".." not in decoded and "//" not in decoded and any(route.pattern.fullmatch(path) for route in relayed)

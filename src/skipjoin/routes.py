@@ -1,0 +1,206 @@
+"""Endpoints of the server, a row of one table each.
+
+The server, its access guard, batches, the console's relay, load tests and the middleware for vLLM read this table. It
+names handlers and bodies as "module:name", so that reading it imports none of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skipjoin.config import ServerConfig
+
+_VIEWS = ("batches", "forecasts", "memory", "now", "objectives", "replicas", "request", "timeline", "whatif")
+_ASSETS = (
+    *("style.css", "icon.svg"),
+    *("main.js", "chat.js", "conversation.js", "data.js", "dom.js", "format.js", "charts.js", "markdown.js"),
+    "perfetto.js",
+    *(f"views/{name}.js" for name in _VIEWS),
+)
+# Pages for browsers: files of the folder `console` by path.
+PAGES = {"/": "chat.html", "/console": "console.html", **{f"/console/{name}": name for name in _ASSETS}}
+# The servers that the pages show, as JSON.
+SERVERS_PATH = "/console/servers.json"
+# Bytes of an upload besides the file, mostly boundaries of the form.
+FORM_BYTES = 64 << 10
+
+
+class Access(Enum):
+    """Who may use an endpoint."""
+
+    KEY = "any API key"
+    METRICS = "any API key, and the keys of metrics"
+    OPEN = "anyone"
+    PROBE = "anyone, even if the server has no room for another connection"
+
+
+class Part(Enum):
+    """Part of the server that an endpoint belongs to. Settings disable the last two."""
+
+    API = "api"
+    CONSOLE = "console"
+    BATCHES = "batches"
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """How the events of a stream are separated.
+
+    Attributes:
+        prefix, suffix: Bytes around the data of an event, which has no line breaks.
+        end: Data of the event that ends each complete stream, if there is one.
+    """
+
+    media_type: str
+    prefix: bytes
+    suffix: bytes
+    end: bytes = b""
+
+    def frame(self, data: bytes, name: str = "") -> bytes:
+        """Return an event. Only server-sent events may have a name."""
+        event = self.prefix + data + self.suffix
+        return b"event: " + name.encode() + b"\n" + event if name else event
+
+
+SERVER_SENT = Frames("text/event-stream; charset=utf-8", b"data: ", b"\n\n")
+OPENAI_EVENTS = Frames(SERVER_SENT.media_type, SERVER_SENT.prefix, SERVER_SENT.suffix, end=b"[DONE]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """One endpoint.
+
+    Attributes:
+        path: Path with `{name}` for a segment and `{name:path}` for several.
+        handler: Function of a Starlette request, or a subclass of `server.api.generation.Endpoint`.
+        body: Request model of a function, for the schema. An `Endpoint` knows its own.
+        frames: Frames of the streams of an endpoint that generates, None for others.
+        load_name: Name of the endpoint in load tests, empty if they do not know its bodies.
+        prompt: Field with the prompt, which load tests fill and errors name.
+        in_batches: Lines of batches may ask for it.
+        is_relayed: The console relays it to its servers.
+        body_limit: Returns the maximum size of the body, if it is not `max_body_bytes`.
+        is_listed: The schema shows it.
+        error_body: Returns the body of an error (`server.api.errors.ApiError`), in OpenAI's format if None.
+    """
+
+    path: str
+    handler: Any
+    method: str = "GET"
+    body: str | None = None
+    access: Access = Access.KEY
+    part: Part = Part.API
+    frames: Frames | None = None
+    load_name: str = ""
+    prompt: str = "prompt"
+    in_batches: bool = False
+    is_relayed: bool = False
+    body_limit: Callable[[ServerConfig], int] | None = None
+    is_listed: bool = True
+    error_body: Callable[[Any], bytes] | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.method, self.path
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """Pattern of the whole path, with its escapes."""
+        pieces = re.split(r"(\{\w+(?::path)?\})", self.path)
+        return re.compile("".join(map(_pattern, pieces)))
+
+
+def _pattern(piece: str) -> str:
+    if not piece.startswith("{"):
+        return re.escape(piece)
+    return ".+" if piece.endswith(":path}") else "[^/]+"
+
+
+def resolved(name: Any) -> Any:
+    """Return the object that "module:name" names. Other objects are returned as they are."""
+    if not isinstance(name, str):
+        return name
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+_API, _BATCHES = "skipjoin.server.api", "skipjoin.server.batches"
+
+
+def _console(path: str, name: str, **more: Any) -> Route:
+    handler = f"{_API}.debug:{name}"
+    return Route(path=f"/debug/{path}", handler=handler, part=Part.CONSOLE, is_relayed=True, **more)
+
+
+def _files(path: str, name: str, **more: Any) -> Route:
+    return Route(path=f"/v1/files{path}", handler=f"{_BATCHES}.files:{name}", part=Part.BATCHES, **more)
+
+
+def _batches(path: str, name: str, **more: Any) -> Route:
+    return Route(path=f"/v1/batches{path}", handler=f"{_BATCHES}.routes:{name}", part=Part.BATCHES, **more)
+
+
+def _generation(path: str, handler: str, **more: Any) -> Route:
+    return Route(path=path, handler=handler, method="POST", frames=OPENAI_EVENTS, in_batches=True, **more)
+
+
+METRICS = Route(path="/metrics", handler=f"{_API}.status:show_metrics", access=Access.METRICS)
+CHAT = _generation(
+    "/v1/chat/completions", f"{_API}.chat:ChatEndpoint", load_name="chat", prompt="messages", is_relayed=True
+)
+COMPLETIONS = _generation("/v1/completions", f"{_API}.completions:CompletionEndpoint", load_name="completions")
+
+_ROWS = (
+    Route(path="/health", handler=f"{_API}.status:health", access=Access.PROBE),
+    Route(path="/ready", handler=f"{_API}.status:ready", access=Access.PROBE),
+    Route(path="/live", handler=f"{_API}.status:live", access=Access.PROBE),
+    Route(path="/v1/models", handler=f"{_API}.status:list_models", is_relayed=True),
+    Route(path="/v1/models/{model:path}", handler=f"{_API}.status:show_model"),
+    METRICS,
+    Route(path="/version", handler=f"{_API}.status:show_version"),
+    Route(path="/load", handler=f"{_API}.status:show_load"),
+    CHAT,
+    COMPLETIONS,
+    Route(path="/tokenize", handler=f"{_API}.tokens:tokenize", method="POST", body=f"{_API}.protocol:TokenizeRequest"),
+    Route(
+        path="/detokenize",
+        handler=f"{_API}.tokens:detokenize",
+        method="POST",
+        body=f"{_API}.protocol:DetokenizeRequest",
+    ),
+    _console("requests", "show_requests"),
+    _console("events", "stream_events"),
+    _console("lives", "show_lives"),
+    _console("arrivals", "show_arrivals"),
+    _console("replay", "replay", method="POST"),
+    _console("requests/{name:path}", "explain_request"),
+    *(
+        Route(path=path, handler=f"{_API}.pages:show", access=Access.OPEN, part=Part.CONSOLE, is_listed=False)
+        for path in (*PAGES, SERVERS_PATH)
+    ),
+    _files("", "upload_file", method="POST", body_limit=lambda config: config.batch_max_file_bytes + FORM_BYTES),
+    _files("", "list_files"),
+    _files("/{file_id}", "show_file"),
+    _files("/{file_id}/content", "read_file"),
+    _files("/{file_id}", "delete_file", method="DELETE"),
+    _batches("", "create_batch", method="POST", body=f"{_BATCHES}.objects:BatchRequest"),
+    _batches("", "list_batches", is_relayed=True),
+    _batches("/{batch_id}", "show_batch"),
+    _batches("/{batch_id}/cancel", "cancel_batch", method="POST"),
+)
+ROUTES: dict[tuple[str, str], Route] = {route.key: route for route in _ROWS}
+
+
+def paths(*access: Access) -> frozenset[str]:
+    return frozenset(route.path for route in ROUTES.values() if route.access in access)
+
+
+def generating() -> list[Route]:
+    return [route for route in ROUTES.values() if route.frames is not None]

@@ -1,0 +1,55 @@
+"""Formats of OpenAI's endpoints."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from typing import Any
+
+from msgspec import UNSET
+
+from skipjoin.engine.text import Choice
+from skipjoin.routes import OPENAI_EVENTS
+from skipjoin.server.api.errors import ApiError
+from skipjoin.server.api.protocol import GenerationBody
+from skipjoin.server.api.responses import Usage
+from skipjoin.server.api.service import Service
+
+
+class OpenAiFormat(ABC):
+    """Base class of formats whose events have the same fields as a whole response.
+
+    Attributes:
+        head: Fields that all events and the whole response have.
+        no_usage: Usage of an event without one: null if a later event has it, as OpenAI's API does.
+        begun: Choices that have had an event.
+    """
+
+    def __init__(self, service: Service, body: GenerationBody, prefix: str, service_tier: Any) -> None:
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.head = {
+            "id": self.id,
+            "created": int(time.time()),
+            "model": service.name,
+            "service_tier": service_tier,
+        }
+        self.tokenizer = service.tokenizer
+        self.has_usage = body.usage_always
+        self._has_usage_at_end = body.usage_at_end
+        self.no_usage: Any = None if body.usage_at_end else UNSET
+        self.begun: set[Choice] = set()
+
+    def begin(self, usage: Usage) -> bytes:
+        return b""
+
+    def end(self, usage: Usage) -> bytes:
+        asked = self.event([], usage) if self._has_usage_at_end else b""
+        return asked + OPENAI_EVENTS.frame(OPENAI_EVENTS.end)
+
+    def error(self, error: ApiError) -> bytes:
+        return OPENAI_EVENTS.frame(error.body())
+
+    @abstractmethod
+    def event(self, choices: list[Any], usage: Any) -> bytes:
+        """Return an event with parts of choices."""

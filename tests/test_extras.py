@@ -87,7 +87,6 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "batch fetch": ("ID", ("bench",)),
     "batch list": ("", ("bench",)),
     "batch cancel": ("ID", ("bench",)),
-    "batch migrate": ("--batch-dir {folder}", ("batches",)),
 }
 # Options whose values need an extra, and the beginning of the error.
 OPTIONS = (

@@ -103,10 +103,10 @@ async def add_batch(
     store: Store, *, owner: str = OWNER, lines: int = 3, window_s: int = 3600, **fields: object
 ) -> BatchRow:
     """Add a batch, validate it and start it."""
-    row = await store.add_batch(new_batch(store, owner=owner, window_s=window_s, **fields))
-    assert await store.take_unvalidated() == row
-    assert await store.add_lines(row.id, places(range(1, lines + 1)))
-    assert await store.begin(row.id, lines)
+    row = await store.batches.add(new_batch(store, owner=owner, window_s=window_s, **fields))
+    assert await store.batches.take_unvalidated() == row
+    assert await store.batches.add_lines(row.id, places(range(1, lines + 1)))
+    assert await store.batches.begin(row.id, lines)
     return row
 
 

@@ -173,9 +173,9 @@ async def test_error_names_database_corrupted_in_use(tmp_path: Path) -> None:
         file.seek((page - 1) * size)
         file.write(b"\xff" * size)
     async with location.opened() as (store,):
-        (line,) = await store.take_lines(1)
+        (line,) = await store.lines.take(1)
         with pytest.raises(
             StoreDamaged, match=r"is damaged \(database disk image is malformed\): stop the server, and"
         ):
-            await store.finish([LineResult(line=line, state=LineState.DONE, body=b"{}")])
-        assert await store.usage_of(OWNER) == OwnerUsage(0, 0)
+            await store.lines.finish([LineResult(line=line, state=LineState.DONE, body=b"{}")])
+        assert await store.files.usage_of(OWNER) == OwnerUsage(0, 0)

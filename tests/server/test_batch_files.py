@@ -222,16 +222,16 @@ async def test_expired_files_are_swept_unless_a_batch_reads_them(tmp_path: Path)
     async with opened(tmp_path, clock) as world:
         ids = [(await world.upload()).json()["id"] for _ in range(3)]
         batch = replace(new_batch(world.store), input_file_id=ids[0])
-        await world.store.add_batch(batch)
+        await world.store.batches.add(batch)
         clock.seconds += 31 * 86400
         assert (await world.http.get("/v1/files")).json()["data"] == []
         await files.sweep(world.store, world.blobs)
         assert world.on_disk() == [ids[0]]
-        await world.store.take_unvalidated()
-        await world.store.reject(batch.id, [])
+        await world.store.batches.take_unvalidated()
+        await world.store.batches.reject(batch.id, [])
         await files.sweep(world.store, world.blobs)
         assert world.on_disk() == []
-        assert await world.store.known_files() == set()
+        assert await world.store.files.known() == set()
 
 
 async def test_partial_files_of_a_crash_are_swept(world: Files) -> None:
@@ -239,8 +239,8 @@ async def test_partial_files_of_a_crash_are_swept(world: Files) -> None:
     folder = world.folder / FILES
     (folder / "file-unknown").write_bytes(b"x")
     (folder / f"{file_id}.0123.part").write_bytes(b"x")
-    assert await world.blobs.sweep(await world.store.known_files(), min_age_s=3600) == 0
-    assert await world.blobs.sweep(await world.store.known_files()) == 2
+    assert await world.blobs.sweep(await world.store.files.known(), min_age_s=3600) == 0
+    assert await world.blobs.sweep(await world.store.files.known()) == 2
     assert world.on_disk() == [file_id]
 
 
@@ -278,10 +278,10 @@ async def test_content_is_kept_if_its_row_may_be_committed(
     async def fail(*_: object, **__: object) -> None:
         raise error("no")
 
-    monkeypatch.setattr(world.store, "add_file", fail)
+    monkeypatch.setattr(world.store.files, "add", fail)
     assert (await world.upload()).status_code == 503
     assert len(world.on_disk()) == kept
-    assert await world.blobs.sweep(await world.store.known_files()) == kept
+    assert await world.blobs.sweep(await world.store.files.known()) == kept
 
 
 # -- on the wire ------------------------------------------------------------------------------------------------

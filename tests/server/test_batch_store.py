@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from batch_worlds import OWNER, StoreLocation, add_batch, new_batch, places
@@ -22,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.server.batches.clock import SteadyClock
-from skipjoin.server.batches.database import DATABASE_FILE, Conflict, Database, alembic_config, repeated
+from skipjoin.server.batches.database import DATABASE_FILE, Conflict, repeated
 from skipjoin.server.batches.line_rows import Waiting, deal
 from skipjoin.server.batches.records import (
     BatchStatus,
@@ -60,23 +59,26 @@ def file_of(store: Store, **fields: object) -> FileRow:
 
 async def written(store: Store, batch_id: str) -> tuple[list[str], list[str]]:
     """Return the custom_ids in the output file and in the error file."""
-    found = [[json.loads(body)["custom_id"] async for body in store.results(batch_id, failed=f)] for f in (False, True)]
+    found = [
+        [json.loads(body)["custom_id"] async for body in store.batches.results(batch_id, failed=f)]
+        for f in (False, True)
+    ]
     return found[0], found[1]
 
 
 async def settle(store: Store, row_id: str, owner: str = OWNER) -> tuple[BatchStatus, list[str], list[str]]:
     """Finalize a due batch, as the runner does, and return its status and the custom_ids in its files."""
-    batch = await store.batch(owner, row_id)
+    batch = await store.batches.get(owner, row_id)
     assert batch is not None
     if batch.status is BatchStatus.CANCELLING:
-        await store.close_lines(row_id, LineState.CANCELLED)
+        await store.lines.close(row_id, LineState.CANCELLED)
     elif batch.expires_at <= store.now():
-        await store.close_lines(row_id, LineState.EXPIRED)
-    status = await store.start_finalizing(row_id)
+        await store.lines.close(row_id, LineState.EXPIRED)
+    status = await store.batches.start_finalizing(row_id)
     assert status is not None
     output, error = await written(store, row_id)
     file = file_of(store, owner=owner, purpose="batch_output")
-    ended = await store.finalize(row_id, status, file, None)
+    ended = await store.batches.finalize(row_id, status, file, None)
     assert ended is not None
     assert ended.status is status
     return status, output, error
@@ -121,7 +123,7 @@ class Model:
 
     async def take(self, store: Store) -> None:
         now = store.now()
-        for line in await store.take_lines(self.random.randint(1, 6)):
+        for line in await store.lines.take(self.random.randint(1, 6)):
             assert line.expires_at > now
             assert line.number not in self.ended[line.batch_id]
             assert (line.batch_id, line.number) not in self.held
@@ -135,7 +137,7 @@ class Model:
         some = self.random.sample(self.taken, min(len(self.taken), 4))
         states = [self.random.choice([LineState.DONE, LineState.FAILED]) for _ in some]
         valid = self.valid(store, some)
-        assert await store.finish([result(*pair) for pair in zip(some, states, strict=True)]) == len(valid)
+        assert await store.lines.finish([result(*pair) for pair in zip(some, states, strict=True)]) == len(valid)
         for line, state in zip(some, states, strict=True):
             if line in valid:
                 self.ended[line.batch_id][line.number] = state
@@ -144,7 +146,7 @@ class Model:
     async def put_back(self, store: Store) -> None:
         taken = self.random.sample(self.taken, min(len(self.taken), 2))
         some = [replace(line, lost=line.lost + self.random.randint(0, 1)) for line in taken]
-        await store.put_back(some)
+        await store.lines.put_back(some)
         for line in self.valid(store, some):
             del self.held[line.batch_id, line.number]
             self.lost[line.batch_id, line.number] = line.lost
@@ -155,14 +157,14 @@ class Model:
     async def cancel(self, store: Store) -> None:
         if self.owner:
             batch_id = self.random.choice(list(self.owner))
-            await store.cancel(self.owner[batch_id], batch_id)
+            await store.batches.cancel(self.owner[batch_id], batch_id)
 
     async def pass_time(self, store: Store) -> None:
         # Store time advances even when the clock is set back.
         self.location.clock.seconds += self.random.choice([50, 50, -120])
 
     async def settle(self, store: Store) -> None:
-        for row in await store.due():
+        for row in await store.batches.due():
             status, output, error = await settle(store, row.id, row.owner)
             ended = self.ended[row.id]
             done = [f"id-{number}" for number, state in sorted(ended.items()) if state is LineState.DONE]
@@ -188,7 +190,7 @@ class Model:
         held = set().union(*[await store.renew() for store in self.stores])
         assert held == {(*key, attempt) for key, (_, attempt) in self.held.items()}
         for batch_id, owner in self.owner.items():
-            row = await self.stores[0].batch(owner, batch_id)
+            row = await self.stores[0].batches.get(owner, batch_id)
             states = Counter(self.ended[batch_id].values())
             assert (row.total, row.completed, row.failed) == (
                 self.total[batch_id],
@@ -197,7 +199,7 @@ class Model:
             )
             ended = row.completed + row.failed
             assert (row.completion_tokens, row.cached_tokens) == (2 * ended, ended)
-            assert (await self.stores[0].batch(OTHER if owner == OWNER else OWNER, batch_id)) is None
+            assert (await self.stores[0].batches.get(OTHER if owner == OWNER else OWNER, batch_id)) is None
 
 
 @pytest.mark.parametrize("seed", [0, *map(exhaustive, (1, 2, 3))])
@@ -238,7 +240,7 @@ async def test_two_servers_never_claim_the_same_line(postgres_location: StoreLoc
         await add_batch(first, lines=400)
         taken: list[Line] = []
         while batch := [
-            line for part in await asyncio.gather(first.take_lines(16), second.take_lines(16)) for line in part
+            line for part in await asyncio.gather(first.lines.take(16), second.lines.take(16)) for line in part
         ]:
             taken += batch
         assert sorted(line.number for line in taken) == list(range(1, 401))
@@ -247,76 +249,76 @@ async def test_two_servers_never_claim_the_same_line(postgres_location: StoreLoc
 async def test_server_with_expired_lease_cannot_write_results(postgres_location: StoreLocation) -> None:
     async with postgres_location.opened(servers=2) as (frozen, other):
         row = await add_batch(frozen, lines=2)
-        stale = await frozen.take_lines(2)
-        unvalidated = await frozen.add_batch(new_batch(frozen))
-        assert await frozen.take_unvalidated() == unvalidated
+        stale = await frozen.lines.take(2)
+        unvalidated = await frozen.batches.add(new_batch(frozen))
+        assert await frozen.batches.take_unvalidated() == unvalidated
         async with other._db.writing() as connection:
             dead = sa.update(servers).where(servers.c.id == frozen.server)
             await connection.execute(dead.values(lease_until=1.0))
         await other.renew()
-        again = await other.take_lines(2)
+        again = await other.lines.take(2)
         assert [line.attempt for line in again] == [2, 2]
-        assert await frozen.finish([result(line) for line in stale]) == 0
-        assert not await frozen.add_lines(unvalidated.id, places([1]))
+        assert await frozen.lines.finish([result(line) for line in stale]) == 0
+        assert not await frozen.batches.add_lines(unvalidated.id, places([1]))
         assert not await frozen.renew()
-        assert await other.take_unvalidated() == unvalidated
-        assert await other.finish([result(line) for line in again]) == 2
+        assert await other.batches.take_unvalidated() == unvalidated
+        assert await other.lines.finish([result(line) for line in again]) == 2
         assert (await settle(other, row.id))[1] == ["id-1", "id-2"]
 
 
 async def test_cancel_during_validation_and_while_running(location: StoreLocation) -> None:
     async with location.opened() as (store,):
-        early = await store.add_batch(new_batch(store))
-        await store.take_unvalidated()
-        assert await store.add_lines(early.id, places([1, 2]))
-        cancelled = await store.cancel(OWNER, early.id)
+        early = await store.batches.add(new_batch(store))
+        await store.batches.take_unvalidated()
+        assert await store.batches.add_lines(early.id, places([1, 2]))
+        cancelled = await store.batches.cancel(OWNER, early.id)
         assert cancelled.status is BatchStatus.CANCELLING
-        assert not await store.add_lines(early.id, places([3]))
-        assert not await store.begin(early.id, 3)
-        assert await store.due() == []
-        assert await store.start_finalizing(early.id) is None
+        assert not await store.batches.add_lines(early.id, places([3]))
+        assert not await store.batches.begin(early.id, 3)
+        assert await store.batches.due() == []
+        assert await store.batches.start_finalizing(early.id) is None
         # Validation continues, so that the error file lists every line.
-        assert (await store.take_unvalidated(["another model"], runs=False)).id == early.id
-        assert await store.add_lines(early.id, places([1, 2, 3]))
-        assert await store.begin(early.id, 3)
-        assert await store.take_lines(9) == []
-        assert [due.id for due in await store.due()] == [early.id]
+        assert (await store.batches.take_unvalidated(["another model"], runs=False)).id == early.id
+        assert await store.batches.add_lines(early.id, places([1, 2, 3]))
+        assert await store.batches.begin(early.id, 3)
+        assert await store.lines.take(9) == []
+        assert [due.id for due in await store.batches.due()] == [early.id]
         assert await settle(store, early.id) == (BatchStatus.CANCELLED, [], ["id-1", "id-2", "id-3"])
-        wrong = await store.add_batch(new_batch(store))
-        await store.cancel(OWNER, wrong.id)
-        assert (await store.take_unvalidated()).id == wrong.id
-        assert await store.reject(wrong.id, [LineError(code="invalid_json_line", message="line 1", line=1)])
-        found = await store.batch(OWNER, wrong.id)
+        wrong = await store.batches.add(new_batch(store))
+        await store.batches.cancel(OWNER, wrong.id)
+        assert (await store.batches.take_unvalidated()).id == wrong.id
+        assert await store.batches.reject(wrong.id, [LineError(code="invalid_json_line", message="line 1", line=1)])
+        found = await store.batches.get(OWNER, wrong.id)
         assert (found.status, found.total, found.errors[0].line) == (BatchStatus.CANCELLED, 0, 1)
         assert found.cancelled_at is not None
-        assert await store.take_unvalidated() is None
+        assert await store.batches.take_unvalidated() is None
         late = await add_batch(store, lines=3)
-        first, *_ = await store.take_lines(2)
-        await store.finish([result(first)])
-        await store.cancel(OWNER, late.id)
-        assert await store.take_lines(9) == []
+        first, *_ = await store.lines.take(2)
+        await store.lines.finish([result(first)])
+        await store.batches.cancel(OWNER, late.id)
+        assert await store.lines.take(9) == []
         assert await settle(store, late.id) == (BatchStatus.CANCELLED, ["id-1"], ["id-2", "id-3"])
-        assert (await store.cancel(OWNER, late.id)).status is BatchStatus.CANCELLED
+        assert (await store.batches.cancel(OWNER, late.id)).status is BatchStatus.CANCELLED
         assert await store.renew() == frozenset()
 
 
 async def test_interrupted_validation_and_finalization_resume(location: StoreLocation) -> None:
     async with location.opened(servers=2) as stores:
         store, other = stores[0], stores[-1]
-        row = await store.add_batch(new_batch(store))
-        assert await store.take_unvalidated() == row
-        assert await store.add_lines(row.id, places([1]))
-        assert await store.take_unvalidated() == row
+        row = await store.batches.add(new_batch(store))
+        assert await store.batches.take_unvalidated() == row
+        assert await store.batches.add_lines(row.id, places([1]))
+        assert await store.batches.take_unvalidated() == row
         if other is not store:
-            assert await other.take_unvalidated() is None
-        assert await store.add_lines(row.id, places([1]))
-        assert await store.begin(row.id, 1)
-        await store.finish([result(line) for line in await store.take_lines(1)])
-        assert await store.start_finalizing(row.id) is BatchStatus.COMPLETED
-        assert [due.id for due in await store.due()] == [row.id]
+            assert await other.batches.take_unvalidated() is None
+        assert await store.batches.add_lines(row.id, places([1]))
+        assert await store.batches.begin(row.id, 1)
+        await store.lines.finish([result(line) for line in await store.lines.take(1)])
+        assert await store.batches.start_finalizing(row.id) is BatchStatus.COMPLETED
+        assert [due.id for due in await store.batches.due()] == [row.id]
         if other is not store:
-            assert await other.due() == []
-            assert await other.start_finalizing(row.id) is None
+            assert await other.batches.due() == []
+            assert await other.batches.start_finalizing(row.id) is None
         assert (await settle(store, row.id))[:2] == (BatchStatus.COMPLETED, ["id-1"])
 
 
@@ -324,9 +326,9 @@ async def test_error_message_of_expired_lines(location: StoreLocation) -> None:
     async with location.opened() as (store,):
         row = await add_batch(store, lines=1, window_s=20)
         location.clock.seconds += 100
-        assert [due.id for due in await store.due()] == [row.id]
-        await store.close_lines(row.id, LineState.EXPIRED)
-        (line,) = [json.loads(body) async for body in store.results(row.id, failed=True)]
+        assert [due.id for due in await store.batches.due()] == [row.id]
+        await store.lines.close(row.id, LineState.EXPIRED)
+        (line,) = [json.loads(body) async for body in store.batches.results(row.id, failed=True)]
         assert line.pop("id").startswith("batch_req_")
         assert line == {
             "custom_id": "id-1",
@@ -342,62 +344,62 @@ async def test_files_belong_to_their_owner_and_expire(location: StoreLocation) -
     async with location.opened() as (store,):
         rows = [file_of(store, filename=f"../{n}", expires_at=store.now() + 3600 + 1000 * n) for n in range(5)]
         for row in rows:
-            await store.add_file(row, max_bytes=50)
+            await store.files.add(row, max_bytes=50)
         with pytest.raises(QuotaExceeded, match="60 bytes with the outputs of its batches, and may have 50"):
-            await store.add_file(file_of(store), max_bytes=50)
-        assert await store.usage_of(OWNER) == OwnerUsage(50, 5)
-        assert await store.files(OTHER) == ([], False)
-        assert await store.file(OTHER, rows[0].id) is None
-        assert await store.delete_file(OTHER, rows[0].id) is None
-        assert await store.file(OWNER, "file-\x00") is None
-        assert await store.files(OWNER, limit=2) == ([rows[4], rows[3]], True)
-        assert await store.files(OWNER, after=rows[3].id, limit=3) == ([rows[2], rows[1], rows[0]], False)
-        assert await store.files(OWNER, after=rows[0].id, order="asc", limit=1) == ([rows[1]], True)
-        assert await store.files(OWNER, purpose="batch_output") == ([], False)
+            await store.files.add(file_of(store), max_bytes=50)
+        assert await store.files.usage_of(OWNER) == OwnerUsage(50, 5)
+        assert await store.files.page(OTHER) == ([], False)
+        assert await store.files.get(OTHER, rows[0].id) is None
+        assert await store.files.delete(OTHER, rows[0].id) is None
+        assert await store.files.get(OWNER, "file-\x00") is None
+        assert await store.files.page(OWNER, limit=2) == ([rows[4], rows[3]], True)
+        assert await store.files.page(OWNER, after=rows[3].id, limit=3) == ([rows[2], rows[1], rows[0]], False)
+        assert await store.files.page(OWNER, after=rows[0].id, order="asc", limit=1) == ([rows[1]], True)
+        assert await store.files.page(OWNER, purpose="batch_output") == ([], False)
         location.clock.seconds += 4000
-        assert (await store.files(OWNER))[0] == rows[:0:-1]
-        assert await store.removable() == [rows[0].id]
+        assert (await store.files.page(OWNER))[0] == rows[:0:-1]
+        assert await store.files.removable() == [rows[0].id]
         # A batch can still read a deleted input file.
-        batch = await store.add_batch(replace(new_batch(store), input_file_id=rows[1].id))
-        deleted = await store.delete_file(OWNER, rows[1].id)
+        batch = await store.batches.add(replace(new_batch(store), input_file_id=rows[1].id))
+        deleted = await store.files.delete(OWNER, rows[1].id)
         assert deleted.deleted_at >= location.clock.seconds
         assert replace(deleted, deleted_at=None) == rows[1]
-        assert await store.removable() == [rows[0].id]
-        await store.take_unvalidated()
+        assert await store.files.removable() == [rows[0].id]
+        await store.batches.take_unvalidated()
         error = LineError(code="invalid_json_line", message="not JSON", line=7)
-        assert await store.reject(batch.id, [error])
-        assert (await store.batch(OWNER, batch.id)).errors == (error,)
-        assert sorted(await store.removable()) == sorted([rows[0].id, rows[1].id])
-        await store.forget_files([rows[0].id, rows[1].id])
-        assert await store.known_files() == {row.id for row in rows[2:]}
+        assert await store.batches.reject(batch.id, [error])
+        assert (await store.batches.get(OWNER, batch.id)).errors == (error,)
+        assert sorted(await store.files.removable()) == sorted([rows[0].id, rows[1].id])
+        await store.files.forget([rows[0].id, rows[1].id])
+        assert await store.files.known() == {row.id for row in rows[2:]}
 
 
 async def test_active_batches_and_idempotency_keys_are_per_owner(location: StoreLocation) -> None:
     async with location.opened() as (store,):
-        row = await store.add_batch(new_batch(store, metadata={"k": "v\x00"}), "key", max_active=1)
-        assert await store.add_batch(new_batch(store), "key", max_active=1) == row
+        row = await store.batches.add(new_batch(store, metadata={"k": "v\x00"}), "key", max_active=1)
+        assert await store.batches.add(new_batch(store), "key", max_active=1) == row
         with pytest.raises(QuotaExceeded, match="1 batches that have not ended, and may have 1"):
-            await store.add_batch(new_batch(store), "other", max_active=1)
-        theirs = await store.add_batch(new_batch(store, owner=OTHER), "key", max_active=1)
-        assert await store.batches(OWNER) == ([row], False)
-        assert await store.cancel(OWNER, theirs.id) is None
-        later = await store.add_batch(new_batch(store))
-        assert await store.batches(OWNER, limit=1) == ([later], True)
-        assert await store.batches(OWNER, after=later.id) == ([row], False)
-        assert await store.active_of(OWNER) == 2
+            await store.batches.add(new_batch(store), "other", max_active=1)
+        theirs = await store.batches.add(new_batch(store, owner=OTHER), "key", max_active=1)
+        assert await store.batches.page(OWNER) == ([row], False)
+        assert await store.batches.cancel(OWNER, theirs.id) is None
+        later = await store.batches.add(new_batch(store))
+        assert await store.batches.page(OWNER, limit=1) == ([later], True)
+        assert await store.batches.page(OWNER, after=later.id) == ([row], False)
+        assert await store.batches.active_of(OWNER) == 2
 
 
 async def test_batch_runs_only_on_its_model(location: StoreLocation) -> None:
     async with location.opened() as (store,):
         await add_batch(store, lines=2, model="tiny")
-        assert await store.take_lines(5, ["large"]) == []
-        assert len(await store.take_lines(1, ["tiny"])) == 1
-        assert await store.line_states() == {LineState.READY: 1, LineState.RUNNING: 1}
-        await store.add_batch(new_batch(store, model="tiny"))
-        assert await store.take_unvalidated(["large"]) is None
-        assert await store.batch_states() == {BatchStatus.VALIDATING: 1, BatchStatus.IN_PROGRESS: 1}
-        any_model = await store.add_batch(new_batch(store))
-        assert await store.take_unvalidated(["large"]) == any_model
+        assert await store.lines.take(5, ["large"]) == []
+        assert len(await store.lines.take(1, ["tiny"])) == 1
+        assert await store.lines.states() == {LineState.READY: 1, LineState.RUNNING: 1}
+        await store.batches.add(new_batch(store, model="tiny"))
+        assert await store.batches.take_unvalidated(["large"]) is None
+        assert await store.batches.states() == {BatchStatus.VALIDATING: 1, BatchStatus.IN_PROGRESS: 1}
+        any_model = await store.batches.add(new_batch(store))
+        assert await store.batches.take_unvalidated(["large"]) == any_model
 
 
 async def test_steady_clock_never_goes_back() -> None:
@@ -419,73 +421,18 @@ async def test_store_reopened_after_clock_was_set_back(location: StoreLocation) 
     async with location.opened() as (store,):
         assert row.created_at <= store.now() < row.created_at + 1000
         location.clock.seconds += 1e8 + 100
-        assert [due.id for due in await store.due()] == [row.id]
+        assert [due.id for due in await store.batches.due()] == [row.id]
 
 
 async def test_lease_from_before_database_clock_was_set_back_is_void(postgres_location: StoreLocation) -> None:
     async with postgres_location.opened(servers=2) as (dead, other):
         await add_batch(dead, lines=1)
-        await dead.take_lines(1)
+        await dead.lines.take(1)
         async with other._db.writing() as connection:
             later = sa.update(servers).where(servers.c.id == dead.server)
             await connection.execute(later.values(lease_until=servers.c.lease_until + 3600))
         await other.renew()
-        assert len(await other.take_lines(1)) == 1
-
-
-async def test_older_database_is_migrated(location: StoreLocation) -> None:
-    location.folder.mkdir()
-    database = (
-        Database.on_postgres(location.url) if location.url else Database.on_sqlite(location.folder / DATABASE_FILE)
-    )
-
-    def old(connection: sa.Connection) -> None:
-        config = alembic_config()
-        config.attributes["connection"] = connection
-        command.upgrade(config, "0001")
-
-    async with database.writing() as connection:
-        await connection.run_sync(old)
-        await connection.execute(
-            sa.text(
-                "INSERT INTO batches (id, owner, status, endpoint, completion_window, input_file_id, created_at, "
-                "expires_at, total, completed, failed, errors) VALUES ('batch_1', :owner, 'in_progress', "
-                "'/v1/completions', '24h', 'file-1', 1, 5000000000, 1, 0, 0, '[]')"
-            ),
-            {"owner": OWNER},
-        )
-        await connection.execute(
-            sa.text(
-                'INSERT INTO lines (batch_id, number, custom_id, "offset", length, state, attempt, server) '
-                "VALUES ('batch_1', 1, 'id-1', 0, 9, 'running', 1, 'gone')"
-            )
-        )
-    await database.close()
-    async with location.opened() as (store,):
-        (line,) = await store.take_lines(5)
-        assert line.attempt == 2
-        await store.finish([result(line)])
-        assert (await store.batch(OWNER, "batch_1")).completion_tokens == 2
-        assert (await store.usage_of(OWNER)).bytes == result(line).bytes
-    async with location.opened() as (store,):  # no migration left to run
-        assert (await settle(store, "batch_1"))[1] == ["id-1"]
-
-
-async def test_database_returns_to_the_previous_revision_and_back_without_losses(location: StoreLocation) -> None:
-    async with location.opened() as (store,):
-        row = await add_batch(store, lines=2)
-        (line,) = await store.take_lines(1)
-        await store.finish([result(line)])
-        used = (await store.usage_of(OWNER)).bytes
-    await Store.migrate(location.url, location.folder, "0004")
-    with pytest.raises(StoreError, match="cannot be changed to revision 7777"):
-        await Store.migrate(location.url, location.folder, "7777")
-    async with location.opened() as (store,):  # migrates up again
-        assert (await store.usage_of(OWNER)).bytes == used
-        assert (await store.batch(OWNER, row.id)).completion_tokens == 2
-        assert len(await store.take_lines(5)) == 1
-        with pytest.raises(FolderLocked):
-            await Store.migrate(location.url, location.folder, "0004")
+        assert len(await other.lines.take(1)) == 1
 
 
 async def test_migrations_match_table_definitions(location: StoreLocation) -> None:
@@ -535,20 +482,20 @@ async def test_failed_commit_on_full_disk_changes_nothing(tmp_path: Path) -> Non
     location = StoreLocation(tmp_path, None)
     async with location.opened() as (store,):
         row = await add_batch(store, lines=2)
-        first, second = await store.take_lines(2)
-        await store.finish([result(first)])
+        first, second = await store.lines.take(2)
+        await store.lines.finish([result(first)])
         async with store._db.reading() as connection:
             pages = await connection.scalar(sa.text("PRAGMA page_count"))
             await connection.execute(sa.text(f"PRAGMA max_page_count={pages}"))
             large = replace(result(second), body=b"x" * 1_000_000)
         with pytest.raises(NoSpace, match="full"):
-            await store.finish([large])
-        found = await store.batch(OWNER, row.id)
+            await store.lines.finish([large])
+        found = await store.batches.get(OWNER, row.id)
         assert (found.completed, found.completion_tokens) == (1, 2)
         async with store._db.reading() as connection:
             await connection.execute(sa.text("PRAGMA max_page_count=1000000"))
-        assert await store.finish([large]) == 1
-        assert (await store.batch(OWNER, row.id)).completed == 2
+        assert await store.lines.finish([large]) == 1
+        assert (await store.batches.get(OWNER, row.id)).completed == 2
 
 
 async def test_missing_database_file_is_reported(tmp_path: Path) -> None:
@@ -556,9 +503,9 @@ async def test_missing_database_file_is_reported(tmp_path: Path) -> None:
         row = await add_batch(store)
         (tmp_path / DATABASE_FILE).rename(tmp_path / "elsewhere")
         with pytest.raises(StoreUnavailable, match="not in its folder"):
-            await store.take_lines(1)
+            await store.lines.take(1)
         (tmp_path / "elsewhere").rename(tmp_path / DATABASE_FILE)
-        assert (await store.take_lines(1))[0].batch_id == row.id
+        assert (await store.lines.take(1))[0].batch_id == row.id
 
 
 async def test_store_recovers_after_database_restart(
@@ -566,17 +513,17 @@ async def test_store_recovers_after_database_restart(
 ) -> None:
     async with postgres_location.opened() as (store,):
         row = await add_batch(store)
-        taken = await store.take_lines(2)
+        taken = await store.lines.take(2)
         await asyncio.to_thread(postgres.stop)
         try:
-            for call in (store.take_lines(1), store.renew(), store.finish([result(taken[0])])):
+            for call in (store.lines.take(1), store.renew(), store.lines.finish([result(taken[0])])):
                 with pytest.raises(StoreUnavailable, match="cannot be reached"):
                     await call
         finally:
             await asyncio.to_thread(postgres.start)
-        assert await store.finish([result(line) for line in taken]) == 2
-        assert len(await store.take_lines(9)) == 1
-        assert (await store.batch(OWNER, row.id)).completed == 2
+        assert await store.lines.finish([result(line) for line in taken]) == 2
+        assert len(await store.lines.take(9)) == 1
+        assert (await store.batches.get(OWNER, row.id)).completed == 2
     (warning,) = [record.getMessage() for record in caplog.records if record.name.startswith("skipjoin")]
     assert "Error" in warning or "No such file" in warning
 
@@ -615,8 +562,8 @@ from skipjoin.server.batches.store import Store
 
 async def main():
     store = await Store.open(None, Path(sys.argv[1]), clock=lambda: 4e9)
-    while taken := await store.take_lines(3):
-        await store.finish([LineResult(line=line, state=LineState.DONE, body=b"{}") for line in taken[:2]])
+    while taken := await store.lines.take(3):
+        await store.lines.finish([LineResult(line=line, state=LineState.DONE, body=b"{}") for line in taken[:2]])
         print(*[line.number for line in taken[:2]], flush=True)
 
 asyncio.run(main())
@@ -640,10 +587,10 @@ async def test_committed_results_survive_sigkill(tmp_path: Path) -> None:
         await process.wait()
     assert len(printed) == len(set(printed)) > 50
     async with location.opened() as (store,):
-        found = await store.batch(OWNER, row.id)
+        found = await store.batches.get(OWNER, row.id)
         # The last group of each process may be committed but not printed.
         assert 0 <= found.completed - len(printed) <= 3 * 2
-        remaining = {line.number for line in await store.take_lines(3000)}
+        remaining = {line.number for line in await store.lines.take(3000)}
         assert len(remaining) == 3000 - found.completed
         assert not remaining & set(printed)
 
@@ -652,17 +599,17 @@ async def test_cancel_during_finalization(location: StoreLocation) -> None:
     """A cancel is too late once finalization has begun; before that the batch becomes cancelled."""
     async with location.opened() as (store, *_):
         late, early = [await add_batch(store, lines=2) for _ in range(2)]
-        await store.finish([result(line) for line in await store.take_lines(4)])
-        assert await store.start_finalizing(late.id) is BatchStatus.COMPLETED
+        await store.lines.finish([result(line) for line in await store.lines.take(4)])
+        assert await store.batches.start_finalizing(late.id) is BatchStatus.COMPLETED
         file = file_of(store, purpose="batch_output")
         for row, status in ((late, BatchStatus.FINALIZING), (early, BatchStatus.CANCELLING)):
-            cancelled = await store.cancel(OWNER, row.id)
+            cancelled = await store.batches.cancel(OWNER, row.id)
             assert cancelled is not None
             assert cancelled.status is status
-        ended = await store.finalize(late.id, BatchStatus.COMPLETED, file, None)
+        ended = await store.batches.finalize(late.id, BatchStatus.COMPLETED, file, None)
         assert ended is not None
         assert (ended.status, ended.output_file_id, ended.cancelling_at) == (BatchStatus.COMPLETED, file.id, None)
         assert await settle(store, early.id) == (BatchStatus.CANCELLED, ["id-1", "id-2"], [])
-        again = await store.cancel(OWNER, early.id)
+        again = await store.batches.cancel(OWNER, early.id)
         assert again is not None
         assert again.status is BatchStatus.CANCELLED

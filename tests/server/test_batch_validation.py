@@ -118,16 +118,16 @@ async def test_validating_20001_lines_does_not_block_event_loop(tmp_path: Path, 
     file = tmp_path / "input"
     file.write_bytes(b"\n".join(line(custom_id="i" * 500 + str(n)) for n in range(20_001)))
     async with location.opened() as (store,), LoopWatch() as watch:
-        batch = await store.add_batch(new_batch(store))
-        await store.take_unvalidated()
+        batch = await store.batches.add(new_batch(store))
+        await store.batches.take_unvalidated()
         try:
             async with aclosing(validate(file, RULES)) as chunks:
                 async for places in chunks:
-                    assert await store.add_lines(batch.id, places)
+                    assert await store.batches.add_lines(batch.id, places)
         except Refused as refusal:
             errors = refusal.errors
         assert [error.line for error in errors] == [20_001]
-        assert await store.reject(batch.id, errors)
+        assert await store.batches.reject(batch.id, errors)
     assert watch.longest_s < max_stall_s()
 
 

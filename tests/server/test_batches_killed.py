@@ -22,9 +22,7 @@ from batch_client import answers, ids, line, submit, wait_for
 from batch_worlds import StoreLocation
 from openai.types import Batch
 from server_worlds import BLOCKS, HERE, ServerProcess, simulated_server
-from typer.testing import CliRunner
 
-from skipjoin.cli import app
 from skipjoin.server.batches.database import DATABASE_FILE
 from support.postgres import Postgres
 
@@ -117,9 +115,6 @@ def test_upgrade_does_not_wait_for_batches_and_continues_them(start: Start, tmp_
     assert server.process.wait(30) == 0
     assert 0 < finished(tmp_path / "batches") < LINES
     assert any("draining: 0 requests" in line for line in server.errors)
-    # The next start migrates the database of an older version.
-    older = CliRunner().invoke(app, ["batch", "migrate", "--batch-dir", str(tmp_path / "batches"), "--to", "0004"])
-    assert older.exit_code == 0, older.output
     check(start(), batch, tokens=FEW)
 
 

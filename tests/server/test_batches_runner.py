@@ -19,7 +19,9 @@ from skipjoin.core.request import FinishReason, ServiceClass
 from skipjoin.server import lifecycle
 from skipjoin.server.api.service import Phase
 from skipjoin.server.batches import input_validator, periodic, runner, service
+from skipjoin.server.batches.batch_rows import BatchRows
 from skipjoin.server.batches.line_check import Rules
+from skipjoin.server.batches.line_rows import LineRows
 from skipjoin.server.batches.records import LinePlace, NoSpace, StoreUnavailable
 from skipjoin.server.batches.service import Batches
 from skipjoin.server.batches.store import Store
@@ -210,8 +212,11 @@ async def test_lines_survive_temporary_store_failure(
             raise failure
 
         with monkeypatch.context() as patched:
-            for name in ("finish", "put_back", "take_lines", "due", "renew", "batch", "add_batch"):
-                patched.setattr(Store, name, fail)
+            for name in ("finish", "put_back", "take"):
+                patched.setattr(LineRows, name, fail)
+            for name in ("due", "get", "add"):
+                patched.setattr(BatchRows, name, fail)
+            patched.setattr(Store, "renew", fail)
             generated = 0.0  # lines taken before the failure continue, and no others start
             while (now := world.metric("batch_generation_tokens_total")) != generated:
                 generated = now
@@ -231,18 +236,18 @@ async def test_lines_survive_temporary_store_failure(
 async def test_failed_finalization_backs_off_without_blocking_others(
     open_world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    start, attempts, batch = Store.start_finalizing, 0, ""
+    start, attempts, batch = BatchRows.start_finalizing, 0, ""
 
-    async def fail(store: Store, batch_id: str) -> Any:
+    async def fail(rows: BatchRows, batch_id: str) -> Any:
         nonlocal attempts
         if batch_id != batch:
-            return await start(store, batch_id)
+            return await start(rows, batch_id)
         attempts += 1
         raise error
 
     async with open_world() as world:
         with monkeypatch.context() as patched:
-            patched.setattr(Store, "start_finalizing", fail)
+            patched.setattr(BatchRows, "start_finalizing", fail)
             batch = await world.submit(line("a", **SHORT), line("b", **SHORT))
             await until(lambda: attempts)
             await asyncio.sleep(0.5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
@@ -17,7 +16,7 @@ from rich.table import Table
 from skipjoin.cli.batch_watch import Watch, summary
 from skipjoin.cli.commands import Commands
 from skipjoin.cli.connection import FAILED, Connection, call
-from skipjoin.cli.options import Section, Values, plain_errors, takes
+from skipjoin.cli.options import Section, Values, takes
 from skipjoin.options import ConfigError
 
 if TYPE_CHECKING:
@@ -128,29 +127,6 @@ def _follow(connection: Connection, batch_id: str) -> None:
     print(summary(found))
     if found["status"] != "completed":
         raise typer.Exit(FAILED)
-
-
-@batch.command()
-def migrate(
-    *,
-    folder: Annotated[Path, typer.Option("--batch-dir", metavar="DIR", help="Folder of the batches.")],
-    database: Annotated[
-        str | None, typer.Option("--batch-db", metavar="URL", help="Their PostgreSQL database (default: SQLite).")
-    ] = None,
-    to: Annotated[str, typer.Option(metavar="REVISION", help="Revision of an older version, such as 0004.")] = "head",
-) -> None:
-    """Migrate the database of a stopped server, such as before an older version is installed."""
-    with plain_errors():
-        from skipjoin.server.batches.records import StoreError  # noqa: PLC0415
-        from skipjoin.server.batches.store import Store  # noqa: PLC0415
-
-        if not folder.is_dir():
-            raise ConfigError(f"--batch-dir must be the folder of the batches, {folder} is no folder")
-        try:
-            asyncio.run(Store.migrate(database, folder, to))
-        except StoreError as error:
-            raise ConfigError(str(error)) from error
-    print(f"The batches' database is at revision {to}.")
 
 
 def _call(connection: Connection, work: Callable[[BatchClient], Awaitable[T]]) -> T:

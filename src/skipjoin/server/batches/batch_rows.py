@@ -8,7 +8,6 @@ import sqlalchemy as sa
 from sqlalchemy.engine import RowMapping
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skipjoin.server.batches.base import Base
 from skipjoin.server.batches.database import repeated
 from skipjoin.server.batches.endings import closed_line
 from skipjoin.server.batches.file_rows import ACTIVE, check_usage, page, seq_of, usage_of
@@ -22,6 +21,7 @@ from skipjoin.server.batches.records import (
     QuotaExceeded,
     is_id,
 )
+from skipjoin.server.batches.session import Session
 from skipjoin.server.batches.tables import batches, files, lines, results
 
 # Rows per page of results, which are held in memory, and per deletion, which other transactions wait for.
@@ -39,10 +39,13 @@ _CANCELLED_EARLY = sa.and_(batches.c.status == BatchStatus.CANCELLING, batches.c
 _IN_ERROR_FILE = (LineState.FAILED, LineState.EXPIRED, LineState.CANCELLED)
 
 
-class BatchRows(Base):
-    """Batch operations of `Store`."""
+class BatchRows:
+    """Repository of batches, from their validation to their end."""
 
-    async def add_batch(
+    def __init__(self, session: Session) -> None:
+        self._session, self._db = session, session.db
+
+    async def add(
         self,
         row: BatchRow,
         idempotency_key: str | None = None,
@@ -52,7 +55,7 @@ class BatchRows(Base):
     ) -> BatchRow:
         """Add a batch, or return the owner's earlier batch with this idempotency key."""
         async with self._db.writing() as connection:
-            await self._alone(connection, row.owner)
+            await self._session.alone(connection, row.owner)
             if idempotency_key is not None:
                 same = sa.and_(batches.c.owner == row.owner, batches.c.idempotency_key == idempotency_key)
                 if earlier := await _one(connection, sa.select(batches).where(same)):
@@ -66,13 +69,13 @@ class BatchRows(Base):
             await connection.execute(sa.insert(batches), values)
         return row
 
-    async def batch(self, owner: str, batch_id: str) -> BatchRow | None:
+    async def get(self, owner: str, batch_id: str) -> BatchRow | None:
         if not is_id(batch_id):
             return None
         async with self._db.reading() as connection:
             return await _one(connection, _of(owner, batch_id))
 
-    async def batches(self, owner: str, *, after: str | None = None, limit: int = 20) -> tuple[list[BatchRow], bool]:
+    async def page(self, owner: str, *, after: str | None = None, limit: int = 20) -> tuple[list[BatchRow], bool]:
         """Return a page of batches, newest first, and whether there are more. Unknown `after` gives the first page."""
         async with self._db.reading() as connection:
             last = await seq_of(connection, batches, owner, after)
@@ -88,14 +91,14 @@ class BatchRows(Base):
         if not is_id(batch_id):
             return None
         stoppable = batches.c.status.in_([BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS])
-        changes = {"status": BatchStatus.CANCELLING, "cancelling_at": self.now(), "server": None}
+        changes = {"status": BatchStatus.CANCELLING, "cancelling_at": self._session.now(), "server": None}
         async with self._db.writing() as connection:
             await connection.execute(
                 sa.update(batches).where(batches.c.id == batch_id, batches.c.owner == owner, stoppable).values(changes)
             )
             return await _one(connection, _of(owner, batch_id))
 
-    async def batch_states(self) -> dict[str, int]:
+    async def states(self) -> dict[str, int]:
         counts = sa.select(batches.c.status, sa.func.count()).group_by(batches.c.status)
         async with self._db.reading() as connection:
             return {BatchStatus(row[0]): row[1] for row in await connection.execute(counts)}
@@ -118,20 +121,20 @@ class BatchRows(Base):
         async with self._db.writing() as connection:
             found = await _one(connection, query)
             if found is not None:
-                mine = sa.update(batches).where(batches.c.id == found.id).values(server=self.server)
+                mine = sa.update(batches).where(batches.c.id == found.id).values(server=self._session.server)
                 await connection.execute(mine)
                 await connection.execute(sa.delete(lines).where(lines.c.batch_id == found.id))
             return found
 
     async def release(self, batch_id: str) -> None:
-        held = sa.update(batches).where(batches.c.id == batch_id, batches.c.server == self.server)
+        held = sa.update(batches).where(batches.c.id == batch_id, batches.c.server == self._session.server)
         async with self._db.writing() as connection:
             await connection.execute(held.values(server=None))
 
     async def add_lines(self, batch_id: str, places: Sequence[LinePlace]) -> bool:
         """Add validated lines. Return False if this server no longer holds the batch."""
         async with self._db.writing() as connection:
-            if await self._held(connection, batch_id, *_VALIDATED) is None:
+            if await self._session.held(connection, batch_id, *_VALIDATED) is None:
                 return False
             fresh = {"batch_id": batch_id, "state": LineState.READY, "attempt": 0}
             if places:
@@ -140,14 +143,14 @@ class BatchRows(Base):
 
     async def begin(self, batch_id: str, total: int) -> bool:
         """Move a batch from VALIDATING to IN_PROGRESS. A CANCELLING batch becomes due instead."""
-        begun = {"status": BatchStatus.IN_PROGRESS, "in_progress_at": self.now(), "total": total}
+        begun = {"status": BatchStatus.IN_PROGRESS, "in_progress_at": self._session.now(), "total": total}
         return await self._end_validation(batch_id, begun, {"total": total})
 
     async def reject(self, batch_id: str, errors: Sequence[LineError]) -> bool:
         """Move a batch from VALIDATING to FAILED, or from CANCELLING to CANCELLED."""
         listed = [asdict(error) for error in errors]
-        failed = {"status": BatchStatus.FAILED, "failed_at": self.now(), "errors": listed}
-        cancelled = {"status": BatchStatus.CANCELLED, "cancelled_at": self.now(), "errors": listed}
+        failed = {"status": BatchStatus.FAILED, "failed_at": self._session.now(), "errors": listed}
+        cancelled = {"status": BatchStatus.CANCELLED, "cancelled_at": self._session.now(), "errors": listed}
         is_mine = await self._end_validation(batch_id, failed, cancelled)
         if is_mine:
             await self._drop(batch_id)
@@ -155,7 +158,7 @@ class BatchRows(Base):
 
     async def _end_validation(self, batch_id: str, changes: dict[str, object], of_cancelled: dict[str, object]) -> bool:
         async with self._db.writing() as connection:
-            batch = await self._held(connection, batch_id, *_VALIDATED)
+            batch = await self._session.held(connection, batch_id, *_VALIDATED)
             if batch is None:
                 return False
             chosen = of_cancelled if batch["status"] == BatchStatus.CANCELLING else changes
@@ -169,7 +172,7 @@ class BatchRows(Base):
         """Return the batches to finalize: finished, expired, or CANCELLING and validated."""
         status = batches.c.status
         ended = batches.c.completed + batches.c.failed >= batches.c.total
-        over = sa.and_(status == BatchStatus.IN_PROGRESS, sa.or_(ended, batches.c.expires_at <= self.now()))
+        over = sa.and_(status == BatchStatus.IN_PROGRESS, sa.or_(ended, batches.c.expires_at <= self._session.now()))
         ending = sa.and_(status.in_([BatchStatus.CANCELLING, BatchStatus.FINALIZING]), sa.not_(_CANCELLED_EARLY))
         query = sa.select(batches).where(self._is_free(), sa.or_(over, ending)).order_by(batches.c.seq)
         async with self._db.reading() as connection:
@@ -184,9 +187,12 @@ class BatchRows(Base):
             batch = await _one(connection, sa.select(batches).where(free).with_for_update())
             if batch is None or not batch.total or await _has_lines(connection, batch_id, *_OPEN):
                 return None
-            changes: dict[str, object] = {"server": self.server}
+            changes: dict[str, object] = {"server": self._session.server}
             if batch.status is not BatchStatus.CANCELLING:
-                changes |= {"status": BatchStatus.FINALIZING, "finalizing_at": batch.finalizing_at or self.now()}
+                changes |= {
+                    "status": BatchStatus.FINALIZING,
+                    "finalizing_at": batch.finalizing_at or self._session.now(),
+                }
             await connection.execute(sa.update(batches).where(batches.c.id == batch_id).values(changes))
             if batch.status is BatchStatus.CANCELLING:
                 return BatchStatus.CANCELLED
@@ -222,13 +228,13 @@ class BatchRows(Base):
             None if this server no longer holds the batch, so that its files must be deleted.
         """
         async with self._db.writing() as connection:
-            if await self._held(connection, batch_id, BatchStatus.FINALIZING, BatchStatus.CANCELLING) is None:
+            if await self._session.held(connection, batch_id, BatchStatus.FINALIZING, BatchStatus.CANCELLING) is None:
                 return None
             if written := [asdict(file) for file in (output, error) if file is not None]:
                 await connection.execute(sa.insert(files), written)
             changes = {
                 "status": status,
-                _ENDED_AT[status]: self.now(),
+                _ENDED_AT[status]: self._session.now(),
                 "output_file_id": output and output.id,
                 "error_file_id": error and error.id,
                 "result_bytes": 0,  # counted with the files from now on
@@ -240,7 +246,7 @@ class BatchRows(Base):
         return batch
 
     def _is_free(self) -> sa.ColumnElement[bool]:
-        return sa.or_(batches.c.server.is_(None), batches.c.server == self.server)
+        return sa.or_(batches.c.server.is_(None), batches.c.server == self._session.server)
 
     async def _drop(self, batch_id: str) -> None:
         for start in range(1, await self._last_number(batch_id) + 1, _DELETION):
@@ -254,7 +260,7 @@ class BatchRows(Base):
             last = sa.select(sa.func.max(lines.c.number)).where(lines.c.batch_id == batch_id)
             return int(await connection.scalar(last) or 0)
 
-    async def _drop_leftovers(self) -> None:
+    async def drop_leftovers(self) -> None:
         final = sa.select(batches.c.id).where(batches.c.status.not_in(ACTIVE))
         async with self._db.reading() as connection:
             left = await connection.scalars(sa.select(lines.c.batch_id).where(lines.c.batch_id.in_(final)).distinct())

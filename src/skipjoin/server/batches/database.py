@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.engine import URL, make_url
@@ -22,9 +22,6 @@ from sqlalchemy.pool import ConnectionPoolEntry
 from skipjoin.server.batches.disk import as_store_error, is_full, no_space
 from skipjoin.server.batches.records import NoSpace, StoreDamaged, StoreError, StoreUnavailable
 from skipjoin.version import needs
-
-if TYPE_CHECKING:
-    from alembic.config import Config
 
 DATABASE_FILE = "batches.sqlite3"
 MIGRATIONS = Path(__file__).parent / "migrations"
@@ -147,21 +144,19 @@ class Database:
                 async with connection.begin():
                     yield connection
 
-    async def migrate(self, revision: str = "head") -> None:
-        """Migrate the tables, to an older revision if one is named, or raise `StoreError` if that is impossible."""
+    async def migrate(self) -> None:
+        """Migrate the tables, or raise `StoreError` if they are of a newer version."""
         from alembic.util import CommandError  # noqa: PLC0415 (servers without batches do without)
 
         try:
             async with self.writing() as connection:
                 if not self.is_sqlite:
                     await connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
-                await connection.run_sync(_migrate, revision)
+                await connection.run_sync(_migrate)
         except CommandError as error:
-            if revision != "head":
-                raise StoreError(f"the batches' database cannot be changed to revision {revision}: {error}") from error
             raise StoreError(
-                f"the batches' database is of a newer version of Skipjoin: {error}; install that version, or use its "
-                "skipjoin batch migrate to go back to the revision of this one (docs/upgrade.md)"
+                f"the batches' database is of a newer version of Skipjoin: {error}; install that version, or restore "
+                "a copy from before the upgrade (docs/upgrade.md)"
             ) from error
         if self._path is not None:
             self._identity = _identity(self._path)
@@ -197,21 +192,14 @@ class Database:
             raise StoreUnavailable(f"the batches' database {self._path.name} is not in its folder any more")
 
 
-def _migrate(connection: sa.Connection, revision: str) -> None:
+def _migrate(connection: sa.Connection) -> None:
     from alembic import command  # noqa: PLC0415 (as above)
-
-    config = alembic_config()
-    config.attributes["connection"] = connection
-    change = command.upgrade if revision == "head" else command.downgrade
-    change(config, revision)
-
-
-def alembic_config() -> Config:
     from alembic.config import Config  # noqa: PLC0415 (as above)
 
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
-    return config
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -8,23 +8,27 @@ import sqlalchemy as sa
 from sqlalchemy.engine import RowMapping
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skipjoin.server.batches.base import Base
-from skipjoin.server.batches.records import BatchStatus, FileRow, OwnerUsage, QuotaExceeded, is_id
+from skipjoin.server.batches.disk import Reserve
+from skipjoin.server.batches.records import BatchStatus, FileRow, NoSpace, OwnerUsage, QuotaExceeded, is_id
+from skipjoin.server.batches.session import Session
 from skipjoin.server.batches.tables import batches, files
 
 
-class FileRows(Base):
-    """File operations of `Store`."""
+class FileRows:
+    """Repository of files. `reserve` is space for deletions on a full disk."""
 
-    async def add_file(self, row: FileRow, *, max_bytes: int | None = None, max_files: int | None = None) -> None:
+    def __init__(self, session: Session, reserve: Reserve) -> None:
+        self._session, self._db, self._reserve = session, session.db, reserve
+
+    async def add(self, row: FileRow, *, max_bytes: int | None = None, max_files: int | None = None) -> None:
         async with self._db.writing() as connection:
-            await self._alone(connection, row.owner)
+            await self._session.alone(connection, row.owner)
             used = await usage_of(connection, row.owner)
             check_usage(used.bytes + row.bytes, max_bytes, "bytes")
             check_usage(used.files + 1, max_files, "files")
             await connection.execute(sa.insert(files), asdict(row))
 
-    async def file(self, owner: str, file_id: str) -> FileRow | None:
+    async def get(self, owner: str, file_id: str) -> FileRow | None:
         if not is_id(file_id):
             return None
         async with self._db.reading() as connection:
@@ -32,7 +36,7 @@ class FileRows(Base):
             found = (await connection.execute(query)).mappings().one_or_none()
         return None if found is None else _file(found)
 
-    async def files(
+    async def page(
         self,
         owner: str,
         *,
@@ -60,12 +64,21 @@ class FileRows(Base):
                 last = rows[-1]["seq"]
         return found[:limit], len(found) > limit
 
-    async def delete_file(self, owner: str, file_id: str) -> FileRow | None:
+    async def delete(self, owner: str, file_id: str) -> FileRow | None:
+        """Mark a file as deleted. On a full disk, use the space that is reserved for deletions."""
         if not is_id(file_id):
             return None
+        try:
+            return await self._delete(owner, file_id)
+        except NoSpace:
+            if not self._reserve.release():
+                raise
+        return await self._delete(owner, file_id)
+
+    async def _delete(self, owner: str, file_id: str) -> FileRow | None:
         query = sa.update(files).where(files.c.id == file_id, self._is_visible(owner))
         async with self._db.writing() as connection:
-            deleted = await connection.execute(query.values(deleted_at=self.now()).returning(files))
+            deleted = await connection.execute(query.values(deleted_at=self._session.now()).returning(files))
             found = deleted.mappings().one_or_none()
         return None if found is None else _file(found)
 
@@ -75,22 +88,22 @@ class FileRows(Base):
 
     async def removable(self) -> list[str]:
         reading = sa.select(batches.c.input_file_id).where(batches.c.status.in_(ACTIVE))
-        gone = sa.or_(files.c.deleted_at.is_not(None), files.c.expires_at <= self.now())
+        gone = sa.or_(files.c.deleted_at.is_not(None), files.c.expires_at <= self._session.now())
         async with self._db.reading() as connection:
             found = await connection.scalars(sa.select(files.c.id).where(gone, files.c.id.not_in(reading)))
             return list(found)
 
-    async def forget_files(self, ids: Sequence[str]) -> None:
+    async def forget(self, ids: Sequence[str]) -> None:
         async with self._db.writing() as connection:
             for start in range(0, len(ids), 1000):
                 await connection.execute(sa.delete(files).where(files.c.id.in_(ids[start : start + 1000])))
 
-    async def known_files(self) -> set[str]:
+    async def known(self) -> set[str]:
         async with self._db.reading() as connection:
             return set(await connection.scalars(sa.select(files.c.id)))
 
     def _is_visible(self, owner: str) -> sa.ColumnElement[bool]:
-        lasts = sa.or_(files.c.expires_at.is_(None), files.c.expires_at > self.now())
+        lasts = sa.or_(files.c.expires_at.is_(None), files.c.expires_at > self._session.now())
         return sa.and_(files.c.owner == owner, files.c.deleted_at.is_(None), lasts)
 
 

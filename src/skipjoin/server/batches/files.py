@@ -38,7 +38,7 @@ async def upload_file(request: Request) -> Response:
 async def list_files(request: Request) -> Response:
     """List the files of this API key. Query: purpose, after, limit and order."""
     query = request.query_params
-    found, has_more = await context_of(request).store.files(
+    found, has_more = await context_of(request).store.files.page(
         owner_of(request),
         purpose=one_of(query, "purpose", PURPOSES, None),
         after=query.get("after"),
@@ -65,7 +65,7 @@ async def read_file(request: Request, file_id: str) -> Response:
 async def delete_file(request: Request, file_id: str) -> Response:
     """Delete a file. Batches that read it continue."""
     context = context_of(request)
-    row = await context.store.delete_file(owner_of(request), file_id)
+    row = await context.store.files.delete(owner_of(request), file_id)
     if row is None:
         raise not_found(file_id)
     with suppress(StoreError):  # the file is deleted, and the periodic task will remove its content
@@ -79,7 +79,7 @@ async def _read(request: Request) -> FileRow:
     store, blobs = context.store, context.blobs
     max_bytes, max_files = context.config.batch_max_bytes_per_key, context.config.batch_max_files_per_key
     form = Form(request.headers.get("content-type"))
-    used = await store.usage_of(owner)
+    used = await store.files.usage_of(owner)
     check_usage(used.files + 1, max_files, "files")
     with _counting(context.arriving, owner) as count:
         async with blobs.writing(file_id) as writer:
@@ -124,7 +124,7 @@ def _counting(arriving: Counter[str], owner: str) -> Iterator[Any]:
 
 async def _add(store: Store, blobs: Blobs, row: FileRow, max_bytes: int, max_files: int) -> None:
     try:
-        await store.add_file(row, max_bytes=max_bytes, max_files=max_files)
+        await store.files.add(row, max_bytes=max_bytes, max_files=max_files)
     except (QuotaExceeded, NoSpace):
         await blobs.delete(row.id)
         raise
@@ -189,7 +189,7 @@ def limit_of(query: Mapping[str, str], *, most: int, default: int) -> int:
 
 
 async def find(store: Store, request: Request, file_id: str) -> FileRow:
-    row = await store.file(owner_of(request), file_id)
+    row = await store.files.get(owner_of(request), file_id)
     if row is None:
         raise not_found(file_id)
     return row
@@ -201,9 +201,9 @@ def not_found(file_id: str) -> ApiError:
 
 
 async def sweep(store: Store, blobs: Blobs) -> None:
-    ids = await store.removable()
+    ids = await store.files.removable()
     for file_id in ids:
         await blobs.delete(file_id)
     if ids:
-        await store.forget_files(ids)
+        await store.files.forget(ids)
     await store.fill_reserve()

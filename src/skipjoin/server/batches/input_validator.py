@@ -37,28 +37,28 @@ class InputValidator:
             await self._validate(row)
 
     async def _next(self) -> BatchRow | None:
-        return await self.store.take_unvalidated(self.service.names, runs=self.service.phase is Phase.OPEN)
+        return await self.store.batches.take_unvalidated(self.service.names, runs=self.service.phase is Phase.OPEN)
 
     async def _validate(self, row: BatchRow) -> None:
         try:
             await self._add_lines(row)
         except Refused as refused:
-            await self.store.reject(row.id, refused.errors)
+            await self.store.batches.reject(row.id, refused.errors)
         except BlobMissing:
             if is_folder_gone(self.blobs, row.input_file_id):
-                await self.store.release(row.id)
+                await self.store.batches.release(row.id)
                 raise
-            await self.store.reject(row.id, [_GONE])
+            await self.store.batches.reject(row.id, [_GONE])
         except StoreError:
-            await self.store.release(row.id)
+            await self.store.batches.release(row.id)
             raise
         except Exception:
             self.tries[row.id] += 1
             if self.tries[row.id] < _MAX_TRIES:
-                await self.store.release(row.id)
+                await self.store.batches.release(row.id)
                 raise
             _log.exception("the file of batch %s cannot be validated", row.id)
-            await self.store.reject(row.id, [_FAILED])
+            await self.store.batches.reject(row.id, [_FAILED])
 
     async def _add_lines(self, row: BatchRow) -> None:
         config = self.service.config
@@ -72,7 +72,7 @@ class InputValidator:
         async with aclosing(validate(self.blobs.path(row.input_file_id), rules)) as chunks:
             async for places in chunks:
                 total += len(places)
-                if not await self.store.add_lines(row.id, places):
+                if not await self.store.batches.add_lines(row.id, places):
                     return
-        if await self.store.begin(row.id, total):
+        if await self.store.batches.begin(row.id, total):
             self.runner.wake()

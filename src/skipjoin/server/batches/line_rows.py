@@ -10,10 +10,10 @@ import sqlalchemy as sa
 from sqlalchemy.engine import RowMapping
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skipjoin.server.batches.base import Base
 from skipjoin.server.batches.batch_rows import is_for
 from skipjoin.server.batches.database import repeated
 from skipjoin.server.batches.records import BatchStatus, Line, LineResult, LineState
+from skipjoin.server.batches.session import Session
 from skipjoin.server.batches.tables import batches, lines, results
 
 # Rows per statement, because SQLite limits the number of parameters.
@@ -29,11 +29,14 @@ class Waiting(NamedTuple):
     ready: int
 
 
-class LineRows(Base):
-    """Line operations of `Store`."""
+class LineRows:
+    """Repository of the lines of batches in progress."""
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._db = session, session.db
 
     @repeated
-    async def take_lines(self, limit: int, models: Collection[str] = ()) -> list[Line]:
+    async def take(self, limit: int, models: Collection[str] = ()) -> list[Line]:
         """Take READY lines from owners with the fewest running ones, earliest expiry first."""
         async with self._db.writing() as connection:
             found = await self._in_progress(connection, is_for(models))
@@ -53,7 +56,7 @@ class LineRows(Base):
             ]
         return in_turns(taken, turns)
 
-    async def line_states(self) -> dict[str, int]:
+    async def states(self) -> dict[str, int]:
         async with self._db.reading() as connection:
             found = await self._in_progress(connection, sa.true())
             running = (await _running(connection, list(found))).total()
@@ -61,7 +64,7 @@ class LineRows(Base):
         return {LineState.READY: max(0, left - running), LineState.RUNNING: running}
 
     async def _in_progress(self, connection: AsyncConnection, chosen: sa.ColumnElement[bool]) -> dict[str, RowMapping]:
-        live = sa.and_(batches.c.status == BatchStatus.IN_PROGRESS, batches.c.expires_at > self.now(), chosen)
+        live = sa.and_(batches.c.status == BatchStatus.IN_PROGRESS, batches.c.expires_at > self._session.now(), chosen)
         rows = (await connection.execute(sa.select(batches).where(live))).mappings()
         return {row["id"]: row for row in rows}
 
@@ -75,7 +78,7 @@ class LineRows(Base):
             await connection.execute(
                 sa.update(lines)
                 .where(lines.c.batch_id == batch["id"], some)
-                .values(state=LineState.RUNNING, server=self.server, attempt=lines.c.attempt + 1)
+                .values(state=LineState.RUNNING, server=self._session.server, attempt=lines.c.attempt + 1)
             )
         return [_line(row, batch) for row in rows]
 
@@ -107,7 +110,7 @@ class LineRows(Base):
         return len(valid)
 
     @repeated
-    async def close_lines(self, batch_id: str, state: LineState) -> int:
+    async def close(self, batch_id: str, state: LineState) -> int:
         """Move all unfinished lines of a batch to EXPIRED or CANCELLED, and return their number."""
         is_open = lines.c.state.in_([LineState.READY, LineState.RUNNING])
         async with self._db.writing() as connection:
@@ -118,7 +121,7 @@ class LineRows(Base):
         """Lock those lines that run on this server, in the same order on all servers."""
         held: set[tuple[str, int, int]] = set()
         columns = (lines.c.batch_id, lines.c.number, lines.c.attempt)
-        mine = sa.and_(lines.c.state == LineState.RUNNING, lines.c.server == self.server)
+        mine = sa.and_(lines.c.state == LineState.RUNNING, lines.c.server == self._session.server)
         for batch_id, numbers in _by_batch(named):
             for start in range(0, len(numbers), _CHUNK):
                 some = lines.c.number.in_(numbers[start : start + _CHUNK])

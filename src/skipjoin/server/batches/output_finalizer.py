@@ -27,13 +27,13 @@ class OutputFinalizer:
     async def finish_due(self) -> None:
         """Finalize all due batches, then raise the error of the first that failed."""
         failed: Exception | None = None
-        for row in await self.store.due():
+        for row in await self.store.batches.due():
             try:
                 await self._finish(row)
             except Exception as error:  # a failing batch must not block the others
                 failed = failed or error
                 with suppress(StoreError):  # `failed` is the relevant error
-                    await self.store.release(row.id)
+                    await self.store.batches.release(row.id)
         if failed is not None:
             raise failed
 
@@ -44,12 +44,12 @@ class OutputFinalizer:
             await self._close_lines(row, LineState.CANCELLED)
         elif row.expires_at <= self.store.now():
             await self._close_lines(row, LineState.EXPIRED)
-        status = await self.store.start_finalizing(row.id)
+        status = await self.store.batches.start_finalizing(row.id)
         if status is not None:
             await self._write(row, status)
 
     async def _close_lines(self, row: BatchRow, state: LineState) -> None:
-        self.metrics.batch_ended(state, await self.store.close_lines(row.id, state))
+        self.metrics.batch_ended(state, await self.store.lines.close(row.id, state))
 
     async def _write(self, row: BatchRow, status: BatchStatus) -> None:
         output = await self._file(row, failed=False)
@@ -59,7 +59,7 @@ class OutputFinalizer:
             await self._delete(output)
             raise
         # If this raises, the commit may have succeeded. Files without a row are removed at the next start.
-        if await self.store.finalize(row.id, status, output, errors) is None:
+        if await self.store.batches.finalize(row.id, status, output, errors) is None:
             await self._delete(output)
             await self._delete(errors)
 
@@ -70,7 +70,7 @@ class OutputFinalizer:
     async def _file(self, row: BatchRow, *, failed: bool) -> FileRow | None:
         file_id = new_file_id()
         async with self.blobs.writing(file_id) as out:
-            async for line in self.store.results(row.id, failed=failed):
+            async for line in self.store.batches.results(row.id, failed=failed):
                 await out.write(line + b"\n")
         if not out.size:
             await self.blobs.delete(file_id)

@@ -84,7 +84,10 @@ class ResultWriter:
             self.on_written()
 
     async def _within_quotas(self, results: list[LineResult]) -> list[LineResult]:
-        used = {owner: (await self._store.usage_of(owner)).bytes for owner in {result.line.owner for result in results}}
+        used = {
+            owner: (await self._store.files.usage_of(owner)).bytes
+            for owner in {result.line.owner for result in results}
+        }
         fitting = []
         for result in results:
             owner, kept = result.line.owner, result
@@ -99,10 +102,10 @@ class ResultWriter:
         results, returned = self._results[:_MAX_LINES], self._returned[:_MAX_LINES]
         if results:
             fitting = await self._within_quotas(results)
-            await self._store.finish(fitting)
+            await self._store.lines.finish(fitting)
             del self._results[: len(results)]
             for result in fitting:
                 self._metrics.batch_ended(result.state)
         if returned:
-            await self._store.put_back(returned)
+            await self._store.lines.put_back(returned)
             del self._returned[: len(returned)]

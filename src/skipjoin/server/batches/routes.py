@@ -29,7 +29,7 @@ async def create_batch(request: Request) -> Response:
     body = await service.parse(await json_body(request), BatchRequest)
     row = _new_batch(body, await _input(context, request, body.input_file_id), service, store.now())
     config = context.config
-    made = await store.add_batch(
+    made = await store.batches.add(
         row,
         _idempotency_key(request),
         max_active=config.batch_max_active_per_key,
@@ -45,20 +45,20 @@ async def list_batches(request: Request) -> Response:
     store, owner, query = context_of(request).store, owner_of(request), request.query_params
     after, limit = query.get("after"), limit_of(query, most=_MAX_PAGE, default=_PAGE)
     if after is not None:
-        _found(await store.batch(owner, after), after, "after")
-    return json_response(batch_list(*await store.batches(owner, after=after, limit=limit)))
+        _found(await store.batches.get(owner, after), after, "after")
+    return json_response(batch_list(*await store.batches.page(owner, after=after, limit=limit)))
 
 
 async def show_batch(request: Request, batch_id: str) -> Response:
     """Show a batch."""
-    found = await context_of(request).store.batch(owner_of(request), batch_id)
+    found = await context_of(request).store.batches.get(owner_of(request), batch_id)
     return json_response(batch_object(_found(found, batch_id)))
 
 
 async def cancel_batch(request: Request, batch_id: str) -> Response:
     """Cancel a batch. Finished lines become its output. A finished batch does not change."""
     context = context_of(request)
-    row = _found(await context.store.cancel(owner_of(request), batch_id), batch_id)
+    row = _found(await context.store.batches.cancel(owner_of(request), batch_id), batch_id)
     context.wake()
     return json_response(batch_object(row))
 
@@ -98,7 +98,7 @@ def _check_same(asked: BatchRow, made: BatchRow) -> None:
 
 
 async def _input(context: BatchContext, request: Request, file_id: str) -> FileRow:
-    file = await context.store.file(owner_of(request), file_id)
+    file = await context.store.files.get(owner_of(request), file_id)
     if file is None:
         raise ApiError(404, f"there is no file {file_id!r}", param="input_file_id")
     return file

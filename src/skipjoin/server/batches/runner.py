@@ -132,7 +132,7 @@ class Runner:
         wanted = self._most - self._queue.requests
         lines: list[Line] = []
         try:
-            lines = await self._store.take_lines(wanted, self._service.names)
+            lines = await self._store.lines.take(wanted, self._service.names)
         except StoreError as error:
             self._back_off(f"no lines can be taken: {error}")
         except Exception:  # nothing may end the runner
@@ -152,7 +152,7 @@ class Runner:
     async def _owners_at(self, max_bytes: int, owners: Collection[str]) -> set[str]:
         """Return the owners at their quota; none while the store fails, as `ResultWriter` checks again."""
         with suppress(StoreError):
-            return {owner for owner in owners if (await self._store.usage_of(owner)).bytes >= max_bytes}
+            return {owner for owner in owners if (await self._store.files.usage_of(owner)).bytes >= max_bytes}
         return set()
 
     async def _begin_some(self) -> bool:

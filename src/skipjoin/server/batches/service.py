@@ -105,7 +105,7 @@ class Batches:
             blobs = Blobs(folder)
             # On PostgreSQL another server may be writing files.
             shared = self._service.config.batch_db is not None
-            await blobs.sweep(await store.known_files(), _OLD_S if shared else 0)
+            await blobs.sweep(await store.files.known(), _OLD_S if shared else 0)
         except BaseException:
             await store.close()
             raise
@@ -197,4 +197,4 @@ class Leases:
             held = await self.store.renew()
             await self.runner.drop(before - held)
         self.turn += 1
-        self.service.metrics.batches(await self.store.line_states(), await self.store.batch_states())
+        self.service.metrics.batches(await self.store.lines.states(), await self.store.batches.states())

@@ -17,7 +17,6 @@ from pathlib import Path
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skipjoin.server.batches.base import LEASE_S
 from skipjoin.server.batches.batch_rows import BatchRows
 from skipjoin.server.batches.clock import SteadyClock
 from skipjoin.server.batches.database import Database, repeated
@@ -25,22 +24,36 @@ from skipjoin.server.batches.disk import Reserve, as_store_error
 from skipjoin.server.batches.file_rows import FileRows
 from skipjoin.server.batches.line_rows import LineRows
 from skipjoin.server.batches.lock import FolderLock
-from skipjoin.server.batches.records import FileRow, NoSpace, StoreError
+from skipjoin.server.batches.records import NoSpace, StoreError
+from skipjoin.server.batches.session import LEASE_S, Session
 from skipjoin.server.batches.tables import batches, files, folder, lines, servers
 
 FOLDER_FILE = "folder-id"
 
 
-class Store(FileRows, BatchRows, LineRows):
-    """Store of one server. Each method is one transaction, and a failed call changes nothing.
+class Store:
+    """Store of one server: repositories of files, batches and lines, and this server's lease.
+
+    Each method of a repository is one transaction, and a failed call changes nothing.
 
     All methods raise `StoreUnavailable` while the database is unreachable and `NoSpace` while its disk is full.
     """
 
     def __init__(self, database: Database, clock: SteadyClock, lock: FolderLock, reserve: Reserve) -> None:
-        super().__init__(database, clock)
+        self._session = session = Session(database, clock)
+        self._db = database
         self._lock = lock
         self._reserve = reserve
+        self.files = FileRows(session, reserve)
+        self.batches = BatchRows(session)
+        self.lines = LineRows(session)
+
+    @property
+    def server(self) -> str:
+        return self._session.server
+
+    def now(self) -> int:
+        return self._session.now()
 
     @classmethod
     async def open(cls, url: str | None, place: Path, *, clock: Callable[[], float] = time.time) -> Store:
@@ -68,19 +81,6 @@ class Store(FileRows, BatchRows, LineRows):
         await store.fill_reserve()
         return store
 
-    @staticmethod
-    async def migrate(url: str | None, place: Path, revision: str) -> None:
-        """Migrate the database to a revision while no server uses it; raises as `open`."""
-        lock = FolderLock(place, shared=False)
-        try:
-            database = await Database.open(url, place)
-            try:
-                await database.migrate(revision)
-            finally:
-                await database.close()
-        finally:
-            lock.close()
-
     @classmethod
     async def _opened(
         cls, url: str | None, place: Path, clock: SteadyClock, lock: FolderLock, reserve: Reserve
@@ -93,15 +93,6 @@ class Store(FileRows, BatchRows, LineRows):
             await database.close()
             raise
         return store
-
-    async def delete_file(self, owner: str, file_id: str) -> FileRow | None:
-        """Mark a file as deleted. On a full disk, use the space that is reserved for deletions."""
-        try:
-            return await super().delete_file(owner, file_id)
-        except NoSpace:
-            if not self._reserve.release():
-                raise
-        return await super().delete_file(owner, file_id)
 
     async def fill_reserve(self) -> None:
         if self._db.is_sqlite and not self._reserve.is_whole:
@@ -116,9 +107,9 @@ class Store(FileRows, BatchRows, LineRows):
             else:
                 await _claim(connection, place)
             for time_of in _TIMES:
-                self._clock.observe(await connection.scalar(sa.select(sa.func.max(time_of))) or 0)
+                self._session.clock.observe(await connection.scalar(sa.select(sa.func.max(time_of))) or 0)
         await self._sign()
-        await self._drop_leftovers()
+        await self.batches.drop_leftovers()
 
     async def close(self) -> None:
         try:
@@ -126,7 +117,7 @@ class Store(FileRows, BatchRows, LineRows):
             with contextlib.suppress(StoreError):
                 async with self._db.writing() as connection:
                     await connection.execute(sa.delete(servers).where(servers.c.id == self.server))
-                    await self._reclaim(connection)
+                    await self._session.reclaim(connection)
             await self._db.close()
         finally:
             self._lock.close()
@@ -151,14 +142,14 @@ class Store(FileRows, BatchRows, LineRows):
         """
         async with self._db.writing() as connection:
             now = float(await connection.scalar(sa.select(self._db.clock)) or 0)
-            self._clock.observe(now)
+            self._session.clock.observe(now)
             until = now + LEASE_S
             own = sa.update(servers).where(servers.c.id == self.server).values(lease_until=until)
             if not (await connection.execute(own)).rowcount:
                 await connection.execute(sa.insert(servers), {"id": self.server, "lease_until": until})
             void = sa.or_(servers.c.lease_until <= now, servers.c.lease_until > until + LEASE_S)
             await connection.execute(sa.delete(servers).where(void, servers.c.id != self.server))
-            await self._reclaim(connection)
+            await self._session.reclaim(connection)
 
 
 _TIMES = (

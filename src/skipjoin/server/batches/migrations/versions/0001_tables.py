@@ -1,4 +1,4 @@
-"""Create the tables of files, batches, lines, results and servers."""
+"""Create all tables."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ down_revision = None
 
 _COUNTER = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 _TIMES = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at")
+
+_SUMS = ("prompt_tokens", "completion_tokens", "cached_tokens", "result_bytes")
 
 
 def upgrade() -> None:
@@ -46,14 +48,18 @@ def upgrade() -> None:
         sa.Column("total", sa.Integer, nullable=False),
         sa.Column("completed", sa.Integer, nullable=False),
         sa.Column("failed", sa.Integer, nullable=False),
+        *[sa.Column(name, sa.BigInteger, nullable=False, server_default="0") for name in _SUMS],
         sa.Column("metadata", sa.JSON),
         sa.Column("errors", sa.JSON, nullable=False),
         sa.Column("output_expires_after_s", sa.BigInteger),
         sa.Column("server", sa.Text),
+        sa.Column("model", sa.Text),
+        sa.Column("idempotency_key", sa.Text),
         sqlite_autoincrement=True,
     )
     op.create_index("batches_of_owner", "batches", ["owner", "seq"])
     op.create_index("batches_by_status", "batches", ["status"])
+    op.create_index("batches_by_key", "batches", ["owner", "idempotency_key"], unique=True)
     op.create_table(
         "lines",
         sa.Column("batch_id", sa.Text, primary_key=True),
@@ -63,6 +69,7 @@ def upgrade() -> None:
         sa.Column("length", sa.BigInteger, nullable=False),
         sa.Column("state", sa.Text, nullable=False),
         sa.Column("attempt", sa.Integer, nullable=False),
+        sa.Column("lost", sa.Integer, nullable=False, server_default="0"),
         sa.Column("server", sa.Text),
         sa.UniqueConstraint("batch_id", "custom_id"),
     )

@@ -15,29 +15,29 @@ from skipjoin.server.batches.tables import batches, lines, servers
 LEASE_S = 30.0
 
 
-class Base:
-    """Database, clock and server id that the parts of the store share."""
+class Session:
+    """Database, clock and server id, which the repositories of a store share."""
 
     def __init__(self, database: Database, clock: SteadyClock) -> None:
-        self._db = database
-        self._clock = clock
+        self.db = database
+        self.clock = clock
         self.server = uuid.uuid4().hex
 
     def now(self) -> int:
-        return int(self._clock.now())
+        return int(self.clock.now())
 
-    async def _alone(self, connection: AsyncConnection, owner: str) -> None:
+    async def alone(self, connection: AsyncConnection, owner: str) -> None:
         """Lock the owner's quota until the end of the transaction."""
-        if not self._db.is_sqlite:  # SQLite has only one writer
+        if not self.db.is_sqlite:  # SQLite has only one writer
             await connection.execute(sa.select(sa.func.pg_advisory_xact_lock(sa.func.hashtextextended(owner, 0))))
 
-    async def _held(self, connection: AsyncConnection, batch_id: str, *statuses: BatchStatus) -> RowMapping | None:
+    async def held(self, connection: AsyncConnection, batch_id: str, *statuses: BatchStatus) -> RowMapping | None:
         query = sa.select(batches).where(
             batches.c.id == batch_id, batches.c.server == self.server, batches.c.status.in_(statuses)
         )
         return (await connection.execute(query.with_for_update())).mappings().one_or_none()
 
-    async def _reclaim(self, connection: AsyncConnection) -> None:
+    async def reclaim(self, connection: AsyncConnection) -> None:
         alive = sa.select(servers.c.id)
         free = {"server": None, "state": LineState.READY}
         await connection.execute(

@@ -21,6 +21,7 @@ from skipjoin.observe.metric_definition import Metric
 from skipjoin.observe.metric_table import API_METRICS, ENGINE_METRICS
 from skipjoin.options import Setting, settings_of
 from skipjoin.recipes import DEFAULT, RECIPES, Forecasts
+from skipjoin.sampling import SamplingParams, parameters_of
 from skipjoin.schemas.keywords import COMPILED_FORMATS, ENFORCED, IGNORED, IGNORED_FORMATS, PATTERN_FORMATS, REFUSED
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
@@ -55,6 +56,7 @@ def pages() -> dict[str, str]:
         "configuration.md": _configuration,
         "metrics.md": _metrics,
         "recipes.md": _recipes,
+        "sampling.md": _sampling,
         "schemas.md": _schemas,
     }
     return {name: "\n".join([NOTE, "", *make()]).rstrip() + "\n" for name, make in makers.items()}
@@ -295,6 +297,27 @@ def _recipes() -> Iterator[str]:
 
 
 # -- schemas ----------------------------------------------------------------------------------------------------------
+
+
+def _sampling() -> Iterator[str]:
+    yield from (
+        "# Sampling parameters",
+        "",
+        "Fields of `SamplingParams`, and of the bodies of all endpoints that generate unless the third column has",
+        "others. Bodies may leave all of them out. The model's `generation_config.json` sets the defaults of those with",
+        "an asterisk. Names in **bold** are OpenAI's.",
+        "",
+    )
+    rows = []
+    for name, row in parameters_of(SamplingParams).items():
+        parameter = row.parameter
+        shown = f"**`{name}`**" if parameter.is_openai else f"`{name}`"
+        own = "" if parameter.body_names is None else _codes(parameter.body_names)
+        items = "" if parameter.max_items is None else f"at most {parameter.max_items}"
+        bounds = ", ".join(part for part in (items, parameter.bounds) if part)
+        star = "\\*" if parameter.is_of_model else ""
+        rows.append([shown + star, bounds, own, _default(row.default, ""), _sentence(parameter.help)])
+    yield from _table(["parameter", "values", "fields of bodies", "default", "meaning"], rows)
 
 
 def _schemas() -> Iterator[str]:

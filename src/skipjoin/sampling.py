@@ -6,24 +6,59 @@ Uses the standard library only, so that the API process and tests can import it 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping
+from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, replace
+from types import NoneType
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from skipjoin.structured_output import StructuredOutput
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_TOKENS = 128
-MAX_LOGPROBS = 20
-MAX_LOGIT_BIAS = 300
 # Maximum number of characters.
 MAX_SALT = 256
+# The search for a stop string takes time proportional to its length at each token.
+MAX_STOP_LENGTH = 512
+INT32 = 2**31 - 1
 # Seeds are serialized as signed 64-bit integers.
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 # Asks for no seed, as in vLLM. Clients such as SillyTavern send it by default.
 NO_SEED = -1
-# Dividing logits by a smaller penalty could overflow float32.
-MIN_REPETITION_PENALTY = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """Row of the table of sampling parameters, besides name, type and default.
+
+    The check of values, the fields of request bodies with their bounds, and the reference follow from it.
+
+    Attributes:
+        low, high: Bounds of a number, or of each value of a mapping.
+        above: Exclusive lower bound.
+        max_items: Maximum number of items of a list or mapping.
+        means: Pairs of a value of other servers and the value here that it stands for.
+        body_names: Fields that endpoints declare and convert themselves. None: all bodies have a field of this name.
+        is_openai: OpenAI's API has the parameter.
+        is_of_model: A model's generation_config.json may set the default.
+    """
+
+    help: str
+    _: KW_ONLY
+    low: float | None = None
+    above: float | None = None
+    high: float | None = None
+    max_items: int | None = None
+    means: tuple[tuple[Any, Any], ...] = ()
+    body_names: tuple[str, ...] | None = None
+    is_openai: bool = False
+    is_of_model: bool = False
+
+    @property
+    def bounds(self) -> str:
+        """Bounds as an interval, without those that only reject nonsense."""
+        if self.low is None and self.above is None:
+            return ""
+        if self.high is not None and self.high >= INT32:
+            return "64 bits" if self.low == SEED_MIN else f"at least {self.low}"
+        return f"in {'[' if self.above is None else '('}{self.low if self.above is None else self.above}, {self.high}]"
 
 
 class ParameterError(ValueError):
@@ -71,18 +106,44 @@ def _prompt_name(param: str) -> str:
     return "messages" if param == "messages" else "prompt"
 
 
-def _number(name: str, value: Any, low: float, high: float, *, above: bool = False) -> None:
+def _check(name: str, kind: Any, value: Any, parameter: Parameter) -> Any:
+    """Return a value in its type, or raise `ParameterError`."""
+    item = get_args(kind)[0] if get_origin(kind) is tuple else kind
+    if get_origin(kind) is dict:
+        _check_count(name, value, parameter, "tokens")
+        for token, number in value.items():
+            _integer(name, token, 0, INT32)
+            _number(name, number, parameter)
+    elif item is not kind:
+        what = ("strings", "a string or a list of strings") if item is str else ("ids", "a list of ids")
+        value = _several(name, what[1], value)
+        _check_count(name, value, parameter, what[0])
+        if item is str and any(not isinstance(text, str) or not text for text in value):
+            raise ParameterError(name, f"{name} must be non-empty strings")
+        for token in value if item is int else ():
+            _integer(name, token, 0, INT32)
+    elif kind is float:
+        _number(name, value, parameter)
+    elif kind is int:
+        _integer(name, value, parameter.low, parameter.high)
+    elif not isinstance(value, kind):
+        raise ParameterError(name, f"{name} must be a {kind.__name__}, got {value!r}")
+    return value
+
+
+def _number(name: str, value: Any, parameter: Parameter) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ParameterError(name, f"{name} must be a finite number, got {value!r}")
-    if value > high or value < low or (above and value == low):
-        opening = "(" if above else "["
-        raise ParameterError(name, f"{name} must be in {opening}{low}, {high}], got {value}")
+    low, above, high = parameter.low, parameter.above, parameter.high
+    is_low = value <= above if above is not None else low is not None and value < low
+    if is_low or (high is not None and value > high):
+        raise ParameterError(name, f"{name} must be {parameter.bounds}, got {value}")
 
 
-def _integer(name: str, value: Any, low: int, high: int) -> None:
+def _integer(name: str, value: Any, low: float | None, high: float | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ParameterError(name, f"{name} must be an integer, got {value!r}")
-    if not low <= value <= high:
+    if (low is not None and value < low) or (high is not None and value > high):
         raise ParameterError(name, f"{name} must be in [{low}, {high}], got {value}")
 
 
@@ -94,77 +155,137 @@ def _several(name: str, kind: str, value: Any) -> tuple[Any, ...]:
     raise ParameterError(name, f"{name} must be {kind}, got {value!r}")
 
 
+def _check_count(name: str, value: Collection[Any], parameter: Parameter, what: str) -> None:
+    if parameter.max_items is not None and len(value) > parameter.max_items:
+        raise ParameterError(name, f"{name} takes at most {parameter.max_items} {what}, got {len(value)}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling parameters and stop conditions of one request.
-
-    Attributes:
-        max_tokens: Maximum number of tokens to generate; None allows as many as fit in the context. See `resolved`.
-        min_tokens: Minimum number of tokens before end-of-sequence and stop tokens can be sampled.
-        temperature: 0, and values very close to it, mean greedy sampling.
-        top_p, top_k, min_p: Filters, applied in that order. A `top_k` of 0 keeps all tokens.
-        presence_penalty, frequency_penalty: Subtracted for generated tokens (OpenAI's definition).
-        repetition_penalty: Divides positive and multiplies negative logits of tokens in prompt or output.
-        seed: The same seed gives the same tokens, regardless of the rest of the batch. None or -1 draws one.
-        stop: Strings that finish the output and are not returned; a single string is accepted.
-        stop_token_ids: Tokens that finish the output.
-        ignore_eos: Continue after end-of-sequence.
-        logit_bias: Value added to the logit of each token id.
-        logprobs: Number of alternatives reported with the chosen token's log-probability; None reports neither.
-        prompt_logprobs: The same for prompt tokens.
-        structured_outputs: Constraint on the output. The output ends only where the grammar may end, whatever
-            `ignore_eos` and `min_tokens` are, and always where the grammar must end.
+    """Sampling parameters and stop conditions of one request: the table of all parameters.
 
     Raises:
         ParameterError: If a value is outside its bounds.
     """
 
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    structured_outputs: StructuredOutput | None = None
+    max_tokens: Annotated[
+        int | None,
+        Parameter(
+            "Maximum number of tokens to generate. None allows as many as fit in the context.",
+            low=1,
+            high=INT32,
+            body_names=("max_tokens", "max_completion_tokens"),
+            is_openai=True,
+        ),
+    ] = 16
+    min_tokens: Annotated[int, Parameter("Minimum number of tokens before the output can end.", low=0, high=INT32)] = 0
+    temperature: Annotated[
+        float,
+        Parameter("0, and values very close to it, are greedy.", low=0, high=2, is_openai=True, is_of_model=True),
+    ] = 1.0
+    top_p: Annotated[
+        float,
+        Parameter(
+            "Keeps the likeliest tokens with this total probability, after top_k.",
+            above=0,
+            high=1,
+            is_openai=True,
+            is_of_model=True,
+        ),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        Parameter(
+            "Keeps this number of tokens; 0 and -1 keep all.", low=0, high=INT32, means=((-1, 0),), is_of_model=True
+        ),
+    ] = 0
+    min_p: Annotated[
+        float,
+        Parameter(
+            "Keeps tokens with this share of the likeliest one's probability, after top_p.",
+            low=0,
+            high=1,
+            is_of_model=True,
+        ),
+    ] = 0.0
+    presence_penalty: Annotated[
+        float, Parameter("Subtracted from the logits of generated tokens.", low=-2, high=2, is_openai=True)
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, Parameter("The same, times how often each was generated.", low=-2, high=2, is_openai=True)
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        Parameter(
+            "Divides positive and multiplies negative logits of tokens in prompt or output.",
+            low=0.01,  # dividing logits by a smaller penalty could overflow float32
+            high=10,
+            is_of_model=True,
+        ),
+    ] = 1.0
+    seed: Annotated[
+        int | None,
+        Parameter(
+            "The same seed gives the same tokens, whatever else runs. -1 is none.",
+            low=SEED_MIN,
+            high=SEED_MAX,
+            means=((NO_SEED, None),),
+            is_openai=True,
+        ),
+    ] = None
+    stop: Annotated[
+        tuple[str, ...],
+        Parameter(
+            "Strings that finish the output and are not returned; a single one is accepted.",
+            max_items=16,
+            is_openai=True,
+        ),
+    ] = ()
+    stop_token_ids: Annotated[tuple[int, ...], Parameter("Tokens that finish the output.", max_items=128)] = ()
+    ignore_eos: Annotated[bool, Parameter("Continue after end-of-sequence.")] = False
+    logit_bias: Annotated[
+        dict[int, float],
+        Parameter("Added to the logit of each token id.", low=-100, high=100, max_items=300, is_openai=True),
+    ] = field(default_factory=dict)
+    logprobs: Annotated[
+        int | None,
+        Parameter(
+            "Number of alternatives reported with each token's log-probability. None reports neither.",
+            low=0,
+            high=20,
+            body_names=("logprobs", "top_logprobs"),
+            is_openai=True,
+        ),
+    ] = None
+    prompt_logprobs: Annotated[
+        int | None,
+        Parameter("The same for prompt tokens.", low=0, high=20, body_names=("echo",)),
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutput | None,
+        Parameter(
+            "Constraint on the output, which ends only where the grammar may end, whatever ignore_eos and min_tokens "
+            "are, and always where it must end.",
+            body_names=("response_format", "structured_outputs"),
+            is_openai=True,
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        for name, row in parameters_of(type(self)).items():
+            value = given = getattr(self, name)
+            if value is row.default:
+                continue
+            for other, meant in row.parameter.means:
+                value = meant if value == other and type(value) is type(other) else value
+            if value is not None or not row.is_optional:
+                value = _check(name, row.kind, value, row.parameter)
+            if value is not given:
+                object.__setattr__(self, name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ParameterError(
                 "min_tokens",
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}",
-            )
-        _number("temperature", self.temperature, 0, 2)
-        _number("top_p", self.top_p, 0, 1, above=True)
-        _integer("top_k", self.top_k, 0, 2**31 - 1)
-        _number("min_p", self.min_p, 0, 1)
-        _number("presence_penalty", self.presence_penalty, -2, 2)
-        _number("frequency_penalty", self.frequency_penalty, -2, 2)
-        _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 10)
-        if self.seed is not None:
-            _integer("seed", self.seed, SEED_MIN, SEED_MAX)
-            if self.seed == NO_SEED:
-                object.__setattr__(self, "seed", None)
-        self._check_stops()
-        self._check_bias()
-        for name in ("logprobs", "prompt_logprobs"):
-            if (value := getattr(self, name)) is not None:
-                _integer(name, value, 0, MAX_LOGPROBS)
-        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutput):
-            raise ParameterError(
-                "structured_outputs", f"structured_outputs must be a StructuredOutput, got {self.structured_outputs!r}"
             )
 
     def resolved(self, room: int) -> SamplingParams:
@@ -191,29 +312,35 @@ class SamplingParams:
             raise ParameterError("max_tokens", "max_tokens must be a number, got None: call SamplingParams.resolved")
         return self.max_tokens
 
-    def _check_stops(self) -> None:
-        object.__setattr__(self, "stop", _several("stop", "a string or a list of strings", self.stop))
-        object.__setattr__(self, "stop_token_ids", _several("stop_token_ids", "a list of ids", self.stop_token_ids))
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise ParameterError("stop", f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}")
-        if any(not isinstance(text, str) or not text for text in self.stop):
-            raise ParameterError("stop", "stop must be non-empty strings")
-        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
-            raise ParameterError(
-                "stop_token_ids",
-                f"stop_token_ids takes at most {MAX_STOP_TOKENS} ids, got {len(self.stop_token_ids)}",
-            )
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, 2**31 - 1)
 
-    def _check_bias(self) -> None:
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise ParameterError(
-                "logit_bias", f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens, got {len(self.logit_bias)}"
-            )
-        for token, bias in self.logit_bias.items():
-            _integer("logit_bias", token, 0, 2**31 - 1)
-            _number("logit_bias", bias, -100, 100)
+class Row(NamedTuple):
+    """Field of `SamplingParams`. `kind` is its type without None."""
+
+    kind: Any
+    is_optional: bool
+    default: Any
+    parameter: Parameter
+
+
+def parameters_of(params: type[SamplingParams]) -> Mapping[str, Row]:
+    """Return the table of parameters by name."""
+    if params not in _FOUND:
+        _FOUND[params] = _find_rows(params)
+    return _FOUND[params]
+
+
+_FOUND: dict[type, Mapping[str, Row]] = {}
+
+
+def _find_rows(params: type[SamplingParams]) -> Mapping[str, Row]:
+    found, hints = {}, get_type_hints(params, include_extras=True)
+    for one in fields(params):
+        kind, parameter = get_args(hints[one.name])
+        members = [member for member in get_args(kind) if member is not NoneType]
+        is_optional = NoneType in get_args(kind)
+        default = one.default if one.default_factory is MISSING else one.default_factory()
+        found[one.name] = Row(members[0] if is_optional else kind, is_optional, default, parameter)
+    return found
 
 
 class TokenLogprob(NamedTuple):

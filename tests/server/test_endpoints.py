@@ -7,21 +7,27 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import tiny_model as tiny
+from pydantic import create_model
 from server_worlds import Api, MakeApi
 
 from skipjoin import routes
 from skipjoin.core.request import FinishReason, RequestOptions
+from skipjoin.sampling import Parameter, ParameterError, SamplingParams, parameters_of
 from skipjoin.server.api.chat import ChatEndpoint
 from skipjoin.server.api.completions import CompletionEndpoint
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.fields import Body
 from skipjoin.server.api.generation import Endpoint
+from skipjoin.server.api.protocol import CompletionRequest
+from skipjoin.server.api.sampling_fields import sampling_fields
 
 pytestmark = pytest.mark.anyio
 
@@ -182,3 +188,32 @@ def test_every_row_names_a_handler_and_bodies_that_exist() -> None:
             assert handler.route is route
         elif route.method == "POST" and route.body is not None:
             assert issubclass(routes.resolved(route.body), Body)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Salted(SamplingParams):
+    salt: Annotated[int, Parameter("Changes nothing.", low=1, high=9, means=((-1, 1),))] = 3
+
+
+async def test_sampling_parameter_is_one_row(make_api: MakeApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    added = sampling_fields(Salted, without=parameters_of(SamplingParams))
+    monkeypatch.setattr(CompletionEndpoint, "body_type", create_model("Request", __base__=CompletionRequest, **added))
+    monkeypatch.setattr("skipjoin.server.api.service.SamplingParams", Salted)
+    async with make_api() as api:
+        for given, expected in ({}, 3), ({"salt": 5}, 5), ({"salt": -1}, 1):
+            assert (await api.complete(**given)).status_code == 200
+            params = api.engine.added[-1].params
+            assert isinstance(params, Salted)
+            assert params.salt == expected
+        refused = await api.complete(salt=10)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "salt")
+        assert "salt" in (await api.http.get("/openapi.json")).text
+    with pytest.raises(ParameterError, match=r"salt must be in \[1, 9\], got 10"):
+        Salted(salt=10)
+
+
+def test_defaults_of_parameters_are_valid_and_their_own_fields_exist() -> None:
+    for name, row in parameters_of(SamplingParams).items():
+        SamplingParams(**{name: deepcopy(row.default)})
+        for field in row.parameter.body_names or ():
+            assert any(field in kind.body_type.model_fields for kind, _ in CASES)

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from skipjoin.model.config import ModelError, read_json
-from skipjoin.sampling import ParameterError, SamplingParams
+from skipjoin.sampling import ParameterError, SamplingParams, parameters_of
 
 FILE = "generation_config.json"
 # Fields that control sampling. Lengths and do_sample are up to the caller.
-FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+FIELDS = frozenset(name for name, row in parameters_of(SamplingParams).items() if row.parameter.is_of_model)
 
 
 def sampling_defaults(folder: str | Path, generation_config: str = "auto") -> dict[str, Any]:
@@ -18,8 +18,6 @@ def sampling_defaults(folder: str | Path, generation_config: str = "auto") -> di
     if generation_config == "none" or not file.is_file():
         return {}
     found = {name: value for name, value in read_json(file).items() if name in FIELDS and value is not None}
-    if found.get("top_k") == -1:  # another spelling of 0
-        found["top_k"] = 0
     try:
         SamplingParams(**found)
     except ParameterError as error:

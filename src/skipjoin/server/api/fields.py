@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaH
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 MAX_LABEL = 512
-INT32, INT64 = 2**31 - 1, 2**63 - 1
+INT64 = 2**63 - 1
 
 
 class Only:

@@ -24,30 +24,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic import Field, Tag, ValidationInfo, create_model, field_validator, model_validator
 
 from skipjoin.config import MAX_DEADLINE_MS
-from skipjoin.sampling import (
-    MAX_LOGIT_BIAS,
-    MAX_LOGPROBS,
-    MAX_SALT,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKENS,
-    MIN_REPETITION_PENALTY,
-    SEED_MAX,
-    SEED_MIN,
-)
+from skipjoin.sampling import INT32, MAX_SALT, SamplingParams, parameters_of
 from skipjoin.server.api.conversation import AllowedChoice, Messages, NamedChoice, Tool, ToolChoice, Tools, check_names
-from skipjoin.server.api.fields import INT32, INT64, MAX_LABEL, Body, Ignored, Label, Null, Off, Only, Text, one_of
+from skipjoin.server.api.fields import INT64, MAX_LABEL, Body, Ignored, Label, Null, Off, Only, Text, one_of
+from skipjoin.server.api.sampling_fields import TokenId, sampling_fields
 
 MAX_N = 16
 MAX_PROMPTS = 256
-# The search for a stop string takes time proportional to its length at each token.
-MAX_STOP_LENGTH = 512
+_MAX_LOGPROBS = parameters_of(SamplingParams)["logprobs"].parameter.high
 # Variables of chat templates that a request may set.
 MAX_TEMPLATE_OPTIONS = 32
 
-TokenId = Annotated[int, Field(ge=0, le=INT32)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1), Field(fail_fast=True)]
 
 
@@ -85,10 +75,6 @@ class Slo(Body):
     deadline_ms: Deadline | None = None
 
 
-def _stop_kind(value: Any) -> str | None:
-    return "~text" if isinstance(value, str) else "~texts" if isinstance(value, list) else None
-
-
 def _prompt_kind(value: Any) -> str | None:
     if isinstance(value, str):
         return "~text"
@@ -100,12 +86,6 @@ def _prompt_kind(value: Any) -> str | None:
     return "~texts" if isinstance(first, str) else "~ids"
 
 
-StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-Stop = Annotated[
-    Annotated[StopText, Tag("~text")]
-    | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS), Field(fail_fast=True), Tag("~texts")],
-    one_of(_stop_kind, "must be a string or a list of strings"),
-]
 Prompt = Annotated[
     Annotated[Text, Tag("~text")]
     | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS), Field(fail_fast=True), Tag("~texts")]
@@ -148,32 +128,16 @@ class ResponseFormat(Body):
         return self
 
 
-class GenerationBody(Body):
-    """Fields that all generation endpoints share."""
+_SamplingFields: Any = create_model("SamplingFields", __base__=Body, **sampling_fields(SamplingParams))
+
+
+class GenerationBody(_SamplingFields, Body):  # type: ignore[misc]
+    """Fields that all generation endpoints share. Those of sampling come from the table of parameters."""
 
     model: Label = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=INT32)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    seed: Annotated[int, Field(ge=SEED_MIN, le=SEED_MAX)] | None = None
-    stop: Stop | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS), Field(fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=10)] | None = None
-    logit_bias: (
-        Annotated[
-            dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
-            Field(max_length=MAX_LOGIT_BIAS),
-        ]
-        | None
-    ) = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Annotated[int, Field(ge=-INT64 - 1, le=INT64)] | None = None
@@ -265,7 +229,7 @@ class CompletionRequest(GenerationBody):
     prompt: Prompt
     echo: bool | None = None
     max_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
     suffix: Annotated[Any, Only(None, "")] = None
 
     @field_validator("max_tokens")
@@ -294,7 +258,7 @@ class ChatRequest(GenerationBody):
     max_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None

@@ -34,6 +34,7 @@ from skipjoin.server.api.forecasting import AskFor, Expectation, Forecasting
 from skipjoin.server.api.limits import Admission
 from skipjoin.server.api.protocol import GenerationBody
 from skipjoin.server.api.request_index import RequestIndex
+from skipjoin.server.api.sampling_fields import given
 from skipjoin.server.api.shapes import checked
 from skipjoin.server.api.structured import structured_output
 from skipjoin.server.api.unknown_fields import MAX_PASSED, UNKNOWN, UnknownFields, with_suggestion
@@ -306,27 +307,10 @@ class Service:
         prompt_logprobs: int | None,
         structured: StructuredOutput | None = None,
     ) -> SamplingParams:
-        given: dict[str, Any] = {
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "top_k": 0 if body.top_k == -1 else body.top_k,  # -1 is "all" in vLLM's API
-            "min_p": body.min_p,
-            "presence_penalty": body.presence_penalty,
-            "frequency_penalty": body.frequency_penalty,
-            "repetition_penalty": body.repetition_penalty,
-            "seed": body.seed,
-            "min_tokens": body.min_tokens,
-            "ignore_eos": body.ignore_eos,
-            "stop": body.stop_strings,
-            "stop_token_ids": None if body.stop_token_ids is None else tuple(body.stop_token_ids),
-            "logit_bias": body.logit_bias and {int(token): bias for token, bias in body.logit_bias.items()},
-            "logprobs": logprobs,
-            "prompt_logprobs": prompt_logprobs,
-            "structured_outputs": structured,
-        }
-        given = {name: value for name, value in given.items() if value is not None}
+        own = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "structured_outputs": structured}
+        values = {**self._sampling_defaults, **given(body, SamplingParams), **own}
         try:
-            params = SamplingParams(max_tokens=max_tokens, **{**self._sampling_defaults, **given})
+            params = SamplingParams(max_tokens=max_tokens, **values)
             params.check_ids(self.info.vocab_size)
         except ParameterError as error:
             raise from_parameter(error) from error

@@ -13,13 +13,14 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from skipjoin.chat import Message, ToolUse, delta_of, finish_reason_of, message_of
 from skipjoin.core.engine import RequestTooLargeError
 from skipjoin.core.events import Admitted, Event
 from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, ServiceClass, Target
 from skipjoin.engine.text import Output
+from skipjoin.formats.calls import Part
 from skipjoin.formats.message import MessageReader
-from skipjoin.llm_arguments import options_of, prompts_of, salt_of
-from skipjoin.llm_chat import AnswerReader, Message, ToolChoice, ToolUse, conversations_of
+from skipjoin.llm_arguments import ToolChoice, conversations_of, options_of, prompts_of, salt_of, tool_use_of
 from skipjoin.local_engine import Generation, LocalEngine, Running, outputs_of
 from skipjoin.sampling import ParameterError, SamplingParams
 
@@ -67,7 +68,7 @@ class _Stream:
 
     loop: asyncio.AbstractEventLoop
     ids: list[int]
-    answers: Mapping[int, AnswerReader]
+    answers: Mapping[int, list[Part]]
     mailbox: asyncio.Queue[tuple[int, Output] | Exception] = field(default_factory=asyncio.Queue)
     running: dict[int, Running] = field(default_factory=dict)
     unfinished: set[int] = field(init=False)
@@ -140,7 +141,7 @@ class AsyncLLM(LocalEngine):
             RuntimeError: After `close`, or if the engine has failed.
         """
         options = replace(options_of(service, priority, target), cache_salt=salt_of(cache_salt))
-        use = ToolUse.of(tools, tool_choice, is_parallel=parallel_tool_calls)
+        use = tool_use_of(tools, tool_choice, is_parallel=parallel_tool_calls)
         async with self._opened(prompt, params, n, options, use) as stream:
             while stream.unfinished:
                 yield await self._next(stream)
@@ -161,7 +162,7 @@ class AsyncLLM(LocalEngine):
     ) -> list[Generation]:
         """Return `n` complete choices of one prompt; arguments and errors are those of `stream`."""
         options = replace(options_of(service, priority, target), cache_salt=salt_of(cache_salt))
-        use = ToolUse.of(tools, tool_choice, is_parallel=parallel_tool_calls)
+        use = tool_use_of(tools, tool_choice, is_parallel=parallel_tool_calls)
         async with self._opened(prompt, params, n, options, use) as stream:
             while stream.unfinished:
                 await self._next(stream)
@@ -181,7 +182,7 @@ class AsyncLLM(LocalEngine):
         given = self.default_params if params is None else params
         made = await asyncio.to_thread(self._prepared, prompt, given, n, use)
         ids = [next(self._ids) for _ in range(n)]
-        answers = {number: AnswerReader() for number in ids} if made.is_conversation else {}
+        answers = {number: list[Part]() for number in ids} if made.is_conversation else {}
         stream = _Stream(asyncio.get_running_loop(), ids, answers)
         for copy, number in enumerate(ids):
             seeded, reader = made.params.with_seed_of(copy), made.readers[copy] if made.readers else None
@@ -198,11 +199,10 @@ class AsyncLLM(LocalEngine):
     def _prepared(self, prompt: Prompt, params: SamplingParams, n: int, use: ToolUse) -> _Prompt:
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
             (conversation,) = conversations_of(prompt)
-            chat = self._conversations.prompt(conversation, use)
-            params = self._conversations.constrained(params, chat.text, use)
+            chats, (ids, params) = self._conversations, self._chat_prompt(conversation, use, params)
             self._compile([params])
-            readers = [self._conversations.reader(chat.text, use) for _ in range(n)]
-            return _Prompt(None, chat.ids, params, True, readers, self._conversations.kept(use))
+            readers = [chats.reader(ids, use) for _ in range(n)]
+            return _Prompt(None, ids, params, True, readers, chats.kept(use))
         self._compile([params])
         if use.functions:
             raise ParameterError("tools", "tools need a conversation: a list of messages with a role and a content")
@@ -228,11 +228,15 @@ class AsyncLLM(LocalEngine):
         if number in stream.unfinished:
             generation.add(output, text)
             if answer is not None:
-                delta = answer.read(choice.take_parts(text))
+                parts = choice.take_parts(text)
+                answer += parts
+                delta = delta_of(parts)
             if reason is not None:
                 generation.finish_reason = reason
                 if answer is not None:
-                    generation.message, generation.finish_reason = answer.finish(reason)
+                    generation.message = message_of(answer)
+                    has_calls = "tool_calls" in generation.message
+                    generation.finish_reason = finish_reason_of(reason, has_calls=has_calls)
                 stream.unfinished.discard(number)
                 # The engine does not know stop strings and would continue to generate.
                 self._inbox.put(partial(self._end, number, output.reason or FinishReason.STOP))

@@ -9,11 +9,20 @@ from typing import Any
 
 from rich.progress import Progress, TaskID
 
+from skipjoin.chat import Message, finish_reason_of, message_of
 from skipjoin.core.events import Admitted
 from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, ServiceClass, Target
 from skipjoin.formats.message import MessageReader
-from skipjoin.llm_arguments import Salts, options_of, params_per_prompt, prompts_of, salts_of
-from skipjoin.llm_chat import AnswerReader, Message, ToolChoice, ToolUse, conversations_of
+from skipjoin.llm_arguments import (
+    Salts,
+    ToolChoice,
+    conversations_of,
+    options_of,
+    params_per_prompt,
+    prompts_of,
+    salts_of,
+    tool_use_of,
+)
 from skipjoin.local_engine import Generation, LocalEngine, Running, outputs_of
 from skipjoin.recipes import located_errors
 from skipjoin.sampling import ParameterError, SamplingParams
@@ -91,26 +100,25 @@ class LLM(LocalEngine):
             tool_choice: "auto", "none", "required", or functions by name, as in OpenAI's API.
             parallel_tool_calls: Whether a message may have several calls. None: unless `tool_choice` is one function.
         """
-        use = ToolUse.of(tools, tool_choice, is_parallel=parallel_tool_calls)
-        prompts = [self._conversations.prompt(conversation, use) for conversation in conversations_of(messages)]
-        given = self._each(params, len(prompts), structured_outputs)
-        each = [
-            self._conversations.constrained(one, prompt.text, use) for one, prompt in zip(given, prompts, strict=True)
-        ]
+        use = tool_use_of(tools, tool_choice, is_parallel=parallel_tool_calls)
+        chats = conversations_of(messages)
+        given = self._each(params, len(chats), structured_outputs)
+        prepared = [self._chat_prompt(chat, use, one) for chat, one in zip(chats, given, strict=True)]
+        prompts, each = [ids for ids, _ in prepared], [constrained for _, constrained in prepared]
         self._compile(each)
         found = self._run(
-            [prompt.ids for prompt in prompts],
+            prompts,
             [None] * len(prompts),
             each,
             options_of(service, priority, target),
             cache_salt,
             kept=self._conversations.kept(use),
-            readers=[self._conversations.reader(prompt.text, use) for prompt in prompts],
+            readers=[self._conversations.reader(prompt, use) for prompt in prompts],
         )
         for one in found:
-            answer, generation = AnswerReader(), one.generation
-            answer.read(one.choice.take_parts(generation.text))
-            generation.message, generation.finish_reason = answer.finish(generation.finish_reason)
+            generation = one.generation
+            message = generation.message = message_of(one.choice.take_parts(generation.text))
+            generation.finish_reason = finish_reason_of(generation.finish_reason, has_calls="tool_calls" in message)
         return [one.generation for one in found]
 
     @located_errors()

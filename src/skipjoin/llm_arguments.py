@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from numbers import Integral
 from typing import Any
 
+from skipjoin.chat import Message, ToolUse
 from skipjoin.core.request import RequestOptions, ServiceClass, Target
-from skipjoin.llm_chat import shown
+from skipjoin.formats.conversation import TOOL_NAME
 from skipjoin.sampling import MAX_SALT, ParameterError, SamplingParams
 
 Salts = str | Sequence[str | None] | None
+ToolChoice = str | Mapping[str, Any] | None
+_MODES = ("auto", "none", "required")
 
 
 def options_of(service: str, priority: int, target: Target) -> RequestOptions:
@@ -89,3 +93,110 @@ def params_per_prompt(params: SamplingParams | Iterable[SamplingParams], count: 
     if len(each) != count:
         raise ValueError(f"params must be one, or one per prompt ({count}), got {len(each)}")
     return each
+
+
+def conversations_of(given: Any) -> list[list[Message]]:
+    """Return one or many conversations as a list."""
+    is_single = isinstance(given, Sequence) and bool(given) and isinstance(given[0], Mapping)
+    conversations = [given] if is_single else given
+    if not isinstance(conversations, list | tuple):
+        raise _no_conversation(given)
+    for conversation in conversations:
+        if not isinstance(conversation, list | tuple) or not conversation:
+            raise _no_conversation(conversation)
+        for number, message in enumerate(conversation):
+            _check_message(f"messages.{number}", message)
+    return [list(conversation) for conversation in conversations]
+
+
+def _check_message(path: str, message: Any) -> None:
+    """Raise `ParameterError` unless a message has text, or calls of functions."""
+    if not (isinstance(message, Mapping) and "role" in message and (message.get("tool_calls") or "content" in message)):
+        raise _no_conversation(message)
+    content, calls = message.get("content"), message.get("tool_calls") or ()
+    parts = content if isinstance(content, list | tuple) else ()
+    is_text = content is None or isinstance(content, str | list | tuple)
+    if not (is_text and all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts)):
+        raise ParameterError(
+            f"{path}.content", f"{path}.content must be a text or a list of text parts, got {shown(content)}"
+        )
+    for number, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not (isinstance(function, Mapping) and isinstance(function.get("name"), str)):
+            name = f"{path}.tool_calls.{number}"
+            raise ParameterError(name, f"{name} must have a function with a name and arguments, got {shown(call)}")
+        arguments = function.get("arguments")
+        if not (arguments is None or isinstance(arguments, str | Mapping)):
+            name = f"{path}.tool_calls.{number}.function.arguments"
+            raise ParameterError(name, f"{name} must be JSON as text or an object, got {shown(arguments)}")
+
+
+def _no_conversation(got: Any) -> ParameterError:
+    return ParameterError(
+        "messages",
+        "messages must be a list of messages such as {'role': 'user', 'content': 'Hello'}, or a list of such lists, "
+        f"got {shown(got)}",
+    )
+
+
+def tool_use_of(tools: Any, choice: ToolChoice = None, *, is_parallel: bool | None = None) -> ToolUse:
+    """Return checked tools and a choice in OpenAI's form.
+
+    Args:
+        is_parallel: None allows several calls unless the choice is one function.
+    """
+    functions = [_function(number, tool) for number, tool in enumerate(tools or ())]
+    names = [function["name"] for function in functions]
+    if len(set(names)) < len(names):
+        raise ParameterError("tools", "tools: each name must be unique")
+    mode, chosen = _choice(choice, names)
+    if mode == "none":
+        return ToolUse()
+    if mode == "required" and not names:
+        raise ParameterError("tool_choice", "tool_choice required needs tools")
+    if is_parallel is None:
+        is_parallel = not (isinstance(choice, Mapping) and choice.get("type") == "function")
+    return ToolUse(functions, frozenset(chosen), mode == "required", is_parallel)
+
+
+def _function(number: int, tool: Any) -> Mapping[str, Any]:
+    is_function = isinstance(tool, Mapping) and tool.get("type", "function") == "function"
+    found: Any = tool.get("function") if is_function else None
+    function: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
+    if re.fullmatch(TOOL_NAME, str(function.get("name", ""))) is None:
+        raise ParameterError(
+            f"tools.{number}",
+            f"tools.{number} must be a function such as {{'type': 'function', 'function': {{'name': 'count', "
+            f"'parameters': {{...}}}}}} with a name of 1 to 128 letters, digits, _, - and ., got {shown(tool)}",
+        )
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        name = f"tools.{number}.function.parameters"
+        raise ParameterError(name, f"{name} must be a JSON schema, got {shown(parameters)}")
+    return function
+
+
+def _choice(choice: ToolChoice, names: Sequence[str]) -> tuple[str, Iterable[str]]:
+    """Return the mode of a choice, and the functions that may be called."""
+    if choice is None or (isinstance(choice, str) and choice in _MODES):
+        return choice or "auto", names
+    mode: Any = "required"
+    chosen: Any = [choice]
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools")
+        mode, chosen = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, Mapping) else ("", [])
+    try:
+        found = [str(one["function"]["name"]) for one in chosen]
+    except (TypeError, KeyError):
+        found = []
+    if not found or mode not in ("auto", "required") or not set(found) <= set(names):
+        raise ParameterError(
+            "tool_choice",
+            f"tool_choice must be one of {', '.join(_MODES)}, or name functions of tools, such as {{'type': "
+            f"'function', 'function': {{'name': 'count'}}}}, got {shown(choice)}",
+        )
+    return mode, found
+
+
+def shown(given: Any) -> str:
+    return f"{type(given).__name__} {reprlib.repr(given)}"

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from skipjoin.chat import Conversations, Message, ToolUse
 from skipjoin.config import TOOL_FORMATS, ConfigError, EngineConfig, ForecastConfig
 from skipjoin.core.events import Admitted, Event, Finished, Token
 from skipjoin.core.request import FinishReason, RequestOptions
@@ -23,7 +24,6 @@ from skipjoin.engine.forecasting import (
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.engine.text import Choice, Output, TextRules
 from skipjoin.formats.message import MessageReader
-from skipjoin.llm_chat import Conversations
 from skipjoin.model.folder import model_folder
 from skipjoin.model.generation_config import sampling_defaults
 from skipjoin.model.grammars import Grammars
@@ -136,6 +136,16 @@ class LocalEngine:
         self._conversations = Conversations(self.tokenizer, tool_format)
         self._next_id = 0
         self._is_closed = False
+
+    def _chat_prompt(
+        self, messages: Sequence[Message], use: ToolUse, params: SamplingParams
+    ) -> tuple[list[int], SamplingParams]:
+        """Return the tokens of a conversation, and the parameters with their constraint adapted to it."""
+        chats = self._conversations
+        text = chats.text(messages, use)
+        chats.check_calls(use)
+        constraint = chats.constraint(params.structured_outputs, text, use)
+        return self.tokenizer.encode(text, add_special_tokens=False), replace(params, structured_outputs=constraint)
 
     def close(self) -> None:
         """Stop the engine and save the learned output lengths. Idempotent."""

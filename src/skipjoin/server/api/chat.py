@@ -6,17 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from skipjoin.chat import delta_of, finish_reason_of, message_of
 from skipjoin.core.request import RequestOptions
 from skipjoin.engine.text import Choice, TextRules
 from skipjoin.formats.message import MessageReader
-from skipjoin.formats.table import unknown_calls
 from skipjoin.model.tokenizer import Tokenizer
 from skipjoin.routes import CHAT, OPENAI_EVENTS
-from skipjoin.sampling import TokenLogprob
-from skipjoin.server.api.chat_constraint import chat_constraint
-from skipjoin.server.api.chat_message import Reading, delta_of, message_of
-from skipjoin.server.api.chat_prompt import estimate_chat, render_chat
-from skipjoin.server.api.errors import bad_request
+from skipjoin.sampling import ParameterError, TokenLogprob
+from skipjoin.server.api.chat_prompt import chat_constraint, estimate_chat, render_chat
+from skipjoin.server.api.errors import from_parameter
 from skipjoin.server.api.generation import Endpoint, Prompt
 from skipjoin.server.api.openai_format import OpenAiFormat
 from skipjoin.server.api.options import served_tier
@@ -27,6 +25,7 @@ from skipjoin.server.api.responses import (
     ChatChunk,
     ChatCompletion,
     ChatLogprobs,
+    ChatMessage,
     ChatTokenLogprob,
     ChunkChoice,
     Delta,
@@ -49,7 +48,11 @@ class ChatEndpoint(Endpoint[ChatRequest]):
     async def tokenize(self, body: ChatRequest, client: str) -> list[Prompt]:
         service = self.service
         text = await render_chat(service, body)
-        if self._reading(body) is not None:
+        try:
+            service.conversations.check_calls(body.use)
+        except ParameterError as error:
+            raise from_parameter(error) from None
+        if service.conversations.is_read(body.use):
             await service.load_parser()
         ids = await service.encode(text, "messages", add_special_tokens=False)
         room = service.room_after(ids, "messages")
@@ -67,27 +70,14 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         return [Prompt(ids, None, params)]
 
     def text_rules(self, body: ChatRequest) -> TextRules:
-        reading = self._reading(body)
-        kept = frozenset() if reading is None else self.service.tokenizer.ids_of(reading.format.markers)
+        kept = self.service.conversations.kept(body.use)
         return replace(super().text_rules(body), scores=bool(body.logprobs), kept=kept)
 
     def reader(self, body: ChatRequest, prompt: Prompt) -> MessageReader | None:
-        reading = self._reading(body)
-        return None if reading is None else reading.reader(prompt.ids, self.service.tokenizer)
+        return self.service.conversations.reader(prompt.ids, body.use)
 
     def format(self, body: ChatRequest, options: RequestOptions) -> ChatFormat:
         return ChatFormat(self.service, body, options)
-
-    def _reading(self, body: ChatRequest) -> Reading | None:
-        """Return how the output is read, or None if all of it is content."""
-        output_format = self.service.output_format
-        reads_calls = bool(body.offered)
-        if reads_calls and (output_format is None or output_format.calls is None):
-            raise bad_request(f"tools: {unknown_calls()}", "tools")
-        if output_format is None or not (reads_calls or output_format.think is not None):
-            return None
-        schemas = {tool.function.name: tool.function.schema_of_arguments for tool in body.offered}
-        return Reading(output_format, reads_calls, schemas)
 
 
 class ChatFormat(OpenAiFormat):
@@ -103,13 +93,13 @@ class ChatFormat(OpenAiFormat):
             role = Delta(content="", role="assistant")
             first = ChunkChoice(index=choice.index, delta=role, logprobs=None, finish_reason=None)
             found = self.event([first], shown_usage)
-        delta = delta_of(choice.take_parts(text), self._shows_reasoning)
-        if delta is not None or choice.scored or choice.finish_reason is not None:
+        delta = delta_of(choice.take_parts(text), shows_reasoning=self._shows_reasoning)
+        if delta or choice.scored or choice.finish_reason is not None:
             chunk = ChunkChoice(
                 index=choice.index,
-                delta=delta or Delta(),
+                delta=Delta(**_named(delta)),
                 logprobs=self._logprobs(choice),
-                finish_reason=self._finish_reason(choice),
+                finish_reason=finish_reason_of(choice.finish_reason, has_calls=choice.has_calls),
             )
             found += self.event([chunk], shown_usage)
         return found
@@ -121,22 +111,28 @@ class ChatFormat(OpenAiFormat):
         found = [
             ChatChoice(
                 index=choice.index,
-                message=message_of(choice.take_parts(text), self._shows_reasoning),
+                message=self._message(choice, text),
                 logprobs=self._logprobs(choice),
-                finish_reason=self._finish_reason(choice),
+                finish_reason=finish_reason_of(choice.finish_reason, has_calls=choice.has_calls),
             )
             for choice, text in texts.items()
         ]
         return encode(ChatCompletion(**self.head, choices=found, usage=usage))
 
-    def _finish_reason(self, choice: Choice) -> str | None:
-        """Return the finish reason: "tool_calls" for a message with calls that was not cut off."""
-        return "tool_calls" if choice.has_calls and choice.finish_reason == "stop" else choice.finish_reason
+    def _message(self, choice: Choice, text: str) -> ChatMessage:
+        return ChatMessage(**_named(message_of(choice.take_parts(text), shows_reasoning=self._shows_reasoning)))
 
     def _logprobs(self, choice: Choice) -> ChatLogprobs | None:
         if self._top is None:
             return None
         return ChatLogprobs([chat_logprob(self.tokenizer, scored, self._top) for scored in choice.take_scored()])
+
+
+def _named(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its reasoning under both names by which clients know it."""
+    if "reasoning_content" in message:
+        message["reasoning"] = message["reasoning_content"]
+    return message
 
 
 def chat_logprob(tokenizer: Tokenizer, scored: TokenLogprob, top: int) -> ChatTokenLogprob:

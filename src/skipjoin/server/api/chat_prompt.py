@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from skipjoin.formats.conversation import no_tools
-from skipjoin.formats.template_input import MessageError
-from skipjoin.model.chat_text import chat_text
+from skipjoin.chat import ToolUse
 from skipjoin.model.config import ModelError
 from skipjoin.model.tokenizer import Tokenizer
-from skipjoin.server.api.conversation import Message, Tool
-from skipjoin.server.api.errors import ApiError, bad_request
+from skipjoin.sampling import ParameterError
+from skipjoin.server.api.conversation import Message
+from skipjoin.server.api.errors import ApiError, bad_request, from_parameter
 from skipjoin.server.api.limits import estimate_tokens
 from skipjoin.server.api.protocol import ChatRequest, TokenizeRequest
 from skipjoin.server.api.service import Service
+from skipjoin.server.api.structured import structured_output
+from skipjoin.structured_output import StructuredOutput
 
 # Variables that clients send to every model. They change nothing where a template does not read them.
 _THINKING = ("enable_thinking", "thinking")
@@ -23,22 +23,15 @@ _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"
 
 async def render_chat(service: Service, body: ChatRequest | TokenizeRequest) -> str:
     """Return the text of a conversation. Raise 400 for what the model's chat template does not support."""
-    tokenizer, output_format = service.tokenizer, service.output_format
-    tools = shown_tools(body)
-    if output_format is None or not output_format.is_prompted:
-        if body.messages and any(message.tool_calls or message.role == "tool" for message in body.messages):
-            await service.in_thread(_check_tools, tokenizer, "messages")
-        if tools:
-            await service.in_thread(_check_tools, tokenizer, "tools")
+    tokenizer, conversations = service.tokenizer, service.conversations
     asks = body.chat_template_kwargs or (isinstance(body, ChatRequest) and body.reasoning_effort)
     variables = await service.in_thread(_variables, tokenizer, body) if asks else {}
     variables["add_generation_prompt"] = body.add_generation_prompt is not False
-    functions = [tool.function.model_dump() for tool in tools]
     messages = [_openai_message(message) for message in body.messages or ()]
     try:
-        return await service.in_renderer(chat_text, tokenizer, output_format, messages, functions, **variables)
-    except MessageError as error:
-        raise bad_request(str(error), error.param) from error
+        return await service.in_renderer(conversations.text, messages, body.use, **variables)
+    except ParameterError as error:
+        raise from_parameter(error) from error
     except ModelError as error:
         raise bad_request(str(error), "messages") from error
 
@@ -46,15 +39,33 @@ async def render_chat(service: Service, body: ChatRequest | TokenizeRequest) -> 
 def estimate_chat(body: ChatRequest | TokenizeRequest) -> int:
     """Estimate the number of tokens of a conversation and of its tools without rendering it."""
     texts = [text for message in body.messages or () for text in message.texts]
-    for tool in shown_tools(body):
-        texts += [tool.function.name, tool.function.description or "", repr(tool.function.parameters)]
+    for function in body.use.functions:
+        texts += [function["name"], function["description"] or "", repr(function["parameters"])]
     return sum(map(estimate_tokens, texts))
 
 
-def shown_tools(body: ChatRequest | TokenizeRequest) -> Sequence[Tool]:
-    """Return the tools in the prompt: none if the model must not call any."""
-    is_off = isinstance(body, ChatRequest) and body.tool_choice == "none"
-    return () if is_off else body.tools or ()
+async def chat_constraint(service: Service, body: ChatRequest, prompt: str, client: str) -> StructuredOutput | None:
+    """Return the constraint of a chat request, if any. Raise as `Service.check_grammar`."""
+    asked, field = structured_output(body)
+    use, conversations = body.use, service.conversations
+    try:
+        found = conversations.constraint(asked, prompt, use, field)
+        if found is not None:
+            is_of_calls = conversations.format is not None and bool(use.offered)
+            await service.check_grammar(found, "tools" if is_of_calls else field, client)
+    except (ParameterError, ApiError) as error:
+        await _check_each(service, use, client)
+        raise error if isinstance(error, ApiError) else from_parameter(error) from None
+    return found
+
+
+async def _check_each(service: Service, use: ToolUse, client: str) -> None:
+    """Raise 400 for the first function whose schema cannot be enforced."""
+    schemas = use.schemas
+    for number, function in enumerate(use.functions):
+        if function["name"] in schemas and function["strict"]:
+            param = f"tools.{number}.function.parameters"
+            await service.check_grammar(StructuredOutput.json(schemas[function["name"]]), param, client)
 
 
 def _openai_message(message: Message) -> dict[str, Any]:
@@ -72,13 +83,6 @@ def _openai_message(message: Message) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     return found
-
-
-def _check_tools(tokenizer: Tokenizer, param: str) -> None:
-    """Raise 400 if the model's chat template does not support tools."""
-    template = tokenizer.chat_template
-    if template is not None and "tools" not in template.variables:
-        raise bad_request(no_tools(param), param)
 
 
 def _variables(tokenizer: Tokenizer, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from skipjoin.formats.conversation import NO_ARGUMENTS, TOOL_NAME
+from skipjoin.formats.conversation import TOOL_NAME
 from skipjoin.formats.template_input import text_of
 from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Label, Null, Off, Only, one_of
 
@@ -153,12 +153,6 @@ class Function(Body):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    @property
-    def schema_of_arguments(self) -> dict[str, Any]:
-        if not self.parameters:
-            return NO_ARGUMENTS
-        return self.parameters
-
 
 class Tool(Body):
     """Tool, of the only supported kind."""
@@ -209,6 +203,11 @@ ToolChoice = Annotated[
     one_of(_choice_kind, 'must be "none", "auto", "required" or an object that names functions'),
 ]
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES), Field(fail_fast=True)]
+
+
+def functions_of(tools: list[Tool] | None) -> list[dict[str, Any]]:
+    """Return the functions in OpenAI's form."""
+    return [tool.function.model_dump() for tool in tools or ()]
 
 
 def check_names(tools: list[Tool] | None) -> list[Tool] | None:

@@ -22,13 +22,24 @@ that have no effect (`Only`) and refused with any other:
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag, ValidationInfo, create_model, field_validator, model_validator
 
+from skipjoin.chat import ToolUse
 from skipjoin.config import MAX_DEADLINE_MS
 from skipjoin.sampling import INT32, MAX_SALT, SamplingParams, parameters_of
-from skipjoin.server.api.conversation import AllowedChoice, Messages, NamedChoice, Tool, ToolChoice, Tools, check_names
+from skipjoin.server.api.conversation import (
+    AllowedChoice,
+    Messages,
+    NamedChoice,
+    Tool,
+    ToolChoice,
+    Tools,
+    check_names,
+    functions_of,
+)
 from skipjoin.server.api.fields import INT64, MAX_LABEL, Body, Ignored, Label, Null, Off, Only, Text, one_of
 from skipjoin.server.api.sampling_fields import TokenId, sampling_fields
 
@@ -301,29 +312,21 @@ class ChatRequest(GenerationBody):
             raise ValueError("it needs logprobs to be true")
         return value
 
-    @property
-    def offered(self) -> list[Tool]:
-        """The tools that the model may call."""
+    @cached_property
+    def use(self) -> ToolUse:
+        """The tools, of which the prompt shows none if the model must not call any."""
         choice = self.tool_choice
-        if isinstance(choice, NamedChoice | AllowedChoice):
-            chosen = choice.allowed_tools.tools if isinstance(choice, AllowedChoice) else [choice]
-            names = {one.function.name for one in chosen}
-            return [tool for tool in self.tools or () if tool.function.name in names]
-        return [] if self.tool_choice == "none" else self.tools or []
-
-    @property
-    def must_call(self) -> bool:
-        choice = self.tool_choice
+        if choice == "none":
+            return ToolUse()
+        functions = functions_of(self.tools)
+        names = {function["name"] for function in functions}
+        must_call, is_parallel = choice == "required", self.parallel_tool_calls is not False
         if isinstance(choice, AllowedChoice):
-            return choice.allowed_tools.mode == "required"
-        return choice == "required" or isinstance(choice, NamedChoice)
-
-    @property
-    def is_parallel(self) -> bool:
-        """Whether a message may have several calls: by default unless the choice is one function."""
-        if self.parallel_tool_calls is None:
-            return not isinstance(self.tool_choice, NamedChoice)
-        return self.parallel_tool_calls
+            names = {one.function.name for one in choice.allowed_tools.tools}
+            must_call = choice.allowed_tools.mode == "required"
+        elif isinstance(choice, NamedChoice):
+            names, must_call, is_parallel = {choice.function.name}, True, bool(self.parallel_tool_calls)
+        return ToolUse(functions, frozenset(names), must_call, is_parallel)
 
 
 class TokenizeRequest(Body):
@@ -337,6 +340,10 @@ class TokenizeRequest(Body):
     chat_template_kwargs: TemplateOptions | None = None
     tools: Tools | None = None
     return_token_strs: bool | None = None
+
+    @cached_property
+    def use(self) -> ToolUse:
+        return ToolUse(functions_of(self.tools))
 
 
 class DetokenizeRequest(Body):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -81,22 +83,6 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     refusal: None = None
 
 
-class CalledFunction(msgspec.Struct):
-    """Function of a call, or the next part of it. `arguments` is JSON."""
-
-    arguments: str
-    name: str | UnsetType = UNSET
-
-
-class ToolCall(msgspec.Struct):
-    """Call of a tool, or the next part of it in a stream."""
-
-    function: CalledFunction
-    index: int | UnsetType = UNSET
-    id: str | UnsetType = UNSET
-    type: str | UnsetType = UNSET
-
-
 class ChatMessage(msgspec.Struct, frozen=True):
     """Message of the assistant. Clients know the reasoning by one of two names."""
 
@@ -105,7 +91,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    tool_calls: list[dict[str, Any]] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -134,7 +120,7 @@ class Delta(msgspec.Struct, frozen=True):
     role: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    tool_calls: list[ToolCall] | UnsetType = UNSET
+    tool_calls: list[dict[str, Any]] | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):

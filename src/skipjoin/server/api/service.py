@@ -11,11 +11,10 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from skipjoin.chat import Conversations, ToolUse
 from skipjoin.config import ServerConfig
 from skipjoin.engine.forecasting import ForecastKeeper
 from skipjoin.formats.message import load_parser
-from skipjoin.formats.table import OutputFormat
-from skipjoin.model.chat_text import format_of
 from skipjoin.model.folder import model_id
 from skipjoin.model.grammar_check import GrammarCheck
 from skipjoin.model.tokenizer import Tokenizer, TooManyTokensError
@@ -64,7 +63,7 @@ class Service:
 
     Attributes:
         busy: Number of generation requests over HTTP in progress.
-        output_format: Format of reasoning and tool calls, or None if it is unknown.
+        conversations: Front end of chats, from `open` on.
     """
 
     def __init__(self, config: ServerConfig, client: EngineClient, metrics: Metrics) -> None:
@@ -90,7 +89,7 @@ class Service:
         self._tokenizer: Tokenizer | None = None
         self._sampling_defaults: Mapping[str, Any] = {}
         self._forecasting: Forecasting | None = None
-        self.output_format: OutputFormat | None = None
+        self.conversations: Conversations
         self._has_parser = False
         self._unknown_fields = UnknownFields()
         # Two threads, so that one huge text does not delay all others.
@@ -122,15 +121,12 @@ class Service:
             self._forecasting = Forecasting(keeper, self.metrics, ask)
         self.names = _names(self.config, info)
         self.name = self.names[0]
-        self._find_format(tokenizer)
+        self.conversations = Conversations(tokenizer, self.config.tool_format)
+        if self.conversations.is_read(ToolUse()):
+            self._threads.submit(load_parser)  # every chat request needs it
         self.metrics.ready(info, self.name)
         if self.phase is Phase.STARTING:
             self.phase = Phase.OPEN
-
-    def _find_format(self, tokenizer: Tokenizer) -> None:
-        self.output_format = format_of(tokenizer, self.config.tool_format)
-        if self.output_format is not None and self.output_format.think is not None:
-            self._threads.submit(load_parser)  # every chat request needs it
 
     async def load_parser(self) -> None:
         """Wait for the parser of outputs, which the first request that needs it loads."""

@@ -1,0 +1,163 @@
+"""Conversations with a model, for `LLM`, `AsyncLLM` and the server: prompts, constrained calls and messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from skipjoin.formats.calls import JoinedCall, Part, joined
+from skipjoin.formats.constraint import Constraints
+from skipjoin.formats.conversation import NO_ARGUMENTS, no_tools
+from skipjoin.formats.grammar import CallSchema
+from skipjoin.formats.message import MessageReader, is_thinking
+from skipjoin.formats.table import unknown_calls
+from skipjoin.formats.template_input import MessageError
+from skipjoin.model.chat_text import chat_text, format_of
+from skipjoin.model.tokenizer import Tokenizer
+from skipjoin.sampling import ParameterError
+from skipjoin.structured_output import GrammarError, StructuredOutput
+
+Message = Mapping[str, Any]
+# Tokens of the end of a prompt that may begin the reasoning.
+_TAIL = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Functions of a conversation in OpenAI's form, and which of them may or must be called.
+
+    Attributes:
+        functions: All functions, which the prompt shows.
+        names: Those that may be called.
+        must_call: There must be a call.
+        is_parallel: There may be more than one.
+    """
+
+    functions: Sequence[Mapping[str, Any]] = ()
+    names: frozenset[str] = field(default_factory=frozenset)
+    must_call: bool = False
+    is_parallel: bool = True
+
+    @property
+    def offered(self) -> list[Mapping[str, Any]]:
+        return [function for function in self.functions if function["name"] in self.names]
+
+    @property
+    def must_enforce(self) -> bool:
+        """True if calls follow a grammar: one is required, only some or one at a time are allowed, or one is strict."""
+        is_limited = not self.is_parallel or len(self.names) < len(self.functions)
+        return self.must_call or is_limited or any(function.get("strict") for function in self.offered)
+
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        return {function["name"]: function.get("parameters") or NO_ARGUMENTS for function in self.offered}
+
+
+class Conversations:
+    """Renders conversations with a model's chat template, and reads its messages. Raises `ParameterError`.
+
+    Attributes:
+        format: Format of reasoning and tool calls, or None if it is unknown.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, tool_format: str = "auto") -> None:
+        self._tokenizer = tokenizer
+        self.format = format_of(tokenizer, tool_format)
+
+    def text(self, messages: Sequence[Message], use: ToolUse, **variables: Any) -> str:
+        """Return the text of a conversation. `variables` are those of the chat template."""
+        template = self._tokenizer.chat_template
+        is_prompted = self.format is not None and self.format.is_prompted
+        if template is not None and not is_prompted and "tools" not in template.variables:
+            if any(message.get("tool_calls") or message.get("role") == "tool" for message in messages):
+                raise ParameterError("messages", no_tools("messages"))
+            if use.functions:
+                raise ParameterError("tools", no_tools("tools"))
+        try:
+            return chat_text(self._tokenizer, self.format, messages, use.functions, **variables)
+        except MessageError as error:
+            raise ParameterError(error.param, str(error)) from None
+
+    def check_calls(self, use: ToolUse) -> None:
+        """Raise `ParameterError` if calls of the offered tools could not be read."""
+        if use.offered and (self.format is None or self.format.calls is None):
+            raise ParameterError("tools", f"tools: {unknown_calls()}")
+
+    def constraint(
+        self, structured: StructuredOutput | None, prompt: str, use: ToolUse, name: str = "structured_outputs"
+    ) -> StructuredOutput | None:
+        """Return a constraint adapted to tools and reasoning. Errors name the field `name`, or else the tools."""
+        offered = use.offered
+        must_enforce = offered and (use.must_enforce or (self.format is not None and self.format.is_prompted))
+        if self.format is None or not (structured or must_enforce):
+            return structured
+        constraints = Constraints(self.format, self._tokenizer, prompt)
+        try:
+            if not offered:
+                assert structured is not None
+                return constraints.after_reasoning(structured)
+            schemas = use.schemas
+            functions = [CallSchema(one["name"], schemas[one["name"]], bool(one.get("strict"))) for one in offered]
+            return constraints.calls(functions, is_parallel=use.is_parallel, must_call=use.must_call, answer=structured)
+        except GrammarError as error:
+            if structured is None:
+                raise ParameterError("tools", f"tools: the grammar of their calls {error}") from None
+            raise ParameterError(name, f"{name} {error}") from None
+
+    def kept(self, use: ToolUse) -> frozenset[int]:
+        """Return the special tokens that belong to the text of an answer."""
+        return self._tokenizer.ids_of(self.format.markers) if self.format and self.is_read(use) else frozenset()
+
+    def reader(self, prompt: Sequence[int], use: ToolUse) -> MessageReader | None:
+        """Return a reader of one answer, or None if all of it is content."""
+        if self.format is None or not self.is_read(use):
+            return None
+        tail = self._tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)
+        return MessageReader(
+            self.format,
+            reads_calls=bool(use.offered),
+            is_thinking=is_thinking(self.format, tail),
+            schemas=use.schemas,
+        )
+
+    def is_read(self, use: ToolUse) -> bool:
+        """Return whether answers have parts besides their content."""
+        return self.format is not None and bool(use.offered or self.format.think is not None)
+
+
+def delta_of(parts: Sequence[Part], *, shows_reasoning: bool = True) -> dict[str, Any]:
+    """Return what parts add to a message, as OpenAI's API streams it.
+
+    It has one entry for each call, because clients do not add up several.
+    """
+    content, reasoning, calls = joined(parts)
+    found: dict[str, Any] = {"content": content} if content else {}
+    if reasoning and shows_reasoning:
+        found["reasoning_content"] = reasoning
+    if calls:
+        found["tool_calls"] = [{"index": number, **_shown_call(call)} for number, call in calls.items()]
+    return found
+
+
+def message_of(parts: Sequence[Part], *, shows_reasoning: bool = True) -> dict[str, Any]:
+    """Return the parts as a whole message. Its content is null if it has only calls."""
+    content, reasoning, calls = joined(parts)
+    found: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+    if reasoning and shows_reasoning:
+        found["reasoning_content"] = reasoning
+    if calls:
+        found["tool_calls"] = [_shown_call(call) for call in calls.values()]
+    return found
+
+
+def finish_reason_of(reason: str | None, *, has_calls: bool) -> str | None:
+    """Return the finish reason of a message: "tool_calls" if it has calls and was not cut off."""
+    return "tool_calls" if has_calls and reason == "stop" else reason
+
+
+def _shown_call(call: JoinedCall) -> dict[str, Any]:
+    """Return a call, or the next part of it, which has no name."""
+    if not call.name:
+        return {"function": {"arguments": call.arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

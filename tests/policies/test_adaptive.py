@@ -24,7 +24,7 @@ from skipjoin.policies.gittins import NOT_BEGUN, GittinsIndex, Kind
 from skipjoin.policies.hazards import BIN_EDGES, BINS, Hazards, bin_of, hazards_of, merged
 from skipjoin.policies.length_model import EXPERTS, LengthModel
 from support.load import make
-from support.policies import COST
+from support.policies import COST, told_by
 
 OVERTAKING_S = 20.0
 LAST = BINS - 1
@@ -370,7 +370,7 @@ def test_pauses_do_not_change_the_lengths_at_which_a_request_changes_its_rank() 
         found = []
         for _ in range(150):
             run_all(ordering, [request])
-            found.append(ordering.explain(request, 0.0)["next_edge"])
+            found.append(told_by(ordering, request)["next length"])
             for _ in range(pauses()):
                 run_all(ordering, [other])
         return found
@@ -408,15 +408,16 @@ def test_a_rank_is_explained() -> None:
     ordering.on_arrived(request, 1.0)
     ordering.on_begin(1.0, KVLedger(100, 0, 4))
     list(ordering.ranked(1.0))
-    told = ordering.explain(request, 3.0)
-    assert told["forecast_bin"] == f"{BIN_EDGES[bin_of(100)]} tokens"
-    assert told["expert"] in EXPERTS
-    assert told["next_edge"] == BIN_EDGES[1]
-    assert told["end_chance"] == pytest.approx(index.model.hazards(bin_of(100))[0])
-    assert told["age_credit"] == pytest.approx(2 * ordering._aging.per_s)
-    assert told["first_token"] == "true"
+    told = told_by(ordering, request, 3.0)
+    assert told["forecast from"] == BIN_EDGES[bin_of(100)]
+    assert told["lengths by"] in EXPERTS
+    assert told["next length"] == BIN_EDGES[1]
+    assert told["chance to end"] == pytest.approx(index.model.hazards(bin_of(100))[0])
+    assert told["age credit"] == pytest.approx(2 * ordering._aging.per_s)
+    assert told["first token first"] == "yes"
     ordering.on_arrived(short := make(1, 8, 2, arrival=1.0), 1.0)
-    assert (ordering.explain(short, 3.0)["next_edge"], ordering.explain(short, 3.0)["end_chance"]) == (3, 1.0)
+    told = told_by(ordering, short, 3.0)
+    assert (told["next length"], told["chance to end"]) == (3, 1.0)
 
 
 def test_hazards_of_a_distribution_end_with_certainty() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from skipjoin.core.context import StepContext
-from skipjoin.core.policy import ALL_HELD, NEWCOMERS_HELD, is_decode_invariant
+from skipjoin.core.policy import ALL_HELD, NEWCOMERS_HELD, Policies, is_decode_invariant
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
+from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.best_effort import LimitedBestEffort
 from skipjoin.policies.cost import LinearCost
+from skipjoin.policies.eviction import Recompute
 from skipjoin.policies.fairness import Fair, FairSteps
-from skipjoin.policies.ordering import Fcfs
+from skipjoin.policies.ordering import Fcfs, Prioritized
 from support.load import make
 
 
@@ -110,8 +114,9 @@ def step(live: list[Request], offered: list[Request]) -> list[object]:
     batcher = FairSteps(
         LimitedBestEffort(Greedy(100, 1000, chunked=True), COST, lambda request: request.is_best_effort)
     )
-    for request in live:
-        batcher.on_arrived(request, 0.0)
+    policies = Policies(Prioritized(Fcfs), batcher, OnDemand(), Recompute())
+    for request, notify in product(live, policies.on_arrived):
+        notify(request, 0.0)
     assert is_decode_invariant(batcher) is (len({request.options.client for request in live}) < 2)
     builder = batcher.open(StepContext(now=0.0))
     found: list[object] = []
@@ -120,8 +125,8 @@ def step(live: list[Request], offered: list[Request]) -> list[object]:
         if isinstance(verdict, int):
             builder.take(request, verdict)
         found.append(verdict)
-    for request in live:
-        batcher.on_finished(request, 0.0)
+    for request, notify in product(live, policies.on_finished):
+        notify(request, 0.0)
     assert is_decode_invariant(batcher)
     return found
 

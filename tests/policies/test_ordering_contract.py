@@ -36,7 +36,7 @@ from skipjoin.policies.turns import ByTurn, Turn
 from skipjoin.policies.valued import Valued
 from skipjoin.policies.wait_times import ShortestWithWaits
 from support.load import make
-from support.policies import COST
+from support.policies import COST, told_by
 
 
 def mlfq() -> Ordering:
@@ -320,7 +320,7 @@ def test_eviction_never_improves_the_rank(
 
 @every_ordering
 @given(operations=OPERATIONS, chosen=st.integers(0, 2**40), later=st.floats(0, 5))
-def test_next_turns_are_sorted_and_have_no_side_effects(
+def test_next_turns_are_sorted_and_neither_they_nor_explanations_have_side_effects(
     build: Callable[[], Ordering], operations: list[tuple[str, int]], chosen: int, later: float
 ) -> None:
     simulation = Simulation(build())
@@ -332,6 +332,9 @@ def test_next_turns_are_sorted_and_have_no_side_effects(
     assert {request.id for _, request in turns} == {request.id for request in asked}
     assert len(turns) == len(asked)
     assert all(not other < one for (one, _), (other, _) in pairwise(turns))
+    for request in asked:
+        told = told_by(simulation.ordering, request, simulation.now + later)
+        assert all(isinstance(value, str) or math.isfinite(value) for value in told.values())
     assert simulation.ordering.expected_order(reversed(asked), simulation.now + later) == turns
     assert {request: simulation.ordering.rank(request) for request in simulation.live} == before
 

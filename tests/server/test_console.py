@@ -138,6 +138,7 @@ def test_request_is_watched_from_its_wait_to_its_end(browser: Any, server: Serve
             page.wait_for_selector(".facts", timeout=WAIT_MS)
             page.locator("main h2", has_text=re.compile("^Waits")).wait_for(timeout=WAIT_MS)
             _check_reason(page, server.url)
+            assert page.locator("section:has(h2:text-is('Rank')) tbody tr").count() >= 4
             page.get_by_text(re.compile(r"preempted \(")).first.wait_for(timeout=WAIT_MS)
         asked.join()
     page.locator("main h2", has_text=re.compile("^Ended")).wait_for(timeout=WAIT_MS)

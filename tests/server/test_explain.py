@@ -48,11 +48,18 @@ def test_request_is_explained_while_it_waits_and_after_its_end(start_server: Sta
         assert live["intervals"][-1]["is_current"]
         assert seen["holders"]
         assert all(holder["id"].startswith("cmpl-") for holder in seen["holders"])
+        assert (live["place"] < live["live_requests"] <= 4, live["facts"][0]["label"]) == (True, "first token first")
+        shown = CliRunner().invoke(app, ["explain", "job/3", "--url", server.url]).output
+        assert re.search(r"Number [1-4] of [1-4] live requests", shown)
+        assert live["facts"][0]["meaning"] in shown
+        row = client.get("/debug/requests").json()["requests"][0]
+        assert [fact["label"] for fact in row["facts"]] == [fact["label"] for fact in live["facts"]]
         for thread in threads:
             thread.join()
         found = client.get("/debug/requests/job%2F3").json()
         (ended,) = found["choices"]
         assert ended["is_finished"]
+        assert (ended["place"], ended["facts"]) == (None, [])
         assert (ended["state"], ended["output_tokens"]) == ("length", 80)
         assert sum(ended["seconds"].values()) == pytest.approx(ended["total_s"], abs=1e-3)
         assert ended["intervals"] == _explained(client, found["id"])["intervals"]

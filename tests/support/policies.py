@@ -10,7 +10,16 @@ from skipjoin.core.context import StepContext
 from skipjoin.core.events import Preemption
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.reservations import Account
-from skipjoin.core.policy import Allocation, Callbacks, Deferral, Eviction, EvictionPolicy, Ordering, Refusal
+from skipjoin.core.policy import (
+    Allocation,
+    Callbacks,
+    Deferral,
+    Eviction,
+    EvictionPolicy,
+    Ordering,
+    Refusal,
+    explanation,
+)
 from skipjoin.core.request import Request
 from skipjoin.core.selective import Limits
 from skipjoin.core.step import StepShape
@@ -42,6 +51,13 @@ class UnitCost:
 
     def transfer(self, blocks: int) -> float:
         return 0.0
+
+
+def told_by(policy: object, request: Request, now: float = 0.0, kv: KVLedger | None = None) -> dict[str, float | str]:
+    """Return what a policy says about a request, by label."""
+    facts = explanation(policy, request, now, KVLedger(100, 0, 4) if kv is None else kv)
+    assert len({fact.label for fact in facts}) == len(facts)
+    return {fact.label: fact.value for fact in facts}
 
 
 class Ranks(Callbacks):

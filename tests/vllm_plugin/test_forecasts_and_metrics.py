@@ -7,6 +7,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,16 +16,19 @@ from typer.testing import CliRunner
 
 from skipjoin.cli import app
 from skipjoin.core.events import Preempted, Preemption, Started, Waited
+from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import FinishReason
 from skipjoin.core.waits import WaitReason
 from skipjoin.forecast import ForecastConfig
 from skipjoin.observe.finished_lives import MAX_FINISHED
+from skipjoin.recipes import Settings, build
 from skipjoin.vllm.forecasts import LengthForecasts
 from skipjoin.vllm.listener import listen
 from skipjoin.vllm.lives import Limits, RequestLives
 from skipjoin.vllm.metrics import EngineCollector, Tally
 from skipjoin.vllm.options import PluginOptions
 from support.load import make
+from support.policies import COST
 from support.watch import World
 
 
@@ -150,6 +154,21 @@ def test_a_request_is_explained_by_each_of_its_ids_with_what_it_waited_for() -> 
         assert [(one["id"], one["seconds"]) for one in choices[0]["holders"]] == [("cmpl-you-0", 3.0)]
     assert [one["number"] for one in (lives.explain("you") or {})["choices"]] == [3]
     assert lives.explain("me") is lives.explain("7") is None
+
+
+def test_live_request_is_explained_by_the_policies_in_the_next_step_of_the_engine() -> None:
+    lives, policies, kv = RequestLives(LIMITS, 0, lambda: 3.0), build("fcfs", Settings(COST)), KVLedger(8, 0, 4)
+    for request in (make(0, 8, 8, arrival=1.0), make(1, 8, 8, arrival=2.0)):
+        for notify in policies.on_arrived:
+            notify(request, request.arrival)
+        lives.arrived(request, f"cmpl-r{request.id}-0", request.arrival)
+    with ThreadPoolExecutor() as pool:
+        found = pool.submit(lives.explain, "r1")
+        while not found.done():
+            lives.answer(policies, kv)
+    (choice,) = (found.result() or {})["choices"]
+    assert (choice["place"], choice["live_requests"]) == (1, 2)
+    assert [(one["label"], one["value"]) for one in choice["facts"]] == [("age", 1.0)]
 
 
 def test_names_of_old_requests_are_forgotten() -> None:

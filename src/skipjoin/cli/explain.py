@@ -14,7 +14,7 @@ from rich.text import Text
 
 from skipjoin.cli.connection import Connection, call
 from skipjoin.cli.options import Section, Values, takes
-from skipjoin.report.numbers import duration
+from skipjoin.report.numbers import amount, duration
 
 _BAR = 40
 _FILE_WIDTH = 160  # width of a report that is not printed to a terminal
@@ -55,6 +55,7 @@ def report(found: Mapping[str, Any], choice: Mapping[str, Any]) -> RenderableTyp
         _intervals(found["reasons"], choice),
         Text(),
         *_why(found["reasons"], choice),
+        *_policy(choice),
     )
 
 
@@ -117,6 +118,19 @@ def _why(reasons: Mapping[str, Any], choice: Mapping[str, Any]) -> Iterator[Text
         yield Text("Meanwhile ran longest: " + ", ".join(holders))
     if choice["advice"]:
         yield Text(choice["advice"], style="bold")
+
+
+def _policy(choice: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Yield what the policies say about a live request."""
+    if choice["place"] is None:
+        return
+    place, live = choice["place"] + 1, choice["live_requests"]
+    yield Text()
+    yield Text(f"Number {place} of {live} live requests in the scheduler's order.", style="bold")
+    table = Table("", "", "", box=None, padding=(0, 2, 0, 0), show_header=False)
+    for fact in choice["facts"]:
+        table.add_row(fact["label"], amount(fact["value"], fact["unit"]), fact["meaning"])
+    yield table
 
 
 def _name(holder: Mapping[str, Any]) -> str:

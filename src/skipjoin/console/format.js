@@ -7,6 +7,13 @@ export function duration(seconds) {
   return `${three(seconds / 3600)} h`;
 }
 
+// A value of a policy, with its unit.
+export function amount(value, unit) {
+  if (typeof value !== "number") return value;
+  if (unit === "s") return value < 0 ? `−${duration(-value)}` : duration(value);
+  return `${three(value)}${unit ? ` ${value === 1 ? unit.replace(/s$/, "") : unit}` : ""}`;
+}
+
 export function three(value) {
   return Math.abs(value) >= 100 ? value.toFixed(0) : Number(value.toPrecision(3)).toString();
 }

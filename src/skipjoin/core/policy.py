@@ -115,18 +115,33 @@ class Ordering(Protocol):
         ...
 
 
-class Explaining(Protocol):
-    """Ordering that explains its ranks."""
+class Fact(NamedTuple):
+    """Figure by which a policy decides about a request, for a reader.
 
-    def explain(self, request: Request, now: float) -> dict[str, float | str]:
-        """Return what decides the request's rank, by name. Must be pure."""
+    Attributes:
+        label: Its name in a few words, such as "slack".
+        unit: Unit of a number: "s", or what it counts, such as "tokens". Empty for words and plain numbers.
+        meaning: What the value says about the request, in one sentence.
+    """
+
+    label: str
+    value: float | str
+    unit: str
+    meaning: str
+
+
+class Explaining(Protocol):
+    """Policy that explains its decisions. Only a reader's question costs time; steps keep nothing for it."""
+
+    def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterable[Fact]:
+        """Return the figures by which the policy decides about an unfinished request. Must be pure."""
         ...
 
 
-def explanation(ordering: object, request: Request, now: float) -> dict[str, float | str]:
-    """Return what decides the request's rank, empty for an ordering that is not `Explaining`."""
-    explain = getattr(ordering, "explain", None)
-    return {} if explain is None else dict(explain(request, now))
+def explanation(policy: object, request: Request, now: float, kv: KVAccounts) -> list[Fact]:
+    """Return what an `Explaining` policy returns, and nothing for others."""
+    explain = getattr(policy, "explain", None)
+    return [] if explain is None else list(explain(request, now, kv))
 
 
 class Learned(Protocol):
@@ -210,6 +225,17 @@ class Batcher(Protocol):
         Called once per step, and again without candidates if nothing in the first batch can run.
         """
         ...
+
+
+class BatcherWrapper(Callbacks):
+    """Base of a batcher around another one. `Policies` notifies and explains both, so a wrapper forwards nothing."""
+
+    def __init__(self, batcher: Batcher) -> None:
+        self.batcher = batcher
+
+    @property
+    def cap(self) -> int:
+        return self.batcher.cap
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,12 +399,24 @@ class Policies:
     def is_decode_invariant(self) -> bool:
         return all(map(is_decode_invariant, (self.ordering, self.batcher, self.admission, self.eviction)))
 
+    @property
+    def parts(self) -> tuple[object, ...]:
+        """All policies, with those that a batcher wraps."""
+        batchers: list[Batcher] = [self.batcher]
+        while isinstance(wrapper := batchers[-1], BatcherWrapper):
+            batchers.append(wrapper.batcher)
+        return (self.ordering, *batchers, self.admission, self.eviction)
+
+    def explain(self, request: Request, now: float, kv: KVAccounts) -> list[Fact]:
+        """Return what all policies say about an unfinished request."""
+        return [fact for part in self.parts for fact in explanation(part, request, now, kv)]
+
     def __post_init__(self) -> None:
-        seams = (self.ordering, self.batcher, self.admission, self.eviction)
-        for seam in seams[1:]:
-            if (bind := getattr(seam, "bind", None)) is not None:
+        parts = self.parts
+        for part in parts[1:]:
+            if (bind := getattr(part, "bind", None)) is not None:
                 bind(self.ordering)
         for name in (name for name in vars(Callbacks) if name.startswith("on_")):
             inherited = getattr(Callbacks, name)
-            has = [seam for seam in seams if getattr(type(seam), name, inherited) is not inherited]
-            object.__setattr__(self, name, tuple(getattr(seam, name) for seam in has))
+            has = [part for part in parts if getattr(type(part), name, inherited) is not inherited]
+            object.__setattr__(self, name, tuple(getattr(part, name) for part in has))

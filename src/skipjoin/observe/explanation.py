@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from skipjoin.core.policy import Fact, Ordering
+from skipjoin.core.request import Request
 from skipjoin.observe.life import RUNNING, Life
 from skipjoin.observe.reasons import Explanation
 
 
-def explained(life: Life, now: float, wall: float, reasons: Mapping[str, Explanation]) -> dict[str, Any]:
+class Standing(NamedTuple):
+    """Place of a live request in the scheduler's order, from 0, of how many, and what its policies say about it."""
+
+    place: int
+    requests: int
+    facts: Sequence[Fact]
+
+
+def standing(request: Request, live: Collection[Request], ordering: Ordering, facts: Sequence[Fact]) -> Standing:
+    """Return the standing of one of the live requests, in time that grows with their number."""
+    rank, own = ordering.rank, ordering.rank(request)
+    return Standing(sum(rank(other) < own for other in live), len(live), facts)
+
+
+def explained(
+    life: Life, now: float, wall: float, reasons: Mapping[str, Explanation], standing: Standing | None
+) -> dict[str, Any]:
     """Return the explanation of one life.
 
     Args:
         now: Seconds on the engine's clock, and `wall` since the epoch.
+        standing: None if the request has finished, or its engine does not tell.
     """
     end = now if life.ended is None else life.ended
     seconds = {state: round(value, 6) for state, value in life.seconds(now).items()}
@@ -53,7 +72,15 @@ def explained(life: Life, now: float, wall: float, reasons: Mapping[str, Explana
             for one in life.intervals
         ],
         "omitted_s": life.omitted_s,
+        "place": standing and standing.place,
+        "live_requests": standing and standing.requests,
+        "facts": facts_of(standing.facts if standing is not None else ()),
     }
+
+
+def facts_of(facts: Sequence[Fact]) -> list[dict[str, Any]]:
+    """Return the facts of policies as JSON."""
+    return [fact._asdict() for fact in facts]
 
 
 def objectives(life: Life, now: float) -> dict[str, dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from skipjoin.core.events import (
@@ -70,6 +70,11 @@ class LifeLog:
                 handle(event)
             elif type(event) is Restarted:
                 self._tail.change(WaitReason.NOT_EXAMINED, event.now)
+
+    @property
+    def requests(self) -> Collection[Request]:
+        """Live requests, in order of arrival."""
+        return self._live.keys()
 
     @property
     def total_finished(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account
-from skipjoin.core.policy import Callbacks
+from skipjoin.core.policy import Callbacks, Fact
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.aging import MARGIN, Aging
@@ -217,20 +217,23 @@ class Adaptive(Callbacks):
         older = takewhile(lambda one: one.arrival < before, self._jobs)
         return any(one not in running and not one.awaits_grammar for one in older)
 
-    def explain(self, request: Request, now: float) -> dict[str, float | str]:
-        job, index = self._jobs[request], self._index
-        place = max(0, job.place)
-        cell = job.cell
+    def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
+        job, model = self._jobs[request], self._index.model
+        place, cell = max(0, job.place), job.cell
         assert cell is not None
-        return {
-            "forecast_bin": "none" if job.cls is None else f"{BIN_EDGES[job.cls]} tokens",
-            "expert": index.model.believed(job.cls),
-            "end_chance": index.model.hazards(job.cls)[place] if place < job.kind.cap else 1.0,
-            "next_edge": min(request.max_tokens + 1, BIN_EDGES[min(place + 1, BINS - 1)]),
-            "index": 0.0 - cell.base,
-            "age_credit": self._aging.per_s * (now - request.arrival),
-            "first_token": str(self._is_first(cell)).lower(),
-        }
+        edge = min(request.max_tokens + 1, BIN_EDGES[min(place + 1, BINS - 1)])
+        ends = model.hazards(job.cls)[place] if place < job.kind.cap else 1.0
+        words = "yes" if self._is_first(cell) else "no"
+        yield Fact("first token first", words, "", "Whether it precedes others because it has no token yet.")
+        meaning = "How much sooner than others it is worth running: chance to end soon per time, as a logarithm."
+        yield Fact("index", 0.0 - cell.base, "", meaning)
+        yield Fact("age credit", self._aging.per_s * (now - request.arrival), "", "Is added to the index as it waits.")
+        yield Fact("next length", edge, "tokens", "Output at which its index changes, unless it ends before.")
+        yield Fact("chance to end", ends, "", "Chance that it ends before, learned from finished requests.")
+        if job.cls is not None:
+            yield Fact("forecast from", BIN_EDGES[job.cls], "tokens", "Range of its forecast, by which it is grouped.")
+            expert = model.believed(job.cls)
+            yield Fact("lengths by", expert, "", "Which of the learned length models has predicted best.")
 
     def _is_first(self, cell: Cell) -> bool:
         return cell.is_fresh and self._is_open

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import inf
 
 from skipjoin.core.context import StepContext
+from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.policy import (
     ALL_BEHIND_REAL_TIME,
     BEHIND_REAL_TIME,
@@ -11,8 +12,9 @@ from skipjoin.core.policy import (
     QUIET_S,
     BatchBuilder,
     Batcher,
-    Callbacks,
+    BatcherWrapper,
     CostModel,
+    Fact,
     Refusal,
     is_decode_invariant,
 )
@@ -35,7 +37,7 @@ def is_under_way(request: Request) -> bool:
     return request.planned > 0 and (request.last_plan != NEVER or request.evictions > 0)
 
 
-class LimitedBestEffort(Callbacks):
+class LimitedBestEffort(BatcherWrapper):
     """Batcher wrapper that bounds the delay of real-time requests by best-effort ones.
 
     While real-time requests are present or recent (`QUIET_S`), a best-effort request joins only if the step's modeled
@@ -53,7 +55,7 @@ class LimitedBestEffort(Callbacks):
         is_best_effort: Callable[[Request], bool],
         default: Target = NO_TARGET,
     ) -> None:
-        self.batcher = batcher
+        super().__init__(batcher)
         self.cost = cost
         self.is_best_effort = is_best_effort
         self.default = default
@@ -61,10 +63,6 @@ class LimitedBestEffort(Callbacks):
         self._best_effort = 0  # unfinished best-effort requests
         self._real_time = 0
         self._last = -inf  # time of the last arrival or finish of a real-time request
-
-    @property
-    def cap(self) -> int:
-        return self.batcher.cap
 
     @property
     def is_decode_invariant(self) -> bool:
@@ -90,6 +88,11 @@ class LimitedBestEffort(Callbacks):
         inner = self.batcher.open(context)
         is_quiet = not self._real_time and context.now >= self._last + QUIET_S
         return inner if not self._best_effort or is_quiet else LimitedBuilder(self, inner, context)
+
+    def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
+        if self.is_best_effort(request):
+            meaning = "A step with this best-effort request may take as long while real-time requests are live."
+            yield Fact("step limit", self.limit_s, "s", meaning)
 
     def _patience(self, request: Request) -> float:
         ttft_s, tpot_s, _ = request.options.target.with_default(self.default)

@@ -8,7 +8,8 @@ from itertools import chain
 from math import inf
 from typing import Any
 
-from skipjoin.core.policy import Callbacks
+from skipjoin.core.kv.interface import KVAccounts
+from skipjoin.core.policy import Callbacks, Fact
 from skipjoin.core.request import Request, Target
 from skipjoin.core.step import Slice
 from skipjoin.policies.ranking import Ranking
@@ -132,6 +133,18 @@ class ByDeadline(Callbacks):
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         return [(self._tier[request], request) for request in sorted(requests, key=self.rank)]
 
+    def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
+        tier, slack_s = self._tier[request], self._next.schedule(request) - now
+        words, meaning = _TIERS[tier]
+        yield Fact("deadline", words, "", meaning)
+        what = "next" if request.output else "first"
+        yield Fact("slack", slack_s, "s", f"Time until its {what} token is due; negative: it is late by as much.")
+        if tier == _LATE:
+            left_s = max(0.0, slack_s + self._overdue_s)
+            yield Fact("first in", left_s, "s", "From then on it runs before all others of its class.")
+            left = request.known - request.reached
+            yield Fact("to compute", left, "tokens", "Of requests that missed it, those with the fewest run first.")
+
     def _follow_time(self, now: float) -> None:
         schedule = self._next.schedule
         passed = []
@@ -162,6 +175,11 @@ class ByDeadline(Callbacks):
 
 
 _OVERDUE, _WINNABLE, _LATE = range(3)
+_TIERS = (
+    ("overdue", "It is so late that it runs before all others of its class."),
+    ("in time", "Its next token can come in time. The request whose token is due first runs first."),
+    ("missed", "Its token is late. It runs after the requests whose tokens can still come in time."),
+)
 
 
 class StartedFirst(Callbacks):
@@ -205,9 +223,18 @@ class StartedFirst(Callbacks):
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         return [(self._stages[request], request) for request in sorted(requests, key=self.rank)]
 
+    def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
+        words, meaning = _STAGES[self._stages[request]]
+        yield Fact("stage", words, "", meaning)
+
     def _put(self, request: Request, stage: int) -> None:
         self._stages[request] = stage
         self._ranking.set_stable(request, (stage, request.deadline, request.arrival, request.id))
 
 
 _ON_DEVICE, _AWAY, _NEW = range(3)
+_STAGES = (
+    ("on the device", "It has KV on the device. Best-effort requests with it run first, so that it is freed."),
+    ("evicted", "It lost KV on the device to others. Best-effort requests that lost none run before it."),
+    ("new", "It has not begun. Best-effort requests that have run before it."),
+)

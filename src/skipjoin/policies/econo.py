@@ -10,6 +10,7 @@ from itertools import count, pairwise
 from typing import Any, Protocol
 
 from skipjoin.core.kv.interface import KVAccounts
+from skipjoin.core.policy import Fact, explanation
 from skipjoin.core.request import UNLIMITED, Request
 from skipjoin.core.selective import Limits
 from skipjoin.policies.execution import ExecutionTime
@@ -35,6 +36,13 @@ def phase_of(request: Request, known: int) -> Phase:
     if known - request.computed > 1 or known == len(request.prompt):
         return Phase.PROMPT
     return Phase.RUNNING if known <= request.reserved_tokens else Phase.WAITING
+
+
+_PHASES = {
+    Phase.RUNNING: ("decodes", "It generates tokens within its KV reservation, and runs in every step."),
+    Phase.WAITING: ("waits for KV", "It generates tokens once it has a KV reservation for its output."),
+    Phase.PROMPT: ("prompt", "Its prompt is computed in steps that decodes leave room in."),
+}
 
 
 class PaddedLengths:
@@ -214,6 +222,22 @@ class ByObjective:
     def left(self, request: Request) -> None:
         pass
 
+    def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
+        known, due = request.known, request.arrival + request.options.target.jct_s
+        left = self._lengths.remaining(request, known - len(request.prompt))
+        work_s = self._work_s(request, known)
+        yield Fact("predicted to remain", left, "tokens", "Output that it is expected to generate yet.")
+        yield Fact("remaining work", work_s, "s", "Time for it and for the prompt alone.")
+        if due < math.inf:
+            yield Fact("deadline in", due - now, "s", "Time until its completion objective; negative: missed.")
+            meaning = "Time that it can still wait and meet it. Requests with little slack run first, lost ones last."
+            yield Fact("slack", due - now - work_s, "s", meaning)
+        else:
+            yield Fact("slack", "unlimited", "", "It has no completion objective, and follows those that have.")
+        if self._overdue_s < math.inf:
+            overdue_s = max(0.0, request.arrival + self._overdue_s - now)
+            yield Fact("overdue in", overdue_s, "s", "From then on it precedes all others, because of its age.")
+
     def _urgency(self, request: Request, known: int, now: float) -> int:
         """Return the range of slack: -1 for overdue requests, then from least to most slack, then missed targets."""
         if self.is_overdue(request, now):
@@ -276,6 +300,11 @@ class Tasks:
 
     def is_overdue(self, request: Request, now: float) -> bool:
         return self._order.is_overdue(request, now)
+
+    def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
+        words, meaning = _PHASES[phase_of(request, request.known)]
+        yield Fact("phase", words, "", meaning)
+        yield from explanation(self._order, request, now, kv)
 
     def group(self, request: Request, now: float) -> Hashable:
         return self._order.key(request, request.known, Phase.WAITING, now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import count
 from operator import itemgetter
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account, Owner
-from skipjoin.core.policy import Allocation, Callbacks, Deferral, Ordering
+from skipjoin.core.policy import Allocation, Callbacks, Deferral, Fact, Ordering
 from skipjoin.core.promises import must_precede
 from skipjoin.core.request import UNLIMITED, Band, Request
 from skipjoin.policies.econo import PaddedLengths, Phase, phase_of
@@ -300,6 +300,25 @@ class ExactReservations(Callbacks):
         """Return the blocks of the request's prompt and, with hosts, its need in a hosting request."""
         prompt = kv.blocks_for(request.known)
         return (prompt,) if self._hosts is None else (prompt, self._whole(request, self._hosts, kv)[2])
+
+    def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
+        if kv.blocks_of(request) is None or request.reserved_tokens == UNLIMITED:
+            yield Fact("reservation", "none", "", "It has no KV yet, and waits for blocks for its prompt.")
+            return
+        parent = _parent_of(request, kv)
+        match parent:
+            case None:
+                kind, meaning = "exact", "Its reservation has blocks of its own, for the expected output."
+            case Request():
+                kind, meaning = "hosted", "Its KV lies in blocks that another request reserved and has not used."
+            case _:
+                kind, meaning = "prompt", "It has blocks for its prompt alone, from the share for prompts."
+        yield Fact("reservation", kind, "", meaning)
+        yield Fact("reserved", kv.blocks_for(request.reserved_tokens), "blocks", "KV that it may fill.")
+        nested = [one for one in kv.holders() if _parent_of(one, kv) is request]
+        blocks = sum(kv.blocks_for(one.reserved_tokens) for one in nested)
+        yield Fact("unused", max(0, _unused(request, kv)), "blocks", "Reserved KV that neither it nor others use.")
+        yield Fact("hosts", len(nested), "requests", f"Requests that use {blocks} blocks of its reservation meanwhile.")
 
     def limits(self, kv: KVAccounts) -> Sequence[int]:
         """Return the limits of `needs` for a request without KV now."""

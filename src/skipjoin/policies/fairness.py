@@ -8,31 +8,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count, takewhile
+from itertools import count, takewhile
 from math import inf
 from operator import attrgetter
 from typing import Any
 
 from skipjoin.core.context import StepContext
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.kv.reservations import Account
 from skipjoin.core.policy import (
     ALL_HELD,
     HELD,
     NEWCOMERS_HELD,
     BatchBuilder,
-    Callbacks,
+    BatcherWrapper,
     CostModel,
+    Fact,
     Ordering,
     Refusal,
-    explanation,
     is_decode_invariant,
 )
-from skipjoin.core.promises import may_await_prefix, may_pass, must_precede
+from skipjoin.core.promises import must_precede
 from skipjoin.core.request import Request
-from skipjoin.core.selective import Limits, fitting
 from skipjoin.core.step import Slice
 from skipjoin.policies.best_effort import LimitedBestEffort, is_under_way
+from skipjoin.policies.routed import Routed
 from skipjoin.policies.step_load import StepLoad, fitting_tokens
 
 # Weight of a generated token relative to a prompt token, as in the paper's experiments.
@@ -64,7 +63,7 @@ class _Client:
 _BY_KEY = attrgetter("key")
 
 
-class Fair(Callbacks):
+class Fair(Routed):
     """Ordering of clients by least service received, with a separate ordering of each client's requests.
 
     Service counts computed prompt tokens, and output tokens and charges times `output_weight`; recomputation does not.
@@ -91,6 +90,12 @@ class Fair(Callbacks):
         self._sorted: list[_Client] = []  # by key, valid while `_is_sorted`
         self._is_sorted = True
 
+    def inner(self, request: Request) -> Ordering:
+        return self._of(request).ordering
+
+    def inners(self) -> Iterable[Ordering]:
+        return (client.ordering for client in self._standings())
+
     def served(self, client: str) -> float:
         """Return the client's virtual counter; only differences between counters matter."""
         if (found := self._clients.get(client)) is not None:
@@ -106,28 +111,14 @@ class Fair(Callbacks):
             self._is_sorted = False
         client = self._clients[name]
         client.live[request] = min(request.computed, len(request.prompt))
-        client.ordering.on_arrived(request, now)
-
-    def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
-        return [funded for client in self._clients.values() for funded in client.ordering.on_begin(now, kv)]
+        super().on_arrived(request, now)
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
-        by_client: dict[_Client, list[Slice]] = {}
         for slice_ in slices:
-            by_client.setdefault(self._of(slice_.request), []).append(slice_)
-        for client, own_slices in by_client.items():
-            client.served += sum(self._service(client, slice_) for slice_ in own_slices)
-            client.ordering.on_scheduled(own_slices, now)
+            client = self._of(slice_.request)
+            client.served += self._service(client, slice_)
+        super().on_scheduled(slices, now)
         self._is_sorted = False
-
-    def on_reserved(self, request: Request, now: float) -> None:
-        self._of(request).ordering.on_reserved(request, now)
-
-    def on_preempted(self, request: Request, now: float) -> None:
-        self._of(request).ordering.on_preempted(request, now)
-
-    def on_reforecast(self, request: Request, now: float) -> None:
-        self._of(request).ordering.on_reforecast(request, now)
 
     def on_charged(self, request: Request, tokens: float, now: float) -> None:
         self._of(request).served += tokens * self._output_weight
@@ -135,17 +126,10 @@ class Fair(Callbacks):
 
     def on_finished(self, request: Request, now: float) -> None:
         client = self._of(request)
-        client.ordering.on_finished(request, now)
+        super().on_finished(request, now)
         del client.live[request]
         if not client.live:
             self._forget(request.options.client)
-
-    def ranked(self, now: float) -> Iterator[Request]:
-        # Eager, so that all time-dependent changes happen now and not while the iterator is consumed.
-        return chain.from_iterable([client.ordering.ranked(now) for client in self._standings()])
-
-    def fitting(self, limits: Limits, kv: KVAccounts) -> Iterator[Request]:
-        return chain.from_iterable(fitting(client.ordering, limits, kv) for client in self._standings())
 
     def rank(self, request: Request) -> Any:
         client = self._of(request)
@@ -158,16 +142,13 @@ class Fair(Callbacks):
             return mine.is_apart and mine.ordering.outranks(one, other)
         return mine.distance < theirs.distance
 
-    def may_await_prefix(self, request: Request, now: float) -> bool:
-        return may_await_prefix(self._of(request).ordering, request, now)
-
     def may_pass(self, request: Request, kv: KVAccounts) -> bool:
         # A request is passed by its own client's only. Otherwise another client's would take the KV that it waits for,
         # and run whatever the counters are.
         mine = self._of(request)
         before = takewhile(lambda client: client is not mine, self._standings())
         waiting = (one for client in before for one in client.live if kv.blocks_of(one) is None)
-        return all(one.awaits_grammar for one in waiting) and may_pass(mine.ordering, request, kv)
+        return all(one.awaits_grammar for one in waiting) and super().may_pass(request, kv)
 
     def must_precede(self, request: Request, others: Iterable[Request]) -> bool:
         self._standings()
@@ -193,8 +174,15 @@ class Fair(Callbacks):
         ]
         return [(turn, request) for turn, _, _, request in sorted(turns)]
 
-    def explain(self, request: Request, now: float) -> dict[str, float | str]:
-        return explanation(self._of(request).ordering, request, now)
+    def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
+        standings, client = self._standings(), self._of(request)
+        meaning = "Clients that received less service. Their requests run first."
+        yield Fact("clients before it", standings.index(client), "clients", meaning)
+        # Not to the token, from which clients could tell the lengths of each other's requests.
+        ahead = round((client.served - standings[0].served) / self._lead, 1)
+        meaning = "How far its client is ahead of the first one. From 1 on, requests of that one may evict its KV."
+        yield Fact("lead", ahead, "KV pools", meaning)
+        yield from super().explain(request, now, kv)
 
     def _of(self, request: Request) -> _Client:
         return self._clients[request.options.client]
@@ -230,7 +218,7 @@ class Fair(Callbacks):
         self._is_sorted = False
 
 
-class FairSteps(Callbacks):
+class FairSteps(BatcherWrapper):
     """Batcher around `LimitedBestEffort` that bounds how long clients make each other's steps.
 
     While `n` > 1 clients have real-time requests, a step takes at most `n` times the modeled time of its first client's
@@ -239,24 +227,19 @@ class FairSteps(Callbacks):
     """
 
     def __init__(self, batcher: LimitedBestEffort) -> None:
-        self.batcher = batcher
+        super().__init__(batcher)
+        self.cost = batcher.cost
         self._clients: Counter[str] = Counter()
-
-    @property
-    def cap(self) -> int:
-        return self.batcher.cap
 
     @property
     def is_decode_invariant(self) -> bool:
         return len(self._clients) < 2 and is_decode_invariant(self.batcher)
 
     def on_arrived(self, request: Request, now: float) -> None:
-        self.batcher.on_arrived(request, now)
         if not request.is_best_effort:
             self._clients[request.options.client] += 1
 
     def on_finished(self, request: Request, now: float) -> None:
-        self.batcher.on_finished(request, now)
         if not request.is_best_effort:
             client = request.options.client
             self._clients[client] -= 1
@@ -266,7 +249,7 @@ class FairSteps(Callbacks):
     def open(self, context: StepContext) -> BatchBuilder:
         inner = self.batcher.open(context)
         clients = len(self._clients)
-        return inner if clients < 2 else FairBuilder(inner, context, self.batcher.cost, clients)
+        return inner if clients < 2 else FairBuilder(inner, context, self.cost, clients)
 
 
 class FairBuilder:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any
 
-from skipjoin.core.policy import Callbacks, CostModel
+from skipjoin.core.kv.interface import KVAccounts
+from skipjoin.core.policy import Callbacks, CostModel, Fact
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepShape
 
@@ -211,6 +212,18 @@ class SkipJoinMlfq(Callbacks):
             at += pace
         turns.sort()
         return [(turn[0], turn[3]) for turn in turns]
+
+    def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
+        job, last = self._jobs[request], len(self._quanta) - 1
+        quantum = self._quanta[job.level]
+        yield Fact("level", job.level, "", f"Queue that it is in, from 0, which runs first, to {last}.")
+        yield Fact("quantum", quantum, "s", "Computing time that a request gets in this queue.")
+        down = "a lower queue" if job.home is None else f"queue {job.home[0]}, from which it was promoted"
+        yield Fact("quantum left", max(0.0, quantum - job.used), "s", f"Once it is used, the request moves to {down}.")
+        if job.level > 0:
+            due = max(job.last + self._starvation_s, self._next_promotion)
+            meaning = "Unless it runs before, it then moves to the first queue, so that it does not starve."
+            yield Fact("promotion in", max(0.0, due - now), "s", meaning)
 
     def may_await_prefix(self, request: Request, now: float) -> bool:
         # Requests of the first queue are promoted, or their prompt takes at most a quantum.

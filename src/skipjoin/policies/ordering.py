@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from math import isfinite
 from typing import Any
 
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.kv.reservations import Account
-from skipjoin.core.policy import Callbacks, Ordering, explanation, is_decode_invariant
-from skipjoin.core.promises import may_await_prefix, may_pass, must_precede
+from skipjoin.core.policy import Callbacks, Fact, Ordering, is_decode_invariant
 from skipjoin.core.request import Band, Request
-from skipjoin.core.selective import Limits, fitting
 from skipjoin.core.step import Slice
 from skipjoin.policies.ranking import Ranking
+from skipjoin.policies.routed import Routed
 
 # Age in seconds from which a best-effort request is served as real-time.
 BEST_EFFORT_WAIT_S = 60.0
@@ -52,6 +50,11 @@ class FixedKey(Callbacks):
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         return [(self.rank(request)[0], request) for request in sorted(requests, key=self.rank)]
 
+    def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
+        key = self.rank(request)[0]
+        if isinstance(key, int | float) and isfinite(key):
+            yield Fact("key", key, "", "Requests with a smaller key run first, by arrival if equal.")
+
 
 class Fcfs(FixedKey):
     """First come, first served."""
@@ -61,8 +64,11 @@ class Fcfs(FixedKey):
     def __init__(self) -> None:
         super().__init__(lambda request: request.arrival)
 
+    def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
+        yield Fact("age", now - request.arrival, "s", "Requests that arrived earlier run first.")
 
-class Prioritized(Callbacks):
+
+class Prioritized(Routed):
     """Strict bands, each with its own ordering.
 
     Real-time precedes best-effort, within each class urgent precedes other requests, and then lower `priority` numbers
@@ -94,6 +100,12 @@ class Prioritized(Callbacks):
     def is_decode_invariant(self) -> bool:
         return all(map(is_decode_invariant, self._sorted))
 
+    def inner(self, request: Request) -> Ordering:
+        return self._bands[request.band]
+
+    def inners(self) -> Sequence[Ordering]:
+        return self._sorted
+
     def is_best_effort(self, request: Request) -> bool:
         return request.band[0]
 
@@ -102,29 +114,13 @@ class Prioritized(Callbacks):
             self._best_effort[request] = None
         self._join(request, now)
 
-    def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
-        return [funded for ordering in self._sorted for funded in ordering.on_begin(now, kv)]
-
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         if self._lifted:
             self._lifted.update((one.request, now) for one in slices if one.request in self._lifted)
         if len(self._sorted) == 1:
             self._sorted[0].on_scheduled(slices, now)
-            return
-        by_band: dict[Band, list[Slice]] = {}
-        for slice_ in slices:
-            by_band.setdefault(slice_.request.band, []).append(slice_)
-        for band, own_slices in by_band.items():
-            self._bands[band].on_scheduled(own_slices, now)
-
-    def on_reserved(self, request: Request, now: float) -> None:
-        self._bands[request.band].on_reserved(request, now)
-
-    def on_preempted(self, request: Request, now: float) -> None:
-        self._bands[request.band].on_preempted(request, now)
-
-    def on_reforecast(self, request: Request, now: float) -> None:
-        self._bands[request.band].on_reforecast(request, now)
+        else:
+            super().on_scheduled(slices, now)
 
     def on_finished(self, request: Request, now: float) -> None:
         self._leave(request, now)
@@ -136,11 +132,7 @@ class Prioritized(Callbacks):
             self._lift_oldest(now)
         if self._lifted:
             self._follow_priorities(now)
-        # Eager, so that all time-dependent changes happen now and not while the iterator is consumed.
-        return chain.from_iterable([band.ranked(now) for band in self._sorted])
-
-    def fitting(self, limits: Limits, kv: KVAccounts) -> Iterator[Request]:
-        return chain.from_iterable(fitting(band, limits, kv) for band in self._sorted)
+        return super().ranked(now)
 
     def rank(self, request: Request) -> tuple[Band, Any]:
         band = request.band
@@ -162,18 +154,18 @@ class Prioritized(Callbacks):
             for turn, request in self._bands[band].expected_order(by_band[band], now)
         ]
 
-    def explain(self, request: Request, now: float) -> dict[str, float | str]:
-        return explanation(self._bands[request.band], request, now)
-
     def may_await_prefix(self, request: Request, now: float) -> bool:
-        return request not in self._lifted and may_await_prefix(self._bands[request.band], request, now)
+        return request not in self._lifted and super().may_await_prefix(request, now)
 
-    def may_pass(self, request: Request, kv: KVAccounts) -> bool:
-        return may_pass(self._bands[request.band], request, kv)
-
-    def must_precede(self, request: Request, others: Iterable[Request]) -> bool:
-        band = request.band
-        return must_precede(self._bands[band], request, (one for one in others if one.band == band))
+    def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
+        if better := sum(size for band, size in self._sizes.items() if band < request.band):
+            yield Fact("in better classes", better, "requests", "They run first: by class, urgency and priority.")
+        if request in self._lifted:
+            yield Fact("served as", "real-time", "", "It is best-effort, and has waited for so long that it is lifted.")
+        elif request in self._best_effort:
+            left_s = max(0.0, request.arrival + self._wait_s - now)
+            yield Fact("lifted in", left_s, "s", "From then on it may be served as real-time, oldest requests first.")
+        yield from super().explain(request, now, kv)
 
     def _lift_oldest(self, now: float) -> None:
         oldest = next(iter(self._best_effort))

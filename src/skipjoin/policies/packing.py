@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from itertools import chain, islice
 from math import inf
 
 from skipjoin.core.context import StepContext
-from skipjoin.core.policy import ALL_HELD, HELD, BatchBuilder, CostModel, Refusal
+from skipjoin.core.kv.interface import KVAccounts
+from skipjoin.core.policy import ALL_HELD, HELD, BatchBuilder, CostModel, Fact, Refusal
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepShape
 from skipjoin.policies.deadlines import NextTokens
@@ -84,6 +85,11 @@ class Packing:
         if pack.chosen:
             self.mean_s += _MEAN_RATE * (pack.seconds - self.mean_s)
         return pack
+
+    def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
+        if request not in self.next_tokens:
+            meaning = "A step takes best-effort requests until it has as many requests in all."
+            yield Fact("batch cap", self.cap, "requests", meaning)
 
     def _limit(self, urgent: Sequence[tuple[Request, int]], context: StepContext) -> float:
         """Return the slack of the most urgent request that can still meet its deadline.

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from skipjoin.core.kv.interface import KVAccounts
+from skipjoin.core.policy import Fact
 from skipjoin.core.request import Request
 from skipjoin.policies.execution import ExecutionTime
 
@@ -49,6 +51,17 @@ class RemainingTime:
     def promoted(self, key: float) -> float:
         """Return when aging ranks this key before all future arrivals (ALISE equation 7), or inf."""
         return self._aging_s * (key - math.log(self._time.decode(1)))
+
+    def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
+        known, uncached = request.known, request.known - request.reached
+        left_s = self.seconds(request, known)
+        prefill_s = self._time.prefill(uncached) if uncached > 1 else 0.0
+        tokens = round((left_s - prefill_s) / self._time.decode(known))
+        yield Fact("predicted to remain", tokens, "tokens", "Output that it is expected to generate yet.")
+        yield Fact("remaining work", left_s, "s", "Time for it and for the prompt alone. Requests with less run first.")
+        if self._aging_s < math.inf:
+            older = self.promoted(self.key(request, known, now)[0]) - now
+            yield Fact("ages in", max(0.0, older), "s", "By then it is so old that no later request precedes it.")
 
     def seconds(self, request: Request, known: int) -> float:
         """Return the remaining work of a request with `known` tokens, including one just sampled."""

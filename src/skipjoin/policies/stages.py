@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import tee
 
 from skipjoin.core.context import StepContext
-from skipjoin.core.policy import ALL_HELD, HELD, BatchBuilder, Batcher, CostModel, Refusal
+from skipjoin.core.policy import ALL_HELD, HELD, BatchBuilder, Batcher, BatcherWrapper, CostModel, Refusal
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepShape
 
@@ -48,7 +48,7 @@ class _Loads:
         return math.ceil(2 * load / (linear + root)) if linear > 0 else _BESIDE.prefill
 
 
-class EvenStages:
+class EvenStages(BatcherWrapper):
     """Batcher wrapper that gives the plans in flight equal shares of the work, so that no pipeline stage idles.
 
     A plan takes the best requests until its load reaches the mean: the load of all running and runnable requests
@@ -77,7 +77,7 @@ class EvenStages:
         for name, value in (("stages", stages), ("max_seqs", max_seqs), ("max_tokens", max_tokens)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        self.batcher = batcher
+        super().__init__(batcher)
         self.stages = stages
         self.max_seqs = max_seqs
         self.max_tokens = max_tokens
@@ -87,10 +87,6 @@ class EvenStages:
         self._loads = _Loads(cost)
         self._flying: dict[int, float] = {}  # loads by plan id
         self._last: EvenBuilder | None = None
-
-    @property
-    def cap(self) -> int:
-        return self.batcher.cap
 
     def open(self, context: StepContext) -> BatchBuilder:
         if self._loads.revision != self._cost.revision:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from skipjoin.core.context import StepContext
-from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.kv.reservations import Account
-from skipjoin.core.policy import HELD, BatchBuilder, Batcher, Callbacks, Ordering, Refusal, explanation
+from skipjoin.core.policy import HELD, BatchBuilder, Batcher, BatcherWrapper, Ordering, Refusal
 from skipjoin.core.request import Request
-from skipjoin.core.step import Slice
+from skipjoin.policies.routed import Routed
 
 
 class Turn:
@@ -21,38 +18,19 @@ class Turn:
         self.best_effort = False
 
 
-class ByTurn(Callbacks):
+class ByTurn(Routed):
     """Ordering that ranks the current class first, without preemption, which would reverse in the next step."""
 
     def __init__(self, turn: Turn, make: Callable[[], Ordering]) -> None:
         self._turn = turn
         self._classes = {False: make(), True: make()}  # by `is_best_effort`
 
-    def on_arrived(self, request: Request, now: float) -> None:
-        self._classes[request.is_best_effort].on_arrived(request, now)
+    def inner(self, request: Request) -> Ordering:
+        return self._classes[request.is_best_effort]
 
-    def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
-        return [funded for ordering in self._classes.values() for funded in ordering.on_begin(now, kv)]
-
-    def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
-        for is_best_effort, ordering in self._classes.items():
-            ordering.on_scheduled([slice_ for slice_ in slices if slice_.request.is_best_effort == is_best_effort], now)
-
-    def on_reserved(self, request: Request, now: float) -> None:
-        self._classes[request.is_best_effort].on_reserved(request, now)
-
-    def on_preempted(self, request: Request, now: float) -> None:
-        self._classes[request.is_best_effort].on_preempted(request, now)
-
-    def on_reforecast(self, request: Request, now: float) -> None:
-        self._classes[request.is_best_effort].on_reforecast(request, now)
-
-    def on_finished(self, request: Request, now: float) -> None:
-        self._classes[request.is_best_effort].on_finished(request, now)
-
-    def ranked(self, now: float) -> Iterator[Request]:
+    def inners(self) -> Iterable[Ordering]:
         first = self._turn.best_effort
-        return chain(self._classes[first].ranked(now), self._classes[not first].ranked(now))
+        return self._classes[first], self._classes[not first]
 
     def rank(self, request: Request) -> Any:
         is_best_effort = request.is_best_effort
@@ -64,21 +42,14 @@ class ByTurn(Callbacks):
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         return [(self.rank(request)[0], request) for request in sorted(requests, key=self.rank)]
 
-    def explain(self, request: Request, now: float) -> dict[str, float | str]:
-        return explanation(self._classes[request.is_best_effort], request, now)
 
-
-class Turns:
+class Turns(BatcherWrapper):
     """Batcher wrapper that alternates between both classes. If one cannot run, the other gets the step."""
 
     def __init__(self, batcher: Batcher, turn: Turn) -> None:
-        self._batcher = batcher
+        super().__init__(batcher)
         self._turn = turn
         self._step: TurnBuilder | None = None
-
-    @property
-    def cap(self) -> int:
-        return self._batcher.cap
 
     def open(self, context: StepContext) -> BatchBuilder:
         if self._step is not None and self._step.has_run:
@@ -87,7 +58,7 @@ class Turns:
         served = self._turn.best_effort
         if able and served not in able:
             served = not served
-        self._step = TurnBuilder(self._batcher.open(context), served)
+        self._step = TurnBuilder(self.batcher.open(context), served)
         return self._step
 
 

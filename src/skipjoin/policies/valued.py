@@ -5,7 +5,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from skipjoin.core.policy import Callbacks
+from skipjoin.core.kv.interface import KVAccounts
+from skipjoin.core.policy import Callbacks, Fact, explanation
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.ranking import Ranking
@@ -19,7 +20,7 @@ class Value(Protocol):
     """Value function of requests: the smaller the key, the higher the rank.
 
     It is pure: keys follow from the arguments, the request and `revision`. An eviction, which keeps known tokens and
-    removes computed ones, must not make a key smaller.
+    removes computed ones, must not make a key smaller. A value may be `core.policy.Explaining`.
     """
 
     @property
@@ -123,6 +124,9 @@ class Valued(Callbacks):
 
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         return [(self.rank(request)[0], request) for request in sorted(requests, key=self.rank)]
+
+    def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterable[Fact]:
+        return explanation(self._value, request, now, kv)
 
     def _place(self, request: Request, now: float) -> None:
         key = self._value.key(request, request.known, now)

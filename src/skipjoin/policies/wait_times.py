@@ -4,6 +4,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from skipjoin.core.kv.interface import KVAccounts
+from skipjoin.core.policy import Fact
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.remaining import RemainingTime
@@ -105,6 +107,12 @@ class ShortestWithWaits(Valued):
             if request not in self._waiting:
                 running += value.seconds(request, request.known)
         return turns
+
+    def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
+        yield from super().explain(request, now, kv)
+        (ahead_s,) = self._backlog.before([self.rank(request)[0][0]])
+        meaning = "Remaining work of the requests that wait before it, shared by the requests of a step."
+        yield Fact("work before it", ahead_s / self._batch, "s", meaning)
 
     def _place(self, request: Request, now: float) -> None:
         super()._place(request, now)

@@ -12,6 +12,16 @@ def number(value: float, digits: int = 3) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
+def amount(value: float | str, unit: str) -> str:
+    """Return a value with its unit; seconds as a duration."""
+    if isinstance(value, str):
+        return value
+    if unit == "s":
+        return f"-{duration(-value)}" if value < 0 else duration(value)
+    text = number(value)
+    return f"{text} {unit.removesuffix('s') if text == '1' else unit}" if unit else text
+
+
 def duration(seconds: float) -> str:
     """Return a duration with up to three significant digits."""
     for unit, length_s in (("µs", 1e-6), ("ms", 1e-3)):

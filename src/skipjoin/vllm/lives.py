@@ -6,12 +6,15 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from threading import Lock
 from typing import Any, NamedTuple
 
 from skipjoin.core.events import Arrived, Event, Finished, Token
+from skipjoin.core.kv.interface import KVAccounts
+from skipjoin.core.policy import Policies
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.observe.explanation import explained
+from skipjoin.observe.explanation import Standing, explained, standing
 from skipjoin.observe.finished_lives import MAX_FINISHED
 from skipjoin.observe.holders import Holder
 from skipjoin.observe.life import Life
@@ -29,6 +32,8 @@ _OPTIONS = OptionNames(
 # vLLM's id of a sequence: the number of the sample, if there are several, the kind of response, the id that the client
 # chose or got, the number of the prompt if it is a completion, and a random part.
 _ID = r"(?:(?P<sample>\d+)_)?(?:(?=cmpl-)(?:cmpl-)?{0}-(?P<prompt>\d+)|(?:[a-z]+[-_])?{0})(?:-[0-9a-f]{{8}})?"
+# Time for which an explanation waits for a step of the engine.
+_ANSWER_S = 1.0
 _RANDOM = re.compile(r"^(?:\d+_)?(.+?)(?:-[0-9a-f]{8})?$")
 
 
@@ -57,6 +62,7 @@ class RequestLives:
         self._reasons = explanations(limits, _OPTIONS._replace(param_names=names))
         self._names: dict[int, str] = {}  # vLLM's ids by number, of the requests in the log
         self._finished: deque[int] = deque()
+        self._asked: deque[tuple[int, Future[Standing | None]]] = deque()
         self._lock = Lock()
 
     # -- the engine ---------------------------------------------------------------------------------------
@@ -65,6 +71,17 @@ class RequestLives:
         """Process events of the planner, which reports neither arrivals, tokens nor ends."""
         with self._lock:
             self._log.observe(events)
+
+    def answer(self, policies: Policies, kv: KVAccounts) -> None:
+        """Answer the listener's questions about live requests. Policies are only asked by the engine's own thread."""
+        while self._asked:
+            number, answer = self._asked.popleft()
+            live = {request.id: request for request in self._log.requests}
+            if (request := live.get(number)) is None:
+                answer.set_result(None)
+            else:
+                facts = policies.explain(request, self._clock(), kv)
+                answer.set_result(standing(request, live.values(), policies.ordering, facts))
 
     def arrived(self, request: Request, name: str, now: float) -> None:
         self._names[request.id] = name
@@ -110,9 +127,20 @@ class RequestLives:
         return {
             "choice": choice,
             "replica": self._engine,
-            **explained(life, now, time.time(), self._reasons),
+            **explained(life, now, time.time(), self._reasons, self._standing(life)),
             "holders": [self._holder(one) for one in holders],
         }
+
+    def _standing(self, life: Life) -> Standing | None:
+        """Return what the engine's next step answers, or None if it does not come soon."""
+        if life.ended is not None:
+            return None
+        answer: Future[Standing | None] = Future()
+        self._asked.append((life.number, answer))
+        try:
+            return answer.result(_ANSWER_S)
+        except TimeoutError:
+            return None
 
     def _holder(self, holder: Holder) -> dict[str, Any]:
         found = _RANDOM.match(self._names.get(holder.number, ""))

@@ -163,6 +163,7 @@ class Scheduler(AnyScheduler):
         plan = core.schedule(now)
         if self._lives is not None:
             self._lives.observe(core.events)
+            self._lives.answer(core.policies, core.kv)
         for twin in self.tally.take(core.events):
             self._drop(twin.sampling, now)
         return plan

@@ -2,7 +2,7 @@
 
 import { Unauthorized, getJson } from "../data.js";
 import { advice, card, facts, h, requestLink, s, show, state, table, tone } from "../dom.js";
-import { END_WORDS, clock, count, duration, three } from "../format.js";
+import { END_WORDS, amount, clock, count, duration, plural } from "../format.js";
 
 const WIDTH = 1000;
 // Shorter waits, such as those for a decision, need no explanation.
@@ -19,7 +19,7 @@ export function request(store, main, id) {
     try {
       const found = await getJson(`/debug/requests/${encodeURIComponent(id)}`);
       if (isClosed) return;
-      show(body, page(found, store.now));
+      show(body, page(found));
       if (found.choices.every((choice) => choice.is_finished) && found.choices.length) return;
     } catch (error) {
       if (isClosed) return;
@@ -31,13 +31,13 @@ export function request(store, main, id) {
   return { close: () => { isClosed = true; clearTimeout(timer); } };
 }
 
-function page(found, now) {
+function page(found) {
   return [
     h("h1", null, "Request ", h("span", { class: "mono" }, found.id)),
     found.request_id ? h("p", { class: "soft small" }, "x-request-id ", h("code", null, found.request_id)) : null,
     found.choices.map((choice) => [
       found.choices.length > 1 ? h("h1", null, `Choice ${choice.choice}`) : null,
-      why(found.reasons, choice), life(found.reasons, choice), details(choice, ranked(choice, now)), intervals(found.reasons, choice),
+      why(found.reasons, choice), life(found.reasons, choice), standing(choice), details(choice), intervals(found.reasons, choice),
     ]),
     found.lost_choices ? h("p", { class: "bad" }, `${found.lost_choices} choices have no life: their engine exited, or does not answer.`) : null,
   ];
@@ -77,15 +77,16 @@ function life(reasons, choice) {
 }
 
 // Where a live request stands in the scheduler's order, and what decides that.
-function ranked(choice, now) {
-  const row = now?.rows.find((one) => one.number === choice.number && one.place !== null);
-  if (!row || choice.is_finished) return null;
-  const total = now.groups.filter((group) => group.replica === row.replica).reduce((sum, group) => sum + group.requests, 0);
-  const parts = Object.entries(row.rank).map(([name, value]) => `${name.replaceAll("_", " ")} ${typeof value === "number" ? three(value) : value}`);
-  return ["Rank", `${count(row.place + 1)} of ${count(total)}${parts.length ? ` (${parts.join(", ")})` : ""}`];
+function standing(choice) {
+  if (choice.place === null) return null;
+  return card("Rank",
+    h("p", null, `Number ${count(choice.place + 1)} of ${plural(choice.live_requests, "live request")} in the scheduler's order.`),
+    choice.facts.length ? table([{ name: "Figure" }, { name: "Value", number: true }, { name: "Meaning" }], choice.facts.map((fact) => [
+      fact.label, amount(fact.value, fact.unit), h("span", { class: "soft" }, fact.meaning),
+    ]), "What decides its rank") : null);
 }
 
-function details(choice, rank) {
+function details(choice) {
   const forecast = choice.forecast;
   const range = forecast && forecast.low !== null ? `, 80 % between ${count(forecast.low)} and ${count(forecast.high)}` : "";
   const objectives = Object.entries(choice.objectives).map(([name, one]) =>
@@ -97,7 +98,6 @@ function details(choice, rank) {
     ["Output", `${count(choice.output_tokens)} of at most ${count(choice.max_tokens)} tokens`],
     forecast ? ["Forecast", `${count(forecast.tokens)} tokens${range}, by ${forecast.source}`] : null,
     ...objectives,
-    rank,
     ["Class", `${choice.service}${choice.is_urgent ? ", urgent" : ""}, priority ${choice.priority}`],
     ["Preempted", Object.entries(choice.preemptions).map(([name, times]) => `${times} × ${name}`).join(", ") || "never"],
     ["Engine", `replica ${choice.replica}, number ${choice.number}`],

@@ -6,10 +6,10 @@ import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-import msgspec
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
+from skipjoin.observe.explanation import facts_of
 from skipjoin.server.api import arrivals
 from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.console_streams import ConsoleStreams
@@ -33,11 +33,7 @@ async def show_requests(request: Request) -> Response:
     service = service_of(request)
     owner = _viewer(request).owner
     found = await service.client.describe(TIMEOUT_S)
-    rows = [
-        {"id": one.label, "choice": one.choice, "replica": one.replica, **msgspec.structs.asdict(one.state)}
-        for one in found.requests
-        if owner in (None, one.owner)
-    ]
+    rows = [{**one.row(), "facts": facts_of(one.state.facts)} for one in found.requests if owner in (None, one.owner)]
     return json_response({"requests": rows, "silent_replicas": found.silent})
 
 

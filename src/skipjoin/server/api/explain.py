@@ -33,7 +33,7 @@ class Explainer:
         return {
             "choice": choice,
             "replica": replica,
-            **explained(life, reply.now, time.time(), self._reasons),
+            **explained(life, reply.now, time.time(), self._reasons, reply.standings.get(life.number)),
             "holders": [self.holder(one) for one in reply.holders.get(life.number, ())],
         }
 

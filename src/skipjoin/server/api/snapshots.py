@@ -117,8 +117,7 @@ def take_snapshot(service: Service, replies: Mapping[ConnectedEngine, RequestSta
 
 
 def _live(one: LiveRequest) -> Owned:
-    row = {"id": one.label, "choice": one.choice, "replica": one.replica, **msgspec.structs.asdict(one.state)}
-    return Owned(one.owner, row)
+    return Owned(one.owner, one.row())
 
 
 def _engine(engine: ConnectedEngine) -> dict[str, Any]:

@@ -276,7 +276,7 @@ class EngineClient:
 
     async def describe(self, timeout_s: float) -> LiveRequests:
         """Return the unfinished sequences after at most `timeout_s`."""
-        replies = await self.ask(lambda number, engine: DescribeRequests(number), timeout_s)
+        replies = await self.ask(lambda number, engine: DescribeRequests(number, has_facts=True), timeout_s)
         found = self.without_engine()
         for replica, reply in replies.by_engine.items():
             assert isinstance(reply, RequestStates)

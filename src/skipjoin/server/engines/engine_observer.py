@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event
-from skipjoin.core.policy import explanation
+from skipjoin.core.policy import Fact
 from skipjoin.core.request import Request, ServiceClass
+from skipjoin.observe.explanation import standing
 from skipjoin.observe.life import current_prediction
 from skipjoin.observe.lives import LifeLog
 from skipjoin.observe.steps import StepLog
@@ -61,7 +62,7 @@ class EngineObserver:
             self._watched_until = -math.inf
         return RequestStates(
             question.id,
-            describe(core, now, question.rows),
+            describe(core, now, question.rows, has_facts=question.has_facts),
             group(core.requests.values(), core),
             now,
             lives.total_finished,
@@ -83,14 +84,25 @@ class EngineObserver:
             for number in question.numbers
             if (life := lives.find(number, now, core.requests.get(number))) is not None
         ]
-        return LivesFound(question.id, now, found, {life.number: lives.holders(life, now) for life in found})
+        held_by = {life.number: lives.holders(life, now) for life in found}
+        live, policies = core.requests, core.scheduler.policies
+        asked = [live[life.number] for life in found if life.number in live]
+        standings = {
+            one.id: standing(one, live.values(), policies.ordering, policies.explain(one, now, core.kv))
+            for one in asked
+        }
+        return LivesFound(question.id, now, found, held_by, standings)
 
 
-def describe(core: EngineCore, now: float, rows: int | None = None) -> list[RequestState]:
+def describe(core: EngineCore, now: float, rows: int | None = None, *, has_facts: bool = False) -> list[RequestState]:
     """Return the states of the first unfinished requests in rank order, all without `rows`."""
     # `Ordering.rank` has no side effects. `Ordering.ranked` may promote requests.
     requests = sorted(core.requests.values(), key=core.scheduler.policies.ordering.rank)
-    return [_describe(core, request, place, now) for place, request in enumerate(requests[:rows])]
+    explain = core.scheduler.policies.explain
+    return [
+        _describe(core, request, place, now, explain(request, now, core.kv) if has_facts else [])
+        for place, request in enumerate(requests[:rows])
+    ]
 
 
 def group(requests: Iterable[Request], core: EngineCore) -> list[RequestGroup]:
@@ -107,7 +119,7 @@ def group(requests: Iterable[Request], core: EngineCore) -> list[RequestGroup]:
     return [RequestGroup(*key, *count) for key, count in counts.items()]
 
 
-def _describe(core: EngineCore, request: Request, place: int, now: float) -> RequestState:
+def _describe(core: EngineCore, request: Request, place: int, now: float, facts: list[Fact]) -> RequestState:
     held, wait = core.kv.blocks_of(request), core.wait_of(request)
     predicted, target = current_prediction(request), request.options.target
     return RequestState(
@@ -134,7 +146,7 @@ def _describe(core: EngineCore, request: Request, place: int, now: float) -> Req
         ttft_s=_finite(target.ttft_s),
         tpot_s=_finite(target.tpot_s),
         jct_s=_finite(target.jct_s),
-        rank=explanation(core.scheduler.policies.ordering, request, now),
+        facts=facts,
     )
 
 

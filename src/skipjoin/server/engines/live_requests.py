@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from skipjoin.observe.life import current_prediction
 from skipjoin.server.engines.connected_engine import ConnectedEngine
@@ -16,6 +18,12 @@ class LiveRequest(NamedTuple):
     replica: int | None
     state: RequestState
     owner: str
+
+    def row(self) -> dict[str, Any]:
+        """Return it as JSON, without what the policies say about it."""
+        state = msgspec.structs.asdict(self.state)
+        del state["facts"]
+        return {"id": self.label, "choice": self.choice, "replica": self.replica, **state}
 
 
 class LiveRequests(NamedTuple):

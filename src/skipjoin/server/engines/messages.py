@@ -9,7 +9,9 @@ import msgspec
 
 from skipjoin.config import HANG_LIMITS, EngineConfig, HangLimits
 from skipjoin.core.forecast import Forecast
+from skipjoin.core.policy import Fact
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, ServiceClass
+from skipjoin.observe.explanation import Standing
 from skipjoin.observe.holders import Holder
 from skipjoin.observe.life import Life
 from skipjoin.observe.metric_snapshot import Snapshot
@@ -87,12 +89,14 @@ class DescribeRequests(msgspec.Struct, frozen=True, tag="describe", array_like=T
         rows: Maximum number of requests to describe, the first in rank order; None for all.
         finished_after: Value of `RequestStates.total_finished` after which finished requests are wanted; None for none.
         has_steps: Whether steps are wanted, which the engine records for some seconds after such a message.
+        has_facts: Whether to ask the policies about each request.
     """
 
     id: int
     rows: int | None = None
     finished_after: int | None = None
     has_steps: bool = False
+    has_facts: bool = False
 
 
 class FindLives(msgspec.Struct, frozen=True, tag="find_lives", array_like=True):
@@ -233,7 +237,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
             `predicted_high`.
         age_s: Seconds since it arrived.
         ttft_s: Objective of its time to first token, as `tpot_s` and `jct_s` are for the others.
-        rank: What decides its rank, by name; empty for recipes that do not explain it.
+        facts: What the policies say about it, if the question asks for that.
     """
 
     number: int
@@ -259,7 +263,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     ttft_s: float | None = None
     tpot_s: float | None = None
     jct_s: float | None = None
-    rank: dict[str, float | str] = {}
+    facts: list[Fact] = []
 
 
 class RequestGroup(msgspec.Struct, frozen=True, array_like=True):
@@ -305,12 +309,14 @@ class LivesFound(msgspec.Struct, frozen=True, tag="lives", array_like=True):
     Attributes:
         now: Seconds on the engine's clock, which all times refer to.
         holders: Requests that ran longest while a wanted one waited, by its number.
+        standings: Standings of those wanted ones that are live.
     """
 
     id: int
     now: float
     lives: list[Life]
     holders: dict[int, list[Holder]] = {}
+    standings: dict[int, Standing] = {}
 
 
 FromEngine = (

@@ -147,7 +147,7 @@ def test_memory_waits_report_the_missing_blocks() -> None:
     setup.add(make(1, 12, 4))
     setup.reasons()
     setup.add(make(0, 8, 4))
-    assert setup.reasons() == ["held_by_eviction", None]
+    assert setup.reasons() == ["no_kv", None]
 
 
 def test_wait_reasons_of_swapped_out_kv() -> None:

@@ -284,8 +284,8 @@ def test_a_request_outside_the_candidates_is_held_only_after_a_candidate_was() -
         assert packing.offer(request, 1) == 1
         packing.take(request, 1)
     assert packing.offer(other, 1) == 1, "the share is full, but no candidate was held"
-    assert packing.offer(seen[2], 1) is ALL_HELD
-    assert packing.offer(other, 1) is ALL_HELD
+    assert packing.offer(seen[2], 1) == ALL_HELD
+    assert packing.offer(other, 1) == ALL_HELD
 
 
 def test_lookahead_does_not_read_the_whole_queue() -> None:

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from skipjoin.core.context import StepContext
-from skipjoin.core.policy import ALL_HELD, NEWCOMERS_HELD, Policies, is_decode_invariant
+from skipjoin.core.policy import ALL_TOO_LONG, NEWCOMERS_TOO_LONG, Policies, is_decode_invariant
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.admission import OnDemand
@@ -137,7 +137,7 @@ def test_the_step_time_limit_is_proportional_to_the_number_of_clients(clients: i
     first = [begun(0, "0"), begun(1, "0")]
     others = [begun(10 + number, str(1 + number % (clients - 1))) for number in range(90)]
     n_taken = clients * 10 - 10
-    assert step([*first, *others], [*first, *others]) == [1] * (2 + n_taken) + [ALL_HELD] * (90 - n_taken)
+    assert step([*first, *others], [*first, *others]) == [1] * (2 + n_taken) + [ALL_TOO_LONG] * (90 - n_taken)
 
 
 def test_a_single_client_fills_the_step() -> None:
@@ -148,8 +148,8 @@ def test_a_single_client_fills_the_step() -> None:
 def test_prompts_of_other_clients_are_cut_to_the_time_limit() -> None:
     chat, prompts = begun(0, "a"), [make(number, 500, client="b") for number in (1, 2)]
     _, first, second = step([chat, *prompts], [chat, *prompts])
-    assert (first, second) == (NEWCOMERS_HELD, NEWCOMERS_HELD)  # there is time for 9 tokens, which is too short a chunk
+    assert first == second == NEWCOMERS_TOO_LONG, "there is time for 9 tokens, which is too short a chunk"
     long = make(0, 40, client="a")
     _, first, second = step([long, *prompts], [long, *prompts])
     assert 48 - 16 <= first <= 48
-    assert second is NEWCOMERS_HELD
+    assert second is NEWCOMERS_TOO_LONG

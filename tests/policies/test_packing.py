@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.core.context import StepContext
-from skipjoin.core.policy import ALL_HELD, HELD, CostModel
+from skipjoin.core.policy import CostModel, Refusal, Scope
 from skipjoin.core.request import Request, Target
 from skipjoin.core.step import Slice, StepPlan, StepShape
+from skipjoin.core.waits import WaitReason
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.policies.cost import LinearCost, TrackedCost
 from skipjoin.policies.deadlines import NextTokens
@@ -223,9 +224,9 @@ def test_only_real_time_requests_may_preempt_unless_the_step_is_empty() -> None:
     case.tokens.begin(unseen, 0.0)
     builder = case.packing.open(StepContext(candidates=[(chosen, 1)]))
     assert builder.offer(unseen, 20) == 20
-    assert builder.offer(batch, 20) is HELD
+    assert builder.offer(batch, 20) == Refusal(Scope.REQUEST, WaitReason.NO_KV)
     builder.take(chosen, 1)
-    assert builder.offer(unseen, 20) is ALL_HELD
+    assert builder.offer(unseen, 20) == Refusal(Scope.ALL, WaitReason.NO_KV)
     assert case.packing.open(StepContext()).offer(batch, 20) == 20
 
 

@@ -71,7 +71,7 @@ export function state(name, text, color = null) {
 
 const TONES = {
   running: "running", no_slot: "slot", token_budget: "budget", no_kv: "memory", behind_memory: "memory", kv_on_cpu: "move",
-  kv_in_transit: "move", behind_real_time: "policy", held_by_batcher: "policy", held_by_admission: "policy", held_by_eviction: "policy",
+  kv_in_transit: "move", behind_real_time: "policy", step_time: "policy", held_by_batcher: "policy", held_by_admission: "policy", held_by_eviction: "policy",
 };
 
 export function tone(name) {

@@ -189,6 +189,10 @@ PROMPTS_ARE_FULL = Refusal(Scope.NEWCOMERS, WaitReason.TOKEN_BUDGET)
 HELD = Refusal(Scope.REQUEST, WaitReason.HELD_BY_BATCHER)
 NEWCOMERS_HELD = Refusal(Scope.NEWCOMERS, WaitReason.HELD_BY_BATCHER)
 ALL_HELD = Refusal(Scope.ALL, WaitReason.HELD_BY_BATCHER)
+# A step with it would take too long for a request of higher rank.
+TOO_LONG = Refusal(Scope.REQUEST, WaitReason.STEP_TIME)
+NEWCOMERS_TOO_LONG = Refusal(Scope.NEWCOMERS, WaitReason.STEP_TIME)
+ALL_TOO_LONG = Refusal(Scope.ALL, WaitReason.STEP_TIME)
 # A best-effort request would make a step too long for real-time requests.
 BEHIND_REAL_TIME = Refusal(Scope.REQUEST, WaitReason.BEHIND_REAL_TIME)
 NEWCOMERS_BEHIND_REAL_TIME = Refusal(Scope.NEWCOMERS, WaitReason.BEHIND_REAL_TIME)

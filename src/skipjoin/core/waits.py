@@ -21,9 +21,10 @@ class WaitReason(StrEnum):
     BEHIND_MEMORY = "behind_memory"  # ranked behind a request that waits for KV blocks
     BEHIND_PREFIX = "behind_prefix"  # a running request computes a prefix that it can reuse
     BEHIND_REAL_TIME = "behind_real_time"  # best-effort, and would lengthen the steps of real-time requests
-    HELD_BY_BATCHER = "held_by_batcher"
-    HELD_BY_ADMISSION = "held_by_admission"
-    HELD_BY_EVICTION = "held_by_eviction"
+    STEP_TIME = "step_time"  # a step with it would take too long for a request of higher rank
+    HELD_BY_BATCHER = "held_by_batcher"  # although the batch has room for more requests and tokens
+    HELD_BY_ADMISSION = "held_by_admission"  # there are blocks for its next step, but not for what is reserved for it
+    HELD_BY_EVICTION = "held_by_eviction"  # pauses, so that its KV can be evicted
     NOT_EXAMINED = "not_examined"  # not examined since it arrived
     DISPATCH = "dispatch"  # scheduled, before its plan is dispatched
 

@@ -59,6 +59,8 @@ class OptionNames(NamedTuple):
 
 
 _OPTIONS = OptionNames()
+# Parameters of recipes that limit the tokens of a step further.
+_STEP_TOKENS = ("chunk_tokens", "forward_tokens")
 
 
 def explanations(info: EngineLimits, options: OptionNames = _OPTIONS) -> dict[str, Explanation]:
@@ -68,6 +70,7 @@ def explanations(info: EngineLimits, options: OptionNames = _OPTIONS) -> dict[st
     tokens = "" if info.max_num_batched_tokens is None else f" (now {info.max_num_batched_tokens})"
     pool = f"{info.device_blocks} blocks of {info.block_size} tokens"
     more_kv = f"More memory for the KV cache lets more requests run: {options.kv} (now {pool})."
+    own_tokens = "".join(f", or {options.params} {name}=N" for name in options.param_names if name in _STEP_TOKENS)
     other_recipe = f"Another recipe may rank it higher: {options.recipe} (now {info.recipe})."
     params = f"Parameters of the recipe ({options.params} with {', '.join(options.param_names)}) or another"
     another = params if options.param_names else "Another"
@@ -88,7 +91,7 @@ def explanations(info: EngineLimits, options: OptionNames = _OPTIONS) -> dict[st
         WaitReason.TOKEN_BUDGET: Explanation(
             "token budget",
             "The step has its maximum of tokens from requests of higher rank.",
-            f"A larger step takes more of them, but longer: --max-num-batched-tokens{tokens}.",
+            f"A larger step takes more of them, but longer: --max-num-batched-tokens{tokens}{own_tokens}.",
         ),
         WaitReason.NO_KV: Explanation(
             "no KV blocks",
@@ -97,7 +100,7 @@ def explanations(info: EngineLimits, options: OptionNames = _OPTIONS) -> dict[st
         ),
         WaitReason.BEHIND_MEMORY: Explanation(
             "behind memory",
-            "A request of higher rank waits for KV blocks, and may not be overtaken.",
+            "A request of higher rank waits for KV blocks, or lost some in this step, and may not be overtaken.",
             f"{more_kv} {other_recipe}",
         ),
         WaitReason.KV_ON_CPU: Explanation(
@@ -114,14 +117,26 @@ def explanations(info: EngineLimits, options: OptionNames = _OPTIONS) -> dict[st
             f"It runs without limit once no real-time request has been live for {QUIET_S:.0f} s. {objectives}"
             f"A smaller {options.best_effort_wait} serves the oldest best-effort request earlier.",
         ),
+        WaitReason.STEP_TIME: Explanation(
+            "step time",
+            "A step with it would take too long for a request of higher rank: for the deadline of its next token, or "
+            "for its client's share of the time.",
+            policy,
+        ),
         WaitReason.HELD_BY_BATCHER: Explanation(
-            "held by batcher", f"The batcher of {info.recipe} leaves it out although there is room.", policy
+            "held by batcher",
+            f"The batcher of {info.recipe} leaves it out although the step has room for more requests and tokens, for "
+            "example so that all stages of a pipeline have equal work.",
+            policy,
         ),
         WaitReason.HELD_BY_ADMISSION: Explanation(
-            "held by admission", f"The admission policy of {info.recipe} holds it back although there is room.", policy
+            "held by admission",
+            "The KV cache has blocks for its next step, but not all that the admission policy of "
+            f"{info.recipe} reserves for it.",
+            f"{more_kv} {policy}",
         ),
         WaitReason.HELD_BY_EVICTION: Explanation(
-            "held by eviction", f"The eviction policy of {info.recipe} keeps it away although there is room.", policy
+            "held by eviction", "It pauses, because its KV is about to make room for requests of higher rank.", more_kv
         ),
         WaitReason.GRAMMAR: Explanation(
             "grammar",

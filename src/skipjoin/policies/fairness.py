@@ -16,9 +16,9 @@ from typing import Any
 from skipjoin.core.context import StepContext
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.policy import (
-    ALL_HELD,
-    HELD,
-    NEWCOMERS_HELD,
+    ALL_TOO_LONG,
+    NEWCOMERS_TOO_LONG,
+    TOO_LONG,
     BatchBuilder,
     BatcherWrapper,
     CostModel,
@@ -276,8 +276,8 @@ class FairBuilder:
         if tokens:
             return tokens
         if pending == 1 and not away:
-            return ALL_HELD
-        return HELD if is_under_way(request) else NEWCOMERS_HELD
+            return ALL_TOO_LONG
+        return TOO_LONG if is_under_way(request) else NEWCOMERS_TOO_LONG
 
     def take(self, request: Request, tokens: int) -> None:
         if not request.band[0]:

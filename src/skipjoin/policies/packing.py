@@ -9,9 +9,10 @@ from math import inf
 
 from skipjoin.core.context import StepContext
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.policy import ALL_HELD, HELD, BatchBuilder, CostModel, Fact, Refusal
+from skipjoin.core.policy import BatchBuilder, CostModel, Fact, Refusal, Scope
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepShape
+from skipjoin.core.waits import WaitReason
 from skipjoin.policies.deadlines import NextTokens
 from skipjoin.policies.step_load import StepLoad, fitting_tokens
 
@@ -198,14 +199,28 @@ class Pack:
         if not self._slots:  # no candidates: every request needs memory of others
             return min(pending, self._tokens)
         if not self.chosen:
-            return ALL_HELD
+            return Refusal(Scope.ALL, self._reason(request, pending))
         if request in self._rules.next_tokens and request not in self._urgent:  # it, too, needs memory of others
-            return self._room_for(request, pending) or HELD
-        return HELD
+            return self._room_for(request, pending) or Refusal(Scope.REQUEST, self._reason(request, pending))
+        return Refusal(Scope.REQUEST, self._reason(request, pending))
 
     def take(self, request: Request, tokens: int) -> None:
-        if self.chosen.pop(request, None) is None:
+        given = self.chosen.pop(request, None)
+        if given is not None and tokens < given:  # another batcher cut it
+            self._join(request, given, -1)
+        if given is None or tokens < given:
             self._join(request, tokens)
+
+    def _reason(self, request: Request, pending: int) -> WaitReason:
+        """Return why a request is not in the batch."""
+        if self._slots >= self._rules.max_seqs:
+            return WaitReason.NO_SLOT
+        if self._tokens <= 0:
+            return WaitReason.TOKEN_BUDGET
+        is_real_time = request in self._rules.next_tokens
+        if (is_real_time or self.slots_left > 0) and self._room_for(request, pending):
+            return WaitReason.NO_KV  # others with KV, or with room for it, came first
+        return WaitReason.STEP_TIME if is_real_time else WaitReason.BEHIND_REAL_TIME
 
     def _room_for(self, request: Request, pending: int) -> int:
         most = min(pending, self._tokens)

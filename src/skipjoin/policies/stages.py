@@ -6,9 +6,10 @@ from dataclasses import replace
 from itertools import tee
 
 from skipjoin.core.context import StepContext
-from skipjoin.core.policy import ALL_HELD, HELD, BatchBuilder, Batcher, BatcherWrapper, CostModel, Refusal
+from skipjoin.core.policy import BatchBuilder, Batcher, BatcherWrapper, CostModel, Refusal, Scope
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepShape
+from skipjoin.core.waits import WaitReason
 
 # Marginal costs are measured next to a prefill of this many tokens, where no work hides behind weight loading. A batch
 # of decodes then counts what it adds to a plan.
@@ -159,7 +160,10 @@ class EvenBuilder:
         load = self.load
         if load and (load >= self._share or self._slices <= self._more) and not self._is_urgent(request):
             self._is_full = True
-            return HELD if self._overdue or not self._rules.holds_back else ALL_HELD
+            verdict, scope = self._inner.offer(request, pending), Scope.ALL
+            if self._overdue or not self._rules.holds_back:
+                scope = Scope.REQUEST
+            return Refusal(scope, verdict.reason if isinstance(verdict, Refusal) else WaitReason.HELD_BY_BATCHER)
         verdict = self._inner.offer(request, pending)
         if self._rules.cuts and isinstance(verdict, int) and verdict > 1:
             return self._fit(request, pending, verdict)

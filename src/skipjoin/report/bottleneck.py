@@ -16,7 +16,7 @@ _LIMITS = {
         *("held_by_admission", "held_by_eviction"),
     ),
     "tokens per step": ("token_budget",),
-    "the recipe's batcher": ("held_by_batcher", "behind_real_time"),
+    "the recipe's batcher": ("held_by_batcher", "step_time", "behind_real_time"),
 }
 # Shares of latency below which waiting is too rare for an order of requests to matter, and of steps with enough tokens
 # to saturate the machine from which it has no more to give.

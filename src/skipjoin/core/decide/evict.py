@@ -41,9 +41,11 @@ class Evictor:
         self._floor: Any = None  # best rank of an evicted request; none ranked after it gets new blocks
         self._holders: list[tuple[Any, Request]] | None = None  # with ranks, best first; sorted on first use
 
-    def is_below_floor(self, request: Request) -> bool:
-        """Return whether a request of at most this importance was evicted in this step."""
-        return self._floor is not None and self._rank(request) >= self._floor
+    def barred(self, request: Request) -> WaitReason | None:
+        """Return why the request gets no blocks after the evictions of this step, or None if it may get some."""
+        if self._floor is None or (rank := self._rank(request)) < self._floor:
+            return None
+        return WaitReason.NO_KV if rank == self._floor else WaitReason.BEHIND_MEMORY
 
     def holders_after(self, last: Request) -> list[Request]:
         """Return the holders ranked after `last` that this step may run, best first."""
@@ -78,7 +80,7 @@ class Evictor:
             dropped = sum(self._evict(one) for one in evictions if not self._lend(one, borrower))
             if newcomer and dropped:
                 eviction.on_dropped(dropped, now)
-            return None if evictions else WaitReason.HELD_BY_EVICTION
+            return None if evictions else WaitReason.NO_KV
         if self._freed_by_all(settled, request, tokens) >= short:
             return self._clear(list(settled), missing, comes)
         # Plans in flight contain some victims. They pause, because a request in every plan could never be evicted.
@@ -99,7 +101,7 @@ class Evictor:
         if not self._suffice(settled, short):
             return None
         evictions = self._policies.eviction.victims(short, settled, self._kv, self._context.now, request)
-        return None if evictions else WaitReason.HELD_BY_EVICTION
+        return None if evictions else WaitReason.NO_KV
 
     def _suffice(self, victims: Sequence[Request], short: int) -> bool:
         """Return whether the victims' blocks reach `short`. Reads no more victims than necessary."""
@@ -128,7 +130,7 @@ class Evictor:
             most = max(1, min(short, sum(map(kv.footprint, victims))))
             evictions = eviction.victims(most, victims, kv, self._context.now, comes)
             if not evictions:
-                return WaitReason.HELD_BY_EVICTION
+                return WaitReason.NO_KV
             for one in evictions:
                 self._evict(one._replace(blocks=None))  # a part of the shared blocks would free nothing
                 victims.remove(one.request)

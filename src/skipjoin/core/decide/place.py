@@ -71,9 +71,9 @@ class Residency:
 
     def _admit(self, request: Request, target: int) -> HeldBlocks | WaitReason:
         """Admit a request without KV. A refusal closes the step unless the policy lets others pass."""
-        if self._evictor.is_below_floor(request):
+        if (reason := self._evictor.barred(request)) is not None:
             self.closed = WaitReason.BEHIND_MEMORY
-            return WaitReason.BEHIND_MEMORY
+            return reason
         hit = self._kv.hit(request) if request.computed else MISS
         if hit.tokens:
             if not self._is_forced and (reason := self._refuse_early(request, target, hit)) is not None:
@@ -236,8 +236,8 @@ class Residency:
             self._owed += len(held.cpu)
             self._miss(request, len(held.device))
             return WaitReason.KV_ON_CPU
-        if self._evictor.is_below_floor(request):
-            return WaitReason.BEHIND_MEMORY
+        if (reason := self._evictor.barred(request)) is not None:
+            return reason
         # A swapped-in request is not evicted until a plan that runs it commits. With several plans in flight, one of
         # them would always block the first request, so none is swapped in while that waits.
         if held.away and self._first_waits:

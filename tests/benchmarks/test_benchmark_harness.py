@@ -67,9 +67,9 @@ def test_scripts_use_the_harness_for_options_and_records() -> None:
 
 
 def test_a_script_runs_at_its_minimum_size(tmp_path: Path) -> None:
-    script = BENCHMARKS / "performance" / "model_step" / "activations.py"
-    command = [sys.executable, str(script), "--tiny", "--out", str(tmp_path / "record.json")]
+    script = BENCHMARKS / "performance" / "output_parser" / "run.py"
+    command = [sys.executable, str(script), "--repeats", "1", "--tokens", "10", "--out", str(tmp_path / "record.json")]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     record = harness.read_record(tmp_path / "record.json")
     assert list(record)[:3] == ["date", "command", "machine"]
-    assert {row["rows"] for row in record["results"]} == {1, 4}
+    assert all(row["begin_us"]["median"] > 0 for row in record["rows"])

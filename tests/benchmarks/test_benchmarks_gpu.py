@@ -27,7 +27,7 @@ def module(name: str) -> ModuleType:
     return found
 
 
-RUN, GRID, FLOOR = module("run"), module("grid"), module("floor")
+RUN, FLOOR = module("run"), module("floor")
 
 
 def test_rehearsals_are_marked_and_report_their_measurements(tmp_path: Path) -> None:
@@ -56,15 +56,13 @@ def test_rehearsals_of_prefill_report_their_measurements(tmp_path: Path) -> None
 
 
 @pytest.mark.exhaustive
-def test_rehearsals_of_kernels_report_their_measurements(tmp_path: Path) -> None:
-    _, result = rehearsal(tmp_path, "activations,copies,sanitizer")
-    assert all(move["share"]["median"] > 0 for move in result["parts"]["copies"]["figures"]["moves"])
-    assert result["parts"]["sanitizer"]["figures"]["alone"]["status"] == "exit code 0"
-    cases = result["parts"]["activations"]["figures"]["cases"]
-    assert {(case["activation"], case["rows"]) for case in cases} == {
-        (name, rows) for name in ("relu", "gelu", "gelu_tanh") for rows in (1, 4)
-    }
-    assert all(us["min"] > 0 for case in cases for us in case["us"].values())
+def test_rehearsals_of_kernels_and_recipes_report_their_measurements(tmp_path: Path) -> None:
+    _, result = rehearsal(tmp_path, "attention,copies,record")
+    found = {name: part["figures"] for name, part in result["parts"].items()}
+    assert all(move["share"]["median"] > 0 for move in found["copies"]["moves"])
+    assert [one["swap_dtype"] for one in found["copies"]["concurrent"]] == ["auto", "int8", "auto"]
+    assert [case["kind"] for case in found["attention"]["cases"]] == ["decode", "prefill"]
+    assert all(record["requests"]["finished"] for record in found["record"]["records"].values())
 
 
 def rehearsal(out: Path, parts: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
@@ -100,7 +98,7 @@ def check_decodes(batches: dict[str, Any], bandwidth: float) -> None:
 
 
 def test_failed_and_hung_parts_are_reported_with_their_logs() -> None:
-    task = {"device": "cpu", "seconds": 1.0, "ceilings": {}, "earlier": {}}
+    task = {"device": "cpu", "seconds": 1.0, "ceilings": {}}
     failed = RUN.run_part(RUN.Part("nothing", 1.0), task, 60.0)
     assert (failed["status"], failed["figures"]) == ("failed with exit code 1", {})
     assert "KeyError: 'nothing'" in failed["log"]
@@ -123,12 +121,10 @@ def test_earlier_parts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     found = {"machine": ceilings, "decode": {"batches": {}}}
 
     def run_part(part: object, task: dict[str, object], limit_s: float) -> dict[str, object]:
-        seen.append((part.name, task["earlier"]))
         figures = dict(found[part.name])
         return {"status": "ok" if figures else "failed", "seconds": 1.0, "figures": figures}
 
     monkeypatch.setattr(RUN, "run_part", run_part)
-    seen: list[tuple[str, object]] = []
     RUN.run_all(RUN.chosen("decode"), 1.0, file, rehearse=False)
     found["decode"] = {}
     result = RUN.run_all(RUN.chosen("decode"), 1.0, file, rehearse=False)
@@ -137,33 +133,13 @@ def test_earlier_parts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert result["statuses"] == {"machine": "ok", "decode": "failed"}
     assert RUN.table(result)[0] == "decode: failed"
     assert result["parts"]["decode"]["gpu"] == "a GPU"
-    assert seen[1::2] == [("decode", {}), ("decode", {"batches": {}})]
 
 
 def test_unknown_benchmark_parts_are_rejected() -> None:
-    assert [part.name for part in RUN.chosen(None)] == list(RUN.USUAL)
-    assert "experiment" not in RUN.USUAL
-    with pytest.raises(ValueError, match="parts must be of machine, tests, "):
+    assert RUN.chosen(None) == list(RUN.PARTS)
+    with pytest.raises(ValueError, match="parts must be of machine, decode, "):
         RUN.chosen("decode,other")
-    assert [part.name for part in RUN.chosen("peers,decode")] == ["machine", "decode", "peers"]
-
-
-@pytest.mark.parametrize(
-    ("tried", "following"),
-    [
-        ({}, 4),
-        ({4: True}, 5),
-        ({4: True, 5: True}, 7),
-        ({4: False}, 3),
-        ({4: False, 3: False}, 1),
-        ({4: False, 3: False, 1: True}, 2),
-        ({4: False, 3: False, 1: True, 2: False}, None),
-        ({4: False, 3: True, 7: True}, None),
-        ({4: True, 5: True, 7: True, 11: True, 19: True, 27: True}, None),
-    ],
-)
-def test_searches_end_between_neighbors_of_the_grid(tried: dict[int, bool], following: int | None) -> None:
-    assert GRID.next_place(tried, 4) == following
+    assert [part.name for part in RUN.chosen("copies,decode")] == ["machine", "decode", "copies"]
 
 
 def test_decode_floor_includes_computation() -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from common import BLOCK_SIZE, Figures, Task, seconds_of, significant, spread
 
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.attention.torch_backend import TorchAttention
@@ -23,7 +23,6 @@ from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.parallel import WHOLE
 
-BLOCK_SIZE = 16
 # heads, kv_heads, head_dim, whether heads rotate
 MODELS = {"llama-3-8b": (32, 8, 128, True), "opt-13b": (40, 40, 128, False)}
 _TINY = {"tiny": (4, 2, 16, True)}
@@ -63,13 +62,16 @@ def prefill_cases(models: Sequence[str] = tuple(MODELS)) -> list[Case]:
     return [Case("prefill", model, mix) for model in models for mix in mixes]
 
 
-def measure(device: str) -> list[dict[str, Any]]:
-    """Return a record for each case and implementation; on a CPU a few tiny cases as a rehearsal."""
-    if device == "cpu":
+def measure(task: Task) -> Figures:
+    """Return a record for each case and implementation; in a rehearsal of a few tiny cases."""
+    cases = [*decode_cases(), *prefill_cases()]
+    if task.is_rehearsal:
         cases = [Case("decode", "tiny", ((40, 1), (3, 1))), Case("prefill", "tiny", ((0, 9), (20, 5)))]
-        return [record for case in cases for record in _measure(case, device, {})]
-    ceilings = {"copy_bytes_per_s": _copy_rate(device), "matmul_flop_per_s": _matmul_rate(device)}
-    return [record for case in (*decode_cases(), *prefill_cases()) for record in _measure(case, device, ceilings)]
+    figures: Figures = {"cases": []}
+    for case in cases:
+        figures["cases"] += _measure(case, task.device, task.ceilings)
+        task.keep(figures)
+    return figures
 
 
 class _Work:
@@ -102,21 +104,21 @@ class _Work:
         self.flop = 4 * self.heads * self.dim * pairs
 
 
-def _measure(case: Case, device: str, ceilings: dict[str, float]) -> Iterator[dict[str, Any]]:
+def _measure(case: Case, device: str, ceilings: Mapping[str, float]) -> Iterator[Figures]:
     work = _Work(case, device)
     expected: torch.Tensor | None = None
     for name, make in _implementations(work, device):
-        record: dict[str, Any] = {"case": case.name, "kind": case.kind, "model": case.model, "implementation": name}
+        record: Figures = {"case": case.name, "kind": case.kind, "model": case.model, "implementation": name}
         try:
             call = make()
             work.packed.copy_(work.fresh)  # every call rotates the queries in place
             out = call(0).float()
             expected = out if expected is None else expected
             if name.startswith("triton") or (name == "flashinfer" and work.cos_sin is None):
-                record["difference"] = _significant(((out - expected).norm() / expected.norm()).item())
+                record["difference"] = significant(((out - expected).norm() / expected.norm()).item())
             del out
             times = _times(call, work.layers, device)
-            record |= _milliseconds(times) if name == "kv_write" else _figures(case, work, times, ceilings)
+            record |= {"ms": spread(times, 1e3)} if name == "kv_write" else _figures(case, work, times, ceilings)
         except Exception as error:  # an implementation that fails is a finding
             record["failed"] = f"{type(error).__name__}: {error}"[:300]
         yield record
@@ -202,59 +204,32 @@ def _flashinfer(work: _Work) -> Callable[[int], torch.Tensor]:
 def _times(call: Callable[[int], object], layers: int, device: str) -> list[float]:
     """Return the seconds of single calls, each on the next layer."""
     if device == "cpu":
-        found = []
-        for _ in range(3):
-            begin = time.perf_counter()
-            call(0)
-            found.append(time.perf_counter() - begin)
-        return found
-    turn = iter(range(1 << 40))
-    # Warm-up calls compile everything and raise the clocks.
-    return [ms / 1e3 for ms in _do_bench(lambda: call(next(turn) % layers))]
-
-
-def _do_bench(call: Callable[[], object]) -> list[float]:
+        return seconds_of(device, lambda: call(0), warmup=0, runs=3)
     from triton.testing import do_bench  # noqa: PLC0415
 
-    return do_bench(call, warmup=50, rep=200, return_mode="all")
+    turn = iter(range(1 << 40))
+    # Warm-up calls compile everything and raise the clocks.
+    return [ms / 1e3 for ms in do_bench(lambda: call(next(turn) % layers), warmup=50, rep=200, return_mode="all")]
 
 
-def _figures(case: Case, work: _Work, times: list[float], ceilings: dict[str, float]) -> dict[str, Any]:
-    median = statistics.median(times)
-    figures: dict[str, Any] = _milliseconds(times) | {"bytes": work.kv_bytes, "flop": work.flop}
-    if case.kind == "decode":
-        figures["bytes_per_s"] = _significant(work.kv_bytes / median)
-        if ceilings:
-            figures["of_copy"] = _significant(work.kv_bytes / median / ceilings["copy_bytes_per_s"])
-    else:
-        figures["flop_per_s"] = _significant(work.flop / median)
-        if ceilings:
-            figures["of_matmul"] = _significant(work.flop / median / ceilings["matmul_flop_per_s"])
-    return figures
-
-
-def _milliseconds(times: list[float]) -> dict[str, Any]:
-    found = {"median": statistics.median(times), "min": min(times), "max": max(times)}
-    return {"ms": {name: _significant(value * 1e3) for name, value in found.items()} | {"runs": len(times)}}
-
-
-def _copy_rate(device: str) -> float:
-    """Return the bytes read and written per second."""
-    source = torch.empty(1 << 30, dtype=torch.int8, device=device).random_(-128, 127)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / statistics.median(_do_bench(lambda: target.copy_(source))) * 1e3
-
-
-def _matmul_rate(device: str) -> float:
-    left, right = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / statistics.median(_do_bench(lambda: left @ right)) * 1e3
+def _figures(case: Case, work: _Work, times: list[float], ceilings: Mapping[str, float]) -> Figures:
+    """Return the rate of a case, and its share of the ceiling."""
+    name, amount, share, ceiling = (
+        ("bytes_per_s", work.kv_bytes, "of_copy", "copy_bytes_per_s")
+        if case.kind == "decode"
+        else ("flop_per_s", work.flop, "of_matmul", "matmul_flop_per_s")
+    )
+    rate = amount / statistics.median(times)
+    return {
+        "ms": spread(times, 1e3),
+        "bytes": work.kv_bytes,
+        "flop": work.flop,
+        name: significant(rate),
+        share: significant(rate / ceilings[ceiling]),
+    }
 
 
 def _config(heads: int, kv_heads: int, dim: int, layers: int) -> ModelConfig:
     sizes = {"hidden_size": heads * dim, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": dim}
     sizes |= {"num_hidden_layers": layers, "vocab_size": 8, "intermediate_size": 8, "max_position_embeddings": 32768}
     return ModelConfig.from_dict({"model_type": "llama", **sizes})
-
-
-def _significant(value: float) -> float:
-    return float(f"{value:.5g}")

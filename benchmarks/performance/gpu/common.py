@@ -9,7 +9,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,14 +48,12 @@ class Task:
     Attributes:
         seconds: Approximate time limit.
         ceilings: Limits of the machine as the part `machine` measured them; empty in that part.
-        earlier: Figures of the part in an earlier run with the same folder.
         into: File for the figures.
     """
 
     device: str
     seconds: float
     ceilings: Mapping[str, float]
-    earlier: Figures
     into: Path
     began: float
 
@@ -239,12 +237,6 @@ def forced(output: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
 
 
-def room(engine: Engine, job: WorkloadRequest) -> bool:
-    """Return whether the request fits the engine."""
-    limit = min(engine.info.max_model_len, engine.core.largest_request)
-    return job.prompt_tokens + job.output_tokens <= limit
-
-
 def drive(engine: Engine, jobs: Sequence[WorkloadRequest], until_s: float) -> Record:
     """Add jobs at their due times, between steps as the server does, and return their record.
 
@@ -254,9 +246,10 @@ def drive(engine: Engine, jobs: Sequence[WorkloadRequest], until_s: float) -> Re
     loop, info = EngineLoop(engine), engine.info
     ended: list[RequestFacts] = []
     log = RequestLog(ended.append)
-    taken = [(number, job) for number, job in enumerate(jobs) if room(engine, job)]
+    limit = min(info.max_model_len, engine.core.largest_request)
+    taken = [(number, job) for number, job in enumerate(jobs) if job.prompt_tokens + job.output_tokens <= limit]
     prompts = {number: tokens(number, job.prompt_tokens, info.vocab_size) for number, job in taken}
-    rejected = [job.kind for job in jobs if not room(engine, job)]
+    rejected = [job.kind for number, job in enumerate(jobs) if number not in prompts]
     left, late, begin = deque(taken), 0.0, loop.clock()
     usage = EngineUsage(
         device_blocks=info.device_blocks, block_size=info.block_size, block_bytes=info.cpu_block_bytes, start=begin
@@ -282,7 +275,11 @@ def drive(engine: Engine, jobs: Sequence[WorkloadRequest], until_s: float) -> Re
     record = summarize(facts, now=end, rejected=rejected)
     add_usage(record, [usage])
     drain(loop)
-    return slim(record) | {"latest_add_s": significant(late), "reasons": _reasons(facts)}
+    kept = {name: value for name, value in record.items() if name not in ("series", "quantiles", "slo")}
+    return kept | {
+        "latest_add_s": significant(late),
+        "reasons": dict(Counter(one.reason or "unfinished" for one in facts)),
+    }
 
 
 def drain(loop: EngineLoop) -> None:
@@ -291,15 +288,3 @@ def drain(loop: EngineLoop) -> None:
         loop.abort(number)
     while not loop.idle:
         loop.step()
-
-
-def slim(record: Record) -> Record:
-    """Return a record without its curves."""
-    return {name: value for name, value in record.items() if name not in ("series", "quantiles", "slo")}
-
-
-def _reasons(facts: Sequence[RequestFacts]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for one in facts:
-        found[one.reason or "unfinished"] = found.get(one.reason or "unfinished", 0) + 1
-    return found

@@ -1,6 +1,4 @@
-"""Measure copies of KV between a GPU and page-locked CPU memory, and their effect on concurrent steps.
-
-    python benchmarks/performance/gpu/copies.py [--device cuda|cpu] [--out FILE]
+"""The part `copies`: KV between a GPU and page-locked CPU memory, and the effect of copies on concurrent steps.
 
 `link` is one large copy in each direction and in both: the limit.
 
@@ -12,24 +10,19 @@ move with 8-bit values on the CPU tier.
 `concurrent` has steps that read all of their weights and compute little, as decodes do. Rounds with copies in flight in
 both directions alternate with rounds without; `slowdown` is the ratio of their median steps, with a target of at most
 1.05. `int8` has 8-bit values on the CPU tier.
-
-On a CPU everything runs at a small scale to test the script.
 """
 
 from __future__ import annotations
 
 import random
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import cycle, islice
-from pathlib import Path
-from typing import Any
 
 import torch
+from common import Figures, Task, spread, synchronize
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "src"))
 from skipjoin.core.request import Request
 from skipjoin.core.step import LINK, Direction, Move
 from skipjoin.exec.kv_store import KVStore
@@ -37,7 +30,6 @@ from skipjoin.exec.throttle import copier_for
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.page_locked import page_locked_bytes
 
-Figures = dict[str, Any]
 MIN_SHARE, MAX_SLOWDOWN = 0.8, 1.05
 _KIB, _MIB = 1 << 10, 1 << 20
 BLOCK_BYTES = {"small": 32 * _KIB, "llama-3-8b": 2 * _MIB, "opt-13b": 25 * _MIB // 2}
@@ -65,8 +57,9 @@ _MOVE_BYTES, _ON_WAY_BYTES = {"cuda": 16 * _MIB, "cpu": _MIB // 2}, {"cuda": 512
 _BATCH = 8
 
 
-def measure(device: str = "cuda", keep: Callable[[Figures], object] = lambda figures: None) -> Figures:
-    """Return all figures; `keep` gets those so far."""
+def measure(task: Task) -> Figures:
+    """Return all figures."""
+    device = task.device
     figures: Figures = {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "target": {"share": MIN_SHARE, "slowdown": MAX_SLOWDOWN},
@@ -77,18 +70,12 @@ def measure(device: str = "cuda", keep: Callable[[Figures], object] = lambda fig
     for name, block_bytes in BLOCK_BYTES.items():
         for move in measure_moves(device, name, block_bytes, figures["link"]):
             figures["moves"].append(move)
-            keep(figures)
+            task.keep(figures)
     step = decode_like(device)
     for name, swap_dtype in (("llama-3-8b", "auto"), ("llama-3-8b", "int8"), ("small", "auto")):
         figures["concurrent"].append(measure_concurrent(device, step, name, swap_dtype, figures["link"]))
-        keep(figures)
+        task.keep(figures)
     return figures
-
-
-def spread(values: Sequence[float], digits: int = 4) -> dict[str, float]:
-    """Median and quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return {"median": round(middle, digits), "p25": round(low, digits), "p75": round(high, digits)}
 
 
 def seconds(device: str, work: Callable[[], object], runs: int) -> list[float]:
@@ -101,12 +88,6 @@ def seconds(device: str, work: Callable[[], object], runs: int) -> list[float]:
         synchronize(device)
         times.append(time.perf_counter() - begin)
     return times[1:]
-
-
-def synchronize(device: str) -> None:
-    """Wait until the device is idle."""
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 # -- the link -------------------------------------------------------------------------------------------------------
@@ -130,12 +111,8 @@ def measure_link(device: str) -> Figures:
         here[1].copy_(there[1], non_blocking=True)
 
     def both() -> None:
-        if not streams:
-            out()
-            back()
-            return
-        for stream, work in zip(streams, (out, back), strict=True):
-            with torch.cuda.stream(stream):
+        for stream, work in zip(streams or (None, None), (out, back), strict=True):
+            with torch.cuda.stream(stream):  # without a stream it does nothing
                 work()
 
     rates = {
@@ -146,7 +123,7 @@ def measure_link(device: str) -> Figures:
     if device == "cuda":
         for _, unlock in locked:
             unlock()
-    return figures | {f"{name}_gb_per_s": spread(values, 2) for name, values in rates.items()}
+    return figures | {f"{name}_gb_per_s": spread(values) for name, values in rates.items()}
 
 
 # -- moves ----------------------------------------------------------------------------------------------------------
@@ -189,15 +166,15 @@ def measure_moves(device: str, name: str, block_bytes: int, link: Figures) -> It
                 "block_bytes": block_bytes,
                 "blocks": blocks,
                 "direction": direction.name.lower(),
-                "us": spread([taken * 1e6 for taken in times], 1),
+                "us": spread([taken * 1e6 for taken in times]),
                 "share": spread([blocks * block_bytes / taken / 1e9 / limit for taken in times]),
             }
             times = seconds(device, lambda move=move: small.copy(move), _RUNS[device])
-            found["int8_us"] = spread([taken * 1e6 for taken in times], 1)
+            found["int8_us"] = spread([taken * 1e6 for taken in times])
             if kernel is not None and name == "small":
                 store._kernel = None
                 times = seconds(device, lambda move=move: store.copy(move), _RUNS[device])
-                found["one_by_one_us"] = spread([taken * 1e6 for taken in times], 1)
+                found["one_by_one_us"] = spread([taken * 1e6 for taken in times])
             yield found
 
 
@@ -297,7 +274,7 @@ def measure_concurrent(device: str, step: Callable[[], object], name: str, swap_
         "swap_dtype": swap_dtype,
         "step_ms": spread([taken * 1e3 for taken in alone]),
         "slowdown": spread(slowdowns),
-        "copied_gb_per_s": spread(rates, 2),
+        "copied_gb_per_s": spread(rates),
         "share_of_link": spread([rate / link["both_gb_per_s"]["median"] for rate in rates]),
     }
 
@@ -312,17 +289,3 @@ def step_seconds(device: str, step: Callable[[], object]) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1e3
-
-
-def main() -> None:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    import harness  # noqa: PLC0415 (the part `copies` imports this module without it)
-
-    parser = harness.parser(__doc__)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    options = parser.parse_args()
-    harness.report(harness.new_record() | measure(options.device), options.out)
-
-
-if __name__ == "__main__":
-    main()

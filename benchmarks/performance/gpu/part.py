@@ -20,16 +20,11 @@ from common import Figures, Task
 # Module and function of each part.
 PARTS = {
     "machine": ("card", "measure"),
-    "tests": ("checks", "measure_tests"),
     "decode": ("steps", "measure_decode"),
     "prefill": ("steps", "measure_prefill"),
-    "peers": ("continuous", "measure"),
-    "attention": ("kernels", "measure_attention"),
-    "activations": ("kernels", "measure_activations"),
-    "copies": ("kernels", "measure_copies"),
+    "attention": ("attention", "measure"),
+    "copies": ("copies", "measure"),
     "record": ("serving", "measure_record"),
-    "sanitizer": ("checks", "measure_sanitizer"),
-    "experiment": ("experiment", "measure"),
 }
 
 

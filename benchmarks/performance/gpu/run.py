@@ -1,4 +1,4 @@
-"""Run all measurements and checks that need a GPU.
+"""Run all measurements that need a GPU.
 
     python benchmarks/performance/gpu/run.py [--parts decode,prefill,...] [--minutes 9] [--out FOLDER] [--rehearse]
 
@@ -7,7 +7,7 @@ after each. Parts of an earlier run in FOLDER/result.json are kept with their da
 measures the copy bandwidth and the rate of matrix products, which the other parts are compared with.
 
 `--rehearse` runs all parts on the CPU with tiny shapes to test the scripts, and writes rehearsal.json to a separate
-folder. `experiment` takes the whole time of a call, runs only if it is named, and continues an earlier call in FOLDER.
+folder. Correctness on a card is tested by `pytest -m gpu`.
 """
 
 from __future__ import annotations
@@ -44,18 +44,12 @@ class Part(NamedTuple):
 # The most informative parts first.
 PARTS = (
     Part("machine", 0.3),
-    Part("tests", 3.0),
     Part("decode", 1.5),
     Part("prefill", 0.7),
-    Part("peers", 1.5),
     Part("attention", 1.2),
-    Part("activations", 0.4),
     Part("copies", 0.8),
     Part("record", 1.5),
-    Part("sanitizer", 1.2),
-    Part("experiment", 12.0),
 )
-USUAL = tuple(part.name for part in PARTS if part.name != "experiment")
 
 
 def chosen(names: str | None) -> list[Part]:
@@ -64,15 +58,16 @@ def chosen(names: str | None) -> list[Part]:
     Raises:
         ValueError: A part is unknown.
     """
-    wanted = set(USUAL if names is None else [name.strip() for name in names.split(",")])
-    if missing := sorted(wanted - {part.name for part in PARTS}):
+    known = {part.name for part in PARTS}
+    wanted = known if names is None else {name.strip() for name in names.split(",")}
+    if missing := sorted(wanted - known):
         raise ValueError(f"parts must be of {', '.join(part.name for part in PARTS)}, got {', '.join(missing)}")
     return [part for part in PARTS if part.name in wanted | {"machine"}]
 
 
 def environment(device: str) -> dict[str, str]:
     """Return the environment of a part's process, which imports this Skipjoin and downloads nothing."""
-    paths = (str(HERE.parents[2] / "src"), str(HERE.parents[2] / "tests" / "exec"), os.environ.get("PYTHONPATH", ""))
+    paths = (str(HERE.parents[2] / "src"), os.environ.get("PYTHONPATH", ""))
     ours = {"PYTHONPATH": os.pathsep.join(path for path in paths if path), "HF_HUB_OFFLINE": "1"}
     # On a CPU kernels run in Triton's interpreter, which must be set before the import.
     return os.environ | ours | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
@@ -144,7 +139,6 @@ def run_all(parts: list[Part], minutes: float, file: Path, *, rehearse: bool) ->
                 "device": device,
                 "seconds": min(share, left - _RESERVE_S),
                 "ceilings": {} if part.name == "machine" else known["ceilings"],
-                "earlier": result["parts"].get(part.name, {}).get("figures", {}),
             }
             print(f"{part.name}: {share:.0f} s", file=sys.stderr, flush=True)
             if part.name == "machine":  # results of earlier runs do not count
@@ -189,15 +183,6 @@ def _machine_lines(figures: Mapping[str, Any]) -> list[str]:
     return [f"{figures['machine']['gpu']}: copy {copy:.4g} GB/s, matmul {matmul:.4g} TFLOP/s"]
 
 
-def _tests_lines(figures: Mapping[str, Any]) -> list[str]:
-    lines = []
-    for run, found in figures.items():
-        counts = {name: found[name] for name in ("passed", "failed", "skipped", "collected") if name in found}
-        lines.append(f"{run}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
-        lines += [f"  {failure}" for failure in found.get("failures", ())[:10]]
-    return lines
-
-
 def _decode_lines(figures: Mapping[str, Any]) -> list[str]:
     lines = [_decode_line(batch, found) for batch, found in figures["batches"].items()]
     return [f"{figures['model']}, {figures['attention']} attention", *lines]
@@ -220,11 +205,6 @@ def _prefill_lines(figures: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _peers_lines(figures: Mapping[str, Any]) -> list[str]:
-    lines = [f"{engine}: {found['median']:.4g} tokens/s" for engine, found in figures["tokens_per_s"].items()]
-    return [*lines, f"ours over theirs: {figures['ratio']}"]
-
-
 def _attention_lines(figures: Mapping[str, Any]) -> list[str]:
     lines = []
     for case in figures["cases"]:
@@ -232,14 +212,6 @@ def _attention_lines(figures: Mapping[str, Any]) -> list[str]:
         text = case.get("failed") or f"{case['ms']['median']:.4g} ms"
         lines.append(f"{case['case']}, {case['implementation']}: {text}" + ("" if share is None else f", {share:.2f}"))
     return lines
-
-
-def _activations_lines(figures: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{case['model']}, {case['activation']}, {case['rows']} rows: "
-        + ", ".join(f"{way} {us['median']:.4g} us" for way, us in case["us"].items())
-        for case in figures["cases"]
-    ]
 
 
 def _copies_lines(figures: Mapping[str, Any]) -> list[str]:
@@ -263,31 +235,13 @@ def _record_lines(figures: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _sanitizer_lines(figures: Mapping[str, Any]) -> list[str]:
-    runs = {name: found["status"] for name, found in figures.items() if isinstance(found, dict)}
-    return [figures.get("reason") or figures["tool"], *(f"{name}: {status}" for name, status in runs.items())]
-
-
-def _experiment_lines(figures: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{recipe:20} measured {found['measured']}, predicted {found['predicted']} requests/s"
-        + ("" if found["done"] else ", not done")
-        for recipe, found in figures["largest_rate_rps"].items()
-    ]
-
-
 _LINES: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "machine": _machine_lines,
-    "tests": _tests_lines,
     "decode": _decode_lines,
     "prefill": _prefill_lines,
-    "peers": _peers_lines,
     "attention": _attention_lines,
-    "activations": _activations_lines,
     "copies": _copies_lines,
     "record": _record_lines,
-    "sanitizer": _sanitizer_lines,
-    "experiment": _experiment_lines,
 }
 
 

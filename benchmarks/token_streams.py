@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from typing import Any
 
 import aiohttp
+
+import harness
 
 STREAMS, TOKENS = 8, 400
 Streamed = tuple[str, list[float]]
@@ -22,6 +25,46 @@ async def run_streams(url: str, during: Callable[[], Awaitable[object]] | None =
         if during is not None:
             await during()
         return await running
+
+
+async def pauses(
+    url: str,
+    kills: int,
+    kill: Callable[[random.Random], Awaitable[object]],
+    pause_of: Callable[[list[Streamed]], float],
+) -> dict[str, Any]:
+    """Kill something at a random moment in the first half of the streams' time, repeatedly.
+
+    Returns:
+        The pauses of streams with and without a kill (`still_s`, `undisturbed_still_s`), and the number of kills after
+        which all texts equal those of undisturbed streams (`same`).
+    """
+    draw = random.Random(1)
+    await run_streams(url)
+    begin = time.monotonic()
+    expected = [text for text, _ in await run_streams(url)]
+    undisturbed_s = time.monotonic() - begin
+    undisturbed = [pause_of(await run_streams(url)) for _ in range(kills)]
+    still, same = [], 0
+    for _ in range(kills):
+
+        async def kill_later() -> None:
+            await asyncio.sleep(draw.uniform(0.1, 0.5) * undisturbed_s)
+            await kill(draw)
+
+        found = await run_streams(url, kill_later)
+        still.append(pause_of(found))
+        same += [text for text, _ in found] == expected
+        harness.show(f"paused for {still[-1]:.3f} s, {same} times the same texts")
+    return {
+        "kills": kills,
+        "streams": STREAMS,
+        "tokens": TOKENS,
+        "same": same,
+        "undisturbed_s": round(undisturbed_s, 2),
+        "undisturbed_still_s": harness.spread(undisturbed),
+        "still_s": harness.spread(still),
+    }
 
 
 def longest_gap(times: list[float]) -> float:

@@ -15,10 +15,11 @@ from support.figures import BENCHMARKS, assert_documented, figure_module, run_fi
 sys.path.insert(0, str(BENCHMARKS))
 
 from papers.alise import setting
-from papers.alise.run_all import NAMES
 from papers.figures import report, runs, variants
+from papers.run_all import NAMES as ALL
 from skipjoin.sim.experiments.simulation import run as simulate
 
+NAMES = ALL["alise"]
 FOLDER = BENCHMARKS / "papers" / "alise"
 run, module_of = partial(run_figure, "alise"), partial(figure_module, "alise")
 # Fields of a system in settings and records.
@@ -79,16 +80,6 @@ def test_int8_on_both_tiers_adds_blocks_in_proportion_to_their_size() -> None:
     assert both.kv_blocks == pytest.approx(1.94 * whole.kv_blocks, rel=0.01)
     assert both.cpu_blocks == pytest.approx(1.94 * whole.cpu_blocks, rel=0.01)
     assert both.describe()["kv_gib"] == pytest.approx(whole.describe()["kv_gib"], rel=0.01)
-
-
-def test_failed_checks_are_reported() -> None:
-    checks = module_of("checks")
-    held = {"alise-oracle": 1.0, checks.ASKING: 2.0, "fcfs": 9.0, "fastserve": 2.0}
-    held |= {variant.name: 1 + number for number, variant in enumerate(checks.NOISES)}
-    held |= {"alise shuffled": 8.0, "alise constant:16": 3.0, "alise prior": 2.0}
-    assert {row[2] for row in checks._checks(held)["rows"]} == {"yes"}
-    wrong = held | {"alise noise:0": 1.1, "alise noise:1.6": 1.5, "alise constant:16": 8.5, checks.ASKING: 2.2}
-    assert {row[2] for row in checks._checks(wrong)["rows"]} == {"no"}
 
 
 def test_rates_rise_until_the_mean_over_seeds_breaks_the_bound(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from support.figures import BENCHMARKS, assert_documented, assert_tables_are_cur
 sys.path.insert(0, str(BENCHMARKS))
 
 from papers.bros import setting
-from papers.bros.run_all import NAMES
 from papers.figures.runs import Options, grid
+from papers.run_all import NAMES as ALL
 from skipjoin.sim.experiments.simulation import run as simulate
 
+NAMES = ALL["bros"]
 FOLDER = BENCHMARKS / "papers" / "bros"
 run, module_of = partial(run_figure, "bros"), partial(figure_module, "bros")
 

@@ -15,15 +15,16 @@ from support.figures import BENCHMARKS, assert_documented, assert_tables_are_cur
 sys.path.insert(0, str(BENCHMARKS))
 
 from papers.econoserve import setting
-from papers.econoserve.run_all import NAMES
 from papers.econoserve.watch import Watch, watched
 from papers.engine_runs import count_other_texts, tabulated, write_trace
 from papers.figures.report import fill_readme, thin
 from papers.figures.runs import MEASURED, Options, grid, run_plans
+from papers.run_all import NAMES as ALL
 from skipjoin.core.request import Target
 from skipjoin.workload.request import WorkloadRequest
 from skipjoin.workload.traces import read_trace
 
+NAMES = ALL["econoserve"]
 FOLDER = BENCHMARKS / "papers" / "econoserve"
 run, module_of = partial(run_figure, "econoserve"), partial(figure_module, "econoserve")
 

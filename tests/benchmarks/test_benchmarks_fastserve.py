@@ -31,7 +31,7 @@ def test_every_figure_of_the_evaluation_has_a_folder() -> None:
     assert {f"figure{number}" for number in (1, 5, 7, 8, 11, 12, 13, 14, 15)} == {
         f"figure{int(name.removeprefix('figure'))}" for name in FIGURES
     }
-    assert_documented("fastserve", (*FIGURES, "regions", "choices", "depth", "link"))
+    assert_documented("fastserve", (*FIGURES, "regions", "choices", "link"))
 
 
 def test_worked_example_has_the_papers_averages_and_is_reproducible(tmp_path: Path) -> None:

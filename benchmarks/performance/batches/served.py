@@ -38,22 +38,11 @@ Figures = dict[str, Any]
 
 
 class BatchServer(Skipjoin):
-    """A server with a batch folder, which may already hold batches, and an OpenAI client for it."""
+    """A server with a batch folder and an OpenAI client for it."""
 
     def __init__(self, folder: Path, *options: object) -> None:
         super().__init__("tally", "--batch-dir", folder, *options)
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
-
-    def kill(self, victim: str) -> None:
-        """Kill the API process ("api") or the engine ("engine"), and wait until both have exited."""
-        (engine,) = self.engines()
-        if victim == "api":
-            self.process.kill()
-        else:
-            engine.kill()
-            self.process.terminate()  # it would report the lost engine for a while
-        self.process.wait(START_S)
-        psutil.wait_procs([engine], START_S)
 
 
 @contextmanager

@@ -36,14 +36,13 @@ from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
-from skipjoin.core.step import StepPlan, StepResult
+from skipjoin.core.step import StepPlan
 from skipjoin.exec.base import LargestStep
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.rank_model import RankModel
 from skipjoin.exec.rank_spec import make_store
 from skipjoin.exec.ranks.cluster import Cluster, import_ray
 from skipjoin.exec.ranks.links import Address, RankListener, connect
-from skipjoin.exec.ranks.plan_messages import PlanReader, PlanWriter
 from skipjoin.exec.ranks.ranks import GroupSizes, RankGroup
 from skipjoin.exec.sampling import Sampling
 from skipjoin.model.folder import model_folder
@@ -269,28 +268,6 @@ def add_up(rank: int, ranks: int, meeting: str, out: Path) -> None:
         out.write_text(json.dumps(found))
 
 
-def written() -> dict[str, Any]:
-    """Measure writing and reading a plan of 64 decodes as a message."""
-    core = EngineCore(Scheduler(build("fcfs", Settings(LinearCost(0.01, 1e-4), 64, 4096)), KVLedger(64 * 64, 0, 16)))
-    for number in range(64):
-        core.add(Request(number, 0.0, [1] * 32, 900, sampling=Sampling(SamplingParams(), 0, ())), 0.0)
-    writer, reader = PlanWriter(), PlanReader()
-    writing, reading, sizes = [], [], []
-    for _ in range(ROUNDS * CALLS // 4):
-        plan = core.start_step(0.0)
-        begin = time.perf_counter()
-        message = writer.write(plan)
-        middle = time.perf_counter()
-        reader.read(message)
-        reading.append(time.perf_counter() - middle)
-        writing.append(middle - begin)
-        sizes.append(len(message))
-        tokens = [5 if piece.samples else None for piece in plan.slices]
-        core.finish_step(StepResult(plan, tokens, 0.0), 0.0)
-        core.take_events()
-    return {"write": quartiles(writing), "read": quartiles(reading), "bytes": statistics.median(sizes)}
-
-
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--graph", type=int, help=argparse.SUPPRESS)
@@ -305,7 +282,7 @@ def main() -> None:
     record = harness.new_record()
     cluster = Cluster.start(24)
     try:
-        record |= {"plan_of_64": written(), "steps": steps(cluster), "ways": ways(cluster), "sums": sums()}
+        record |= {"steps": steps(cluster), "ways": ways(cluster), "sums": sums()}
     finally:
         cluster.close()
     harness.report(record, args.out)

@@ -1,6 +1,6 @@
-"""Measure the throughput of replicas, the pauses of streams when one is killed, and the cost of their links.
+"""Measure the throughput of replicas, and the pauses of streams when one is killed.
 
-    python benchmarks/performance/replicas/run.py [--parts rates,latencies,kills,hop] [--kills 12] [--out FILE]
+    python benchmarks/performance/replicas/run.py [--parts rates,latencies,kills] [--kills 12] [--out FILE]
 
 - `rates` (simulator): the largest arrival rate at which the mean normalized latency stays within 0.3 s per token, for
   one replica and for two with each dispatch rule. ShareGPT lengths, OPT-13B on A100s with 11 GiB of KV, three seeds.
@@ -12,29 +12,20 @@
   longest time that any stream went without a token, `undisturbed_still_s` the same without a kill, and `whole_again_s`
   the time until two engines run again. `same` counts the kills after which all texts equal those of undisturbed
   streams.
-- `hop`: a message of 32 tokens to this process and back, over the ipc socket of a single engine and over the encrypted
-  TCP link of a replica: round trips, and the CPU time of this process. A step costs at most one message each way.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
-import uvloop
-import zmq
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import harness
@@ -42,23 +33,19 @@ from servers import Skipjoin
 from skipjoin.observe.record import Record
 from skipjoin.policies.dispatch import DISPATCH_RULES
 from skipjoin.report.bound import maximum_rate, parse_bound
-from skipjoin.server.engines.channel import Channel
-from skipjoin.server.engines.link import EngineLink, EngineListener, connect
-from skipjoin.server.engines.messages import Abort, ListenerKey, StepOutputs, ToEngine
 from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.machines import Machine
 from skipjoin.sim.experiments.sweep import Grid, RateSearch, sweep
 from skipjoin.sim.experiments.system import System
 from skipjoin.workload.workload import synthetic
-from token_streams import STREAMS, TOKENS, Streamed, longest_gap, run_streams
+from token_streams import Streamed, longest_gap, pauses
 
-PARTS = ("rates", "latencies", "kills", "hop")
+PARTS = ("rates", "latencies", "kills")
 BOUND = parse_bound("normalized_latency_s.mean<=0.3")
 RECIPES = "fcfs,fastserve"
 DURATION_S = 100.0
 START_RPS = 3.0  # where the search of one replica begins
 WORKLOAD = synthetic("sharegpt", "poisson")
-BATCH, ROUNDS, TURNS = 32, 3000, 7
 
 
 # -- in the simulator -------------------------------------------------------------------------------------------
@@ -165,39 +152,17 @@ async def until(server: Skipjoin, count: int, pause_s: float) -> None:
 
 async def measure_kills(server: Skipjoin, kills: int) -> dict[str, Any]:
     """Measure the pauses of streams when one of two engines is killed."""
-    draw = random.Random(1)
-    await run_streams(server.url)
-    begin = time.monotonic()
-    expected = [text for text, _ in await run_streams(server.url)]
-    undisturbed_s = time.monotonic() - begin
-    undisturbed = [pause_of(await run_streams(server.url)) for _ in range(kills)]
-    still, again, same = [], [], 0
-    for _ in range(kills):
-        after_s, victim = draw.uniform(0.1, 0.5) * undisturbed_s, draw.randrange(2)
+    await until(server, 2, 0.02)
+    again: list[float] = []
 
-        async def kill(after_s: float = after_s, victim: int = victim) -> None:
-            await asyncio.sleep(after_s)
-            server.engines()[victim].kill()
-            begin = time.monotonic()
-            await until(server, 1, 0.001)
-            await until(server, 2, 0.02)
-            again.append(time.monotonic() - begin)
+    async def kill(draw: random.Random) -> None:
+        server.engines()[draw.randrange(2)].kill()
+        begin = time.monotonic()
+        await until(server, 1, 0.001)
+        await until(server, 2, 0.02)
+        again.append(time.monotonic() - begin)
 
-        found = await run_streams(server.url, kill)
-        still.append(pause_of(found))
-        is_same = [text for text, _ in found] == expected
-        same += is_same
-        harness.show(f"paused for {still[-1]:.3f} s, two engines after {again[-1]:.1f} s, same texts: {is_same}")
-    return {
-        "kills": kills,
-        "streams": STREAMS,
-        "tokens": TOKENS,
-        "same": same,
-        "undisturbed_s": round(undisturbed_s, 2),
-        "undisturbed_still_s": harness.spread(undisturbed),
-        "still_s": harness.spread(still),
-        "whole_again_s": harness.spread(again, 1),
-    }
+    return await pauses(server.url, kills, kill, pause_of) | {"whole_again_s": harness.spread(again, 1)}
 
 
 def pause_of(found: list[Streamed]) -> float:
@@ -205,102 +170,14 @@ def pause_of(found: list[Streamed]) -> float:
     return max(longest_gap(times) for _, times in found)
 
 
-# -- links --------------------------------------------------------------------------------------
-
-
-def echo(where: str) -> None:
-    """Answer each message with a step of BATCH tokens; `where` is a listener key as JSON or an ipc address."""
-    context = zmq.Context()
-    if where.startswith("{"):
-        socket, _ = connect(context, msgspec.json.decode(where, type=ListenerKey))
-    else:
-        socket = context.socket(zmq.PAIR)
-        socket.connect(where)
-    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToEngine)
-    socket.send(encoder.encode(StepOutputs()))
-    while True:
-        decoder.decode(socket.recv())
-        socket.send(encoder.encode(StepOutputs(list(range(BATCH)), list(range(BATCH)))))
-
-
-class PingPong:
-    """Sends a message whenever one arrives, for a number of rounds."""
-
-    def __init__(self) -> None:
-        self.send: Callable[[ToEngine], object] = lambda message: None
-        self.is_in = asyncio.Event()
-        self._left = 0
-        self._done = asyncio.Event()
-
-    def receive(self, message: object) -> None:
-        self.is_in.set()
-        if self._left == 0:
-            self._done.set()
-            return
-        self._left -= 1
-        self.send(Abort([1]))
-
-    async def play(self, rounds: int) -> tuple[float, float]:
-        """Return the microseconds of a round trip and of this process's CPU time in it."""
-        self._left, self._done = rounds, asyncio.Event()
-        begin, cpu = time.perf_counter(), time.process_time()
-        self.receive(None)
-        await self._done.wait()
-        return (time.perf_counter() - begin) / rounds * 1e6, (time.process_time() - cpu) / rounds * 1e6
-
-
-async def measure_hop() -> dict[str, Any]:
-    ipc, tcp = PingPong(), PingPong()
-    folder = tempfile.TemporaryDirectory(prefix="skipjoin-")
-    context = zmq.Context()
-    socket = context.socket(zmq.PAIR)
-    address = f"ipc://{folder.name}/engine"
-    socket.bind(address)
-    channel = Channel(socket, ipc.receive)
-    ipc.send = channel.send
-
-    def admit(link: EngineLink) -> None:
-        link.on_message = tcp.receive
-        tcp.send = link.send
-
-    door = EngineListener("127.0.0.1", admit)
-    wheres = (address, msgspec.json.encode(door.key).decode())
-    engines = [subprocess.Popen([sys.executable, __file__, "--echo", where]) for where in wheres]
-    try:
-        await asyncio.gather(ipc.is_in.wait(), tcp.is_in.wait())
-        times: dict[str, list[tuple[float, float]]] = {"ipc": [], "tcp": []}
-        for turn in range(TURNS + 1):
-            for name, player in (("ipc", ipc), ("tcp", tcp)):
-                taken = await player.play(ROUNDS)
-                if turn:  # the first one warms up
-                    times[name].append(taken)
-    finally:
-        for engine in engines:
-            engine.kill()
-            engine.wait()
-        channel.close()
-        door.close()
-        context.term()
-        folder.cleanup()
-    found: dict[str, Any] = {"tokens": BATCH, "rounds": ROUNDS, "turns": TURNS}
-    for name, pairs in times.items():
-        found[f"{name}_round_trip_us"] = harness.spread([whole for whole, _ in pairs], 1)
-        found[f"{name}_cpu_us"] = harness.spread([cpu for _, cpu in pairs], 1)
-    return found
-
-
 def main() -> None:
     parser = harness.parser(__doc__, kills=12)
     parser.add_argument(
         "--parts", type=harness.some_of("parts", PARTS), default=PARTS, help="the file keeps its other parts"
     )
-    parser.add_argument("--echo", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.echo is not None:
-        echo(arguments.echo)
-        return
     record = {"bound": str(BOUND), "duration_s": DURATION_S} | harness.read_record(arguments.out)
-    if {"kills", "hop"} & set(arguments.parts):  # the simulator's figures do not depend on the machine
+    if "kills" in arguments.parts:  # the simulator's figures do not depend on the machine
         record |= harness.new_record()
     if "rates" in arguments.parts:
         record["rates"] = measure_rates()
@@ -308,10 +185,7 @@ def main() -> None:
         record["latencies"] = measure_latencies(record["rates"])
     if "kills" in arguments.parts:
         with Skipjoin("tally", "--replicas", 2, *OPTIONS) as server:
-            asyncio.run(until(server, 2, 0.02))
             record["kills"] = asyncio.run(measure_kills(server, arguments.kills))
-    if "hop" in arguments.parts:
-        record["hop"] = uvloop.run(measure_hop())
     harness.report(record, arguments.out)
 
 

@@ -51,7 +51,7 @@ class LoadWatcher(Protocol):
 
 def measure(target: Target, plan: LoadPlan, watcher: LoadWatcher) -> str | None:
     """Run the plan, and return the reason if it ended early. A run that Ctrl-C ends leaves no record."""
-    # The server's event loop; benchmarks/performance/load_client measures it.
+    # The server's event loop.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_measure(target, plan, watcher))
 

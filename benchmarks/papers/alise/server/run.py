@@ -9,9 +9,7 @@ time: "Count from 1 to 5" and "Count from 1 to 200". For each block of 50 reques
 - `error_octaves`: mean absolute error of their base-2 logarithms (1 is a factor of two).
 - `coverage`: share of lengths in the 80 % intervals of the forecasts.
 
-Then the server is stopped in order, loses its engine (and exits), and is killed; after each the next server gets 50
-more requests. At last its state is damaged, and then replaced by that of another format. `begins_again` counts the
-warnings and `set_aside` the folders that the server moved away.
+Then the server is stopped in order, and the next one gets 50 more requests.
 
 In `varied` few prompts occur twice: a chat counts five numbers from a random start below 20, or all from there to 200,
 so the prompts of both kinds resemble each other.
@@ -19,12 +17,9 @@ so the prompts of both kinds resemble each other.
 
 from __future__ import annotations
 
-import json
 import random
-import signal
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,7 +31,6 @@ from served import serve
 
 import harness
 from servers import Skipjoin
-from skipjoin.engine.forecasting import SAVE_EVERY_S
 
 BLOCK, CLIENTS = 50, 4
 Record = dict[str, Any]
@@ -80,27 +74,12 @@ def send(server: Skipjoin, prompts: list[str]) -> Record:
 
 
 def measure(requests: int, options: list[str], folder: Path) -> Record:
-    """Measure the blocks of a new server, and its forecasts after each kind of stop."""
-    later = iter([tasks(BLOCK, seed) for seed in range(1, 6)])
+    """Measure the blocks of a new server, and its forecasts after a restart."""
     found: Record = {}
-
-    def start() -> Skipjoin:
-        return serve(*options, "--forecast-dir", folder)
-
-    with start() as server:
+    with serve(*options, "--forecast-dir", folder) as server:
         found["blocks"] = learn(server, tasks(requests, seed=0))
-    with start() as server:
-        found["after_restart"] = send(server, next(later))
-        server.engines()[0].kill()
-        found["after_restart"]["exit_code_without_engine"] = server.wait()
-    server = start()
-    found["after_killed_engine"] = send(server, next(later))
-    time.sleep(SAVE_EVERY_S + 2)
-    server.stop(signal.SIGKILL)
-    with start() as server:
-        found["after_killed_server"] = send(server, next(later))
-    found["after_damage"] = after(damage, start, folder, next(later))
-    found["after_another_format"] = after(change_format, start, folder, next(later))
+    with serve(*options, "--forecast-dir", folder) as server:
+        found["after_restart"] = send(server, tasks(BLOCK, seed=1))
     return found
 
 
@@ -111,30 +90,6 @@ def learn(server: Skipjoin, prompts: list[str]) -> list[Record]:
         blocks.append(send(server, prompts[first : first + BLOCK]))
         show("learning", blocks[-1])
     return blocks
-
-
-def after(harm: Callable[[Path], None], start: Callable[[], Skipjoin], folder: Path, prompts: list[str]) -> Record:
-    """Start a server on the state that `harm` left and measure it."""
-    harm(folder)
-    with start() as server:
-        record = send(server, prompts)
-    record["begins_again"] = server.log().count("begin again")
-    record["set_aside"] = len(list(folder.glob("*.bad-*")))
-    return record
-
-
-def damage(folder: Path) -> None:
-    """Change one byte in the middle of the arrays."""
-    (file,) = (one for one in folder.glob("*/*.safetensors") if ".bad-" not in one.parent.name)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-def change_format(folder: Path) -> None:
-    """Give the state a future format."""
-    (file,) = (one for one in folder.glob("*/state.json") if ".bad-" not in one.parent.name)
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 999}))
 
 
 def show(what: str, record: Record) -> None:

@@ -1,7 +1,5 @@
 """Show what bounds two figures of the arena: throughput above the capacity, and latency where first tokens cost most.
 
-    python benchmarks/arena/bounds.py [--out FILE]
-
 Throughput: Where the chance to end falls with the tokens generated, blind orders by expected latency approach one that
 serves each request up to the same number of tokens, and none beyond. At `load` times the capacity of `fcfs`, it serves
 x tokens of each request, with E[min(X, x)] = E[X] / load, and finishes those of at most x tokens: load x P(X <= x)

@@ -1,8 +1,5 @@
 """Compare recipes and vLLM over HTTP: five cells that overflow, and one in which nothing is short.
 
-    python benchmarks/arena/engine.py [--recipes fcfs,sarathi,fastserve,alise,adaptive] [--peers vllm] [--seeds 0,1,2]
-        [--load 1.2] [--duration 60] [--cells TEXT] [--out FILE]
-
 The model is a random-weight Llama of 97.5M parameters in bfloat16. In the first cells, requests arrive at `--load`
 times the capacity of the first recipe, which the middle of a burst measures. In the cell `ample` six background
 generations run all the time, and short chats arrive at a twentieth of the capacity, with the default number of slots.

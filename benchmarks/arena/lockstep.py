@@ -1,8 +1,5 @@
 """Compare recipes on the real engine, with engines that take turns step by step in one process.
 
-    python benchmarks/arena/lockstep.py [--recipes fcfs,sarathi,fastserve,alise,adaptive] [--seeds 0,1,2] [--load 1.6]
-        [--duration 20] [--cells TEXT] [--out FILE]
-
 Servers that run one after the other meet different speeds of the machine. Here the engine whose clock is behind takes
 the next step, and its clock runs only meanwhile, so all meet the same speeds. Cells are those of engine.py, without
 HTTP; other cells of the record stay. Forecasts are made and learned while the clock stands, as another process does

@@ -1,7 +1,5 @@
 """Compare `adaptive` with the best of the other recipes in hindsight, cell by cell, in the simulator.
 
-    python benchmarks/arena/run.py [--quick] [--final] [--jobs 2] [--cells 40] [--match TEXT] [--out FILE]
-
 The grid covers lengths, loads of 0.7 to 2 times the capacity, slots, KV pools, models, bursts, service classes,
 objectives and forecasts, with 400 s of arrivals. The rivals run in every third cell. `--out` (by default `result.json`
 next to this file, or `final.json` with `--final`) is written after each cell, and cells that it has are not run again:

@@ -1,7 +1,5 @@
 """Run all simulated figures and tables of a paper's evaluation one after the other.
 
-    python benchmarks/papers/run_all.py alise [--quick] [--only figure06,table3] [--jobs 2] [--out FOLDER]
-
 Figures of BROS read traces in the folder SKIPJOIN_TRACES, if it is set.
 """
 

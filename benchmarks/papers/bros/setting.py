@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from papers.figures.pictures import curves, legend_of
-from papers.figures.report import settings_of, table
+from papers.figures.report import Column, grouped, heads, mean_of, settings_of, table
 from papers.figures.runs import Kept, Options, Result, cells, pick
 from papers.figures.variants import Variant, lasting, plain
 from skipjoin.core.request import ServiceClass
@@ -163,7 +162,6 @@ def said(systems: Sequence[System], loads: Sequence[Load], options: Options, *, 
 
 # A test checks that no request of a result is unfinished.
 KEPT = ("real_time.requests.unfinished",)
-Column = str | Callable[[Record], float]
 LATENCY, BATCHED = "real_time.normalized_latency_s.mean", "best_effort.window.throughput_rps"
 TTFT_KEPT, TPOT_KEPT = "real_time.slo.ttft_attained", "real_time.slo.tpot_attained"
 
@@ -190,43 +188,19 @@ FIELDS: Mapping[str, Column] = {
 }
 
 
-def compared(title: str, records: Sequence[Record], keys: Sequence[str], columns: Mapping[str, Column]) -> Result:
-    """Return a table with a row per combination of the keys' values; figures are means over the other labels."""
-    rows = [
-        (*key, *(_mean(some, column) for column in columns.values())) for key, some in _grouped(records, keys).items()
-    ]
-    return table(title, (*(_HEADS.get(key, key) for key in keys), *columns), rows)
-
-
 def side_by_side(title: str, records: Sequence[Record], keys: Sequence[str], column: Column) -> Result:
     """Return a table with a column per variant and a row per combination of the keys' values, as means."""
     names = list(dict.fromkeys(record["variant"] for record in records))
     rows = [
-        (*key, *(_mean(pick(some, variant=name), column) for name in names))
-        for key, some in _grouped(records, keys).items()
+        (*key, *(mean_of(pick(some, variant=name), column) for name in names))
+        for key, some in grouped(records, keys).items()
     ]
-    return table(title, (*(_HEADS.get(key, key) for key in keys), *names), rows)
-
-
-_HEADS = {"rate_rps": "req/s", "in_flight": "in flight"}
-
-
-def _grouped(records: Sequence[Record], keys: Sequence[str]) -> dict[tuple[object, ...], list[Record]]:
-    """Group records by the values of labels and the rate."""
-    groups: dict[tuple[object, ...], list[Record]] = {}
-    for record in records:
-        values = (f"{record['workload'][key]:g}" if key == "rate_rps" else record[key] for key in keys)
-        groups.setdefault(tuple(values), []).append(record)
-    return groups
+    return table(title, (*heads(keys), *names), rows)
 
 
 def value_of(record: Record, column: Column) -> float:
     """Return the value of a column for a record."""
     return column(record) if callable(column) else field_value(record, column)
-
-
-def _mean(records: Sequence[Record], column: Column) -> float:
-    return fmean(value_of(record, column) for record in records)
 
 
 def changes(records: Sequence[Record], name: str, column: Column, base: str = BLIND.name) -> list[float]:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Any
 
-from papers.figures.report import settings_of, table
+from papers.figures.report import settings_of
 from papers.figures.runs import Kept, Options, Result, cells, poisson
 from papers.figures.variants import Variant, lasting
 from papers.recipes import LABELLED
 from skipjoin.observe.record import Record, Slo
 from skipjoin.options import Value
 from skipjoin.recipes import Forecasts
-from skipjoin.report.bound import field_value
 from skipjoin.sim.experiments.cell import Cell
 from skipjoin.sim.experiments.machines import Machine
 from skipjoin.sim.experiments.system import System
@@ -154,32 +152,6 @@ def said(systems: Sequence[System], options: Options, *, seeds: int = 1, note: s
 
 
 # -- tables -----------------------------------------------------------------------------------------------
-
-Column = str | Callable[[Record], float]
-
-
-def compared(title: str, records: Sequence[Record], keys: Sequence[str], columns: Mapping[str, Column]) -> Result:
-    """Return a table with a row per combination of the keys' values; figures are means over the other labels."""
-    groups: dict[tuple[object, ...], list[Record]] = {}
-    for record in records:
-        groups.setdefault(tuple(record[key] for key in keys), []).append(record)
-    rows = [(*key, *(_mean(some, column) for column in columns.values())) for key, some in groups.items()]
-    return table(title, (*keys, *columns), rows)
-
-
-def _mean(records: Sequence[Record], column: Column) -> float | None:
-    read = column if callable(column) else lambda record: _value(record, column)
-    values = [value for record in records if (value := read(record)) is not None]
-    return fmean(values) if values else None
-
-
-def _value(record: Record, field: str) -> float | None:
-    """Return a dotted field, or None if the record lacks it."""
-    place: object = record
-    for name in field.split("."):
-        place = place.get(name) if isinstance(place, Mapping) else None
-    return field_value(record, field) if place is not None else None
-
 
 # Fields that most figures show.
 LATENCY = {

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +26,7 @@ import harness
 from papers.figures.runs import DURATION_S, MEASURED, SEEDS, Options, Result, Search, by_rate, mean, pick
 from papers.recipes import label_of
 from skipjoin.observe.record import Record
-from skipjoin.report.bound import MaximumRate
+from skipjoin.report.bound import MaximumRate, field_value
 from skipjoin.report.plots import style
 from skipjoin.sim.experiments.system import System
 from skipjoin.workload.workload import Synthetic
@@ -82,6 +83,47 @@ def latencies(title: str, records: Sequence[Record], names: Sequence[str], *, by
         if (mine := pick(some, **{by: name}))
     ]
     return table(title, ("req/s", by, *_LATENCIES), rows)
+
+
+Column = str | Callable[[Record], float]
+_HEADS = {"rate_rps": "req/s", "in_flight": "in flight"}
+
+
+def compared(title: str, records: Sequence[Record], keys: Sequence[str], columns: Mapping[str, Column]) -> Result:
+    """Return a table with a row per combination of the keys' values; figures are means over the other labels."""
+    rows = [
+        (*key, *(mean_of(some, column) for column in columns.values())) for key, some in grouped(records, keys).items()
+    ]
+    return table(title, (*heads(keys), *columns), rows)
+
+
+def heads(keys: Sequence[str]) -> list[str]:
+    """Return the column names of keys."""
+    return [_HEADS.get(key, key) for key in keys]
+
+
+def grouped(records: Sequence[Record], keys: Sequence[str]) -> dict[tuple[object, ...], list[Record]]:
+    """Group records by the values of labels and the rate."""
+    groups: dict[tuple[object, ...], list[Record]] = {}
+    for record in records:
+        values = (f"{record['workload'][key]:g}" if key == "rate_rps" else record[key] for key in keys)
+        groups.setdefault(tuple(values), []).append(record)
+    return groups
+
+
+def mean_of(records: Sequence[Record], column: Column) -> float | None:
+    """Return the mean of a column over the records that have it."""
+    read = column if callable(column) else lambda record: _value(record, column)
+    values = [value for record in records if (value := read(record)) is not None]
+    return fmean(values) if values else None
+
+
+def _value(record: Record, field: str) -> float | None:
+    """Return a dotted field, or None if the record lacks it."""
+    place: object = record
+    for name in field.split("."):
+        place = place.get(name) if isinstance(place, Mapping) else None
+    return field_value(record, field) if place is not None else None
 
 
 def settings_of(

@@ -1,8 +1,5 @@
 """Measure chat with and without a concurrent batch, and compare a batch alone with the same requests over HTTP.
 
-    python benchmarks/performance/batches/chat.py [--recipes fastserve,bros] [--parts chat,alone] [--pairs 4]
-        [--seconds 25] [--out FILE]
-
 The script serves the built-in model. `chat` measures chat at a steady rate, in turn without and with a running batch:
 times to the first token, their ratio, and the tokens per second of the batch. `alone` measures a batch from its
 creation until it is completed, and the same requests over HTTP with the same number in flight, each at a new server.

@@ -1,8 +1,5 @@
 """Measure steps under objectives that no request can meet, and chat during a flood of flex requests.
 
-    python benchmarks/performance/batches/flood.py [--recipes fastserve,bros] [--parts impatient,flooded] [--pairs 4]
-        [--seconds 20] [--out FILE]
-
 The script serves the built-in model. `impatient` sends the same requests in turn without and with the header
 `x-slo-ttft-ms: 1`: all must finish, and a step may take at most 1.1 times as long. `flooded` measures chat at a steady
 rate, in turn without and with another client that keeps 128 requests of `service_tier: flex` in flight: the P99 of the

@@ -1,7 +1,5 @@
 """Measure the bandwidth of KV block moves between the tiers of a CPU and their effect on concurrent steps.
 
-    OMP_WAIT_POLICY=passive python benchmarks/performance/block_copies/run.py [--out FILE] [--repeats 15] [--rounds 15]
-
 `copies` compares three ways to move 256 MiB: blocks scattered over pools of twice the size, one memmove of the same
 size between these pools, and the same blocks where the CPU tier holds 8-bit values (`--swap-dtype int8`). They take
 turns. `ratio` and `int8_ratio` are bandwidths relative to the memmove in the same repeat; bytes are those on the

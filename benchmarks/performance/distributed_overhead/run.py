@@ -1,7 +1,5 @@
 """Measure the cost of sending a plan to several ranks by transport, and the overhead of a step without its model.
 
-    python benchmarks/performance/distributed_overhead/run.py [--out FILE] [--sums]
-
 `ways`: a message of a plan's size is sent to every rank, and each rank answers: by Ray actor calls, through a compiled
 Ray graph, and over the engine's links. A compiled graph runs in a separate process, which is killed if it does not
 exit.

@@ -1,8 +1,5 @@
 """Measure tokens per second on this CPU: Skipjoin through `LLM` and over HTTP, and other engines, in one run.
 
-    python benchmarks/performance/engine_throughput/run.py [--peers vllm,transformers,llamacpp] [--repeats 3]
-        [--once transformers] [--sets even,long] [--dtypes bfloat16] [--out FILE]
-
 The model is a random-weight Llama of 97.5M parameters. All requests of a set are sent at once, decode greedily and
 ignore end-of-sequence. Sets, as requests x (prompt + output tokens): `even` 16 x (64 + 64), `one` 1 x (64 + 128),
 `wide` 64 x (64 + 64), `ragged` 32 x (8 to 512 + 8 to 256), `prefill` 16 x (900 + 1), `long` 16 x (700 + 128). Rates

@@ -1,7 +1,5 @@
 """Generate with transformers in a separate process, in the environment of the peer `transformers`.
 
-    PYTHON transformers_peer.py FOLDER [--dtype bfloat16]
-
 The process reads one JSON object per line: `{"engine": "generate" or "continuous", "jobs": [[prompt, output], ...]}`,
 and answers with the seconds of the jobs. Its first line says that the model is loaded. `generate` runs requests of one
 length in one batch, and others in batches of 16 in the given order, padded on the left.

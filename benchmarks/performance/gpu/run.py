@@ -1,7 +1,5 @@
 """Run all measurements that need a GPU.
 
-    python benchmarks/performance/gpu/run.py [--parts decode,prefill,...] [--minutes 9] [--out FOLDER] [--rehearse]
-
 Each part runs in its own process with a time limit, so a crash or a hang loses only that part; result.json is written
 after each. Parts of an earlier run in FOLDER/result.json are kept with their dates. `machine` always runs first and
 measures the copy bandwidth and the rate of matrix products, which the other parts are compared with.
@@ -21,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -156,93 +154,15 @@ def run_all(parts: list[Part], minutes: float, file: Path, *, rehearse: bool) ->
     return result
 
 
-def table(result: Mapping[str, Any]) -> list[str]:
-    """Return a few lines on each part and the failures of this call."""
-    lines = [f"{name}: {status}" for name, status in result["statuses"].items() if status != "ok"]
-    for part in PARTS:
-        if (outcome := result["parts"].get(part.name)) is None:
-            continue
-        lines.append(f"{part.name:11} {outcome['status']}, {outcome['seconds']:.0f} s")
-        try:
-            lines += [f"  {line}" for line in _lines(part.name, outcome["figures"])]
-        except (KeyError, TypeError) as error:
-            lines.append(f"  figures are missing: {error}")
-        if outcome["status"] != "ok" and "log" in outcome:
-            lines += [f"  | {line}" for line in outcome["log"].splitlines()[-4:]]
-    return lines
-
-
-def _lines(name: str, figures: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a part's figures."""
-    return _LINES[name](figures) if name in _LINES and figures else [json.dumps(figures)[:300]]
-
-
-def _machine_lines(figures: Mapping[str, Any]) -> list[str]:
-    top = figures["ceilings"]
-    copy, matmul = top["copy_bytes_per_s"] / 1e9, top["matmul_flop_per_s"] / 1e12
-    return [f"{figures['machine']['gpu']}: copy {copy:.4g} GB/s, matmul {matmul:.4g} TFLOP/s"]
-
-
-def _decode_lines(figures: Mapping[str, Any]) -> list[str]:
-    lines = [_decode_line(batch, found) for batch, found in figures["batches"].items()]
-    return [f"{figures['model']}, {figures['attention']} attention", *lines]
-
-
-def _decode_line(batch: str, found: Mapping[str, Any]) -> str:
-    if "skipped" in found:
-        return f"batch {batch}: {found['skipped']}"
-    gap = found.get("gpu", {}).get("gap_share")
-    return (
-        f"batch {batch:>3}: {found['step_ms']['median']:.4g} ms, {found['of_floor']:.2f} of what the card allows, "
-        f"scheduling {found['scheduling_share']:.2%}" + ("" if gap is None else f", gap {gap:.1%}")
-    )
-
-
-def _prefill_lines(figures: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{what}: {found['step_ms']['median']:.4g} ms, {found['of_rate']:.2f} of the matrix rate"
-        for what, found in figures["steps"].items()
-    ]
-
-
-def _attention_lines(figures: Mapping[str, Any]) -> list[str]:
+def summary(result: Mapping[str, Any]) -> list[str]:
+    """Return a line on each part, and the end of the log of those that failed in this call."""
     lines = []
-    for case in figures["cases"]:
-        share = case.get("of_copy", case.get("of_matmul"))
-        text = case.get("failed") or f"{case['ms']['median']:.4g} ms"
-        lines.append(f"{case['case']}, {case['implementation']}: {text}" + ("" if share is None else f", {share:.2f}"))
+    for name, outcome in result["parts"].items():
+        status = result["statuses"].get(name, outcome["status"])
+        lines.append(f"{name:10} {status}, {outcome['seconds']:.0f} s")
+        if status != "ok":
+            lines += [f"  | {line}" for line in outcome.get("log", "").splitlines()[-4:]]
     return lines
-
-
-def _copies_lines(figures: Mapping[str, Any]) -> list[str]:
-    link = {way: figures["link"][f"{way}_gb_per_s"]["median"] for way in ("out", "in", "both")}
-    lines = [f"link: {link['out']} GB/s out, {link['in']} in, {link['both']} both"]
-    for move in figures["moves"]:
-        what = f"{move['blocks']} blocks of {move['blocks_of']} {move['direction']}"
-        lines.append(f"{what}: {move['share']['median']:.2f} of the link")
-    return lines + [
-        f"steps during copies of {found['blocks_of']}, {found['swap_dtype']}: "
-        f"{found['slowdown']['median']:.3f} times as long"
-        for found in figures["concurrent"]
-    ]
-
-
-def _record_lines(figures: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{recipe}: {record['throughput_tps']:.4g} tokens/s, batch {record['batch_mean']:.3g}, "
-        f"{record['normalized_latency_s']['mean']:.4g} s per token, first token p95 {record['ttft_s']['p95']:.4g} s"
-        for recipe, record in figures["records"].items()
-    ]
-
-
-_LINES: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
-    "machine": _machine_lines,
-    "decode": _decode_lines,
-    "prefill": _prefill_lines,
-    "attention": _attention_lines,
-    "copies": _copies_lines,
-    "record": _record_lines,
-}
 
 
 def main() -> None:
@@ -263,7 +183,7 @@ def main() -> None:
         result = run_all(parts, args.minutes, file, rehearse=args.rehearse)
     except RuntimeError as error:
         raise SystemExit(f"error: {error}") from None
-    print("\n".join(table(result)))
+    print("\n".join(summary(result)))
     print(f"wrote {file}")
     raise SystemExit(any(status != "ok" for status in result["statuses"].values()))
 

@@ -1,7 +1,5 @@
 """Measure what a decode step costs around the model: Python, sampling, text, the engine process and HTTP.
 
-    python benchmarks/performance/model_step/around.py [--batches 1 16 64] [--repeats 5] [--out FILE]
-
 `LLM` in this process and `skipjoin serve` run the same greedy requests in turns: the model of `random_model.py` in
 bfloat16, prompts of 64 tokens. Linux only.
 

@@ -1,7 +1,5 @@
 """Compare a KV cache of 8 bits (`--kv-cache-dtype int8`) with that of the model's type, on this machine's CPU.
 
-    OMP_WAIT_POLICY=passive python benchmarks/performance/model_step/int8_kv.py [--out FILE] [--repeats N] [--tasks N]
-
 - `memory`: KV blocks of 16 tokens per GiB, for cataloged models in bfloat16.
 - `steps`: a decode step of the random Llama of `model_step` in bfloat16. Steps with both caches alternate. `ratio` is
   the median of the times with the model's type relative to int8, `attention_ratio` that of attention with rotation.

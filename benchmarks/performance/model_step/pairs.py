@@ -1,8 +1,5 @@
 """Time whole model steps of this source and of another commit, in turns.
 
-    OMP_WAIT_POLICY=passive python benchmarks/performance/model_step/pairs.py --against COMMIT [--repeats 10]
-        [--steps 20] [--dtype bfloat16] [--out FILE]
-
 Each variant is a process with its own source and the model of run.py, and sleeps while the other one runs. A turn is
 `steps` steps of a shape, which include packing and greedy sampling.
 

@@ -1,8 +1,5 @@
 """Time one model step and its parts on this machine's CPU.
 
-    OMP_WAIT_POLICY=passive python benchmarks/performance/model_step/run.py [--out FILE] [--repeats N]
-        [--dtype bfloat16 float32] [--attention auto torch]
-
 The model is a random-weight Llama of 97.5 million parameters, as in engine_throughput. A decode step of n sequences has
 one token each with 96 or 764 tokens of context; a prefill step is one prompt. Times are medians over repeats and
 minima.

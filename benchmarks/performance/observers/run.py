@@ -1,7 +1,5 @@
 """Measure what observers cost: output tokens per second and CPU time with consoles, with traces, and without either.
 
-    python benchmarks/performance/observers/run.py [--requests 1000] [--tokens 200] [--consoles 3] [--out FILE]
-
 Each turn sends the requests at once to new servers of the built-in model, one per case in alternating order, and waits
 for all of them. `with_consoles` has `--consoles` readers of /debug/events, and `with_traces` a collector of OTLP spans,
 both in processes of their own. `without_again` repeats the first case, so that its ratio shows the noise. The target is

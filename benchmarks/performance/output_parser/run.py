@@ -1,7 +1,5 @@
 """Measure the time per token of splitting an output into content, reasoning and tool calls.
 
-    python benchmarks/performance/output_parser/run.py [--out FILE]
-
 For each format, a message of `--tokens` pieces of four characters is read piece by piece, as the API process reads a
 stream: only content, only reasoning, and one call with long arguments. `begin_us` is the time to create a reader. The
 target is 20 us per token.

@@ -1,7 +1,5 @@
 """Measure the chats of other API keys during a flood from one key, with and without `--fair-by key`.
 
-    python benchmarks/performance/overload/keys.py [--keys 1,10,1000] [--seconds 15] [--out FILE]
-
 The script serves the built-in model. One key keeps 80 requests of 16 choices in flight: 1,280 sequences for a queue of
 1,024. The other keys take turns to send one chat after the other. With one key the flood is alone, without and with
 `--fair-by key` in turn. Targets: no chat is refused, the median chat takes at most 3 times as long as a chat alone, and

@@ -1,8 +1,5 @@
 """Measure a server at one to ten times its capacity: refusals, `Retry-After`, objectives and goodput.
 
-    python benchmarks/performance/overload/run.py [--factors 1,2,5,10] [--seconds 30] [--longest 60]
-        [--peers vllm] [--out FILE]
-
 The script serves the built-in model with a queue of 64 requests and measures its capacity with 64 streams in flight.
 Then it sends streams at multiples of that rate, each at its due time; the last factor lasts `--longest` seconds. With
 `--peers vllm` it repeats this with vLLM, whose queue has no limit, at vLLM's own capacity.

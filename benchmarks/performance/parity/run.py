@@ -1,7 +1,5 @@
 """Compare the simulator's predictions with the engine: the same requests through both, with this machine's profile.
 
-    python benchmarks/performance/parity/run.py [--repeats 3] [--duration 45] [--out FILE]
-
 The model is a random-weight Llama of 97.5M parameters in bfloat16. Requests have a quarter of ShareGPT's lengths and
 arrive as a Poisson process at 0.5 and 0.8 of the rate that `fcfs` sustains in the simulator. Each repeat profiles the
 machine, simulates, and then runs the engine in real time in this process: requests enter between steps, as in the

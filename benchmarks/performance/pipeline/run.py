@@ -1,7 +1,5 @@
 """Measure the throughput and bubbles of a two-stage pipeline, and the simulator's accuracy for it.
 
-    OMP_WAIT_POLICY=passive python benchmarks/performance/pipeline/run.py [--pairs 3] [--dtype float32] [--out FILE]
-
 PP 2 over two processes of one thread each runs the same requests as one process of one thread, all present at the
 start. The model is a random-weight Llama of 24 layers and width 512. `long` prompts fill several plans; `short` ones
 would all fit one plan. `even` balances the plans of the stages (`EvenStages`), with prompts cut to fit (`fastserve`) or

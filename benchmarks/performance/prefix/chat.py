@@ -1,7 +1,5 @@
 """Measure times to the first token of conversations over HTTP, with and without prefix caching and a CPU tier.
 
-    python benchmarks/performance/prefix/chat.py [--peers vllm] [--rounds 3] [--out FILE]
-
 The model is a random-weight Llama of 97.5M parameters in bfloat16. All conversations begin with the same 192 tokens.
 The prompt of each turn is that of the previous turn and 160 more random tokens; answers are not part of it, because not
 every API returns them as tokens. All first turns are sent, then all second turns, and so on, four at a time.

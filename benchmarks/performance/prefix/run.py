@@ -1,8 +1,6 @@
 """Measure prefix caching in the simulator: hit rates, recomputation, waits of uncached requests, and dispatch rules.
 
-    SKIPJOIN_TRACES=FOLDER python benchmarks/performance/prefix/run.py [--parts sizes,tiers,order,...] [--out FILE]
-
-`sizes` and `order` also use Mooncake's conversation_trace.jsonl (with `hash_ids`) if the folder has it.
+`sizes` also uses Mooncake's conversation_trace.jsonl (with `hash_ids`) if the folder SKIPJOIN_TRACES has it.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import harness
 from papers.recipes import SPELLED
-from performance.prefix.accesses import Prompt, hit_rate
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import Request
@@ -92,10 +89,6 @@ def traces() -> Iterator[tuple[Trace, int]]:
         harness.show(f"SKIPJOIN_TRACES has no {MOONCAKE}: it is left out")
 
 
-def prompts_of(trace: Trace) -> list[Prompt]:
-    return [(row.parts.names, row.prompt_tokens) for row in trace.rows if row.parts is not None]
-
-
 def found(record: Result) -> Result:
     """Return the figures of a run."""
     return {
@@ -132,8 +125,7 @@ def sizes() -> Result:
             record = run(Cell(system("fcfs", blocks, block_size, length=length), Replay(trace), WHOLE))
             rows.append({"share_of_all_tokens": share, "kv_blocks": blocks, **found(record)})
             harness.show(trace.name, rows[-1])
-        infinite = hit_rate(prompts_of(trace), block_size, None)
-        results[trace.name] = {"requests": len(trace.rows), "sequence_unlimited": infinite, "simulated": rows}
+        results[trace.name] = {"requests": len(trace.rows), "simulated": rows}
     return results
 
 
@@ -151,27 +143,13 @@ def tiers() -> Result:
             use["swapped_out_gb"] = record["kv"]["swapped_out_bytes"] / 1e9
             rows.append(use)
             harness.show(name, use)
-        results[name] = {"sequence_unlimited": hit_rate(prompts_of(trace), PART, None), "simulated": rows}
+        results[name] = {"simulated": rows}
     return results
 
 
 def order() -> Result:
-    """Compare orders of eviction: offline on the sequence of prompts, and in the simulator with waiting requests."""
-    results: Result = {}
-    for trace, block_size in traces():
-        prompts = prompts_of(trace)
-        distinct = len({name for names, _ in prompts for name in names})
-        offline = [
-            {
-                "cache_blocks": int(distinct * share),
-                "lru": hit_rate(prompts, block_size, int(distinct * share)),
-                "belady": hit_rate(prompts, block_size, int(distinct * share), optimal=True),
-            }
-            for share in (0.02, 0.05, 0.1, 0.2, 0.4)
-        ]
-        results[trace.name] = {"distinct_blocks": distinct, "offline_analysis": offline}
-        harness.show(trace.name, results[trace.name])
-    # Twice the capacity, so that hundreds of requests wait; `interest` retains the blocks that they will use.
+    """Compare the retention of blocks that waiting requests will use (`interest`) with plain LRU."""
+    # Twice the capacity, so that hundreds of requests wait.
     trace = conversations(1, 2000, rate=2.5)
     rows = []
     for blocks in (800, 1200, 2400):
@@ -180,7 +158,7 @@ def order() -> Result:
             lru = found(run(cell))
         rows.append({"kv_blocks": blocks, "lru": lru, "interest": found(run(cell))})
         harness.show(rows[-1])
-    return results | {"simulated_overload": rows}
+    return {"simulated_overload": rows}
 
 
 def recompute() -> Result:

@@ -1,7 +1,5 @@
 """Measure how long streams pause when a rank is killed, and whether a token is lost, repeated or changed.
 
-    python benchmarks/performance/recovery/run.py [--kills 20] [--out FILE]
-
 The script serves the built-in model with several ranks, and kills one rank (SIGKILL) while streams run. `still_s` has
 the longest time in which no stream received a token. See `token_streams.pauses` for the other figures.
 """

@@ -1,7 +1,5 @@
 """Measure the throughput of replicas, and the pauses of streams when one is killed.
 
-    python benchmarks/performance/replicas/run.py [--parts rates,latencies,kills] [--kills 12] [--out FILE]
-
 - `rates` (simulator): the largest arrival rate at which the mean normalized latency stays within 0.3 s per token, for
   one replica and for two with each dispatch rule. ShareGPT lengths, OPT-13B on A100s with 11 GiB of KV, three seeds.
   Target: two replicas reach at least 1.8 times the rate of one.

@@ -1,8 +1,5 @@
 """Measure the cost of a scheduling decision with 128 decoding requests and a queue of up to 100,000.
 
-    python benchmarks/performance/scheduler_cost/run.py [--recipes NAME ...] [--limits LIMIT ...] [--repeats 5]
-        [--out FILE]
-
 No model runs: every plan is answered immediately with fixed tokens. `decide` is the time of `Scheduler.schedule` and
 `Scheduler.commit`. `engine` is the time of `EngineCore.start_step`, `finish_step` and `take_events`, which adds tokens,
 stop conditions and events. Each figure is the median CPU time over the steps of a run, and the record has the median

@@ -1,7 +1,5 @@
 """Compare capacities with a KV cache of 8 bits and one of the model's type in as much memory, over HTTP.
 
-    python benchmarks/performance/served_load/int8_kv.py [--repeats 3] [--out FILE]
-
 The model is that of `run.py` in bfloat16, under `fcfs`. Requests have half of ShareGPT's lengths, and 0.1 GiB of KV
 limits the batch. Servers with both types run at the same time and get the same bursts in turns, in alternating order.
 The capacity is the number of requests finished per second of a burst.

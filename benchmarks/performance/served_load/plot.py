@@ -1,7 +1,5 @@
 """Draw the README's chart: P95 normalized latency against load, from result.json.
 
-python benchmarks/performance/served_load/plot.py
-
 It plots what `run.py` measured and computes nothing itself.
 """
 

@@ -1,8 +1,5 @@
 """Measure the largest arrival rate under one latency bound, for Skipjoin's recipes and vLLM over HTTP.
 
-    python benchmarks/performance/served_load/run.py [--peers vllm] [--recipes fcfs,fastserve[eviction=defer],fastserve]
-        [--seeds 0,1,2] [--duration 120] [--first 1] [--bound SECONDS] [--out FILE]
-
 The model is a random-weight Llama of 97.5M parameters in bfloat16. Requests have a quarter of ShareGPT's lengths,
 arrive as a Poisson process, and stream. The bound on the mean normalized latency (seconds from arrival to end per
 output token) is ten decode iterations of a single request at the first server (FastServe section 6.1), or `--bound`.

@@ -1,7 +1,5 @@
 """Measure what constraints on outputs cost.
 
-    python benchmarks/performance/structured_output/run.py [--parts steps,first,schemas,soak,served] [--out FILE]
-
 `steps` is the decode step of 16 and 64 requests, all constrained by a JSON schema, divided by the step of the same
 requests without constraints. `first` is the latency of one token over HTTP with a schema that the server has not seen,
 less the latency without one. Both use a random-weight Llama with a vocabulary of 128,000 tokens in bfloat16. `schemas`

@@ -1,7 +1,5 @@
 """Measures vLLM with its own scheduler and with Skipjoin's, in one process. `run.py` starts it with vLLM's interpreter.
 
-    python lanes.py PART SETTINGS
-
 SETTINGS is a JSON object; the results are the last line of the output. Each engine has a clock of its own, the CPU time
 of its steps, so that engines take turns without delaying each other, and other programs count little.
 """

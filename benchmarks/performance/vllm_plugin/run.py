@@ -1,8 +1,5 @@
 """Compare vLLM's own scheduler with Skipjoin's schedulers inside vLLM, on the CPU backend.
 
-    python benchmarks/performance/vllm_plugin/run.py [--parts burst,cost,load,sharegpt] [--seconds 60] [--seeds 3]
-        [--out FILE]
-
 The model has 97.5M random weights in bfloat16 and runs without compilation on one thread. vLLM is installed into an
 environment of its own on first use. In each part all schedulers run in one process and take turns step by step; the
 clock of each is the CPU time of its own steps.

@@ -1,7 +1,5 @@
 """Constants of ALISE, chosen on traces that its evaluation does not use.
 
-    SKIPJOIN_TRACES=FOLDER python benchmarks/papers/alise/constants/run.py [--quick]
-
 `length_quantile` needs distributions of lengths: forecasts are those of recent requests alone (`prior`). `aging_s` is
 tried with forecasts of two accuracies, in multiples of the time that 512 prompt and 256 output tokens take alone, which
 follows from profiled step times. Both are chosen on lengths of LMSYS-Chat-1M and of Azure's conversations above the

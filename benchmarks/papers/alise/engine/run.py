@@ -1,7 +1,5 @@
 """Measure ALISE on a real engine over HTTP, with answers whose lengths follow from the prompts.
 
-    python benchmarks/papers/alise/engine/run.py --work DIR --out FILE [--seconds S] [--requests 120] [--repeats 2]
-
 The built-in model answers tasks on one core; four in five have a short answer. `skipjoin bench` sends them as greedy
 chats with the same large `max_tokens`, as a Poisson process above the capacity of `fcfs`. Every run has a new server.
 Recipes take turns at each rate, then all again with other tasks and arrival times. Within a repeat and rate all runs

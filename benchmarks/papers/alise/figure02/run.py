@@ -1,7 +1,5 @@
 """ALISE figure 2, the panel of figure 6 with OPT-13B on ShareGPT: three seeds, and the paper's 30 minutes.
 
-    python benchmarks/papers/alise/figure02/run.py [--quick]
-
 On a V100 with 32 GB. `fcfs` stands for vLLM. Requests arrive for 10 minutes at rates that rise until the mean
 normalized latency breaks 0.2 s per token, at which the largest rates are read off the curves, and at the capacity also
 for 30 minutes.

@@ -1,7 +1,5 @@
 """ALISE figure 7: distributions of input and output lengths of Alpaca and ShareGPT.
 
-    python benchmarks/papers/alise/figure07/run.py
-
 The script draws 20,000 requests from the simulator's built-in quantile tables, which all figures here use.
 """
 

@@ -1,7 +1,5 @@
 """ALISE figure 8: KV management under memory pressure.
 
-    python benchmarks/papers/alise/figure08/run.py [--quick]
-
 OPT-13B on a V100 with 32 GB, near-true forecasts, Alpaca for 120 s and ShareGPT for 300 s. KV is swapped proactively by
 estimated wait time (`alise`), swapped when blocks run out (`alise-reactive`), dropped and recomputed
 (`alise-recompute`), or new requests are deferred (`alise-defer`).

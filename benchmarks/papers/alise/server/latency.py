@@ -1,7 +1,5 @@
 """Measure what forecasts cost a server: time to the first token and output tokens per second.
 
-    python benchmarks/papers/alise/server/latency.py [--pairs 5] [--recipe alise] [--out FILE]
-
 Two servers of the built-in model run at the same time: one with `--forecaster none`, and one with
 `--forecaster learned` and a full index of 10,000 past prompts. `skipjoin bench` measures them in pairs whose order
 alternates: under a light load (64 + 32 tokens) for the time to the first token, and with 128 requests at once (64 + 64

@@ -1,7 +1,5 @@
 """Measure what a server learns of output lengths from its own traffic, and whether it keeps that.
 
-    python benchmarks/papers/alise/server/run.py [--requests 300] [--recipe alise] [--out FILE]
-
 The script serves the built-in model without a forecast index and sends chats of two kinds in random order, four at a
 time: "Count from 1 to 5" and "Count from 1 to 200". For each block of 50 requests it reads from `/metrics`:
 

@@ -1,7 +1,5 @@
 """ALISE table 2: accuracy and cost of predicting output lengths from prompts.
 
-    OMP_NUM_THREADS=1 SKIPJOIN_TRACES=FOLDER python benchmarks/papers/alise/table2/run.py [--only sharegpt_text]
-
 The script runs `skipjoin predict evaluate` on three sets of texts, which are not in the repository. Each forecaster
 learns from one part of a set and is measured on the other. "trained" are those of `skipjoin predict train`, with hashed
 tokens and with the sentence encoder. For Vicuna-7B's answers the oracle is a second run of the same prompts. Of

@@ -1,7 +1,5 @@
 """Forecasts learned from prompts during the run: latency by rate, and accuracy.
 
-    SKIPJOIN_TRACES=FOLDER python benchmarks/papers/alise/texts/run.py [--quick]
-
 The folder has texts that are not in the repository: `alpaca_vicuna7b_lengths.jsonl.gz` (prompts of Alpaca with the
 lengths of Vicuna-7B's answers), `alpaca_text.jsonl.gz` (with those of the reference answers) and
 `sharegpt_text.jsonl.gz` (turns of conversations; the prompt is the last message, and its length that of the

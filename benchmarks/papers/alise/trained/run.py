@@ -1,7 +1,5 @@
 """Figures 6 and 9, and the throughput of table 2, with forecasters that were trained on texts.
 
-    SKIPJOIN_TRACES=FOLDER python benchmarks/papers/alise/trained/run.py [--quick]
-
 The forecasters are those of `table2`. That of ALISE is trained on one part of `sharegpt_text`, with hashed tokens and
 with the sentence encoder, and the other part is replayed. The proxy is the fine-tuned BERT of SSJF, which published
 its classes for prompts of LMSYS-Chat-1M without their lengths; prompts have the lengths of `lmsys_chat_1m_first_turn`.

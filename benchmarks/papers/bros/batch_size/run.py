@@ -1,7 +1,5 @@
 """Effect of the number of best-effort requests in flight, which the paper does not name, and of the batch size.
 
-    SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/batch_size/run.py [--quick]
-
 OPT-13B on two A100s at 8 real-time requests per second of ShareGPT, with 32, 128 and 512 best-effort requests in
 batches, and with 128 that are replaced one by one. Then Llama-3-70B on eight A100s, whose KV has room for many more
 requests than a step, with 128, 256 and 512 slots (`max_num_seqs`).
@@ -27,14 +25,13 @@ from papers.bros.setting import (
     SHAREGPT,
     VARIANTS,
     Load,
-    compared,
     records_of,
     said,
     system,
     window,
 )
 from papers.figures.pictures import legend_of, look
-from papers.figures.report import main
+from papers.figures.report import compared, main
 from papers.figures.runs import Options, Result, grid, mean, pick, run_plans
 from skipjoin.report.plots import style
 from skipjoin.sim.experiments.system import System

@@ -1,7 +1,5 @@
 """Check the targets of BROS at 8 real-time requests per second of ShareGPT.
 
-    SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/checks/run.py
-
 OPT-13B on two A100s, 128 best-effort requests in flight, 120 s with five seeds, and the paper's ten minutes with three,
 a cell of figures 10 and 11 at full length. The command fails if `bros-swap` or `bros` meets the TTFT objective of less
 than 95 % of the real-time requests.
@@ -29,7 +27,6 @@ from papers.bros.setting import (
     SWAP,
     TTFT_KEPT,
     changes,
-    compared,
     records_of,
     said,
     system,
@@ -37,7 +34,7 @@ from papers.bros.setting import (
     window,
 )
 from papers.figures.pictures import bars, look
-from papers.figures.report import main, table
+from papers.figures.report import compared, main, table
 from papers.figures.runs import Options, Result, grid, mean, pick, run_plans
 from skipjoin.observe.record import Record
 from skipjoin.report.plots import style

@@ -1,7 +1,5 @@
 """Measure BROS on a real engine over HTTP: objectives of real-time requests beside best effort.
 
-    python benchmarks/papers/bros/engine/run.py [--repeats 3] [--duration 20] [--entries NAME ...] [--out FILE]
-
 Real-time requests arrive at 0.8 of the capacity of `fcfs`, and eight best-effort requests are in flight. Objectives are
 16 decode steps of a single request to the first token and 8 for each further one, as the paper's 0.4 and 0.2 s are on
 OPT-13B. Class-blind clients send best-effort requests as real-time ones.

@@ -1,7 +1,5 @@
 """BROS figure 3: head-of-line blocking, and a simple preemptive rule.
 
-    SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/figure03/run.py [--quick]
-
 512 real-time requests of ShareGPT, OPT-13B on two A100s. The rule runs the requests that have waited longest since
 their last step. 64 slots limit batches before memory does, 256 do not.
 """
@@ -29,13 +27,12 @@ from papers.bros.setting import (
     TPOT_KEPT,
     TTFT_KEPT,
     Load,
-    compared,
     said,
     side_by_side,
     with_classes,
 )
 from papers.figures.pictures import curves, legend_of
-from papers.figures.report import main
+from papers.figures.report import compared, main
 from papers.figures.runs import Options, Result, pick, slim
 from papers.figures.variants import plain
 from skipjoin.observe.record import Record, rounded

@@ -1,7 +1,5 @@
 """BROS figure 10: latency of real-time requests and throughput of best-effort requests by real-time rate.
 
-    SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/figure10/run.py [--quick]
-
 OPT-13B on two A100s, OPT-30B on four, Llama-3-70B on eight, real-time lengths of ShareGPT and LMSYS, 128 best-effort
 requests in flight. `bros` also runs with steps whose times vary by 10 % around the modeled ones.
 """

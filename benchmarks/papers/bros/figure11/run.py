@@ -1,7 +1,5 @@
 """BROS figure 11: attainment of 0.4 s to the first token and 0.2 s per further token.
 
-    python benchmarks/papers/bros/figure11/run.py
-
 The runs are those of figure 10, read from its result.
 """
 

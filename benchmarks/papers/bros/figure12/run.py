@@ -1,7 +1,5 @@
 """BROS figure 12: real-time requests alone.
 
-    SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/figure12/run.py [--quick]
-
 OPT-13B on two A100s and OPT-30B on four, ShareGPT. `fcfs` stands for vLLM; TGI is not compared. One rate also runs for
 the paper's ten minutes, with three seeds.
 """
@@ -25,13 +23,12 @@ from papers.bros.setting import (
     TTFT_KEPT,
     Load,
     against_rate,
-    compared,
     records_of,
     said,
     system,
     window,
 )
-from papers.figures.report import main
+from papers.figures.report import compared, main
 from papers.figures.runs import Options, Result, grid, pick, run_plans
 from papers.figures.variants import plain
 

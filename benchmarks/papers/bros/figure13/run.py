@@ -1,7 +1,5 @@
 """BROS figure 13: effect of KV management.
 
-    SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/figure13/run.py [--quick]
-
 OPT-30B on four A100s at 10 real-time requests per second, 128 best-effort requests in flight, for ten minutes, three
 seeds. Without KV management, preempted requests are recomputed (`bros-recompute`, section 7.4.1). `bros-swap` moves all
 KV of a request, and `bros-unshared` a part.
@@ -28,14 +26,13 @@ from papers.bros.setting import (
     TTFT_KEPT,
     UNSHARED,
     Load,
-    compared,
     records_of,
     said,
     system,
     window,
 )
 from papers.figures.pictures import bars, look
-from papers.figures.report import main
+from papers.figures.report import compared, main
 from papers.figures.runs import Options, Result, grid, mean, pick, run_plans
 from skipjoin.report.plots import style
 

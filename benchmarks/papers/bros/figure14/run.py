@@ -1,7 +1,5 @@
 """BROS figure 14: decision time.
 
-    SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/figure14/run.py [--quick]
-
 OPT-13B on two A100s and OPT-30B on four, ShareGPT, 128 best-effort requests in flight. Decision times are CPU
 times on one core of this machine, one run at a time, the faster of two seeds; everything else is simulated.
 """
@@ -16,9 +14,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from matplotlib.figure import Figure
 
-from papers.bros.setting import KEPT, SHAREGPT, VARIANTS, compared, records_of, said, system, window
+from papers.bros.setting import KEPT, SHAREGPT, VARIANTS, records_of, said, system, window
 from papers.figures.pictures import bars, look
-from papers.figures.report import main
+from papers.figures.report import compared, main
 from papers.figures.runs import Options, Result, grid, mean, pick, run_plans
 from skipjoin.observe.record import Record
 from skipjoin.report.plots import style

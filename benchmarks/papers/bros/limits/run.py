@@ -1,7 +1,5 @@
 """What overlapped swap-ins gain, and what overlapped checkpoints and empty slots of real-time blocks could gain.
 
-    SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/limits/run.py [--quick]
-
 The last two are parts of the paper that `bros` lacks. With free transfers, no step waits for a move: overlapping cannot
 gain more. With blocks of one slot, no slot of a block stays empty, so that best effort can have all that real-time
 requests leave (FindBlock, section 5.2). OPT-13B on two A100s and OPT-30B on four, ShareGPT.
@@ -26,13 +24,12 @@ from papers.bros.setting import (
     MACHINES,
     SHAREGPT,
     TTFT_KEPT,
-    compared,
     records_of,
     said,
     window,
 )
 from papers.figures.pictures import bars, look
-from papers.figures.report import main
+from papers.figures.report import compared, main
 from papers.figures.runs import Options, Result, grid, mean, pick, run_plans
 from skipjoin.core.policy import CostModel
 from skipjoin.core.step import StepShape

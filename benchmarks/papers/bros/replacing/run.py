@@ -1,7 +1,5 @@
 """Which real-time requests best-effort ones may postpone, with exact and with varying step times.
 
-    SKIPJOIN_TRACES=FOLDER python benchmarks/papers/bros/replacing/run.py [--quick]
-
 Llama-3-70B on eight A100s with ShareGPT, at a rate that leaves time and at one that does not. `all` is the paper's rule
 (section 4.2), `decodes` the default. With noise, the logarithm of measured over modeled step times has this standard
 deviation, and the recipe learns a margin from it.
@@ -25,14 +23,13 @@ from papers.bros.setting import (
     NOISE,
     SHAREGPT,
     TTFT_KEPT,
-    compared,
     records_of,
     said,
     system,
     window,
 )
 from papers.figures.pictures import bars, look
-from papers.figures.report import main
+from papers.figures.report import compared, main
 from papers.figures.runs import Options, Result, grid, mean, pick, run_plans
 from skipjoin.report.plots import style
 

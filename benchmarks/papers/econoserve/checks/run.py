@@ -1,7 +1,5 @@
 """Check properties of EconoServe's policies.
 
-    python benchmarks/papers/econoserve/checks/run.py
-
 OPT-13B on one A100 with 12 GiB of KV in overload. A reservation is the number of blocks that a request may hold. All
 reservations together exceed the pool only if some are nested in others.
 """

@@ -1,7 +1,5 @@
 """Measure EconoServe on a real engine over HTTP: completion times in overload, with trained forecasts.
 
-    python benchmarks/papers/econoserve/engine/run.py [--repeats 3] [--duration 20] [--entries NAME ...] [--out FILE]
-
 Real-time requests arrive at 1.2 times the capacity of `fcfs`, and four best-effort requests are in flight. A request
 should complete in three times the time that it takes alone, where the paper has twice: a full batch's decode step takes
 2.5 times that of a single request here. `econoserve` starts with forecasts that `skipjoin predict train` has learned

@@ -1,7 +1,5 @@
 """EconoServe figure 1: schedulers with known lengths.
 
-    python benchmarks/papers/econoserve/figure01/run.py [--quick]
-
 OPT-13B on one A100, three traces, 1.2 times the capacity of `fcfs`: throughput, KV, forward size, requests that lost KV
 for lack of blocks, the parts of the completion time, and requests that finish per step. Each step is charged the mean
 CPU time of the variant's decisions.
@@ -21,7 +19,6 @@ from papers.econoserve.setting import (
     BASELINES,
     TRACES,
     UTILIZATION,
-    compared,
     decision_share,
     known,
     loaded,
@@ -30,7 +27,7 @@ from papers.econoserve.setting import (
 )
 from papers.econoserve.watch import watched
 from papers.figures.pictures import bars
-from papers.figures.report import main, table
+from papers.figures.report import compared, main, table
 from papers.figures.runs import Options, Result, pick
 from skipjoin.observe.record import Record
 from skipjoin.report.plots import style

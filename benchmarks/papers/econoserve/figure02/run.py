@@ -1,7 +1,5 @@
 """EconoServe figure 2: size of the groups that start and finish together.
 
-    python benchmarks/papers/econoserve/figure02/run.py [--quick]
-
 OPT-13B on one A100 with known lengths, at 1.2 and 2 times the capacity of `fcfs`, three seeds. SyncCoupled is the
 paper's subject; `econoserve` admits continuously or, gated, by groups. Lengths in one range of 32 tokens are equal. A
 group is synchronized if all of its members finish in one step.

@@ -1,7 +1,5 @@
 """EconoServe figure 4: padding of forecasts.
 
-    python benchmarks/papers/econoserve/figure04/run.py [--quick]
-
 OPT-13B on one A100 under `econoserve-sd` (the paper's SyncDecoupled) at the capacity of `fcfs`, forecasts with the
 trace's noise, paddings from -50 % (half of the forecast is reserved) to 50 %.
 """
@@ -15,9 +13,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from matplotlib.figure import Figure
 
-from papers.econoserve.setting import SYNCED, TRACES, compared, loaded, said, system
+from papers.econoserve.setting import SYNCED, TRACES, loaded, said, system
 from papers.econoserve.watch import watched
-from papers.figures.report import main
+from papers.figures.report import compared, main
 from papers.figures.runs import Options, Result
 from skipjoin.report.plots import style
 

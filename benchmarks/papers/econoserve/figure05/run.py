@@ -1,7 +1,5 @@
 """EconoServe figure 5: reservations that are too large or too small, and the cost of outgrowing one.
 
-    python benchmarks/papers/econoserve/figure05/run.py [--quick]
-
 OPT-13B on one A100 at 1.2 times the capacity of `fcfs`, forecasts with the trace's noise. `econoserve-sd` runs with a
 reserve for requests that outgrow their reservation, and without one, so that they pause. For comparison `fcfs` drops KV
 and `fastserve-reactive` swaps it.
@@ -16,10 +14,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from matplotlib.figure import Figure
 
-from papers.econoserve.setting import SYNCED, TRACES, compared, loaded, said, system
+from papers.econoserve.setting import SYNCED, TRACES, loaded, said, system
 from papers.econoserve.watch import watched
 from papers.figures.pictures import bars
-from papers.figures.report import main
+from papers.figures.report import compared, main
 from papers.figures.runs import Options, Result, pick
 from papers.figures.variants import Variant, plain
 from skipjoin.options import Value

@@ -1,7 +1,5 @@
 """EconoServe figure 6: KV of waiting requests.
 
-    python benchmarks/papers/econoserve/figure06/run.py [--quick]
-
 OPT-13B on one A100 at 1.2 times the capacity of `fcfs`, forecasts with the trace's noise. Every sixteenth plan samples
 each waiting request that holds KV: chunked prompts, new generations and preempted generations, as shares of the pool.
 """

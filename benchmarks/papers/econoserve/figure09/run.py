@@ -1,7 +1,5 @@
 """EconoServe figure 9: mean normalized latency by rate.
 
-    python benchmarks/papers/econoserve/figure09/run.py [--quick]
-
 OPT-13B on one A100 with 80 GB, Llama-33B on two and OPT-175B on eight, three traces, one seed. The largest rates are
 read off the curves, at a mean normalized latency of 0.07 s per token and at an attainment of 0.9. Each step is charged
 the mean CPU time of the variant's decisions. Figures 10 and 11 use the same runs.
@@ -24,7 +22,6 @@ from papers.econoserve.setting import (
     MULTIRES,
     SPLIT,
     TRACES,
-    compared,
     loaded,
     records_of,
     said,
@@ -32,7 +29,7 @@ from papers.econoserve.setting import (
     variants,
 )
 from papers.figures.panels import Panels
-from papers.figures.report import main
+from papers.figures.report import compared, main
 from papers.figures.runs import Options, Result, grid, run_plans
 from papers.figures.variants import Variant
 

@@ -1,7 +1,5 @@
 """EconoServe figure 10: attainment of the objectives in the runs of figure 9.
 
-    python benchmarks/papers/econoserve/figure10/run.py
-
 The objective of a request is twice its time at light load. Figures are means over the loads that all variants share;
 `orca` runs at lower ones.
 """
@@ -15,9 +13,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from matplotlib.figure import Figure
 
-from papers.econoserve.setting import MACHINES, TRACES, compared, of_figure09
+from papers.econoserve.setting import MACHINES, TRACES, of_figure09
 from papers.figures.pictures import bars, look
-from papers.figures.report import main
+from papers.figures.report import compared, main
 from papers.figures.runs import Options, Result, mean, pick
 from skipjoin.observe.record import Record
 from skipjoin.report.plots import style

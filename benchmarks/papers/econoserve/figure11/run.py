@@ -1,7 +1,5 @@
 """EconoServe figure 11: use of KV and of the GPU in the runs of figure 9.
 
-    python benchmarks/papers/econoserve/figure11/run.py
-
 KV is used by tokens and allocated to requests. The use of the GPU is the mean forward size relative to the size that
 saturates it.
 """
@@ -15,9 +13,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from matplotlib.figure import Figure
 
-from papers.econoserve.setting import MACHINES, compared, of_figure09
+from papers.econoserve.setting import MACHINES, of_figure09
 from papers.figures.pictures import curves, legend_of
-from papers.figures.report import main
+from papers.figures.report import compared, main
 from papers.figures.runs import Options, Result, pick
 from skipjoin.observe.record import Record
 from skipjoin.report.plots import style

@@ -1,7 +1,5 @@
 """EconoServe figure 12c: 2,000 prefill and 2,000 decode GPUs, and the number of GPUs that replace them without a split.
 
-    python benchmarks/papers/econoserve/figure12/large.py [--replicas 4000] [--part 40] [--jobs 2]
-
 Each replica is Llama-3-8B on one A100-80GB, with two ShareGPT requests per second. The split runs with all replicas. At
 a fraction of the size (`--part`) the script measures the split again and searches for the minimum number of whole
 replicas that reach 0.99 of its goodput. It takes about 7 minutes on two cores.

@@ -1,7 +1,5 @@
 """EconoServe figure 12: GPUs for the goodput of a split into prefill and decode replicas.
 
-    python benchmarks/papers/econoserve/figure12/run.py [--quick]
-
 OPT-13B on A100s, ShareGPT, least-work dispatch. As in the paper: the goodput of four prefill and four decode GPUs, then
 of four H100s and eight A100s, and the minimum number of A100s with which others reach 0.99 of it. Then the minimum that
 each needs for an attainment of 0.9, including a split with one prefill replica.

@@ -1,7 +1,5 @@
 """EconoServe figure 13: ablation, and other forecasts.
 
-    python benchmarks/papers/econoserve/figure13/run.py [--quick]
-
 Separate queues (`-d`), groups (`-sd`), order by objectives (`-sdo`), nested reservations (`econoserve`), and the last
 with another choice of nested requests and with other forecasts; OPT-13B on three traces, the larger models on ShareGPT,
 at 1.2 times the capacity of `fcfs`.
@@ -24,7 +22,6 @@ from papers.econoserve.setting import (
     PRIOR,
     SHAREGPT,
     TRACES,
-    compared,
     loaded,
     records_of,
     said,
@@ -32,7 +29,7 @@ from papers.econoserve.setting import (
     variants,
 )
 from papers.figures.pictures import bars, look
-from papers.figures.report import main
+from papers.figures.report import compared, main
 from papers.figures.runs import Options, Result, grid, mean, pick, run_plans
 from papers.figures.variants import Variant, plain
 from skipjoin.report.plots import style

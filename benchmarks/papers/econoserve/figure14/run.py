@@ -1,7 +1,5 @@
 """EconoServe figure 14: decision time.
 
-    python benchmarks/papers/econoserve/figure14/run.py [--quick]
-
 OPT-13B on one A100, three traces at 1.2 times the capacity of `fcfs`, and 3,000 requests of ShareGPT at once. Decision
 times are CPU times on this machine, one run at a time; everything else is simulated. The loads are then repeated with
 each step delayed by the variant's mean decision time, or by that of `--decision-ms`.
@@ -26,14 +24,13 @@ from papers.econoserve.setting import (
     SPLIT,
     TRACES,
     UTILIZATION,
-    compared,
     loaded,
     records_of,
     said,
     system,
 )
 from papers.figures.pictures import bars
-from papers.figures.report import main
+from papers.figures.report import compared, main
 from papers.figures.runs import Options, Result, charged, grid, pick, poisson, probing, run_plans
 from skipjoin.observe.record import Record
 from skipjoin.report.plots import style

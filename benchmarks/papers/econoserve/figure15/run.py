@@ -1,7 +1,5 @@
 """EconoServe figure 15: scale of objectives, padding, reserve and buffer.
 
-    python benchmarks/papers/econoserve/figure15/run.py [--quick]
-
 `econoserve` with the trace's noise, OPT-13B on one A100, 1.2 times the capacity of `fcfs`; one factor changes at a
 time.
 """
@@ -15,8 +13,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from matplotlib.figure import Figure
 
-from papers.econoserve.setting import ECONOSERVE, SLO, TRACES, Trace, compared, loaded, records_of, said, system
-from papers.figures.report import main
+from papers.econoserve.setting import ECONOSERVE, SLO, TRACES, Trace, loaded, records_of, said, system
+from papers.figures.report import compared, main
 from papers.figures.runs import Kept, Options, Result, grid, mean, pick, run_plans
 from skipjoin.observe.record import Slo
 from skipjoin.report.plots import style

@@ -1,7 +1,5 @@
 """EconoServe's claims at full length: an hour of arrivals, three seeds.
 
-    python benchmarks/papers/econoserve/headline/run.py [--quick]
-
 OPT-13B with ShareGPT, the cells that the text quotes: figure 9 at the capacity of `fcfs`, figures 10 and 13 at 1.2
 times that, and figure 12's first row, four prefill and four decode GPUs against four whole replicas.
 """

@@ -1,7 +1,5 @@
 """EconoServe in overload: throughput, attainment, and the order within ranges.
 
-    python benchmarks/papers/econoserve/saturated/run.py [--quick]
-
 OPT-13B on one A100 with known lengths. Throughput of 3,000, 1,000 and 300 requests at once in the first 30 s (Alpaca),
 100 s (ShareGPT) and 400 s (BookCorpus), and of an overload until the last request finishes, which does not depend on
 the order of the queue. Attainment at 1.2 and 2 times the capacity of `fcfs`.
@@ -22,7 +20,6 @@ from papers.econoserve.setting import (
     SLO,
     TRACES,
     UTILIZATION,
-    compared,
     known,
     loaded,
     records_of,
@@ -30,7 +27,7 @@ from papers.econoserve.setting import (
     system,
 )
 from papers.figures.pictures import bars, curves, legend_of
-from papers.figures.report import main, table
+from papers.figures.report import compared, main, table
 from papers.figures.runs import Options, Result, grid, mean, pick, poisson, run_plans
 from papers.figures.variants import Variant, plain
 from skipjoin.observe.record import Record

@@ -1,7 +1,5 @@
 """Choices of the recipe `fastserve` where the paper is open, or where the recipe departs from it.
 
-    python benchmarks/papers/fastserve/choices/run.py [--quick]
-
 OPT-13B on one A100-40GB with 11 GiB of KV. Promotion: what a promotion is, after how long, and for which share of the
 time (FastServe section 4.1), at the capacity and at an overload. Hysteresis: from which difference of estimated
 scheduled times KV moves (section 4.2). Order: which request of a queue comes first. CPU memory: whether room for

@@ -1,8 +1,5 @@
 """Measure FastServe's claim on a real engine over HTTP: the largest rate of each recipe under one latency bound.
 
-    python benchmarks/papers/fastserve/engine/run.py [--out FILE] [--quick | --predict] [--profile FILE]
-        [--loads fcfs=1.1:1.5,fastserve=2.2:2.8 --duration 30 --repeats 3]
-
 Each recipe in turn runs as `skipjoin serve` under the load of `skipjoin bench`, and then all recipes again in reverse
 with the next seed, so that a drift of the machine affects all. The bound is ten times the decode iteration of a single
 request, measured over HTTP at the start (FastServe section 6.1). The figure is the largest rate at which the mean

@@ -1,7 +1,5 @@
 """FastServe figure 5: the first four iterations of a request by prompt length.
 
-    python benchmarks/papers/fastserve/figure05/run.py
-
 OPT-2.7B on an A100-40GB, a single request in the simulator's cost model (`skipjoin.sim.roofline`). Nothing runs.
 """
 

@@ -1,7 +1,5 @@
 """FastServe figure 12: P95 normalized latency by rate in the runs of figure 11.
 
-    python benchmarks/papers/fastserve/figure11/run.py && python benchmarks/papers/fastserve/figure12/run.py [--quick]
-
 The largest rate with a P95 normalized latency of at most 0.3 s per token is searched for OPT-13B on ShareGPT, at batch
 caps of 256 and 16, and read off the curves of figure 11 for the others.
 """

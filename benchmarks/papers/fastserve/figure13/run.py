@@ -1,7 +1,5 @@
 """FastServe figure 13: P95 goodput, the largest rate at which 95 % of the requests meet their objectives.
 
-    python benchmarks/papers/fastserve/figure13/run.py [--quick]
-
 OPT-13B on ShareGPT. The objectives are 5, 10 and 20 times "the latency in the corresponding phase under light load". A
 request must meet both the time to first token and the time per output token. Two readings of that latency are shown:
 that of a single request of mean lengths, and the mean over single requests. Prompts are skewed, so the second allows

@@ -1,7 +1,5 @@
 """FastServe figure 14: four orderings at several ratios of input to output length.
 
-    python benchmarks/papers/fastserve/figure14/run.py [--quick]
-
 OPT-13B with ShareGPT's lengths and prompts or outputs scaled down (scaled up, prompts would exceed the 2,048
 positions). The rate is a multiple of the capacity of `fcfs` with the same lengths. Figures are mean normalized
 latencies relative to the slowest recipe. All except `fcfs` swap KV proactively.

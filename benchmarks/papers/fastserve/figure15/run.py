@@ -1,7 +1,5 @@
 """FastServe figure 15: KV management under memory pressure, and the parts of the latency.
 
-    python benchmarks/papers/fastserve/figure15/run.py [--quick]
-
 OPT-13B on ShareGPT under skip-join MLFQ. KV is swapped proactively (`fastserve`), swapped when blocks run out
 (`fastserve-reactive`), dropped and recomputed (`fastserve-recompute`), or new requests are deferred
 (`fastserve-defer`).

@@ -1,8 +1,5 @@
 """FastServe section 4.2 on a real engine over HTTP: ways to free memory where copies are as dear as on a GPU.
 
-    python benchmarks/papers/fastserve/link/run.py [--out FILE] [--quick | --predict] [--profile FILE]
-        [--loads 1.4 --duration 30]
-
 The engine of `engine` has a link to CPU memory (`--swap-bandwidth-gbps`) on which the KV of a mean request takes 0.6
 decode steps, as OPT-175B's does on the paper's GPUs (36 ms of 60 ms). KV is swapped proactively (`fastserve`), swapped
 when blocks run out (`fastserve-reactive`), or dropped and recomputed (`fastserve-recompute`). Recipes take turns in

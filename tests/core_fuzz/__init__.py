@@ -8,5 +8,5 @@
 | `device` | the worker as the core sees it: moves, slices that run or fail, and the content of every slot |
 | `machine` | an engine core in a world, calls on it, and the invariants that each call must keep |
 | `draw` | a random world, load and driver with faults, from one seed |
-| `shrink` | a smaller case with the same finding, and the case as a script |
+| `shrink` | a smaller case with the same finding, and the case as a program |
 """

@@ -15,7 +15,7 @@ from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import FinishReason, Request, RequestOptions, ServiceClass
-from skipjoin.core.step import Direction, Move, StepPlan, StepResult
+from skipjoin.core.step import Direction, Move, StepPlan
 from skipjoin.options import Value
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Lend
@@ -215,11 +215,10 @@ class Machine:
     """An engine core with a model of the device. Calls that no longer make sense after shrinking do nothing.
 
     Attributes:
-        log: Calls on the core as Python statements, if a list was given.
         reads: Number of slots that slices have read.
     """
 
-    def __init__(self, world: World, log: list[str] | None = None) -> None:
+    def __init__(self, world: World) -> None:
         self.world = world
         self.core = world.core()
         self.now = 0.0
@@ -228,14 +227,9 @@ class Machine:
         self.kept: dict[int, Request] = {}
         self.asked: dict[int, Ask] = {}
         self._may_end: dict[int, set[FinishReason]] = {}
-        self.plan_count = 0
         self.reads = 0
-        self.log = log
         self.trace = 0  # hash of all plans
         self._device = Device(self.core.kv, is_exact=world.is_exact, voids=world.voids)  # type: ignore[arg-type]
-        # For the log: names of plans by their id(), and the finished plans.
-        self._names: dict[int, str] = {}
-        self._finished: list[StepPlan] = []
         self._has_prefixes = False
 
     # -- calls --------------------------------------------------------------------------------------------
@@ -276,15 +270,12 @@ class Machine:
         number = call.id
         match call:
             case Abort():
-                self._log(f"core.abort({number}, {self.now:.4g})")
                 if self.core.abort(number, self.now):
                     self._may_end[number] = {FinishReason.ABORT}
             case Reforecast(tokens=tokens):
-                self._log(f"core.reforecast({number}, Forecast({tokens:g}, ''), {self.now:.4g})")
                 self.core.reforecast(number, Forecast(tokens, "fuzz"), self.now)
             case Release():
                 if (request := self.kept.pop(number, None)) is not None:
-                    self._log(f"core.release(r{number}, {self.now:.4g})")
                     self.core.release(request, self.now)
 
     def _add(self, ask: Ask) -> None:
@@ -293,7 +284,6 @@ class Machine:
             if ask.id in self.asked or ask.prompt + ask.max_tokens > self.core.largest_request:
                 return
             request = self._request(ask)
-        self._log(f"core.add(r{ask.id}, {self.now:.4g})")
         if request.prefix is not None:
             self._has_prefixes = True
         # The direction in which a request fills its blocks is known once it is added.
@@ -310,7 +300,6 @@ class Machine:
         if ask.deadline_s is not None:
             reasons.add(FinishReason.DEADLINE)
         request = ask.request(self.now, self.world.block_size)
-        self._log(f"r{ask.id} = {source_of(ask, self.now, self.world.block_size)}")
         return request
 
     def _expect(self, ask: Ask) -> None:
@@ -318,8 +307,6 @@ class Machine:
             return
         request = self._request(ask)
         request.computed = request.planned = request.known - 1
-        self._log(f"r{ask.id}.computed = r{ask.id}.planned = {request.computed}")
-        self._log(f"core.expect(r{ask.id}, {self.now:.4g})")
         if self.core.expect(request, self.now):
             self.expected[ask.id] = request
         else:
@@ -328,21 +315,12 @@ class Machine:
     def _start(self) -> StepPlan | None:
         core = self.core
         plan = core.start_step(self.now)
-        name = f"p{self.plan_count}"
         self._take_events()  # a deadline may have passed
         if plan is None:
-            if len(self.plans) < core.scheduler.depth:
-                self._log(f"assert core.start_step({self.now:.4g}) is None")
             # Requests that wait for KV transfers of other engines depend on the driver.
             if not (self.plans or self.expected or self.kept) and core.requests:
-                if self.log is not None:
-                    self.log[-1] = f"assert core.start_step({self.now:.4g}) is not None"
                 raise FindingError("stall", f"nothing is in flight, and requests {list(core.requests)} wait")
             return None
-        self.plan_count += 1
-        self._log(f"{name} = core.start_step({self.now:.4g})  # {text_of(plan)}")
-        if self.log is not None:
-            self._names[id(plan)] = name
         self.plans.append(plan)
         if not (plan.slices or plan.blocking or plan.overlapped or core.kv.is_moving):
             raise FindingError("empty plan", f"plan {plan.id} has no effect")
@@ -365,8 +343,6 @@ class Machine:
         for index in result.dropped:
             if live[index]:
                 self._may_end[plan.slices[index].request.id] = {FinishReason.ERROR}
-        if self.log is not None:
-            self._log_finish(plan, result)
         core.finish_step(result, self.now)
         for index, piece in enumerate(plan.slices):
             request, end = piece.request, piece.start + piece.tokens
@@ -388,7 +364,6 @@ class Machine:
             device.check_keys()
 
     def _restart(self) -> None:
-        self._log(f"core.restart({self.now:.4g})")
         self.plans.clear()
         self._device.clear()
         self.core.restart(self.now)
@@ -443,32 +418,6 @@ class Machine:
         if kv.cache.awaited or kv.cache._announced or kv.cache._coming:
             raise FindingError("leak", "the prefix cache keeps finished requests")
 
-    # -- the log ------------------------------------------------------------------------------------------
-
-    def _log(self, line: str) -> None:
-        if self.log is not None:
-            self.log.append(line)
-
-    def _log_finish(self, plan: StepPlan, result: StepResult) -> None:
-        self._finished.append(plan)
-        name, rest = self._names[id(plan)], ""
-        for what in ("landed", "failed"):
-            if moves := getattr(result, what):
-                rest += f", {what}=[{', '.join(map(self._name_of, moves))}]"
-        if result.dropped:
-            rest += f", dropped={result.dropped}"
-        self._log(
-            f"core.finish_step(StepResult({name}, {list(result.tokens)}, {result.seconds:g}{rest}), {self.now:.4g})"
-        )
-
-    def _name_of(self, move: Move) -> str:
-        for plan in (*self._finished, *self.plans):
-            for which in ("blocking", "overlapped"):
-                for index, other in enumerate(getattr(plan, which)):
-                    if other is move:
-                        return f"{self._names[id(plan)]}.{which}[{index}]"
-        return "?"
-
 
 def crash(error: Exception) -> FindingError:
     """Return the finding for an error of the core."""
@@ -478,51 +427,10 @@ def crash(error: Exception) -> FindingError:
     return finding
 
 
-def text_of(plan: StepPlan) -> str:
-    """Return a short description of the plan."""
-    parts = [f"{s.request.id}: [{s.start}, {s.start + s.tokens})" + " samples" * s.samples for s in plan.slices]
-    for name, moves in (("blocking", plan.blocking), ("overlapped", plan.overlapped)):
-        for move in moves:
-            owner = "cache" if move.request is None else move.request.id
-            parts.append(f"{name}: {owner} {move.direction.name.lower()} {list(move.source)} -> {list(move.target)}")
-    return ", ".join(parts)
-
-
-def source_of(ask: Ask, now: float, block_size: int) -> str:
-    """Return the request as a Python expression."""
-    which, common = ask.text
-    common = min(common, ask.prompt)
-    own = 1000 * (ask.id + 1)
-    parts = [f"*range({100 * which}, {100 * which + common})"] * (common > 0)
-    parts += [f"*range({own}, {own + ask.prompt - common})"] * (common < ask.prompt)
-    options = []
-    if ask.best_effort:
-        options.append("service=ServiceClass.BEST_EFFORT")
-    if ask.urgent:
-        options.append("is_urgent=True")
-    for name in ("priority", "client"):
-        if value := getattr(ask, name):
-            options.append(f"{name}={value!r}")
-    if ask.deadline_s is not None:
-        options.append(f"deadline_s={ask.deadline_s}")
-    rest = f", options=RequestOptions({', '.join(options)})" if options else ""
-    if ask.salt is not None:
-        rest += f", prefix=ContentPrefix({block_size}, {salted(ask.salt)!r})"
-    if ask.forecast:
-        rest += f", forecast=Forecast({ask.forecast:g}, '')"
-    if ask.stops:
-        rest += ", stop_tokens=frozenset({0})"
-    if ask.resumed:
-        rest += f", output={list(range(1, 1 + ask.resumed))}"
-    if ask.keeps_kv:
-        rest += ", keeps_kv=True"
-    return f"Request({ask.id}, {now:.4g}, [{', '.join(parts)}], {ask.max_tokens}{rest})"
-
-
-def replay(case: Case, log: list[str] | None = None) -> FindingError | None:
+def replay(case: Case) -> FindingError | None:
     """Make the calls, run all requests to their end, and return the finding if there is one."""
     try:
-        machine = Machine(case.world, log)
+        machine = Machine(case.world)
     except ValueError:
         return None
     try:

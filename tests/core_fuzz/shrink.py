@@ -1,18 +1,15 @@
-"""Shrinks failing cases and prints them as scripts."""
+"""Shrinks failing cases and prints them as programs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pprint import pformat
 from typing import Any
 
-from core_fuzz.machine import Add, Case, Expect, Finish, Pass, Start, World, replay
-from support.recipes import SPELLED
+from core_fuzz.machine import Add, Case, Expect, Finish, Pass, Start, replay
 
-# A script has at length this many calls, since a request that never finishes causes any number of them.
-MAX_LINES = 200
-_DEFAULTS = World("")
 _SIMPLER: dict[str, tuple[Any, ...]] = {
     "eviction": ("",),
     "fair": (False,),
@@ -138,55 +135,7 @@ def _with(case: Case, index: int, call: Any) -> Case:
     return replace(case, calls=(*case.calls[:index], call, *case.calls[index + 1 :]))
 
 
-_IMPORTS = """\
-from dataclasses import replace
-
-from skipjoin.core.engine import EngineCore
-from skipjoin.core.forecast import Forecast
-from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.prefixes import ContentPrefix
-from skipjoin.core.request import Request, RequestOptions, ServiceClass
-from skipjoin.core.decide.scheduler import Scheduler
-from skipjoin.core.step import StepResult
-from skipjoin.policies.cost import LinearCost
-from skipjoin.recipes import EngineLimits, Settings, build
-"""
-
-
 def script(case: Case) -> str:
-    """Return the case as calls on an engine core, with the finding at the end."""
-    log: list[str] = []
-    found = replay(case, log)
-    w = case.world
-    cost = ", ".join(f"{value:g}" for value in w.cost)
-    rest = ""
-    if w.stages > 1:
-        rest += f", stages={w.stages}"
-    if w.best_effort_wait_s != _DEFAULTS.best_effort_wait_s:
-        rest += f", best_effort_wait_s={w.best_effort_wait_s}"
-    if not w.is_exact:
-        rest += ", lossless_swap=False"
-    if w.fair:
-        rest += (
-            f", fair_output_weight=2.0, limits=EngineLimits(requests=None, max_len={w.device_blocks * w.block_size}, "
-            f"device_blocks={w.device_blocks}, cpu_blocks={w.cpu_blocks}, block_size={w.block_size}, depth={w.depth})"
-        )
-    imports = _IMPORTS
-    if w.eviction:
-        imports += "from core_fuzz.machine import EVICTIONS  # with tests/ in PYTHONPATH\n"
-    exact = "" if w.is_exact else ", is_exact=False"
-    lines = [
-        f'"""{found}"""',
-        imports,
-        f"settings = Settings(LinearCost({cost}), max_seqs={w.max_seqs}, max_tokens={w.max_tokens}{rest})",
-        f"policies = build({SPELLED[w.recipe]!r}, settings, {dict(w.params)})",
-        *[f"policies = replace(policies, eviction=EVICTIONS[{w.eviction!r}]())"] * bool(w.eviction),
-        f"kv = KVLedger({w.device_blocks}, {w.cpu_blocks}, {w.block_size}{exact})",
-        f"core = EngineCore(Scheduler(policies, kv, depth={w.depth}, overlap={w.overlap}))",
-        *log[:MAX_LINES],
-        *[f"# ... and {len(log) - MAX_LINES} more calls"] * (len(log) > MAX_LINES),
-        f"# Finding: {found}",
-        "# The same with `replay` of core_fuzz.machine:",
-        *(f"# {line}" for line in repr(case).splitlines()),
-    ]
-    return "\n".join(lines) + "\n"
+    """Return a program that makes the calls of the case and fails with its finding."""
+    imports = "from core_fuzz.machine import *  # with tests/ in PYTHONPATH"
+    return f"# {replay(case)}\n{imports}\n\ncase = {pformat(case, width=110)}\nraise replay(case)\n"

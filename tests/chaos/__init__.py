@@ -10,7 +10,7 @@
 | `faults` | faults, and the request outcomes that each allows |
 | `clients` | HTTP clients that send the planned requests and record the outcomes |
 | `served` | `skipjoin serve` with a small KV pool, its processes and its leftovers |
-| `checks` | checks of answers, idleness, metrics and leftovers |
+| `invariants` | checks of answers, idleness and metrics, which the fuzzer makes as well |
 | `driver` | runs rounds one after another |
 | `soak` | runs the load without faults for an hour and checks that memory and descriptors do not grow |
 """

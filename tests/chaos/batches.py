@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 
 from chaos.catalog import entry
-from chaos.checks import parse_lines
+from chaos.invariants import parse_lines
 from chaos.served import Served
 
 # Seconds for which a failed submission is retried, and to wait for the end of a batch.

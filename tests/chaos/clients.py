@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -77,7 +77,7 @@ class Clients:
         events: Number of stream events received by all clients.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         self.url = url
         self.events = 0
         self.outcomes: list[Outcome] = []
@@ -85,6 +85,7 @@ class Clients:
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_read=HANG_S, connect=HANG_S),
             read_bufsize=1 << 15,
+            headers=headers,
         )
 
     async def close(self) -> None:

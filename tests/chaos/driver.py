@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import aiohttp
 import psutil
 
-from chaos import batches, checks
+from chaos import batches, invariants
 from chaos.catalog import entry
 from chaos.clients import Clients, Outcome
 from chaos.faults import FAULTS, Fault, Scene, interrupt_start
@@ -31,8 +31,8 @@ _ROUND_S = 120.0
 _COUNTED = ("num_preemptions_total", "recomputed_tokens_total", "swap_in_bytes_total", "batch_lines_ended_total")
 
 
-def possible_worlds(say: Callable[[str], None] = print) -> tuple[World, ...]:
-    """Return the worlds that this machine supports, and report through `say` why others are skipped."""
+def possible_worlds() -> tuple[World, ...]:
+    """Return the worlds that this machine supports, and report why others are skipped."""
     try:
         import ray  # noqa: F401, PLC0415 (optional)
 
@@ -46,7 +46,7 @@ def possible_worlds(say: Callable[[str], None] = print) -> tuple[World, ...]:
         if lack is None:
             found.append(world)
         else:
-            say(f"skipping world {world.name!r}: {lack}")
+            print(f"skipping world {world.name!r}: {lack}")
     return tuple(found)
 
 
@@ -67,7 +67,7 @@ class References:
             for number in sorted(numbers - self.known.keys()):
                 asked = entry(number)
                 async with session.post(self._served.url + asked.path, json=asked.body) as answer:
-                    outcome = checks.as_outcome(number, await answer.json())
+                    outcome = invariants.as_outcome(number, await answer.json())
                 assert outcome.is_complete, f"the reference of entry {number} failed: {outcome}"
                 self.known[number] = {
                     index: (choice.text, choice.reason or "") for index, choice in outcome.choices.items()
@@ -147,7 +147,7 @@ class Driver:
         first = served = await self._ready(this)
         before = await served.metrics()
         play = await asyncio.wait_for(_play(served, this, fault), _ROUND_S)
-        found = list(checks.answers(play.outcomes, self._references.known, fault))
+        found = list(invariants.answers(play.outcomes, self._references.known, fault))
         self.seen.update(outcome.end for outcome in play.outcomes)
         if await self._is_exiting(served, fault):
             found += await self._check_exit(served, fault)
@@ -156,19 +156,21 @@ class Driver:
         lines: list[Any] = []
         if play.batch is not None:
             lines = await batches.fetch(served, play.batch)
-            found += checks.batch(this.lines, lines, self._references.known)
-        found += await checks.idle(served)
+            found += invariants.batch(this.lines, lines, self._references.known)
+        found += await invariants.idle(served)
         if served is first and not found:
-            answered = [checks.as_outcome(this.lines[int(one["custom_id"])], one["response"]["body"]) for one in lines]
+            answered = [
+                invariants.as_outcome(this.lines[int(one["custom_id"])], one["response"]["body"]) for one in lines
+            ]
             after = await served.metrics()
             # The engine reports its counts periodically, and last after it has seen the last disconnect.
-            end = time.monotonic() + checks.IDLE_S
-            while found := list(checks.metrics(before, after, play.outcomes, answered, fault)):
+            end = time.monotonic() + invariants.IDLE_S
+            while found := list(invariants.metrics(before, after, play.outcomes, answered, fault)):
                 if time.monotonic() > end:
                     break
                 await asyncio.sleep(0.1)
                 after = await served.metrics()
-            self.seen.update({name: int(checks.grown(before, after, name)) for name in _COUNTED})
+            self.seen.update({name: int(invariants.grown(before, after, name)) for name in _COUNTED})
         return found
 
     async def _ready(self, this: Round) -> Served:
@@ -275,14 +277,17 @@ def run(work: Coroutine[Any, Any, _T]) -> _T:
         raise SystemExit(128 + signal.SIGTERM) from None
 
 
-async def run_rounds(rounds: Iterable[Round], say: Callable[[str], None] = print) -> list[str]:
-    """Run rounds until one of them fails, and return its failures. Report each round through `say`."""
+async def run_rounds(rounds: Iterable[Round], after: Callable[[Round, Driver], object] | None = None) -> list[str]:
+    """Run rounds until one of them fails, and return its failures. Report each round, and call `after` it."""
     async with driver() as found:
         for this in rounds:
             begin = time.monotonic()
             failures = await found.run(this)
-            say(f"{this}: {f'{len(failures)} FAILURES' if failures else 'ok'}, {time.monotonic() - begin:.1f} s")
+            outcome = f"{len(failures)} FAILURES" if failures else "ok"
+            print(f"{this}: {outcome}, {time.monotonic() - begin:.1f} s", flush=True)
             if failures:
                 return [*failures, f"to run it again: {this.replay}", found.log_tail()]
-        say(", ".join(f"{name} {count}" for name, count in sorted(found.seen.items())))
+            if after is not None:
+                after(this, found)
+        print(", ".join(f"{name} {count}" for name, count in sorted(found.seen.items())))
         return await found.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import shutil
 import signal
@@ -253,10 +252,3 @@ def reference_server() -> Iterator[Served]:
             served.close()
     finally:
         place.close()
-
-
-def signal_all(processes: list[psutil.Process], number: int) -> None:
-    """Send a signal to the live processes."""
-    for process in processes:
-        with suppress(psutil.Error, OSError):
-            os.kill(process.pid, number)

@@ -9,23 +9,22 @@ the system can reclaim. The first quarter of the time fills caches and is ignore
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import psutil
 
-from chaos.driver import Driver, driver, run
+from chaos.driver import Driver, run, run_rounds
 from chaos.plan import WORLDS, Round, plan
+from support.rounds import limited, parser
 
 # Growth without a leak, such as arenas of the allocator and tables that double.
 MAX_GROWTH_MIB = 6.0
 _WARM_UP = 0.25
-_REPORT_INTERVAL_S = 60.0
 _MIB = 1 << 20
 Point = tuple[float, float]
 
@@ -63,30 +62,24 @@ def slope(points: Sequence[Point]) -> float:
 
 def main() -> int:
     """Return 1 if a round failed or memory grew."""
-    parser = argparse.ArgumentParser(prog="soak", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    return run(soak(args.seed, 60 * args.minutes))
+    args = parser("soak", __doc__, 60.0).parse_args()
+    print(f"seed {args.seed}", flush=True)
+    return run(soak(limited(quiet_rounds(args.seed), args.rounds, args.minutes)))
 
 
-async def soak(seed: int, seconds: float) -> int:
-    """Run quiet rounds for `seconds` and return the exit code."""
+async def soak(rounds: Iterable[Round]) -> int:
+    """Run quiet rounds and return the exit code."""
     noted: dict[str, list[Memory]] = {}
-    requests, begin, reported_s = 0, time.monotonic(), -_REPORT_INTERVAL_S
-    async with driver() as found:
-        for this in quiet_rounds(seed):
-            if failures := await found.run(this):
-                print(*failures, found.log_tail(), sep="\n")
-                return 1
-            requests += len(this.asks) + len(this.lines)
-            now = time.monotonic() - begin
-            note(noted, found, now, requests)
-            if now - reported_s >= _REPORT_INTERVAL_S:
-                reported_s = now
-                print(f"{now:.0f} s, {this}, {requests} requests in total: {latest(noted)}", flush=True)
-            if now > seconds:
-                break
+    requests, begin = 0, time.monotonic()
+
+    def after(this: Round, found: Driver) -> None:
+        nonlocal requests
+        requests += len(this.asks) + len(this.lines)
+        note(noted, found, time.monotonic() - begin, requests)
+
+    if failures := await run_rounds(rounds, after=after):
+        print(*failures, sep="\n")
+        return 1
     return verdict(noted)
 
 
@@ -101,11 +94,6 @@ def resident_bytes(process: psutil.Process) -> tuple[int, int]:
     """Return the resident bytes of a process and how many of them are file-backed, or 0 if that is unknown."""
     info = process.memory_info()
     return info.rss, getattr(info, "shared", 0)
-
-
-def latest(noted: dict[str, list[Memory]]) -> str:
-    """Format the latest measurement of each process."""
-    return ", ".join(f"{name} {some[-1]}" for name, some in noted.items())
 
 
 def growth(some: Sequence[Memory]) -> tuple[float, int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from chaos import checks
+from chaos import invariants
 from chaos.catalog import COMPLETIONS, SIZE, entry
 from chaos.clients import Outcome, take_event
 from chaos.driver import possible_worlds, run_rounds
@@ -71,7 +71,7 @@ def failures_of(events: list[str], fault: str = "none", **fields: Any) -> list[s
     outcome = Outcome(Ask(NUMBER, STREAM, "read", 0, 0.0), 200)
     for one in events:
         take_event(outcome, one)
-    return list(checks.answers([replace(outcome, **fields)], REFERENCES, FAULTS[fault]))
+    return list(invariants.answers([replace(outcome, **fields)], REFERENCES, FAULTS[fault]))
 
 
 def test_valid_streams_pass() -> None:
@@ -109,7 +109,7 @@ def test_mismatched_counts_are_detected() -> None:
 
     def count(**changed: float) -> list[str]:
         after = {name: value + changed.get(name.partition("/")[0], 0) for name, value in counts.items()}
-        return list(checks.metrics({}, after, [outcome], [], FAULTS["none"]))
+        return list(invariants.metrics({}, after, [outcome], [], FAULTS["none"]))
 
     assert not count()
     max_hidden = 0 if "stop" not in entry(NUMBER).body else 1000

@@ -1,7 +1,7 @@
 """Fuzzer of the core: random worlds on a model of the device that knows the content of every KV slot.
 
     PYTHONPATH=tests python -m core_fuzz --minutes 60
-    PYTHONPATH=tests python -m core_fuzz --seed 7 --first 1234 --count 1
+    PYTHONPATH=tests python -m core_fuzz --seed 7 --round 1234 --rounds 1
 
 | module | contents |
 |---|---|

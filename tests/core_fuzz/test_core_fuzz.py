@@ -30,7 +30,7 @@ def test_random_worlds_keep_all_invariants(recipe: str) -> None:
     for number in range(MORE_WORLDS.get(recipe, WORLDS)):
         player, finding = play(f"{SEED}/{number}", [recipe])
         if finding is not None:
-            repeat = f"python -m core_fuzz --seed {SEED} --first {number} --count 1 --recipe {recipe}"
+            repeat = f"python -m core_fuzz --seed {SEED} --round {number} --rounds 1 --recipe {recipe}"
             pytest.fail(f"{repeat}\n{script(shrunk(player.case, finding.kind, SHRINK_S))}")
 
 

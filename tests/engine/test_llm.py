@@ -510,41 +510,6 @@ def test_unused_cpu_pool_takes_no_memory() -> None:
         assert llm.engine.core.kv.cpu_free == llm.engine.core.kv.cpu_total == GIB // BLOCK_BYTES
 
 
-@pytest.mark.parametrize("recipe", ["adaptive", "fcfs", "fastserve"])
-def test_preemption_does_not_change_texts(recipe: str) -> None:
-    conversations = [user(f"Count from {start} to {start + 50}") for start in range(24)]
-
-    def texts(**settings: Any) -> tuple[list[str], int]:
-        """Return the answers and the number of preemptions."""
-        preemptions = 0
-        common = dict(progress=False, recipe=recipe, threads=1, profile="off", max_num_seqs=16, max_model_len=512)
-        with LLM(**common, **settings) as llm:
-            kv, take_events = llm.engine.core.kv, llm.engine.core.take_events
-
-            def counted():
-                nonlocal preemptions
-                events = take_events()
-                preemptions += sum(
-                    isinstance(event, Preempted) and event.how is not Preemption.PAUSE for event in events
-                )
-                return events
-
-            llm.engine.core.take_events = counted
-            answers = [answer.text for answer in llm.chat(conversations, GREEDY)]
-            while not llm._loop.idle:  # Swap-outs of cached KV may still run.
-                llm._loop.step()
-            assert (kv.device_free, kv.cpu_free) == (kv.device_total, kv.cpu_total)
-        return answers, preemptions
-
-    expected, unlimited = texts(swap_space_gib=0)
-    small: dict[str, Any] = {"kv_cache_gib": 40 * BLOCK_BYTES / GIB, "swap_space_gib": 400 * BLOCK_BYTES / GIB}
-    found, limited = texts(**small)
-    if recipe == "fastserve":
-        assert texts(**small, swap_bandwidth_gbps=0.5, pipeline_depth=2)[0] == expected
-    assert unlimited == 0 < limited
-    assert found == expected
-
-
 @pytest.mark.parametrize(
     ("settings", "threshold_s"),
     [

@@ -10,9 +10,8 @@
 | `forms` | multipart bodies of uploads |
 | `lines` | JSONL files of batches |
 | `stories` | sequences over files and batches, with several keys, concurrently |
-| `case` | bytes of one connection and the allowed answers |
+| `case` | bytes of one connection, the allowed answers, and what is wrong with one |
 | `plan` | generates a round from seed and number |
 | `talk` | runs a case on a socket |
-| `checks` | checks of answers |
 | `driver` | runs rounds on one server alongside a canary, and checks the server |
 """

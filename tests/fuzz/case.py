@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from chaos.invariants import wrong_body
 from skipjoin.routes import PAGES
 
 # API keys. All cases and stories use those of CLIENTS; requests with the key WRONG must be rejected.
@@ -47,6 +48,41 @@ class Case:
         data = b"".join(self.pieces)
         shown = repr(data[:300]) + (f"... ({len(data)} bytes)" if len(data) > 300 else "")
         return f"{self.name}: {shown}"
+
+
+@dataclass
+class Answer:
+    """Response as read so far."""
+
+    status: int
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+    is_complete: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.status} {self.body[:300]!r}"
+
+
+def wrong_with(case: Case, answer: Answer, is_last: bool) -> str | None:
+    """Return what is wrong with an answer, or None.
+
+    Args:
+        is_last: Whether the answer is the last one of its connection.
+    """
+    marker = answer.headers.get("x-request-id", "")
+    if marker.startswith(HIDDEN):
+        return "bytes inside a request were answered as a request"
+    if marker.startswith(TRAILER):
+        return "a trailer was treated as a header"
+    if case.is_locked and answer.status < 400:
+        return "a request without a key was answered"
+    if case.statuses and answer.status not in case.statuses:
+        return f"the status must be one of {sorted(case.statuses)}"
+    if not answer.is_complete:
+        return None if case.leaves or case.must_close or is_last else "an answer is incomplete"
+    if "x-injected" in answer.headers:
+        return "a response header was injected by the request"
+    return wrong_body(answer.status, answer.headers, answer.body)
 
 
 def as_bytes(text: str | bytes) -> bytes:

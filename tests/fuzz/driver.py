@@ -1,10 +1,9 @@
-"""Runs rounds on one server: concurrent cases and stories alongside a canary, and then checks."""
+"""Runs rounds on one server: concurrent cases and stories alongside a canary, and then invariants."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -15,8 +14,10 @@ from urllib.parse import urlsplit
 import aiohttp
 import psutil
 
-from chaos import checks as chaos_checks
-from chaos.plan import World
+from chaos import invariants
+from chaos.catalog import SIZE, entry
+from chaos.clients import Clients
+from chaos.plan import Ask, World
 from chaos.served import Place, Served
 from chaos.soak import Memory, growth, resident_bytes
 from fuzz.case import CANARY, CHAT, KEYS, OPERATOR
@@ -39,13 +40,8 @@ _MIB = 1 << 20
 # Number of characters of the log to show around an error, enough for a traceback.
 _SHOWN = 6000
 _ALARMS = re.compile(r"Traceback|\bERROR\b|\bCRITICAL\b|Exception in|never retrieved|never awaited")
-_CANARY_BODY = {
-    "messages": [{"role": "user", "content": "Count from 1 to 30"}],
-    "temperature": 0,
-    "max_tokens": 120,
-    "stream": True,
-    "service_tier": "priority",
-}
+# An entry of the catalog with a long greedy answer.
+_CANARY = next(number for number in range(SIZE) if entry(number).path == CHAT and entry(number).max_tokens > 100)
 
 
 @dataclass
@@ -130,9 +126,9 @@ class Fuzzer:
         if self.served.engines() != [self._processes["engine"]]:
             return [f"the engine was replaced: {self.served.engines()}"]
         found = await delete_files(self.served.url)
-        found += await chaos_checks.idle(self.served)
+        found += await invariants.idle(self.served)
         found += [f"file {path.name} remains" for path in (self.served.place.batches / "files").iterdir()]
-        if leaked := chaos_checks.grown(before, await self.served.metrics(), "kv_blocks_recovered_total"):
+        if leaked := invariants.grown(before, await self.served.metrics(), "kv_blocks_recovered_total"):
             found.append(f"{leaked:g} KV blocks leaked")
         for name, peak in watch.peak.items():
             if peak > PEAK_MIB:
@@ -215,23 +211,15 @@ class Fuzzer:
         Raises:
             ValueError: The request failed.
         """
-        parts = []
-        async with (
-            aiohttp.ClientSession(headers={"Authorization": f"Bearer {CANARY}"}) as session,
-            session.post(self.served.url + CHAT, json=_CANARY_BODY) as answer,
-        ):
-            if answer.status != 200:
-                raise ValueError(f"{answer.status} {await answer.text()}")
-            async for line in answer.content:
-                data = line.strip().removeprefix(b"data: ")
-                if data == b"[DONE]":
-                    return "".join(parts)
-                if data:
-                    event = json.loads(data)
-                    if "error" in event:
-                        raise ValueError(str(event))
-                    parts += [choice["delta"].get("content") or "" for choice in event["choices"]]
-        raise ValueError("the stream was cut off")
+        ask = Ask(_CANARY, {"stream": True, "service_tier": "priority"}, "read", 0, 0.0)
+        clients = Clients(self.served.url, {"Authorization": f"Bearer {CANARY}"})
+        try:
+            outcome = await clients.ask(ask)
+        finally:
+            await clients.close()
+        if not outcome.is_complete or outcome.wrong:
+            raise ValueError(str(outcome))
+        return repr(outcome.choices)
 
 
 def alarm_of(log: str) -> str | None:
@@ -257,15 +245,15 @@ def server() -> Iterator[Served]:
         place.close()
 
 
-async def fuzz(rounds: Iterable[Round], say: Callable[[str], None] = print) -> list[str]:
-    """Run rounds until one of them fails, and return its failures. Report each round through `say`."""
+async def fuzz(rounds: Iterable[Round]) -> list[str]:
+    """Run rounds until one of them fails, and return its failures. Report each round."""
     with server() as served:
         fuzzer = Fuzzer(served)
         for this in rounds:
             begin = time.monotonic()
             found = await fuzzer.run(this)
             end = f"{len(found)} FAILURES" if found else "ok"
-            say(f"round {this.number}: {end}, {time.monotonic() - begin:.1f} s; so far {fuzzer}")
+            print(f"round {this.number}: {end}, {time.monotonic() - begin:.1f} s; so far {fuzzer}", flush=True)
             if found:
                 return found
         code = await served.stop()

@@ -11,8 +11,8 @@ from typing import Any
 
 import aiohttp
 
+from chaos.invariants import wrong_body
 from fuzz.case import CHAT, CLIENTS, COMPLETIONS
-from fuzz.checks import wrong_body
 from fuzz.lines import jsonl
 
 _FINAL = ("completed", "failed", "expired", "cancelled")

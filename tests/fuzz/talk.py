@@ -9,8 +9,7 @@ from contextlib import suppress
 
 import httptools
 
-from fuzz.case import Case
-from fuzz.checks import Answer, wrong_with
+from fuzz.case import Answer, Case, wrong_with
 
 # Maximum seconds until complete requests are answered, until bytes that may be incomplete are answered, and until the
 # server closes a connection that it must close. The last is less than its timeout for bodies (20 s).

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from fuzz.__main__ import rounds
-from fuzz.case import HIDDEN, TRAILER, Case
-from fuzz.checks import Answer, wrong_with
+from fuzz.case import HIDDEN, TRAILER, Answer, Case, wrong_with
 from fuzz.driver import alarm_of, fuzz
 from fuzz.plan import CASES, Round
 from fuzz.values import MODELS
@@ -22,13 +22,14 @@ from skipjoin.server.api.service import Service
 from skipjoin.server.batches.service import Batches
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.metrics import Metrics
+from support.rounds import limited
 
 SEED, SECONDS = 33, 3.0
 
 
 @pytest.mark.timeout(600)
 def test_short_fuzz_run_finds_nothing() -> None:
-    found = asyncio.run(fuzz(rounds(SEED, 0, None, SECONDS)))
+    found = asyncio.run(fuzz(limited(map(partial(Round, SEED), itertools.count()), None, SECONDS / 60)))
     assert not found, "\n".join(found)
 
 

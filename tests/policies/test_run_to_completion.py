@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 
 import pytest
@@ -13,14 +11,10 @@ from hypothesis import strategies as st
 from skipjoin.core.context import StepContext
 from skipjoin.core.events import Event, Finished, Planned
 from skipjoin.core.policy import (
-    HELD,
-    NEWCOMERS_HELD,
-    PROMPT_DOES_NOT_FIT,
     AdmissionPolicy,
     EvictionPolicy,
     Ordering,
     Policies,
-    Refusal,
 )
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.policies.admission import OnDemand, WholeMaximum
@@ -29,7 +23,7 @@ from skipjoin.policies.eviction import Recompute
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Fcfs, Prioritized
 from support.load import load, make
-from support.policies import COST, EVICTIONS, Ranks, UnitCost
+from support.policies import COST, EVICTIONS, UnitCost
 from support.watch import Run, Stepper, World, run
 
 PIPELINES = [(1, False), (2, False), (2, True), (3, False)]
@@ -62,17 +56,6 @@ def stepper(policies: Policies, **world: int) -> Stepper:
 def ran(stepper: Stepper) -> list[int]:
     """Run one plan and return the ids of its requests."""
     return [piece.request.id for piece in stepper.step().slices]
-
-
-def verdicts(batcher: RunToCompletion, *requests: Request) -> list[int | Refusal]:
-    """Offer these requests to one step with memory for all, and return the verdicts."""
-    packing, found = batcher.open(StepContext()), []
-    for request in requests:
-        found.append(verdict := packing.offer(request, request.pending))
-        if isinstance(verdict, int):
-            packing.take(request, verdict)
-            request.planned += verdict
-    return found
 
 
 def table(done: Run) -> list[tuple[float, dict[int, int]]]:
@@ -116,86 +99,12 @@ def test_a_request_that_arrives_while_the_batch_forms_joins_it() -> None:
     ]
 
 
-def test_a_prompt_above_the_budget_is_the_only_prompt_of_its_step() -> None:
-    one = stepper(static(4, 5))
-    one.add(make(0, 3, 9), make(1, 8, 9), make(2, 2, 9))
-    assert [ran(one) for _ in range(4)] == [[0], [0, 1], [0, 1, 2], [0, 1, 2]]
-
-
-def test_filling_the_last_slot_closes_the_batch() -> None:
-    one = stepper(static(2))
-    one.add(make(0, 4, 1), make(1, 4, 3), make(2, 4, 1), make(3, 4, 2), make(4, 4, 1))
-    assert [ran(one) for _ in range(6)] == [[0, 1], [1], [1], [2, 3], [3], [4]]
-    one.core.assert_all_free()
-
-
-def test_a_batch_is_limited_by_memory() -> None:
-    """There are ten blocks of four tokens; each of the first two requests needs four."""
-    one = stepper(static(), device_blocks=10)
-    one.add(make(0, 13, 3), make(1, 13, 2), make(2, 13, 3))
-    assert [ran(one) for _ in range(4)] == [[0, 1], [0, 1], [0], [2]]
-
-
 def test_a_higher_priority_waits_for_the_batch_and_is_first_in_the_next() -> None:
     one = stepper(static(2))
     one.add(make(0, 4, 3), make(1, 4, 3, priority=1), make(2, 4, 1, priority=1))
     assert ran(one) == [0, 1]
     one.add(make(3, 4, 1, priority=-1))
     assert [ran(one) for _ in range(3)] == [[0, 1], [0, 1], [3, 2]]
-
-
-# -- the end of a batch -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_aborting_the_longest_member_starts_the_next_batch(depth: int) -> None:
-    one = stepper(static(2), depth=depth)
-    one.add(make(0, 4, 40), make(1, 4, 2), make(2, 4, 1))
-    assert [ran(one) for _ in range(3)] == [[0, 1], [0, 1], [0]]
-    one.core.abort(0, one.now)
-    assert ran(one) == [2]
-    one.core.assert_all_free()
-
-
-def test_aborting_a_member_in_flight_ends_the_batch_before_its_plan_commits() -> None:
-    one = stepper(static(1), depth=2)
-    one.add(make(0, 4, 40), make(1, 4, 1))
-    assert one.start() is not None
-    assert one.start() is None
-    one.core.abort(0, one.now)
-    plan = one.start()
-    assert plan is not None
-    assert [piece.request.id for piece in plan.slices] == [1]
-    one.drain()
-
-
-def test_the_next_batch_begins_when_all_members_stop_at_once() -> None:
-    one = stepper(static(2), depth=2)
-    one.add(*(make(number, 4, 9, stop_tokens=frozenset({4})) for number in range(4)))
-    assert [ran(one), ran(one)] == [[0, 1], [2, 3]]
-    one.core.assert_all_free()
-
-
-def test_a_step_without_runnable_requests_does_not_close_the_batch() -> None:
-    """While the only member is in flight, the pipeline has a free stage but no runnable request."""
-    one = stepper(static(2), depth=2)
-    one.add(make(0, 4, 3))
-    assert one.start() is not None
-    assert [one.start() for _ in range(3)] == [None] * 3
-    one.add(make(1, 4, 2))
-    plan = one.start()
-    assert plan is not None
-    assert [piece.request.id for piece in plan.slices] == [1]
-    one.finish()
-    one.add(make(2, 4, 1))
-    assert [ran(one) for _ in range(3)] == [[0], [1], [0]]
-    assert one.start() is None
-    one.finish()
-    assert ran(one) == [2]
-    one.drain()
-
-
-# -- members that lose their KV -----------------------------------------------------------------------------------
 
 
 def test_a_preempted_member_stays_a_member() -> None:
@@ -213,57 +122,6 @@ def test_a_preempted_member_stays_a_member() -> None:
         assert ran(one) == [1]
     assert ran(one) == [2, 3]
     one.core.assert_all_free()
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_recomputed_prompt_closes_the_batch_unless_it_delays_a_newcomer(waits: bool) -> None:
-    batcher = RunToCompletion(4, 10)
-    first, second, third = make(0, 4), make(1, 6), make(2, 5)
-    assert verdicts(batcher, first, second) == [4, 6]
-    first.known, second.planned = 5, 0
-    if waits:
-        assert verdicts(batcher, first, second, third) == [1, 6, PROMPT_DOES_NOT_FIT]
-    else:
-        assert verdicts(batcher, first, second) == [1, 6]
-    first.known, second.known = 6, 7
-    assert verdicts(batcher, first, second, third) == [1, 1, 5 if waits else NEWCOMERS_HELD]
-
-
-# -- reading the queue --------------------------------------------------------------------------------------------
-
-
-def test_newcomers_close_the_step_unless_a_preempted_member_may_follow() -> None:
-    batcher = RunToCompletion(2, 64)
-    first, second, third, fourth = (make(number, 4) for number in range(4))
-    assert verdicts(batcher, first, second) == [4, 4]
-    assert verdicts(batcher, third) == [NEWCOMERS_HELD]  # the members are in flight and hold their KV
-    second.planned = 0
-    assert verdicts(batcher, third, second, fourth) == [HELD, 4, NEWCOMERS_HELD]
-
-
-def test_a_closed_batch_does_not_read_the_queue() -> None:
-    ordering = Ranks({number: number for number in range(500)})
-    one = stepper(Policies(ordering, RunToCompletion(3, 64), WholeMaximum(), Recompute()), device_blocks=1000)
-    one.add(*(make(number, 2, 5) for number in range(500)))
-    ran(one)
-    ordering.read = 0
-    assert ran(one) == [0, 1, 2]
-    assert ordering.read == 4
-
-
-def test_finished_requests_are_released_at_the_next_step() -> None:
-    one = stepper(static(2))
-    requests = [make(0, 4, 1), make(1, 4, 3)]
-    released = weakref.ref(requests[0])
-    one.add(*requests)
-    del requests
-    ran(one)
-    batcher = one.core.scheduler.policies.batcher
-    for kept in (one.events, one.core.trace, one.core.scheduler._recent):
-        kept.clear()
-    batcher.open(StepContext(now=one.now))
-    gc.collect()
-    assert released() is None
 
 
 # -- any load -----------------------------------------------------------------------------------------------------

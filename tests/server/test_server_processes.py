@@ -1,11 +1,10 @@
-"""Servers with real processes: disconnects, overload, shutdown, failures and a soak test."""
+"""Servers with real processes: disconnects, shutdown, failures and a soak test."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import re
 import signal
 import socket
 import subprocess
@@ -17,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -144,98 +142,7 @@ def test_disconnect_within_a_body_only_logs_the_request(server: ServerProcess) -
     assert [line for line in server.errors[logged:] if "request_log: POST" not in line] == []
 
 
-def test_waiting_request_is_dropped_after_disconnect(slow_server: ServerProcess) -> None:
-    server = slow_server
-    generated = server.metric("generation_tokens_total")
-    running = Stream(server, prompt="abc" * 30, max_tokens=120, priority=-1)
-    assert running.begun.wait(30)
-    body = json.dumps({"prompt": "z" * 500, "max_tokens": 5}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\n{JSON_HEAD}\r\nContent-Length: {len(body)}\r\n\r\n"
-    with connect(server) as connection:
-        connection.sendall(head.encode() + body)
-        until(lambda: httpx.get(f"{server.url}/load").json()["waiting"] == 1)
-    assert running.last() == "[DONE]"
-    server.wait_idle()
-    assert server.metric("generation_tokens_total") - generated == 120  # all of `running`
-
-
-# -- overload ---------------------------------------------------------------------------------------------------
-
-
-def test_burst_is_refused_quickly_and_accepted_requests_finish(start_server: StartServer) -> None:
-    server = start_server(step_s=0.02, max_queued_requests=8)
-    times: dict[int, list[float]] = {200: [], 429: []}
-    body = {"prompt": "abc", "max_tokens": 50, "slo": {"ttft_ms": 60_000, "tpot_ms": 10_000}}
-
-    def post(_: int) -> int:
-        begin = time.monotonic()
-        response = client.post(f"{server.url}/v1/completions", json=body, timeout=30)
-        times[response.status_code].append(time.monotonic() - begin)
-        if response.status_code == 429:
-            assert int(response.headers["retry-after"]) >= 1
-            assert response.json()["error"]["code"] == "queue_full"
-        return response.status_code
-
-    with httpx.Client() as client, ThreadPoolExecutor(40) as pool:
-        statuses = list(pool.map(post, range(80)))
-    assert set(statuses) == {200, 429}
-    assert statuses.count(200) >= 8
-    assert median(times[429]) < median(times[200]) / 2  # The 40 clients share the cores with the server.
-    assert server.metric("generation_tokens_total") == 50 * statuses.count(200)
-    for objective in ("ttft", "tpot"):
-        assert slo_counts(server, objective) == (statuses.count(200), 0)
-    server.wait_idle()
-
-
-def test_flood_of_one_key_does_not_delay_another_key(start_server: StartServer) -> None:
-    """Steps are long enough to send other requests before the flood finishes."""
-    server = start_server(step_s=0.02, blocks=20, api_keys="noisy+quiet", fair_by="key")
-    finished: list[str] = []
-
-    def post(key: str) -> None:
-        body = {"prompt": "abc" * 20, "max_tokens": 20, "ignore_eos": True}
-        headers = {"Authorization": f"Bearer {key}"}
-        answer = client.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
-        assert answer.status_code == 200
-        finished.append(key)
-
-    with httpx.Client(limits=httpx.Limits(max_connections=None)) as client, ThreadPoolExecutor(48) as pool:
-        noisy = [pool.submit(post, "noisy") for _ in range(40)]
-        until(lambda: finished)
-        for one in [*noisy, *[pool.submit(post, "quiet") for _ in range(6)]]:
-            one.result()
-    last = max(index for index, key in enumerate(finished) if key == "quiet")
-    assert finished[: last + 1].count("noisy") <= 25, finished
-
-
-def slo_counts(server: ServerProcess, objective: str) -> tuple[float, float]:
-    """Return the number of requests that attained an objective and of those that missed it."""
-    text = httpx.get(f"{server.url}/metrics").text
-
-    def count(name: str) -> float:
-        return sum(map(float, re.findall(rf'skipjoin:slo_{name}_total{{.*slo="{objective}"}} (\S+)', text)))
-
-    return count("attained"), count("missed")
-
-
-def test_deadline_expires_in_the_queue(slow_server: ServerProcess) -> None:
-    server = slow_server
-    running = Stream(server, prompt="abc" * 30, max_tokens=120, priority=-1)
-    assert running.begun.wait(30)
-    body = {"prompt": "z" * 500, "max_tokens": 5, "deadline_ms": 100}
-    begin = time.monotonic()
-    response = httpx.post(f"{server.url}/v1/completions", json=body)
-    assert response.status_code == 408
-    assert response.json()["error"]["code"] == "deadline_exceeded"
-    assert time.monotonic() - begin > 0.09
-    assert running.lines[-1] != "[DONE]"  # The request would have had to wait for it.
-    streamed = Stream(server, **{**body, "stream": True})
-    assert streamed.last()["error"]["code"] == "deadline_exceeded"
-    assert running.last() == "[DONE]"
-    server.wait_idle()
-
-
-# -- errors -----------------------------------------------------------------------------------------------------
+# -- shutdown and failures --------------------------------------------------------------------------------------
 
 
 def finished(server: ServerProcess, reason: str) -> float:
@@ -267,9 +174,6 @@ def test_failed_request_gets_an_error_and_the_others_finish(slow_server: ServerP
     server.wait_idle()
     after = [finished(server, reason) for reason in ("error", "length")]
     assert [now - then for now, then in zip(after, before, strict=True)] == [2, 1]
-
-
-# -- shutdown and failures --------------------------------------------------------------------------------------
 
 
 def test_sigterm_drains(start_server: StartServer) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
-from itertools import cycle
-
 import pytest
 
 from skipjoin.core.events import Arrived, Event, Finished
 from skipjoin.core.request import Request
 from skipjoin.exec.simulated import SimulatedExecutor
-from skipjoin.policies.dispatch import DISPATCH_RULES, Dispatch, LeastWork, RoundRobin, make_dispatch
+from skipjoin.policies.dispatch import DISPATCH_RULES, Dispatch, make_dispatch
 from skipjoin.policies.predictors import longest_output
 from skipjoin.sim.driver import Replica, simulate, simulate_cluster
-from support.load import load, make
+from support.load import load
 from support.watch import World
 
 WORLD = World("fastserve")
@@ -33,13 +29,6 @@ def cluster(requests: list[Request], dispatch: Dispatch, replicas: int) -> tuple
     for core in cores:
         core.assert_all_free()
     return events, end
-
-
-def least_work_of(replicas: int, lengths: Callable[[Request], int] = longest_output) -> LeastWork:
-    rule = LeastWork(lengths)
-    for replica in range(replicas):
-        rule.join(replica, WORLD.cost)
-    return rule
 
 
 def replicas_of(events: Events) -> dict[int, int]:
@@ -69,27 +58,6 @@ def test_each_replica_runs_as_it_would_alone(rule: str) -> None:
             return [(type(event).__name__, event.now) for event in events]
 
         assert times(alone) == times([event for index, event in events if index == replica])
-
-
-def test_round_robin_cycles_through_the_replicas() -> None:
-    events, _ = cluster(load(3, 10), RoundRobin(3), 3)
-    turns = cycle(range(3))
-    assert list(replicas_of(events).values()) == [next(turns) for _ in range(10)]
-
-
-def test_least_work_chooses_the_least_loaded_replica() -> None:
-    # The long request keeps its replica busy, so all short ones go to the other.
-    requests = [make(0, 8, 100)] + [make(number, 4, 4, arrival=0.001 * number) for number in range(1, 9)]
-    events, _ = cluster(requests, least_work_of(2), 2)
-    assert Counter(replicas_of(events).values()) == {0: 1, 1: 8}
-
-
-def test_finished_work_is_not_counted() -> None:
-    dispatch = least_work_of(2)
-    events, _ = cluster(load(4, 50), dispatch, 2)
-    assert len(replicas_of(events)) == 50
-    assert [dispatch.work(replica) for replica in (0, 1)] == pytest.approx([0.0, 0.0], abs=1e-9)
-    assert not dispatch._left
 
 
 def test_an_unknown_rule_is_refused() -> None:

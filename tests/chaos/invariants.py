@@ -1,4 +1,7 @@
-"""Checks after a round. Each returns or yields a description of every failure."""
+"""Invariants of a server: of answers to any request, of answers to planned ones, and of the server after a round.
+
+Each check returns or yields a description of every failure, or None.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,65 @@ _IDLE_METRICS = (
     "kv_cache_usage_perc",
     "batch_lines",
 )
-_ADMITTED_ERRORS = ("deadline_exceeded", "request_failed", "engine_dead", "no_replica", "shutting_down")
+# Error codes of 503 that a healthy server may return (docs/api.md), and error codes that may end a stream.
+_BUSY = frozenset({"too_many_connections"})
+_ENDS = frozenset({"deadline_exceeded", "slow_reader", "shutting_down"})
+# Statuses of protocol errors, which occur before a request has an id.
+_REFUSALS = (400, 408, 431)
 
 
-# -- answers ------------------------------------------------------------------------------------------------------
+# -- answers to any request ---------------------------------------------------------------------------------------
+
+
+def wrong_body(status: int, headers: dict[str, str], body: bytes) -> str | None:
+    """Return what is wrong with a complete answer to any request, or None."""
+    kind = headers.get("content-type", "")
+    if "x-request-id" not in headers and not (status in _REFUSALS and headers.get("connection") == "close"):
+        return "there is no x-request-id"
+    if status >= 400:
+        return wrong_error(status, body)
+    if kind.startswith("text/event-stream"):
+        return _wrong_stream(body)
+    if kind == "application/json":
+        try:
+            json.loads(body, parse_constant=_refuse)
+        except ValueError as error:
+            return f"the answer is not valid JSON: {error}"
+    return None
+
+
+def wrong_error(status: int, body: bytes) -> str | None:
+    """Return what is wrong with an error, which must have OpenAI's form and be the client's fault, or None."""
+    if not body and status in (404, 405):  # HEAD
+        return None
+    try:
+        error = json.loads(body)["error"]
+        is_whole = set(error) == {"message", "type", "param", "code"} and bool(error["message"])
+    except (ValueError, KeyError, TypeError):
+        is_whole, error = False, {}
+    if not is_whole:
+        return "the error does not have OpenAI's form"
+    if status >= 500 and not (status == 503 and error["code"] in _BUSY):
+        return "the server fails"
+    return None
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _wrong_stream(body: bytes) -> str | None:
+    *events, rest = body.split(b"\n\n")
+    if rest or not events:
+        return "the stream is cut off"
+    last = events[-1].removeprefix(b"data: ")
+    if last == b"[DONE]":
+        return None
+    code = (json.loads(last).get("error") or {}).get("code")
+    return None if code in _ENDS else f"the stream ended with {last[:300]!r}"
+
+
+# -- answers to planned requests -----------------------------------------------------------------------------------
 
 
 def answers(outcomes: Sequence[Outcome], references: References, fault: Fault) -> Iterator[str]:

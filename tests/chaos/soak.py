@@ -25,6 +25,7 @@ from support.rounds import limited, parser
 # Growth without a leak, such as arenas of the allocator and tables that double.
 MAX_GROWTH_MIB = 6.0
 _WARM_UP = 0.25
+_MIN_POINTS = 4
 _MIB = 1 << 20
 Point = tuple[float, float]
 
@@ -107,6 +108,9 @@ def verdict(noted: dict[str, list[Memory]]) -> int:
     """Print how much memory grew, and return 1 if it grew too much."""
     worst = 0.0
     for name, some in noted.items():
+        if len(some) < _MIN_POINTS:
+            print(f"{name}: {len(some)} rounds are too few to judge growth")
+            continue
         grown, requests = growth(some)
         worst = max(worst, grown)
         each = 1024 * grown / requests

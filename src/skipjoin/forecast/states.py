@@ -8,23 +8,19 @@ from typing import Any
 import numpy as np
 
 from skipjoin.forecast.mass import Array, mass_of
-from skipjoin.forecast.store import STATE, StateError, read_arrays, read_description
+from skipjoin.forecast.store import STATE, described_field, read_arrays, read_description
 
 
 def states(parent: Path) -> list[Path]:
     if not parent.is_dir():
         return []
-    return sorted(folder for folder in parent.iterdir() if folder.is_dir() and _is_state(folder))
-
-
-def _is_state(folder: Path) -> bool:
-    return (folder / STATE).is_file()
+    return sorted(folder for folder in parent.iterdir() if (folder / STATE).is_file())
 
 
 def exported(folder: Path) -> Iterator[dict[str, Any]]:
-    described = read_description(folder)
-    arrays = read_arrays(folder, described)
-    yield {"state": folder.name, "description": described} | _summary(arrays)
+    description = read_description(folder)
+    arrays = read_arrays(folder, description)
+    yield {"state": folder.name, "description": description} | _summary(arrays)
     if "model.index.tokens" in arrays:
         yield from _entries(folder.name, arrays)
 
@@ -46,14 +42,7 @@ def _entries(name: str, arrays: dict[str, Array]) -> Iterator[dict[str, Any]]:
 
 
 def remove_states(parent: Path, served: str | None = None) -> list[Path]:
-    gone = [folder for folder in states(parent) if served is None or _served(folder) == served]
+    gone = [folder for folder in states(parent) if served is None or described_field(folder, "served") == served]
     for folder in gone:
         shutil.rmtree(folder)
     return gone
-
-
-def _served(folder: Path) -> str | None:
-    try:
-        return str(read_description(folder).get("served"))
-    except (StateError, OSError):
-        return None

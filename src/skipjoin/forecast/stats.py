@@ -23,7 +23,6 @@ class Stats:
     error_tokens: float = 0.0
     _weight: float = 0.0
     _error: float = 0.0
-    _relative: float = 0.0
     _covered: float = 0.0
 
     def made(self, source: str) -> None:
@@ -39,16 +38,11 @@ class Stats:
         self.error_tokens += error
         self._weight = self._weight * _KEPT + 1
         self._error = self._error * _KEPT + error
-        self._relative = self._relative * _KEPT + error / tokens
         self._covered = self._covered * _KEPT + inside
 
     @property
     def error(self) -> float:
         return self._error / max(self._weight, 1.0)
-
-    @property
-    def relative_error(self) -> float:
-        return self._relative / max(self._weight, 1.0)
 
     @property
     def coverage(self) -> float:

@@ -102,23 +102,24 @@ def is_own(folder: Path) -> bool:
     return is_trusted(folder, "the folder of forecasts") and is_trusted(folder / STATE, "the state of forecasts")
 
 
-def write_state(folder: Path, identity: Identity, arrays: dict[str, Array], **described: Any) -> None:
-    """Replace the state in a folder; `described` is added to its description. Raises OSError."""
+def write_state(folder: Path, identity: Identity, arrays: dict[str, Array], **fields: Any) -> None:
+    """Replace the state in a folder; `fields` are added to its description. Raises OSError."""
     content = save(arrays)
     digest = hashlib.sha256(content).hexdigest()
     name = f"arrays-{digest[:16]}.safetensors"
-    before = _named_arrays(folder)
+    before = described_field(folder, "arrays")
     stored = {"format": FORMAT, "arrays": name, "sha256": digest, "bytes": len(content)}
     write_durably(folder / name, content)
-    write_durably(folder / STATE, json.dumps(described | stored | identity.fields(), indent=1).encode())
+    write_durably(folder / STATE, json.dumps(fields | stored | identity.fields(), indent=1).encode())
     for file in folder.iterdir():
         if file.name != name and (file.name == before or _is_orphan(file)):
             file.unlink(missing_ok=True)
 
 
-def _named_arrays(folder: Path) -> str | None:
+def described_field(folder: Path, field: str) -> str | None:
+    """Return a field of a state's description, or None if it cannot be read."""
     try:
-        return str(read_description(folder).get("arrays"))
+        return str(read_description(folder).get(field))
     except (StateError, OSError):
         return None
 

@@ -34,6 +34,13 @@ ALLOWED: dict[str, set[str]] = {
     },
     "extras": {"options", "version"},
     "options": set(),
+    "policy": {
+        "core",
+        "core.kv.interface",
+        "options",
+        "policies",
+        "recipes",
+    },
     "recipes": {"core", "options", "policies", "recipes"},
     "routes": {"config"},  # for type checkers
     "sampling": {"structured_output"},
@@ -295,7 +302,7 @@ ALLOWED: dict[str, set[str]] = {
     },
 }
 # Parts that import only the standard library and skipjoin, and use neither clocks nor random numbers.
-PURE = {"core", "core.kv", "core.decide", "options", "policies", "recipes"}
+PURE = {"core", "core.kv", "core.decide", "options", "policies", "policy", "recipes"}
 STDLIB_ONLY = {
     "config.access",
     "config.key_files",
@@ -348,6 +355,7 @@ BELOW_SERVER = {
     "llm_arguments",
     "local_engine",
     "policies",
+    "policy",
     "recipes",
     "observe",
     "forecast",

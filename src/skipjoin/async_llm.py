@@ -85,6 +85,14 @@ class AsyncLLM(LocalEngine):
     """Model for many asyncio tasks, whose requests the scheduler runs together.
 
     Use it as an asynchronous context manager, or call `close`. Arguments are those of `LocalEngine`.
+
+    Example:
+        >>> async def count(to: int) -> list[str]:
+        ...     async with AsyncLLM("tally", profile="off") as llm:
+        ...         chat = [{"role": "user", "content": f"Count from 3 to {to}"}]
+        ...         return [chunk.text async for chunk in llm.stream(chat, SamplingParams(temperature=0))]
+        >>> "".join(asyncio.run(count(6)))
+        '3, 4, 5, 6'
     """
 
     def __init__(self, model: str = "tally", *, progress: bool | None = False, **settings: Any) -> None:

@@ -32,7 +32,14 @@ Constraint = StructuredOutput | Mapping[str, Any] | None
 
 
 class LLM(LocalEngine):
-    """Model that is ready to generate. Use it as a context manager, or call `close`; arguments as `LocalEngine`."""
+    """Model that is ready to generate. Use it as a context manager, or call `close`; arguments as `LocalEngine`.
+
+    Example:
+        >>> with LLM("tally", profile="off") as llm:
+        ...     chat = [{"role": "user", "content": "Count from 3 to 6"}]
+        ...     llm.chat(chat, SamplingParams(temperature=0, max_tokens=30))[0].text
+        '3, 4, 5, 6'
+    """
 
     def __enter__(self) -> LLM:
         return self

@@ -166,6 +166,13 @@ class SamplingParams:
 
     Raises:
         ParameterError: If a value is outside its bounds.
+
+    Example:
+        >>> SamplingParams(temperature=0.8, stop="END").stop
+        ('END',)
+        >>> SamplingParams(temperature=3)
+        Traceback (most recent call last):
+        skipjoin.sampling.ParameterError: temperature must be in [0, 2], got 3
     """
 
     max_tokens: Annotated[

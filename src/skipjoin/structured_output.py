@@ -34,6 +34,10 @@ class StructuredOutput:
 
     Raises:
         GrammarError: If a value is outside its bounds. The grammar itself is checked when it is compiled.
+
+    Example:
+        >>> StructuredOutput.choice(["yes", "no"])
+        StructuredOutput(kind='choice', text='["yes","no"]', whitespace=None, after=())
     """
 
     kind: Kind

@@ -26,10 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from skipjoin.options import Option
-from skipjoin.policies.ordering import FixedKey
-from skipjoin.recipes import Params, Settings, recipe
-from skipjoin.recipes.parts import preemptive
+from skipjoin.policy import FixedKey, Option, Params, Settings, preemptive, recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +141,7 @@ def _with_site(site: Path) -> dict[str, str]:
             {"plain": f"{MODULE}:plain"},
             "plain",
             "recipe 'plain': entry point plain = lab_recipes:plain of distribution prompt-lab 1.0 is no function with "
-            "the decorator @recipe of skipjoin.recipes; update or uninstall it",
+            "the decorator @recipe of skipjoin.policy; update or uninstall it",
         ),
     ],
 )

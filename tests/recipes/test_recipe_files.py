@@ -96,7 +96,7 @@ def test_recipes_of_a_file_are_listed_by_the_names_to_use(folder: Path) -> None:
     run = CliRunner().invoke(app, ["recipes", "none.py"])
     assert (run.exit_code, run.output) == (
         2,
-        "error: none.py has no function with the decorator @recipe of skipjoin.recipes\n",
+        "error: none.py has no function with the decorator @recipe of skipjoin.policy\n",
     )
 
 

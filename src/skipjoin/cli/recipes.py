@@ -49,7 +49,7 @@ def _of_files(paths: Sequence[Path]) -> dict[str, Recipe]:
     for path in paths:
         own = in_file(path.absolute())
         if not own:
-            raise ConfigError(f"{path} has no function with the decorator @recipe of skipjoin.recipes")
+            raise ConfigError(f"{path} has no function with the decorator @recipe of skipjoin.policy")
         found |= {f"{path}:{name}": replace(one, name=f"{path}:{name}") for name, one in own.items()}
     return found
 

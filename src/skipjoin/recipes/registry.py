@@ -229,7 +229,7 @@ def _find(name: str) -> Recipe:
 def _from_file(file: files.RecipeFile) -> Recipe:
     found = in_file(file.path)
     if not found:
-        raise ConfigError(f"recipe: {file.path} has no function with the decorator @recipe of skipjoin.recipes")
+        raise ConfigError(f"recipe: {file.path} has no function with the decorator @recipe of skipjoin.policy")
     if not file.recipe:
         raise ConfigError(f"recipe must be FILE:NAME for a file: {file.path} has {', '.join(found)}")
     if file.recipe not in found:
@@ -250,7 +250,7 @@ def _installed(name: str) -> Recipe:
     if found is None:
         raise ConfigError(
             f"recipe {name!r}: {packages.described(name)} is no function with the decorator @recipe of "
-            "skipjoin.recipes; update or uninstall it"
+            "skipjoin.policy; update or uninstall it"
         )
     return replace(found, name=name)
 

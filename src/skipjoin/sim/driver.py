@@ -119,6 +119,19 @@ def simulate(
     on_events: Callable[[list[Event]], None] = lambda events: None,
     until: float = math.inf,
 ) -> float:
+    """Run requests on one replica until all have finished, at most until `until`, and return the virtual time.
+
+    Example:
+        >>> from skipjoin.core.kv.ledger import KVLedger
+        >>> from skipjoin.core.decide.scheduler import Scheduler
+        >>> from skipjoin.policy import LinearCost, Settings
+        >>> from skipjoin.recipes import build
+        >>> cost = LinearCost(floor=0.01, prefill_token=1e-4)
+        >>> core = EngineCore(Scheduler(build("fastserve", Settings(cost)), KVLedger(100, 0, 16)))
+        >>> requests = [Request(number, 0.0, range(50), 20) for number in range(2)]
+        >>> round(simulate(Replica(core, SimulatedExecutor(cost)), requests), 3)
+        0.21
+    """
     return simulate_cluster([replica], requests, _One(), on_events=lambda _, events: on_events(events), until=until)
 
 

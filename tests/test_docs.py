@@ -97,9 +97,11 @@ def test_document_stays_short(name: str, limit: int) -> None:
     assert len((ROOT / name).read_text().splitlines()) <= limit
 
 
-@pytest.mark.parametrize(("folder", "limit"), [("docs", 25_000), ("benchmarks", 15_000)])
+# Decisions are half a page each, and only grow in number.
+@pytest.mark.parametrize(("folder", "limit"), [("docs", 25_000), ("docs/decisions", 3_000), ("benchmarks", 15_000)])
 def test_hand_written_pages_stay_short(folder: str, limit: int) -> None:
-    pages = [page for page in (ROOT / folder).rglob("*.md") if page.parent != ROOT / "docs" / "reference"]
+    apart = {ROOT / "docs" / "reference", ROOT / "docs" / "decisions"} - {ROOT / folder}
+    pages = [page for page in (ROOT / folder).rglob("*.md") if page.parent not in apart]
     assert sum(len(page.read_text().split()) for page in pages) <= limit
 
 

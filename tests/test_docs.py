@@ -97,6 +97,11 @@ def test_document_stays_short(name: str, limit: int) -> None:
     assert len((ROOT / name).read_text().splitlines()) <= limit
 
 
+def test_readme_leaves_figures_to_the_records() -> None:
+    prose = re.sub(r"^```.*?^```|\]\([^)]*\)", "", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert len(re.findall(r"\d+(?:[.,]\d+)*", prose)) <= 30
+
+
 # Decisions are half a page each, and only grow in number.
 @pytest.mark.parametrize(("folder", "limit"), [("docs", 25_000), ("docs/decisions", 3_000), ("benchmarks", 15_000)])
 def test_hand_written_pages_stay_short(folder: str, limit: int) -> None:

@@ -1,5 +1,3 @@
-"""`skipjoin batch`."""
-
 from __future__ import annotations
 
 import sys

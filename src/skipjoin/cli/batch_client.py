@@ -20,8 +20,6 @@ class BatchPage(NamedTuple):
 
 
 class BatchClient(ServerClient):
-    """Client of the batches of one server."""
-
     async def upload(self, path: Path) -> str:
         try:
             with path.open("rb") as file:

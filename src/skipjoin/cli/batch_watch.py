@@ -1,5 +1,3 @@
-"""Progress display of `skipjoin batch watch`."""
-
 from __future__ import annotations
 
 import asyncio
@@ -26,7 +24,7 @@ _SPEED_S = 30.0
 
 
 class Speed:
-    """Lines and tokens per second over the last `_SPEED_S` seconds."""
+    """Lines and tokens per second, recently."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int, int]] = deque()
@@ -72,7 +70,7 @@ class Watch:
     async def follow(self, client: BatchClient, batch_id: str) -> dict[str, Any]:
         """Show a batch until it has finished, and return its final state.
 
-        An unavailable server is polled until it returns, unless it was unavailable from the start.
+        If the server becomes unavailable, poll until it returns.
         """
         from skipjoin.cli.server_client import ServerClientError  # noqa: PLC0415
 

@@ -1,5 +1,3 @@
-"""`skipjoin bench`."""
-
 from __future__ import annotations
 
 import sys

@@ -25,7 +25,7 @@ _MS = 1000
 
 
 class BenchReport:
-    """Writes finished runs to the files, shows the progress of the current one, and prints a table."""
+    """Writes finished runs, shows the progress of the current one, and prints a table."""
 
     def __init__(self, plan: LoadPlan, results: ResultsFile | None, requests: RequestsFile | None) -> None:
         self._total = len(plan.runs())

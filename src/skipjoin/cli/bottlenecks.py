@@ -1,5 +1,3 @@
-"""Output of `skipjoin simulate` on bottlenecks, and on the source of its costs."""
-
 from __future__ import annotations
 
 from collections import defaultdict

@@ -1,5 +1,3 @@
-"""`skipjoin chat`."""
-
 from __future__ import annotations
 
 import asyncio
@@ -67,15 +65,12 @@ def chat(
 
 @dataclass(slots=True)
 class Conversation:
-    """Messages so far, and the id of the last response."""
-
     sampling: dict[str, Any]
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
     last_id: str = ""
 
     def body(self) -> dict[str, Any]:
-        """Return the request for the next answer."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         options = {"stream": True, "stream_options": {"include_usage": True}}
         return {**self.sampling, **options, "messages": [*system, *self.messages]}

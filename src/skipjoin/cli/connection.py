@@ -1,5 +1,3 @@
-"""Options of commands that use a running server."""
-
 from __future__ import annotations
 
 import asyncio
@@ -25,8 +23,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """Server and its API key."""
-
     url: Annotated[str, Option("URL of the server.", metavar="URL", group=_GROUP, is_common=True)] = (
         "http://127.0.0.1:8000"
     )

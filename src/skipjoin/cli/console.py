@@ -1,5 +1,3 @@
-"""`skipjoin console`."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""`skipjoin convert`."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""`skipjoin demo`."""
-
 from __future__ import annotations
 
 import shlex

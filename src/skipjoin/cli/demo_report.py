@@ -1,5 +1,3 @@
-"""Output of `skipjoin demo`."""
-
 from __future__ import annotations
 
 import sys

@@ -1,5 +1,3 @@
-"""`skipjoin env`."""
-
 from __future__ import annotations
 
 import os

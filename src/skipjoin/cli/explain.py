@@ -1,5 +1,3 @@
-"""`skipjoin explain`."""
-
 from __future__ import annotations
 
 import json
@@ -48,7 +46,6 @@ def explain(
 
 
 def report(found: Mapping[str, Any], choice: Mapping[str, Any]) -> RenderableType:
-    """Return the report of one choice."""
     return Group(
         *_head(found, choice),
         Text(),

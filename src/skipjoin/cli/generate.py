@@ -1,5 +1,3 @@
-"""`skipjoin generate`."""
-
 from __future__ import annotations
 
 import json

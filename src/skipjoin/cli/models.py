@@ -1,5 +1,3 @@
-"""`skipjoin pull` and `skipjoin list`."""
-
 from __future__ import annotations
 
 from typing import Annotated

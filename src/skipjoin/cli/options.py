@@ -62,11 +62,7 @@ def with_flags(text: str, flags: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Command-line options for the fields of a dataclass that have an `Option`.
-
-    Attributes:
-        names: Fields to use; None uses all that are command-line options.
-    """
+    """Command-line options for the fields of a dataclass that have an `Option`, or only for `names`."""
 
     source: type
     names: Collection[str] | None = None
@@ -80,7 +76,7 @@ class Section:
 
 
 def takes(**sections: Section) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add options to a command: those of each section, and `--config` for a file with values of any options."""
+    """Add the options of sections to a command, and `--config`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         parts = {name: section.settings() for name, section in sections.items()}

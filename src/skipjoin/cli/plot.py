@@ -1,5 +1,3 @@
-"""`skipjoin plot`."""
-
 from __future__ import annotations
 
 import sys

@@ -1,5 +1,3 @@
-"""`skipjoin predict`."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""`skipjoin predict train`."""
-
 from __future__ import annotations
 
 import sys

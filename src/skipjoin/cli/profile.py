@@ -1,5 +1,3 @@
-"""`skipjoin profile`."""
-
 from __future__ import annotations
 
 import sys

@@ -1,5 +1,3 @@
-"""Progress of commands."""
-
 from __future__ import annotations
 
 import sys
@@ -15,11 +13,7 @@ LINE_EVERY_S = 5.0
 
 
 class Bars(Progress):
-    """Progress bars on a terminal, else a line on stderr now and then. Bars disappear at the end.
-
-    Args:
-        line: Returns the text of a line; the default has each task with its progress.
-    """
+    """Progress bars on a terminal, else a line on stderr now and then. Bars disappear at the end."""
 
     def __init__(
         self,
@@ -61,7 +55,7 @@ def _described(task: Task) -> str:
 
 
 def stage_bars(bars: Bars) -> Callable[[str, float], None]:
-    """Return a function that shows the completed share of a stage, and says its name when it begins."""
+    """Return a function that shows the completed share of a stage, and prints its name when it begins."""
     tasks: dict[str, TaskID] = {}
 
     def show(stage: str, share: float) -> None:

@@ -1,5 +1,3 @@
-"""`skipjoin recipes`."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""`skipjoin replay`."""
-
 from __future__ import annotations
 
 import json

@@ -36,7 +36,6 @@ class RequestsFile:
             self._next += 1
 
     def close(self) -> None:
-        """Write held-back runs whose predecessors did not finish, and close the file."""
         try:
             for _, waiting in sorted(self._waiting.items()):
                 self.append(*waiting)

@@ -1,5 +1,3 @@
-"""`skipjoin serve`."""
-
 from __future__ import annotations
 
 from functools import partial

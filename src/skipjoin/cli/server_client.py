@@ -1,5 +1,3 @@
-"""HTTP client of a running server, for commands."""
-
 from __future__ import annotations
 
 import os

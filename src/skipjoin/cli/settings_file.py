@@ -31,11 +31,7 @@ def unknown_variables(known: Iterable[str], environment: Mapping[str, str] = os.
 
 
 def read_settings(path: Path, known: Mapping[str, str], several: Collection[str] = ()) -> dict[str, Texts]:
-    """Return a file's settings as texts, by parameter name. Errors name the line.
-
-    Args:
-        several: Parameters with a list of values.
-    """
+    """Return a file's settings as texts, by parameter name; `several` may have lists. Errors name the line."""
     try:
         # BaseLoader does not guess types: otherwise `profile: off` would be false.
         root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)

@@ -1,5 +1,3 @@
-"""`skipjoin simulate`."""
-
 from __future__ import annotations
 
 import math

@@ -72,7 +72,7 @@ class Goal(NamedTuple):
 
 
 class SimulationReport:
-    """Writes finished runs to the file, shows the progress of the others, and prints tables."""
+    """Writes finished runs, shows the progress of the others, and prints tables."""
 
     def __init__(self, results: ResultsFile | None, goal: Goal | None) -> None:
         self._results = results
@@ -167,7 +167,6 @@ class SimulationReport:
 
 
 def _columns(records: Sequence[Record]) -> dict[str, str]:
-    """Return the columns of the main table and their fields."""
     hits = _HITS if any("prefix" in record for record in records) else {}
     judged = [name for name in _OBJECTIVES if any(one["slo"][f"{name}_attained"] is not None for one in records)]
     if not judged:
@@ -210,7 +209,7 @@ def _rejections(groups: _Groups) -> Iterator[str]:
 
 
 def _answers(groups: _Groups, goal: Goal) -> Iterator[tuple[_Group, list[Record]]]:
-    """Yield the largest rate or smallest size of each search that satisfies the bounds, of those that were tried."""
+    """Yield the largest rate or smallest size of each search that satisfies the bounds."""
     found: dict[tuple[str, float], tuple[_Group, list[Record]]] = {}
     # Smaller sizes come last, and so do larger rates.
     for group, records in sorted(groups, key=lambda item: -item[0].replicas if goal.replicas else item[0].rate):

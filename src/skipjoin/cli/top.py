@@ -1,5 +1,3 @@
-"""`skipjoin top`."""
-
 from __future__ import annotations
 
 import json
@@ -77,8 +75,6 @@ def top(
 
 
 class _Screen:
-    """State of the display, from the events of the server."""
-
     def __init__(self) -> None:
         self._hello: Mapping[str, Any] = {}
         self._now: Mapping[str, Any] = {}

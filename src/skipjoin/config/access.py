@@ -22,7 +22,7 @@ class AccessConfig:
     """Access settings of a server.
 
     Attributes:
-        api_keys: Keys for all routes except health, which is open. If empty, no route requires a key.
+        api_keys: Keys for all routes except health. If empty, no route requires a key.
         allowed_hosts: Host header values besides localhost and IP addresses. Empty allows all, except on a server
             without keys on a loopback address.
     """

@@ -13,8 +13,6 @@ NOWHERE = "none"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchConfig(AccessConfig):
-    """Settings of a server's access, files and batches."""
-
     batch_dir: Annotated[
         str | None,
         Option(

@@ -29,7 +29,7 @@ from skipjoin.recipes import BEST_EFFORT_WAIT_S, DEFAULT, absolute, check_recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Engine configuration: model, memory and scheduling. None selects the default that the help gives in brackets."""
+    """Engine configuration. None selects the default that the help gives in brackets."""
 
     model: Annotated[
         str, Option("Hugging Face folder or hub id, or 'tally', the built-in model.", group=MODEL, is_positional=True)

@@ -19,13 +19,7 @@ _SECTION = (
 
 
 class KeyRights(NamedTuple):
-    """Rights of requests with a key. None means the server's default.
-
-    Attributes:
-        priorities: Lowest and highest priority, besides 0.
-        tier: Whether `service_tier` priority is allowed.
-        is_operator: Whether the key sees the requests of all keys.
-    """
+    """Rights of requests with a key. None means the server's default."""
 
     priorities: tuple[int, int] | None = None
     tier: bool | None = None
@@ -102,7 +96,7 @@ def _lines(field: str, file: str) -> Iterator[_Line]:
 
 
 def _rights(line: _Line) -> KeyRights:
-    """Return the rights that a section gives. Its errors do not show the line, which may be a key."""
+    """Return the rights that a section gives. Errors do not show the line, which may be a key."""
     given = _given(line)
     priorities, tier, operator = map(given.get, ("priority-range", "priority-tier", "operator"))
     for name, value, choices in (("priority-tier", tier, PRIORITY_TIERS), ("operator", operator, OPERATOR)):

@@ -39,12 +39,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ProfileKey:
-    """Identity of a profile.
+    """Identity of a profile; folders with equal configurations share one.
 
     Attributes:
-        model: Model name for messages, not part of the identity.
-        shape: Hash of the model's configuration, so that folders with the same shape share a profile.
-        device: Model name of the CPU or GPU.
+        model: Name for messages, not part of the identity.
+        shape: Hash of the model's configuration.
     """
 
     model: str
@@ -80,7 +79,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class FitErrors:
-    """Absolute relative errors of the cost model, on the `held_out` shapes or, if there are none, the fitted ones."""
+    """Absolute relative errors of the cost model, on held-out shapes or, if there are none, the fitted ones."""
 
     median: float
     p95: float
@@ -106,9 +105,8 @@ class Profile:
     """Measured cost model and its circumstances.
 
     Attributes:
-        cost: Step costs, and transfer costs per block of `block_size` tokens in the slower direction.
-        unrest: Ratio of a step's mean time to its undisturbed time. The fit uses undisturbed times, and `cost` includes
-            this factor.
+        cost: Transfer costs are per block of `block_size` tokens, in the slower direction.
+        unrest: Ratio of a step's mean time to its undisturbed time, which the fit uses. `cost` includes this factor.
         kv_bytes_per_block, weight_bytes: Totals over all devices.
     """
 
@@ -132,7 +130,7 @@ class Profile:
 
     @property
     def is_poor(self) -> bool:
-        """True if the fit is so far from the measurements that decisions and simulations would mislead."""
+        """True if the fit is too far from the measurements for decisions and simulations."""
         return self.errors.median > MAX_MEDIAN_ERROR
 
     def cost_for(self, block_size: int) -> LinearCost:

@@ -1,5 +1,3 @@
-"""ALISE's forecaster (section 3.1, Algorithm 1)."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -30,9 +28,8 @@ _MIN_SPREAD = 0.2
 class Alise:
     """Weighted mean length of the k most similar prompts that are similar enough, else the perceptron's estimate.
 
-    Weights are normalized similarities, unlike in Algorithm 1, whose sum would grow with k. The distribution is
-    lognormal, with the deviation of the neighbors or of the perceptron's errors, and calibration widens it. The index
-    learns exact lengths only.
+    Weights are normalized, unlike in Algorithm 1, whose sum grows with k. The distribution is lognormal; calibration
+    widens it. The index learns exact lengths only.
     """
 
     name = "alise"

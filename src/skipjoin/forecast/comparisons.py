@@ -1,5 +1,3 @@
-"""Baselines for evaluation."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -38,8 +38,7 @@ def make_forecaster(
     """Return a forecaster that starts from `forecast_state` or untrained; `learned` if the configuration names none.
 
     Args:
-        served: Name of the model whose requests are forecast.
-        folder: Folder of that model, for its embeddings.
+        folder: Folder of the served model, for its embeddings.
         text_of: Returns the text of a prompt's tokens, for encoders of texts and trained states.
         threads, remembered: See `SentenceEncoder`.
         read: Returns the tokens of a prompt that are hashed, if not its own. A trained state decides it otherwise.
@@ -86,7 +85,7 @@ def _started(forecaster: Forecaster, trained: Trained | None) -> Forecaster:
 
 
 def _words_of(text_of: TextOf | None) -> Read:
-    """Return what reads a prompt as training does, by the words of its text, so that the state fits any tokenizer."""
+    """Return a reader of a prompt's words, as in training, so that the state fits any tokenizer."""
     if text_of is None:
         raise ConfigError("forecast_state needs the texts of prompts, and here are their tokens only")
     return lambda prompt: words(text_of(prompt))

@@ -1,5 +1,3 @@
-"""Encoder by the input embeddings of the served model."""
-
 from __future__ import annotations
 
 import json

@@ -45,7 +45,7 @@ class Figures:
     Attributes:
         r, r_log: Pearson correlation of lengths and of log lengths; 0 if all forecasts are equal.
         pairwise: Share of correctly ordered pairs; ties count half.
-        coverage_by_prompt: Coverage by quartile of prompt length, shortest first.
+        coverage_by_prompt: By quartile of prompt length, shortest first.
     """
 
     name: str
@@ -62,11 +62,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Trains forecasters on `train`, predicting each row before learning it, and measures them on `test`.
-
-    Attributes:
-        trained: Forecaster that was trained on other rows than `test`, which is measured as well.
-    """
+    """Trains forecasters on `train`, predicting each row before learning it, and measures them on `test`."""
 
     train: Sequence[Sample]
     test: Sequence[Sample]

@@ -21,11 +21,7 @@ LOW, HIGH = 0.1, 0.9
 
 
 class Predicted(NamedTuple):
-    """Forecast, with what `Forecaster.learn` needs later.
-
-    Attributes:
-        interval: Bounds in tokens of the 80 % interval, capped at `most`, the request's max_tokens.
-    """
+    """Forecast, with what `Forecaster.learn` needs later. `interval` bounds 80 %, capped at max_tokens."""
 
     forecast: Forecast
     interval: tuple[float, float]
@@ -38,7 +34,7 @@ class Forecaster:
     """Length model with its encoder, prior and calibration (ALISE section 3.1 has one such model). Thread-safe.
 
     Args:
-        owner: Hash of the API key whose requests are learned; empty for all requests.
+        owner: Hash of the API key whose requests are learned; empty for all.
         first: Initial hazards; see `Prior`.
         read: Returns the tokens of a prompt that are hashed; None hashes the prompt's own.
     """
@@ -103,7 +99,7 @@ class Forecaster:
     def learn(self, predicted: Predicted, tokens: int, *, exact: bool) -> None:
         """Learn from a request that finished after `tokens` (at least 1) output tokens.
 
-        `exact` is False if max_tokens, an abort or a deadline cut it off, so that `tokens` is a lower bound.
+        `exact` is False if it was cut off, so that `tokens` is a lower bound.
         """
         end = length_bin(tokens)
         with self._lock:
@@ -132,7 +128,6 @@ class Forecaster:
             return load_state(Path(folder), self.identity, self._restore)
 
     def arrays(self) -> dict[str, Array]:
-        """Return everything that was learned."""
         with self._lock:
             return self._state()
 

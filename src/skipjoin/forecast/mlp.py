@@ -1,5 +1,3 @@
-"""ALISE's "all-MLP decoder" (section 3.1)."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

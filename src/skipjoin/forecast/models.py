@@ -20,12 +20,6 @@ class Prompt(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """Prediction of a model.
-
-    Attributes:
-        tokens: Expected length, if it is not the calibrated mean.
-    """
-
     mass: Array
     source: str
     parts: tuple[Array, ...] = ()
@@ -45,9 +39,7 @@ class Model(Protocol):
         """Learn that the predicted output ended after `tokens` tokens, in bin `end`; not `exact` if it was cut off."""
         ...
 
-    def state(self) -> dict[str, Array]:
-        """Return the arrays to save."""
-        ...
+    def state(self) -> dict[str, Array]: ...
 
     def restore(self, state: Mapping[str, Array]) -> None:
         """Restore the arrays of `state`, or raise ValueError or KeyError if they are not of this model."""

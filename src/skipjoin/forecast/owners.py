@@ -25,7 +25,7 @@ class OwnerForecasters:
 
     Args:
         make: Returns the forecaster of an owner, given the hazards of the shared distribution.
-        folder: Folder of the states, one per owner; None does not save them.
+        folder: Folder of the states; None does not save them.
     """
 
     def __init__(self, make: Callable[[str, Array], Forecaster], folder: Path | None = None) -> None:

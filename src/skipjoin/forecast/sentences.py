@@ -1,5 +1,3 @@
-"""Encoders of texts: BERT and its kind."""
-
 from __future__ import annotations
 
 from collections import OrderedDict
@@ -41,8 +39,6 @@ def folder_of(name: str) -> Path:
 
 
 class _Loaded:
-    """Model and tokenizer of a folder, with the vectors of recent texts."""
-
     def __init__(self, name: str, folder: Path) -> None:
         # Imported here because they are slow to load and only this encoder needs them.
         import torch  # noqa: PLC0415
@@ -70,13 +66,10 @@ def _load(name: str) -> _Loaded:
 class SentenceEncoder:
     """Encoder that averages the last hidden states of a model such as BERT on the CPU.
 
-    It needs `text_of`, because it has another tokenizer than the served model.
-
     Args:
-        name: `minilm`, or the folder of a Hugging Face encoder.
         threads: Threads of torch in this process; None leaves them as they are.
-        remembered: Number of texts whose vectors are kept in this process, for simulations that replay a trace. In a
-            server, a client could notice by the time that another client had sent a text.
+        remembered: Number of texts whose vectors are kept, for simulations that replay a trace. In a server, a client
+            could notice by the time that another client had sent a text.
     """
 
     batch = _BATCH

@@ -51,8 +51,8 @@ class Identity:
     """Identity of a state.
 
     Attributes:
-        owner: Hash of the API key whose requests were learned; empty for all requests, on a server without keys.
-        base: Digest of the trained state that learning started from; empty if it started from nothing.
+        owner: Hash of the API key whose requests were learned; empty for all.
+        base: Digest of the trained state that learning started from, if any.
     """
 
     served: str

@@ -1,5 +1,3 @@
-"""Training of forecasters on a recorded trace: index, decoder, calibration, k and s0 (ALISE section 3.1)."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -47,12 +45,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Training:
-    """What training found.
-
-    Attributes:
-        epochs: Epochs of the decoder.
-        decoder_error: Error of the decoder alone on the held-out rows.
-    """
+    """What training found. `decoder_error` is that of the decoder alone on the held-out rows."""
 
     rows: int
     held_out: int
@@ -91,8 +84,7 @@ def train_alise(
 ) -> Training:
     """Train `model`, the untrained one of `forecaster`.
 
-    The held-out rows choose k, s0 and the decoder's epochs, and calibrate what was trained on the others. Then they are
-    learned as well.
+    The held-out rows choose k, s0 and the decoder's epochs, and calibrate. Then they are learned as well.
     """
     rows = _encoded(forecaster, samples, progress)
     held = np.asarray(held_out, dtype=bool)

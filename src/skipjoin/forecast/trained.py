@@ -1,5 +1,3 @@
-"""States that `skipjoin predict train` writes and forecasters start from."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -28,8 +26,6 @@ def write_trained(folder: Path, forecaster: Forecaster, encoder: str, about: dic
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained state and its description."""
-
     folder: Path
     described: dict[str, Any]
 

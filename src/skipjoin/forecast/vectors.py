@@ -14,33 +14,29 @@ EXACT_ENTRIES = 10_000
 
 
 class Vectors(Protocol):
-    """Store of unit vectors, each at an integer index (`place`)."""
+    """Store of unit vectors, each at an integer index."""
 
     def put(self, place: int, vector: Array) -> None:
-        """Store a vector, replacing any at that place."""
+        """Store a vector, replacing any at that index."""
         ...
 
     def drop(self, place: int) -> None:
-        """Clear an occupied place."""
+        """Clear an occupied index."""
         ...
 
     def search(self, vector: Array, count: int) -> tuple[Array, Array]:
-        """Return places of up to `count` most similar vectors in any order, and their cosines, (n,) each.
+        """Return indices of up to `count` most similar vectors in any order, and their cosines, (n,) each.
 
-        Empty places may be included with a cosine of 0.
+        Unused indices may be included with a cosine of 0.
         """
         ...
 
     def state(self, places: Array) -> dict[str, Array]:
-        """Return the arrays to save for the vectors in these places."""
+        """Return the arrays to save for these vectors."""
         ...
 
     def restore(self, state: Mapping[str, Array], kept: int, same: bool) -> Array:
-        """Restore the last `kept` vectors of a `state` and return their places.
-
-        Args:
-            same: Whether the capacity is that of the saved store.
-        """
+        """Restore the last `kept` vectors of a `state` of the `same` capacity or another, and return their indices."""
         ...
 
 
@@ -73,7 +69,7 @@ def _stored(state: Mapping[str, Array], width: int) -> Array:
 
 
 class ExactVectors:
-    """Matrix store that scores all places with one product."""
+    """Matrix store that scores all vectors with one product."""
 
     def __init__(self, entries: int, width: int) -> None:
         self._matrix: Array = np.zeros((entries, width), np.float32)

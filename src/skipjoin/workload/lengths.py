@@ -1,5 +1,3 @@
-"""Joint distributions of prompt and output lengths."""
-
 from __future__ import annotations
 
 import json

@@ -9,12 +9,7 @@ from skipjoin.workload.prefixes import PromptParts, SharedPrefix
 
 
 class WorkloadRequest(NamedTuple):
-    """Request to send.
-
-    Attributes:
-        at: Arrival in seconds from the start.
-        deadline_s: Deadline relative to the arrival.
-    """
+    """Request to send, `at` seconds from the start; `deadline_s` counts from there."""
 
     at: float
     prompt_tokens: int

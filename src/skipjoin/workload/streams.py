@@ -1,5 +1,3 @@
-"""Open-loop and closed-loop streams of jobs."""
-
 from __future__ import annotations
 
 import random
@@ -56,7 +54,7 @@ class Closed:
     def jobs(self, seed: int, index: int) -> Iterator[WorkloadRequest]:
         """Yield jobs of the stream indefinitely, all with arrival 0.
 
-        The k-th job has the same lengths regardless of the system; `index` among the closed streams is for the seed.
+        The k-th job has the same lengths regardless of the system; `index` is for the seed.
         """
         chance, groups = generator(seed, index, "closed"), generator(seed, index, "closed prefix")
         while True:
@@ -96,7 +94,7 @@ class Stream:
     def jobs(self, rate_rps: float, seed: int, index: int) -> Iterator[WorkloadRequest]:
         """Yield jobs of the stream indefinitely, at its share of `rate_rps`.
 
-        The k-th job has the same lengths at every rate; `index` among the streams is for the seed.
+        The k-th job has the same lengths at every rate; `index` is for the seed.
         """
         lengths, groups = generator(seed, index, "lengths"), generator(seed, index, "prefix")
         for time in self.arrivals.times(generator(seed, index, "arrivals")):

@@ -1,5 +1,3 @@
-"""Rows of CSV and JSONL trace files, with their positions for error messages."""
-
 from __future__ import annotations
 
 import csv

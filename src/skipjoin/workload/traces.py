@@ -1,5 +1,3 @@
-"""Recorded requests in CSV or JSONL files."""
-
 from __future__ import annotations
 
 import gzip
@@ -67,11 +65,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Trace:
-    """Recorded requests of a file, in order. Either all rows have an arrival or none, and likewise for prompts.
-
-    Attributes:
-        time_unit: Unit of its column `timestamp`, if it has that.
-    """
+    """Recorded requests of a file, in order. Either all rows have an arrival or none, and likewise for prompts."""
 
     name: str
     rows: tuple[TraceRow, ...]
@@ -136,24 +130,17 @@ def read_trace(
 ) -> Trace:
     """Read a trace from a CSV file, or from JSONL if the name ends in .jsonl; a further .gz means gzip.
 
-    CSV requires prompt_tokens and output_tokens. JSONL can have the texts prompt and output instead. A missing length
-    is then the number of words and punctuation marks, which is less than the number of tokens.
+    CSV requires prompt_tokens and output_tokens. JSONL can have the texts prompt and output instead, whose words and
+    punctuation marks are counted, or Mooncake's timestamp, input_length and output_length.
 
-    Optional columns of both formats:
-
-    - arrival_s: seconds, or an ISO 8601 date and time, UTC by default. All rows have it or none, in ascending order.
+    Optional columns:
+    - arrival_s: seconds, or an ISO 8601 date and time, UTC by default, ascending. All rows have it or none.
     - context_tokens: length of the whole prompt, of which prompt_tokens is only the last part.
-    - deadline_s, priority, class (real-time or best-effort), and the objectives ttft_s, tpot_s and jct_s, per row.
-    - hash_ids, as in Mooncake's traces: ids of consecutive parts of the prompt, of `hash_tokens` tokens each except the
-      last. Equal ids after equal ids mean equal text. CSV separates ids by commas or blanks.
+    - deadline_s, priority, class (real-time or best-effort), ttft_s, tpot_s and jct_s.
+    - hash_ids: ids of consecutive parts of the prompt, of `hash_tokens` tokens each except the last. Equal ids after
+      equal ids mean equal text. CSV separates ids by commas or blanks.
 
-    JSONL can use Mooncake's timestamp, input_length and output_length. Other columns are kept: see
-    `Trace.check_columns`.
-
-    Args:
-        time_unit: Of timestamp: "s", "ms", or "auto" to detect it.
-        hash_tokens: None to detect it.
-        has_parts: False to ignore hash_ids.
+    Other columns are kept: see `Trace.check_columns`. None and "auto" mean to detect units.
     """
     path = Path(path)
     try:

@@ -26,8 +26,7 @@ class Workload(Protocol):
     """Requests over time. Equal arguments give equal jobs, on every machine.
 
     Attributes:
-        best_effort: Share of best-effort jobs, which splits jobs into one stream per service class. None keeps the
-            streams.
+        best_effort: Share of best-effort jobs, which splits jobs into one stream per class. None keeps the streams.
         closed: Closed-loop streams, whose jobs `draw` does not return.
     """
 
@@ -99,9 +98,6 @@ class Replay:
 
     With recorded times, the first request arrives at 0. Otherwise rows are used cyclically from a row that the seed
     selects, at `rate_rps`.
-
-    Attributes:
-        arrivals: Arrival process of a trace without times.
     """
 
     trace: Trace

@@ -1,5 +1,3 @@
-"""Inference for asyncio: the engine in a thread of the calling process, without a server."""
-
 from __future__ import annotations
 
 import asyncio
@@ -36,7 +34,7 @@ class Chunk:
 
     Attributes:
         finish_reason: As of `Generation`, in the choice's last chunk; before that None.
-        delta: What the chunk adds to the message of a conversation, as OpenAI's API streams it. Otherwise None.
+        delta: What the chunk adds to the message of a conversation, in OpenAI's form; otherwise None.
     """
 
     index: int
@@ -47,13 +45,6 @@ class Chunk:
 
 
 class _Prompt(NamedTuple):
-    """Prompt that can run.
-
-    Attributes:
-        readers: Readers of the choices of a conversation.
-        kept: Special tokens that are kept as text.
-    """
-
     text: str | None
     ids: list[int]
     params: SamplingParams
@@ -64,8 +55,6 @@ class _Prompt(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Stream:
-    """Choices of one prompt. The engine's thread puts their outputs into a mailbox of the caller's event loop."""
-
     loop: asyncio.AbstractEventLoop
     ids: list[int]
     answers: Mapping[int, list[Part]]
@@ -114,7 +103,7 @@ class AsyncLLM(LocalEngine):
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Fail unfinished requests, stop the engine and save the learned output lengths. Idempotent."""
+        """Fail unfinished requests, stop the engine and save what was learned. Idempotent."""
         if not self._is_closed:
             self._inbox.put(None)
             self._thread.join()
@@ -223,7 +212,6 @@ class AsyncLLM(LocalEngine):
         return _Prompt(one, self.tokenizer.encode(one), params) if isinstance(one, str) else _Prompt(None, one, params)
 
     async def _next(self, stream: _Stream) -> Chunk:
-        """Wait for a choice's next output and return what it adds."""
         item = await stream.mailbox.get()
         if isinstance(item, Exception):
             raise item

@@ -1,5 +1,3 @@
-"""Optional dependencies, by the extra that installs them."""
-
 from __future__ import annotations
 
 from importlib.util import find_spec

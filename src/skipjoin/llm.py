@@ -1,5 +1,3 @@
-"""Offline inference: the engine in the calling process, without a server."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -68,7 +66,7 @@ class LLM(LocalEngine):
             priority: Lower values run earlier.
             target: Soft objectives of each prompt, in seconds above 0.
             cache_salt: One for all prompts, or one per prompt, of 1 to 256 characters. Prompts share cached KV only
-                with prompts of the same salt; None shares it with prompts without a salt.
+                with prompts of the same salt.
             structured_outputs: Constraint of all outputs, for example `{"json": schema}`, which replaces that of
                 `params`. See `StructuredOutput.of`.
 
@@ -164,7 +162,6 @@ class LLM(LocalEngine):
     def _each(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int, constraint: Constraint
     ) -> list[SamplingParams]:
-        """Return the parameters of each prompt."""
         if self._is_closed:
             raise RuntimeError("this LLM is closed: make another one to generate")
         each = params_per_prompt(self.default_params if given is None else given, count)

@@ -1,5 +1,3 @@
-"""Checks of the arguments of `LLM` and `AsyncLLM`."""
-
 from __future__ import annotations
 
 import re

@@ -38,7 +38,6 @@ class Generation:
     """Result of one prompt.
 
     Attributes:
-        text: Output as the model wrote it.
         finish_reason: "stop", "length", "tool_calls" after `chat` with calls, or "error" if the engine aborted the
             request.
         error: Cause and remedy of an "error"; otherwise empty.
@@ -73,8 +72,6 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """Request in the engine and what it has generated."""
-
     generation: Generation
     choice: Choice
     predicted: Predicted | None
@@ -93,8 +90,8 @@ class LocalEngine:
         default_params: Parameters of prompts without their own, from the model's generation_config.json.
 
     Raises:
-        ModelError: As `assemble`.
-        ConfigError: As `assemble`.
+        ModelError: The model cannot run.
+        ConfigError: A setting is invalid.
     """
 
     def __init__(

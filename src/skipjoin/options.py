@@ -57,7 +57,7 @@ class Option:
         metavar: Name of the value in the help, for example its unit.
         separator: Separator of several values in one text; empty if only repeating the flag gives several.
         is_common: Whether `--help` shows it. `--help-all` shows every option.
-        is_internal: Whether only code sets it, and no command has it as an option.
+        is_internal: No command has it as an option.
     """
 
     help: str
@@ -78,11 +78,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Dataclass field with an `Option`.
-
-    Attributes:
-        words: Literal strings allowed besides `kind`, as in `int | Literal["all"]`.
-    """
+    """Dataclass field with an `Option`. `words` are literal strings allowed besides `kind`."""
 
     name: str
     kind: Any

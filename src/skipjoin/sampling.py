@@ -1,7 +1,4 @@
-"""Sampling parameters and stop conditions of a request, with their bounds.
-
-Uses the standard library only, so that the API process and tests can import it without torch.
-"""
+"""Sampling parameters with their bounds. Standard library only, so that the API process need not import torch."""
 
 from __future__ import annotations
 
@@ -354,8 +351,7 @@ class TokenLogprob(NamedTuple):
     """Token and its log-probability.
 
     Attributes:
-        logprob: Natural logarithm of the probability in the model's unmodified distribution; None for the first prompt
-            token.
+        logprob: Natural logarithm in the model's unmodified distribution; None for the first prompt token.
         top: Most likely tokens at that position with their log-probabilities, best first.
     """
 
@@ -365,11 +361,7 @@ class TokenLogprob(NamedTuple):
 
 
 class TokenDetail(NamedTuple):
-    """Log-probabilities reported with a generated token.
-
-    Attributes:
-        prompt: Entries of the prompt tokens, with a request's first token only, if requested.
-    """
+    """Log-probabilities reported with a generated token, and with a request's first one those of the prompt."""
 
     chosen: TokenLogprob
     prompt: tuple[TokenLogprob, ...] = ()

@@ -1,5 +1,3 @@
-"""Constraints on a request's output. Standard library only, as `sampling`."""
-
 from __future__ import annotations
 
 import json
@@ -29,15 +27,14 @@ class StructuredOutput:
         kind: Notation of `text`: a JSON schema, a regular expression, a JSON list of strings to choose from, or a
             grammar in llguidance's variant of Lark.
         whitespace: Regular expression of the white space between the tokens of a JSON text; None for none.
-        after: The constraint begins after these tokens of the output, for example the end of the reasoning. Empty if
-            it begins with the output.
+        after: Tokens of the output after which the constraint begins, for example the end of the reasoning.
 
     Raises:
         GrammarError: If a value is outside its bounds. The grammar itself is checked when it is compiled.
 
     Example:
-        >>> StructuredOutput.choice(["yes", "no"])
-        StructuredOutput(kind='choice', text='["yes","no"]', whitespace=None, after=())
+    >>> StructuredOutput.choice(["yes", "no"])
+    StructuredOutput(kind='choice', text='["yes","no"]', whitespace=None, after=())
     """
 
     kind: Kind

@@ -30,11 +30,8 @@ def needs(feature: str, packages: str, *extras: str) -> str:
 def install_command(*extras: str, source: Path = Path(__file__).parents[2]) -> str:
     """Return a command that adds extras to this installation, from any folder.
 
-    It names what Skipjoin was installed from, because no package index has it. Where that is gone, as in a container,
-    it names the packages themselves.
-
-    Args:
-        source: The checkout that this file is in, if it is in one.
+    It names what Skipjoin was installed from, because no package index has it, or the packages themselves. `source` is
+    the checkout that this file is in, if it is in one.
     """
     if (source / "pyproject.toml").is_file():
         return f"pip install -c '{source}/constraints.txt' -e '{source}[{','.join(extras)}]'"

@@ -1,5 +1,3 @@
-"""Load of the demonstration: long background jobs at the start, and short chats that arrive while these run."""
-
 from __future__ import annotations
 
 import random

@@ -1,5 +1,3 @@
-"""Model of the demonstration: a Llama of 97.5M parameters without weight files, which the server draws at random."""
-
 from __future__ import annotations
 
 import json

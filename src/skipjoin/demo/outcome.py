@@ -1,5 +1,3 @@
-"""Result of one system under the load of the demonstration."""
-
 from __future__ import annotations
 
 import urllib.request
@@ -23,11 +21,7 @@ _MIN_SHARE = 0.001
 
 @dataclass(frozen=True, slots=True)
 class EngineCounts:
-    """Counters of a server's metrics, None if it does not export them.
-
-    Attributes:
-        waits: Seconds by wait reason.
-    """
+    """Counters of a server's metrics, None if it does not export them. `waits` are seconds by reason."""
 
     preemptions: float | None = None
     waits: Mapping[str, float] | None = None
@@ -58,12 +52,6 @@ def engine_counts(target: Target) -> EngineCounts:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Measurement of one system.
-
-    Attributes:
-        slots: Size of its batch, None for a peer.
-    """
-
     name: str
     record: Record
     exchanges: Sequence[Exchange]

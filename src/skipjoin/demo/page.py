@@ -1,5 +1,3 @@
-"""Report of the demonstration: one HTML page that loads nothing else."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -45,8 +43,6 @@ _TEMPLATE = """\
 
 
 class Cells(NamedTuple):
-    """Cells of a table, as text."""
-
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]

@@ -1,5 +1,3 @@
-"""Picture of the demonstration: the life of every request, one panel per system."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -61,7 +59,6 @@ def _draw_life(axes: Axes, row: int, one: Exchange) -> None:
 
 
 def save_demo(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Draw the picture and write it."""
     try:
         with style.styled():
             style.save(draw_demo(outcomes), path)

@@ -1,5 +1,3 @@
-"""Runs of the demonstration, one system after the other."""
-
 from __future__ import annotations
 
 import tempfile
@@ -26,11 +24,7 @@ _MIN_TOKEN_S = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
-    """Systems and load.
-
-    Attributes:
-        peer: Another server that gets the same load.
-    """
+    """Systems and load. `peer` is another server that gets the same load."""
 
     recipes: Sequence[str]
     max_num_seqs: int = 4
@@ -40,19 +34,13 @@ class Demo:
 
 
 class DemoWatcher(Protocol):
-    """Observer of the runs."""
+    def stage(self, text: str) -> None: ...
 
-    def stage(self, text: str) -> None:
-        """Called when a stage begins."""
+    def sized(self, load: MixedLoad, token_s: float) -> None: ...
 
-    def sized(self, load: MixedLoad, token_s: float) -> None:
-        """Called when the load is known."""
+    def progress(self, progress: ClientProgress) -> None: ...
 
-    def progress(self, progress: ClientProgress) -> None:
-        """Called twice a second while the load runs."""
-
-    def done(self, outcome: Outcome) -> None:
-        """Called when a system has been measured."""
+    def done(self, outcome: Outcome) -> None: ...
 
 
 def run_demo(demo: Demo, watcher: DemoWatcher) -> str | None:
@@ -112,8 +100,6 @@ def _plan(load: MixedLoad, label: str, *, warmup: int = 0) -> LoadPlan:
 
 @dataclass(slots=True)
 class _Seen:
-    """Observer that keeps a run's result, and the change of the server's counters during the run."""
-
     target: Target | None = None
     watcher: DemoWatcher | None = None
     record: Record = field(default_factory=dict)

@@ -1,5 +1,3 @@
-"""A `skipjoin serve` process for one run."""
-
 from __future__ import annotations
 
 import contextlib
@@ -26,11 +24,7 @@ _TAIL_LINES = 12
 
 
 class DemoServer:
-    """Server of the demonstration's model, stopped at the end of its context.
-
-    Attributes:
-        url: Base URL, once the server is ready.
-    """
+    """Server of the demonstration's model, stopped at the end of its context."""
 
     def __init__(self, model: Path, recipe: str, max_num_seqs: int) -> None:
         self.url = ""

@@ -1,5 +1,3 @@
-"""Tables and conditions of the demonstration, as texts."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -42,10 +42,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Parts that a driver needs.
-
-    `seed` is for requests without their own, `jct_scale` for `RelativeTargets`. `learned` keeps what policies learn.
-    """
+    """Parts that a driver needs. `seed` is for requests without their own."""
 
     core: EngineCore
     executor: ModelExecutor

@@ -74,7 +74,6 @@ class ForecastKeeper:
     """Forecaster with persistent state. One thread owns it and calls `save_if_due` periodically.
 
     Args:
-        save: None disables persistence.
         owners: None if all requests share one forecaster.
     """
 

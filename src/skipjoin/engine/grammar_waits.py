@@ -18,10 +18,7 @@ OnCost = Callable[[Request, float], None]
 
 
 class GrammarWaits:
-    """Keeps requests out of the plans while their grammar is compiled, or while a mask that takes long is computed.
-
-    The other requests run meanwhile. A wait does not change a request's tokens.
-    """
+    """Keeps requests out of the plans while their grammar is compiled, or while a mask that takes long is computed."""
 
     def __init__(self, core: EngineCore, executor: ModelExecutor, on_cost: OnCost) -> None:
         self._core = core

@@ -1,5 +1,3 @@
-"""Persistence of what scheduling policies learned."""
-
 from __future__ import annotations
 
 import hashlib
@@ -31,11 +29,7 @@ def state_file(folder: str, model: str, recipe: str) -> Path:
 
 
 class LearnedKeeper:
-    """Keeps the learned state in a file. One thread owns it; files are written by another one.
-
-    Args:
-        clock: Monotonic seconds.
-    """
+    """Keeps the learned state in a file. One thread owns it; files are written by another one."""
 
     def __init__(self, learned: Learned, file: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._learned = learned
@@ -48,7 +42,6 @@ class LearnedKeeper:
         self._is_failing = False
 
     def load(self) -> None:
-        """Continue from the saved state, if there is a valid one."""
         try:
             if self._file.stat().st_size > _MAX_BYTES:
                 raise ValueError(f"it has more than {_MAX_BYTES} bytes")
@@ -72,7 +65,6 @@ class LearnedKeeper:
             self._save()
 
     def close(self) -> None:
-        """Save what is not saved yet."""
         if self._learned.notes != self._saved:
             self._save()
         self._writer.shutdown()

@@ -48,12 +48,7 @@ class Loaded(NamedTuple):
 
 
 def check_load(config: EngineConfig) -> tuple[ModelConfig, int]:
-    """Raise what `load` raises that is known without the weights. Return the model's configuration and context.
-
-    Raises:
-        ConfigError: If a setting does not fit the model or the machine.
-        ModelError: If the model cannot run.
-    """
+    """Raise what `load` raises that is known without the weights. Return the model's configuration and context."""
     model_config = read_config(check_model(config.model, config.load_format, has_tokenizer=False), config.load_format)
     max_len = _max_model_len(config, model_config)
     check_shards(model_config, config.tensor_parallel_size, config.pipeline_parallel_size)

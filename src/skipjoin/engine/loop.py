@@ -1,5 +1,3 @@
-"""Wall-clock engine loop, one step at a time, for `LLM` and the engine process."""
-
 from __future__ import annotations
 
 import random
@@ -29,9 +27,6 @@ _COMPILE_WAIT_S = 0.001
 
 class EngineLoop:
     """Accepts requests and returns their events step by step. Not thread-safe: one thread owns it.
-
-    Args:
-        clock: Returns the seconds since an arbitrary start.
 
     Attributes:
         on_plan: Called with every plan before it runs.
@@ -138,8 +133,7 @@ class EngineLoop:
     def step(self) -> list[Event]:
         """Fill the pipeline, commit its oldest plan and return the events in order.
 
-        If a rank is lost, all ranks are restarted and requests continue from their known tokens. A request that causes
-        losses is dropped (`RankLosses`).
+        If a rank is lost, all ranks restart and requests continue from their known tokens; see `RankLosses`.
 
         Raises:
             RankError: If the restart fails.

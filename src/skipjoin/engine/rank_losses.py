@@ -1,5 +1,3 @@
-"""Requests that are not retried after rank losses."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,8 +14,6 @@ _LOSSES = 3
 
 
 class RankLosses:
-    """Rank losses of each request's steps."""
-
     def __init__(self) -> None:
         self._counts: WeakKeyDictionary[Request, tuple[int, int]] = WeakKeyDictionary()
 

@@ -12,8 +12,7 @@ _MEMORY_S = 1800.0
 class StepTimes:
     """Means of recent steps: their duration, their shape, and the time between consecutive ones.
 
-    The latter is the time of decisions, messages and bookkeeping, unless the next step overlaps it. Means over half an
-    hour describe a load, while the learned cost model follows the last steps.
+    Means over half an hour describe a load, while the learned cost model follows the last steps.
     """
 
     def __init__(self) -> None:
@@ -23,11 +22,7 @@ class StepTimes:
         self._ended: float | None = None
 
     def step_ended(self, now: float, seconds: float, compute_s: float, shape: StepShape) -> None:
-        """Take the end of a step.
-
-        Args:
-            compute_s: Its duration without moves.
-        """
+        """Take the end of a step. `compute_s` is its duration without moves."""
         kept = 1.0 if self._last is None else math.exp(-(now - self._last) / _MEMORY_S)
         self._steps = kept * self._steps + 1
         self._seconds = kept * self._seconds + compute_s

@@ -10,8 +10,6 @@ from skipjoin.formats.message import MessageReader
 
 
 class _Hit(NamedTuple):
-    """Stop string in the text that is not shown yet: its end, and the text to show."""
-
     end: int
     shown: str
 
@@ -20,7 +18,7 @@ class StopStrings:
     """Finds the first stop string in a text, and holds back text that may begin one.
 
     Args:
-        special: Those stop strings that contain special tokens. They are also found where the text leaves tokens out.
+        special: Stop strings that contain special tokens. They are also found where the text leaves tokens out.
         include: Show the stop string.
     """
 
@@ -77,7 +75,6 @@ class StopStrings:
         return hits
 
     def _release(self) -> str:
-        """Return the text that cannot belong to a stop string."""
         places = self._places()
         visible = self._visible(len(self._text))
         keep = max((_overlap(visible, stop) for stop in self._stops), default=0)
@@ -111,12 +108,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class Answer:
-    """Message of an output, whose content ends at a stop string. Reasoning and calls stay whole.
-
-    Attributes:
-        has_calls: Whether the message has calls so far.
-        found: Whether a stop string was found.
-    """
+    """Message of an output, whose content ends at a stop string. Reasoning and calls stay whole."""
 
     def __init__(self, reader: MessageReader, stops: Sequence[str], *, include: bool) -> None:
         self.has_calls = self.found = False
@@ -141,7 +133,6 @@ class Answer:
         return self._raw.add(text, is_early=True) + (self._raw.flush() if is_last else "")
 
     def take_parts(self) -> list[Part]:
-        """Return the parts of the message that were added."""
         self._read()
         parts, self._parts = self._parts, []
         return parts

@@ -18,8 +18,7 @@ _WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 class RelativeTargets:
     """Gives each request without a JCT target `scale` times its time alone (EconoServe section 4).
 
-    The time alone is its prefill plus a decode step for each output token. Policies get the target of the forecast,
-    because that of the true length would reveal it.
+    That is its prefill plus a decode step for each forecast token: the true length would be revealed by its target.
     """
 
     def __init__(self, cost: CostModel, scale: float) -> None:

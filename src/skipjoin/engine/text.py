@@ -14,11 +14,7 @@ from skipjoin.sampling import TokenDetail, TokenLogprob
 
 
 class Output(NamedTuple):
-    """Increment of one sequence.
-
-    Attributes:
-        is_refused: Whether the error is a limit that the request exceeds.
-    """
+    """Increment of one sequence. `is_refused` is whether the error is a limit that the request exceeds."""
 
     choice: int = 0
     token: int | None = None
@@ -52,9 +48,7 @@ class Choice:
     """One sequence's output as it grows.
 
     Attributes:
-        tokens: Number of generated tokens, including those of a stop string and the end-of-sequence token.
-        answer: The text as a message, or None if it is not read as one.
-        finish_reason: "stop" or "length", or "error" after an output with an error.
+        tokens: Includes those of a stop string and the end-of-sequence token.
         echoed: The prompt as the text begins with it; empty without `TextRules.echo`.
         scored: Log-probabilities that were not taken yet.
         offsets: For each generated token of `scored`, the index in the text at which it begins.

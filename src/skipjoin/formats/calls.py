@@ -1,5 +1,3 @@
-"""Reads the calls of one region of an output, and streams their arguments."""
-
 from __future__ import annotations
 
 import json
@@ -25,7 +23,6 @@ class Part(NamedTuple):
     Attributes:
         call: Number of the call from 0. None: `text` belongs to the content, or to the reasoning.
         name: Function of a call that begins with this part.
-        id: Id of that call.
     """
 
     text: str
@@ -37,8 +34,6 @@ class Part(NamedTuple):
 
 @dataclass(slots=True)
 class JoinedCall:
-    """Call of a message, or the next part of it."""
-
     name: str = ""
     id: str = ""
     arguments: str = ""
@@ -53,7 +48,6 @@ class Joined(NamedTuple):
 
 
 def joined(parts: Sequence[Part]) -> Joined:
-    """Add up parts of a message."""
     calls: dict[int, JoinedCall] = {}
     for part in parts:
         if part.call is not None:

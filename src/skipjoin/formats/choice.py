@@ -1,5 +1,3 @@
-"""Choice of a model's output format."""
-
 from __future__ import annotations
 
 import logging
@@ -18,7 +16,6 @@ def choose_format(
     """Return the format of a model, or None if it has neither reasoning nor calls of a known format.
 
     Args:
-        template: The model's chat template.
         knows_tools: The template writes tools.
         declared: The model's own response template, which precedes the table of formats.
         tool_format: "auto" for that of the template, "json" for a prompted one where that is missing.

@@ -1,5 +1,3 @@
-"""Constraints of the output that follows a prompt: enforced calls, and structured output after the reasoning."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,8 +11,6 @@ from skipjoin.structured_output import StructuredOutput
 
 
 class Vocabulary(Protocol):
-    """The methods of a tokenizer that constraints need."""
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def ids_of(self, texts: Sequence[str]) -> frozenset[int]:
@@ -53,7 +49,6 @@ class Constraints:
         )
 
     def after_reasoning(self, structured: StructuredOutput) -> StructuredOutput:
-        """Begin a constraint after the reasoning."""
         think = self._format.think
         if think is None and not self._format.answer:
             return structured

@@ -1,5 +1,3 @@
-"""Tools of OpenAI's form, as chat templates expect them."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -11,7 +9,6 @@ NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalP
 
 
 def no_tools(param: str) -> str:
-    """Return the error for tools if the template does not support them."""
     what = "tools" if param == "tools" else "calls and results of tools"
     return (
         f"{param}: this model's chat template has no support for tools: leave out {what}, use a model that was trained "

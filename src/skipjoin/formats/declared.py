@@ -1,7 +1,6 @@
 """Formats that checkpoints declare: the `response_template` of transformers in tokenizer_config.json.
 
-Delimiters, which may be patterns, are reduced to text. A pattern is never run: those of a downloaded file could take
-exponential time.
+Delimiters, which may be patterns, are reduced to text: a pattern of a downloaded file could take exponential time.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ def declared_format(template: Any, known: OutputFormat | None) -> OutputFormat:
     """Return the format that a response template declares.
 
     Args:
-        known: Format of the chat template, which completes what is not declared, and tells how the same calls are
-            written.
+        known: Format of the chat template, which completes what is not declared.
 
     Raises:
         UnknownTemplateError: If it is not of the subset that can be read while tokens arrive, and enforced.

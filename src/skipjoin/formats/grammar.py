@@ -42,7 +42,6 @@ class Marks:
         )
 
     def rule(self, text: str) -> str:
-        """Return a rule that matches exactly this text."""
         if self._split is None:
             return _quoted(text)
         pieces, at = [], 0
@@ -68,10 +67,8 @@ def calls_grammar(
     """Return the grammar of messages with calls of some functions.
 
     Args:
-        is_parallel: More than one call is allowed, if the format can have it.
         is_thinking: The prompt ends with the start of the reasoning.
         answer: Constraint of a message without calls. None allows any text.
-        must_call: There must be a call.
     """
     calls = output_format.calls
     assert calls is not None
@@ -106,7 +103,6 @@ def after_reasoning(
 
 
 def _function_lines(output_format: OutputFormat, marks: Marks, name: str, function: CallSchema) -> list[str]:
-    """Return the rule `name` of a function's name and arguments, and the rules that it needs."""
     calls = output_format.calls
     assert calls is not None
     head = f"{name}: {marks.rule(function.name + calls.middle)}"

@@ -34,11 +34,10 @@ def new_call_id(output_format: OutputFormat) -> str:
 class MessageReader:
     """Reader of one message.
 
-    The joined parts do not depend on how the text is cut into pieces. Output that does not follow the format, or ends
-    in the middle of it, is content unless it is a call.
+    The joined parts do not depend on how the text is cut into pieces. Output that does not follow the format is content
+    unless it is a call.
 
     Args:
-        reads_calls: The request has tools.
         schemas: Schemas of the functions' arguments, for formats that do not write JSON.
         is_thinking: The prompt ends with the start of the reasoning.
         new_id: Returns the id of the next call. None for random ids.

@@ -29,7 +29,6 @@ def prompted_messages(
     """Return a conversation without tools: calls, results and the description of functions are text.
 
     Args:
-        messages: In OpenAI's form.
         has_system: The template has messages of the system. Otherwise the first one of the user has the description.
     """
     found: list[dict[str, Any]] = []
@@ -54,7 +53,6 @@ def prompted_messages(
 def _described(
     messages: list[dict[str, Any]], functions: Sequence[Mapping[str, Any]], calls: Calls, *, has_system: bool
 ) -> list[dict[str, Any]]:
-    """Add the description of functions to a conversation."""
     text = _description(functions, calls)
     roles = [message["role"] for message in messages]
     if has_system:

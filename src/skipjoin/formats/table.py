@@ -50,10 +50,9 @@ class Calls:
         head: Pattern of a call up to and including the opening brace of its arguments, with the group `name` and
             possibly `id`.
         begin, end: Texts around all calls that a grammar enforces.
-        between: Text between two calls. None: the format has one call per message.
-        before, middle, after: Texts of one call: before the name, before the arguments, and after them.
-        trigger: Start of the first call, by which it is told apart from text. Unless calls are bare, `begin` and
-            `before` start with it.
+        between: Text between two calls. None: one call per message.
+        before, middle, after: Texts before the name, before the arguments, and after them.
+        trigger: Start of the first call, which distinguishes it from text.
         is_bare: A message that begins with a head is a call without further marks.
         tags: Arguments are elements instead of JSON. Strings in them are plain text.
         has_own_strings: Strings are between marks of the format instead of quotes, and keys have none.

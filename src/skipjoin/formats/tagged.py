@@ -1,5 +1,3 @@
-"""Calls whose arguments are elements between tags instead of JSON: how they are read, and their grammar."""
-
 from __future__ import annotations
 
 import json
@@ -28,8 +26,7 @@ _SCALARS = re.compile(r"true|false|null|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 def read_tagged(calls: Calls, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str, str] | None:
     """Return the name and the arguments, as JSON, of the call in a region, or None if it is not a call.
 
-    Args:
-        schemas: Schema of the arguments of each function, which tells strings from JSON.
+    `schemas` tell strings from JSON.
     """
     assert calls.tags is not None
     head = re.match(calls.head, text)

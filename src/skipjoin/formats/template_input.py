@@ -24,8 +24,6 @@ Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | No
 
 
 class MessageError(ValueError):
-    """Message that the template cannot have. The text begins with `param`, the path of its field."""
-
     def __init__(self, param: str, what: str) -> None:
         super().__init__(f"{param} {what}")
         self.param = param
@@ -40,7 +38,6 @@ class TemplateInput:
         no_content: What stands for the text of a message that has only calls.
         has_text_arguments: Arguments of calls are JSON as text, not objects.
         takes_text: Arguments may be text, such as those of a call that was cut off.
-        has_system: Messages of the system are part of the prompt.
         id_length: Number of letters and digits in ids of calls. None: any id.
     """
 
@@ -121,7 +118,6 @@ class TemplateInput:
 
 
 def text_of(content: Any) -> str:
-    """Return the text of a content, which is text, a list of text parts, or None."""
     if isinstance(content, list | tuple):
         return "".join(part["text"] for part in content)
     return content or ""
@@ -141,8 +137,7 @@ def _shown(text: str) -> str:
 def find_input(render: Render) -> TemplateInput:
     """Return the form that a template expects, from what it writes of short conversations.
 
-    Args:
-        render: Renders messages and tools; returns None if the template refuses them or fails.
+    `render` returns None if the template refuses messages or fails.
     """
     found = TemplateInput()
     found = replace(found, parts=frozenset(role for role in ("user", "assistant") if _wants_parts(render, found, role)))
@@ -183,7 +178,6 @@ def _wants_parts(render: Render, form: TemplateInput, role: str) -> bool:
 
 
 def _with_arguments(render: Render, form: TemplateInput) -> TemplateInput:
-    """Add the form of arguments to a form."""
     user = {"role": "user", "content": _MARKS["user"]}
     contents = [(_MARKS["assistant"], NO_CONTENT[0]), *((None, kind) for kind in NO_CONTENT)]
     is_object = is_text = takes_text = False

@@ -1,5 +1,3 @@
-"""Open-loop load client: requests are sent at their arrival times, regardless of earlier responses."""
-
 from __future__ import annotations
 
 import asyncio
@@ -48,7 +46,7 @@ class Exchange:
     """Job and its outcome. Times are in seconds from the start of the run.
 
     Attributes:
-        facts: Observations; the arrival is the job's due time, so that client lag counts as latency.
+        facts: The arrival is the job's due time, so that client lag counts as latency.
         failure: None if the response is complete.
     """
 
@@ -105,8 +103,6 @@ class ServerGoneError(Exception):
 
 
 class Client:
-    """HTTP client of one target, as an asynchronous context manager for one event loop."""
-
     def __init__(self, target: Target, *, timeout_s: float | None = None) -> None:
         self.target = target
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)

@@ -11,8 +11,6 @@ _LONGEST_DETAIL = 200
 
 
 class Failure(NamedTuple):
-    """Category and text of a request's error."""
-
     kind: str
     detail: str
 

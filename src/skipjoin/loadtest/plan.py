@@ -14,11 +14,7 @@ _GROUP = "Runs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """Measurement plan: every seed at every rate.
-
-    Attributes:
-        duration_s, limit: Exactly one is set, as in `Workload.draw`.
-    """
+    """Measurement plan: every seed at every rate. Exactly one of `duration_s` and `limit` is set."""
 
     workload: Workload
     rates: tuple[float | None, ...]

@@ -39,14 +39,11 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class LoadWatcher(Protocol):
-    def begun(self, number: int, rate: float | None, seed: int) -> None:
-        """Called when run `number`, counted from 0, starts."""
+    def begun(self, number: int, rate: float | None, seed: int) -> None: ...
 
-    def progress(self, progress: ClientProgress) -> None:
-        """Called twice a second."""
+    def progress(self, progress: ClientProgress) -> None: ...
 
-    def done(self, record: Record, exchanges: Sequence[Exchange]) -> None:
-        """Called when a run has finished. An exception ends the measurement."""
+    def done(self, record: Record, exchanges: Sequence[Exchange]) -> None: ...
 
 
 def measure(target: Target, plan: LoadPlan, watcher: LoadWatcher) -> str | None:

@@ -15,8 +15,6 @@ _GROUP = "Target"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Server under load, and the form of requests to it."""
-
     base_url: Annotated[
         str, Option("URL of the server, such as http://127.0.0.1:8000.", metavar="URL", group=_GROUP, is_common=True)
     ]

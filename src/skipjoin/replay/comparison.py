@@ -1,5 +1,3 @@
-"""Comparison of a server as it is with other recipes and limits, on its recorded load."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +18,6 @@ LARGE_ERROR = 0.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits to try; None is the server's."""
-
     max_num_seqs: Annotated[int | None, Option("Slots to try (default: the server's).", low=1, high=1 << 20)] = None
     max_num_batched_tokens: Annotated[
         int | None, Option("Tokens per step to try (default: the server's).", low=1, high=1 << 24)
@@ -45,7 +41,7 @@ class Comparison(NamedTuple):
     Attributes:
         errors: Relative error of each figure of the second outcome to the first.
         between_steps_s: Measured time between two steps, which simulated steps contain.
-        around_s: Median of the measured times of requests outside the engine, which simulated times contain.
+        around_s: Median time of requests outside the engine, which simulated times contain.
     """
 
     outcomes: list[Outcome]
@@ -67,9 +63,7 @@ def compare(
 ) -> Comparison:
     """Simulate the load under each recipe.
 
-    Args:
-        found: Answer of the server's /debug/arrivals.
-        on_progress: Called with what is simulated and the share of the whole that is done.
+    `found` is the answer of the server's /debug/arrivals.
 
     Raises:
         ConfigError: There are too few requests, a recipe does not exist, or no request fits.

@@ -1,5 +1,3 @@
-"""Times of all requests of a load, measured or simulated."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -12,11 +10,7 @@ _CURVE_POINTS = 100
 
 
 class Outcome(NamedTuple):
-    """Times of all requests.
-
-    Attributes:
-        preemptions: Number of preemptions; None if they were not counted.
-    """
+    """Times of all requests. `preemptions` is None if they were not counted."""
 
     name: str
     ttft_s: list[float]
@@ -24,7 +18,6 @@ class Outcome(NamedTuple):
     preemptions: int | None = None
 
     def figures(self) -> dict[str, float]:
-        """Return quantiles and means of the times, named as in `FIGURES`."""
         found: dict[str, float] = {}
         for field in ("ttft_s", "jct_s"):
             values = getattr(self, field)
@@ -38,7 +31,6 @@ class Outcome(NamedTuple):
 
 
 def measured(arrivals: Sequence[Mapping[str, Any]], recipe: str) -> Outcome:
-    """Return what the server measured."""
     ttft = [one["ttft_s"] for one in arrivals if one["ttft_s"] is not None]
     return Outcome(f"{recipe}, measured", ttft, [one["jct_s"] for one in arrivals])
 

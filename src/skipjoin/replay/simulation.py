@@ -1,5 +1,3 @@
-"""Simulated runs of recorded arrivals."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +17,6 @@ from skipjoin.workload.workload import Replay
 
 
 def trace_of(arrivals: Sequence[Mapping[str, Any]]) -> Trace:
-    """Return a trace of recorded arrivals."""
     rows = (
         TraceRow(
             one["at"],
@@ -35,10 +32,7 @@ def trace_of(arrivals: Sequence[Mapping[str, Any]]) -> Trace:
 def system_of(
     machine: Mapping[str, Any], recipe: str, limits: Mapping[str, int], params: Mapping[str, Value]
 ) -> System:
-    """Return the simulated system of a server, with another recipe and changed limits.
-
-    A step takes the time of the server's cost model and the measured time between two steps.
-    """
+    """Return the simulated system of a server, with another recipe and changed limits."""
     cost = LinearCost(**machine["cost"])
     parts: dict[str, Any] = {
         "kv_blocks": machine["device_blocks"],
@@ -70,10 +64,7 @@ def simulated(
     around_s: Sequence[float],
     on_share: Callable[[float], None] = lambda share: None,
 ) -> Outcome:
-    """Return the times of a simulated run.
-
-    Args:
-        around_s: Time of each request of the trace outside the engine, which is added to its times.
+    """Return the times of a simulated run, with `around_s`, the time of each request outside the engine, added.
 
     Raises:
         ConfigError: No request fits.

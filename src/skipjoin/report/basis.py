@@ -1,5 +1,3 @@
-"""Source of a simulation's costs, as text."""
-
 from __future__ import annotations
 
 from skipjoin.report.results import Record

@@ -1,5 +1,3 @@
-"""Bottleneck of a system, by the reasons for which its requests wait."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -28,8 +26,8 @@ NOTHING = "nothing"
 def limit_of(records: Sequence[Record]) -> tuple[str, float] | None:
     """Return the limit that requests wait for most, and the share of their latency in which they wait for any limit.
 
-    Without such waits the limit is "compute" if most steps saturate the machine, else `NOTHING`. Returns None for
-    records without waits, such as those of a load client.
+    Without such waits the limit is "compute" if most steps saturate the machine, else `NOTHING`. Return None for
+    records without waits.
     """
     known = [record for record in records if record.get("wait_s") is not None and record["jct_s"]["mean"]]
     if not known:

@@ -26,8 +26,6 @@ OBJECTIVES_HINT = (
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Limit on one number of a record."""
-
     field: str
     operator: str
     limit: float
@@ -47,8 +45,6 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds that must all hold for the means over seeds."""
-
     parts: tuple[Bound, ...]
 
     def hold(self, records: Sequence[Record]) -> bool:

@@ -50,7 +50,6 @@ KINDS = (*_DRAW, "all")
 
 
 def draw(records: Sequence[Record], kind: str, view: View, warn: Warn) -> Figure:
-    """Draw one plot; `warn` gets a line for each group of unusable records."""
     if kind not in _DRAW:
         near = difflib.get_close_matches(kind, KINDS, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""

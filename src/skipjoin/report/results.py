@@ -40,8 +40,8 @@ class ResultsFile:
     """File of result records that is complete and readable after every `append`.
 
     Args:
-        existing: "refuse" an existing file, "replace" it at the first append, or "extend" it. Only an empty file or one
-            of result records is replaced or extended.
+        existing: "refuse" an existing file, "replace" it at the first append, or "extend" it. Other files are never
+            replaced.
     """
 
     def __init__(self, path: Path, *, existing: Existing = "refuse") -> None:

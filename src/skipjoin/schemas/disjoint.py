@@ -17,11 +17,7 @@ Resolve = Callable[[str], Any]
 
 
 def are_disjoint(options: Sequence[Any], resolve: Resolve) -> bool:
-    """Return whether no value has two of several schemas, as far as types, constants and required properties tell.
-
-    Args:
-        resolve: Returns the schema of a reference, or None.
-    """
+    """Return whether no value has two of several schemas, as far as types, constants and required properties tell."""
     if len(options) > _MAX_ALTERNATIVES:
         return False
     found = [_resolved(option, resolve) for option in options]

@@ -25,8 +25,7 @@ def one_spelling(objects: Sequence[tuple[dict[str, Any], str]], refuse: Callable
     """Exclude other spellings of property names from schemas, in place. Return the compiler's options for it.
 
     Args:
-        objects: Schemas, each with its place.
-        refuse: Called with the place of a schema for which there is no way, and the reason.
+        refuse: Called with the path of a schema for which there is no way, and the reason.
     """
     named: list[tuple[dict[str, Any], str, list[str]]] = []
     hard: list[tuple[dict[str, Any], str, list[str]]] = []

@@ -41,7 +41,6 @@ class Refused(NamedTuple):
 
     Attributes:
         remedy: What is wrong, and what to do.
-        example: Schema that is refused.
         is_idle: Returns whether the keyword of a schema constrains nothing, and is ignored.
         idle: Values for which it does.
         idle_example: Schema in which it constrains nothing.

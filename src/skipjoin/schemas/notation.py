@@ -1,5 +1,3 @@
-"""Notation of JSON texts that a grammar allows."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -128,7 +128,6 @@ class NumberRange:
 
 
 def text_of(value: Fraction) -> str:
-    """Return the text of a number that has a finite decimal fraction."""
     coefficient, digits = _decimal(abs(value))
     whole, rest = divmod(coefficient, 10**digits)
     sign = "-" if value < 0 else ""

@@ -1,5 +1,3 @@
-"""Sentences for the errors of the compiler of grammars."""
-
 from __future__ import annotations
 
 import re
@@ -40,11 +38,7 @@ _MEANINGS = (
 
 
 def reason(error: str, impossible: list[str] | None = None) -> str:
-    """Return a compiler's error on one line, as the end of a sentence.
-
-    Args:
-        impossible: Parts of a schema that are known to allow no value.
-    """
+    """Return a compiler's error on one line, as the end of a sentence."""
     # The compiler quotes the lines of the grammar around an error.
     text = " ".join(re.sub(r"\n\s*\d+ \| .*", "", error.removesuffix("<non-verbose/>"), flags=re.DOTALL).split())
     text = re.sub(r"^at \d+\(\d+\): failed to compile JSON schema: ", "", text)

@@ -48,13 +48,10 @@ def schema_of(text: str) -> Any:
 
 
 def json_rules(schema: Any, notation: Notation, prefix: str = "json") -> Rules:
-    """Return the grammar of a schema's JSON texts.
-
-    Args:
-        prefix: Start of the names of rules, in lower case.
+    """Return the grammar of a schema's JSON texts; names of rules begin with `prefix`.
 
     Raises:
-        GrammarError: For keywords that cannot be enforced, with their place.
+        GrammarError: For keywords that cannot be enforced, with their path.
     """
     simple = simplify(schema, is_lenient=notation.is_lenient)
     writer = _Writer(simple, notation, prefix)
@@ -302,7 +299,6 @@ class _Writer:
         return self._rule(f"{_quoted('{')} {self._space} {self._sequence(parts)} {self._space} {_quoted('}')}")
 
     def _others(self, names: set[str], value: str) -> str:
-        """Return a rule of one or more properties with other names."""
         excluded = " | ".join(_quoted(_json(name)) for name in sorted(names))
         key = self._terminal(_slashed(_KEY) + (f" & ~({excluded})" if names else ""))
         one = self._rule(f"{key} {self._colon()} {value}")

@@ -39,8 +39,7 @@ class Simplified(NamedTuple):
     """Schema that means the same, without keywords that the compiler does not have.
 
     Attributes:
-        schema: The schema; it may have `NUMBER` and `LITERALS`.
-        options: Options of the compiler that it needs.
+        schema: May have `NUMBER` and `LITERALS`.
         impossible: Why parts of it allow no value.
     """
 
@@ -50,13 +49,10 @@ class Simplified(NamedTuple):
 
 
 def simplify(schema: Any, *, is_lenient: bool = False) -> Simplified:
-    """Simplify a schema.
-
-    Args:
-        is_lenient: Keywords that cannot be enforced are ignored.
+    """Simplify a schema. With `is_lenient`, keywords that cannot be enforced are ignored.
 
     Raises:
-        GrammarError: For keywords that cannot be enforced, with their place.
+        GrammarError: For keywords that cannot be enforced, with their path.
     """
     return _Simplifier(is_lenient=is_lenient).run(schema)
 
@@ -306,7 +302,6 @@ def _keywords(numbers: NumberRange) -> dict[str, Any]:
 
 
 def _described(numbers: NumberRange) -> str:
-    """Return the bounds as keywords, in words."""
     return ", ".join(f"{keyword} {value}" for keyword, value in _keywords(numbers).items())
 
 
@@ -326,7 +321,6 @@ def _check_finite(value: Any, path: str) -> None:
 
 
 def target_of(schema: Any, ref: str) -> Any:
-    """Return what a reference within a schema names, or None if there is nothing."""
     found = schema
     for step in ref.removeprefix("#").split("/")[1:]:
         if isinstance(found, dict):

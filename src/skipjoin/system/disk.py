@@ -1,5 +1,3 @@
-"""Detection of full disks."""
-
 from __future__ import annotations
 
 import errno

@@ -1,5 +1,3 @@
-"""Suspension of garbage collection where it would take much time and free nothing."""
-
 from __future__ import annotations
 
 import gc

@@ -1,8 +1,7 @@
 """Skipjoin's schedulers inside vLLM: `--scheduler-cls skipjoin.vllm.Scheduler`.
 
-vLLM allocates KV blocks, runs the model and answers clients; the planner and the policies of Skipjoin decide which
-requests run in each step. The package uses vLLM's scheduler class, which is not a stable interface, so each release is
-tested (`compat.py`).
+vLLM allocates KV blocks, runs the model and answers clients; Skipjoin decides which requests run in each step. vLLM's
+scheduler class is not a stable interface, so each release is tested (`compat.py`).
 """
 
 from __future__ import annotations

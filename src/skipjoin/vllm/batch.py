@@ -1,5 +1,3 @@
-"""A plan in vLLM's terms, and what vLLM made of it."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
@@ -43,10 +41,7 @@ class Batch:
         self.cuts = {slice_.request.sampling.request_id: slice_.tokens for slice_ in slices if not slice_.samples}  # type: ignore[attr-defined]
 
     def is_run_by(self, scheduled: Mapping[str, int]) -> bool:
-        """Return whether vLLM scheduled the plan as it is, given its number of tokens of each request.
-
-        Requests that ran before continue where the planner expects it. Others may have found another prefix.
-        """
+        """Return whether vLLM scheduled the plan as it is, given its number of tokens of each request."""
         if scheduled != self.tokens or len(self.tokens) < len(self.plan.slices):
             return False
         return all(one.request.sampling.num_computed_tokens == one.start + one.tokens for one in self._joining)  # type: ignore[attr-defined]

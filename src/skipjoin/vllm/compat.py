@@ -1,8 +1,4 @@
-"""Requirements of the scheduler on vLLM: its version, its attributes and its features.
-
-vLLM's scheduler has no stable interface, so all attributes that are used beyond it are named here, with their types and
-the arguments of calls.
-"""
+"""Requirements of the scheduler on vLLM: all attributes that are used, with their types and the arguments of calls."""
 
 from __future__ import annotations
 
@@ -22,8 +18,6 @@ SCHEDULERS = ("skipjoin.vllm.Scheduler", "skipjoin.vllm.scheduler.Scheduler")
 
 
 class Call(NamedTuple):
-    """Arguments with which the scheduler calls a method."""
-
     positional: int = 0
     keywords: tuple[str, ...] = ()
 
@@ -41,8 +35,6 @@ class Call(NamedTuple):
 
 
 class Value(NamedTuple):
-    """Types of a value that the scheduler can use."""
-
     types: tuple[type, ...]
 
     def why_not(self, value: Any) -> str | None:
@@ -92,13 +84,7 @@ STATE: Uses = {
 
 
 class Feature(NamedTuple):
-    """Feature of vLLM that the scheduler refuses.
-
-    Attributes:
-        flag: Command-line flag that turns it on.
-        remedy: What to do instead.
-        is_on: Returns whether a `VllmConfig` uses it.
-    """
+    """Feature of vLLM that the scheduler refuses, with the flag that turns it on and what to do instead."""
 
     name: str
     flag: str

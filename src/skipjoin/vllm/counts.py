@@ -1,5 +1,3 @@
-"""Counts of blocks, which the engine numbers."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, field

@@ -1,5 +1,3 @@
-"""KV connector that copies blocks between the device and a CPU tier, as the scheduler decides."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -14,8 +12,6 @@ from skipjoin.vllm.tier_options import TierOptions
 
 @dataclass(slots=True)
 class Copies:
-    """Blocks to copy, as pairs of source and target."""
-
     saves: list[tuple[int, int]] = field(default_factory=list)
     loads: list[tuple[int, int]] = field(default_factory=list)
 
@@ -25,7 +21,7 @@ class StepCopies(KVConnectorMetadata):
     """Copies of one step.
 
     Attributes:
-        blocking: Copies before the step; saves come first, because loads may overwrite their blocks.
+        blocking: Saves come first, because loads may overwrite their blocks.
         overlapped: Copies that may take until the next step begins.
     """
 

@@ -1,5 +1,3 @@
-"""Length forecasts in a thread of the engine process."""
-
 from __future__ import annotations
 
 import logging
@@ -25,9 +23,6 @@ class LengthForecasts:
     """Forecaster that predicts and learns in its own thread, so that no step waits for it.
 
     A new request first gets a forecast that ignores its prompt; the forecast from its prompt follows with a later step.
-
-    Args:
-        folder: Folder of the learned state; None keeps nothing.
     """
 
     def __init__(self, forecaster: Forecaster, folder: Path | None = None) -> None:
@@ -42,7 +37,6 @@ class LengthForecasts:
 
     @classmethod
     def open(cls, config: ForecastConfig | None, model: str) -> LengthForecasts | None:
-        """Open the forecaster with its saved state; None without forecasts."""
         if config is None:
             return None
         forecaster = make_forecaster(config, model)

@@ -1,5 +1,3 @@
-"""Middleware for vLLM's server that turns scheduling headers into `vllm_xargs`."""
-
 from __future__ import annotations
 
 import json
@@ -28,8 +26,8 @@ _PATHS = frozenset(route.path for route in generating()) | {"/v1/messages"}
 class RequestHeaders:
     """ASGI middleware: `--middleware skipjoin.vllm.RequestHeaders`.
 
-    The headers are `x-slo-ttft-ms`, `x-slo-tpot-ms`, `x-slo-jct-ms`, `x-service-tier` and `x-program-id`.
-    A name that the body's `vllm_xargs` has already wins. Requests without these headers pass unread.
+    The headers are `x-slo-ttft-ms`, `x-slo-tpot-ms`, `x-slo-jct-ms`, `x-service-tier` and `x-program-id`. Values in the
+    body's `vllm_xargs` win. Requests without these headers pass unread.
     """
 
     def __init__(self, app: App) -> None:

@@ -1,5 +1,3 @@
-"""Ledger of block counts over the block pool of another engine."""
-
 from __future__ import annotations
 
 from collections.abc import KeysView
@@ -16,12 +14,8 @@ class CountingLedger(BlockLedger):
     """Ledger over a pool, which has the true counts of device blocks.
 
     Between two calls of `refresh` the ledger counts what the current plan takes and frees. The engine then does the
-    same itself, and `settle` adopts the result.
-
-    The engine evicts whole requests only. Blocks without KV stay with their request until it is evicted.
-
-    Args:
-        cpu_blocks: Number of blocks of the CPU tier.
+    same itself, and `settle` adopts the result. The engine evicts whole requests only. Blocks without KV stay with
+    their request until it is evicted.
     """
 
     block_size = 0
@@ -204,7 +198,6 @@ class CountingLedger(BlockLedger):
         return held
 
     def resize(self, request: Request, blocks: int) -> None:
-        """Set the number of device blocks of a request."""
         held = self._hold(request)
         more = blocks - held.device.blocks
         held.device.blocks = blocks

@@ -1,5 +1,3 @@
-"""HTTP listener of the engine process: Prometheus metrics, and explanations of requests."""
-
 from __future__ import annotations
 
 import json
@@ -29,8 +27,7 @@ def listen(
 ) -> Callable[[], None] | None:
     """Serve `/metrics` and `/debug/requests/ID` if a port is given, and return a function that stops it.
 
-    Args:
-        engine: Number of the data-parallel engine, which is added to the port.
+    `engine`, the number of the data-parallel engine, is added to the port.
 
     Raises:
         ValueError: The port cannot be opened.
@@ -58,8 +55,6 @@ def listen(
 
 
 def application(metrics: WSGIApplication, lives: RequestLives) -> WSGIApplication:
-    """Return the application of the listener: metrics, and explanations of requests."""
-
     def answer(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         path, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
         if path != _METRICS and not path.startswith(_REQUESTS):

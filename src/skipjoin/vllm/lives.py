@@ -1,5 +1,3 @@
-"""Lives of requests inside vLLM, for `skipjoin explain`."""
-
 from __future__ import annotations
 
 import re
@@ -38,8 +36,6 @@ _RANDOM = re.compile(r"^(?:\d+_)?(.+?)(?:-[0-9a-f]{8})?$")
 
 
 class Limits(NamedTuple):
-    """Limits of an engine, for explanations."""
-
     max_num_seqs: int
     max_num_batched_tokens: int
     device_blocks: int
@@ -48,12 +44,7 @@ class Limits(NamedTuple):
 
 
 class RequestLives:
-    """Lives of live and recent requests. vLLM's engine writes them, and the thread of a listener reads them.
-
-    Args:
-        engine: Number of the data-parallel engine.
-        clock: Seconds on the scheduler's clock.
-    """
+    """Intervals of live and recent requests. vLLM's engine writes them, and the thread of a listener reads them."""
 
     def __init__(self, limits: Limits, engine: int, clock: Callable[[], float]) -> None:
         self._log = LifeLog()
@@ -102,8 +93,7 @@ class RequestLives:
     def explain(self, name: str) -> dict[str, Any] | None:
         """Return the explanation of a request as `skipjoin explain` reads it, or None if it is unknown.
 
-        Args:
-            name: Id of the response, or `x-request-id` of the request.
+        `name` is the id of the response, or `x-request-id`.
         """
         now = self._clock()
         choices: list[dict[str, Any]] = []

@@ -1,5 +1,3 @@
-"""Counts of the scheduler, and their Prometheus metrics."""
-
 from __future__ import annotations
 
 from collections import Counter

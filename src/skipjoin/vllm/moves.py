@@ -1,5 +1,3 @@
-"""Moves of plans, carried out on vLLM's blocks and the CPU tier."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,10 +12,6 @@ class KvMoves:
     """Hands copies to the connector, and gives and takes the blocks of vLLM's requests.
 
     To vLLM, a request on the CPU tier is a preempted one without KV, and one that was swapped in is parked.
-
-    Args:
-        scheduler: vLLM's scheduler, whose connector is a `CpuTier`.
-        drop: Takes a request's blocks.
     """
 
     def __init__(self, scheduler: Any, tier: CountedTier, drop: Callable[[Any, float], None]) -> None:
@@ -27,11 +21,7 @@ class KvMoves:
         self._drop = drop
 
     def begin(self, plan: StepPlan, now: float) -> set[Any]:
-        """Start the moves of a plan before vLLM carries it out.
-
-        Returns:
-            Requests that stay on the CPU tier, because vLLM has too few blocks for them.
-        """
+        """Start the moves of a plan before vLLM carries it out. Return requests for which vLLM has too few blocks."""
         copies = self._scheduler.connector.copies
         groups = ((copies.blocking, plan.blocking), (copies.overlapped, plan.overlapped))
         for group, moves in groups:

@@ -1,5 +1,3 @@
-"""Options of the scheduler: the object `skipjoin` in `--additional-config`."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -16,12 +14,7 @@ _FORECASTER = {one.name for one in fields(ForecastConfig)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginOptions:
-    """Options of the scheduler inside vLLM, besides those of forecasts.
-
-    Attributes:
-        params: Parameters of the recipe.
-        forecasts: None if nothing is forecast.
-    """
+    """Options of the scheduler inside vLLM, besides those of forecasts."""
 
     recipe: Annotated[str, Option("Scheduler, such as fastserve or fastserve[eviction=recompute].")] = DEFAULT
     slo_s: Annotated[

@@ -1,5 +1,3 @@
-"""Builds the planner from the options and vLLM's configuration."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -21,11 +19,7 @@ START_COST = LinearCost(floor=2e-3, prefill_token=2e-5, decode=1e-4, context_tok
 
 
 def make_ledger(manager: Any, group: Any, tier: Any) -> tuple[CountingLedger, LearningCost]:
-    """Return the ledger over the blocks of a KV cache group, and a cost model.
-
-    Args:
-        tier: Connector of the CPU tier, or None.
-    """
+    """Return the ledger over the blocks of a KV cache group, and a cost model; `tier` is the connector, if any."""
     pool = ManagedPool(manager, group.kv_cache_spec.block_size)
     if tier is None:
         return CountingLedger(pool), LearningCost(START_COST)
@@ -75,7 +69,6 @@ def make_lives(
 
 
 def describe(options: PluginOptions, core: Scheduler, vllm_version: str) -> str:
-    """Return the line that is logged at start."""
     shown = ", ".join(f"{name}={value}" for name, value in options.params.items())
     recipe = f"{options.recipe} ({shown})" if shown else options.recipe
     forecasts = options.forecasts.forecaster or "learned" if options.forecasts is not None else "none"

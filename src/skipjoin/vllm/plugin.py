@@ -15,8 +15,7 @@ from skipjoin.vllm.options import read_options
 def register() -> None:
     """Let vLLM check Skipjoin's options before it loads the model, if Skipjoin's scheduler is chosen.
 
-    `vllm serve` ends with one line on stderr, and other programs get a `ConfigError`. Without this, the scheduler
-    itself reports the same errors, after the model is loaded.
+    `vllm serve` ends with one line on stderr, and other programs get a `ConfigError`.
     """
     # vLLM is still importing itself.
     from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415

@@ -1,5 +1,3 @@
-"""Adapter of vLLM's block pool for the ledger."""
-
 from __future__ import annotations
 
 from typing import Any

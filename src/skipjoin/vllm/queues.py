@@ -1,5 +1,3 @@
-"""Queue of waiting requests without an order of its own."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable

@@ -1,5 +1,3 @@
-"""Base class of the scheduler that hides the differences between releases of vLLM."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Conversion of vLLM's requests to the planner's."""
-
 from __future__ import annotations
 
 import logging
@@ -51,7 +49,6 @@ def twin_of(request: Any, number: int, now: float, *, max_model_len: int, caches
 
 
 def finish_reason(twin: Request) -> FinishReason:
-    """Return why vLLM finished the request."""
     request: Any = twin.sampling
     return _REASONS.get(request.status.name, FinishReason.ERROR)
 

@@ -2,7 +2,7 @@
 
 The planner decides over a ledger of block counts, and vLLM's own `schedule` carries the plan out: before the call,
 `running` and the waiting queues hold the requests of the plan and no others. What vLLM really scheduled then replaces
-the slices of the plan (`Scheduler.amend` of the core), so errors of the ledger correct themselves.
+the slices of the plan, so errors of the ledger correct themselves.
 """
 
 from __future__ import annotations
@@ -38,12 +38,7 @@ _NO_STREAMING = "the Skipjoin scheduler does not support streaming input"
 
 
 class Flight(NamedTuple):
-    """Step that vLLM runs.
-
-    Attributes:
-        is_planned: Whether the core has a plan for it. It has none while vLLM is paused, and for empty steps.
-        since: Time of dispatch.
-    """
+    """Step that vLLM runs. The core has no plan for it while vLLM is paused, and for empty steps."""
 
     output: SchedulerOutput
     is_planned: bool
@@ -51,11 +46,7 @@ class Flight(NamedTuple):
 
 
 class Scheduler(AnyScheduler):
-    """Scheduler of vLLM that runs a recipe of Skipjoin.
-
-    Attributes:
-        clock: Monotonic seconds; tests and benchmarks replace it.
-    """
+    """Scheduler of vLLM that runs a recipe of Skipjoin."""
 
     clock: Callable[[], float] = staticmethod(time.monotonic)
 
@@ -147,7 +138,6 @@ class Scheduler(AnyScheduler):
         return output
 
     def _join_compiled(self) -> None:
-        """Let requests run whose grammar is compiled."""
         for request in list(self._compiling):
             if not request.resumable and self.is_ready(request):
                 self._compiling.discard(request)

@@ -1,5 +1,3 @@
-"""CPU tier of the ledger of counts."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -14,8 +12,6 @@ from skipjoin.vllm.counts import CountedBlocks
 
 
 class DeviceBlocks(Protocol):
-    """Device blocks of the ledger."""
-
     @property
     def device_free(self) -> int: ...
     @property
@@ -33,11 +29,8 @@ class DeviceBlocks(Protocol):
 class CountedTier(Tiered):
     """CPU tier whose requests move as a whole.
 
-    Device blocks have no numbers here, so both sides of a `Move` name the blocks of the CPU tier.
-
-    Args:
-        total: Number of CPU-tier blocks.
-        allocated: Returns how many device blocks the engine has given to a request.
+    Device blocks have no numbers here, so both sides of a `Move` name the blocks of the CPU tier. `allocated` returns
+    how many device blocks the engine has given to a request.
     """
 
     cpu_total = 0
@@ -140,8 +133,8 @@ class CountedTier(Tiered):
     def release(self, request: Request) -> None:
         """Free the request's CPU-tier blocks, if it has any.
 
-        A copy in transit may still read or write them. Copies run in the order of their plans, so it does that before
-        a later one.
+        A copy in transit may still read or write them. Copies run in the order of their plans, so it does that before a
+        later one.
         """
         if (move := self._moves.get(request)) is not None:
             self._end(move)

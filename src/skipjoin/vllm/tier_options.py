@@ -1,5 +1,3 @@
-"""Options of the CPU tier: `kv_connector_extra_config` in `--kv-transfer-config`."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -14,8 +12,6 @@ _KEY = "--kv-transfer-config: kv_connector_extra_config"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierOptions:
-    """Options of the CPU tier."""
-
     cpu_gb: Annotated[float, Option("Gigabytes of memory for KV, for each rank.", above=0, high=1e6)] = 4.0
     # What PCIe 4.0 with 16 lanes moves in practice.
     link_gb_s: Annotated[float, Option("Gigabytes that the link moves in a second.", above=0, high=1e6)] = 20.0

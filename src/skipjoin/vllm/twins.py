@@ -1,5 +1,3 @@
-"""The planner's requests, one for each of vLLM's."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -38,7 +36,6 @@ class Twins(dict[str, Request]):
         self._numbers = count()
 
     def join(self, request: Any, now: float, *, awaits_grammar: bool) -> None:
-        """Add a request of vLLM."""
         twin = twin_of(request, next(self._numbers), now, max_model_len=self._max_model_len, caches=self._caches)
         twin.awaits_grammar = awaits_grammar
         self[request.request_id] = twin
@@ -61,7 +58,6 @@ class Twins(dict[str, Request]):
             self._lives.finished(twin, reason, now)
 
     def reforecast(self, now: float) -> None:
-        """Take over the forecasts that were completed."""
         for twin, forecast in self._forecasts.ready() if self._forecasts is not None else ():
             if twin.finish_reason is None:
                 twin.forecast = forecast

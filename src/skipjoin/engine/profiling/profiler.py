@@ -114,10 +114,8 @@ def measure_profile(
 ) -> Profile:
     """Measure steps and transfers, and fit a cost model to them, before the first request.
 
-    Writes into free KV blocks. In a pipeline, each stage is measured while the others are busy.
-
-    Args:
-        host_s: CPU time that the engine adds to each step.
+    Writes into free KV blocks. In a pipeline, each stage is measured while the others are busy. `host_s` is the CPU
+    time that the engine adds to each step.
     """
     began = time.perf_counter()
     rank_specs, block_size = executor.rank_specs, executor.pools[-1]

@@ -1,5 +1,3 @@
-"""Cumulative distributions of single values, such as the times of all requests."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

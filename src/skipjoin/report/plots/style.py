@@ -73,8 +73,6 @@ _UNITS = {"_s": "s", "_rps": "req/s", "_tps": "tokens/s", "_bytes": "bytes"}
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Color, marker and dashes of a line."""
-
     color: str
     marker: str
     dash: str | tuple[int, tuple[int, ...]]

@@ -149,7 +149,7 @@ class LLM(LocalEngine):
                 self._next_id += 1
             results = list(running.values())
             # A stop string finishes a request between two steps, so the next step must not be submitted yet.
-            ahead = not any(one.stop for one in each)
+            ahead = not any(params.stop for params in each)
             with self._progress() as bars:
                 self._drain(running, bars, bars.add_task("generating", total=len(ids)), ahead=ahead)
         finally:

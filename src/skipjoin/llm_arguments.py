@@ -37,7 +37,7 @@ def salts_of(given: Salts, count: int) -> list[str]:
         )
     if len(salts) != count:
         raise ParameterError("cache_salt", f"cache_salt must be one, or one per prompt ({count}), got {len(salts)}")
-    return [salt_of(one) for one in salts]
+    return [salt_of(salt) for salt in salts]
 
 
 def salt_of(given: Any) -> str:

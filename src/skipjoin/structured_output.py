@@ -66,7 +66,7 @@ class StructuredOutput:
     @classmethod
     def choice(cls, choices: list[str] | tuple[str, ...]) -> StructuredOutput:
         """Constrain the output to one of several texts."""
-        if not isinstance(choices, list | tuple) or not all(isinstance(one, str) and one for one in choices):
+        if not isinstance(choices, list | tuple) or not all(isinstance(choice, str) and choice for choice in choices):
             raise GrammarError("choice must be a list of non-empty strings")
         if not 1 <= len(choices) <= MAX_CHOICES:
             raise GrammarError(f"choice must have 1 to {MAX_CHOICES} strings, got {len(choices)}")

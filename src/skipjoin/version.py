@@ -37,7 +37,7 @@ def install_command(*extras: str, source: Path = Path(__file__).parents[2]) -> s
         return f"pip install -c '{source}/constraints.txt' -e '{source}[{','.join(extras)}]'"
     origin = _origin()
     if origin is None or not origin.exists():
-        return " ".join(["pip install", *(f"'{one}'" for one in _requirements(extras))])
+        return " ".join(["pip install", *(f"'{requirement}'" for requirement in _requirements(extras))])
     constraints = f"-c '{origin}/constraints.txt' " if origin.is_dir() else ""
     return f"pip install {constraints}'{origin}[{','.join(extras)}]'"
 

@@ -93,7 +93,9 @@ class BenchReport:
 
 def _remarks(record: Record, exchanges: Sequence[Exchange]) -> Iterator[str]:
     where = _run_name(record["workload"])
-    examples = {one.failure.kind: one.failure.detail for one in exchanges if one.failure is not None}
+    examples = {
+        exchange.failure.kind: exchange.failure.detail for exchange in exchanges if exchange.failure is not None
+    }
     for kind, count in record["client"]["errors_by_kind"].items():
         yield f"{where}: {count} of {record['requests']['submitted']} requests: {kind}: {examples[kind]}"
     lag = record["client"]["lag_p99_s"]

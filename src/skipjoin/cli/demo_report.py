@@ -48,7 +48,7 @@ class DemoReport:
 
     @property
     def has_failures(self) -> bool:
-        return any(one.failed for one in self._outcomes)
+        return any(outcome.failed for outcome in self._outcomes)
 
     def __enter__(self) -> DemoReport:
         self._say("the demo takes about two minutes; it downloads nothing")
@@ -84,7 +84,7 @@ class DemoReport:
     def done(self, outcome: Outcome) -> None:
         self._outcomes.append(outcome)
         self._results.append(outcome.record)
-        failures = [one.failure for one in outcome.exchanges if one.failure is not None]
+        failures = [exchange.failure for exchange in outcome.exchanges if exchange.failure is not None]
         examples = {failure.kind: failure.detail for failure in failures}
         for kind, count in Counter(failure.kind for failure in failures).items():
             self._say(f"{outcome.name}: {count} requests failed: {kind}: {examples[kind]}")

@@ -35,7 +35,7 @@ def list_models() -> None:
     table = Table("model", "GiB", "last used", "can be served", box=None)
     table.add_row(MODEL_NAME, "0.00", "", "yes (built in)")
     try:
-        repositories = [one for one in scan_cache_dir().repos if one.repo_type == "model"]
+        repositories = [repo for repo in scan_cache_dir().repos if repo.repo_type == "model"]
     except CacheNotFound:
         repositories = []
     for one in sorted(repositories, key=lambda repository: repository.repo_id):

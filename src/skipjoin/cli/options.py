@@ -138,9 +138,9 @@ def _variable(setting: Setting) -> str | None:
 
 def _use_file(context: typer.Context, path: Path | None) -> None:
     if path is not None:
-        parameters = [one for one in context.command.params if one.name != _CONFIG.name]
-        known = {flag.lstrip("-").lower(): str(one.name) for one in parameters for flag in one.opts}
-        several = {str(one.name) for one in parameters if getattr(one, "multiple", False)}
+        parameters = [param for param in context.command.params if param.name != _CONFIG.name]
+        known = {flag.lstrip("-").lower(): str(parameter.name) for parameter in parameters for flag in parameter.opts}
+        several = {str(parameter.name) for parameter in parameters if getattr(parameter, "multiple", False)}
         with plain_errors():
             context.default_map = dict(read_settings(path, known, several))
 

@@ -58,9 +58,11 @@ def replay(
     if plot is not None:
         from skipjoin.report.plots.distribution import draw_distributions  # noqa: PLC0415
 
-        draw_distributions(plot, "time to first token (s)", {one.name: one.ttft_s for one in comparison.outcomes})
+        draw_distributions(
+            plot, "time to first token (s)", {outcome.name: outcome.ttft_s for outcome in comparison.outcomes}
+        )
     if as_json:
-        print(json.dumps({one.name: one.figures() for one in comparison.outcomes}))
+        print(json.dumps({outcome.name: outcome.figures() for outcome in comparison.outcomes}))
         return
     _print(comparison, found["machine"], len(found["arrivals"]))
 
@@ -70,10 +72,10 @@ def _print(comparison: Comparison, machine: Mapping[str, Any], requests: int) ->
 
     names = (name.replace("ttft_s.", "TTFT ").replace("jct_s.", "total ") for name in FIGURES)
     table = Table("", *names, "preemptions", box=None, padding=(0, 2, 0, 0))
-    for one in comparison.outcomes:
-        figures = one.figures()
-        count = "" if one.preemptions is None else str(one.preemptions)
-        table.add_row(one.name, *(duration(figures[name]) for name in FIGURES), count)
+    for outcome in comparison.outcomes:
+        figures = outcome.figures()
+        count = "" if outcome.preemptions is None else str(outcome.preemptions)
+        table.add_row(outcome.name, *(duration(figures[name]) for name in FIGURES), count)
     errors = comparison.errors
     texts = (f"{errors[name]:+.0%}" if name in errors else "-" for name in FIGURES)
     table.add_row("error of the simulator", *texts, "", style="dim")

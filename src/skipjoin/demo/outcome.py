@@ -65,8 +65,8 @@ class Outcome:
     @property
     def background_s(self) -> float | None:
         """Return the end of the last background job, None if one failed."""
-        jobs = [one for one in self.exchanges if one.job.stream == BACKGROUND]
-        ends = [one.facts.ended for one in jobs if one.failure is None and one.facts.ended is not None]
+        jobs = [exchange for exchange in self.exchanges if exchange.job.stream == BACKGROUND]
+        ends = [job.facts.ended for job in jobs if job.failure is None and job.facts.ended is not None]
         return max(ends) if jobs and len(ends) == len(jobs) else None
 
     @property
@@ -78,9 +78,9 @@ class Outcome:
     def max_open(self) -> int:
         """Return the maximum number of requests that were open at once."""
         changes = []
-        for one in self.exchanges:
-            if one.sent is not None and one.facts.ended is not None:
-                changes += [(one.sent, 1), (one.facts.ended, -1)]
+        for exchange in self.exchanges:
+            if exchange.sent is not None and exchange.facts.ended is not None:
+                changes += [(exchange.sent, 1), (exchange.facts.ended, -1)]
         now = most = 0
         for _, change in sorted(changes):
             now += change
@@ -102,7 +102,7 @@ class Outcome:
 
 def verdict(outcomes: Sequence[Outcome]) -> str:
     """Return one or two sentences on when scheduling helps, and whether it could help here."""
-    own = [one for one in outcomes if one.slots is not None]
+    own = [outcome for outcome in outcomes if outcome.slots is not None]
     if not own:
         return ""
     most, slots = max(one.max_open for one in own), own[0].slots
@@ -122,7 +122,7 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
 
 def headline(outcomes: Sequence[Outcome]) -> str:
     """Return the medians of the chats' first tokens."""
-    medians = [(one.name, one.chat["ttft_s"]["p50"]) for one in outcomes]
+    medians = [(outcome.name, outcome.chat["ttft_s"]["p50"]) for outcome in outcomes]
     return "A chat's first token (median): " + ", ".join(
         f"{name} {'none' if s is None else f'{s:.2f} s'}" for name, s in medians
     )

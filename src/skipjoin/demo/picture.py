@@ -37,8 +37,8 @@ def draw_demo(outcomes: Sequence[Outcome]) -> Figure:
 
 
 def _draw_lives(axes: Axes, outcome: Outcome) -> None:
-    for row, one in enumerate(sorted(outcome.exchanges, key=lambda one: one.job.at)):
-        _draw_life(axes, row, one)
+    for row, exchange in enumerate(sorted(outcome.exchanges, key=lambda exchange: exchange.job.at)):
+        _draw_life(axes, row, exchange)
     ttft = outcome.chat["ttft_s"]
     figures = "" if ttft["p50"] is None else f"\nchat TTFT: p50 {ttft['p50']:.2f} s, p95 {ttft['p95']:.2f} s"
     axes.set_title(f"{outcome.name}{figures}", fontsize=9)

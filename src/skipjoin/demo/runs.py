@@ -81,7 +81,7 @@ def _token_seconds(target: Target, requests: int) -> float:
         raise ConfigError(reason)
     found: float | None = seen.record["tpot_s"]["mean"]
     if found is None:
-        failures = {one.failure for one in seen.exchanges if one.failure is not None}
+        failures = {exchange.failure for exchange in seen.exchanges if exchange.failure is not None}
         raise ConfigError(f"{target.base_url}: the first requests failed: {'; '.join(map(': '.join, failures))}")
     return max(found, _MIN_TOKEN_S)
 

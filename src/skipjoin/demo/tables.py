@@ -21,12 +21,12 @@ _NONE = "-"
 
 def figures_table(outcomes: Sequence[Outcome]) -> Cells:
     """Return the figures of each system. TPOT is a mean; background is done when its last job is."""
-    return Cells("Figures", _COLUMNS, [_figures(one) for one in outcomes])
+    return Cells("Figures", _COLUMNS, [_figures(outcome) for outcome in outcomes])
 
 
 def waits_table(outcomes: Sequence[Outcome]) -> Cells | None:
     """Return the seconds that all requests of each system waited, by reason, or None if no system counts them."""
-    known = [one for one in outcomes if one.counts.waits is not None]
+    known = [outcome for outcome in outcomes if outcome.counts.waits is not None]
     reasons = list(dict.fromkeys(reason for one in known for reason in one.waits))
     if not reasons:
         return None
@@ -38,7 +38,7 @@ def waits_table(outcomes: Sequence[Outcome]) -> Cells | None:
 def conditions(load: MixedLoad, outcomes: Sequence[Outcome], command: str) -> list[str]:
     """Return the conditions under which the figures were measured."""
     machine = outcomes[0].record["machine"]
-    own = next((one for one in outcomes if one.slots is not None), None)
+    own = next((outcome for outcome in outcomes if outcome.slots is not None), None)
     model = "" if own is None else f"A random-weight Llama of 97.5M parameters in bfloat16, a batch of {own.slots}. "
     busy = machine["load_1min"] > 1.5 * (machine["cores"] or 1)  # the server and this client keep all cores busy
     return [
@@ -46,7 +46,11 @@ def conditions(load: MixedLoad, outcomes: Sequence[Outcome], command: str) -> li
         f"chats within {load.duration_s:.0f} s. One run each, so read the figures as a shape.",
         f"{machine['cpu'] or 'unknown CPU'}, {machine['cores']} cores, load {machine['load_1min']:.1f}"
         + (": other programs were running, which slows all systems." if busy else "."),
-        *(["The peer runs its own model with its own limits."] if any(one.slots is None for one in outcomes) else []),
+        *(
+            ["The peer runs its own model with its own limits."]
+            if any(outcome.slots is None for outcome in outcomes)
+            else []
+        ),
         f"Skipjoin {outcomes[0].record['version']}: {command}",
     ]
 

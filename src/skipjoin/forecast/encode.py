@@ -106,7 +106,7 @@ class HashedTokens:
         self.name, self.width = f"hashed-{width}", width
 
     def encode(self, prompts: Sequence[Sequence[int]], features: Sequence[Hashed]) -> Array:
-        return np.array([self._folded(one) for one in features], np.float32).reshape(-1, self.width)
+        return np.array([self._folded(feature) for feature in features], np.float32).reshape(-1, self.width)
 
     def _folded(self, features: Hashed) -> Array:
         ids = _mixed(features.ids[: features.hashes].astype(np.uint64))

@@ -189,5 +189,5 @@ def _pairwise(expected: Array, true: Array) -> float:
 def _mean_of(runs: Sequence[Figures]) -> Figures:
     fields = dataclasses.fields(Figures)[1:8]
     return Figures(
-        runs[0].name, **{one.name: np.mean([getattr(run, one.name) for run in runs]).item() for one in fields}
+        runs[0].name, **{field.name: np.mean([getattr(run, field.name) for run in runs]).item() for field in fields}
     )

@@ -74,7 +74,10 @@ class Forecaster:
         read = prompts if self._read is None else [self._read(prompt) for prompt in prompts]
         features = [hashed(prompt) for prompt in read]
         vectors = self.encoder.encode(prompts, features).astype(np.float16)
-        return [Prompt(one, vector, len(prompt)) for one, vector, prompt in zip(features, vectors, read, strict=True)]
+        return [
+            Prompt(feature, vector, len(prompt))
+            for feature, vector, prompt in zip(features, vectors, read, strict=True)
+        ]
 
     def predict(self, prompt: Prompt, max_tokens: int) -> Predicted:
         with self._lock:

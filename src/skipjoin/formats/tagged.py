@@ -109,7 +109,7 @@ def tagged_arguments(
 def _value_rule(own: str, schema: Any, shared: dict[str, Any], close: str, *, is_strict: bool) -> tuple[str, list[str]]:
     given: dict[str, Any] = schema if isinstance(schema, dict) else {}
     if options := _options(given):
-        texts = (one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for one in options)
+        texts = (option if isinstance(option, str) else json.dumps(option, ensure_ascii=False) for option in options)
         return f"({' | '.join(json.dumps(text, ensure_ascii=False) for text in texts)}) {close}", []
     if given.get("type") in _JSON_TYPES:
         # The compiler finds keywords that it cannot enforce.

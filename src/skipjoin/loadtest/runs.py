@@ -74,7 +74,7 @@ async def _measure(target: Target, plan: LoadPlan, watcher: LoadWatcher) -> str 
             workload = plan.workload.describe(rate, plan.duration_s, seed, plan.limit)
             measured = figures(run.exchanges, seconds, plan.slo, window_s=plan.duration_s)
             watcher.done(head | {"workload": workload} | measured, run.exchanges)
-            lost = any(one.failure and one.failure.kind in CONNECTION_FAILURES for one in run.exchanges)
+            lost = any(exchange.failure and exchange.failure.kind in CONNECTION_FAILURES for exchange in run.exchanges)
             if lost and (reason := await _unreachable(client)):
                 return reason
             if run.gone:
@@ -153,10 +153,18 @@ async def _head(client: Client, plan: LoadPlan, *, texts: bool) -> Record:
 
 def figures(exchanges: Sequence[Exchange], seconds: float, slo: Slo, *, window_s: float | None = None) -> Record:
     record = summarize(
-        [one.facts for one in exchanges if one.failure is None],
+        [exchange.facts for exchange in exchanges if exchange.failure is None],
         now=seconds,
-        rejected=[one.job.kind for one in exchanges if one.failure is not None and one.failure.kind == REJECTED],
-        errors=[one.job.kind for one in exchanges if one.failure is not None and one.failure.kind != REJECTED],
+        rejected=[
+            exchange.job.kind
+            for exchange in exchanges
+            if exchange.failure is not None and exchange.failure.kind == REJECTED
+        ],
+        errors=[
+            exchange.job.kind
+            for exchange in exchanges
+            if exchange.failure is not None and exchange.failure.kind != REJECTED
+        ],
         slo=slo,
         window_s=window_s,
     )
@@ -171,11 +179,11 @@ def figures(exchanges: Sequence[Exchange], seconds: float, slo: Slo, *, window_s
 
 
 def _kinds(exchanges: Sequence[Exchange]) -> Counter[str]:
-    return Counter(one.failure.kind for one in exchanges if one.failure is not None)
+    return Counter(exchange.failure.kind for exchange in exchanges if exchange.failure is not None)
 
 
 def _lags(exchanges: Sequence[Exchange]) -> dict[str, float | None]:
-    lags = sorted(one.lag for one in exchanges if one.lag is not None)
+    lags = sorted(exchange.lag for exchange in exchanges if exchange.lag is not None)
     if not lags:
         return dict.fromkeys(("lag_mean_s", "lag_p99_s", "lag_max_s", "sent_late"))
     return {

@@ -63,8 +63,13 @@ def _described(comparison: Comparison, found: Mapping[str, Any]) -> dict[str, An
     return {
         "requests": len(found["arrivals"]),
         "outcomes": [
-            {"name": one.name, "figures": one.figures(), "curve": one.curve(), "preemptions": one.preemptions}
-            for one in comparison.outcomes
+            {
+                "name": outcome.name,
+                "figures": outcome.figures(),
+                "curve": outcome.curve(),
+                "preemptions": outcome.preemptions,
+            }
+            for outcome in comparison.outcomes
         ],
         "errors": comparison.errors,
         "is_far": comparison.is_far,

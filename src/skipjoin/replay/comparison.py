@@ -103,8 +103,8 @@ def compare(
 
 def _around_s(arrivals: Sequence[Mapping[str, Any]]) -> list[float]:
     """Return the time of each request outside the engine, and the median where it was not measured."""
-    usual = median([one["around_s"] for one in arrivals if one["around_s"] is not None] or [0.0])
-    return [usual if one["around_s"] is None else one["around_s"] for one in arrivals]
+    usual = median([arrival["around_s"] for arrival in arrivals if arrival["around_s"] is not None] or [0.0])
+    return [usual if arrival["around_s"] is None else arrival["around_s"] for arrival in arrivals]
 
 
 def path_of(recipe: str, machine: Mapping[str, Any]) -> str:

@@ -31,8 +31,8 @@ class Outcome(NamedTuple):
 
 
 def measured(arrivals: Sequence[Mapping[str, Any]], recipe: str) -> Outcome:
-    ttft = [one["ttft_s"] for one in arrivals if one["ttft_s"] is not None]
-    return Outcome(f"{recipe}, measured", ttft, [one["jct_s"] for one in arrivals])
+    ttft = [arrival["ttft_s"] for arrival in arrivals if arrival["ttft_s"] is not None]
+    return Outcome(f"{recipe}, measured", ttft, [arrival["jct_s"] for arrival in arrivals])
 
 
 def errors(real: Outcome, simulated: Outcome) -> dict[str, float]:

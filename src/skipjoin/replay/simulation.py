@@ -19,12 +19,12 @@ from skipjoin.workload.workload import Replay
 def trace_of(arrivals: Sequence[Mapping[str, Any]]) -> Trace:
     rows = (
         TraceRow(
-            one["at"],
-            one["prompt_tokens"],
-            one["output_tokens"],
-            options=RequestOptions(service=ServiceClass(one["service"])),
+            arrival["at"],
+            arrival["prompt_tokens"],
+            arrival["output_tokens"],
+            options=RequestOptions(service=ServiceClass(arrival["service"])),
         )
-        for one in arrivals
+        for arrival in arrivals
     )
     return Trace("the server's arrivals", tuple(rows))
 

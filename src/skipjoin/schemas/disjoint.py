@@ -50,7 +50,7 @@ def _exclude(one: dict[str, Any], other: dict[str, Any], resolve: Resolve) -> bo
 def _types(node: dict[str, Any]) -> set[str]:
     given = node.get("type", _ALL)
     types = {given} if isinstance(given, str) else {one for one in given if isinstance(one, str)}
-    types = {"number" if one == "integer" else one for one in types}
+    types = {"number" if type_ == "integer" else type_ for type_ in types}
     if (constants := _constants(node)) is not None and "type" not in node:
         types = {_type_of(json.loads(text)) for text in constants}
     return types

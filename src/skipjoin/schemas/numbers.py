@@ -162,10 +162,10 @@ def _multiples_of(step: Fraction, *, is_integer: bool) -> list[str] | None:
     if digits:  # the coefficient does not end with a zero
         lead = digits - last
         options = [f"[0-9]{{{lead}}}({'|'.join(endings)})", *([f"[0-9]{{1,{lead}}}"] if lead else [])]
-        options += [short for one in endings if (short := one.rstrip("0")) != one and short and not lead]
+        options += [short for ending in endings if (short := ending.rstrip("0")) != ending and short and not lead]
         return [rf"-?[0-9]+(\.({'|'.join(options)})?0*)?"]
     tail = (f"({'|'.join(endings)})" if last else "") + f"0{{{zeros}}}"
-    small = [str(int(one + "0" * zeros or "0")) for one in endings]
+    small = [str(int(ending + "0" * zeros or "0")) for ending in endings]
     fraction = "" if is_integer else r"(\.0+)?"
     return [f"-?([1-9][0-9]*{tail}|{'|'.join(small)}){fraction}"]
 

@@ -40,7 +40,7 @@ class Value(NamedTuple):
     def why_not(self, value: Any) -> str | None:
         if isinstance(value, self.types):
             return None
-        return f"is of type {type(value).__name__} instead of {' or '.join(one.__name__ for one in self.types)}"
+        return f"is of type {type(value).__name__} instead of {' or '.join(type_.__name__ for type_ in self.types)}"
 
 
 # What the scheduler uses, by path. Of two paths with a bar between them, one must exist.

@@ -118,7 +118,7 @@ class RequestLives:
             "choice": choice,
             "replica": self._engine,
             **explained(life, now, time.time(), self._reasons, self._standing(life)),
-            "holders": [self._holder(one) for one in holders],
+            "holders": [self._holder(holder) for holder in holders],
         }
 
     def _standing(self, life: Life) -> Standing | None:

@@ -98,6 +98,6 @@ class EngineCollector(Collector):
             seconds.add_metric([part], getattr(tally, f"{part}_s"))
         yield seconds
         forecast = GaugeMetricFamily("skipjoin:forecast_tokens", "Mean forecast of live requests by source.")
-        told = [one.forecast for one in list(self._twins.values()) if one.forecast is not None]
+        told = [twin.forecast for twin in list(self._twins.values()) if twin.forecast is not None]
         forecast.add_metric([], sum(one.tokens for one in told) / len(told) if told else 0.0)
         yield forecast

@@ -305,7 +305,7 @@ class Scheduler(AnyScheduler):
                 self.kv_holding_waiting.remove_request(request)
                 request.status = RequestStatus.RUNNING
                 self.running.append(request)
-            for twin in [one for one in self._ledger.holders() if self._ledger.away(one)]:
+            for twin in [holder for holder in self._ledger.holders() if self._ledger.away(holder)]:
                 self._lose(twin.sampling, self.clock())
         return bool(super().reset_prefix_cache(reset_running_requests, *args, **kwargs))
 

@@ -72,14 +72,14 @@ class Twins(dict[str, Request]):
         """
         lives = self._lives
         for client in outputs.values():
-            for one in client.outputs:
-                if (twin := self.get(one.request_id)) is None:
+            for output in client.outputs:
+                if (twin := self.get(output.request_id)) is None:
                     continue
                 is_first = lives is not None and not twin.output
-                new = one.new_token_ids
+                new = output.new_token_ids
                 twin.output += new
                 twin.known += len(new)
                 if is_first and new and lives is not None:
                     lives.generated(twin, now)
-                if one.finish_reason is not None:
-                    self.end(one.request_id, finish_reason(twin), now)
+                if output.finish_reason is not None:
+                    self.end(output.request_id, finish_reason(twin), now)

@@ -118,7 +118,7 @@ class Trace:
     def column(self, name: str) -> Sequence[float]:
         found = self.columns.get(name)
         if found is None:
-            known = ", ".join(other for other, one in self.columns.items() if not one.error)
+            known = ", ".join(other for other, column in self.columns.items() if not column.error)
             raise ConfigError(f"{self.name}: no column {name}; the columns of numbers are {known}")
         if found.error:
             raise ConfigError(found.error)
@@ -317,8 +317,8 @@ class _Names:
 
     def _chained(self, ids: Sequence[int]) -> Iterator[int]:
         name, known = -1, self._known
-        for one in ids:
-            name = known.setdefault((name, one), len(known))
+        for id_ in ids:
+            name = known.setdefault((name, id_), len(known))
             yield name
 
 
@@ -328,6 +328,6 @@ def _ids(line: Line, cell: object) -> Sequence[int]:
     except ValueError:
         ids = None
     # bool is a subclass of int.
-    if not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
+    if not isinstance(ids, list) or not all(type(id_) is int and id_ >= 0 for id_ in ids):
         raise line.error(HASH_IDS, "must be a list of integers of at least 0")
     return ids

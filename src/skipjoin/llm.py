@@ -80,7 +80,7 @@ class LLM(LocalEngine):
         each = self._each(params, len(ids), structured_outputs)
         self._compile(each)
         found = self._run(ids, texts, each, options_of(service, priority, target), cache_salt)
-        return [one.generation for one in found]
+        return [item.generation for item in found]
 
     def chat(
         self,
@@ -108,7 +108,7 @@ class LLM(LocalEngine):
         use = tool_use_of(tools, tool_choice, is_parallel=parallel_tool_calls)
         chats = conversations_of(messages)
         given = self._each(params, len(chats), structured_outputs)
-        prepared = [self._chat_prompt(chat, use, one) for chat, one in zip(chats, given, strict=True)]
+        prepared = [self._chat_prompt(chat, use, item) for chat, item in zip(chats, given, strict=True)]
         prompts, each = [ids for ids, _ in prepared], [constrained for _, constrained in prepared]
         self._compile(each)
         found = self._run(
@@ -120,11 +120,11 @@ class LLM(LocalEngine):
             kept=self._conversations.kept(use),
             readers=[self._conversations.reader(prompt, use) for prompt in prompts],
         )
-        for one in found:
-            generation = one.generation
-            message = generation.message = message_of(one.choice.take_parts(generation.text))
+        for item in found:
+            generation = item.generation
+            message = generation.message = message_of(item.choice.take_parts(generation.text))
             generation.finish_reason = finish_reason_of(generation.finish_reason, has_calls="tool_calls" in message)
-        return [one.generation for one in found]
+        return [item.generation for item in found]
 
     @located_errors()
     def _run(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from skipjoin.core.forecast import LENGTH_EDGES, length_bin, length_quantile
 from skipjoin.forecast import ForecastConfig, Forecaster, make_forecaster, words
 from skipjoin.forecast.calibrate import Calibrator
-from skipjoin.forecast.mass import BINS, EDGES, hazards_of, mass_of, mean, place
+from skipjoin.forecast.mass import BINS, EDGES, hazards_of, mass_of, mean, position
 from skipjoin.forecast.prior import Prior, first_guess
 from skipjoin.options import ConfigError
 
@@ -163,7 +163,7 @@ def test_distributions_agree_with_their_hazards_ranks_and_quantiles(weights, tok
     assert mass_of(hazards_of(mass)) == pytest.approx(mass, abs=1e-6)
     end = length_bin(tokens)
     below = mass[:end].sum()
-    assert below <= place(mass, tokens) <= below + mass[end] + 1e-9
+    assert below <= position(mass, tokens) <= below + mass[end] + 1e-9
     assert length_quantile(mass, 0.1) <= length_quantile(mass, 0.5) <= length_quantile(mass, 0.9)
     assert 1 <= mean(mass, tokens) <= tokens
 

@@ -109,8 +109,8 @@ def _remarks(record: Record, exchanges: Sequence[Exchange]) -> Iterator[str]:
 def _table(records: Sequence[Record]) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0))
     is_judged = any(record["slo"]["all_attained"] is not None for record in records)
-    for place, name in enumerate((*_COLUMNS, _KEPT) if is_judged else _COLUMNS):
-        table.add_column(name, justify="right" if place else "left", no_wrap=True)
+    for column, name in enumerate((*_COLUMNS, _KEPT) if is_judged else _COLUMNS):
+        table.add_column(name, justify="right" if column else "left", no_wrap=True)
     for record in records:
         lag = _text(record["client"]["lag_p99_s"], _MS)
         table.add_row(_run_name(record["workload"]), *_row(record), lag, *_kept(record, is_judged))

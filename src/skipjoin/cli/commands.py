@@ -24,7 +24,11 @@ class CommandGroup(TyperGroup):
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl(
-                [(name, one.get_short_help_str(_WHOLE)) for name, one in commands if one is not None and not one.hidden]
+                [
+                    (name, item.get_short_help_str(_WHOLE))
+                    for name, item in commands
+                    if item is not None and not item.hidden
+                ]
             )
 
 

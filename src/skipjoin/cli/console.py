@@ -54,4 +54,4 @@ def _keys(servers: list[str], api_keys: list[str]) -> dict[str, str | None]:
             f"got {len(api_keys)}: a key goes to its own server only"
         )
     known = [Connection(url=url, api_key=key or None) for url, key in zip(servers, api_keys, strict=True)]
-    return {one.url: one.api_key for one in known}
+    return {item.url: item.api_key for item in known}

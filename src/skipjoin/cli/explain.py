@@ -83,15 +83,15 @@ def _head(found: Mapping[str, Any], choice: Mapping[str, Any]) -> Iterator[Text]
 def _intervals(reasons: Mapping[str, Any], choice: Mapping[str, Any]) -> Table:
     table = Table("from", "for", "state", "", box=None, padding=(0, 2, 0, 0))
     total = max(choice["total_s"], 1e-9)
-    for one in choice["intervals"]:
-        begin, end = one["begin_s"], one["end_s"]
+    for interval in choice["intervals"]:
+        begin, end = interval["begin_s"], interval["end_s"]
         left = round(begin / total * _BAR)
         bar = "█" * max(1, round(end / total * _BAR) - left)
-        text = reasons[one["state"]]["short"]
-        text += f", {one['preempted']}" if one["preempted"] else ""
-        text += f", {one['short_blocks']} blocks short" if one["short_blocks"] else ""
-        text += " (now)" if one["is_current"] else ""
-        style = _STYLES.get(one["state"], "blue")
+        text = reasons[interval["state"]]["short"]
+        text += f", {interval['preempted']}" if interval["preempted"] else ""
+        text += f", {interval['short_blocks']} blocks short" if interval["short_blocks"] else ""
+        text += " (now)" if interval["is_current"] else ""
+        style = _STYLES.get(interval["state"], "blue")
         bar = " " * min(left, _BAR - 1) + bar
         table.add_row(duration(begin), duration(end - begin), Text(text), Text(bar, style=style))
     for state, seconds in choice["omitted_s"].items():
@@ -110,7 +110,7 @@ def _why(reasons: Mapping[str, Any], choice: Mapping[str, Any]) -> Iterator[Text
         f"It waited {duration(waited)} of {duration(choice['total_s'])}, longest for: {reasons[longest]['short']}."
     )
     yield Text(reasons[longest]["text"])
-    holders = [f"{_name(one)} for {duration(one['seconds'])}" for one in choice["holders"]]
+    holders = [f"{_name(holder)} for {duration(holder['seconds'])}" for holder in choice["holders"]]
     if holders:
         yield Text("Meanwhile ran longest: " + ", ".join(holders))
     if choice["advice"]:

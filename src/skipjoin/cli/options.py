@@ -104,7 +104,7 @@ def takes(**sections: Section) -> Callable[[Callable[..., None]], Callable[..., 
                     given[name] = sections[name].finish(values)
                 command(**given)
 
-        ordered = sorted([*own, *parameters], key=lambda one: one.kind is one.KEYWORD_ONLY)
+        ordered = sorted([*own, *parameters], key=lambda item: item.kind is item.KEYWORD_ONLY)
         run.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in ordered}
         run.settings = {one.name: one for settings in parts.values() for one in settings}  # type: ignore[attr-defined]

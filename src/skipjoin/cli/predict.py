@@ -143,19 +143,19 @@ def samples_of(trace: Trace, second_run: str | None) -> tuple[list[Sample], dict
 
 def _split(path: Path, samples: list[Sample]) -> tuple[list[Sample], list[Sample]]:
     parts: tuple[list[Sample], list[Sample]] = ([], [])
-    for place, (sample, described) in enumerate(zip(samples, objects_of(path), strict=False)):
-        parts[not is_training_row(described, place, len(samples))].append(sample)
+    for index, (sample, described) in enumerate(zip(samples, objects_of(path), strict=False)):
+        parts[not is_training_row(described, index, len(samples))].append(sample)
     if min(map(len, parts)) < 10:
         raise ConfigError(f"{path}: {len(parts[0])} rows to train with and {len(parts[1])} to measure, fewer than 10")
     return parts
 
 
-def is_training_row(described: dict[str, Any], place: int, rows: int) -> bool:
+def is_training_row(described: dict[str, Any], index: int, rows: int) -> bool:
     if "split" in described:
         return bool(described["split"] == _TRAIN)
     if "conv" in described:
-        return crc32(str(described["conv"] or place).encode()) % 2 == 1
-    return place < rows // 2
+        return crc32(str(described["conv"] or index).encode()) % 2 == 1
+    return index < rows // 2
 
 
 def objects_of(path: Path) -> Iterator[dict[str, Any]]:
@@ -173,16 +173,16 @@ def _print(path: Path, evaluation: Evaluation, found: list[Figures]) -> None:
     table = Table(title=f"{path.name}: {len(evaluation.train)} rows to train with, {len(evaluation.test)} measured")
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column == "forecaster" else "right", no_wrap=True)
-    for one in found:
-        quartiles = " ".join(f"{share:.2f}" for share in one.coverage_by_prompt or ())
+    for item in found:
+        quartiles = " ".join(f"{share:.2f}" for share in item.coverage_by_prompt or ())
         table.add_row(
-            one.name,
-            *(f"{value:.3f}" for value in (one.r, one.r_log)),
-            f"{one.mae:.1f}",
-            *(f"{value:.3f}" for value in (one.within_25, one.accuracy, one.pairwise)),
-            "" if one.coverage is None else f"{one.coverage:.3f}",
+            item.name,
+            *(f"{value:.3f}" for value in (item.r, item.r_log)),
+            f"{item.mae:.1f}",
+            *(f"{value:.3f}" for value in (item.within_25, item.accuracy, item.pairwise)),
+            "" if item.coverage is None else f"{item.coverage:.3f}",
             quartiles,
-            "" if one.milliseconds is None else f"{one.milliseconds:.2f}",
+            "" if item.milliseconds is None else f"{item.milliseconds:.2f}",
         )
     console = Console()
     console.width = max(console.width, 120)
@@ -198,7 +198,7 @@ def _write(file: Path, trace: Path, evaluation: Evaluation, found: list[Figures]
         "entries": evaluation.entries,
         "max_tokens": evaluation.most,
         "machine": cpu_name(),
-        "forecasters": [dataclasses.asdict(one) for one in found],
+        "forecasters": [dataclasses.asdict(item) for item in found],
     }
     _write_text(file, json.dumps(record, indent=1) + "\n")
 
@@ -228,7 +228,7 @@ def export(
     with plain_errors():
         for folder in states(parent):
             try:
-                lines += [json.dumps(one) + "\n" for one in exported(folder)]
+                lines += [json.dumps(item) + "\n" for item in exported(folder)]
             except (StateError, OSError, KeyError, ValueError) as error:
                 print(f"warning: {folder} is left out: {error}", file=sys.stderr)
         if not lines:

@@ -32,7 +32,7 @@ def recipes(
         return
     console = Console(highlight=False)
     alike: dict[type, list[Recipe]] = {}
-    for recipe in sorted(found.values(), key=lambda one: one.name != DEFAULT):
+    for recipe in sorted(found.values(), key=lambda item: item.name != DEFAULT):
         alike.setdefault(recipe.params, []).append(recipe)
     for group in alike.values():
         for recipe in group:
@@ -48,7 +48,7 @@ def _of_files(paths: Sequence[Path]) -> dict[str, Recipe]:
         own = in_file(path.absolute())
         if not own:
             raise ConfigError(f"{path} has no function with the decorator @recipe of skipjoin.policy")
-        found |= {f"{path}:{name}": replace(one, name=f"{path}:{name}") for name, one in own.items()}
+        found |= {f"{path}:{name}": replace(item, name=f"{path}:{name}") for name, item in own.items()}
     return found
 
 

@@ -47,33 +47,33 @@ def read_settings(path: Path, known: Mapping[str, str], several: Collection[str]
         raise ConfigError(f"config {path} must be a mapping, such as port: 8000")
     found: dict[str, Texts] = {}
     for key, value in root.value:
-        place = f"config {path}, line {key.start_mark.line + 1}"
-        name = _name(place, key, known)
+        where = f"config {path}, line {key.start_mark.line + 1}"
+        name = _name(where, key, known)
         if name in found:
-            raise ConfigError(f"{place}: {key.value} is given twice")
-        place = f"{place}: {key.value}"
-        found[name] = _texts(place, value) if name in several else _text(place, value)
+            raise ConfigError(f"{where}: {key.value} is given twice")
+        where = f"{where}: {key.value}"
+        found[name] = _texts(where, value) if name in several else _text(where, value)
     return found
 
 
-def _name(place: str, key: yaml.Node, known: Mapping[str, str]) -> str:
+def _name(where: str, key: yaml.Node, known: Mapping[str, str]) -> str:
     flag = key.value.strip().replace("_", "-") if isinstance(key, yaml.ScalarNode) else ""
     if flag not in known:
-        raise ConfigError(f"{place}: there is no setting {flag!r}{nearest(flag, known)}")
+        raise ConfigError(f"{where}: there is no setting {flag!r}{nearest(flag, known)}")
     return known[flag]
 
 
-def _texts(place: str, value: Any) -> list[str]:
+def _texts(where: str, value: Any) -> list[str]:
     if isinstance(value, yaml.SequenceNode):
-        return [_text(place, one) for one in value.value]
+        return [_text(where, item) for item in value.value]
     if isinstance(value, yaml.MappingNode):
-        return [f"{_text(place, name)}={_text(place, one)}" for name, one in value.value]
-    return [_text(place, value)]
+        return [f"{_text(where, name)}={_text(where, item)}" for name, item in value.value]
+    return [_text(where, value)]
 
 
-def _text(place: str, node: Any) -> str:
+def _text(where: str, node: Any) -> str:
     if not isinstance(node, yaml.ScalarNode):
-        raise ConfigError(f"{place} must have one value, not several")
+        raise ConfigError(f"{where} must have one value, not several")
     if not node.value:
-        raise ConfigError(f"{place} must have a value")
+        raise ConfigError(f"{where} must have a value")
     return str(node.value)

@@ -98,7 +98,7 @@ class SimulationReport:
             print(f"{len(self._records)} of {self._total} runs were finished", file=sys.stderr)
         if self._records:
             if self._results is not None:
-                self._results.sort(_place)
+                self._results.sort(_sort_key)
                 print(f"wrote {self._results.path}", file=sys.stderr)
             self._print()
 
@@ -321,5 +321,5 @@ def kept_requests(file: RequestsFile | None) -> Iterator[OnRequests | None]:
         print(f"wrote {file.path}", file=sys.stderr)
 
 
-def _place(record: Record) -> tuple[str | float, ...]:
+def _sort_key(record: Record) -> tuple[str | float, ...]:
     return (record["hardware"], *_group(record), record["workload"]["seed"])

@@ -116,7 +116,9 @@ class _Screen:
     def _tokens_per_s(self) -> float | None:
         if self._before is None or not self._hello["sees_totals"]:
             return None
-        tokens = [sum(one["generation_tokens_total"] for one in part["engines"]) for part in (self._before, self._now)]
+        tokens = [
+            sum(engine["generation_tokens_total"] for engine in part["engines"]) for part in (self._before, self._now)
+        ]
         seconds = self._now["time"] - self._before["time"]
         return max(0.0, tokens[1] - tokens[0]) / seconds if seconds > 0 else None
 

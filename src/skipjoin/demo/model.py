@@ -31,11 +31,11 @@ NAME = "random-97m"
 
 def write_model(folder: Path) -> Path:
     """Write the configuration and a tokenizer with one word per id, and return their folder. It has no weights."""
-    place = folder / NAME
-    place.mkdir()
-    (place / "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
+    target = folder / NAME
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(_VOCABULARY)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.decoder = decoders.WordPiece(prefix="", cleanup=False)
-    words.save(str(place / "tokenizer.json"))
-    return place
+    words.save(str(target / "tokenizer.json"))
+    return target

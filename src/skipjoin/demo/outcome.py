@@ -105,7 +105,7 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
     own = [outcome for outcome in outcomes if outcome.slots is not None]
     if not own:
         return ""
-    most, slots = max(one.max_open for one in own), own[0].slots
+    most, slots = max(item.max_open for item in own), own[0].slots
     if slots is not None and most > slots:
         return (
             f"Scheduling helps while more requests are open than the batch or the KV cache holds: here up to {most} "

@@ -27,10 +27,10 @@ def figures_table(outcomes: Sequence[Outcome]) -> Cells:
 def waits_table(outcomes: Sequence[Outcome]) -> Cells | None:
     """Return the seconds that all requests of each system waited, by reason, or None if no system counts them."""
     known = [outcome for outcome in outcomes if outcome.counts.waits is not None]
-    reasons = list(dict.fromkeys(reason for one in known for reason in one.waits))
+    reasons = list(dict.fromkeys(reason for item in known for reason in item.waits))
     if not reasons:
         return None
-    rows = [[one.name, *(_text(one.waits.get(reason, 0.0)) for reason in reasons)] for one in known]
+    rows = [[item.name, *(_text(item.waits.get(reason, 0.0)) for reason in reasons)] for item in known]
     columns = ["system", *(reason.replace("_", " ") for reason in reasons)]
     return Cells("Seconds that requests waited, by reason", columns, rows)
 

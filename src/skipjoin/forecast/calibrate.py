@@ -31,17 +31,17 @@ class Calibrator:
         self._seen: Array = np.zeros((_REMEMBERED, 3))
         self._count = 0
         self._borders: Array = np.zeros(_GROUPS - 1)
-        self._places: Array = np.tile(_LEVELS, (_GROUPS, 1))
+        self._positions: Array = np.tile(_LEVELS, (_GROUPS, 1))
 
     def apply(self, mass: Array, prompt_tokens: int) -> Array:
         group = int(np.searchsorted(self._borders, prompt_tokens))
-        below = np.interp(np.minimum(np.cumsum(mass), 1.0), self._places[group], _LEVELS)
+        below = np.interp(np.minimum(np.cumsum(mass), 1.0), self._positions[group], _LEVELS)
         below[-1] = 1.0
         return np.diff(below, prepend=0.0)
 
-    def learn(self, prompt_tokens: int, place: float, exact: bool) -> None:
+    def learn(self, prompt_tokens: int, position: float, exact: bool) -> None:
         """Learn the position in (0, 1) of a length in its uncalibrated forecast; not `exact` if it was cut off."""
-        self._seen[self._count % _REMEMBERED] = prompt_tokens, place, exact
+        self._seen[self._count % _REMEMBERED] = prompt_tokens, position, exact
         self._count += 1
         if self._count % _EVERY == 0:
             self._fit()
@@ -52,24 +52,24 @@ class Calibrator:
         self._borders = np.quantile(seen[:, 0], np.arange(1, _GROUPS) / _GROUPS)
         groups = np.searchsorted(self._borders, seen[:, 0])
         for group in range(_GROUPS):
-            self._places[group] = _places(seen[groups == group])
+            self._positions[group] = _positions(seen[groups == group])
 
     def state(self) -> dict[str, Array]:
         return {
             "seen": self._seen.copy(),
             "count": np.array([self._count]),
             "borders": self._borders,
-            "places": self._places.copy(),
+            "places": self._positions.copy(),
         }
 
     def restore(self, state: Mapping[str, Array]) -> None:
-        if state["seen"].shape != self._seen.shape or state["places"].shape != self._places.shape:
+        if state["seen"].shape != self._seen.shape or state["places"].shape != self._positions.shape:
             raise ValueError("a calibration of another size")
-        self._seen, self._places, self._borders = (state[name].copy() for name in ("seen", "places", "borders"))
+        self._seen, self._positions, self._borders = (state[name].copy() for name in ("seen", "places", "borders"))
         self._count = int(state["count"][0])
 
 
-def _places(seen: Array) -> Array:
+def _positions(seen: Array) -> Array:
     order = seen[np.argsort(seen[:, 1])]
     at_risk = np.arange(len(order), 0, -1)
     below = 1.0 - np.cumprod(1.0 - order[:, 2] / at_risk)

@@ -111,8 +111,8 @@ class HashedTokens:
     def _folded(self, features: Hashed) -> Array:
         ids = _mixed(features.ids[: features.hashes].astype(np.uint64))
         signs = np.where(ids & np.uint64(1), 1.0, -1.0)
-        places = ((ids >> np.uint64(1)) % np.uint64(self.width)).astype(np.intp)
-        return unit(np.bincount(places, signs * features.weights[: features.hashes], self.width))
+        indices = ((ids >> np.uint64(1)) % np.uint64(self.width)).astype(np.intp)
+        return unit(np.bincount(indices, signs * features.weights[: features.hashes], self.width))
 
 
 def unit(vector: Array) -> Array:

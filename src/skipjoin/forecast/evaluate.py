@@ -92,29 +92,29 @@ class Evaluation:
         return self._summary(model.name, *self._predict(model, self.train, model.name, progress))
 
     def _summary(self, name: str, made: Sequence[Predicted], seconds: Sequence[float]) -> Figures:
-        intervals = [one.interval for one in made]
-        return self.figures(name, [one.forecast for one in made], intervals, float(np.median(seconds)) * 1e3)
+        intervals = [item.interval for item in made]
+        return self.figures(name, [item.forecast for item in made], intervals, float(np.median(seconds)) * 1e3)
 
     def _predict(
         self, model: Model, train: Sequence[Sample], name: str, progress: Progress
     ) -> tuple[list[Predicted], list[float]]:
         forecaster = Forecaster(self.encoder, model)
         rows = len(train) + len(self.test)
-        for place, sample in enumerate(train):
+        for number, sample in enumerate(train):
             made = forecaster.forecast(sample.prompt, self.most)
             forecaster.learn(made, min(sample.tokens, self.most), exact=sample.tokens <= self.most)
-            progress(name, place / rows)
+            progress(name, number / rows)
         return self._forecasts(forecaster, name, progress, len(train))
 
     def _forecasts(
         self, forecaster: Forecaster, name: str, progress: Progress, trained: int = 0
     ) -> tuple[list[Predicted], list[float]]:
         found, seconds = [], []
-        for place, sample in enumerate(self.test, trained + 1):
+        for number, sample in enumerate(self.test, trained + 1):
             start = time.perf_counter()
             found.append(forecaster.forecast(sample.prompt, self.most))
             seconds.append(time.perf_counter() - start)
-            progress(name, place / (trained + len(self.test)))
+            progress(name, number / (trained + len(self.test)))
         return found, seconds
 
     def _oracle(self) -> Figures:
@@ -129,11 +129,11 @@ class Evaluation:
     def _permuted(self, drawn: np.random.Generator, run: int, progress: Progress) -> Figures:
         rows = Evaluation(self.train[:_CONTROL_ROWS], self.test[:_CONTROL_ROWS], self.encoder, self.entries, self.most)
         order = drawn.permutation(len(rows.train))
-        train = [one._replace(tokens=rows.train[other].tokens) for one, other in zip(rows.train, order, strict=True)]
+        train = [item._replace(tokens=rows.train[other].tokens) for item, other in zip(rows.train, order, strict=True)]
         made, _ = rows._predict(
             Learned(self._index()), train, PERMUTED, lambda name, share: progress(name, (run + share) / _CONTROLS)
         )
-        return rows.figures(PERMUTED, [one.forecast for one in made], [one.interval for one in made])
+        return rows.figures(PERMUTED, [item.forecast for item in made], [item.interval for item in made])
 
     def figures(
         self,

@@ -10,7 +10,7 @@ import numpy as np
 from skipjoin.core.forecast import Forecast, length_bin, length_quantile
 from skipjoin.forecast.calibrate import Calibrator
 from skipjoin.forecast.encode import Encoder, hashed
-from skipjoin.forecast.mass import Array, capped, place
+from skipjoin.forecast.mass import Array, capped, position
 from skipjoin.forecast.models import Guess, Model, Prompt, part_of, prefixed
 from skipjoin.forecast.prior import Prior
 from skipjoin.forecast.stats import Stats
@@ -107,7 +107,7 @@ class Forecaster:
         end = length_bin(tokens)
         with self._lock:
             self.stats.learned(predicted.forecast.tokens, predicted.interval, tokens, exact or tokens >= predicted.most)
-            self._calibrator.learn(predicted.prompt.tokens, place(predicted.guess.mass, tokens), exact)
+            self._calibrator.learn(predicted.prompt.tokens, position(predicted.guess.mass, tokens), exact)
             self.model.learn(predicted.prompt, predicted.guess, tokens, end, exact)
             with self._brief_lock:
                 self._prior.learn(end, exact)

@@ -23,7 +23,7 @@ class VectorIndex:
     def __init__(self, width: int, entries: int, max_age_s: float, clock: Callable[[], float]) -> None:
         self.entries, self._max_age_s, self._clock = entries, max_age_s, clock
         self._vectors = vectors_of(entries, width)
-        self._tokens: Array = np.zeros(entries, np.int32)  # 0 in free places
+        self._tokens: Array = np.zeros(entries, np.int32)  # 0 in free indices
         self._exact: Array = np.zeros(entries, np.bool_)
         self._times: Array = np.zeros(entries)
         self._oldest = self._size = 0
@@ -35,19 +35,19 @@ class VectorIndex:
         """Add a prompt and its output length; not `exact` if the output was cut off."""
         now = self._clock()
         self._forget(now - self._max_age_s)
-        place = (self._oldest + self._size) % self.entries
+        index = (self._oldest + self._size) % self.entries
         if self._size == self.entries:
             self._oldest = (self._oldest + 1) % self.entries
         else:
             self._size += 1
-        self._vectors.put(place, vector)
-        self._tokens[place], self._exact[place], self._times[place] = tokens, exact, now
+        self._vectors.put(index, vector)
+        self._tokens[index], self._exact[index], self._times[index] = tokens, exact, now
 
     def search(self, vector: Array, count: int) -> Found:
-        places, similarity = self._vectors.search(vector, count)
-        taken = self._tokens[places] > 0
-        places = places[taken]
-        return Found(similarity[taken], self._tokens[places], self._exact[places])
+        indices, similarity = self._vectors.search(vector, count)
+        taken = self._tokens[indices] > 0
+        indices = indices[taken]
+        return Found(similarity[taken], self._tokens[indices], self._exact[indices])
 
     def _forget(self, before: float) -> None:
         while self._size and self._times[self._oldest] < before:
@@ -57,17 +57,17 @@ class VectorIndex:
             self._size -= 1
 
     def state(self) -> dict[str, Array]:
-        places = (self._oldest + np.arange(self._size)) % self.entries
-        ring = {"tokens": self._tokens[places], "exact": self._exact[places].astype(np.uint8)}
-        return ring | {"times": self._times[places], "room": np.array([self.entries])} | self._vectors.state(places)
+        indices = (self._oldest + np.arange(self._size)) % self.entries
+        ring = {"tokens": self._tokens[indices], "exact": self._exact[indices].astype(np.uint8)}
+        return ring | {"times": self._times[indices], "room": np.array([self.entries])} | self._vectors.state(indices)
 
     def restore(self, state: Mapping[str, Array]) -> None:
         tokens, exact, times = state["tokens"], state["exact"], state["times"]
         if not len(tokens) == len(exact) == len(times) or (len(tokens) and tokens.min() < 1):
             raise ValueError("an index whose entries do not fit together")
         kept = min(len(tokens), self.entries)
-        places = self._vectors.restore(state, kept, int(state["room"][0]) == self.entries)
+        indices = self._vectors.restore(state, kept, int(state["room"][0]) == self.entries)
         self._tokens[:] = 0
         for own, stored in ((self._tokens, tokens), (self._exact, exact), (self._times, times)):
-            own[places] = stored[len(stored) - kept :]
-        self._oldest, self._size = int(places[0]) if kept else 0, kept
+            own[indices] = stored[len(stored) - kept :]
+        self._oldest, self._size = int(indices[0]) if kept else 0, kept

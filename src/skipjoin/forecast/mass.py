@@ -42,7 +42,7 @@ def likelihood(mass: Array, end: int, exact: bool) -> float:
     return max(float(mass[end] if exact else mass[end:].sum()), _LEAST)
 
 
-def place(mass: Array, tokens: int) -> float:
+def position(mass: Array, tokens: int) -> float:
     """Return the probability of a shorter length plus half of that of `tokens` itself."""
     end = length_bin(tokens)
     width = _ENDS[end] - EDGES[end]

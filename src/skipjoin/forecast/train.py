@@ -63,8 +63,8 @@ class _Rows(NamedTuple):
     def logs(self) -> Array:
         return np.log(self.tokens)
 
-    def at(self, places: Array) -> _Rows:
-        return _Rows([self.prompts[place] for place in places], self.vectors[places], self.tokens[places])
+    def at(self, indices: Array) -> _Rows:
+        return _Rows([self.prompts[index] for index in indices], self.vectors[indices], self.tokens[indices])
 
 
 def is_held_out(group: str) -> bool:
@@ -74,9 +74,9 @@ def is_held_out(group: str) -> bool:
 
 def train_online(forecaster: Forecaster, samples: Sequence[Sample], progress: Progress) -> None:
     """Teach a forecaster each row after predicting it, as a server does."""
-    for place, sample in enumerate(samples, 1):
+    for index, sample in enumerate(samples, 1):
         forecaster.learn(forecaster.forecast(sample.prompt, _MOST), sample.tokens, exact=True)
-        progress("rows", place / len(samples))
+        progress("rows", index / len(samples))
 
 
 def train_alise(
@@ -94,9 +94,9 @@ def train_alise(
     chosen = min(_choices(known, unseen, decoded, progress), key=lambda choice: choice.error)
     model.begin(decoder, Tuning(chosen.neighbors, chosen.threshold), known.vectors, known.tokens)
     forecaster.count(known.tokens)
-    for place, (prompt, tokens) in enumerate(zip(unseen.prompts, unseen.tokens.tolist(), strict=True), 1):
+    for index, (prompt, tokens) in enumerate(zip(unseen.prompts, unseen.tokens.tolist(), strict=True), 1):
         forecaster.learn(forecaster.predict(prompt, _MOST), tokens, exact=True)
-        progress("calibration", place / len(unseen.prompts))
+        progress("calibration", index / len(unseen.prompts))
     return Training(len(samples), int(held.sum()), epochs, chosen, _error(decoded, unseen))
 
 

@@ -16,11 +16,11 @@ EXACT_ENTRIES = 10_000
 class Vectors(Protocol):
     """Store of unit vectors, each at an integer index."""
 
-    def put(self, place: int, vector: Array) -> None:
+    def put(self, index: int, vector: Array) -> None:
         """Store a vector, replacing any at that index."""
         ...
 
-    def drop(self, place: int) -> None:
+    def drop(self, index: int) -> None:
         """Clear an occupied index."""
         ...
 
@@ -31,7 +31,7 @@ class Vectors(Protocol):
         """
         ...
 
-    def state(self, places: Array) -> dict[str, Array]:
+    def state(self, indices: Array) -> dict[str, Array]:
         """Return the arrays to save for these vectors."""
         ...
 
@@ -73,22 +73,22 @@ class ExactVectors:
 
     def __init__(self, entries: int, width: int) -> None:
         self._matrix: Array = np.zeros((entries, width), np.float32)
-        self._used = 0  # end of the places ever filled
+        self._used = 0  # end of the indices ever filled
 
-    def put(self, place: int, vector: Array) -> None:
-        self._matrix[place] = vector
-        self._used = max(self._used, place + 1)
+    def put(self, index: int, vector: Array) -> None:
+        self._matrix[index] = vector
+        self._used = max(self._used, index + 1)
 
-    def drop(self, place: int) -> None:
-        self._matrix[place] = 0.0
+    def drop(self, index: int) -> None:
+        self._matrix[index] = 0.0
 
     def search(self, vector: Array, count: int) -> tuple[Array, Array]:
         scores = self._matrix[: self._used] @ vector
         best = np.argpartition(scores, self._used - count)[-count:] if self._used > count else np.arange(self._used)
         return best, scores[best]
 
-    def state(self, places: Array) -> dict[str, Array]:
-        return {"vectors": self._matrix[places].astype(np.float16)}
+    def state(self, indices: Array) -> dict[str, Array]:
+        return {"vectors": self._matrix[indices].astype(np.float16)}
 
     def restore(self, state: Mapping[str, Array], kept: int, same: bool) -> Array:
         found = _stored(state, self._matrix.shape[1])
@@ -105,13 +105,13 @@ class GraphVectors:
         self._width = width
         self._graph = _graph(width)
 
-    def put(self, place: int, vector: Array) -> None:
-        if place in self._graph:
-            self._graph.remove(place)
-        self._graph.add(place, vector, threads=1)
+    def put(self, index: int, vector: Array) -> None:
+        if index in self._graph:
+            self._graph.remove(index)
+        self._graph.add(index, vector, threads=1)
 
-    def drop(self, place: int) -> None:
-        self._graph.remove(place)
+    def drop(self, index: int) -> None:
+        self._graph.remove(index)
 
     def search(self, vector: Array, count: int) -> tuple[Array, Array]:
         if not len(self._graph):
@@ -119,17 +119,17 @@ class GraphVectors:
         found = self._graph.search(vector, count, threads=1)
         return found.keys.astype(np.int64), 1.0 - found.distances
 
-    def state(self, places: Array) -> dict[str, Array]:
-        return {"graph": np.frombuffer(bytes(self._graph.save()), np.uint8), "places": places}
+    def state(self, indices: Array) -> dict[str, Array]:
+        return {"graph": np.frombuffer(bytes(self._graph.save()), np.uint8), "places": indices}
 
     def restore(self, state: Mapping[str, Array], kept: int, same: bool) -> Array:
         graph = _graph(self._width)
         if same and "graph" in state:
             graph.load(state["graph"].tobytes())
-            places = state["places"]
+            indices = state["places"]
         else:
             found = _stored(state, self._width)
-            places = np.arange(kept)
-            graph.add(places, found[len(found) - kept :].astype(np.float32))
+            indices = np.arange(kept)
+            graph.add(indices, found[len(found) - kept :].astype(np.float32))
         self._graph = graph
-        return places
+        return indices

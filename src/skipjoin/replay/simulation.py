@@ -71,13 +71,13 @@ def simulated(
     """
     found: list[Mapping[str, Any]] = []
     run(Cell(system, Replay(trace), Extent(None, None, 0)), on_share=on_share, on_requests=found.extend)
-    found.sort(key=lambda one: one["due_s"])  # as in the trace
-    done = [(one, around) for one, around in zip(found, around_s, strict=True) if one["error"] is None]
+    found.sort(key=lambda item: item["due_s"])  # as in the trace
+    done = [(item, around) for item, around in zip(found, around_s, strict=True) if item["error"] is None]
     if not done:
         raise ConfigError(f"{name}: no request fits, as the KV pool has {system.kv_blocks} blocks")
     return Outcome(
         name,
-        [one["first_token_s"] - one["due_s"] + around for one, around in done],
-        [one["ended_s"] - one["due_s"] + around for one, around in done],
-        sum(one["preemptions"] for one, _ in done),
+        [item["first_token_s"] - item["due_s"] + around for item, around in done],
+        [item["ended_s"] - item["due_s"] + around for item, around in done],
+        sum(item["preemptions"] for item, _ in done),
     )

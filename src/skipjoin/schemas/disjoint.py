@@ -21,7 +21,7 @@ def are_disjoint(options: Sequence[Any], resolve: Resolve) -> bool:
     if len(options) > _MAX_ALTERNATIVES:
         return False
     found = [_resolved(option, resolve) for option in options]
-    return all(_exclude(one, other, resolve) for one, other in combinations(found, 2))
+    return all(_exclude(item, other, resolve) for item, other in combinations(found, 2))
 
 
 def _resolved(node: Any, resolve: Resolve) -> Any:
@@ -49,7 +49,7 @@ def _exclude(one: dict[str, Any], other: dict[str, Any], resolve: Resolve) -> bo
 
 def _types(node: dict[str, Any]) -> set[str]:
     given = node.get("type", _ALL)
-    types = {given} if isinstance(given, str) else {one for one in given if isinstance(one, str)}
+    types = {given} if isinstance(given, str) else {item for item in given if isinstance(item, str)}
     types = {"number" if type_ == "integer" else type_ for type_ in types}
     if (constants := _constants(node)) is not None and "type" not in node:
         types = {_type_of(json.loads(text)) for text in constants}
@@ -71,9 +71,9 @@ def _constants(node: dict[str, Any]) -> set[str] | None:
 
 def _whole(value: Any) -> Any:
     if isinstance(value, list):
-        return [_whole(one) for one in value]
+        return [_whole(item) for item in value]
     if isinstance(value, dict):
-        return {key: _whole(one) for key, one in value.items()}
+        return {key: _whole(item) for key, item in value.items()}
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -63,7 +63,7 @@ def types_of(schema: Schema) -> set[str]:
     """Return the types of a schema's values; with number, also integer."""
     given = schema.get("type", TYPES)
     given = [given] if isinstance(given, str) else given
-    types = {one for one in given if isinstance(one, str)} if isinstance(given, list | tuple) else set(TYPES)
+    types = {item for item in given if isinstance(item, str)} if isinstance(given, list | tuple) else set(TYPES)
     return types | {"integer"} if "number" in types else types
 
 

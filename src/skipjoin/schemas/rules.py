@@ -250,10 +250,10 @@ class _Writer:
     def _literal(self, value: Any) -> str:
         """Return the text of a value, with white space between its tokens."""
         if isinstance(value, dict):
-            members = [self._member(key, self._literal(one)) for key, one in value.items()]
+            members = [self._member(key, self._literal(item)) for key, item in value.items()]
             return self._joined("{", members, "}")
         if isinstance(value, list):
-            return self._joined("[", [self._literal(one) for one in value], "]")
+            return self._joined("[", [self._literal(item) for item in value], "]")
         return _quoted(_json(value))
 
     def _joined(self, opening: str, parts: list[str], closing: str) -> str:
@@ -361,8 +361,8 @@ def _refs_in(node: Any) -> Iterator[str]:
             if key not in ("enum", "const", "$defs", "definitions"):
                 yield from _refs_in(value)
     elif isinstance(node, list):
-        for one in node:
-            yield from _refs_in(one)
+        for item in node:
+            yield from _refs_in(item)
 
 
 def _json(value: Any) -> str:

@@ -109,9 +109,11 @@ class _Simplifier:
             if key in ANNOTATIONS or key in (NUMBER, LITERALS):
                 continue
             if key in _MAPS and isinstance(value, dict):
-                out[key] = {name: self._schema(one, f"{at}/{_escaped(name)}", depth + 1) for name, one in value.items()}
+                out[key] = {
+                    name: self._schema(item, f"{at}/{_escaped(name)}", depth + 1) for name, item in value.items()
+                }
             elif key in _LISTS and isinstance(value, list):
-                out[key] = [self._schema(one, f"{at}/{number}", depth + 1) for number, one in enumerate(value)]
+                out[key] = [self._schema(item, f"{at}/{number}", depth + 1) for number, item in enumerate(value)]
             elif key in _ONE:
                 out[key] = self._schema(value, at, depth + 1)
             else:

@@ -76,40 +76,40 @@ def why_untrusted(path: Path) -> str | None:
         return f"{spelled} is a symbolic link; remove it, or name the folder that it leads to"
     above_home = set(_home().parents)
     try:
-        visited = [(place, found) for place, found in _visit(spelled) if place not in above_home]
+        visited = [(folder, found) for folder, found in _visit(spelled) if folder not in above_home]
     except OSError as error:
         return f"{error.filename or spelled} cannot be examined: {error.strerror or error}"
-    for number, (place, found) in enumerate(visited, 1):
+    for number, (folder, found) in enumerate(visited, 1):
         if found.st_uid not in (0, os.getuid()):
             owner, us = _user(found.st_uid), _user(os.getuid())
-            return f"{place} belongs to user {owner}, not to {us} or root; remove it, or change its owner (chown)"
-        is_above = number < len(visited) or place != spelled
+            return f"{folder} belongs to user {owner}, not to {us} or root; remove it, or change its owner (chown)"
+        is_above = number < len(visited) or folder != spelled
         is_sticky = is_above and found.st_mode & stat.S_ISVTX
         if found.st_mode & 0o022 and not is_sticky and not stat.S_ISLNK(found.st_mode):
-            mode, quoted = stat.S_IMODE(found.st_mode), shlex.quote(str(place))
-            return f"{place} has mode {mode:04o}, so other users may write to it; run: chmod go-w {quoted}"
+            mode, quoted = stat.S_IMODE(found.st_mode), shlex.quote(str(folder))
+            return f"{folder} has mode {mode:04o}, so other users may write to it; run: chmod go-w {quoted}"
     return None
 
 
 def _visit(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    place = Path(path.anchor)
+    folder = Path(path.anchor)
     ahead = list(reversed(path.parts[1:]))
     links = 0
-    yield place, place.lstat()
+    yield folder, folder.lstat()
     while ahead:
         name = ahead.pop()
-        place = place.parent if name == ".." else place / name
+        folder = folder.parent if name == ".." else folder / name
         try:
-            found = place.lstat()
+            found = folder.lstat()
         except (FileNotFoundError, NotADirectoryError):
             return
-        yield place, found
+        yield folder, found
         if stat.S_ISLNK(found.st_mode):
             links += 1
             if links > _MAX_LINKS:
                 raise OSError(f"{path} leads through too many links")
-            target = Path(os.readlink(place))
-            place = Path(target.anchor) if target.is_absolute() else place.parent
+            target = Path(os.readlink(folder))
+            folder = Path(target.anchor) if target.is_absolute() else folder.parent
             ahead += reversed(target.parts[1:] if target.is_absolute() else target.parts)
 
 

@@ -62,7 +62,7 @@ class FieldTexts(dict[str, str]):
 
     def choice(self, name: str, usual: Choice) -> Choice:
         text = self.get(name, usual.value)
-        kinds = {one.value: one for one in type(usual)}
+        kinds = {item.value: item for item in type(usual)}
         if text not in kinds:
             raise unknown(f"{self._what}: {name}", text, kinds)
         return kinds[text]

@@ -234,7 +234,7 @@ def _check_best_effort(share: float | None, *, has_classes: bool = False) -> Non
 
 def _check_names(workload: Workload, streams: Sequence[str]) -> None:
     opened = streams if workload.best_effort is None else [*streams, *(service.value for service in ServiceClass)]
-    names = [*opened, *(one.name for one in workload.closed)]
+    names = [*opened, *(item.name for item in workload.closed)]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"the names of streams must differ, but {twice[0]!r} is named twice")
 
@@ -263,5 +263,5 @@ def _extent(workload: Workload, duration_s: float | None, seed: int, limit: int 
     if workload.best_effort is not None:
         extent["best_effort"] = workload.best_effort
     if workload.closed:
-        extent["closed"] = [one.describe() for one in workload.closed]
+        extent["closed"] = [item.describe() for item in workload.closed]
     return extent

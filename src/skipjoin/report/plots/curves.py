@@ -101,7 +101,7 @@ def _draw_curve(axes: Axes, line: Line, field: str) -> Line2D:
 
 
 def _between(values: Sequence[float]) -> list[float]:
-    steps = [one + (other - one) * step / _STROKES for one, other in pairwise(values) for step in range(_STROKES)]
+    steps = [item + (other - item) * step / _STROKES for item, other in pairwise(values) for step in range(_STROKES)]
     return [*steps, values[-1]]
 
 
@@ -114,8 +114,8 @@ def _mark_rates(axes: Axes, rates: Sequence[tuple[int, MaximumRate]], bound: Bou
     low, high = axes.get_xlim()
     axes.set_xlim(low, high)
     rates = sorted(rates, key=lambda pair: pair[1].rate_rps)
-    places = _spread([rate.rate_rps for _, rate in rates], (high - low) * 0.085, high)
-    for (index, rate), place in zip(rates, places, strict=True):
+    positions = _spread([rate.rate_rps for _, rate in rates], (high - low) * 0.085, high)
+    for (index, rate), position in zip(rates, positions, strict=True):
         color = style.look(index).color
         level, coordinates = (bound.limit, "data") if bound.field == metric else (0.0, "axes fraction")
         if bound.field == metric:
@@ -124,7 +124,7 @@ def _mark_rates(axes: Axes, rates: Sequence[tuple[int, MaximumRate]], bound: Bou
             str(rate),
             xy=(rate.rate_rps, level),
             xycoords=("data", coordinates),
-            xytext=(place, 1.03),
+            xytext=(position, 1.03),
             textcoords=("data", "axes fraction"),
             fontsize=8,
             ha="center",
@@ -133,10 +133,10 @@ def _mark_rates(axes: Axes, rates: Sequence[tuple[int, MaximumRate]], bound: Bou
         )
 
 
-def _spread(places: Sequence[float], gap: float, most: float) -> list[float]:
+def _spread(positions: Sequence[float], gap: float, most: float) -> list[float]:
     spread: list[float] = []
-    for place in places:
-        spread.append(max(place, spread[-1] + gap) if spread else place)
+    for position in positions:
+        spread.append(max(position, spread[-1] + gap) if spread else position)
     limit = most
     for at in reversed(range(len(spread))):
         spread[at] = min(spread[at], limit)

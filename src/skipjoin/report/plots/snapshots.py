@@ -43,8 +43,8 @@ def draw_cdf(lines: Sequence[Line], rate_rps: float | None, warn: Warn) -> Figur
     rows = (len(panels) + 1) // 2
     figure = style.new_figure(style.WIDE_IN, 2.4 * rows + 0.5)
     handles = {}
-    for place, (metric, shown) in enumerate(panels.items(), start=1):
-        axes = figure.add_subplot(rows, min(2, len(panels)), place)
+    for panel, (metric, shown) in enumerate(panels.items(), start=1):
+        axes = figure.add_subplot(rows, min(2, len(panels)), panel)
         for line in shown:
             handles[line.label] = _draw_cdf(axes, line, metric)
         axes.locator_params(axis="x", nbins=5)
@@ -52,7 +52,7 @@ def draw_cdf(lines: Sequence[Line], rate_rps: float | None, warn: Warn) -> Figur
         style.log_where_wide(axes, axes.xaxis, [x for line in shown for x in _mean_quantiles(line, metric)[1:100]])
         axes.set(xlabel=style.field_label(metric), ylim=(0, 1))
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        if place % 2:
+        if panel % 2:
             axes.set_ylabel("share of requests")
     style.legend(figure, list(handles.values()), list(handles), _at(rate_rps))
     return figure
@@ -87,8 +87,8 @@ def draw_breakdown(lines: Sequence[Line], rate_rps: float | None, warn: Warn) ->
             labels, widths, left=ends, height=0.62, color=color, hatch=hatch, edgecolor="black", lw=0.6, label=part
         )
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
-    for place, end in enumerate(ends):
-        axes.annotate(number(end), (end, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
+    for panel, end in enumerate(ends):
+        axes.annotate(number(end), (end, panel), (4, 0), textcoords="offset points", va="center", fontsize=8)
     axes.invert_yaxis()
     # Leaves space for the number at the longest bar; empty bars still need an axis.
     axes.set_xlim(0, 1.1 * max(ends) or 1.0)
@@ -106,8 +106,8 @@ def draw_kv(lines: Sequence[Line], rate_rps: float | None, warn: Warn) -> Figure
     rows = -(-len(lines) // columns)
     figure = style.new_figure(max(style.NARROW_IN, columns * style.WIDE_IN / _MAX_COLUMNS), 3.6 * rows + 0.4)
     grid = figure.subplots(2 * rows, columns, sharex=True, sharey="row", squeeze=False)
-    for place, line in enumerate(lines):
-        row, column = divmod(place, columns)
+    for panel, line in enumerate(lines):
+        row, column = divmod(panel, columns)
         _draw_series(grid[2 * row][column], grid[2 * row + 1][column], line)
     for row in range(rows):
         grid[2 * row][0].set_ylabel("share of KV memory")

@@ -33,7 +33,7 @@ FORM_BYTES = 64 << 10
 
 
 class Access(Enum):
-    """Who may use an endpoint."""
+    """Access that an endpoint needs."""
 
     KEY = "any API key"
     METRICS = "any API key, and the keys of metrics"

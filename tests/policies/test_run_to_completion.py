@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipjoin.core.context import StepContext
 from skipjoin.core.events import Event, Finished, Planned
 from skipjoin.core.policy import (
     AdmissionPolicy,

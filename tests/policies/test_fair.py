@@ -62,6 +62,16 @@ def test_charges_count_as_output() -> None:
     assert clients.order() == [other.options.client, "a"]
 
 
+def test_charges_of_finished_requests_count_while_others_have_requests() -> None:
+    clients = Clients()
+    sent, other = clients.send("a"), clients.send("b")
+    clients.ordering.on_finished(sent, 0.0)
+    clients.ordering.on_charged(sent, 3.5, 0.0)
+    clients.send("a")
+    assert clients.ordering.served("a") == 7
+    assert clients.order() == [other.options.client, "a"]
+
+
 def test_idle_clients_save_up_no_service() -> None:
     clients = Clients()
     busy = clients.send("busy")

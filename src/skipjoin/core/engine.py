@@ -79,17 +79,26 @@ class EngineCore:
     def release(self, request: Request, now: float) -> None:
         self.scheduler.release(request, now)
 
-    def abort(self, request_id: int, now: float, reason: FinishReason = FinishReason.ABORT, detail: str = "") -> bool:
+    def abort(
+        self,
+        request_id: int,
+        now: float,
+        reason: FinishReason = FinishReason.ABORT,
+        detail: str = "",
+        *,
+        is_refused: bool = False,
+    ) -> bool:
         """End the request in any state; return False if it does not exist or has finished.
 
         Args:
             reason: STOP if the output is complete although more could be generated.
             detail: Explanation of an ERROR, for the client.
+            is_refused: Whether the cause is a limit that the request exceeds.
         """
         request = self.requests.get(request_id)
         if request is None:
             return False
-        self._finish(request, reason, now, detail)
+        self._finish(request, reason, now, detail, is_refused=is_refused)
         return True
 
     def reforecast(self, request_id: int, forecast: Forecast, now: float) -> bool:
@@ -103,7 +112,7 @@ class EngineCore:
         return True
 
     def charge(self, request: Request, tokens: float, now: float) -> None:
-        """Count service of a live request besides its tokens, as that of `tokens` output tokens."""
+        """Count service of a request besides its tokens, as that of `tokens` output tokens. It may be finished."""
         for notify in self.scheduler.policies.on_charged:
             notify(request, tokens, now)
 

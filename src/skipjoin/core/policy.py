@@ -70,7 +70,10 @@ class Callbacks:
         """Called after `request.forecast` changed."""
 
     def on_charged(self, request: Request, tokens: float, now: float) -> None:
-        """Called after a request took time besides its tokens, as much as `tokens` output tokens take."""
+        """Called after a request took time besides its tokens, as much as `tokens` output tokens take.
+
+        The request may be finished.
+        """
 
     def on_finished(self, request: Request, now: float) -> None:
         """Called when a request has finished for any reason. Its state should be discarded."""

@@ -121,8 +121,12 @@ class Fair(Routed):
         self._is_sorted = False
 
     def on_charged(self, request: Request, tokens: float, now: float) -> None:
-        self._of(request).served += tokens * self._output_weight
-        self._is_sorted = False
+        name, service = request.options.client, tokens * self._output_weight
+        if (client := self._clients.get(name)) is not None:
+            client.served += service
+            self._is_sorted = False
+        elif self._clients:
+            self._left[name] = self.served(name) + service
 
     def on_finished(self, request: Request, now: float) -> None:
         client = self._of(request)

@@ -16,7 +16,7 @@ from skipjoin.core.events import Finished
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.exec.sampling import Sampling
 from skipjoin.model.grammar_mask import GrammarMask, GrammarState
-from skipjoin.model.grammars import Grammars
+from skipjoin.model.grammars import _MAX_COMPILED, Grammars
 from skipjoin.model.sampler import Sampler, SampleRow
 from skipjoin.policies.eviction import Recompute
 from skipjoin.sampling import SamplingParams
@@ -168,6 +168,34 @@ def test_wide_grammars_are_within_the_limits() -> None:
     for structured in wide:
         text, _ = generate(structured, 12)
         assert text
+
+
+def test_new_grammars_are_slow_until_they_prove_to_be_quick() -> None:
+    """With each relapse they need longer."""
+    params = SamplingParams(structured_outputs=regex("[0-9]+proven"))
+    grammars = Grammars(Characters, VOCAB, [EOS])  # type: ignore[arg-type]
+
+    def masks_until_quick() -> int:
+        state = GrammarMask(grammars).start(params, [1], (EOS,))
+        assert state is not None
+        for number in range(1000):
+            if not state.is_slow:
+                state.note_mask(0.01)
+                assert state.is_slow
+                return number
+            state.note_mask(0.001 if number < 2 else 0.0001)
+        raise AssertionError
+
+    assert [masks_until_quick() for _ in range(4)] == [4, 2 + 32, 2 + 64, 2 + 128]
+
+
+def test_a_salt_with_many_grammars_evicts_its_own() -> None:
+    grammars = Grammars(Characters, VOCAB, [EOS])  # type: ignore[arg-type]
+    kept = grammars.get(regex("kept"), "b")
+    for number in range(2 * _MAX_COMPILED):
+        grammars.get(regex(f"[0-9]{number}"), "a")
+    assert grammars.known(regex("kept"), "b") is kept
+    assert len(grammars._compiled) == _MAX_COMPILED
 
 
 def test_masks_of_a_request_have_a_limit_of_time() -> None:

@@ -24,8 +24,9 @@ _STEP_S, _STEP_MASK_S, _STEP_SHARE = 0.001, 0.00015, 0.25
 # Time between steps beyond which the engine was idle.
 _MAX_STEP_S = 0.1
 # A mask that takes longer than `_SLOW_S` makes a request slow, whatever the step. `_QUICK_MASKS` consecutive ones that
-# take less than `_QUICK_S` end that.
-_SLOW_S, _QUICK_S, _QUICK_MASKS = 0.003, 0.00025, 16
+# take less than `_QUICK_S` end that. With each relapse, which costs a step up to 10 ms a request, a grammar needs
+# twice as many. A new grammar is slow until `_FIRST_MASKS` of its masks have not been slow.
+_SLOW_S, _QUICK_S, _QUICK_MASKS, _FIRST_MASKS = 0.003, 0.00025, 16, 4
 # Seconds that all masks of a request may take: some, and some for each token. On a machine eight times slower than
 # ours, those of all 400 public schemas take less, with 0.8 ms on average at most.
 MAX_MASKS_S, MAX_MASKS_TOKEN_S = 10.0, 0.01
@@ -128,6 +129,7 @@ class GrammarState(ProcessorState):
         mask: Tokens that the grammar allows next, if `GrammarMask.compute_ahead` has computed them.
         is_slow: Whether the next mask should be computed ahead, because the latest ones took long.
         seconds: Seconds that the masks took, in all.
+        uncharged_s: Seconds of its masks and grammar that are not charged yet.
     """
 
     reads_output = True
@@ -155,10 +157,9 @@ class GrammarState(ProcessorState):
         self._has_failed = compiled is None
         self._length = 0
         self._ahead = 0  # tokens that `accept` has not received yet
-        self._quick = 0  # consecutive masks that were quick
         self.mask: np.ndarray | None = None
         self.is_slow = compiled is not None and compiled.is_slow
-        self.seconds = 0.0
+        self.seconds = self.uncharged_s = 0.0
 
     @property
     def matcher(self) -> LLMatcher:
@@ -192,14 +193,24 @@ class GrammarState(ProcessorState):
     def note_mask(self, seconds: float, *, is_slow: bool = False) -> None:
         """Count the time of a mask; `is_slow` if it takes too long for a step."""
         self.seconds += seconds
+        self.uncharged_s += seconds
         limit = self._max_masks_s + self._length * MAX_MASKS_TOKEN_S
         if self.seconds > limit and not self.error:
             # The mask stays in use, because other ranks may not reach the limit.
             self._exceed(f"the masks of allowed tokens took more than {limit:g} s of processor time")
-        self._quick = 0 if is_slow or seconds > _QUICK_S else self._quick + 1
-        self.is_slow = is_slow or seconds > _SLOW_S or (self.is_slow and self._quick < _QUICK_MASKS)
-        if self._compiled is not None:
-            self._compiled.is_slow = self.is_slow
+        assert self._compiled is not None
+        self._compiled.is_slow = self.is_slow = self._is_slow(self._compiled, seconds, is_slow=is_slow)
+
+    def _is_slow(self, grammar: CompiledGrammar, seconds: float, *, is_slow: bool) -> bool:
+        if is_slow or seconds > _SLOW_S:
+            grammar.relapses += not self.is_slow
+            grammar.was_slow, grammar.quick = True, 0
+            return True
+        if not self.is_slow:
+            return False
+        is_quick = seconds <= _QUICK_S or not grammar.was_slow
+        grammar.quick = grammar.quick + 1 if is_quick else 0
+        return grammar.quick < (_QUICK_MASKS << grammar.relapses if grammar.was_slow else _FIRST_MASKS)
 
     def settle(self, mask: np.ndarray) -> None:
         """Apply the rules of ending to the allowed tokens, int32 [words], of which none may remain."""
@@ -232,7 +243,12 @@ class GrammarState(ProcessorState):
 
     def _exceed(self, limit: str) -> None:
         self.is_over_limit = True
-        self.error = f"{_SUBJECT} is too expensive after {self._length} tokens: {limit}: {_REMEDY}"
+        self.error = too_expensive(self._length, limit)
+
+
+def too_expensive(tokens: int, limit: str) -> str:
+    """Return the error of a request that exceeds a limit after some tokens of output."""
+    return f"{_SUBJECT} is too expensive after {tokens} tokens: {limit}: {_REMEDY}"
 
 
 class _Bits:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,11 +42,17 @@ class CompiledGrammar:
 
     Attributes:
         matcher: Copied by each request, and never advanced.
-        is_slow: Whether a recent request had masks that take long.
+        is_slow: Whether the next masks should be computed outside of the steps. New grammars must prove to be quick.
+        quick: Consecutive quick masks of slow requests.
+        relapses: Number of times that a mask of a quick request took long.
+        was_slow: Whether a mask took long.
     """
 
     matcher: LLMatcher
-    is_slow: bool = False
+    is_slow: bool = True
+    quick: int = 0
+    relapses: int = 0
+    was_slow: bool = False
 
 
 class Grammars:
@@ -97,7 +103,7 @@ class Grammars:
         with self._lock:
             self._compiled[salt, structured] = compiled
             if len(self._compiled) > _MAX_COMPILED:
-                self._compiled.popitem(last=False)
+                self._evict()
         return compiled
 
     def known(self, structured: StructuredOutput, salt: str = "") -> CompiledGrammar | None:
@@ -106,6 +112,11 @@ class Grammars:
             if (compiled := self._compiled.get((salt, structured))) is not None:
                 self._compiled.move_to_end((salt, structured))
             return compiled
+
+    def _evict(self) -> None:
+        """Forget the oldest grammar of the salt that has the most."""
+        ((most, _),) = Counter(salt for salt, _ in self._compiled).most_common(1)
+        del self._compiled[next(key for key in self._compiled if key[0] == most)]
 
     def compiled(self, structured: StructuredOutput) -> LLMatcher:
         """Compile a grammar, without keeping it; raises as `get` does."""

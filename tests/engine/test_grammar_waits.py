@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -16,6 +18,7 @@ from skipjoin.core.request import FinishReason, Request, RequestOptions
 from skipjoin.core.waits import WaitReason
 from skipjoin.engine.build import assemble
 from skipjoin.engine.loop import EngineLoop
+from skipjoin.exec.grammars_ahead import GrammarsAhead
 from skipjoin.model import grammar_mask, grammars
 from skipjoin.model.grammar_mask import GrammarMask, GrammarState
 from skipjoin.model.grammars import _MAX_COMPILED, Grammars
@@ -42,17 +45,21 @@ def drain(loop: EngineLoop) -> list[Any]:
 
 
 def test_other_requests_run_while_a_grammar_is_compiled(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: Future[object] = Future()
+    compiled: Future[GrammarState] = Future()
     asked: list[Request] = []
 
-    def compile_grammar(request: Request) -> Future[object] | None:
-        asked.append(request)
-        return compiled if request.id == 1 else None
+    ahead = loop.engine.executor.ahead
+    assert isinstance(ahead, GrammarsAhead)
 
-    monkeypatch.setattr(loop.engine.executor, "compile_grammar", compile_grammar)
+    def start(request: Request) -> Future[GrammarState]:
+        asked.append(request)
+        ahead._states[request] = compiled
+        return compiled
+
+    monkeypatch.setattr(ahead, "start", start)
     loop.add(1, [5, 6], constrained("[0-9]{4}"))
     loop.add(2, [5, 6], SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
-    first, _ = asked
+    (first,) = asked
     ended: list[int] = []
     while 2 not in ended:
         ended += [event.request.id for event in loop.step() if isinstance(event, Finished)]
@@ -61,14 +68,24 @@ def test_other_requests_run_while_a_grammar_is_compiled(loop: EngineLoop, monkey
         assert wait.reason is WaitReason.GRAMMAR
     assert not loop.core.is_stalled
     assert loop.step() == []
-    compiled.set_result(None)
+    compiled.set_result(ahead._new(first))
     events = drain(loop)
     assert [event.reason for event in events if isinstance(event, Finished)] == [FinishReason.STOP]
     assert not loop._compiling
 
 
-def test_aborted_requests_leave_no_grammar_state(loop: EngineLoop) -> None:
+def test_aborted_requests_leave_no_grammar_state(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are aborted before, while and after their grammar compiles. Compiled grammars are bounded."""
+    states: list[weakref.ref[GrammarState]] = []
+    start = GrammarMask.start
+
+    def noted(self: GrammarMask, *args: Any) -> GrammarState | None:
+        state = start(self, *args)
+        assert state is not None
+        states.append(weakref.ref(state))
+        return state
+
+    monkeypatch.setattr(GrammarMask, "start", noted)
     for number in range(10, 10 + 3 * _MAX_COMPILED):
         loop.add(number, [5, 6], constrained(f"[0-9]{{4}}x{number}"))
         for _ in range(number % 4):
@@ -87,9 +104,13 @@ def test_aborted_requests_leave_no_grammar_state(loop: EngineLoop) -> None:
     while loop._compiling:  # a thread may still compile for one of them
         assert time.monotonic() < deadline
         loop._compiling.release(0.05)
-    assert executor.ahead is not None
+    assert isinstance(executor.ahead, GrammarsAhead)
     assert not executor.ahead._states
-    assert not executor.ahead._charged_s
+    assert not loop.core.requests
+    while any(state() is not None for state in states):  # the frame of a thread may hold one for a moment
+        assert time.monotonic() < deadline
+        gc.collect()
+        time.sleep(0.01)
 
 
 ITEM = {"type": "object", "properties": {"id": {"type": "integer"}, "ok": {"type": "boolean"}}, "required": ["id"]}
@@ -184,6 +205,39 @@ def test_grammars_of_waiting_requests_are_compiled_once(loop: EngineLoop, monkey
         loop.add(number, [5, 6], constrained(text))
     drain(loop)
     assert sorted(texts) == sorted(asked)
+
+
+def test_grammars_are_charged_also_if_their_request_was_aborted(
+    loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, begun, compiled = threading.Event(), threading.Event(), Grammars.compiled
+
+    def compiled_late(self: Grammars, structured: StructuredOutput) -> Any:
+        begun.set()
+        assert go.wait(60)
+        while time.thread_time() < 0.02:
+            pass
+        return compiled(self, structured)
+
+    charged: list[Request] = []
+    monkeypatch.setattr(loop.core, "charge", lambda request, tokens, now: charged.append(request))
+    monkeypatch.setattr(Grammars, "compiled", compiled_late)
+    loop.add(600, [5, 6], constrained("[0-9]{4}charged"))
+    request = loop.core.requests[600]
+    assert begun.wait(60)
+    loop.abort(600)
+    go.set()
+    while loop._compiling:
+        loop._compiling.release(0.05)
+    assert charged == [request]
+
+
+def test_requests_that_do_not_fit_leave_no_constraint(loop: EngineLoop) -> None:
+    loop.add(700, [5, 6], constrained("[0-9]{4}twice"))
+    with pytest.raises(ValueError, match="in use"):
+        loop.add(700, [5, 6], constrained("[0-9]{4}twice"))
+    drain(loop)
+    assert not loop.core.requests
 
 
 def test_requests_with_other_salts_share_no_compiled_grammar(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ class LosingExecutor:
     """Executor that loses its ranks in each step with a request for which `is_fatal` is true."""
 
     def __init__(self, error: RankError, is_fatal: Any) -> None:
-        self.error, self.is_fatal, self.restarts = error, is_fatal, 0
+        self.error, self.is_fatal, self.restarts, self.ahead = error, is_fatal, 0, None
 
     def submit(self, plan: StepPlan, now: float) -> SimpleNamespace:
         return SimpleNamespace(result=lambda: self._result(plan))
@@ -39,9 +39,6 @@ class LosingExecutor:
 
     def on_finished(self, request: Request) -> None:
         pass
-
-    def compile_grammar(self, request: Request) -> None:
-        return None
 
     def check(self) -> None:
         pass

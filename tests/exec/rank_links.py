@@ -24,7 +24,6 @@ from skipjoin.exec.base import RankError
 from skipjoin.exec.graphs import DecodeGraphs, GraphRecorder
 from skipjoin.exec.ranks.rank import Rank
 from skipjoin.exec.ranks.sharded import ShardedExecutor
-from skipjoin.exec.worker import Worker
 from skipjoin.model.loader import random_model
 from skipjoin.model.parallel import Group, Shard
 from skipjoin.model.torch_group import TorchGroup
@@ -53,6 +52,7 @@ class EverySecond:
 
 def make_rank(
     group: Group,
+    send: Callable[[bytes], object],
     family: str,
     *,
     device_blocks: int,
@@ -88,7 +88,7 @@ def make_rank(
         model.attention = OneAtATime()
         graphs = DecodeGraphs(model, store.device, recorder, sizes=[1, 3], longest=64)
     copier = None if late is None else LateCopier(store, late)
-    return Rank(Worker(model, store, graphs=graphs, copier=copier, grammars=GRAMMARS))
+    return Rank(model, store, send, graphs=graphs, copier=copier, grammars=GRAMMARS)
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------
@@ -101,18 +101,20 @@ class ThreadLink:
         alter: Changes messages before the rank receives them.
     """
 
-    def __init__(self, make: Callable[[], Rank], alter: Callable[[bytes], bytes] = lambda message: message) -> None:
+    def __init__(
+        self, make: Callable[[Callable[[bytes], None]], Rank], alter: Callable[[bytes], bytes] = lambda message: message
+    ) -> None:
         self._alter = alter
         self._there: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._back: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, args=(make,), daemon=True)
         self._thread.start()
 
-    def _serve(self, make: Callable[[], Rank]) -> None:
+    def _serve(self, make: Callable[[Callable[[bytes], None]], Rank]) -> None:
         torch.set_num_threads(1)
-        rank = make()
+        rank = make(self._back.put)
         while (message := self._there.get()) is not None:
-            self._back.put(rank.run(message))
+            rank.run(message)
         rank.close()
 
     def send(self, message: bytes) -> None:
@@ -139,7 +141,7 @@ def thread_executor(
 
     def link(group: Group) -> ThreadLink:
         altered = alter(group.shard.rank) if alter else lambda message: message
-        return ThreadLink(lambda: make_rank(group, family, **store), altered)
+        return ThreadLink(lambda send: make_rank(group, send, family, **store), altered)
 
     links = [link(group) for group in Meeting(tp, pp).groups()]
     return ShardedExecutor(links, tp_size=tp, timeout_s=PLAN_S)
@@ -164,10 +166,10 @@ def _serve(rank: int, tp: int, pp: int, meeting_point: str, connection: Connecti
                 connection.send_bytes(check_collectives(group))
             elif message[:1] == b"m":
                 settings = json.loads(message[1:])
-                current = make_rank(group, settings.pop("family"), **settings)
+                current = make_rank(group, connection.send_bytes, settings.pop("family"), **settings)
             else:
                 assert current is not None
-                connection.send_bytes(current.run(message[1:]))
+                current.run(message[1:])
     group.close()
 
 

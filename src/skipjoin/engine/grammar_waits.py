@@ -1,30 +1,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from typing import Any
 
 from skipjoin.core.engine import EngineCore
-from skipjoin.core.request import Request
+from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Slice, StepResult
+from skipjoin.exec.grammars_ahead import MaskState
 from skipjoin.exec.rank_spec import ModelExecutor
 from skipjoin.exec.sampling import is_constrained
+from skipjoin.model.grammar_mask import too_expensive
 
 # Maximum time that a step waits for masks, and its maximum share of the step before, so that most requests with slow
 # masks need not sit out a step.
 _MASK_WAIT_S, _MASK_WAIT_SHARE = 0.002, 0.25
-# Called with a request and the seconds that its masks took.
+# Seconds for a grammar and its first mask, or a mask, from the time that a thread begins. Within their other limits,
+# they take 0.2 s at most of a core, and masks 0.1 s on a machine that is eight times slower.
+_MAX_AHEAD_S = 10.0
+# Called with a request, which may be finished, and the seconds that its grammar and masks took.
 OnCost = Callable[[Request, float], None]
 
 
 class GrammarWaits:
     """Keeps requests out of the plans while their grammar is compiled, or while a mask that takes long is computed."""
 
-    def __init__(self, core: EngineCore, executor: ModelExecutor, on_cost: OnCost) -> None:
+    def __init__(self, core: EngineCore, executor: ModelExecutor, clock: Callable[[], float], on_cost: OnCost) -> None:
         self._core = core
+        self._clock = clock
         self._executor = executor
         self._on_cost = on_cost
         self._pending: dict[Future[Any], Request] = {}
+        self._begun: dict[Future[Any], float] = {}
         self._mask_wait_s = _MASK_WAIT_S
 
     def __len__(self) -> int:
@@ -32,7 +39,9 @@ class GrammarWaits:
 
     def add(self, request: Request) -> None:
         """Let a new request wait for its grammar, unless that is ready. Call before `EngineCore.add`."""
-        started = self._executor.compile_grammar(request)
+        if not is_constrained(request.sampling) or self._executor.ahead is None:
+            return
+        started = self._executor.ahead.start(request)
         if started is not None and not started.done():
             request.awaits_grammar = True
             self._pending[started] = request
@@ -40,40 +49,69 @@ class GrammarWaits:
     def on_plan(self, slices: Iterable[Slice]) -> None:
         """Keep requests with slow masks out of further plans until the token of this one is known."""
         for request in _constrained(slices):
-            ahead = self._executor.ahead
-            request.awaits_grammar = ahead is not None and ahead.is_slow(request)
+            state = self._state_of(request)
+            request.awaits_grammar = state is not None and state.is_slow
 
     def on_result(self, result: StepResult) -> None:
         """Start to compute the masks after a plan's tokens."""
         self._mask_wait_s = min(_MASK_WAIT_S, _MASK_WAIT_SHARE * result.seconds)
         for request in _constrained(result.plan.slices):
-            if (ahead := self._executor.ahead) is None or request.finish_reason is not None:
+            if (state := self._state_of(request)) is None or request.finish_reason is not None:
                 continue
-            if seconds := ahead.uncharged_s(request):
-                self._on_cost(request, seconds)
-            if request.awaits_grammar or ahead.is_slow(request):
+            self._charge(request, state)
+            if request.awaits_grammar or state.is_slow:
                 request.awaits_grammar = True
                 if not request.in_flight:
-                    self._pending[ahead.advance(request)] = request
+                    assert self._executor.ahead is not None
+                    self._pending[self._executor.ahead.advance(request)] = request
+
+    def restart(self) -> None:
+        """Start all grammars again after a restart of the executor."""
+        self._pending.clear()
+        self._begun.clear()
+        for request in self._core.requests.values():
+            request.awaits_grammar = False
+            self.add(request)
 
     def release(self, timeout_s: float = 0.0) -> None:
         """Let requests run that no longer wait, after at most `timeout_s` until the first one is."""
-        if self._pending:
-            self._release(wait(self._pending, timeout_s, FIRST_COMPLETED).done)
+        self._wait(self._pending, timeout_s)
+        for future in [future for future in self._pending if future.done()]:
+            self._release(future)
+        self._end_overdue()
 
     def release_masks(self) -> None:
         """Let requests run that no longer wait, after a short time for masks."""
-        masks = [future for future, request in self._pending.items() if request.planned]
-        if masks:
-            wait(masks, self._mask_wait_s, ALL_COMPLETED)
+        self._wait([future for future, one in self._pending.items() if one.planned], self._mask_wait_s, for_all=True)
         self.release()
 
-    def _release(self, done: Iterable[Future[Any]]) -> None:
-        for future in done:
-            request = self._pending.pop(future)
-            if request.finish_reason is None and not future.cancelled():
-                future.result()
-            self._core.grammar_compiled(request)
+    def _state_of(self, request: Request) -> MaskState | None:
+        return None if self._executor.ahead is None else self._executor.ahead.state_of(request)
+
+    def _wait(self, futures: Iterable[Future[Any]], timeout_s: float, *, for_all: bool = False) -> None:
+        if (ahead := self._executor.ahead) is not None and (waiting := list(futures)):
+            ahead.wait(waiting, timeout_s, for_all=for_all)
+
+    def _release(self, future: Future[Any]) -> None:
+        request = self._pending.pop(future)
+        self._begun.pop(future, None)
+        if not future.cancelled():
+            self._charge(request, future.result())
+        self._core.grammar_compiled(request)
+
+    def _end_overdue(self) -> None:
+        """End the requests for which a thread works too long, which cannot be interrupted."""
+        now = self._clock()
+        for future, request in self._pending.items():
+            begun = self._begun.setdefault(future, now) if future.running() else now
+            if now - begun > _MAX_AHEAD_S and request.finish_reason is None:
+                why = too_expensive(len(request.output), f"its next step took more than {_MAX_AHEAD_S:g} s")
+                self._core.abort(request.id, now, FinishReason.ERROR, why, is_refused=True)
+
+    def _charge(self, request: Request, state: MaskState) -> None:
+        if seconds := state.uncharged_s:
+            state.uncharged_s = 0.0
+            self._on_cost(request, seconds)
 
 
 def _constrained(slices: Iterable[Slice]) -> list[Request]:

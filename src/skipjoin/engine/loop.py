@@ -44,7 +44,7 @@ class EngineLoop:
         self._running: deque[StepPlan] = deque()
         self._losses = RankLosses()
         self._times = StepTimes()
-        self._compiling = GrammarWaits(engine.core, engine.executor, self._charge)
+        self._compiling = GrammarWaits(engine.core, engine.executor, self.clock, self._charge)
 
     def add(
         self,
@@ -98,7 +98,11 @@ class EngineLoop:
         if self._targets is not None:
             self._targets.arrived(request)
         self._compiling.add(request)
-        self.core.add(request, now)
+        try:
+            self.core.add(request, now)
+        except ValueError:
+            self.engine.executor.on_finished(request)
+            raise
 
     def reforecast(self, request_id: int, forecast: Forecast) -> bool:
         if self._targets is not None and (request := self.core.requests.get(request_id)) is not None:
@@ -124,8 +128,8 @@ class EngineLoop:
 
     def submit(self) -> None:
         """Fill the pipeline, so that the caller can work while the model runs."""
-        self._release_compiled()
         try:
+            self._release_compiled()
             self._driver.fill()
         except RankError as error:
             self._restart(error)
@@ -139,8 +143,8 @@ class EngineLoop:
             RankError: If the restart fails.
             OutOfStepError: If a rank did not receive the plans as they were sent.
         """
-        self._release_compiled()
         try:
+            self._release_compiled()
             if self.idle:
                 self.engine.executor.check()
             result = self._driver.turn()
@@ -167,7 +171,7 @@ class EngineLoop:
             self._compiling.release_masks()
 
     def _charge(self, request: Request, seconds: float) -> None:
-        """Count the time of a request's masks as if it had been spent on its tokens."""
+        """Count the time of a request's grammar and masks as if it had been spent on its tokens."""
         self.core.charge(request, seconds / self._cost.current.step(StepShape(decodes=1)), self.clock())
 
     def _restart(self, error: RankError) -> None:
@@ -178,6 +182,7 @@ class EngineLoop:
             self.core.abort(request.id, self.clock(), FinishReason.ERROR, why)
         self._running.clear()
         self.engine.executor.restart(error)
+        self._compiling.restart()
 
     def _tell_plan(self, plan: StepPlan) -> None:
         self._running.append(plan)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
+from typing import Any, Protocol
 
 from skipjoin.core.request import Request
 from skipjoin.exec.sampling import Sampling
@@ -15,68 +18,100 @@ _MAX_THREADS = 4
 _NICENESS = 10
 
 
-class GrammarsAhead:
-    """Starts the grammars of requests, and computes the masks of the slow ones, outside of the steps.
+class MaskState(Protocol):
+    """Masks of a request.
 
-    Clients take turns. All methods but `state_of` are called from one thread.
+    Attributes:
+        is_slow: Whether the next mask should be computed by `MasksAhead.advance`.
+        uncharged_s: Processor time of its grammar and masks that is not charged yet.
     """
 
-    def __init__(self, mask: GrammarMask) -> None:
-        self._mask = mask
+    is_slow: bool
+    uncharged_s: float
+
+
+class MasksAhead(Protocol):
+    """Starts the grammars of requests, and computes the masks of the slow ones, outside of the steps.
+
+    A future is running from the time that its work begins.
+    """
+
+    def start(self, request: Request) -> Future[Any] | None:
+        """Start to compile a request's grammar and its first mask. None if neither takes long."""
+        ...
+
+    def advance(self, request: Request) -> Future[Any]:
+        """Start to compute the mask after a request's output. No plan may contain the request until that is done."""
+        ...
+
+    def state_of(self, request: Request) -> MaskState | None:
+        """Return the state of a request whose grammar has started."""
+        ...
+
+    def wait(self, futures: Collection[Future[Any]], timeout_s: float, *, for_all: bool = False) -> None:
+        """Wait at most `timeout_s` until the first future is done, or all of them."""
+        ...
+
+
+class GrammarsAhead:
+    """`MasksAhead` on threads of this process, on which clients take turns.
+
+    All methods but `state_of` are called from one thread.
+
+    Args:
+        on_begin: Called on one of the threads with each request that they work for.
+    """
+
+    def __init__(self, mask: GrammarMask, on_begin: Callable[[Request], object] = lambda request: None) -> None:
+        self._mask, self._on_begin = mask, on_begin
         self._threads = FairThreads(
             max(1, min(_MAX_THREADS, usable_cpus() // 4)), "skipjoin-grammar", niceness=_NICENESS
         )
         self._states: dict[Request, Future[GrammarState]] = {}
-        self._charged_s: dict[Request, float] = {}
 
     def start(self, request: Request) -> Future[GrammarState] | None:
-        """Start to compile a request's grammar and its first mask. None if neither takes long."""
         params, options = _sampling(request).params, request.options
         structured = params.structured_outputs
         if structured is None:
             return None
         known = self._mask.grammars.known(structured, options.cache_salt)
         if known is None or known.is_slow or request.output:
-            self._states[request] = self._threads.submit(_client(request), self._start, request, list(request.output))
+            self._states[request] = self._threads.submit(client_of(request), self._start, request, list(request.output))
             return self._states[request]
         started: Future[GrammarState] = Future()
         started.set_result(self._new(request))
         self._states[request] = started
         return None
 
-    def is_slow(self, request: Request) -> bool:
-        """Return whether a request's next mask should be computed by `advance`."""
-        return request in self._states and self._state(request).is_slow
-
-    def advance(self, request: Request) -> Future[None]:
-        """Start to compute the mask after a request's output. No plan may contain the request until that is done."""
-        state, output = self._state(request), list(request.output)
-        return self._threads.submit(_client(request), self._mask.compute_ahead, state, output)
-
-    def uncharged_s(self, request: Request) -> float:
-        """Return the seconds that a request's masks took since the last call."""
-        if request not in self._states:
-            return 0.0
-        before, now = self._charged_s.get(request, 0.0), self._state(request).seconds
-        self._charged_s[request] = now
-        return now - before
+    def advance(self, request: Request) -> Future[GrammarState]:
+        return self._threads.submit(
+            client_of(request), self._advance, request, self._states[request].result(), list(request.output)
+        )
 
     def state_of(self, request: Request) -> GrammarState | None:
-        return self._state(request) if request in self._states else None
+        started = self._states.get(request)
+        return None if started is None else started.result()
+
+    def wait(self, futures: Collection[Future[Any]], timeout_s: float, *, for_all: bool = False) -> None:
+        wait(futures, timeout_s, ALL_COMPLETED if for_all else FIRST_COMPLETED)
 
     def on_finished(self, request: Request) -> None:
         if (state := self._states.pop(request, None)) is not None:
             state.cancel()
-        self._charged_s.pop(request, None)
 
     def close(self) -> None:
         self._threads.close()
 
-    def _state(self, request: Request) -> GrammarState:
-        return self._states[request].result()
-
     def _start(self, request: Request, output: list[int]) -> GrammarState:
+        self._on_begin(request)
+        begin = time.thread_time()
         state = self._new(request)
+        state.uncharged_s = time.thread_time() - begin
+        self._mask.compute_ahead(state, output)
+        return state
+
+    def _advance(self, request: Request, state: GrammarState, output: list[int]) -> GrammarState:
+        self._on_begin(request)
         self._mask.compute_ahead(state, output)
         return state
 
@@ -87,7 +122,7 @@ class GrammarsAhead:
         return state
 
 
-def _client(request: Request) -> str:
+def client_of(request: Request) -> str:
     """Return whose grammars wait for each other. Without shares of capacity, they are those of one API key and salt."""
     return request.options.client or request.options.cache_salt
 

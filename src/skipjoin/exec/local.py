@@ -17,7 +17,7 @@ from skipjoin.exec.transfer import Copier
 from skipjoin.exec.worker import InFlightStep, Worker
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.cuda import use_device
-from skipjoin.model.grammar_mask import GrammarMask, GrammarState
+from skipjoin.model.grammar_mask import GrammarMask
 from skipjoin.model.grammars import Grammars
 
 
@@ -92,9 +92,6 @@ class LocalExecutor:
 
     def on_finished(self, request: Request) -> None:
         self._thread.after_these(partial(self._forget, request))
-
-    def compile_grammar(self, request: Request) -> Future[GrammarState] | None:
-        return None if self.ahead is None else self.ahead.start(request)
 
     def _forget(self, request: Request) -> None:
         self._worker.on_finished(request)

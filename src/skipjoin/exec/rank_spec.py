@@ -4,9 +4,8 @@ import contextlib
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from skipjoin.core.request import Request
 from skipjoin.core.step import LINK, Direction, Move
 from skipjoin.exec.base import Executor, Handle
 from skipjoin.exec.fit import fit_times
-from skipjoin.exec.grammars_ahead import GrammarsAhead
+from skipjoin.exec.grammars_ahead import MasksAhead
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.grammars import Grammars
@@ -96,12 +95,8 @@ class ModelExecutor(Executor[Handle], Protocol):
         ...
 
     @property
-    def ahead(self) -> GrammarsAhead | None:
-        """Computes masks outside of the steps; None if ranks compute all of them in their steps."""
-        ...
-
-    def compile_grammar(self, request: Request) -> Future[Any] | None:
-        """Start to compile a request's grammar. None if it needs none or is compiled with its first slice."""
+    def ahead(self) -> MasksAhead | None:
+        """Starts grammars and computes masks outside of the steps; None without grammars."""
         ...
 
     def check(self) -> None:

@@ -1,7 +1,7 @@
 """Messages between the driver and the ranks: typed msgspec structs, encoded as msgpack.
 
-A plan message holds what a rank does not know yet of each request. A checksum over this and all earlier plans precedes
-it, so that a rank detects a missed, repeated or reordered plan.
+A message holds what a rank does not know yet of each request. A checksum over this and all earlier messages precedes
+it, so that a rank detects a missed, repeated or reordered one.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     seed: int
     eos_token_ids: tuple[int, ...]
     reverse: bool = False
+    client: str = ""
+    cache_salt: str = ""
 
 
 class KnownTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -63,7 +65,7 @@ class MovePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
     spans: list[Span] = []
 
 
-class PlanMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class PlanMessage(msgspec.Struct, frozen=True, tag="plan", array_like=True, gc=False):
     """Encoded plan; `ended` are requests finished since the previous plan, which this one does not use."""
 
     id: int
@@ -73,6 +75,23 @@ class PlanMessage(msgspec.Struct, frozen=True, array_like=True, gc=False):
     new: list[NewRequest] = []
     known: list[KnownTokens] = []
     ended: list[int] = []
+
+
+class MaskMessage(msgspec.Struct, frozen=True, tag="mask", array_like=True, gc=False):
+    """Order to compute the mask after a request's output outside of the steps; compiles its grammar if that is new."""
+
+    request: int
+    new: list[NewRequest] = []
+    known: list[KnownTokens] = []
+    ended: list[int] = []
+
+
+class StepMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """State of a slice's request after its mask; see `MaskState`."""
+
+    slice: int
+    is_slow: bool
+    seconds: float
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", array_like=True, gc=False):
@@ -89,6 +108,21 @@ class Done(msgspec.Struct, frozen=True, tag="done", array_like=True, gc=False):
     details: dict[int, TokenDetail] = {}
     dropped: dict[int, str] = {}
     refused: list[int] = []
+    masks: list[StepMasks] = []
+
+
+class MaskBegun(msgspec.Struct, frozen=True, tag="begun", array_like=True, gc=False):
+    """The work of a `MaskMessage` has begun."""
+
+    request: int
+
+
+class MaskDone(msgspec.Struct, frozen=True, tag="masked", array_like=True, gc=False):
+    """Answer to a `MaskMessage`; see `MaskState`."""
+
+    request: int
+    is_slow: bool
+    seconds: float
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True, gc=False):
@@ -98,11 +132,12 @@ class RankFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True, gc=
     out_of_memory: bool = False
 
 
-FromRank = Done | RankFailed
+ToRank = PlanMessage | MaskMessage
+FromRank = Done | MaskBegun | MaskDone | RankFailed
 
 # Created at import, in one thread: while a struct's first decoder is created, a second thread's would dereference null.
-PLAN_DECODER = msgspec.msgpack.Decoder(PlanMessage)
-FROM_RANK_DECODER = msgspec.msgpack.Decoder(FromRank)
+TO_RANK_DECODER: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)
+FROM_RANK_DECODER: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
 def checksum_after(before: bytes, body: bytes) -> bytes:

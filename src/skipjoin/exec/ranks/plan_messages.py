@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
-from skipjoin.core.request import Request
+from skipjoin.core.request import Request, RequestOptions
 from skipjoin.core.step import Direction, Move, Slice, StepPlan
 from skipjoin.exec.ranks.messages import (
     CHECKSUM_BYTES,
     FIRST_CHECKSUM,
-    PLAN_DECODER,
+    TO_RANK_DECODER,
     KnownTokens,
+    MaskMessage,
     MovePart,
     NewRequest,
     PlanMessage,
     SlicePart,
+    ToRank,
     checksum_after,
 )
 from skipjoin.exec.sampling import Sampling
@@ -59,20 +62,27 @@ class PlanWriter:
             known=known,
             ended=ended,
         )
-        body = self._encoder.encode(message)
-        self.checksum = checksum_after(self.checksum, body)
-        return self.checksum + body
+        return self._sealed(message)
+
+    def write_mask(self, request: Request) -> tuple[int, bytes]:
+        """Return a request's number, and the order to compute the mask after its output."""
+        new: list[NewRequest] = []
+        known: list[KnownTokens] = []
+        ended, self._ended = self._ended, []
+        number = self._updated(request, new, known).number
+        return number, self._sealed(MaskMessage(number, new, known, ended))
 
     def on_finished(self, request: Request) -> None:
         if (sent := self._sent.pop(request, None)) is not None:
             self._ended.append(sent.number)
 
+    def _sealed(self, message: ToRank) -> bytes:
+        body = self._encoder.encode(message)
+        self.checksum = checksum_after(self.checksum, body)
+        return self.checksum + body
+
     def _slice(self, slice_: Slice, new: list[NewRequest], known: list[KnownTokens]) -> SlicePart:
-        sent = self._state_of(slice_.request, new)
-        output, blocks = slice_.request.output, slice_.blocks
-        if len(output) > sent.tokens:
-            known.append(KnownTokens(sent.number, output[sent.tokens :]))
-            sent.tokens = len(output)
+        sent, blocks = self._updated(slice_.request, new, known), slice_.blocks
         kept = len(sent.table)
         if blocks is not sent.table:
             if blocks[:kept] != sent.table:
@@ -98,6 +108,13 @@ class PlanWriter:
             spans=list(move.spans),
         )
 
+    def _updated(self, request: Request, new: list[NewRequest], known: list[KnownTokens]) -> _SentState:
+        sent, output = self._state_of(request, new), request.output
+        if len(output) > sent.tokens:
+            known.append(KnownTokens(sent.number, output[sent.tokens :]))
+            sent.tokens = len(output)
+        return sent
+
     def _state_of(self, request: Request, new: list[NewRequest]) -> _SentState:
         sent = self._sent.get(request)
         if sent is None:
@@ -113,9 +130,18 @@ class PlanWriter:
                     seed=sampling.seed,
                     eos_token_ids=tuple(sampling.eos_token_ids),
                     reverse=request.reverse,
+                    client=request.options.client,
+                    cache_salt=request.options.cache_salt,
                 )
             )
         return sent
+
+
+class MaskOrder(NamedTuple):
+    """`MaskMessage` on a rank."""
+
+    number: int
+    request: Request
 
 
 @dataclass(slots=True)
@@ -134,8 +160,8 @@ class PlanReader:
         self._moves: dict[Move, int] = {}
         self._next_move = 0
 
-    def read(self, message: bytes) -> StepPlan:
-        """Decode the next plan; raise OutOfStepError for any other message."""
+    def read(self, message: bytes) -> StepPlan | MaskOrder:
+        """Decode the next message; raise OutOfStepError for any other."""
         sent, body = message[:CHECKSUM_BYTES], message[CHECKSUM_BYTES:]
         found = checksum_after(self.checksum, body)
         if sent != found:
@@ -144,19 +170,30 @@ class PlanReader:
                 "a plan was missed, repeated, reordered or changed in transit"
             )
         self.checksum = found
-        plan = PLAN_DECODER.decode(body)
-        for new in plan.new:
-            sampling = Sampling(new.params, new.seed, new.eos_token_ids)
-            request = Request(new.id, 0.0, new.prompt, 1, sampling=sampling)
-            request.reverse = new.reverse
-            self._requests[new.number] = _Mirrored(request)
-        for known in plan.known:
-            self._requests[known.request].request.output.extend(known.tokens)
+        plan = TO_RANK_DECODER.decode(body)
+        self._read_requests(plan)
+        if isinstance(plan, MaskMessage):
+            request = self._requests[plan.request].request
+            self._end(plan)
+            return MaskOrder(plan.request, request)
         slices = tuple(self._slice(part) for part in plan.slices)
         blocking, overlapped = self._read_moves(plan.blocking), self._read_moves(plan.overlapped)
-        # Moves in flight keep references to their requests.
-        self.finished = [self._requests.pop(number).request for number in plan.ended]
+        self._end(plan)
         return StepPlan(plan.id, slices, blocking, overlapped)
+
+    def _read_requests(self, message: ToRank) -> None:
+        for new in message.new:
+            sampling = Sampling(new.params, new.seed, new.eos_token_ids)
+            options = RequestOptions(client=new.client, cache_salt=new.cache_salt)
+            request = Request(new.id, 0.0, new.prompt, 1, options=options, sampling=sampling)
+            request.reverse = new.reverse
+            self._requests[new.number] = _Mirrored(request)
+        for known in message.known:
+            self._requests[known.request].request.output.extend(known.tokens)
+
+    def _end(self, message: ToRank) -> None:
+        # Moves in flight keep references to their requests.
+        self.finished = [self._requests.pop(number).request for number in message.ended]
 
     def numbers_of(self, ended: Sequence[Move]) -> list[int]:
         return [self._moves.pop(move) for move in ended]

@@ -17,7 +17,6 @@ from skipjoin.exec.rank_spec import MemoryBudget, RankSpec
 from skipjoin.exec.ranks.cluster import import_ray
 from skipjoin.exec.ranks.links import Address, connect, end_with
 from skipjoin.exec.ranks.rank import Rank
-from skipjoin.exec.worker import Worker
 from skipjoin.model.cuda import choose_device
 from skipjoin.model.grammars import Grammars, grammars_of
 from skipjoin.model.parallel import Alone, Group, Shard
@@ -71,13 +70,15 @@ class RankProcess:
         loaded = self._loaded
         loaded.model.ops.use_threads(loaded.threads)  # the count is per thread, and this is a different thread
         assert self._grammars is not None
-        rank = Rank(Worker(loaded.model, loaded.store, graphs=loaded.graphs, grammars=self._grammars))
         with contextlib.suppress(EOFError, OSError, RankError):
             connection = connect(address, secret, loaded.model.shard.rank)
             end_with(connection)
-            while True:
-                connection.send_bytes(rank.run(connection.recv_bytes()))
-        rank.close()
+            rank = Rank(
+                loaded.model, loaded.store, connection.send_bytes, grammars=self._grammars, graphs=loaded.graphs
+            )
+            with contextlib.closing(rank):
+                while True:
+                    rank.run(connection.recv_bytes())
         import_ray().actor.exit_actor()
 
     def touch(self, blocks: int) -> None:

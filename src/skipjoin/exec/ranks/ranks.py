@@ -18,6 +18,7 @@ from skipjoin.exec.ranks.cluster import Cluster, ClusterError, import_ray
 from skipjoin.exec.ranks.links import RankListener
 from skipjoin.exec.ranks.nodes import Node, away_from, known_nodes, silent
 from skipjoin.exec.ranks.rank_actor import RankActor, RankPlace, versions
+from skipjoin.exec.ranks.rank_masks import RankMasks
 from skipjoin.exec.ranks.sharded import ShardedExecutor, ShardedHandle
 from skipjoin.model.config import ModelError
 from skipjoin.model.parallel import Shard
@@ -257,11 +258,8 @@ class RankedExecutor:
         return None
 
     @property
-    def ahead(self) -> None:
-        return None
-
-    def compile_grammar(self, request: Request) -> None:
-        return None
+    def ahead(self) -> RankMasks:
+        return self._live.executor.ahead
 
     def check(self) -> None:
         self._live.executor.check()

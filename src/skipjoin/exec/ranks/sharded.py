@@ -3,14 +3,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from skipjoin.core.request import Request
 from skipjoin.core.step import Move, StageTime, StepPlan, StepResult
 from skipjoin.exec.base import RankError, RankMemoryError
-from skipjoin.exec.ranks.messages import FROM_RANK_DECODER, Done, FromRank, RankFailed
+from skipjoin.exec.ranks.messages import FROM_RANK_DECODER, Done, MaskBegun, MaskDone, RankFailed
 from skipjoin.exec.ranks.plan_messages import OutOfStepError, PlanWriter
+from skipjoin.exec.ranks.rank_masks import RankMasks
 from skipjoin.model.parallel import Shard
 
 # Seconds that the other ranks have to report the cause after a rank reported that it lost another.
@@ -20,7 +22,7 @@ _LOOK_S = 0.1
 
 
 class RankLink(Protocol):
-    """Connection to one rank, which answers each message, in order."""
+    """Connection to one rank, which answers each plan, in order."""
 
     def send(self, message: bytes) -> None:
         """Queue a message without blocking; a lost rank raises in `receive`, not here."""
@@ -66,6 +68,9 @@ class ShardedExecutor:
     Args:
         links: In rank order.
         timeout_s: Time limit for a plan, from the call of `result`.
+
+    Attributes:
+        ahead: Masks outside of the steps.
     """
 
     def __init__(self, links: Sequence[RankLink], *, tp_size: int, timeout_s: float) -> None:
@@ -76,8 +81,10 @@ class ShardedExecutor:
         self._timeout_s = timeout_s
         self._writer = PlanWriter()
         self._pending: deque[ShardedHandle] = deque()
-        # Per rank, answers that were read from its link ahead of time.
-        self._early: list[deque[bytes]] = [deque() for _ in links]
+        # Per rank, answers to plans that were read from its link ahead of time.
+        self._early: list[deque[Done | RankFailed]] = [deque() for _ in links]
+        sampling = [shard.rank for shard in self._shards if shard.is_last]
+        self.ahead = RankMasks(sampling, self._order, self._receive_masks)
         self._on_way: dict[int, _OnWay] = {}
         self._moves = 0
         self._failure: Exception | None = None
@@ -89,17 +96,16 @@ class ShardedExecutor:
             self._moves += 1
         handle = ShardedHandle(self, plan, self._writer.checksum)
         self._pending.append(handle)
-        for link in self._links:
-            link.send(message)
+        self._broadcast(message)
         return handle
 
     def on_finished(self, request: Request) -> None:
         self._writer.on_finished(request)
+        self.ahead.on_finished(request)
 
     def check(self) -> None:
-        for link in () if self._pending else self._links:
-            if link.is_ready():
-                raise RankError(f"unexpected message of a rank: {link.receive(0.0)[:80]!r}")
+        if not self._pending:
+            self._receive_masks()
 
     def close(self) -> None:
         for link in self._links:
@@ -121,14 +127,36 @@ class ShardedExecutor:
             raise self._failure
         return True
 
+    def _broadcast(self, message: bytes) -> None:
+        for link in self._links:
+            link.send(message)
+
+    def _order(self, request: Request) -> int:
+        number, message = self._writer.write_mask(request)
+        self._broadcast(message)
+        return number
+
+    def _receive_masks(self, rank: int | None = None, timeout_s: float = 0.0) -> None:
+        if rank is not None:
+            with suppress(TimeoutError):
+                self._read(rank, timeout_s)
+        for number, link in enumerate(self._links):
+            while link.is_ready():
+                self._read(number, 0.0)
+        if self._pending:
+            return
+        for number, early in enumerate(self._early):
+            if early and isinstance(answer := early[0], RankFailed):
+                raise self._cause(answer, number, ())
+            if early:
+                raise RankError(f"unexpected message of a rank: {early[0]}")
+
     def _can_settle(self) -> bool:
         """Return whether all ranks have answered or one has failed: with NCCL, others may wait for it for a minute."""
-        has_failed = False
-        for early, link in zip(self._early, self._links, strict=True):
-            if not early and link.is_ready():
-                early.append(link.receive(0.0))
-            has_failed = has_failed or (bool(early) and isinstance(FROM_RANK_DECODER.decode(early[0]), RankFailed))
-        return has_failed or all(self._early)
+        for rank, (early, link) in enumerate(zip(self._early, self._links, strict=True)):
+            while not early and link.is_ready():
+                self._read(rank, 0.0)
+        return all(self._early) or any(early and isinstance(early[0], RankFailed) for early in self._early)
 
     def _settle_next(self) -> None:
         answers = self._answers()
@@ -156,9 +184,13 @@ class ShardedExecutor:
             landed=landed,
             failed=failed,
             stages=tuple(times) if len(times) > 1 else (),
-            dropped=sampling[0].dropped,
-            refused=sampling[0].refused,
+            # A rank may exceed a limit of time before the others.
+            dropped={index: why for answer in reversed(sampling) for index, why in answer.dropped.items()},
+            refused=sorted({index for answer in sampling for index in answer.refused}),
         )
+        for masks in zip(*(answer.masks for answer in sampling), strict=True):
+            if (state := self.ahead.state_of(plan.slices[masks[0].slice].request)) is not None:
+                state.note([(mask.is_slow, mask.seconds) for mask in masks])
 
     def _answers(self) -> list[Done]:
         deadline = time.monotonic() + self._timeout_s
@@ -181,16 +213,23 @@ class ShardedExecutor:
             missing.popleft()
         return [answers[rank] for rank in range(len(self._links))]
 
-    def _receive(self, rank: int, timeout_s: float) -> FromRank:
-        early = self._early[rank]
-        answer: FromRank = FROM_RANK_DECODER.decode(early.popleft() if early else self._links[rank].receive(timeout_s))
-        return answer
+    def _receive(self, rank: int, timeout_s: float) -> Done | RankFailed:
+        while not self._early[rank]:
+            self._read(rank, timeout_s)
+        return self._early[rank].popleft()
+
+    def _read(self, rank: int, timeout_s: float) -> None:
+        answer = FROM_RANK_DECODER.decode(self._links[rank].receive(timeout_s))
+        if isinstance(answer, MaskBegun | MaskDone):
+            self.ahead.on_answer(rank, answer)
+        else:
+            self._early[rank].append(answer)
 
     def _look_at(self, ranks: Iterable[int]) -> None:
         """Raise `RankError` if a rank that has answered is lost, because its activations may not have arrived."""
         for rank in ranks:
             if self._links[rank].is_ready():
-                self._early[rank].append(self._links[rank].receive(0.0))
+                self._read(rank, 0.0)
 
     def _cause(self, failure: RankFailed, rank: int, answered: Container[int]) -> Exception:
         failed = self._error(rank, failure)
@@ -198,7 +237,7 @@ class ShardedExecutor:
             return failed
         deadline = time.monotonic() + _GRACE_S
         for other in range(len(self._links)):
-            answer: FromRank | None = None
+            answer: Done | RankFailed | None = None
             owed = 0 if other == rank else len(self._pending) - (other in answered)
             while owed and not isinstance(answer, RankFailed):
                 try:

@@ -139,6 +139,7 @@ ALLOWED: dict[str, set[str]] = {
         "policies",
         "recipes",
         "sampling",
+        "structured_output",
         "system.durable",
         "system.machine",
         "version",

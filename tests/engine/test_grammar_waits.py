@@ -16,6 +16,7 @@ from skipjoin.config import EngineConfig
 from skipjoin.core.events import Finished
 from skipjoin.core.request import FinishReason, Request, RequestOptions
 from skipjoin.core.waits import WaitReason
+from skipjoin.engine import live_constraints
 from skipjoin.engine.build import assemble
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.exec.grammars_ahead import GrammarsAhead
@@ -106,7 +107,7 @@ def test_aborted_requests_leave_no_grammar_state(loop: EngineLoop, monkeypatch: 
         loop._compiling.release(0.05)
     assert isinstance(executor.ahead, GrammarsAhead)
     assert not executor.ahead._states
-    assert not loop.core.requests
+    assert not loop._compiling._live._clients
     while any(state() is not None for state in states):  # the frame of a thread may hold one for a moment
         assert time.monotonic() < deadline
         gc.collect()
@@ -207,6 +208,28 @@ def test_grammars_of_waiting_requests_are_compiled_once(loop: EngineLoop, monkey
     assert sorted(texts) == sorted(asked)
 
 
+def test_constraints_of_a_client_wait_for_each_other(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other clients and known ones do not. All finish, also if some are aborted."""
+    monkeypatch.setattr(live_constraints, "MAX_WEIGHT", 2 << 12)
+    asked = {number: "abcda"[number] for number in range(5)}  # which requests have equal constraints
+    for number, text in asked.items():
+        loop.add(500 + number, [5, 6], constrained(f"[0-9]{{4}}{text}"), options=RequestOptions(client="x"))
+    loop.add(505, [5, 6], constrained("[0-9]{4}e"), options=RequestOptions(client="y"))
+    ahead = loop.engine.executor.ahead
+    assert ahead is not None
+    requests = list(loop.core.requests.values())
+    assert [request.id for request in requests if ahead.state_of(request) is None] == [502, 503]
+    loop.abort(503)
+    loop.step()
+    wait = loop.core.wait_of(requests[2])
+    assert wait is not None
+    assert wait.reason is WaitReason.GRAMMAR
+    drain(loop)
+    ended = [request.id for request in requests if request.finish_reason is FinishReason.STOP]
+    assert ended == [500, 501, 502, 504, 505]
+    assert not loop._compiling._live._clients
+
+
 def test_grammars_are_charged_also_if_their_request_was_aborted(
     loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,7 +260,7 @@ def test_requests_that_do_not_fit_leave_no_constraint(loop: EngineLoop) -> None:
     with pytest.raises(ValueError, match="in use"):
         loop.add(700, [5, 6], constrained("[0-9]{4}twice"))
     drain(loop)
-    assert not loop.core.requests
+    assert not loop._compiling._live._clients
 
 
 def test_requests_with_other_salts_share_no_compiled_grammar(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,7 @@ def outputs(loop: EngineLoop) -> list[list[int]]:
     requests = list(loop.core.requests.values())
     drain(loop)
     assert not loop._compiling
+    assert not loop._compiling._live._clients
     return [request.output for request in requests]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Slice, StepResult
+from skipjoin.engine.live_constraints import LiveConstraints
 from skipjoin.exec.grammars_ahead import MaskState
 from skipjoin.exec.rank_spec import ModelExecutor
 from skipjoin.exec.sampling import is_constrained
@@ -30,6 +31,7 @@ class GrammarWaits:
         self._clock = clock
         self._executor = executor
         self._on_cost = on_cost
+        self._live = LiveConstraints()
         self._pending: dict[Future[Any], Request] = {}
         self._begun: dict[Future[Any], float] = {}
         self._mask_wait_s = _MASK_WAIT_S
@@ -41,10 +43,10 @@ class GrammarWaits:
         """Let a new request wait for its grammar, unless that is ready. Call before `EngineCore.add`."""
         if not is_constrained(request.sampling) or self._executor.ahead is None:
             return
-        started = self._executor.ahead.start(request)
-        if started is not None and not started.done():
+        if self._live.add(request):
+            self._start(request)
+        else:
             request.awaits_grammar = True
-            self._pending[started] = request
 
     def on_plan(self, slices: Iterable[Slice]) -> None:
         """Keep requests with slow masks out of further plans until the token of this one is known."""
@@ -65,8 +67,13 @@ class GrammarWaits:
                     assert self._executor.ahead is not None
                     self._pending[self._executor.ahead.advance(request)] = request
 
+    def on_finished(self, request: Request) -> None:
+        if is_constrained(request.sampling) and self._executor.ahead is not None:
+            self._live.on_finished(request)
+
     def restart(self) -> None:
         """Start all grammars again after a restart of the executor."""
+        self._live = LiveConstraints()
         self._pending.clear()
         self._begun.clear()
         for request in self._core.requests.values():
@@ -79,11 +86,21 @@ class GrammarWaits:
         for future in [future for future in self._pending if future.done()]:
             self._release(future)
         self._end_overdue()
+        for request in self._live.admitted():
+            request.awaits_grammar = False
+            self._start(request)
 
     def release_masks(self) -> None:
         """Let requests run that no longer wait, after a short time for masks."""
         self._wait([future for future, one in self._pending.items() if one.planned], self._mask_wait_s, for_all=True)
         self.release()
+
+    def _start(self, request: Request) -> None:
+        assert self._executor.ahead is not None
+        started = self._executor.ahead.start(request)
+        if started is not None and not started.done():
+            request.awaits_grammar = True
+            self._pending[started] = request
 
     def _state_of(self, request: Request) -> MaskState | None:
         return None if self._executor.ahead is None else self._executor.ahead.state_of(request)

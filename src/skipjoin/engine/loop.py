@@ -45,6 +45,7 @@ class EngineLoop:
         self._losses = RankLosses()
         self._times = StepTimes()
         self._compiling = GrammarWaits(engine.core, engine.executor, self.clock, self._charge)
+        engine.core.on_finished = self._on_finished
 
     def add(
         self,
@@ -101,7 +102,7 @@ class EngineLoop:
         try:
             self.core.add(request, now)
         except ValueError:
-            self.engine.executor.on_finished(request)
+            self._on_finished(request)
             raise
 
     def reforecast(self, request_id: int, forecast: Forecast) -> bool:
@@ -169,6 +170,10 @@ class EngineLoop:
             self._compiling.release()
         else:
             self._compiling.release_masks()
+
+    def _on_finished(self, request: Request) -> None:
+        self.engine.executor.on_finished(request)
+        self._compiling.on_finished(request)
 
     def _charge(self, request: Request, seconds: float) -> None:
         """Count the time of a request's grammar and masks as if it had been spent on its tokens."""

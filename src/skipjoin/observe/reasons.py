@@ -140,7 +140,8 @@ def explanations(info: EngineLimits, options: OptionNames = _OPTIONS) -> dict[st
         ),
         WaitReason.GRAMMAR: Explanation(
             "grammar",
-            "The grammar of its structured output is being compiled, or computes the allowed tokens.",
+            "The grammar of its structured output is being compiled, computes the allowed tokens, or waits for others "
+            "of its API key.",
             "A smaller or less ambiguous grammar takes less time.",
         ),
         WaitReason.NOT_EXAMINED: Explanation(

@@ -304,8 +304,8 @@ def _sampling() -> Iterator[str]:
         "# Sampling parameters",
         "",
         "Fields of `SamplingParams`, and of the bodies of all endpoints that generate unless the third column has",
-        "others. Bodies may leave all of them out. The model's `generation_config.json` sets the defaults of those",
-        "with an asterisk. Names in **bold** are OpenAI's.",
+        "others. Bodies may leave all of them out. The model's `generation_config.json` sets the defaults of",
+        "those with an asterisk. Names in **bold** are OpenAI's.",
         "",
     )
     rows = []

@@ -33,7 +33,7 @@ FORM_BYTES = 64 << 10
 
 
 class Access(Enum):
-    """Access that an endpoint needs."""
+    """Keys with which an endpoint may be used."""
 
     KEY = "any API key"
     METRICS = "any API key, and the keys of metrics"

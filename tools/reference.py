@@ -312,7 +312,7 @@ def _sampling() -> Iterator[str]:
     for name, row in parameters_of(SamplingParams).items():
         parameter = row.parameter
         shown = f"**`{name}`**" if parameter.is_openai else f"`{name}`"
-        own = "" if parameter.body_names is None else _codes(parameter.body_names)
+        own = _codes(parameter.own)
         items = "" if parameter.max_items is None else f"at most {parameter.max_items}"
         bounds = ", ".join(part for part in (items, parameter.bounds) if part)
         star = "\\*" if parameter.is_of_model else ""

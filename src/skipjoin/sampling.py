@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from types import NoneType
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -17,6 +17,10 @@ MAX_STOP_LENGTH = 512
 INT32 = 2**31 - 1
 # Seeds are serialized as signed 64-bit integers.
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
+# Fields of bodies with which endpoints set these parameters.
+_LIMITS = ("max_tokens", "max_completion_tokens")
+_SCORES = ("logprobs", "top_logprobs")
+_CONSTRAINTS = ("response_format", "structured_outputs")
 # Asks for no seed, as in vLLM. Clients such as SillyTavern send it by default.
 NO_SEED = -1
 
@@ -28,34 +32,32 @@ class Parameter:
     The check of values, the fields of request bodies with their bounds, and the reference follow from it.
 
     Attributes:
-        low, high: Bounds of a number, or of each value of a mapping.
-        above: Exclusive lower bound.
+        low, high: Bounds of a number, or of each value of a mapping; `is_above` excludes the lower one.
         max_items: Maximum number of items of a list or mapping.
         means: Pairs of a value of other servers and the value here that it stands for.
-        body_names: Fields that endpoints declare and convert themselves. None: all bodies have a field of this name.
+        own: Fields that endpoints declare and convert themselves. Otherwise all bodies have a field of this name.
         is_openai: OpenAI's API has the parameter.
         is_of_model: A model's generation_config.json may set the default.
     """
 
     help: str
-    _: KW_ONLY
     low: float | None = None
-    above: float | None = None
     high: float | None = None
+    is_above: bool = False
     max_items: int | None = None
     means: tuple[tuple[Any, Any], ...] = ()
-    body_names: tuple[str, ...] | None = None
+    own: tuple[str, ...] = ()
     is_openai: bool = False
     is_of_model: bool = False
 
     @property
     def bounds(self) -> str:
         """Bounds as an interval, without those that only reject nonsense."""
-        if self.low is None and self.above is None:
+        if self.low is None:
             return ""
         if self.high is not None and self.high >= INT32:
             return "64 bits" if self.low == SEED_MIN else f"at least {self.low}"
-        return f"in {'[' if self.above is None else '('}{self.low if self.above is None else self.above}, {self.high}]"
+        return f"in {'(' if self.is_above else '['}{self.low}, {self.high}]"
 
 
 class ParameterError(ValueError):
@@ -131,16 +133,15 @@ def _check(name: str, kind: Any, value: Any, parameter: Parameter) -> Any:
 def _number(name: str, value: Any, parameter: Parameter) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ParameterError(name, f"{name} must be a finite number, got {value!r}")
-    low, above, high = parameter.low, parameter.above, parameter.high
-    is_low = value <= above if above is not None else low is not None and value < low
-    if is_low or (high is not None and value > high):
+    low, high = parameter.low, parameter.high
+    if low is not None and high is not None and not (low <= value <= high and (value > low or not parameter.is_above)):
         raise ParameterError(name, f"{name} must be {parameter.bounds}, got {value}")
 
 
 def _integer(name: str, value: Any, low: float | None, high: float | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ParameterError(name, f"{name} must be an integer, got {value!r}")
-    if (low is not None and value < low) or (high is not None and value > high):
+    if low is not None and high is not None and not low <= value <= high:
         raise ParameterError(name, f"{name} must be in [{low}, {high}], got {value}")
 
 
@@ -174,105 +175,62 @@ class SamplingParams:
 
     max_tokens: Annotated[
         int | None,
-        Parameter(
-            "Maximum number of tokens to generate. None allows as many as fit in the context.",
-            low=1,
-            high=INT32,
-            body_names=("max_tokens", "max_completion_tokens"),
-            is_openai=True,
-        ),
+        Parameter("Maximum number of tokens; None: the rest of the context.", 1, INT32, own=_LIMITS, is_openai=True),
     ] = 16
-    min_tokens: Annotated[int, Parameter("Minimum number of tokens before the output can end.", low=0, high=INT32)] = 0
-    temperature: Annotated[
-        float,
-        Parameter("0, and values very close to it, are greedy.", low=0, high=2, is_openai=True, is_of_model=True),
-    ] = 1.0
+    min_tokens: Annotated[int, Parameter("Minimum number of tokens before the output can end.", 0, INT32)] = 0
+    temperature: Annotated[float, Parameter("0 is greedy.", 0, 2, is_openai=True, is_of_model=True)] = 1.0
     top_p: Annotated[
         float,
-        Parameter(
-            "Keeps the likeliest tokens with this total probability, after top_k.",
-            above=0,
-            high=1,
-            is_openai=True,
-            is_of_model=True,
-        ),
+        Parameter("Total probability kept, after top_k.", 0, 1, is_above=True, is_openai=True, is_of_model=True),
     ] = 1.0
     top_k: Annotated[
-        int,
-        Parameter(
-            "Keeps this number of tokens; 0 and -1 keep all.", low=0, high=INT32, means=((-1, 0),), is_of_model=True
-        ),
+        int, Parameter("Number of tokens kept; 0 and -1 keep all.", 0, INT32, means=((-1, 0),), is_of_model=True)
     ] = 0
     min_p: Annotated[
-        float,
-        Parameter(
-            "Keeps tokens with this share of the likeliest one's probability, after top_p.",
-            low=0,
-            high=1,
-            is_of_model=True,
-        ),
+        float, Parameter("Least probability relative to the likeliest token, after top_p.", 0, 1, is_of_model=True)
     ] = 0.0
     presence_penalty: Annotated[
-        float, Parameter("Subtracted from the logits of generated tokens.", low=-2, high=2, is_openai=True)
+        float, Parameter("Subtracted from the logits of generated tokens.", -2, 2, is_openai=True)
     ] = 0.0
     frequency_penalty: Annotated[
-        float, Parameter("The same, times how often each was generated.", low=-2, high=2, is_openai=True)
+        float, Parameter("The same, times how often each was generated.", -2, 2, is_openai=True)
     ] = 0.0
+    # Dividing logits by a smaller penalty could overflow float32.
     repetition_penalty: Annotated[
         float,
         Parameter(
-            "Divides positive and multiplies negative logits of tokens in prompt or output.",
-            low=0.01,  # dividing logits by a smaller penalty could overflow float32
-            high=10,
-            is_of_model=True,
+            "Divides positive, multiplies negative logits of tokens in prompt or output.", 0.01, 10, is_of_model=True
         ),
     ] = 1.0
     seed: Annotated[
         int | None,
         Parameter(
             "The same seed gives the same tokens, whatever else runs. -1 is none.",
-            low=SEED_MIN,
-            high=SEED_MAX,
+            SEED_MIN,
+            SEED_MAX,
             means=((NO_SEED, None),),
             is_openai=True,
         ),
     ] = None
     stop: Annotated[
-        tuple[str, ...],
-        Parameter(
-            "Strings that finish the output and are not returned; a single one is accepted.",
-            max_items=16,
-            is_openai=True,
-        ),
+        tuple[str, ...], Parameter("Strings that finish the output and are not returned.", max_items=16, is_openai=True)
     ] = ()
     stop_token_ids: Annotated[tuple[int, ...], Parameter("Tokens that finish the output.", max_items=128)] = ()
     ignore_eos: Annotated[bool, Parameter("Continue after end-of-sequence.")] = False
     logit_bias: Annotated[
         dict[int, float],
-        Parameter("Added to the logit of each token id.", low=-100, high=100, max_items=300, is_openai=True),
+        Parameter("Added to the logit of each token id.", -100, 100, max_items=300, is_openai=True),
     ] = field(default_factory=dict)
     logprobs: Annotated[
         int | None,
         Parameter(
-            "Number of alternatives reported with each token's log-probability. None reports neither.",
-            low=0,
-            high=20,
-            body_names=("logprobs", "top_logprobs"),
-            is_openai=True,
+            "Alternatives reported with log-probabilities; None reports none.", 0, 20, own=_SCORES, is_openai=True
         ),
     ] = None
-    prompt_logprobs: Annotated[
-        int | None,
-        Parameter("The same for prompt tokens.", low=0, high=20, body_names=("echo",)),
-    ] = None
+    prompt_logprobs: Annotated[int | None, Parameter("The same for prompt tokens.", 0, 20, own=("echo",))] = None
+    # The output ends only where the grammar may end, whatever ignore_eos and min_tokens are.
     structured_outputs: Annotated[
-        StructuredOutput | None,
-        Parameter(
-            "Constraint on the output, which ends only where the grammar may end, whatever ignore_eos and min_tokens "
-            "are, and always where it must end.",
-            body_names=("response_format", "structured_outputs"),
-            is_openai=True,
-        ),
+        StructuredOutput | None, Parameter("Constraint on the output.", own=_CONSTRAINTS, is_openai=True)
     ] = None
 
     def __post_init__(self) -> None:

@@ -215,5 +215,5 @@ async def test_sampling_parameter_is_one_row(make_api: MakeApi, monkeypatch: pyt
 def test_defaults_of_parameters_are_valid_and_their_own_fields_exist() -> None:
     for name, row in parameters_of(SamplingParams).items():
         SamplingParams(**{name: deepcopy(row.default)})
-        for field in row.parameter.body_names or ():
+        for field in row.parameter.own:
             assert any(field in kind.body_type.model_fields for kind, _ in CASES)

@@ -17,7 +17,7 @@ StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 def shared_rows(params: type[SamplingParams]) -> dict[str, Row]:
     """Return the parameters of which all bodies have a field of the same name."""
-    return {name: row for name, row in parameters_of(params).items() if row.parameter.body_names is None}
+    return {name: row for name, row in parameters_of(params).items() if not row.parameter.own}
 
 
 def sampling_fields(params: type[SamplingParams], *, without: Collection[str] = ()) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def _type_of(row: Row) -> Any:
     kind, parameter = row.kind, row.parameter
     lows = (parameter.low, *(other for other, _ in parameter.means))
     low = min((value for value in lows if value is not None), default=None)
-    bounds = Field(ge=low, gt=parameter.above, le=parameter.high)
+    bounds = Field(gt=low, le=parameter.high) if parameter.is_above else Field(ge=low, le=parameter.high)
     if get_origin(kind) is dict:
         token = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
         return Annotated[dict[token, Annotated[float, bounds]], Field(max_length=parameter.max_items)]

@@ -8,23 +8,18 @@ from itertools import chain
 from typing import Any
 
 from skipjoin.core.events import (
-    Admitted,
     Arrived,
     Computed,
     Event,
     Finished,
-    Moved,
     Planned,
-    Preempted,
-    Preemption,
     Restarted,
-    Started,
 )
-from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.request import FinishReason
 from skipjoin.core.step import Direction
 from skipjoin.observe.metric_definition import CLASSES, Metric
 from skipjoin.observe.metric_snapshot import Snapshot
-from skipjoin.observe.metric_table import ENGINE_METRICS, FINISH_REASONS, OBJECTIVES, PREEMPTIONS, engine_metric
+from skipjoin.observe.metric_table import ENGINE_METRICS, FINISH_REASONS, OBJECTIVES, engine_metric
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.stages import StageUse
 from skipjoin.observe.usage import EngineUsage
@@ -50,7 +45,6 @@ class _ClassCounts:
         rows = self.rows = {metric.name: [0.0] * metric.width for metric in ENGINE_METRICS if metric.by_class}
         self._generated = rows["generation_tokens_total"]
         self._success = rows["request_success_total"]
-        self._preemptions = rows["num_preemptions_total"]
         self._objectives = {True: rows["slo_attained_total"], False: rows["slo_missed_total"]}
         self._ttft, self._between, self._tpot, self._e2e, self._queue, self._preempted = (
             Histogram(engine_metric(name).buckets, rows[name])
@@ -76,9 +70,6 @@ class _ClassCounts:
     def next(self, gap: float, times: int) -> None:
         self._generated[0] += times
         self._between.observe(gap, times)
-
-    def preempted(self, how: Preemption) -> None:
-        self._preemptions[PREEMPTIONS.index(how.name.lower())] += 1
 
     def ended(self, facts: RequestFacts, now: float) -> None:
         assert facts.reason is not None
@@ -143,21 +134,15 @@ class EngineMetrics:
         self._log = RequestLog(self._ended, on_first=self._got_first, on_gap=self._gaps.append)
         self._usage = EngineUsage(device_blocks=device_blocks, block_size=block_size, block_bytes=block_bytes)
         self._stages = StageUse()
-        self._live: set[Request] = set()
-        self._running: set[Request] = set()
-        self._on_cpu: dict[Request, int] = {}  # blocks
+        self._residency = self._usage.residency
         self._in_flight = 0
         self._held = 0
         self._now = 0.0  # time of the last event
         self._handlers: dict[type, Callable[[Any], None]] = {
-            Admitted: self._admit,
-            Arrived: self._arrive,
-            Started: self._start,
-            Preempted: self._preempt,
+            Arrived: self._pass_time,
             Planned: self._plan,
             Computed: self._compute,
-            Moved: self._move,
-            Finished: self._forget,
+            Finished: self._pass_time,
             Restarted: self._restart,
         }
 
@@ -165,13 +150,8 @@ class EngineMetrics:
         self._stall = rows["swap_stall_seconds_total"]
         self._delay = rows["swap_delay_seconds_total"]
         self._prompt_tokens = rows["prompt_tokens_total"]
-        self._saved = rows["prefix_cache_saved_bytes_total"]
         self._late = rows["deadline_dropped_total"]
         self._restarts = rows["engine_restarts_total"]
-        self._swapped = {
-            Direction.OUT: rows["swap_out_bytes_total"],
-            Direction.IN: rows["swap_in_bytes_total"],
-        }
         self._prefill = self._histogram("request_prefill_time_seconds")
         self._decode = self._histogram("request_decode_time_seconds")
         self._inference = self._histogram("request_inference_time_seconds")
@@ -222,20 +202,31 @@ class EngineMetrics:
         rows["stage_busy_seconds_total"][0] = sum(self._stages.busy)
         rows["stage_idle_seconds_total"][0] = sum(self._stages.idle)
         rows["engine_resident_memory_bytes"][0] = self._resident_bytes()
-        rows["num_requests_swapped"][0] = len(self._on_cpu)
-        rows["kv_compressed_bytes"][0] = self._compressed_bytes * sum(self._on_cpu.values())
+        self._count_kv()
         # No event reports blocks that are freed after the last step.
-        is_busy = self._live or self._in_flight
+        is_busy = self._residency.live or self._in_flight
         rows["kv_cache_usage_perc"][0] = self._held / self._device_blocks if is_busy else 0
         self._count_requests()
         return Snapshot([self._numbers(metric) for metric in ENGINE_METRICS])
 
+    def _count_kv(self) -> None:
+        rows, residency, prefixes = self._rows, self._residency, self._residency.prefixes.counts
+        rows["num_requests_swapped"][0] = len(residency.cpu_blocks)
+        rows["kv_compressed_bytes"][0] = self._compressed_bytes * sum(residency.cpu_blocks.values())
+        rows["swap_out_bytes_total"][:] = residency.swapped_bytes[Direction.OUT]
+        rows["swap_in_bytes_total"][:] = residency.swapped_bytes[Direction.IN]
+        rows["prefix_cache_queries_total"][0] = prefixes.queried
+        rows["prefix_cache_hits_total"][:] = prefixes.hit - prefixes.hit_on_cpu, prefixes.hit_on_cpu
+        rows["prefix_cache_saved_bytes_total"][0] = prefixes.saved_bytes
+
     def _count_requests(self) -> None:
+        residency = self._residency
         for index, counts in enumerate(self._classes):
-            running = sum(request.is_best_effort == index for request in self._running)
-            live = sum(request.is_best_effort == index for request in self._live)
+            running = sum(request.is_best_effort == index for request in residency.running)
+            live = sum(request.is_best_effort == index for request in residency.live)
             counts.rows["num_requests_running"][0] = running
             counts.rows["num_requests_waiting"][0] = live - running
+            counts.rows["num_preemptions_total"][:] = residency.preemptions[index].values()
 
     def _numbers(self, metric: Metric) -> list[float]:
         if not metric.by_class:
@@ -262,55 +253,13 @@ class EngineMetrics:
             self._stall[0] += result.moving
         if plan.slices:
             self._batch.observe(sum(slice_.tokens for slice_ in plan.slices))
-        for proactive, moves in enumerate((plan.blocking, plan.overlapped)):
-            for move in moves:
-                row = self._swapped.get(move.direction) if move.request is not None else None
-                if row is not None:
-                    row[proactive] += round(move.blocks(self._block_size) * self._block_bytes)
 
     def _restart(self, event: Restarted) -> None:
         self._restarts[0] += 1
         self._in_flight = self._held = 0
-        self._on_cpu.clear()
 
-    def _move(self, event: Moved) -> None:
-        move = event.move
-        if move.request is None:
-            self._saved[0] += len(move.source) * self._block_bytes
-        elif move.direction is Direction.IN:
-            self._on_cpu.pop(move.request, None)
-        elif move.request in self._live:
-            self._on_cpu[move.request] = self._on_cpu.get(move.request, 0) + len(move.target)
-
-    def _arrive(self, event: Arrived) -> None:
-        self._live.add(event.request)
+    def _pass_time(self, event: Arrived | Finished) -> None:
         self._now = event.now
-
-    def _admit(self, event: Admitted) -> None:
-        request = event.request
-        if event.is_first and request.prefix is not None:
-            self._rows["prefix_cache_queries_total"][0] += len(request.prompt)
-            on_device, on_cpu = range(2)
-            hits = self._rows["prefix_cache_hits_total"]
-            hits[on_device] += event.cached - event.on_cpu
-            hits[on_cpu] += event.on_cpu
-
-    def _start(self, event: Started) -> None:
-        self._running.add(event.request)
-        self._on_cpu.pop(event.request, None)  # its KV is swapped in before it runs
-
-    def _preempt(self, event: Preempted) -> None:
-        self._running.discard(event.request)
-        self._classes[event.request.is_best_effort].preempted(event.how)
-        if event.how is Preemption.DROP:
-            self._on_cpu.pop(event.request, None)
-
-    def _forget(self, event: Finished) -> None:
-        request = event.request
-        self._now = event.now
-        self._live.discard(request)
-        self._running.discard(request)
-        self._on_cpu.pop(request, None)
 
     # -- requests -----------------------------------------------------------------------------------------
 

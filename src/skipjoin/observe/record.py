@@ -127,7 +127,7 @@ def _window(facts: Sequence[RequestFacts], window_s: float | None) -> Record | N
 def add_usage(record: Record, usages: Sequence[EngineUsage], *, target_tokens: int | None = None) -> None:
     steps = sum(usage.steps for usage in usages)
     record["kv"] = _together([usage.kv() for usage in usages])
-    if prefix := _prefix([usage.prefixes.counts for usage in usages]):
+    if prefix := _prefix([usage.residency.prefixes.counts for usage in usages]):
         record["prefix"] = prefix
     record["steps"] = steps
     record["batch_mean"] = rounded(sum(usage.slices for usage in usages) / max(1, steps))

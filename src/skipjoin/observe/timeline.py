@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TextIO
 
-from skipjoin.core.events import Arrived, Computed, Event, Finished, Planned, Preempted, Restarted, Started, Token
+from skipjoin.core.events import Arrived, Computed, Event, Finished, Planned, Preempted, Restarted, Token
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
+from skipjoin.observe.residency import Residency
 from skipjoin.observe.stages import Rests
 
 # Process and thread ids of the trace format, shown as groups and lanes. Thread ids start at 1 and are unique across
@@ -125,8 +126,7 @@ class Timeline:
         self._step_end = 0
         self._rests = Rests()
         self._stage_ends: list[int] = []  # end of the last part per stage
-        self._live = 0
-        self._running: set[Request] = set()
+        self._residency = Residency()
         self._shown: dict[str, int] = {}
         self._trace.group(_ENGINE, "Engine")
         self._trace.lane(_STEPS, "Steps")
@@ -137,6 +137,7 @@ class Timeline:
     def observe(self, events: Iterable[Event]) -> None:
         for event in events:
             after_rest = self._rests.observe(event)
+            self._residency.observe(event)
             if isinstance(event, Token):
                 span = self._tracks[event.request].span
                 assert span is not None
@@ -145,13 +146,9 @@ class Timeline:
                 self._compute(event, after_rest)
             elif isinstance(event, Planned):
                 self._plan(event)
-            elif isinstance(event, Started):
-                self._running.add(event.request)
             elif isinstance(event, Preempted):
-                self._running.discard(event.request)
                 self._preempted.append(event)
             elif isinstance(event, Arrived):
-                self._live += 1
                 self._tracks[event.request] = _Track()
                 self._at(event.now)  # sets the origin
             elif isinstance(event, Finished):
@@ -188,7 +185,6 @@ class Timeline:
             self._settle(self._in_flight.popleft().plan)
         for request, track in self._tracks.items():
             self._vacate(request, track, "lost in a restart")
-        self._running.clear()
         self._step_end = at
         self._trace.span(_STEPS, "restart", at, at, {"plans": len(event.plans)})
         self._show(at, held=0, reserved=0)
@@ -291,13 +287,11 @@ class Timeline:
 
     def _finish(self, event: Finished) -> None:
         request, track, at = event.request, self._tracks[event.request], self._at(event.now)
-        self._live -= 1
-        self._running.discard(request)
         if track.plans and event.reason not in (FinishReason.STOP, FinishReason.LENGTH):
             track.leaving = event.reason.value  # its span ends with the step in flight
         else:
             self._leave(request, event.reason.value)
-        if not self._live:
+        if not self._residency.live:
             self._show(at, held=0, reserved=0)
 
     def _leave(self, request: Request, why: str) -> None:
@@ -327,12 +321,12 @@ class Timeline:
         self._trace.span(_lane_of(span.slot), span.phase, span.begin, span.end, args)
 
     def _show(self, at: int, *, held: int, reserved: int) -> None:
-        running = len(self._running)
+        running = len(self._residency.running)
         for name, value in (
             ("KV blocks held", held),
             ("KV blocks reserved", reserved),
             ("requests running", running),
-            ("requests waiting", self._live - running),
+            ("requests waiting", len(self._residency.live) - running),
         ):
             if self._shown.get(name) != value:
                 self._shown[name] = value

@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from skipjoin.core.events import (
-    Admitted,
-    Arrived,
     Computed,
     Decoded,
     Event,
@@ -22,8 +20,8 @@ from skipjoin.core.events import (
 )
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction
-from skipjoin.observe.prefixes import PrefixUse
 from skipjoin.observe.reservations import ReservationUse
+from skipjoin.observe.residency import Residency
 from skipjoin.observe.shared_ends import SharedEndUse
 
 # Length of the series. At twice this length, every other point is dropped.
@@ -64,15 +62,11 @@ class EngineUsage:
         self.steps = 0
         self.slices = 0
         self.forwards: Counter[int] = Counter()  # number of steps by number of tokens
-        self.preemptions = dict.fromkeys(Preemption, 0)
         self.recomputed_tokens = 0
-        self.swapped_out_bytes = 0
-        self.swapped_in_bytes = 0
+        self.residency = Residency(block_size=block_size, block_bytes=block_bytes)
         self.reservations = ReservationUse()
-        self.prefixes = PrefixUse()
         self.shared_ends = SharedEndUse()
         self._spilled: set[Request] = set()  # in the current decision
-        self._live: set[Request] = set()
         self._resident: dict[Request, int] = {}  # tokens on the device
         self._on_cpu: dict[Request, int] = {}  # tokens on both tiers, of requests with KV in CPU memory
         self._used = 0
@@ -84,8 +78,6 @@ class EngineUsage:
         self._points: list[Point] = []
         self._spacing = 0.0
         self._handlers: dict[type, Callable[[Any], None]] = {
-            Arrived: self._arrive,
-            Admitted: self.prefixes.admitted,
             Reserved: self._reserve,
             Planned: self._plan,
             Computed: self._compute,
@@ -99,9 +91,12 @@ class EngineUsage:
         }
 
     def observe(self, events: Iterable[Event]) -> None:
-        handlers = self._handlers
+        handlers, folds = self._handlers, self.residency.handlers
         for event in events:
-            if (handle := handlers.get(type(event))) is not None:
+            kind = type(event)
+            if (fold := folds.get(kind)) is not None:
+                fold(event)
+            if (handle := handlers.get(kind)) is not None:
                 handle(event)
 
     @property
@@ -113,9 +108,9 @@ class EngineUsage:
         return {
             "used_mean": self._used_seconds / seconds,
             "allocated_mean": self._allocated_seconds / seconds,
-            "preemptions": {how.name.lower(): count for how, count in self.preemptions.items()},
-            "swapped_out_bytes": self.swapped_out_bytes,
-            "swapped_in_bytes": self.swapped_in_bytes,
+            "preemptions": self.residency.preempted,
+            "swapped_out_bytes": sum(self.residency.swapped_bytes[Direction.OUT]),
+            "swapped_in_bytes": sum(self.residency.swapped_bytes[Direction.IN]),
             "recomputed_tokens": self.recomputed_tokens,
             **self.reservations.kv(seconds, self._blocks),
             **self.shared_ends.kv(seconds, self._block_bytes / self._block_size),
@@ -128,7 +123,7 @@ class EngineUsage:
 
     def close(self, *, keeps_series: bool) -> None:
         """Release references to requests, so that the rest is small enough to send to another process."""
-        for known in (self._live, self._resident, self._on_cpu, self._dropped, self._spilled):
+        for known in (self._resident, self._on_cpu, self._dropped, self._spilled, self.residency):
             known.clear()
         self.reservations.close()
         self.shared_ends.close()
@@ -136,9 +131,6 @@ class EngineUsage:
             self._points.clear()
 
     # -- folding ------------------------------------------------------------------------------------------
-
-    def _arrive(self, event: Arrived) -> None:
-        self._live.add(event.request)
 
     def _reserve(self, event: Reserved) -> None:
         self._advance(event.now)
@@ -159,7 +151,6 @@ class EngineUsage:
 
     def _preempt(self, event: Preempted) -> None:
         request, how = event.request, event.how
-        self.preemptions[how] += 1
         if how is Preemption.PAUSE:
             return
         kept = event.kept
@@ -177,7 +168,6 @@ class EngineUsage:
 
     def _finish(self, event: Finished) -> None:
         request = event.request
-        self._live.discard(request)
         if not request.keeps_kv:
             self._leave(request)
         self._on_cpu.pop(request, None)
@@ -200,7 +190,7 @@ class EngineUsage:
             return
         self.steps += 1
         self.slices += len(slices)
-        live, resident, dropped = self._live, self._resident, self._dropped
+        live, resident, dropped = self.residency.live, self._resident, self._dropped
         self.forwards[sum(slice_.tokens for slice_ in slices)] += 1
         for slice_ in slices:
             request, end = slice_.request, slice_.start + slice_.tokens
@@ -228,17 +218,8 @@ class EngineUsage:
     def _move(self, event: Moved) -> None:
         move = event.move
         self.shared_ends.moved(move)
-        if move.direction is Direction.WITHIN:
-            return
-        moved_bytes = round(move.blocks(self._block_size) * self._block_bytes)
-        if move.request is None:
-            self.prefixes.saved(moved_bytes)
-            return
-        if move.direction is Direction.OUT:
-            self.swapped_out_bytes += moved_bytes
-            return
-        self.swapped_in_bytes += moved_bytes
-        self._reside(move.request, self._on_cpu.pop(move.request, 0))
+        if move.direction is Direction.IN and move.request is not None:
+            self._reside(move.request, self._on_cpu.pop(move.request, 0))
 
     def _fail(self, event: MoveFailed) -> None:
         """Restore the KV of a failed overlapped swap-out.
@@ -253,7 +234,7 @@ class EngineUsage:
 
     def _reside(self, request: Request, tokens: int) -> None:
         before = self._resident.get(request, 0)
-        if request in self._live and tokens > before:
+        if request in self.residency.live and tokens > before:
             self._used += tokens - before
             self._resident[request] = tokens
 
@@ -275,7 +256,7 @@ class EngineUsage:
         if points and now < points[-1].time_s + self._spacing:
             return
         used, allocated = self._used / self._capacity, self._reserved / self._blocks
-        points.append(Point(now, used, allocated, running, max(0, len(self._live) - running)))
+        points.append(Point(now, used, allocated, running, max(0, len(self.residency.live) - running)))
         if len(points) > 2 * POINTS:
             del points[1::2]
             self._spacing = (now - points[0].time_s) / len(points)

@@ -1,0 +1,116 @@
+"""Which requests are live, running and on the CPU tier, and the KV that left or came: folded once from core events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from skipjoin.core.events import (
+    Admitted,
+    Arrived,
+    Computed,
+    Event,
+    Finished,
+    Moved,
+    Preempted,
+    Preemption,
+    Restarted,
+    Started,
+)
+from skipjoin.core.request import Request
+from skipjoin.core.step import Direction, Move
+from skipjoin.observe.prefixes import PrefixUse
+
+
+class Residency:
+    """Where the requests of an engine and their KV are, and how often and how much that changed.
+
+    Moves count when they have landed, so those that fail count nowhere.
+
+    Args:
+        block_size: Tokens of a block.
+        block_bytes: Size of one block in CPU memory, over all layers.
+
+    Attributes:
+        cpu_blocks: Blocks on the CPU tier of live requests that do not run.
+        preemptions: Number by kind, of real-time and of best-effort requests.
+        swapped_bytes: By direction, of blocking and of overlapped moves.
+        handlers: Method that processes an event, by its type.
+    """
+
+    def __init__(self, *, block_size: int = 1, block_bytes: int = 0) -> None:
+        self._block_size, self._block_bytes = block_size, block_bytes
+        self.live: set[Request] = set()
+        self.running: set[Request] = set()
+        self.cpu_blocks: dict[Request, int] = {}
+        self.preemptions = tuple(dict.fromkeys(Preemption, 0) for _ in range(2))
+        self.swapped_bytes = {Direction.OUT: [0, 0], Direction.IN: [0, 0]}
+        self.prefixes = PrefixUse()
+        self._blocking: Sequence[Move] = ()  # of the step whose moves land
+        self.handlers: dict[type, Callable[[Any], None]] = {
+            Arrived: self._arrive,
+            Admitted: self.prefixes.admitted,
+            Started: self._start,
+            Preempted: self._preempt,
+            Computed: self._compute,
+            Moved: self._move,
+            Finished: self._finish,
+            Restarted: self._restart,
+        }
+
+    def observe(self, event: Event) -> None:
+        """Process one event."""
+        if (handle := self.handlers.get(type(event))) is not None:
+            handle(event)
+
+    @property
+    def preempted(self) -> dict[str, int]:
+        """Number of preemptions by name, of both classes."""
+        return {how.name.lower(): sum(counts[how] for counts in self.preemptions) for how in Preemption}
+
+    def clear(self) -> None:
+        """Release references to requests."""
+        self.live.clear()
+        self.running.clear()
+        self.cpu_blocks.clear()
+        self._blocking = ()
+
+    def _arrive(self, event: Arrived) -> None:
+        self.live.add(event.request)
+
+    def _start(self, event: Started) -> None:
+        self.running.add(event.request)
+        self.cpu_blocks.pop(event.request, None)  # its KV is swapped in before it runs
+
+    def _preempt(self, event: Preempted) -> None:
+        self.running.discard(event.request)
+        self.preemptions[event.request.is_best_effort][event.how] += 1
+        if event.how is Preemption.DROP:
+            self.cpu_blocks.pop(event.request, None)
+
+    def _compute(self, event: Computed) -> None:
+        self._blocking = event.result.plan.blocking
+
+    def _move(self, event: Moved) -> None:
+        move = event.move
+        if move.direction is Direction.WITHIN:
+            return
+        moved_bytes = round(move.blocks(self._block_size) * self._block_bytes)
+        if move.request is None:
+            self.prefixes.saved(moved_bytes)
+            return
+        is_overlapped = all(one is not move for one in self._blocking)
+        self.swapped_bytes[move.direction][is_overlapped] += moved_bytes
+        if move.direction is Direction.IN:
+            self.cpu_blocks.pop(move.request, None)
+        elif move.request in self.live:
+            self.cpu_blocks[move.request] = self.cpu_blocks.get(move.request, 0) + len(move.target)
+
+    def _finish(self, event: Finished) -> None:
+        self.live.discard(event.request)
+        self.running.discard(event.request)
+        self.cpu_blocks.pop(event.request, None)
+
+    def _restart(self, event: Restarted) -> None:
+        self.running.clear()
+        self.cpu_blocks.clear()

@@ -10,45 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from support.figures import BENCHMARKS, assert_documented, figure_module, run_figure
+from support.figures import BENCHMARKS, figure_module, run_figure
 
 sys.path.insert(0, str(BENCHMARKS))
 
 from papers.alise import setting
 from papers.figures import report, runs, variants
-from papers.run_all import NAMES as ALL
 from skipjoin.sim.experiments.simulation import run as simulate
 
-NAMES = ALL["alise"]
-FOLDER = BENCHMARKS / "papers" / "alise"
 run, module_of = partial(run_figure, "alise"), partial(figure_module, "alise")
-# Fields of a system in settings and records.
-DECIDING = ("kv_blocks", "cpu_blocks", "swap_dtype", "max_num_seqs", "block_size", "max_tokens")
-
-
-def test_every_simulated_figure_has_a_readme_with_its_command() -> None:
-    assert set(NAMES) <= {path.parent.name for path in FOLDER.glob("*/run.py")}
-    assert_documented("alise", NAMES)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_results_agree_with_their_settings(name: str) -> None:
-    result = json.loads((FOLDER / name / "result.json").read_text(encoding="utf-8"))
-    assert result["figure"] == name
-    assert result["quick"] is False
-    settings = result["settings"]
-    expected = {
-        (recipe, *(one[field] for field in DECIDING))
-        for one in settings.get("systems", {}).values()
-        for recipe in one["recipes"]
-    }
-    for record in result["records"]:
-        recipe, predicted = record["recipe"], record.get("prediction", {}).get("predictor")
-        if predicted and not recipe.endswith(("-oracle", "-exact")):
-            recipe += f" {predicted}"
-        assert (recipe, *(record["settings"][field] for field in DECIDING)) in expected
-        assert record["workload"]["seed"] in settings["seeds"]
-        assert any(lengths in record["workload"]["lengths"] for lengths in settings["lengths"])
 
 
 def test_regression_reports_its_fit(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.figures import BENCHMARKS, assert_documented, assert_tables_are_current, figure_module, run_figure
+from support.figures import BENCHMARKS, figure_module, run_figure
 
 sys.path.insert(0, str(BENCHMARKS))
 
@@ -19,33 +19,12 @@ from papers.econoserve.watch import Watch, watched
 from papers.engine_runs import count_other_texts, tabulated, write_trace
 from papers.figures.report import fill_readme, thin
 from papers.figures.runs import MEASURED, Options, grid, run_plans
-from papers.run_all import NAMES as ALL
 from skipjoin.core.request import Target
 from skipjoin.workload.request import WorkloadRequest
 from skipjoin.workload.traces import read_trace
 
-NAMES = ALL["econoserve"]
 FOLDER = BENCHMARKS / "papers" / "econoserve"
 run, module_of = partial(run_figure, "econoserve"), partial(figure_module, "econoserve")
-
-
-def test_every_figure_has_a_readme_with_its_command() -> None:
-    assert {*NAMES, "engine"} == {path.parent.name for path in FOLDER.glob("*/run.py")}
-    assert_documented("econoserve", [*NAMES, "engine"])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_results_are_complete_and_shown_in_readmes(name: str, tmp_path: Path) -> None:
-    result = json.loads((FOLDER / name / "result.json").read_text(encoding="utf-8"))
-    assert (result["figure"], result["quick"]) == (name, False)
-    assert_tables_are_current("econoserve", name, result, tmp_path)
-    recipes = {recipe for one in result["settings"]["systems"].values() for recipe in one["recipes"]}
-    for record in result["records"]:
-        if "recipe" not in record:  # figures 10 and 11 contain parts of figure 9's records
-            continue
-        predicted = record.get("prediction", {}).get("predictor")
-        shown = record["recipe"] if predicted is None else f"{record['recipe']} {predicted}"
-        assert {record["recipe"], shown} & recipes
 
 
 def test_forecasts_fail_at_the_rate_of_the_paper(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.figures import BENCHMARKS, assert_documented, figure_module, run_figure
+from support.figures import BENCHMARKS, figure_module, run_figure
 
 sys.path.insert(0, str(BENCHMARKS))
 
@@ -23,15 +23,7 @@ from skipjoin.report.bound import MaximumRate
 from skipjoin.sim.experiments.simulation import run as simulate
 
 FOLDER = BENCHMARKS / "papers" / "fastserve"
-FIGURES = sorted(path.parent.name for path in FOLDER.glob("figure*/run.py"))
 run, module_of = partial(run_figure, "fastserve"), partial(figure_module, "fastserve")
-
-
-def test_every_figure_of_the_evaluation_has_a_folder() -> None:
-    assert {f"figure{number}" for number in (1, 5, 7, 8, 11, 12, 13, 14, 15)} == {
-        f"figure{int(name.removeprefix('figure'))}" for name in FIGURES
-    }
-    assert_documented("fastserve", (*FIGURES, "regions", "choices", "link"))
 
 
 def test_worked_example_has_the_papers_averages_and_is_reproducible(tmp_path: Path) -> None:

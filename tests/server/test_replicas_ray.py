@@ -154,21 +154,6 @@ def test_sigterm_drains_and_leaves_no_process(server: ServerProcess) -> None:
     assert not remaining
 
 
-@needs_ray
-@pytest.mark.exhaustive  # test_server_orphans.py kills the process of a private cluster, too
-def test_sigkill_of_api_process_leaves_no_process(tokenizer_folder: Any) -> None:
-    pytest.importorskip("ray")
-    options = ["simulated", str(tokenizer_folder), "0.01", "4096", "512", "replicas=2"]
-    server = ServerProcess(options)
-    processes = server.api.children(recursive=True)
-    engines = server.engines()
-    assert len(engines) == 2
-    server.process.kill()
-    _, remaining = psutil.wait_procs([*engines, *processes], timeout=30)
-    assert not remaining
-    server.stop()
-
-
 # -- without Ray ------------------------------------------------------------------------------------------------
 
 

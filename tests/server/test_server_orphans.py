@@ -6,17 +6,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from support.leftovers import Mark
-from support.sockets import assert_only_local
 
 pytest.importorskip("ray")
 
@@ -87,51 +84,9 @@ def serve() -> Iterator[Callable[..., Server]]:
         server.close()
 
 
-@pytest.mark.exhaustive  # test_ranks_on_ray.py closes a cluster, and test_replicas_ray.py terminates a server
-def test_terminated_server_leaves_no_processes_or_files(serve: Callable[..., Server]) -> None:
-    """The engine ignores signals, because service managers signal all processes of a service."""
-    server = serve()
-    assert_only_local(server.mark.processes(), "raylet")
-    server.engine.terminate()
-    time.sleep(0.5)
-    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "abc", "max_tokens": 4}).status_code == 200
-    server.popen.terminate()
-    assert server.code() == 0
-    server.mark.seconds_until_gone(GONE_S)
-    assert not server.folder.exists()
-
-
 def test_killed_server_leaves_no_processes_or_files(serve: Callable[..., Server]) -> None:
     server = serve()
     server.complete()
     server.popen.kill()
     server.mark.seconds_until_gone(GONE_S)
     assert not server.folder.exists()
-
-
-@pytest.mark.exhaustive  # test_guard.py kills a process with a guarded folder, too
-def test_killed_engine_leaves_no_processes_or_files(serve: Callable[..., Server]) -> None:
-    server = serve()
-    server.complete()
-    server.engine.kill()
-    deadline = time.monotonic() + GONE_S
-    while httpx.get(f"{server.url}/health").status_code != 503 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    server.popen.terminate()  # It does not wait for the grace time.
-    assert server.code() == 1
-    server.mark.seconds_until_gone(GONE_S)
-    assert not server.folder.exists()
-
-
-@pytest.mark.exhaustive  # a failed engine closes its executor as a terminated one does
-def test_failed_engine_leaves_no_processes_or_files(serve: Callable[..., Server]) -> None:
-    server = serve("--max-restarts", "0")
-    server.complete()
-    server.rank.kill()
-    psutil.wait_procs([server.engine], timeout=GONE_S)
-    assert not server.engine.is_running()
-    assert not server.folder.exists()
-    assert httpx.get(f"{server.url}/health").status_code == 503
-    server.popen.terminate()  # It does not wait for the grace time.
-    assert server.code() == 1
-    server.mark.seconds_until_gone(GONE_S)

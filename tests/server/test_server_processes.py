@@ -142,7 +142,24 @@ def test_disconnect_within_a_body_only_logs_the_request(server: ServerProcess) -
     assert [line for line in server.errors[logged:] if "request_log: POST" not in line] == []
 
 
-# -- shutdown and failures --------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------
+
+
+def test_deadline_expires_in_the_queue(slow_server: ServerProcess) -> None:
+    server = slow_server
+    running = Stream(server, prompt="abc" * 30, max_tokens=120, priority=-1)
+    assert running.begun.wait(30)
+    body = {"prompt": "z" * 500, "max_tokens": 5, "deadline_ms": 100}
+    begin = time.monotonic()
+    response = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert response.status_code == 408
+    assert response.json()["error"]["code"] == "deadline_exceeded"
+    assert time.monotonic() - begin > 0.09
+    assert running.lines[-1] != "[DONE]"  # The request would have had to wait for it.
+    streamed = Stream(server, **{**body, "stream": True})
+    assert streamed.last()["error"]["code"] == "deadline_exceeded"
+    assert running.last() == "[DONE]"
+    server.wait_idle()
 
 
 def finished(server: ServerProcess, reason: str) -> float:
@@ -174,6 +191,9 @@ def test_failed_request_gets_an_error_and_the_others_finish(slow_server: ServerP
     server.wait_idle()
     after = [finished(server, reason) for reason in ("error", "length")]
     assert [now - then for now, then in zip(after, before, strict=True)] == [2, 1]
+
+
+# -- shutdown and failures --------------------------------------------------------------------------------------
 
 
 def test_sigterm_drains(start_server: StartServer) -> None:

@@ -98,25 +98,6 @@ def test_built_in_model_calls_tools_and_repeats_their_results(llm: LLM) -> None:
         assert answer.message == {"role": "assistant", "content": result}
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0"),
-        ({"tools": [PICK, PICK]}, "tools"),
-        ({"tools": [PICK], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        (
-            {"tools": [PICK], "structured_outputs": {"grammar": "start: /a/"}},
-            "structured_outputs",
-        ),
-    ],
-)
-def test_invalid_tools_are_refused(llm: LLM, fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(ParameterError, match=f"^{param}") as refused:
-        llm.chat(user("x"), GREEDY, **fields)
-    assert refused.value.param == param
-
-
 def test_text_and_its_token_ids_give_the_same_output(llm: LLM) -> None:
     ids = llm.tokenizer.encode("Spell apple\n")
     by_text, by_ids = llm.generate(["Spell apple\n"], GREEDY) + llm.generate([ids], GREEDY)

@@ -180,48 +180,39 @@ def plans_until(stepper: Stepper, number: int, most: int = 10) -> int:
     raise AssertionError(f"request {number} does not run within {most} plans")
 
 
-@DEPTHS
-@pytest.mark.parametrize("recipe", ["orca", "fcfs", "sarathi", "fastserve", "srpt", "econoserve"])
-def test_priority_takes_the_slot_of_a_running_request(recipe: str, depth: int, overlap: bool) -> None:
-    stepper = settled(World(recipe, depth, overlap, max_seqs=2), (4, 30), (4, 30), (4, 30))
-    stepper.add(make(9, 20, 5, priority=0))
-    assert plans_until(stepper, 9) == 1
-    stepper.drain()
+ALL = ("orca", "fcfs", "sarathi", "fastserve", "srpt", "econoserve")
+# By resource: the recipes, the world, running requests of (prompt, max_tokens), and the urgent request.
+RESOURCES: dict[str, tuple[tuple[str, ...], dict[str, int], tuple[tuple[int, int], ...], tuple[int, int]]] = {
+    "slot": (ALL, {"max_seqs": 2}, ((4, 30),) * 3, (20, 5)),
+    "token budget": (ALL, {"max_tokens": 3}, ((1, 20),) * 3, (3, 5)),
+    "memory": ((*ALL[1:], "econoserve-d"), {"device_blocks": 10}, ((12, 24),) * 2, (30, 5)),
+    # The watermark, which keeps space for growth, must not exclude a request that may preempt all others.
+    "device": (
+        ("fcfs", "fastserve", "econoserve"),
+        {"device_blocks": 200, "max_tokens": 1000},
+        ((12, 24),) * 2,
+        (796, 4),
+    ),
+}
 
 
 @DEPTHS
-@pytest.mark.parametrize("recipe", ["orca", "fcfs", "sarathi", "fastserve", "srpt", "econoserve"])
-def test_priority_takes_the_token_budget_of_a_step(recipe: str, depth: int, overlap: bool) -> None:
-    stepper = settled(World(recipe, depth, overlap, max_tokens=3), (1, 20), (1, 20), (1, 20))
-    stepper.add(make(9, 3, 5, priority=0))
-    assert plans_until(stepper, 9) == 1
-    stepper.drain()
-
-
-@DEPTHS
-@pytest.mark.parametrize("recipe", ["fcfs", "sarathi", "fastserve", "srpt", "econoserve", "econoserve-d"])
-def test_priority_takes_the_memory_of_running_requests(recipe: str, depth: int, overlap: bool) -> None:
+@pytest.mark.parametrize(
+    ("resource", "recipe"), [(name, recipe) for name, row in RESOURCES.items() for recipe in row[0]]
+)
+def test_priority_takes_what_lower_ones_hold(resource: str, recipe: str, depth: int, overlap: bool) -> None:
     """At depth 2 the victims may be in flight; they are preempted after their plans finish. A policy that swaps ahead
     moves them out asynchronously and admits the newcomer afterwards."""
-    world = World(recipe, depth, overlap, device_blocks=10)
-    stepper = settled(world, (12, 24), (12, 24))
-    stepper.add(make(9, 30, 5, priority=0))
-    assert plans_until(stepper, 9) <= depth + (3 if swaps_ahead(world) else 0)
+    _, settings, low, urgent = RESOURCES[resource]
+    world = World(recipe, depth, overlap, **settings)
+    stepper = settled(world, *low)
+    stepper.add(make(9, *urgent, priority=0))
+    is_memory = resource in ("memory", "device")
+    assert plans_until(stepper, 9) <= (depth + (3 if swaps_ahead(world) else 0) if is_memory else 1)
     stepper.drain()
 
 
-@DEPTHS
-@pytest.mark.parametrize("recipe", ["fcfs", "fastserve", "econoserve"])
-def test_priority_takes_the_whole_device_if_it_needs_it(recipe: str, depth: int, overlap: bool) -> None:
-    """The watermark, which keeps space for growth, must not exclude a request that may preempt all others."""
-    world = World(recipe, depth, overlap, device_blocks=200, max_tokens=1000)
-    stepper = settled(world, (12, 24), (12, 24))
-    stepper.add(make(9, 796, 4, priority=0))
-    assert plans_until(stepper, 9) <= depth + (3 if swaps_ahead(world) else 0)
-    stepper.drain()
-
-
-@pytest.mark.parametrize("recipe", ["orca", "fcfs", "sarathi", "fastserve", "srpt", "econoserve"])
+@pytest.mark.parametrize("recipe", ALL)
 def test_a_lower_priority_waits_while_a_higher_one_fills_the_slots(recipe: str) -> None:
     stepper = Stepper(World(recipe, max_seqs=2).core())
     stepper.add(make(0, 4, 5, priority=1), make(1, 4, 5, priority=0), make(2, 4, 5, priority=0))

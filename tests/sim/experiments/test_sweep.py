@@ -154,19 +154,6 @@ def simulate(*options: str) -> Result:
     return done
 
 
-def test_the_command_gives_the_same_records_with_any_number_of_processes(tmp_path: Path) -> None:
-    written = []
-    for jobs in ("1", "2"):
-        out = tmp_path / f"{jobs}.json"
-        grid = ["--recipes", "fcfs,srpt", "--rates", "4,8", "--seeds", "0-1"]
-        done = simulate(*grid, "--jobs", jobs, "--out", str(out))
-        written.append([repeatable(record) for record in load_results([out])])
-        assert "srpt" in done.stdout
-    assert written[0] == written[1]
-    keys = [(r["recipe"], r["workload"]["rate_rps"], r["workload"]["seed"]) for r in written[0]]
-    assert keys == [(recipe, rate, seed) for recipe in ("fcfs", "srpt") for rate in (4.0, 8.0) for seed in (0, 1)]
-
-
 def test_the_command_finds_the_largest_rate(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     options = ["--duration", "4", "--find-max-rate", "normalized_latency_s.mean<=0.1"]

@@ -31,6 +31,9 @@ from typing import Any
 import httpx
 import psutil
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.leftovers import Mark
+
 SKIPPED = 77
 # From the address range reserved for network benchmarks (RFC 2544).
 HERE, THERE, RAY_PORT, HTTP_PORT = "198.18.0.1", "198.18.0.2", 6399, 8123
@@ -78,14 +81,18 @@ def main() -> int:
     if reason := _missing_requirement():
         print(f"skipped: {reason}")
         return SKIPPED
-    folder = Path(tempfile.mkdtemp(prefix="skipjoin-cut-off-"))
+    mark, folder = Mark(), Path(tempfile.mkdtemp(prefix="skipjoin-cut-off-"))
     try:
         inside = [*_namespaces(), sys.executable, __file__, *sys.argv[1:], "inside"]
-        environment = os.environ | _environment(folder) | (FORGETS if forgets else {})
+        environment = mark.environment | _environment(folder) | (FORGETS if forgets else {})
         code = subprocess.run(inside, env=environment, check=False).returncode
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if leftovers := _leftovers(folder):
+    # Network namespaces disappear with their processes.
+    leftovers = [f"process {one.pid} {one.name()}" for one in mark.processes()]
+    if folder.exists():
+        leftovers.append(str(folder))
+    if leftovers:
         print(f"left behind: {', '.join(leftovers)}")
         return 1
     print("no processes or files remain")
@@ -120,19 +127,6 @@ def _environment(folder: Path) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONUNBUFFERED": "1",
     }
-
-
-def _leftovers(folder: Path) -> list[str]:
-    """Return the remaining processes and files. Network namespaces disappear with their processes."""
-    found = [str(folder)] if folder.exists() else []
-    for process in psutil.process_iter():
-        try:
-            ours = process.environ().get("SKIPJOIN_REHEARSAL") == str(folder)
-        except (psutil.Error, OSError):
-            continue
-        if ours:
-            found.append(f"process {process.pid} {process.name()}")
-    return found
 
 
 class Rehearsal:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
 
 import psutil
 
@@ -31,11 +30,3 @@ class Mark:
             except (psutil.Error, OSError):  # It has exited or is exiting.
                 continue
         return found
-
-    def seconds_until_gone(self, limit_s: float) -> float:
-        """Wait until no marked process runs and return the time that this took; fail after `limit_s`."""
-        begin = time.monotonic()
-        while remaining := self.processes():
-            assert time.monotonic() - begin < limit_s, f"after {limit_s:g} s these processes run: {remaining}"
-            time.sleep(0.05)
-        return time.monotonic() - begin

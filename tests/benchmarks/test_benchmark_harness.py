@@ -10,11 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from support.figures import BENCHMARKS
-
-sys.path.insert(0, str(BENCHMARKS))
-
 import harness
+from support.figures import BENCHMARKS
 
 SCRIPTS = sorted(
     path.relative_to(BENCHMARKS)

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from support.figures import BENCHMARKS, figure_module, run_figure
-
-sys.path.insert(0, str(BENCHMARKS))
-
 from papers.alise import setting
 from papers.figures import report, runs, variants
 from skipjoin.sim.experiments.simulation import run as simulate
+from support.figures import figure_module, run_figure
 
 run, module_of = partial(run_figure, "alise"), partial(figure_module, "alise")
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import combinations, product
 from pathlib import Path
 
 import pytest
-
-from support.figures import BENCHMARKS
-
-sys.path.insert(0, str(BENCHMARKS))
 
 from arena import lockstep
 from arena import run as arena
@@ -25,6 +20,7 @@ from arena.picture import draw
 from skipjoin.config import EngineConfig
 from skipjoin.report.plots import style
 from skipjoin.workload.workload import synthetic
+from support.figures import BENCHMARKS
 
 
 def test_cells_are_distinct_and_the_held_out_ones_are_not_tuned_on() -> None:

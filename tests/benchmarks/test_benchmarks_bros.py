@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from support.figures import BENCHMARKS, figure_module, run_figure
-
-sys.path.insert(0, str(BENCHMARKS))
-
 from papers.bros import setting
 from papers.figures.runs import Options, grid
 from skipjoin.sim.experiments.simulation import run as simulate
+from support.figures import BENCHMARKS, figure_module, run_figure
 
 FOLDER = BENCHMARKS / "papers" / "bros"
 run, module_of = partial(run_figure, "bros"), partial(figure_module, "bros")

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
-
-from support.figures import BENCHMARKS, figure_module, run_figure
-
-sys.path.insert(0, str(BENCHMARKS))
 
 from papers.econoserve import setting
 from papers.econoserve.watch import Watch, watched
@@ -22,6 +17,7 @@ from papers.figures.runs import MEASURED, Options, grid, run_plans
 from skipjoin.core.request import Target
 from skipjoin.workload.request import WorkloadRequest
 from skipjoin.workload.traces import read_trace
+from support.figures import BENCHMARKS, figure_module, run_figure
 
 FOLDER = BENCHMARKS / "papers" / "econoserve"
 run, module_of = partial(run_figure, "econoserve"), partial(figure_module, "econoserve")

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import random
 import statistics
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
-
-from support.figures import BENCHMARKS, figure_module, run_figure
-
-sys.path.insert(0, str(BENCHMARKS))
 
 from papers.fastserve import panels, setting
 from papers.figures import report, runs
@@ -21,6 +16,7 @@ from papers.figures.shapes import Spread, held
 from skipjoin.config import ConfigError
 from skipjoin.report.bound import MaximumRate
 from skipjoin.sim.experiments.simulation import run as simulate
+from support.figures import BENCHMARKS, figure_module, run_figure
 
 FOLDER = BENCHMARKS / "papers" / "fastserve"
 run, module_of = partial(run_figure, "fastserve"), partial(figure_module, "fastserve")

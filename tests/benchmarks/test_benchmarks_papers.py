@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from support.figures import BENCHMARKS, assert_documented, assert_tables_are_current
-
-sys.path.insert(0, str(BENCHMARKS))
-
 from papers.run_all import NAMES
+from support.figures import BENCHMARKS, assert_documented, assert_tables_are_current
 
 # Folders of scripts that do not use the simulator, or take hours.
 OTHERS = {

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
-
-from support.figures import BENCHMARKS
-
-sys.path.insert(0, str(BENCHMARKS / "performance"))
-
 from structured_output import run as benchmark
 from structured_output.schemas import UNSUPPORTED, make_schemas
 

@@ -13,9 +13,9 @@ from copiers import HarshStore, Keeps, LateCopier, keeps_nothing, spoil
 
 from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
-from skipjoin.core.events import Event, Preemption
+from skipjoin.core.events import Event
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.policy import Batcher, Callbacks, Eviction, EvictionPolicy, Ordering, Policies
+from skipjoin.core.policy import Batcher, Callbacks, EvictionPolicy, Ordering, Policies
 from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import Request, RequestOptions, ServiceClass
 from skipjoin.core.step import Direction, Move, Slice, StepPlan
@@ -29,11 +29,10 @@ from skipjoin.model.loader import random_model
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.cost import LinearCost
-from skipjoin.policies.eviction import Recompute
 from skipjoin.policies.stages import EvenStages
 from skipjoin.sampling import SamplingParams
 from skipjoin.structured_output import StructuredOutput
-from support.policies import SpillAll
+from support.policies import SpillAll, SwapAll
 
 VOCAB = 97
 _COMMON = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -113,15 +112,6 @@ class Rotating(Callbacks):
 
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         return [(self.rank(request)[:2], request) for request in sorted(requests, key=self.rank)]
-
-
-class SwapAll(Recompute):
-    """Swap out every preempted request whatever it costs, also in the middle of a prompt."""
-
-    def victims(
-        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
-    ) -> Sequence[Eviction]:
-        return [Eviction(one.request, Preemption.SWAP) for one in super().victims(short, candidates, kv, now, newcomer)]
 
 
 class Restless(SwapAll):

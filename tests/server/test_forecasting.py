@@ -24,6 +24,7 @@ from skipjoin.forecast import make_forecaster
 from skipjoin.forecast.config import FORECASTERS
 from skipjoin.observe.metric_table import FORECAST_SOURCES
 from skipjoin.server.api import forecasting
+from support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -80,13 +81,6 @@ class StubForecaster:
 
 def forecast_of(prompt: Sequence[int]) -> Forecast:
     return Forecast(float(len(prompt)), "learned", (0.0, 0.5, 0.5))
-
-
-async def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.001)
 
 
 async def metrics_of(api: Api) -> dict[str, float]:

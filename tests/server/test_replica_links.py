@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from skipjoin.server.engines.errors import EngineDeadError, LostRequestError
 from skipjoin.server.engines.link import EngineLink, EngineListener, NoAnswerError, connect
 from skipjoin.server.engines.messages import Add, ListenerKey, Setup
 from skipjoin.server.engines.sequences import OutputQueue
+from support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -49,13 +49,6 @@ async def generate(
                 found.append(output.token)
             if output.reason is not None:
                 return found
-
-
-async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        await asyncio.sleep(0.01)
 
 
 def expected(tokens: int) -> list[int]:

@@ -7,8 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -21,6 +20,7 @@ from skipjoin.server.engines.supervisor import Needs, check_room
 from skipjoin.version import install_command
 from support.commands import outcomes_of
 from support.sockets import assert_only_local
+from support.waiting import wait_until
 from support.worlds import exhaustive
 
 needs_ray = pytest.mark.ray
@@ -79,13 +79,6 @@ class Reader(threading.Thread):
         return self._choices
 
 
-def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def alive(server: ServerProcess) -> int:
     answer = httpx.get(f"{server.url}/health")
     return int(answer.json()["replicas_alive"]) if answer.status_code == 200 else 0
@@ -117,33 +110,33 @@ def test_all_processes_listen_on_loopback_only(server: ServerProcess) -> None:
 def test_streams_are_unchanged_by_kills(
     server: ServerProcess, undisturbed: list[dict[int, list[Any]]], victim: str
 ) -> None:
-    until(lambda: alive(server) == 2)
+    wait_until(lambda: alive(server) == 2)
     moved = server.metric("requests_moved_total")
     readers = [Reader(server.url, body) for body in BODIES * 2]
-    until(lambda: all(reader.events > 5 for reader in readers))
+    wait_until(lambda: all(reader.events > 5 for reader in readers))
     (first, second) = server.engines()
     if victim == "engines":
         first.kill()
-        until(lambda: alive(server) == 1, 5.0)
+        wait_until(lambda: alive(server) == 1, 5.0)
         seen = [reader.events for reader in readers]
         # A request is blamed for two engine deaths with no token in between. The first events may have older tokens.
-        until(lambda: all(reader.events > count + 10 for reader, count in zip(readers, seen, strict=True)))
+        wait_until(lambda: all(reader.events > count + 10 for reader, count in zip(readers, seen, strict=True)))
         second.kill()  # all requests now wait for the first engine that restarts
     else:
         first.parent().kill()  # the actor, whose engine dies with it
     results = [reader.end() for reader in readers]
     assert results == undisturbed * 2
     assert server.metric("requests_moved_total") > moved
-    until(lambda: alive(server) == 2)
+    wait_until(lambda: alive(server) == 2)
     assert server.metric("replica_restarts_total") > 0
     server.wait_idle()
 
 
 @needs_ray
 def test_sigterm_drains_and_leaves_no_process(server: ServerProcess) -> None:
-    until(lambda: alive(server) == 2)
+    wait_until(lambda: alive(server) == 2)
     readers = [Reader(server.url, CHAT) for _ in range(2)]
-    until(lambda: all(reader.events for reader in readers))
+    wait_until(lambda: all(reader.events for reader in readers))
     processes = server.api.children(recursive=True)
     assert len(processes) > 5
     server.process.terminate()

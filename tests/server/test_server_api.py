@@ -30,6 +30,7 @@ from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.engine_handle import EngineHandle, EngineStartError
 from skipjoin.server.engines.messages import Refused
 from skipjoin.server.metrics import Metrics
+from support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -50,14 +51,6 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     assert set(body) == {"error"}
     assert set(body["error"]) == {"message", "type", "param", "code"}
     return body["error"]
-
-
-async def until(condition: Any) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError("the condition does not become true")
 
 
 # -- completions ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import io
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import aiohttp
 import httptools
@@ -20,6 +20,7 @@ from skipjoin.server.api.auth import AccessGuard
 from skipjoin.server.api.connections import SPARE, ConnectionLimits
 from skipjoin.server.api.http import HttpServer
 from skipjoin.server.listeners import listen
+from support.waiting import until
 
 pytestmark = pytest.mark.anyio
 HEAD = b"POST /x HTTP/1.1\r\nHost: localhost\r\n"
@@ -114,12 +115,6 @@ class World:
 
 def error_of(answer: bytes) -> tuple[bytes, str]:
     return answer[9:12], json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["message"]
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def ok(stream: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> bytes:

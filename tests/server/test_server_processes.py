@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
@@ -28,6 +28,7 @@ from simulated_engine import HOPELESS, OUT_OF_MEMORY, STUCK
 from skipjoin.config import EngineConfig, ForecastConfig, ServerConfig
 from skipjoin.server.lifecycle import EXIT_OK, Server
 from skipjoin.server.settings import check_settings
+from support.waiting import wait_until
 
 JSON_HEAD = "Host: localhost\r\nContent-Type: application/json"
 LONG = {"prompt": "abc", "max_tokens": 500, "stream": True}
@@ -62,16 +63,6 @@ class Stream(threading.Thread):
         return self.lines[-1] if self.lines[-1] == "[DONE]" else json.loads(self.lines[-1])
 
 
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> float:
-    """Wait until the condition holds and return the seconds that this took."""
-    begin = time.monotonic()
-    while time.monotonic() - begin < seconds:
-        if condition():
-            return time.monotonic() - begin
-        time.sleep(0.02)
-    raise AssertionError(f"the condition does not hold after {seconds} s")
-
-
 def health(server: ServerProcess) -> int:
     return httpx.get(f"{server.url}/health").status_code
 
@@ -99,7 +90,7 @@ def test_blocks_are_freed_after_disconnect(slow_server: ServerProcess, path: str
     head = f"POST {path} HTTP/1.1\r\n{JSON_HEAD}\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head.encode() + body)
-        until(lambda: httpx.get(f"{server.url}/load").json()["running"] == 2)
+        wait_until(lambda: httpx.get(f"{server.url}/load").json()["running"] == 2)
     server.wait_idle()
     assert server.metric("generation_tokens_total") - generated < 400  # of 800
 
@@ -120,7 +111,7 @@ def test_disconnect_during_prefill_generates_no_token(start_server: StartServer)
             body = json.dumps({**prompt, "stream": stream, "max_tokens": 100}).encode()
             head = f"POST {path} HTTP/1.1\r\n{JSON_HEAD}\r\nContent-Length: {len(body)}\r\n\r\n"
             stack.enter_context(connect(server)).sendall(head.encode() + body)
-        until(lambda: httpx.get(f"{server.url}/load").json()["server_load"] == 4)
+        wait_until(lambda: httpx.get(f"{server.url}/load").json()["server_load"] == 4)
     server.wait_idle()
     assert server.metric("generation_tokens_total") == 0
     assert server.metric("engine_steps_total") <= 2
@@ -137,7 +128,7 @@ def test_disconnect_within_a_body_only_logs_the_request(server: ServerProcess) -
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: 100000\r\n\r\n"
         with connect(server) as connection:
             connection.sendall(head.encode() + b'{"prompt": "')
-    until(lambda: server.api.num_fds() <= open_files)
+    wait_until(lambda: server.api.num_fds() <= open_files)
     server.wait_idle()
     assert [line for line in server.errors[logged:] if "request_log: POST" not in line] == []
 
@@ -201,7 +192,7 @@ def test_sigterm_drains(start_server: StartServer) -> None:
     streams = [Stream(server, max_tokens=150) for _ in range(4)]
     assert all(stream.begun.wait(30) for stream in streams)
     server.process.terminate()
-    until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
+    wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
     refused = httpx.post(f"{server.url}/v1/completions", json=LONG)
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "shutting_down"
@@ -224,7 +215,7 @@ def test_second_signal_exits_immediately(start_server: StartServer) -> None:
     stream = Stream(server)
     assert stream.begun.wait(30)
     server.process.send_signal(signal.SIGINT)
-    until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
+    wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
     server.process.send_signal(signal.SIGINT)
     assert server.process.wait(15) == 0, server.errors  # The stream would take 25 s.
 
@@ -267,9 +258,9 @@ def test_engine_death_under_load_is_reported_to_clients(start_server: StartServe
     with ThreadPoolExecutor(1) as pool:
         response = pool.submit(httpx.post, f"{server.url}/v1/completions", json={**LONG, "stream": False}, timeout=30)
         assert all(stream.begun.wait(30) for stream in streams)
-        until(lambda: httpx.get(f"{server.url}/load").json()["running"] == 7)
+        wait_until(lambda: httpx.get(f"{server.url}/load").json()["running"] == 7)
         server.engine.kill()
-        assert until(lambda: health(server) == 503, 5.0) < 5
+        assert wait_until(lambda: health(server) == 503, 5.0) < 5
         assert response.result().status_code == 503
     assert [stream.last()["error"]["code"] for stream in streams] == ["engine_dead"] * 6
     refused = httpx.post(f"{server.url}/v1/completions", json=LONG)
@@ -283,18 +274,20 @@ def test_engine_death_under_load_is_reported_to_clients(start_server: StartServe
 def test_hanging_engine_is_reported_and_killed(start_server: StartServer, is_stopped: bool) -> None:
     server = start_server(step_s=0.02 if is_stopped else 300, hang_timeout_s=2, step_timeout_s=1)
     stream = Stream(server)
-    until(lambda: httpx.get(f"{server.url}/load").json()["server_load"] == 1)
+    wait_until(lambda: httpx.get(f"{server.url}/load").json()["server_load"] == 1)
     if is_stopped:
         server.engine.suspend()
     body = {"prompt": "abc", "deadline_ms": 200}
     response = httpx.post(f"{server.url}/v1/completions", json=body)
     assert (response.status_code, response.json()["error"]["code"]) == (408, "deadline_exceeded")
-    until(lambda: health(server) == 503)
+    wait_until(lambda: health(server) == 503)
     assert stream.last()["error"]["code"] == "engine_dead"
     assert 'skipjoin:requests_lost_total{reason="engine_dead"} 1.0' in httpx.get(f"{server.url}/metrics").text
     server.process.terminate()
     assert server.process.wait(30) == 1
-    until(lambda: any("the engine has died: the engine process gave no sign of life" in line for line in server.errors))
+    wait_until(
+        lambda: any("the engine has died: the engine process gave no sign of life" in line for line in server.errors)
+    )
     assert any("simulated_engine.py" in line for line in server.errors)  # the dumped stacks
 
 
@@ -306,7 +299,7 @@ def test_stalled_engine_drops_all_kv_and_then_exits(start_server: StartServer) -
     assert 'skipjoin:requests_lost_total{reason="engine_dead"} 1.0' in httpx.get(f"{server.url}/metrics").text
     server.process.terminate()
     assert server.process.wait(30) == 1
-    until(
+    wait_until(
         lambda: any("StallError: no step could be planned for 3 s: 1 requests wait" in line for line in server.errors)
     )
     assert any("no step can be planned; all KV is dropped" in line for line in server.errors)
@@ -381,7 +374,7 @@ def test_hundreds_of_requests_leak_no_resources(server: ServerProcess) -> None:
     before, memory = resources(), server.api.memory_info().rss
     run(400)
     # The server may still be closing connections at both times.
-    until(lambda: all(now <= then for now, then in zip(resources(), before, strict=True)))
+    wait_until(lambda: all(now <= then for now, then in zip(resources(), before, strict=True)))
     assert server.api.memory_info().rss - memory < 10 << 20
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -18,6 +17,7 @@ from skipjoin.model.grammar_check import GrammarCheck
 from skipjoin.server.engines.messages import StepOutputs
 from skipjoin.structured_output import MAX_GRAMMAR_BYTES, StructuredOutput
 from support.pace import STALL_S
+from support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -122,12 +122,6 @@ class HeldCompiler:
         self.texts.append(structured.text)
         assert self.steps.acquire(timeout=60)
         return ""
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 def regexes(whose: str, count: int) -> list[dict[str, str]]:

@@ -1,0 +1,26 @@
+"""Waiting for a condition that another task, thread or process makes true."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+# More than any condition takes on a busy machine.
+PATIENCE_S = 120.0
+
+
+def wait_until(condition: Callable[[], object], seconds: float = PATIENCE_S) -> float:
+    """Wait for a condition and return the seconds that this took."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < seconds, f"the condition does not hold after {seconds:g} s"
+        time.sleep(0.02)
+    return time.monotonic() - begin
+
+
+async def until(condition: Callable[[], object], seconds: float = PATIENCE_S) -> None:
+    """Wait for a condition while other tasks run."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.002)

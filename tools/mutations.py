@@ -41,14 +41,14 @@ MUTATIONS = {
     "planner": Mutation(
         "a prefix-cache hit is only credited while the request holds its blocks",
         "core/decide/plan.py",
-        "if meets and held is None and blocks_of(request) is None:",
+        "if is_credited and blocks_of(request) is None:",
         "if False:",
         ("core/kv/test_prefixes.py", "recipes/test_recorded_plans.py"),
     ),
     "evictor": Mutation(
-        "newcomers evict a running request only after it has generated a token",
+        "an admission evicts a running request only after it has generated a token",
         "core/decide/evict.py",
-        "if newcomer and victim.is_newly_resident and victim.last_plan >= latest:",
+        "if not grows and victim.is_newly_resident and victim.last_plan >= latest:",
         "if False:",
         ("core/decide/test_preemption_rules.py", "recipes/test_recorded_plans.py"),
     ),

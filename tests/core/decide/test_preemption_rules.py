@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 
-from skipjoin.core.decide.evict import Evictor
+from skipjoin.core.decide.evict import Choice, Evictor
 from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.events import Preempted, Preemption
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.reservations import Reservations
 from skipjoin.core.policy import Allocation, Eviction, EvictionPolicy, Policies
 from skipjoin.core.request import Request
-from skipjoin.core.waits import WaitReason
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.eviction import Defer, Recompute
@@ -121,7 +120,7 @@ def test_skipping_returns_that_must_fail_changes_no_plan(recipe: str, monkeypatc
     examined = Counter[bool]()
     make_room = Evictor.make_room
 
-    def counted(self: Evictor, *args: Any, **options: Any) -> WaitReason | None:
+    def counted(self: Evictor, *args: Any, **options: Any) -> Choice:
         examined[skips] += 1
         return make_room(self, *args, **options)
 

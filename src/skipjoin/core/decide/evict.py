@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from skipjoin.core.context import StepContext
+from skipjoin.core.decide.draft import Draft
 from skipjoin.core.decide.lazy import LazySequence
-from skipjoin.core.events import Event, Preempted, Preemption
+from skipjoin.core.events import Preempted, Preemption
 from skipjoin.core.kv.interface import BlockLedger
 from skipjoin.core.kv.reservations import Owner
 from skipjoin.core.policy import Eviction, Policies
@@ -16,28 +18,58 @@ from skipjoin.core.step import Move
 from skipjoin.core.waits import WaitReason
 
 
-class Evictor:
-    """Frees device blocks within one step.
+class Need(NamedTuple):
+    """Device blocks that a request needs, of which others hold some.
 
     Attributes:
-        blocking: Blocking moves of the step; swap-outs are added.
-        evicted: Requests that lost device blocks. Policies are notified after the iteration over the ordering.
-        takes_all: Whether victims are always evicted whole, whatever the policy decides.
-        is_stuck: Whether the last call of `make_room` failed although it could evict and pause all lower-ranked
-            requests.
+        tokens: Number of tokens that the request is to hold.
+        missing: Returns how many blocks are missing now, except for `drawn` ones.
+        parent: Parent of the reservation that the blocks are for.
+        grows: Whether the request runs and all of its KV is on the device. Otherwise it evicts only requests that it
+            outranks, and not those that have computed nothing since they got their KV.
+        drawn: Blocks that an account cedes to the reservation.
     """
 
-    def __init__(self, policies: Policies, kv: BlockLedger, events: list[Event], context: StepContext) -> None:
-        self.blocking: list[Move] = []
-        self.evicted: list[Request] = []
-        self.takes_all = self.is_stuck = False
+    request: Request
+    tokens: int
+    missing: Callable[[], int]
+    parent: Owner
+    grows: bool
+    drawn: int = 0
+
+    def short(self) -> int:
+        return self.missing() - self.drawn
+
+
+class Choice(NamedTuple):
+    """Evictions that make room for a request, or why there are none now.
+
+    Attributes:
+        whole: Requests that are evicted whole until nothing is missing, instead of `evictions`.
+        pausing: Requests that leave the plans in flight, so that they can be evicted in a later step. None if no plan
+            in flight is the reason.
+        is_stuck: Whether even the KV of all requests that may be evicted would not suffice.
+    """
+
+    reason: WaitReason | None = None
+    evictions: Sequence[Eviction] = ()
+    whole: Sequence[Request] | None = None
+    pausing: Iterable[Request] | None = None
+    is_stuck: bool = False
+
+
+class Evictor:
+    """Frees device blocks within one step."""
+
+    def __init__(self, policies: Policies, kv: BlockLedger, context: StepContext, draft: Draft) -> None:
+        self._is_forced = False
         self._policies = policies
         self._rank = policies.ordering.rank
         self._kv = kv
         self._tiers, self._sharing, self._reservations = kv.tiers, kv.sharing, kv.reservations
-        self._events = events
         self._context = context
-        self._leaving: dict[Request, Move | None] = {}  # requests with partial swap-outs in `blocking`
+        self._draft = draft
+        self._leaving: dict[Request, Move | None] = {}  # requests with partial swap-outs in `Draft.blocking`
         self._floor: Any = None  # best rank of an evicted request; none ranked after it gets new blocks
         self._holders: list[tuple[Any, Request]] | None = None  # with ranks, best first; sorted on first use
 
@@ -53,55 +85,42 @@ class Evictor:
         return [request for rank, request in self._holders_ranked() if rank > floor]
 
     def best_effort_below(self, request: Request) -> list[Request]:
-        below = self._evictable(request, None, newcomer=True)
+        below = self._evictable(request, None, grows=False)
         able = [victim for victim in below if victim.band[0] and not victim.in_flight]
         return sorted(able, key=lambda victim: not self.blocks_away(victim))
 
-    def make_room(
-        self, request: Request, missing: Callable[[], int], *, tokens: int, parent: Owner, newcomer: bool
-    ) -> WaitReason | None:
-        """Evict until nothing is missing, or evict nothing and return the wait reason.
-
-        Args:
-            missing: Returns how many blocks are missing now; positive at the time of the call.
-            newcomer: Whether some of the request's KV is not on the device; otherwise the request is running and grows.
-        """
-        self.is_stuck = False
-        if self.takes_all:
-            return self._force_room(request, missing, tokens)
-        short = missing()
-        eviction = self._policies.eviction
-        candidates, settled = self._candidates(request, parent, newcomer=newcomer)
-        comes = request if newcomer else None
-        now = self._context.now
+    def choose(self, need: Need, short: int) -> Choice:
+        """Choose what to evict for `short` blocks among the requests ranked below. Nothing changes."""
+        if self._is_forced:
+            return self._choose_of_all(need, short)
+        # Both are found as far as they are read, which must be before any eviction.
+        candidates = LazySequence(self._evictable(need.request, need.parent, grows=need.grows))
+        settled = LazySequence(victim for victim in candidates if not victim.in_flight)
+        victims = partial(self._policies.eviction.victims, short, kv=self._kv, now=self._context.now)
+        arriving = None if need.grows else need.request
         if self._suffice(settled, short):
-            evictions = eviction.victims(short, settled, self._kv, now, comes)
-            borrower = request if parent is None else None
-            dropped = sum(self._evict(one) for one in evictions if not self._lend(one, borrower))
-            if newcomer and dropped:
-                eviction.on_dropped(dropped, now)
-            return None if evictions else WaitReason.NO_KV
-        if self._freed_by_all(settled, request, tokens) >= short:
-            return self._clear(list(settled), missing, comes)
+            evictions = victims(settled, newcomer=arriving)
+            return Choice(None if evictions else WaitReason.NO_KV, evictions)
+        if self._freed_by_all(settled, need) >= short:
+            return Choice(whole=settled)
         # Plans in flight contain some victims. They pause, because a request in every plan could never be evicted.
         if self._suffice(candidates, short):
-            evictions = eviction.victims(short, candidates, self._kv, now, comes)
-            self._context.pausing.update(one.request for one in evictions)
-        elif self._freed_by_all(candidates, request, tokens) >= short:
-            self._context.pausing.update(candidates)
-        else:
-            self.is_stuck = True
-        return WaitReason.NO_KV
+            return Choice(WaitReason.NO_KV, pausing=[one.request for one in victims(candidates, newcomer=arriving)])
+        if self._freed_by_all(candidates, need) >= short:
+            return Choice(WaitReason.NO_KV, pausing=candidates)
+        return Choice(WaitReason.NO_KV, is_stuck=True)
 
-    def refusal(self, request: Request, short: int, *, parent: Owner) -> WaitReason | None:
-        """Return why evictions cannot free `short` blocks for a request without KV, or None."""
-        candidates, settled = self._candidates(request, parent, newcomer=True)
-        if not self._suffice(candidates, short - self._shared_within(candidates)):
-            return WaitReason.NO_KV
-        if not self._suffice(settled, short):
-            return None
-        evictions = self._policies.eviction.victims(short, settled, self._kv, self._context.now, request)
-        return None if evictions else WaitReason.NO_KV
+    def make_room(self, need: Need, short: int) -> Choice:
+        """Evict what `choose` returns, and return it with the wait reason if blocks are still missing."""
+        choice = self.choose(need, short)
+        self._context.pausing.update(choice.pausing or ())
+        if choice.whole is not None:
+            return choice._replace(reason=self._evict_whole(list(choice.whole), need))
+        borrower = need.request if need.parent is None else None
+        dropped = sum(self._evict(one) for one in choice.evictions if not self._lend(one, borrower))
+        if dropped and not need.grows:
+            self._policies.eviction.on_dropped(dropped, self._context.now)
+        return choice
 
     def _suffice(self, victims: Sequence[Request], short: int) -> bool:
         """Return whether the victims' blocks reach `short`. Reads no more victims than necessary."""
@@ -112,42 +131,41 @@ class Evictor:
             short -= footprint(victim)
         return short <= 0
 
-    def _freed_by_all(self, victims: Sequence[Request], request: Request, tokens: int) -> int:
-        freed = sum(map(self._kv.footprint, victims)) + self._shared_within(victims)
-        return freed + (self._sharing.relief(request, tokens, victims) if self._sharing is not None else 0)
+    def _freed_by_all(self, victims: Sequence[Request], need: Need) -> int:
+        """Return how many blocks the request gains if all victims are evicted whole."""
+        freed, cache, sharing = sum(map(self._kv.footprint, victims)), self._kv.cache, self._sharing
+        freed += cache.shared_within(victims) if cache is not None else 0
+        return freed + (sharing.relief(need.request, need.tokens, victims) if sharing is not None else 0)
 
     def blocks_away(self, request: Request) -> int:
         held = self._kv.blocks_of(request)
         return held.away if held is not None else 0
 
-    def _shared_within(self, victims: Sequence[Request]) -> int:
-        return self._kv.cache.shared_within(victims) if self._kv.cache is not None else 0
-
-    def _clear(self, victims: list[Request], missing: Callable[[], int], comes: Request | None) -> WaitReason | None:
+    def _evict_whole(self, victims: list[Request], need: Need) -> WaitReason | None:
         """Evict whole victims until nothing is missing. Shared blocks are freed with their last holder."""
-        kv, eviction = self._kv, self._policies.eviction
-        while victims and (short := missing()) > 0:
+        kv, eviction, arriving = self._kv, self._policies.eviction, None if need.grows else need.request
+        while victims and (short := need.short()) > 0:
             most = max(1, min(short, sum(map(kv.footprint, victims))))
-            evictions = eviction.victims(most, victims, kv, self._context.now, comes)
+            evictions = eviction.victims(most, victims, kv, self._context.now, arriving)
             if not evictions:
                 return WaitReason.NO_KV
             for one in evictions:
                 self._evict(one._replace(blocks=None))  # a part of the shared blocks would free nothing
                 victims.remove(one.request)
-            comes = None  # a refusal now would waste the first evictions
-        return None if missing() <= 0 else WaitReason.NO_KV
+            arriving = None  # a refusal now would waste the first evictions
+        return None if need.short() <= 0 else WaitReason.NO_KV
 
-    def _force_room(self, request: Request, missing: Callable[[], int], tokens: int) -> WaitReason | None:
-        kv, victims = self._kv, self._others(request)
+    def _choose_of_all(self, need: Need, short: int) -> Choice:
+        kv, victims = self._kv, self._others(need.request)
         held = ((one, kv.blocks_of(one)) for one in kv.holders())
         if any(one.finish_reason is not None or (blocks is not None and blocks.moving) for one, blocks in held):
             # Another engine still uses blocks here, and these may be the missing ones. Evict only lower-ranked
             # requests, and only if that suffices.
-            own = self._rank(request)
+            own = self._rank(need.request)
             victims = [victim for victim in victims if self._rank(victim) > own]
-            if self._freed_by_all(victims, request, tokens) < missing():
-                return WaitReason.NO_KV
-        return self._clear(victims, missing, None)
+            if self._freed_by_all(victims, need) < short:
+                return Choice(WaitReason.NO_KV)
+        return Choice(whole=victims)
 
     def _others(self, request: Request) -> list[Request]:
         blocks_of = self._kv.blocks_of
@@ -156,29 +174,29 @@ class Evictor:
 
     def force(self) -> None:
         """From now on, evict any other request regardless of rank, and always whole."""
-        self.takes_all, self._floor = True, None
+        self._is_forced, self._floor = True, None
 
-    def hindered(self, request: Request, tokens: int) -> WaitReason | None:
-        """Return the wait reason if a co-owner of a needed shared block must keep its slots, else None.
+    def is_hindered(self, request: Request, tokens: int) -> bool:
+        """Return whether a co-owner of a needed shared block must keep its slots.
 
         A co-owner keeps them while it runs, or while another engine reads its KV. A running co-owner pauses.
         """
         if self._sharing is None:
-            return None
+            return False
         owners = [
             owner
             for owner in self._sharing.in_the_way(request, tokens)
             if owner.in_flight or owner.last_plan == self._context.plan_id or owner.finish_reason is not None
         ]
         self._context.pausing.update(owners)
-        return WaitReason.NO_KV if owners else None
+        return bool(owners)
 
     def take_slots(self, request: Request, tokens: int) -> None:
-        """Save the KV in shared slots that the request is about to overwrite. Check `hindered` first."""
+        """Save the KV in shared slots that the request is about to overwrite. Check `is_hindered` first."""
         if (sharing := self._sharing) is None:
             return
         whole = {owner for owner in sharing.in_the_way(request, tokens) if not self.blocks_away(owner)}
-        self.blocking += sharing.take_slots(request, tokens)
+        self._draft.blocking += sharing.take_slots(request, tokens)
         for owner in sorted(whole, key=self._rank):
             self._note(owner, Preemption.SPILL, sharing.tokens_there(owner))
             owner.is_newly_resident = True
@@ -187,9 +205,9 @@ class Evictor:
         assert self._tiers is not None
         move = self._tiers.move_out(request, blocking=False)
         assert move is not None
-        self.evicted.append(request)
+        self._draft.evicted.append(request)
         request.last_plan = NEVER
-        self._events.append(Preempted(request, self._context.now, Preemption.SWAP))
+        self._draft.events.append(Preempted(request, self._context.now, Preemption.SWAP))
         return move
 
     def _holders_ranked(self) -> list[tuple[Any, Request]]:
@@ -209,43 +227,33 @@ class Evictor:
             self._holders = sorted(able, key=itemgetter(0))
         return self._holders
 
-    def _candidates(
-        self, request: Request, parent: Owner, *, newcomer: bool
-    ) -> tuple[Sequence[Request], Sequence[Request]]:
-        """Return requests that may be evicted for this one, least important first, and those not in flight.
+    def _evictable(self, request: Request, parent: Owner, *, grows: bool) -> Iterator[Request]:
+        """Iterate over requests that may be evicted for this one once no plan in flight contains them, worst first.
 
-        Both are found as far as they are read, which must be before any eviction.
-        """
-        candidates = LazySequence(self._evictable(request, parent, newcomer=newcomer))
-        return candidates, LazySequence(victim for victim in candidates if not victim.in_flight)
-
-    def _evictable(self, request: Request, parent: Owner, *, newcomer: bool) -> Iterator[Request]:
-        """Iterate over requests that may be evicted for this one once no plan in flight contains them.
-
-        A running request is evicted for a newcomer only after it has generated a token since it got its KV. Two
+        Unless the request grows, a running one is evicted only after it has generated a token since it got its KV. Two
         requests therefore cannot evict each other endlessly.
         """
         reservations, latest, blocks_of = self._reservations, self._context.latest, self._kv.blocks_of
         owners = reservations.beneficiaries(request, parent) if reservations is not None else frozenset[Owner]()
-        for victim in self._ranked_below(request, newcomer=newcomer):
+        for victim in self._ranked_below(request, grows=grows):
             held = blocks_of(victim)
             if held is None or not held.device or (held.moving is not None and victim not in self._leaving):
                 continue
             if reservations is not None and not reservations.returns_to(victim, owners):
                 continue
-            if newcomer and victim.is_newly_resident and victim.last_plan >= latest:
+            if not grows and victim.is_newly_resident and victim.last_plan >= latest:
                 continue
             yield victim
 
-    def _ranked_below(self, request: Request, *, newcomer: bool) -> Iterator[Request]:
-        """Iterate over the holders ranked after `request`, worst first; for a newcomer, only those that it outranks.
+    def _ranked_below(self, request: Request, *, grows: bool) -> Iterator[Request]:
+        """Iterate over the holders ranked after `request`, worst first; unless it grows, only those that it outranks.
 
         They are the last holders. Most evictions need few, so their start is searched in chunks of doubling size.
         """
         holders, own, outranks = self._holders_ranked(), self._rank(request), self._policies.ordering.outranks
 
         def is_below(ranked: tuple[Any, Request]) -> bool:
-            return bool(own < ranked[0]) and (not newcomer or outranks(request, ranked[1]))
+            return bool(own < ranked[0]) and (grows or outranks(request, ranked[1]))
 
         end, size = len(holders), 1
         while end:
@@ -260,7 +268,7 @@ class Evictor:
     def _lend(self, eviction: Eviction, borrower: Request | None) -> bool:
         """Share the victim's blocks bidirectionally, if asked. The victim loses no KV yet."""
         victim, kv, sharing = eviction.request, self._kv, self._sharing
-        if not eviction.lent or self.takes_all or borrower is None or sharing is None:
+        if not eviction.lent or self._is_forced or borrower is None or sharing is None:
             return False
         if not sharing.can_lend(victim, borrower):
             return False
@@ -272,15 +280,15 @@ class Evictor:
         rank = self._rank(victim)
         if self._floor is None or rank < self._floor:
             self._floor = rank
-        self.evicted.append(victim)
+        self._draft.evicted.append(victim)
         victim.evictions += 1
         victim.last_plan = NEVER
-        self._events.append(Preempted(victim, self._context.now, how, kept))
+        self._draft.events.append(Preempted(victim, self._context.now, how, kept))
 
     def _evict(self, eviction: Eviction) -> int:
         victim, kv = eviction.request, self._kv
         computed = victim.computed
-        keep = 0 if eviction.blocks is None or self.takes_all else kv.filled_after(victim, eviction.blocks)
+        keep = 0 if eviction.blocks is None or self._is_forced else kv.filled_after(victim, eviction.blocks)
         kept = kv.tokens_in(victim, keep)
         displaced = self._displace(victim) if eviction.displaces and not keep else 0
         how = self._take(victim, eviction.how, keep)
@@ -328,14 +336,14 @@ class Evictor:
             self._context.pausing.add(victim)
             return Preemption.SPILL
         if (begun := self._leaving.pop(victim, None)) is not None and tiers is not None:
-            self.blocking.remove(begun)
+            self._draft.blocking.remove(begun)
             tiers.recall(begun)
         if how is Preemption.DROP or tiers is None or not tiers.can_move_out(victim, keep=keep):
             kv.drop(victim, keep=keep)
             return Preemption.DROP
         move = tiers.move_out(victim, blocking=True, keep=keep, before=begun)
         if move is not None:
-            self.blocking.append(move)
+            self._draft.blocking.append(move)
         if not keep:
             return Preemption.SWAP
         self._leaving[victim] = move

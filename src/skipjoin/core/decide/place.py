@@ -1,152 +1,232 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from skipjoin.core.context import StepContext
-from skipjoin.core.decide.candidates import spare_of_return
-from skipjoin.core.decide.evict import Evictor
-from skipjoin.core.events import Admitted, Event, Reserved
+from skipjoin.core.decide.draft import Draft
+from skipjoin.core.decide.evict import Evictor, Need
+from skipjoin.core.events import Admitted, Reserved
 from skipjoin.core.kv.interface import MISS, BlockLedger, HeldBlocks, Hit
-from skipjoin.core.kv.reservations import Account, Owner
 from skipjoin.core.policy import Allocation, Deferral, Policies
 from skipjoin.core.request import Request
-from skipjoin.core.step import LINK, Move, Slice
+from skipjoin.core.step import LINK
 from skipjoin.core.waits import WaitReason
 
 
-class Residency:
-    """Allocator of device KV for the requests of one step.
+class Blocked(NamedTuple):
+    """Why a request gets no device KV in this step.
 
     Attributes:
-        closed: Reason why no more requests without KV are admitted in this step, or None.
-        is_selective: Whether the admission policy refused a request without KV and would admit others.
+        short: Number of missing blocks, with NO_KV.
+        closes: Which later requests without KV wait for memory, too; None for no others.
+        joins: Whether the request takes its place in the batch, because the step swaps its KV in meanwhile.
+    """
+
+    reason: WaitReason
+    short: int = 0
+    closes: Deferral | None = None
+    joins: bool = False
+
+
+class Placer:
+    """Allocates device KV for the requests of one step: admission, swap-in and growth.
+
+    Attributes:
         first: The most important request, or None where nothing depends on it.
-        waiting_for_kv: Requests that would run if all their KV were on the device.
-        reserved: Requests that got reservations. Policies are notified after the iteration over the ordering.
-        overlapped: Swap-ins that the step starts, whose requests wait for them.
-        coming: The last request that waits for its swap-in instead of running in this step.
     """
 
     def __init__(
-        self,
-        policies: Policies,
-        kv: BlockLedger,
-        events: list[Event],
-        context: StepContext,
-        *,
-        evictor: Evictor,
-        slices: Sequence[Slice],
+        self, policies: Policies, kv: BlockLedger, context: StepContext, draft: Draft, evictor: Evictor
     ) -> None:
-        self.closed: WaitReason | None = None
-        self.is_selective = False
-        self.short = 0
         self.first: Request | None = None
-        self.waiting_for_kv: list[Request] = []
-        self.reserved: list[Request] = []
-        self.overlapped: list[Move] = []
-        self.coming: Request | None = None
         self._is_forced = False
-        self._drawn = 0  # blocks that an account cedes to the current reservation
         self._policies = policies
         self._kv = kv
         self._reservations = kv.reservations
-        self._events = events
         self._context = context
+        self._draft = draft
         self._evictor = evictor
-        self._slices = slices
         self._taken = self._counted = 0  # device blocks of the counted slices, and their number
         self._owed = 0  # blocks that skipped, swapped-out requests need
         self._first_waits = False  # whether `first` waits for space with depth > 1
         # Of the last return for which all that it outranks would not suffice: missing blocks, rank, evictions before.
         self._stuck: tuple[int, Any, int] | None = None
 
-    def secure(self, request: Request, held: HeldBlocks | None, target: int) -> HeldBlocks | WaitReason:
-        self.short = 0
+    def place(self, request: Request, held: HeldBlocks | None, target: int) -> HeldBlocks | Blocked:
+        """Give the request device blocks for `target` tokens, evicting others if necessary."""
         found = self._admit(request, target) if held is None else self._extend(request, held, target)
-        if isinstance(found, WaitReason):
+        if isinstance(found, Blocked):
             self._first_waits = self._first_waits or (request is self.first and self._context.depth > 1)
         return found
-
-    def _admit(self, request: Request, target: int) -> HeldBlocks | WaitReason:
-        """Admit a request without KV. A refusal closes the step unless the policy lets others pass."""
-        if (reason := self._evictor.barred(request)) is not None:
-            self.closed = WaitReason.BEHIND_MEMORY
-            return reason
-        hit = self._kv.hit(request) if request.computed else MISS
-        if hit.tokens:
-            if not self._is_forced and (reason := self._refuse_early(request, target, hit)) is not None:
-                return reason
-            # Held first: an eviction for it might take what it finds.
-            self._kv.adopt(request)
-        found = self._get_in(request, target, hit)
-        if hit.tokens and isinstance(found, WaitReason) and found is not WaitReason.KV_IN_TRANSIT:
-            self._kv.release(request)
-        return found
-
-    def _refuse_early(self, request: Request, target: int, hit: Hit) -> WaitReason | None:
-        allocation = self._ask(request, target)
-        if isinstance(allocation, WaitReason):
-            return allocation
-        self.short = self._missing(request, allocation, target, found=hit.held)
-        if allocation.draws is not None:
-            self.short -= self._drawable(allocation.draws, request, self.short)
-        if self.short <= 0:
-            return None
-        reason = self._evictor.refusal(request, self.short, parent=allocation.parent)
-        if reason is not None:
-            self.closed = WaitReason.BEHIND_MEMORY
-        return reason
-
-    def _get_in(self, request: Request, target: int, hit: Hit) -> HeldBlocks | WaitReason:
-        # The answer may differ from an earlier one, because an adopted hit is no longer available to others.
-        allocation = self._ask(request, target)
-        if isinstance(allocation, WaitReason):
-            return allocation
-        kv = self._kv
-        missing = partial(self._missing, request, allocation, target)
-        if (reason := self._make_room_for(request, allocation, missing, target, newcomer=True)) is not None:
-            self.closed = WaitReason.BEHIND_MEMORY
-            return reason
-        on_cpu, is_first = hit.away * kv.block_size, not request.was_admitted
-        self._events.append(Admitted(request, self._context.now, hit.tokens, on_cpu, is_first))
-        request.was_admitted = True
-        self._reserve(request, allocation)
-        request.is_newly_resident = True
-        if kv.cache is not None:
-            kv.cache.announce(request)
-        if hit.away and (tiers := kv.tiers) is not None:
-            if not self._is_forced and self._policies.eviction.returns_overlapped(request) and len(kv.holders()) > 1:
-                self.overlapped.append(tiers.move_in(request))
-                self._miss(request, kv.blocks_for(request.computed))
-                return WaitReason.KV_IN_TRANSIT
-            self._evictor.blocking += tiers.restore(request, target)
-        held = kv.grow(request, target)
-        self._evictor.take_slots(request, target)
-        return held
-
-    def _missing(self, request: Request, allocation: Allocation, target: int, *, found: int = 0) -> int:
-        kv = self._kv
-        need = max(allocation.now, allocation.blocks, kv.blocks_for(target)) + allocation.spare - found
-        room = need - kv.shortfall_of_reservation(request, need, allocation.parent)
-        # More important swapped-out requests have precedence for free blocks.
-        return need - max(0, room - self._owed)
-
-    # -- reservations -------------------------------------------------------------------------------------
 
     def force(self) -> None:
         """From now on, allocate what a request needs for its next step without asking the admission policy.
 
         Other requests are evicted whole, because kept parts of their KV could fill the device.
         """
-        self.closed = None
         self._first_waits = False
         self._owed = 0
         self._is_forced = True
         self._evictor.force()
 
-    def _ask(self, request: Request, target: int) -> Allocation | WaitReason:
+    # -- requests without KV ------------------------------------------------------------------------------
+
+    def _admit(self, request: Request, target: int) -> HeldBlocks | Blocked:
+        if (reason := self._evictor.barred(request)) is not None:
+            return Blocked(reason, closes=Deferral.NEWCOMERS)
+        hit = self._kv.hit(request) if request.computed else MISS
+        if not hit.tokens:
+            return self._enter(request, target, MISS)
+        if not self._is_forced and (blocked := self._check(request, target, hit)) is not None:
+            return blocked
+        # Held first: an eviction for it might take what it finds.
+        self._kv.adopt(request)
+        found = self._enter(request, target, hit)
+        if isinstance(found, Blocked) and found.reason is not WaitReason.KV_IN_TRANSIT:
+            self._kv.release(request)
+        return found
+
+    def _check(self, request: Request, target: int, hit: Hit) -> Blocked | None:
+        """Return why the request cannot be admitted even if plans in flight end; nothing changes."""
+        allocation = self.ask(request, target)
+        if isinstance(allocation, Blocked):
+            return allocation
+        need = self._need_of_admission(request, allocation, target, found=hit.held)
+        if (short := need.short()) <= 0:
+            return None
+        choice = self._evictor.choose(need, short)
+        is_blocked = choice.reason is not None and choice.pausing is None
+        return Blocked(WaitReason.NO_KV, short, Deferral.NEWCOMERS) if is_blocked else None
+
+    def _enter(self, request: Request, target: int, hit: Hit) -> HeldBlocks | Blocked:
+        # The answer may differ from an earlier one, because an adopted hit is no longer available to others.
+        allocation = self.ask(request, target)
+        if isinstance(allocation, Blocked):
+            return allocation
+        kv, draft = self._kv, self._draft
+        need = self._need_of_admission(request, allocation, target)
+        if (blocked := self._make_room(need)) is not None:
+            return blocked
+        on_cpu, is_first = hit.away * kv.block_size, not request.was_admitted
+        draft.events.append(Admitted(request, self._context.now, hit.tokens, on_cpu, is_first))
+        request.was_admitted = True
+        self._reserve(request, allocation, need.drawn)
+        request.is_newly_resident = True
+        if kv.cache is not None:
+            kv.cache.announce(request)
+        if hit.away and (tiers := kv.tiers) is not None:
+            if not self._is_forced and self._policies.eviction.returns_overlapped(request) and len(kv.holders()) > 1:
+                draft.overlapped.append(tiers.move_in(request))
+                return self._await(request, WaitReason.KV_IN_TRANSIT, kv.blocks_for(request.computed))
+            draft.blocking += tiers.restore(request, target)
+        held = kv.grow(request, target)
+        self._evictor.take_slots(request, target)
+        return held
+
+    # -- requests with KV ---------------------------------------------------------------------------------
+
+    def _extend(self, request: Request, held: HeldBlocks, target: int) -> HeldBlocks | Blocked:
+        if not held.is_settled:
+            return self._await(request, WaitReason.KV_IN_TRANSIT, self._kv.blocks_for(request.computed))
+        if held.cpu and not self._is_hasty(request) and self._policies.eviction.returns_overlapped(request):
+            self._owed += len(held.cpu)
+            return self._await(request, WaitReason.KV_ON_CPU, len(held.device))
+        if (reason := self._evictor.barred(request)) is not None:
+            return Blocked(reason)
+        # A swapped-in request is not evicted until a plan that runs it commits. With several plans in flight, one of
+        # them would always block the first request, so none is swapped in while that waits.
+        if held.away and self._first_waits:
+            return Blocked(WaitReason.BEHIND_MEMORY, closes=Deferral.NEWCOMERS)
+        # A request whose last tokens were dropped counts as one without KV until it has recomputed them. Otherwise two
+        # requests could evict each other endlessly.
+        grows = not held.away and request.planned >= held.regains
+        if target > request.reserved_tokens and (blocked := self._renew(request, target, grows=grows)) is not None:
+            return blocked
+        return (self._return if held.away else self._grow)(request, target, grows=grows)
+
+    def _renew(self, request: Request, target: int, *, grows: bool) -> Blocked | None:
+        allocation = self.ask(request, target)
+        if isinstance(allocation, Blocked):
+            return allocation
+        kv = self._kv
+        blocks = max(allocation.now, allocation.blocks, kv.blocks_for(target))
+
+        def missing() -> int:
+            # Free blocks must suffice as well: a reservation of a request that still waits would help no request.
+            of_reservation = kv.shortfall_of_reservation(request, blocks, allocation.parent) + allocation.spare
+            return max(of_reservation, kv.shortfall_of_blocks(request, target))
+
+        need = self._need(request, allocation, target, missing, grows=grows)
+        if (blocked := self._make_room(need)) is None:
+            self._reserve(request, allocation, need.drawn)
+        return blocked
+
+    def _grow(self, request: Request, target: int, *, grows: bool) -> HeldBlocks | Blocked:
+        kv, evictor = self._kv, self._evictor
+        if evictor.is_hindered(request, target):
+            return Blocked(WaitReason.NO_KV, closes=Deferral.NEWCOMERS)
+        if (blocked := self._make_room_within(request, target, grows=grows)) is not None:
+            return blocked
+        if kv.sharing is not None:
+            self._draft.blocking += kv.sharing.take_back(request, target)
+        held = kv.grow(request, target)
+        evictor.take_slots(request, target)
+        return held
+
+    def _return(self, request: Request, target: int, *, grows: bool) -> HeldBlocks | Blocked:
+        kv, tiers, draft = self._kv, self._kv.tiers, self._draft
+        may_wait = bool(draft.slices) and not self._is_hasty(request)
+        spare = self.spare_of_return(request, target) if may_wait else None
+        blocked = self._make_room_within(request, target + (spare or 0) * kv.block_size, grows=grows)
+        if blocked is not None:
+            return blocked
+        moves = tiers.restore(request, target) if tiers is not None else ()
+        request.is_newly_resident = True
+        held = kv.grow(request, target)
+        if spare is None:
+            draft.blocking += moves
+            return held
+        draft.blocking += [move for move in moves if move.direction not in LINK]
+        draft.overlapped += [move for move in moves if move.direction in LINK]
+        draft.waiting_for_kv.append(request)
+        return Blocked(WaitReason.KV_IN_TRANSIT, joins=True)
+
+    def spare_of_return(self, request: Request, target: int) -> int | None:
+        """Return how many blocks stay free when the request is swapped in alongside slices: as many as at an admission.
+
+        Without them, the next admission would take the blocks back.
+
+        Returns:
+            None for a request that is swapped in by a blocking move.
+        """
+        if not self._policies.eviction.returns_alongside(request):
+            return None
+        allocation = self._policies.admission.reserve(request, target, self._kv)
+        return allocation.spare if isinstance(allocation, Allocation) else 0
+
+    def _is_hasty(self, request: Request) -> bool:
+        # The first request does not wait for overlapped moves, because they may never find enough spare blocks.
+        return self._is_forced or request is self.first
+
+    def _await(self, request: Request, reason: WaitReason, blocks: int) -> Blocked:
+        """Let the request wait for its KV. It gets `blocks` more device blocks if more important ones leave them."""
+        if request.in_flight:  # a plan in flight swaps its KV in before its slices
+            return Blocked(reason)
+        slices = self._draft.slices
+        for slice_ in slices[self._counted :]:
+            self._taken += self._kv.blocks_for(slice_.start + slice_.tokens)  # not all ledgers have block tables
+        self._counted = len(slices)
+        if self._taken + self._owed + blocks > self._kv.device_total:
+            return Blocked(reason, closes=Deferral.NEWCOMERS)
+        self._draft.waiting_for_kv.append(request)
+        return Blocked(reason)
+
+    # -- reservations and room ----------------------------------------------------------------------------
+
+    def ask(self, request: Request, target: int) -> Allocation | Blocked:
+        """Return the decision of the admission policy. Pure."""
         kv = self._kv
         if self._is_forced:
             blocks = max(kv.blocks_for(target), kv.footprint(request))
@@ -154,152 +234,60 @@ class Residency:
         answer = self._policies.admission.reserve(request, target, kv)
         if isinstance(answer, Allocation):
             return answer
-        if answer is Deferral.NEWCOMERS:
-            self.closed = self.closed or WaitReason.BEHIND_MEMORY
-        self.is_selective = self.is_selective or kv.blocks_of(request) is None
-        self.short = kv.shortfall(request, target)
-        return WaitReason.NO_KV if self.short else WaitReason.HELD_BY_ADMISSION
+        is_selective = answer is Deferral.REQUEST and kv.blocks_of(request) is None
+        short = kv.shortfall(request, target)
+        reason = WaitReason.NO_KV if short else WaitReason.HELD_BY_ADMISSION
+        return Blocked(reason, short, answer if is_selective or answer is Deferral.NEWCOMERS else None)
 
-    def _renew(self, request: Request, target: int, *, newcomer: bool) -> WaitReason | None:
-        allocation = self._ask(request, target)
-        if isinstance(allocation, WaitReason):
-            return allocation
+    def _need_of_admission(self, request: Request, allocation: Allocation, target: int, *, found: int = 0) -> Need:
         kv = self._kv
-        need = max(allocation.now, allocation.blocks, kv.blocks_for(target))
+        blocks = max(allocation.now, allocation.blocks, kv.blocks_for(target)) + allocation.spare - found
 
         def missing() -> int:
-            # Free blocks must suffice as well: a reservation of a request that still waits would help no request.
-            of_reservation = kv.shortfall_of_reservation(request, need, allocation.parent) + allocation.spare
-            return max(of_reservation, kv.shortfall_of_blocks(request, target))
+            room = blocks - kv.shortfall_of_reservation(request, blocks, allocation.parent)
+            # More important swapped-out requests have precedence for free blocks.
+            return blocks - max(0, room - self._owed)
 
-        if (reason := self._make_room_for(request, allocation, missing, target, newcomer=newcomer)) is not None:
-            self.closed = self.closed or WaitReason.BEHIND_MEMORY
-            return reason
-        self._reserve(request, allocation)
-        return None
+        return self._need(request, allocation, target, missing, grows=False)
 
-    def _make_room_for(
-        self, request: Request, allocation: Allocation, missing: Callable[[], int], target: int, *, newcomer: bool
-    ) -> WaitReason | None:
-        self._drawn = 0
-        if allocation.draws is not None:
-            self._drawn = self._drawable(allocation.draws, request, missing())
-        parent = allocation.parent
-        return self._make_room(request, lambda: missing() - self._drawn, target, parent=parent, newcomer=newcomer)
+    def _need(
+        self, request: Request, allocation: Allocation, target: int, missing: Callable[[], int], *, grows: bool
+    ) -> Need:
+        account, drawn = allocation.draws, 0
+        if account is not None and self._reservations is not None:
+            drawn = max(0, min(missing(), self._reservations.unused_without(account, request)))
+        return Need(request, target, missing, allocation.parent, grows=grows or self._is_forced, drawn=drawn)
 
-    def _make_room(
-        self, request: Request, missing: Callable[[], int], target: int, *, parent: Owner, newcomer: bool
-    ) -> WaitReason | None:
-        self.short = missing()
-        if self.short <= 0:
-            return None
-        newcomer = newcomer and not self._is_forced
-        return self._evictor.make_room(request, missing, tokens=target, parent=parent, newcomer=newcomer)
-
-    def _make_room_within(self, request: Request, target: int, *, newcomer: bool) -> WaitReason | None:
-        kv, reservations, evictor = self._kv, self._reservations, self._evictor
-        parent = reservations.parent_of(request) if reservations is not None else None
-        is_flat = not (kv.sharing and kv.sharing.lent_blocks) and (reservations is None or reservations.is_flat)
-        rank = self._policies.ordering.rank
-        if newcomer and is_flat and self._stuck is not None:
-            # Whatever a lower-ranked request could evict would not have sufficed for fewer blocks.
-            short, best, evictions = self._stuck
-            self.short = kv.shortfall(request, target)
-            if self.short >= short and len(evictor.evicted) == evictions and best < rank(request):
-                return WaitReason.NO_KV
-        reason = self._make_room(
-            request, lambda: kv.shortfall(request, target), target, parent=parent, newcomer=newcomer
-        )
-        if reason is not None and evictor.is_stuck and is_flat:
-            self._stuck = (self.short, rank(request), len(evictor.evicted))
-        return reason
-
-    def _drawable(self, account: Account, request: Request, blocks: int) -> int:
-        unused = self._reservations.unused_without(account, request) if self._reservations is not None else 0
-        return max(0, min(blocks, unused))
-
-    def _reserve(self, request: Request, allocation: Allocation) -> None:
+    def _reserve(self, request: Request, allocation: Allocation, drawn: int) -> None:
         self._kv.reserve(request, allocation.blocks, tokens=allocation.tokens, parent=allocation.parent)
         if allocation.draws is not None and self._reservations is not None:
-            self._reservations.draw(allocation.draws, self._drawn)
-        self.reserved.append(request)
+            self._reservations.draw(allocation.draws, drawn)
+        self._draft.reserved.append(request)
         now = self._context.now
-        self._events.append(Reserved(request, now, allocation.parent, allocation.blocks, self._drawn, allocation.group))
+        self._draft.events.append(Reserved(request, now, allocation.parent, allocation.blocks, drawn, allocation.group))
 
-    # -- holders ------------------------------------------------------------------------------------------
+    def _make_room(self, need: Need) -> Blocked | None:
+        """Evict what the request needs. If that is impossible, requests without KV that rank after it wait, too."""
+        if (short := need.short()) <= 0:
+            return None
+        choice = self._evictor.make_room(need, short)
+        return Blocked(choice.reason, short, Deferral.NEWCOMERS) if choice.reason is not None else None
 
-    def _extend(self, request: Request, held: HeldBlocks, target: int) -> HeldBlocks | WaitReason:
-        if not held.is_settled:
-            self._miss(request, self._kv.blocks_for(request.computed))
-            return WaitReason.KV_IN_TRANSIT
-        if held.cpu and not self._is_hasty(request) and self._policies.eviction.returns_overlapped(request):
-            self._owed += len(held.cpu)
-            self._miss(request, len(held.device))
-            return WaitReason.KV_ON_CPU
-        if (reason := self._evictor.barred(request)) is not None:
-            return reason
-        # A swapped-in request is not evicted until a plan that runs it commits. With several plans in flight, one of
-        # them would always block the first request, so none is swapped in while that waits.
-        if held.away and self._first_waits:
-            self.closed = self.closed or WaitReason.BEHIND_MEMORY
-            return WaitReason.BEHIND_MEMORY
-        # A request whose last tokens were dropped counts as a newcomer until it has recomputed them. Otherwise two
-        # requests could evict each other endlessly.
-        newcomer = held.away > 0 or request.planned < held.regains
-        if target > request.reserved_tokens:
-            waits = self._renew(request, target, newcomer=newcomer)
-            if waits is not None:
-                return waits
-        found = (self._return if held.away else self._grow)(request, target, newcomer=newcomer)
-        if isinstance(found, WaitReason) and found is not WaitReason.KV_IN_TRANSIT:
-            # Otherwise newcomers ranked after it would take the space that it waits for.
-            self.closed = self.closed or WaitReason.BEHIND_MEMORY
-        return found
-
-    def _grow(self, request: Request, target: int, *, newcomer: bool) -> HeldBlocks | WaitReason:
-        kv, evictor = self._kv, self._evictor
-        reason = evictor.hindered(request, target)
-        if reason is None and kv.shortfall(request, target) > 0:
-            reason = self._make_room_within(request, target, newcomer=newcomer)
-        if reason is not None:
-            return reason
-        if kv.sharing is not None:
-            evictor.blocking += kv.sharing.take_back(request, target)
-        held = kv.grow(request, target)
-        evictor.take_slots(request, target)
-        return held
-
-    def _return(self, request: Request, target: int, *, newcomer: bool) -> HeldBlocks | WaitReason:
-        kv, tiers = self._kv, self._kv.tiers
-        may_wait = bool(self._slices) and not self._is_hasty(request)
-        spare = spare_of_return(self._policies, kv, request, target) if may_wait else None
-        reason = self._make_room_within(request, target + (spare or 0) * kv.block_size, newcomer=newcomer)
-        if reason is not None:
-            return reason
-        moves = tiers.restore(request, target) if tiers is not None else ()
-        request.is_newly_resident = True
-        held = kv.grow(request, target)
-        if spare is None:
-            self._evictor.blocking += moves
-            return held
-        self._evictor.blocking += [move for move in moves if move.direction not in LINK]
-        self.overlapped += [move for move in moves if move.direction in LINK]
-        self.waiting_for_kv.append(request)
-        self.coming = request
-        return WaitReason.KV_IN_TRANSIT
-
-    def _is_hasty(self, request: Request) -> bool:
-        # The first request does not wait for overlapped moves, because they may never find enough spare blocks.
-        return self._is_forced or request is self.first
-
-    def _miss(self, request: Request, blocks: int) -> None:
-        if request.in_flight:  # a plan in flight swaps its KV in before its slices
-            return
-        for slice_ in self._slices[self._counted :]:
-            self._taken += self._kv.blocks_for(slice_.start + slice_.tokens)  # not all ledgers have block tables
-        self._counted = len(self._slices)
-        if self._taken + self._owed + blocks <= self._kv.device_total:
-            self.waiting_for_kv.append(request)
-        else:
-            # More important requests fill the device.
-            self.closed = self.closed or WaitReason.BEHIND_MEMORY
+    def _make_room_within(self, request: Request, target: int, *, grows: bool) -> Blocked | None:
+        """Evict what the request needs of its reservation and beyond, as `_make_room`."""
+        kv, reservations, rank = self._kv, self._reservations, self._policies.ordering.rank
+        if (short := kv.shortfall(request, target)) <= 0:
+            return None
+        grows, evictions = grows or self._is_forced, len(self._draft.evicted)
+        is_flat = not (kv.sharing and kv.sharing.lent_blocks) and (reservations is None or reservations.is_flat)
+        if not grows and is_flat and self._stuck is not None:
+            # Whatever a lower-ranked request could evict would not have sufficed for fewer blocks.
+            least, best, before = self._stuck
+            if short >= least and before == evictions and best < rank(request):
+                return Blocked(WaitReason.NO_KV, short, Deferral.NEWCOMERS)
+        parent = reservations.parent_of(request) if reservations is not None else None
+        need = Need(request, target, partial(kv.shortfall, request, target), parent, grows=grows)
+        choice = self._evictor.make_room(need, short)
+        if choice.is_stuck and is_flat:
+            self._stuck = (short, rank(request), evictions)
+        return Blocked(choice.reason, short, Deferral.NEWCOMERS) if choice.reason is not None else None

@@ -6,14 +6,15 @@ from functools import partial
 
 from skipjoin.core.context import StepContext, eligible_tokens
 from skipjoin.core.decide.candidates import comes_soon, find_candidates
+from skipjoin.core.decide.draft import Draft
 from skipjoin.core.decide.evict import Evictor
-from skipjoin.core.decide.place import Residency
+from skipjoin.core.decide.place import Blocked, Placer
 from skipjoin.core.events import Event, Started, Waited
-from skipjoin.core.kv.interface import BlockLedger, HeldBlocks, Tiered
-from skipjoin.core.policy import BatchBuilder, Policies, Refusal, Scope
+from skipjoin.core.kv.interface import BlockLedger, Tiered
+from skipjoin.core.policy import BatchBuilder, Deferral, Policies, Refusal, Scope
 from skipjoin.core.request import Request
 from skipjoin.core.selective import passing
-from skipjoin.core.step import Move, Slice, StepPlan
+from skipjoin.core.step import Slice, StepPlan
 from skipjoin.core.waits import WaitReason, WaitState
 
 # `Slice(...)` takes twice as long, which counts because each step makes one for each request.
@@ -29,7 +30,13 @@ def begin_decision(policies: Policies, kv: BlockLedger, now: float) -> None:
 
 
 class StepPlanner:
-    """Starts asynchronous swaps, fills the batch in rank order and records why the others wait."""
+    """Starts asynchronous swaps, fills the batch in rank order and records why the others wait.
+
+    Attributes:
+        waiting: Requests that were examined and do not run.
+        tail: Wait reason of the requests that were not examined.
+        started: Number of requests that join the running ones.
+    """
 
     def __init__(self, policies: Policies, kv: BlockLedger, events: list[Event], context: StepContext) -> None:
         self.waiting: list[Request] = []
@@ -37,59 +44,63 @@ class StepPlanner:
         self.started = 0
         self._policies = policies
         self._kv = kv
-        self._events = events
         self._context = context
-        self._evictor = Evictor(policies, kv, events, context)
-        self._slices: list[Slice] = []
+        self._draft = Draft(events)
+        self._evictor = Evictor(policies, kv, context, self._draft)
+        self._placer = self._new_placer()
+        self._closed: WaitReason | None = None  # why no more requests without KV are admitted in this step
+        self._is_selective = False  # whether only those are admitted that the ordering finds by their needs
         self._is_forced = False
-        self._residency = self._new_residency()
 
     def plan(self) -> StepPlan:
-        context, evictor = self._context, self._evictor
+        context, draft = self._context, self._draft
         begin_decision(self._policies, self._kv, context.now)
         tiers = self._kv.tiers
-        overlapped = self._move_ahead(tiers) if tiers is not None and tiers.cpu_total else []
+        if tiers is not None and tiers.cpu_total:
+            self._move_ahead(tiers)
         self._fill_from_first(self._policies.batcher.open(self._with_candidates(context)))
-        if not (self._slices or evictor.blocking or context.in_flight or self._kv.is_moving):
+        if not (draft.slices or draft.blocking or context.in_flight or self._kv.is_moving):
             self._restart()
-        residency = self._residency
-        overlapped += residency.overlapped
         # Last, because blocks that this step allocates lose their cached KV.
-        if self._slices and context.may_leave and tiers is not None and (copy := tiers.keep_cached(context.depth)):
-            overlapped.append(copy)
-        for request in evictor.evicted:
+        if draft.slices and context.may_leave and tiers is not None and (copy := tiers.keep_cached(context.depth)):
+            draft.overlapped.append(copy)
+        for request in draft.evicted:
             for notify in self._policies.on_preempted:
                 notify(request, context.now)
-        for request in residency.reserved:
+        for request in draft.reserved:
             for notify in self._policies.on_reserved:
                 notify(request, context.now)
         return StepPlan(
             context.plan_id,
-            slices=tuple(self._slices),
-            blocking=tuple(evictor.blocking),
-            overlapped=tuple(overlapped),
-            waiting_for_kv=tuple(residency.waiting_for_kv),
+            slices=tuple(draft.slices),
+            blocking=tuple(draft.blocking),
+            overlapped=tuple(draft.overlapped),
+            waiting_for_kv=tuple(draft.waiting_for_kv),
         )
 
     def _with_candidates(self, context: StepContext) -> StepContext:
-        found = find_candidates(self._policies, self._kv, self._evictor, context)
+        found = find_candidates(self._policies, self._kv, self._placer, self._evictor, context)
         return replace(context, candidates=found, blocks_away=self._blocks_awaited)
 
     def _blocks_awaited(self, request: Request) -> int:
         """Return how many KV blocks a step would wait for if it ran the request."""
         return 0 if self._policies.eviction.returns_alongside(request) else self._evictor.blocks_away(request)
 
-    def _move_ahead(self, tiers: Tiered) -> list[Move]:
+    def _new_placer(self) -> Placer:
+        return Placer(self._policies, self._kv, self._context, self._draft, self._evictor)
+
+    def _move_ahead(self, tiers: Tiered) -> None:
+        """Start the overlapped moves that the eviction policy chooses."""
         kv, context, ordering = self._kv, self._context, self._policies.ordering
         held = ((one, kv.blocks_of(one)) for one in kv.holders() if one.finish_reason is None)
         settled = [one for one, blocks in held if blocks is not None and blocks.is_settled]
         out, back = self._policies.eviction.ahead(settled, ordering, kv, context.now)
         if out or context.depth > 1 or tiers.cpu_free < tiers.cpu_total:
             ranked = ordering.ranked(context.now)
-            self._residency.first = next((request for request in ranked if not request.is_satisfied), None)
-        moves: list[Move] = []
+            self._placer.first = next((request for request in ranked if not request.is_satisfied), None)
+        moves = self._draft.overlapped
         for request in out if context.may_leave else ():
-            if request is self._residency.first:
+            if request is self._placer.first:
                 continue  # the next to run could be swapped back and forth forever
             if request.in_flight:
                 context.pausing.add(request)
@@ -99,57 +110,65 @@ class StepPlanner:
             if tiers.can_move_in(request):
                 moves.append(tiers.move_in(request))
                 request.is_newly_resident = True
-        return moves
+
+    def _fill_from_first(self, builder: BatchBuilder) -> None:
+        last = self._fill(self._policies.ordering.ranked(self._context.now), builder)
+        # Skip the long queue: only holders can still run, and requests that the admission policy does not pass over.
+        if last is not None and self._closed is None:
+            last = self._fill(passing(self._policies, self._kv, self._evictor.holders_after(last)), builder)
+        if last is not None:
+            self._fill(self._evictor.holders_after(last), builder)
 
     def _fill(self, queue: Iterable[Request], builder: BatchBuilder) -> Request | None:
-        """Offer the queue's requests to the batch.
+        """Offer the queue's requests to the batch, best first.
 
         Returns:
-            The request at which the step was closed to newcomers, or became selective; None if there was none.
+            The request at which the step was closed to requests without KV, or became selective; None if there was
+            none.
         """
-        context, residency, blocks_of = self._context, self._residency, self._kv.blocks_of
-        offer, take, add = builder.offer, builder.take, self._slices.append
+        context, blocks_of, place = self._context, self._kv.blocks_of, self._placer.place
+        offer, take, add = builder.offer, builder.take, self._draft.slices.append
         plan_id, latest = context.plan_id, context.latest
-        was_closed, was_selective = residency.closed is not None, residency.is_selective
+        closed, is_selective = self._closed, self._is_selective
         for request in queue:
-            held = blocks_of(request)
-            meets = held is None and request.prefix is not None and residency.closed is None
-            tokens = self._meet(request) if meets else eligible_tokens(request, context)
+            held, scope = blocks_of(request), None
+            is_credited = held is None and request.prefix is not None and closed is None
+            tokens = self._credit_prefix(request) if is_credited else eligible_tokens(request, context)
             if not tokens:
                 self._pass_over(request)
-            elif held is None and residency.closed is not None:
-                self._wait(request, residency.closed)
-            elif isinstance(verdict := offer(request, tokens), int):
+            elif held is None and closed is not None:
+                self._wait(request, closed)
+            elif not isinstance(verdict := offer(request, tokens), int):
+                scope = self._refuse(request, verdict)
+            else:
                 start = request.planned
                 target = start + verdict
-                if held is None or target > held.room:
-                    held = self._secure(request, held, target, builder)
-                if held is not None:
+                placed = place(request, held, target) if held is None or target > held.room else held
+                if isinstance(placed, Blocked):
+                    self._block(request, placed)
+                    if placed.joins:
+                        take(request, verdict)
+                else:
                     take(request, verdict)
                     samples = verdict == tokens  # the slice ends at the last known or awaited token
-                    add(_new_slice((request, start, verdict, samples, target > request.known, held.table)))
+                    add(_new_slice((request, start, verdict, samples, target > request.known, placed.table)))
                     request.planned = target
                     request.pending_samples += samples
                     request.wait = None
                     if request.last_plan < latest:
                         self.started += 1
-                        self._events.append(Started(request, context.now))
+                        self._draft.events.append(Started(request, context.now))
                     request.last_plan = plan_id
-            elif self._refuse(request, verdict) is Scope.ALL:
-                if meets:
-                    request.computed = request.planned = 0
-                return None
-            if meets and held is None and blocks_of(request) is None:
+            if is_credited and blocks_of(request) is None:
                 request.computed = request.planned = 0
-            if residency.closed is not None and not was_closed:
-                self.tail = residency.closed
-                return request
-            if residency.is_selective and not was_selective:
-                self.tail = WaitReason.BEHIND_MEMORY
+            if scope is Scope.ALL:
+                return None
+            if self._closed is not closed or self._is_selective is not is_selective:
+                self.tail = self._closed or WaitReason.BEHIND_MEMORY
                 return request
         return None
 
-    def _meet(self, request: Request) -> int:
+    def _credit_prefix(self, request: Request) -> int:
         """Credit prefix-cache hits; return the eligible tokens, 0 if the request waits for a prefix."""
         hit = self._kv.hit(request)
         if not self._is_forced and comes_soon(request, hit, self._context, self._policies.ordering):
@@ -158,29 +177,32 @@ class StepPlanner:
         request.computed = request.planned = hit.tokens
         return eligible_tokens(request, self._context)
 
-    def _new_residency(self) -> Residency:
-        return Residency(
-            self._policies, self._kv, self._events, self._context, evictor=self._evictor, slices=self._slices
-        )
+    def _refuse(self, request: Request, refusal: Refusal) -> Scope:
+        self._wait(request, refusal.reason)
+        if refusal.scope is Scope.ALL:
+            self.tail = refusal.reason
+        elif refusal.scope is Scope.NEWCOMERS:
+            self._closed = self._closed or refusal.reason
+        return refusal.scope
 
-    def _fill_from_first(self, builder: BatchBuilder) -> None:
-        last = self._fill(self._policies.ordering.ranked(self._context.now), builder)
-        # Skip the long queue: only holders can still run, and newcomers that the admission policy does not pass over.
-        if last is not None and self._residency.closed is None:
-            last = self._fill(passing(self._policies, self._kv, self._evictor.holders_after(last)), builder)
-        if last is not None:
-            self._fill(self._evictor.holders_after(last), builder)
+    def _block(self, request: Request, blocked: Blocked) -> None:
+        self._wait(request, blocked.reason, blocked.short)
+        if blocked.closes is Deferral.NEWCOMERS:
+            self._closed = self._closed or WaitReason.BEHIND_MEMORY
+        elif blocked.closes is Deferral.REQUEST:
+            self._is_selective = True
 
     def _restart(self) -> None:
         """Restart an empty batch without candidates, because the earlier candidates found no space."""
-        before, self._residency = self._residency, self._new_residency()
-        self._residency.first, self._residency.reserved = before.first, before.reserved
-        self._residency.overlapped = before.overlapped
+        first, self._placer = self._placer.first, self._new_placer()
+        self._placer.first = first
+        self._closed, self._is_selective = None, False
+        self._draft.waiting_for_kv.clear()
         self._context.pausing.clear()  # no plan in flight delays their eviction
         self.waiting.clear()
         builder = self._policies.batcher.open(self._context)
         self._fill_from_first(builder)
-        if not (self._slices or self._evictor.blocking):
+        if not (self._draft.slices or self._draft.blocking):
             self._force(builder)
 
     def _force(self, builder: BatchBuilder) -> None:
@@ -193,29 +215,11 @@ class StepPlanner:
         if (reservations := self._kv.reservations) is not None:
             reservations.disband()
         for request in self._policies.ordering.ranked(self._context.now):
-            self._residency.force()
+            self._closed = None
+            self._placer.force()
             self._fill((request,), builder)
-            if self._slices:
+            if self._draft.slices:
                 return
-
-    def _secure(
-        self, request: Request, held: HeldBlocks | None, target: int, builder: BatchBuilder
-    ) -> HeldBlocks | None:
-        found = self._residency.secure(request, held, target)
-        if isinstance(found, WaitReason):
-            self._wait(request, found, self._residency.short)
-            if request is self._residency.coming:
-                builder.take(request, target - request.planned)
-            return None
-        return found
-
-    def _refuse(self, request: Request, refusal: Refusal) -> Scope:
-        self._wait(request, refusal.reason)
-        if refusal.scope is Scope.ALL:
-            self.tail = refusal.reason
-        elif refusal.scope is Scope.NEWCOMERS:
-            self._residency.closed = self._residency.closed or refusal.reason
-        return refusal.scope
 
     # -- waiting ------------------------------------------------------------------------------------------
 
@@ -232,4 +236,4 @@ class StepPlanner:
         wait = request.wait
         if wait is None or wait.reason is not reason:
             request.wait = WaitState(reason, self._context.now, short)
-            self._events.append(Waited(request, self._context.now, reason, short))
+            self._draft.events.append(Waited(request, self._context.now, reason, short))

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from skipjoin.core.events import Event
+from skipjoin.core.request import Request
+from skipjoin.core.step import Move, Slice
+
+
+@dataclass(eq=False, slots=True)
+class Draft:
+    """Step that is being decided. Everything that a decision changes besides the ledger and requests is here.
+
+    Attributes:
+        events: Events of the core, to which the decision adds its own.
+        slices, blocking, overlapped, waiting_for_kv: See `StepPlan`.
+        evicted: Requests that lost device blocks. Policies are notified after the iteration over the ordering.
+        reserved: Requests that got reservations; as `evicted`.
+    """
+
+    events: list[Event]
+    slices: list[Slice] = field(default_factory=list)
+    blocking: list[Move] = field(default_factory=list)
+    overlapped: list[Move] = field(default_factory=list)
+    waiting_for_kv: list[Request] = field(default_factory=list)
+    evicted: list[Request] = field(default_factory=list)
+    reserved: list[Request] = field(default_factory=list)

@@ -46,7 +46,7 @@ class NestedAdmission(Callbacks):
             parent, blocks = None, kv.blocks_for(target)
         return Allocation(blocks, blocks, tokens=blocks * kv.block_size, parent=parent, group=target % 3 or None)
 
-    def on_reserved(self, request: Request, now: float) -> None:
+    def on_reserved(self, request: Request, allocation: Allocation, now: float) -> None:
         self._holders[request.id] = request
 
     def on_preempted(self, request: Request, now: float) -> None:

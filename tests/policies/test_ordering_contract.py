@@ -16,7 +16,7 @@ from skipjoin.core.context import StepContext
 from skipjoin.core.forecast import LENGTH_EDGES, Forecast, length_bin
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.policy import Ordering
+from skipjoin.core.policy import Allocation, Ordering
 from skipjoin.core.request import Request, Target
 from skipjoin.core.selective import fitting
 from skipjoin.core.step import Slice
@@ -182,7 +182,7 @@ class Simulation:
             slices.append(Slice(request, start, tokens, end == request.known, False, ()))
             request.computed = request.planned = end
             if not start:
-                self.ordering.on_reserved(request, self.now)
+                self.ordering.on_reserved(request, Allocation(0), self.now)
         self.now += 0.02
         self.ordering.on_scheduled(slices, self.now)
         for piece in slices:

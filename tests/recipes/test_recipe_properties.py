@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skipjoin.core.decide.place import Blocked, Placer
 from skipjoin.core.events import Finished, Moved, MoveFailed, Planned, Preempted, Preemption
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.ledger import KVLedger
@@ -75,6 +76,33 @@ def assert_tokens_between_evictions(done: Run) -> None:
         for earlier in evictions[:at]:
             if later.victim in earlier.newcomers and earlier.victim in later.newcomers:
                 assert later.tokens[later.victim] > earlier.tokens[later.victim]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "params"),
+    [
+        *((name, ()) for name in ("adaptive", "bros", "econoserve", "orca-exact", "synccoupled")),
+        ("econoserve", (("admission", "gated"),)),
+    ],
+)
+def test_admission_policies_may_be_asked_about_any_request(
+    recipe: str, params: tuple[tuple[str, str], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No plan changes, because `AdmissionPolicy.reserve` is pure."""
+    world = World(recipe, params=params, device_blocks=30)
+    before = run(world, load(3, 40, rate=100)).trace
+    core, ask = world.core(), Placer.ask
+    answers = Counter[type]()
+
+    def asked_about_all(self: Placer, request: Request, target: int) -> Allocation | Blocked:
+        for other in list(core.requests.values()):
+            answer = core.scheduler.policies.admission.reserve(other, other.known, core.scheduler.kv)
+            answers[type(answer)] += other is not request
+        return ask(self, request, target)
+
+    monkeypatch.setattr(Placer, "ask", asked_about_all)
+    assert run(world, load(3, 40, rate=100), core=core).trace == before
+    assert answers[Allocation] > 20
 
 
 def test_unmarked_worlds_cover_any_two_values_of_two_axes() -> None:

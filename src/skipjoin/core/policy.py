@@ -60,8 +60,11 @@ class Callbacks:
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         """Called after slices were computed and the counters of their requests updated."""
 
-    def on_reserved(self, request: Request, now: float) -> None:
+    def on_reserved(self, request: Request, allocation: Allocation, now: float) -> None:
         """Called after a request got a KV reservation, which covers `request.reserved_tokens` tokens."""
+
+    def on_deferred(self, request: Request, now: float) -> None:
+        """Called after a step in which the admission policy let the request wait."""
 
     def on_preempted(self, request: Request, now: float) -> None:
         """Called after some or all of a request's KV was dropped or swapped out. Dropped tokens are recomputed."""
@@ -89,7 +92,7 @@ class Ordering(Protocol):
     def on_arrived(self, request: Request, now: float) -> None: ...
     def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]: ...
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None: ...
-    def on_reserved(self, request: Request, now: float) -> None: ...
+    def on_reserved(self, request: Request, allocation: Allocation, now: float) -> None: ...
     def on_preempted(self, request: Request, now: float) -> None: ...
     def on_reforecast(self, request: Request, now: float) -> None: ...
     def on_finished(self, request: Request, now: float) -> None: ...
@@ -396,7 +399,8 @@ class Policies:
     )
     on_arrived: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
     on_scheduled: tuple[Callable[[Sequence[Slice], float], None], ...] = field(init=False, repr=False, compare=False)
-    on_reserved: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
+    on_reserved: tuple[Callable[[Request, Allocation, float], None], ...] = field(init=False, repr=False, compare=False)
+    on_deferred: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
     on_preempted: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
     on_reforecast: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
     on_charged: tuple[Callable[[Request, float, float], None], ...] = field(init=False, repr=False, compare=False)

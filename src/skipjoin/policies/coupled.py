@@ -165,7 +165,7 @@ class HoldersFirst(Callbacks):
     def on_arrived(self, request: Request, now: float) -> None:
         self._wait(request, now)
 
-    def on_reserved(self, request: Request, now: float) -> None:
+    def on_reserved(self, request: Request, allocation: Allocation, now: float) -> None:
         if request not in self._holders:
             self._forget(request)
             self._holders.add(request)

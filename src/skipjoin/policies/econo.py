@@ -10,7 +10,7 @@ from itertools import count, pairwise
 from typing import Any, Protocol
 
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.policy import Fact, explanation
+from skipjoin.core.policy import Allocation, Fact, explanation
 from skipjoin.core.request import UNLIMITED, Request
 from skipjoin.core.selective import Limits
 from skipjoin.policies.execution import ExecutionTime
@@ -333,7 +333,7 @@ class TwoQueues(Valued):
         self._index = index
         self._overdue = Ranking()  # prompts without KV that only others like them may pass
 
-    def on_reserved(self, request: Request, now: float) -> None:
+    def on_reserved(self, request: Request, allocation: Allocation, now: float) -> None:
         self._tasks.on_reserved(request)
         self._place(request, now)
 

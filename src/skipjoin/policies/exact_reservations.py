@@ -35,7 +35,8 @@ class Hosts:
         self._buffer = buffer
         # Unused blocks of limited reservations, ascending. They shrink as requests grow, which is corrected when read.
         self._unused: list[tuple[int, int, Request]] = []
-        self._holders = -1  # number of holders at that time, or -1 if some may have more unused blocks since
+        # Number of holders and of available blocks at that time, or -1 if some may have more unused blocks since.
+        self._holders, self._available = -1, 0
 
     def begin(self, kv: KVAccounts) -> None:
         """Start a step. Blocks of finished requests may have become free since the last one."""
@@ -78,8 +79,8 @@ class Hosts:
         return 0
 
     def _determine(self, kv: KVAccounts) -> None:
-        if self._holders < 0:
-            self._holders = len(kv.holders())
+        if self._holders < 0 or self._available != kv.available:
+            self._holders, self._available = len(kv.holders()), kv.available
             some = (one for one in kv.holders() if one.reserved_tokens != UNLIMITED)
             self._unused = sorted((blocks, one.id, one) for one in some if (blocks := _unused(one, kv)) > 1)
 
@@ -116,7 +117,6 @@ class GroupGate:
     def __init__(self) -> None:
         self.is_open = True
         self._was_refused = False
-        self._labels: dict[Request, Hashable] = {}
         self._forming: dict[Hashable, int] = {}  # number of the group by label
         self._group_of: dict[Request, int] = {}
         self._sizes: Counter[int] = Counter()
@@ -134,22 +134,14 @@ class GroupGate:
     def refuse(self) -> None:
         self._was_refused = self.is_open
 
-    def label(self, request: Request, label: Hashable) -> None:
-        """Set the label under which the request joins a group if it gets its reservation."""
-        self._labels[request] = label
-
-    def join(self, request: Request) -> None:
+    def join(self, request: Request, label: Hashable) -> None:
         self.leave(request)
-        if (label := self._labels.pop(request, None)) is None:
+        if label is None:
             return
         if label not in self._forming:
             self._forming[label] = next(self._numbers)
         group = self._group_of[request] = self._forming[label]
         self._sizes[group] += 1
-
-    def forget(self, request: Request) -> None:
-        self._labels.pop(request, None)
-        self.leave(request)
 
     def leave(self, request: Request) -> None:
         group = self._group_of.pop(request, None)
@@ -239,10 +231,14 @@ class ExactReservations(Callbacks):
         self._bands[request.own_band] += 1
         self._live.add(request)
 
-    def on_reserved(self, request: Request, now: float) -> None:
+    def on_reserved(self, request: Request, allocation: Allocation, now: float) -> None:
         self._change_hosts()
         if self._gate is not None and phase_of(request, request.known) is Phase.RUNNING:
-            self._gate.join(request)
+            self._gate.join(request, allocation.group)
+
+    def on_deferred(self, request: Request, now: float) -> None:
+        if self._gate is not None and request.planned:  # a decode
+            self._gate.refuse()
 
     def on_preempted(self, request: Request, now: float) -> None:
         self._change_hosts()
@@ -253,7 +249,7 @@ class ExactReservations(Callbacks):
         self._change_hosts()
         self._wanted.pop(request, None)
         if self._gate is not None:
-            self._gate.forget(request)
+            self._gate.leave(request)
         self._live.discard(request)
         band = request.own_band
         self._bands[band] -= 1
@@ -269,11 +265,8 @@ class ExactReservations(Callbacks):
         if wanted is None or wanted.target != target or wanted.forecast is not request.forecast:
             wanted = self._wanted[request] = self._want(request, target, kv)
         tokens, blocks = wanted.tokens, wanted.blocks
-        if self._gate is not None:
-            self._gate.label(request, self._group_of(request))
         is_open = self._gate is None or self._gate.is_open
         if is_open and kv.shortfall_of_reservation(request, blocks, None) <= 0:
-            self._change_hosts()  # the request becomes one in this step
             return Allocation(now=blocks, blocks=blocks, tokens=tokens, group=self._group_of(request))
         if is_open and self._hosts is not None and (host := self._hosts.seek(request, wanted.need, kv)) is not None:
             tokens, blocks = wanted.nested_tokens, wanted.nested_blocks
@@ -281,8 +274,6 @@ class ExactReservations(Callbacks):
         if self._is_stuck(request, kv) or self._may_displace(request, kv):
             group = self._group_of(request)
             return Allocation(now=blocks, blocks=blocks, tokens=tokens, draws=PROMPTS, group=group)
-        if self._gate is not None:
-            self._gate.refuse()
         return Deferral.REQUEST
 
     def _want(self, request: Request, target: int, kv: KVAccounts) -> _Wanted:

@@ -5,7 +5,7 @@ from itertools import chain
 
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account
-from skipjoin.core.policy import Callbacks, Fact, Ordering, explanation
+from skipjoin.core.policy import Allocation, Callbacks, Fact, Ordering, explanation
 from skipjoin.core.promises import may_await_prefix, may_pass, must_precede
 from skipjoin.core.request import Request
 from skipjoin.core.selective import Limits, fitting
@@ -36,8 +36,8 @@ class Routed(Callbacks):
         for ordering, own_slices in by_inner.items():
             ordering.on_scheduled(own_slices, now)
 
-    def on_reserved(self, request: Request, now: float) -> None:
-        self.inner(request).on_reserved(request, now)
+    def on_reserved(self, request: Request, allocation: Allocation, now: float) -> None:
+        self.inner(request).on_reserved(request, allocation, now)
 
     def on_preempted(self, request: Request, now: float) -> None:
         self.inner(request).on_preempted(request, now)

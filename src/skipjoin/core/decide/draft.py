@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from skipjoin.core.events import Event
+from skipjoin.core.policy import Allocation
 from skipjoin.core.request import Request
 from skipjoin.core.step import Move, Slice
 
@@ -15,7 +16,7 @@ class Draft:
         events: Events of the core, to which the decision adds its own.
         slices, blocking, overlapped, waiting_for_kv: See `StepPlan`.
         evicted: Requests that lost device blocks. Policies are notified after the iteration over the ordering.
-        reserved: Requests that got reservations; as `evicted`.
+        reserved, deferred: Requests that got reservations, and that the admission policy let wait; as `evicted`.
     """
 
     events: list[Event]
@@ -24,4 +25,5 @@ class Draft:
     overlapped: list[Move] = field(default_factory=list)
     waiting_for_kv: list[Request] = field(default_factory=list)
     evicted: list[Request] = field(default_factory=list)
-    reserved: list[Request] = field(default_factory=list)
+    reserved: list[tuple[Request, Allocation]] = field(default_factory=list)
+    deferred: list[Request] = field(default_factory=list)

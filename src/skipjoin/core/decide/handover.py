@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from skipjoin.core.decide.plan import begin_decision
-from skipjoin.core.events import Admitted, Event, Reserved
 from skipjoin.core.kv.interface import BlockLedger
 from skipjoin.core.policy import Allocation, Deferral, Policies
 from skipjoin.core.request import Request
@@ -40,11 +39,10 @@ class Incoming:
         self._allocations[request] = allocation
         return True
 
-    def receive(self, request: Request, now: float) -> list[Event]:
+    def receive(self, request: Request) -> Allocation | None:
+        """Return the reservation of a request whose KV has arrived, None for one that was not expected."""
         allocation = self._allocations.pop(request, None)
-        if allocation is None or (tiers := self._kv.tiers) is None:
-            return []
-        tiers.receive(request)
-        request.was_admitted = request.is_newly_resident = True
-        reserved = Reserved(request, now, allocation.parent, allocation.blocks, group=allocation.group)
-        return [Admitted(request, now, is_first=False), reserved]
+        if allocation is not None and self._kv.tiers is not None:
+            self._kv.tiers.receive(request)
+            request.was_admitted = request.is_newly_resident = True
+        return allocation

@@ -22,12 +22,14 @@ class Blocked(NamedTuple):
         short: Number of missing blocks, with NO_KV.
         closes: Which later requests without KV wait for memory, too; None for no others.
         joins: Whether the request takes its place in the batch, because the step swaps its KV in meanwhile.
+        is_deferred: Whether the admission policy let the request wait.
     """
 
     reason: WaitReason
     short: int = 0
     closes: Deferral | None = None
     joins: bool = False
+    is_deferred: bool = False
 
 
 class Placer:
@@ -237,7 +239,8 @@ class Placer:
         is_selective = answer is Deferral.REQUEST and kv.blocks_of(request) is None
         short = kv.shortfall(request, target)
         reason = WaitReason.NO_KV if short else WaitReason.HELD_BY_ADMISSION
-        return Blocked(reason, short, answer if is_selective or answer is Deferral.NEWCOMERS else None)
+        closes = answer if is_selective or answer is Deferral.NEWCOMERS else None
+        return Blocked(reason, short, closes, is_deferred=True)
 
     def _need_of_admission(self, request: Request, allocation: Allocation, target: int, *, found: int = 0) -> Need:
         kv = self._kv
@@ -262,7 +265,7 @@ class Placer:
         self._kv.reserve(request, allocation.blocks, tokens=allocation.tokens, parent=allocation.parent)
         if allocation.draws is not None and self._reservations is not None:
             self._reservations.draw(allocation.draws, drawn)
-        self._draft.reserved.append(request)
+        self._draft.reserved.append((request, allocation))
         now = self._context.now
         self._draft.events.append(Reserved(request, now, allocation.parent, allocation.blocks, drawn, allocation.group))
 

@@ -64,12 +64,7 @@ class StepPlanner:
         # Last, because blocks that this step allocates lose their cached KV.
         if draft.slices and context.may_leave and tiers is not None and (copy := tiers.keep_cached(context.depth)):
             draft.overlapped.append(copy)
-        for request in draft.evicted:
-            for notify in self._policies.on_preempted:
-                notify(request, context.now)
-        for request in draft.reserved:
-            for notify in self._policies.on_reserved:
-                notify(request, context.now)
+        self._notify()
         return StepPlan(
             context.plan_id,
             slices=tuple(draft.slices),
@@ -77,6 +72,16 @@ class StepPlanner:
             overlapped=tuple(draft.overlapped),
             waiting_for_kv=tuple(draft.waiting_for_kv),
         )
+
+    def _notify(self) -> None:
+        draft, policies, now = self._draft, self._policies, self._context.now
+        for requests, callbacks in ((draft.deferred, policies.on_deferred), (draft.evicted, policies.on_preempted)):
+            for request in requests:
+                for notify in callbacks:
+                    notify(request, now)
+        for request, allocation in draft.reserved:
+            for notify_of in policies.on_reserved:
+                notify_of(request, allocation, now)
 
     def _with_candidates(self, context: StepContext) -> StepContext:
         found = find_candidates(self._policies, self._kv, self._placer, self._evictor, context)
@@ -187,6 +192,8 @@ class StepPlanner:
 
     def _block(self, request: Request, blocked: Blocked) -> None:
         self._wait(request, blocked.reason, blocked.short)
+        if blocked.is_deferred:
+            self._draft.deferred.append(request)
         if blocked.closes is Deferral.NEWCOMERS:
             self._closed = self._closed or WaitReason.BEHIND_MEMORY
         elif blocked.closes is Deferral.REQUEST:

@@ -8,6 +8,7 @@ from skipjoin.core.context import StepContext
 from skipjoin.core.decide.handover import Incoming
 from skipjoin.core.decide.plan import StepPlanner
 from skipjoin.core.events import (
+    Admitted,
     Computed,
     Event,
     Moved,
@@ -16,6 +17,7 @@ from skipjoin.core.events import (
     Preempted,
     Preemption,
     Released,
+    Reserved,
     Restarted,
     Waited,
 )
@@ -88,16 +90,18 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> None:
         request.reverse = self.policies.eviction.lends and self.kv.sharing is not None and request.is_best_effort
-        received = self._incoming.receive(request, now)
-        self.events.extend(received)
-        if not received:
+        allocation = self._incoming.receive(request)
+        if allocation is None:
             if (cache := self.kv.cache) is not None:
                 cache.await_prefix(request)
             request.cached = self.kv.hit(request).tokens
         for notify in self.policies.on_arrived:
             notify(request, now)
-        for notify in self.policies.on_reserved if received else ():
-            notify(request, now)
+        if allocation is not None:
+            reserved = Reserved(request, now, allocation.parent, allocation.blocks, group=allocation.group)
+            self.events += (Admitted(request, now, is_first=False), reserved)
+            for notify_of in self.policies.on_reserved:
+                notify_of(request, allocation, now)
 
     def expect(self, request: Request, now: float) -> bool:
         return self._incoming.expect(request, now)

@@ -106,11 +106,9 @@ class Conversations:
             raise ParameterError(name, f"{name} {error}") from None
 
     def kept(self, use: ToolUse) -> frozenset[int]:
-        """Return the special tokens that belong to the text of an answer."""
         return self._tokenizer.ids_of(self.format.markers) if self.format and self.is_read(use) else frozenset()
 
     def reader(self, prompt: Sequence[int], use: ToolUse) -> MessageReader | None:
-        """Return a reader of one answer, or None if all of it is content."""
         if self.format is None or not self.is_read(use):
             return None
         tail = self._tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False)

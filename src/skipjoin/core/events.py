@@ -22,8 +22,6 @@ class Preemption(Enum):
 
 
 class Arrived(NamedTuple):
-    """A request entered the engine."""
-
     request: Request
     now: float
 
@@ -113,8 +111,7 @@ class Planned(NamedTuple):
     """A step was planned.
 
     Attributes:
-        held: Device blocks that are not free.
-        reserved: Device blocks that are held or reserved.
+        held: Device blocks that are not free; `reserved` also counts reserved ones.
         tail: Wait reason of requests that the decision did not examine.
         cap: Number of requests up to which the next step accepts best-effort requests.
     """

@@ -69,7 +69,7 @@ class NamedPrefix:
     """Keys from given names, for traces that name blocks of text without containing the text. Output has no keys.
 
     Args:
-        names: Names of the prompt's slices. Equal names mean equal slices at the same position after equal ones.
+        names: Equal names mean equal slices at the same position after equal ones.
         part: Tokens per slice, a multiple of `block_size`.
     """
 

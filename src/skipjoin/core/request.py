@@ -16,8 +16,6 @@ UNLIMITED = sys.maxsize  # token limit of an unlimited reservation
 
 
 class FinishReason(StrEnum):
-    """Reason why a request left the engine."""
-
     STOP = "stop"  # end-of-sequence or a stop token
     LENGTH = "length"  # max_tokens reached
     ABORT = "abort"  # cancelled by the caller
@@ -67,12 +65,10 @@ class RequestOptions:
     """Scheduling options of a request.
 
     Attributes:
-        service: Real-time requests run before best-effort ones.
         is_urgent: Whether the request runs before others of its service class.
         priority: Lower values run first among requests with equal `service` and `is_urgent`.
         deadline_s: Seconds after arrival at which the request is ended; None for no deadline.
         cache_salt: Only requests with equal salts share KV.
-        trace: None if the request is not traced.
     """
 
     service: ServiceClass = ServiceClass.REAL_TIME

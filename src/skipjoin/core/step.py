@@ -38,8 +38,6 @@ LINK = (Direction.OUT, Direction.IN)
 
 
 class Span(NamedTuple):
-    """Consecutive slots of one block."""
-
     first: int
     slots: int
 
@@ -48,8 +46,7 @@ class Move(NamedTuple):
     """Copy of KV blocks between the tiers or within the device: `source[i]` is copied to `target[i]`.
 
     Attributes:
-        request: Owner of the blocks, which without `spans` are consecutive in its table. None for cached blocks that
-            are copied to the CPU tier.
+        request: Owner of the blocks, which without `spans` are consecutive in its table. None for cached blocks.
         tokens: Number of tokens that the copied slots hold. Only the last block may be partly filled.
         spans: Slots to copy of each block, to the same slots of its target. Empty to copy whole blocks.
     """

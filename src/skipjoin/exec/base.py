@@ -19,17 +19,13 @@ class RankError(Exception):
 
 
 class RankMemoryError(RankError):
-    """A rank ran out of memory in a step."""
+    pass
 
 
 class Handle(Protocol):
-    """Future of a plan."""
-
     def done(self) -> bool: ...
 
-    def result(self) -> StepResult:
-        """Wait for the plan and return its result, or raise the step's exception."""
-        ...
+    def result(self) -> StepResult: ...
 
 
 HandleT_co = TypeVar("HandleT_co", bound=Handle, covariant=True)
@@ -38,9 +34,8 @@ HandleT_co = TypeVar("HandleT_co", bound=Handle, covariant=True)
 class Executor(Protocol[HandleT_co]):
     """Runs plans in submission order.
 
-    Blocking moves of a plan land before its slices run, swap-outs before swap-ins. Overlapped moves start after the
-    blocking moves, and not before earlier plans have started. Each move is reported once, in `landed` or `failed`; a
-    blocking one in its own plan's result.
+    Blocking moves of a plan finish before its slices run, swap-outs before swap-ins. Overlapped moves start after the
+    blocking moves, and not before earlier plans have started. Each move is reported once.
 
     `submit` may read a plan's requests until the result is ready. Preemption must not change the state of a request,
     which is kept from its first slice to `on_finished`.

@@ -10,13 +10,9 @@ Mark = float | torch.cuda.Event
 
 
 class Clock(Protocol):
-    """Marks points in time and measures the time between two."""
-
     def mark(self) -> Mark: ...
 
-    def between(self, start: Mark, end: Mark) -> float:
-        """Wait for both marks and return the seconds between them."""
-        ...
+    def between(self, start: Mark, end: Mark) -> float: ...
 
     def is_past(self, mark: Mark) -> bool: ...
 

@@ -80,7 +80,7 @@ def _sizes() -> Iterator[int]:
 class DecodeGraphs:
     """CUDA graphs of decode steps; a batch between two captured sizes is padded to the larger.
 
-    All ranks of a model must have graphs of the same sizes, or none, because they must pad alike.
+    All ranks of a model must have graphs of the same sizes, or none.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class DecodeGraphs:
 
         Returns:
             The batch and its logits [len(segments), vocab_size], valid until the next call; empty before the last
-            stage.
+                stage.
         """
         size = self._sizes[bisect_left(self._sizes, len(segments))]
         if sampled is not None:

@@ -18,8 +18,6 @@ T = TypeVar("T")
 
 
 class ModelThread(Protocol):
-    """Runs calls in the order of submission."""
-
     def submit(self, work: Callable[[], T]) -> Future[T]: ...
 
     def after_these(self, work: Callable[[], object]) -> None:
@@ -29,7 +27,7 @@ class ModelThread(Protocol):
 
 
 class OwnThread:
-    """A thread beside that of the caller."""
+    """A thread of its own."""
 
     def __init__(self, model: CausalLM, threads: int) -> None:
         self._pool = ThreadPoolExecutor(
@@ -50,8 +48,7 @@ class OwnThread:
 class CallerThread:
     """The thread that asks for a result, which runs the calls up to it.
 
-    Where the model computes on all cores, nothing runs well beside it, and a thread of its own costs two changes of
-    threads per step.
+    Where the model computes on all cores, another thread gains nothing and costs two switches per step.
     """
 
     def __init__(self, model: CausalLM, threads: int) -> None:

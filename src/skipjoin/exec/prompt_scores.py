@@ -1,5 +1,3 @@
-"""Prompt logprobs, collected over the chunks of a prompt."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

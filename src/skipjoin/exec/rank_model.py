@@ -87,10 +87,7 @@ class LoadedRank:
         return self._store
 
     def make_pools(self, device_blocks: int, cpu_blocks: int) -> bool:
-        """Allocate the KV pools and capture CUDA graphs; return False if no rank may use graphs.
-
-        On a CPU the system may overcommit, and kill the process when the memory is used.
-        """
+        """Allocate the KV pools and capture CUDA graphs; return False if no rank may use graphs."""
         of, model = self._of, self.model
         try:
             self._store = make_store(

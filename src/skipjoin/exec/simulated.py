@@ -58,7 +58,6 @@ class SimulatedExecutor:
     for the link, one queue per direction; blocking moves go first.
 
     Args:
-        cost: Predicts seconds, over all stages.
         stages: Number of equal stages, or each stage's relative compute time.
         alike: Returns a lower bound on how many of a request's next tokens are identical and do not finish it.
     """

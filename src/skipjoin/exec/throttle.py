@@ -1,5 +1,3 @@
-"""KV copies over a link of limited bandwidth."""
-
 from __future__ import annotations
 
 import time
@@ -25,14 +23,10 @@ def copier_for(store: KVStore) -> Copier:
 
 
 class ThrottledCopier:
-    """Copier whose moves land no earlier than a full-duplex link of limited bandwidth would finish them.
+    """Copier whose moves finish no earlier than on a full-duplex link of limited bandwidth.
 
-    Each copy runs at full speed, so the limit holds for the mean, not within one copy. As in `SimulatedExecutor`,
-    overlapped moves queue for their direction, and blocking ones go first and delay them.
-
-    Args:
-        seconds_of: Returns the seconds that a move takes on the link.
-        drain: Waits for the steps before a blocking move, from whose end it takes its time.
+    Each copy runs at full speed, so the limit holds for the mean, not within one copy. Overlapped moves queue for their
+    direction, and blocking ones go first and delay them. `drain` waits for the steps before a blocking move.
     """
 
     def __init__(

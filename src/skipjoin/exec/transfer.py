@@ -34,9 +34,8 @@ class Copier(Protocol):
     def run_blocking(self, moves: Sequence[Move]) -> Ended:
         """Execute moves before the next work of the calling thread or its stream: swap-outs first, swap-ins last.
 
-        Moves started with `begin` are not waited for. On a CPU moves are finished on return. On CUDA they are queued,
-        and those in `landed` finish before any slice of the step runs. A failed move loses the KV of its own request
-        only.
+        Moves started with `begin` are not waited for. On CUDA moves are queued and finish before any slice of the step
+        runs. A failed move loses the KV of its own request only.
         """
         ...
 
@@ -107,17 +106,15 @@ class ThreadCopier:
 
 
 class StreamCopier:
-    """Copies on CUDA between the device and a page-locked CPU pool.
+    """Copies on CUDA between the device and a page-locked CPU pool, with one stream per direction.
 
-    There is one stream per direction, since the link is full duplex. Blocking moves are queued on the model's stream.
     No ordering is needed beyond the wait for the model's stream in `begin`:
 
     - Blocking moves read what all earlier steps wrote, and later work on that stream may overwrite what they read.
     - An overlapped move waits for all earlier steps, and the blocking moves of this and earlier plans. Every block is
-      freed when the plan or move that uses it is settled, except the source of a blocking swap-out, which is free
-      immediately.
-    - No two overlapped moves share a block, because the ledger fences source and target until the move has landed. A
-      copy for the prefix cache does not fence its source, but is never read if that is written meanwhile.
+      freed when the plan or move that uses it is settled, except the source of a blocking swap-out.
+    - No two overlapped moves share a block, because the ledger reserves source and target until the move finishes. A
+      copy for the prefix cache leaves its source free, but is never read if that is written meanwhile.
     """
 
     def __init__(self, store: KVStore) -> None:

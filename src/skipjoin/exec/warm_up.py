@@ -16,7 +16,7 @@ OnProgress = Callable[[float], None]
 def warm_up(model: CausalLM, pool: PagedKV, largest: LargestStep, on_progress: OnProgress = lambda share: None) -> None:
     """Compile the kernels of all batches that the attention back end distinguishes.
 
-    Writes into block 0, which no request holds yet. All ranks of a model must call this at the same time.
+    Writes into block 0. All ranks of a model must call this at the same time.
     """
     seqs = min(largest.seqs, largest.tokens)
     batches = model.attention.versions(model.config, pool.block_size, seqs, largest.positions, model.shard)

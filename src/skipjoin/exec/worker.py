@@ -56,16 +56,13 @@ class _Part:
 class Worker:
     """Runs plans sequentially with one rank's share of the model and the KV cache.
 
-    `begin` queues a plan's work, and `finish` waits for it. A plan may begin before the previous one is finished. All
-    calls of `begin` come from one thread and all calls of `finish` from one thread, in the same order.
-
-    All ranks run the same plans. A stage executes a plan's blocking moves while the previous stage still computes
-    (FastServe section 4.3). Only with a single stage can slices await tokens, because the stage that samples must also
-    embed.
+    `begin` queues a plan's work, and `finish` waits for it. A plan may begin before the previous one is finished. Each
+    is called from one thread, in the same order. Only with a single stage can slices await tokens, because the stage
+    that samples must also embed.
 
     Args:
         copier: Receives overlapped moves when their plan begins and not earlier, since they may write blocks that an
-            earlier plan's moves still read. None for the store's default.
+            earlier plan's moves still read.
         grammars: Needed by requests with structured outputs.
         limit_of: Returns the state of a request's grammar, if it was started outside of the steps.
     """

@@ -41,8 +41,7 @@ class GraphBuffers:
     """Fixed device tensors for up to `capacity` decodes, so that CUDA graphs can be replayed with new contents.
 
     Args:
-        tables: Block tables, int64 [capacity or more, width]. Several buffers may share them if no batch is used after
-            one of another buffer was built.
+        tables: Block tables, int64 [capacity or more, width]. Several buffers may share them.
     """
 
     def __init__(self, capacity: int, tables: torch.Tensor) -> None:

@@ -60,14 +60,7 @@ def read_template(file: Path) -> str:
 
 
 class ChatTemplate:
-    """Chat template, rendered by a process that starts on demand.
-
-    Args:
-        with_tools: Template of conversations with tools, if they have their own.
-
-    Attributes:
-        source: Text of the template, with that for tools.
-    """
+    """Chat template, rendered by a process that starts on demand."""
 
     def __init__(self, source: str, special: Mapping[str, str], with_tools: str | None = None) -> None:
         self.source = source if with_tools is None else f"{source}\n{with_tools}"
@@ -93,14 +86,10 @@ class ChatTemplate:
         return self._renderer.variables() | self._tool_renderer.variables()
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """Return the conversation as text. Releases the GIL.
-
-        Args:
-            messages: In OpenAI's form. They are adapted to the template.
+        """Return the conversation, in OpenAI's form, as text. Releases the GIL.
 
         Raises:
-            ModelError: If the template rejects the conversation, fails or reaches a limit. The exception of a failure
-                may hold any text, so it is only logged.
+            ModelError: If the template rejects the conversation, fails or reaches a limit.
             MessageError: If the template cannot have a message.
         """
         renderer = self._tool_renderer if variables.get("tools") else self._renderer

@@ -1,5 +1,3 @@
-"""Texts of conversations with tools, as the chat template or the prompted format of calls has them."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -32,12 +30,7 @@ def chat_text(
     functions: Sequence[Mapping[str, Any]],
     **variables: Any,
 ) -> str:
-    """Return a conversation as text.
-
-    Args:
-        messages: In OpenAI's form.
-        functions: Functions that the prompt shows.
-        variables: Variables of the chat template.
+    """Return a conversation as text; `functions` are those that the prompt shows.
 
     Raises:
         ModelError: As `ChatTemplate.render`.

@@ -192,7 +192,7 @@ def choose_device(name: str, facts: CudaFacts | None = None) -> str:
 def expand_segments() -> None:
     """Let the allocator grow its segments, so that steps of different sizes leave no unusable gaps.
 
-    Call it before the first tensor on a GPU; the user's allocator settings take precedence.
+    Call it before the first tensor on a GPU.
     """
     if any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
         return

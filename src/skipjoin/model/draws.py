@@ -1,5 +1,3 @@
-"""Draws of random tokens from logits, after temperature and filters."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -17,10 +17,7 @@ ResultT = TypeVar("ResultT")
 class FairThreads:
     """Threads that run the calls of clients in turn, and those of one client in order. Thread-safe.
 
-    A call that is canceled before it runs leaves the queue. The threads start on demand.
-
-    Args:
-        niceness: Added to that of the threads, where the system has one for each thread.
+    A call that is canceled before it runs leaves the queue. The threads start on demand, with `niceness` added.
     """
 
     def __init__(self, threads: int, name: str, *, niceness: int = 0) -> None:

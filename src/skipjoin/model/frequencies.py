@@ -10,8 +10,8 @@ from skipjoin.model.rope import RopeSettings
 def inverse_frequencies(rope: RopeSettings) -> torch.Tensor:
     """Return the radians per position of each pair, float32 [rope.rotary_dim / 2].
 
-    Each operation rounds to float32 in the order of Hugging Face's implementation: at position 100,000, a frequency
-    that is more exact by one rounding turns a pair by a different angle, by up to 0.006.
+    Each operation rounds to float32 in the order of Hugging Face's implementation: at position 100,000, one rounding
+    less turns a pair by up to 0.006.
     """
     turned = rope.theta ** (torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim)
     plain = 1.0 / turned

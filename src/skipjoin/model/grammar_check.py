@@ -1,5 +1,3 @@
-"""Checks whether grammars compile, in a separate process, with CPU time and memory limited by the kernel."""
-
 from __future__ import annotations
 
 import select
@@ -41,8 +39,8 @@ class _EndedError(GrammarError):
 class GrammarCheck:
     """Compiles constraints in a separate process, which starts on demand and is replaced if it ends. Thread-safe.
 
-    The constraints of several clients take turns. Each client has its own outcomes, because a fast one would reveal
-    that another client uses the constraint.
+    Clients take turns. Each client has its own outcomes, because a fast one would reveal that another client uses the
+    constraint.
     """
 
     def __init__(self, folder: str | Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:

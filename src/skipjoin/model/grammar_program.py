@@ -1,11 +1,8 @@
-"""Program that compiles grammars for `GrammarCheck`, which starts it.
+"""Program that compiles grammars for `GrammarCheck`: frames on standard input, first a `Vocabulary`, then constraints.
 
-    python -m skipjoin.model.grammar_program
-
-It reads frames from standard input and answers each on standard output: first a `Vocabulary`, then constraints. A fork
-of this process compiles them, with CPU time, memory and stack limited by the kernel. A compiler cannot bound them: some
-patterns take minutes, and deep rules overflow the stack. The next fork replaces one that is killed, and has the
-vocabulary, which takes a second to load.
+A fork of this process compiles them, with CPU time, memory and stack limited by the kernel, because some patterns take
+minutes, and deep rules overflow the stack. The next fork replaces one that is killed, and has the vocabulary, which
+takes a second to load.
 """
 
 from __future__ import annotations
@@ -46,8 +43,6 @@ _LIMITS = (OUT_OF_TIME, OUT_OF_MEMORY, TOO_DEEP)
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """Arguments of `Grammars`."""
-
     folder: str
     size: int
     eos_token_ids: tuple[int, ...]

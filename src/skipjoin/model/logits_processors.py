@@ -1,7 +1,4 @@
-"""Logits processors: adjustments of a request's logits before temperature and filters.
-
-Each request has its own state, so that a step costs what its new tokens cost.
-"""
+"""Logits processors: adjustments of a request's logits before temperature and filters."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ class ProcessorState:
     """State of one request in one processor.
 
     Attributes:
-        reads_output: Whether the state depends on the output tokens, which are then passed to `accept`.
+        reads_output: Whether the output tokens are passed to `accept`.
         error: Why the request cannot continue; empty if it can.
         is_over_limit: Whether the error is a limit that the request exceeds.
     """
@@ -73,8 +70,6 @@ def default_processors(vocab_size: int) -> tuple[LogitsProcessor, ...]:
 
 
 class LogitBias:
-    """Adds `logit_bias`."""
-
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 

@@ -1,7 +1,7 @@
-"""Model sharding over ranks, and the communication of the ranks during a step.
+"""Model sharding over ranks, and the communication of the ranks during a step. Does not import torch.
 
 Tensor parallelism follows Megatron-LM: every rank of a stage has some heads, some columns of the MLP and some of the
-vocabulary. A pipeline stage has some consecutive layers. Does not import torch.
+vocabulary. A pipeline stage has some consecutive layers.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Group(Protocol):
 
 
 class GroupError(Exception):
-    """Another rank is lost or does not answer."""
+    pass
 
 
 class Alone:

@@ -1,7 +1,7 @@
 """Sampling: from logits to tokens.
 
-A token's random number is a hash of the request's seed and the token's position. Neighbors in the batch, preemption and
-restarts therefore cannot change a seeded output.
+A token's random number is a hash of the request's seed and the token's position, so neighbors in the batch, preemption
+and restarts cannot change a seeded output.
 """
 
 from __future__ import annotations
@@ -62,12 +62,10 @@ class SamplingState:
 
     @property
     def error(self) -> str:
-        """Why the request cannot continue; empty if it can."""
         return next((state.error for state in self._states if state.error), "")
 
     @property
     def is_over_limit(self) -> bool:
-        """Whether the error is a limit that the request exceeds."""
         return any(state.is_over_limit for state in self._states)
 
 

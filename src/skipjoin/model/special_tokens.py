@@ -1,5 +1,3 @@
-"""Special tokens of a model folder, as transformers reads them."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +18,6 @@ class SpecialTokens(NamedTuple):
     Attributes:
         named: Texts by the names that chat templates use, such as eos_token.
         declared: Tokens with flags, which replace those of tokenizer.json.
-        extra: Further tokens.
     """
 
     named: dict[str, str]

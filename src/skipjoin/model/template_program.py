@@ -1,12 +1,8 @@
-"""Program that renders chat templates for `ChatTemplate`, which starts it and limits its resources.
+"""Program that renders chat templates for `ChatTemplate`.
 
-    python -P template_program.py
-
-It answers frames from standard input on standard output: first the template, with the names of its variables, then
-conversations. It imports nothing of this package, to start faster.
-
-Templates come with downloaded models, so they run in Jinja's sandbox. Jinja cannot bound the time of `'x' * 10**10`,
-but the kernel can.
+It reads frames: first the template, then conversations. It imports nothing of this package, to start faster. Templates
+come with downloaded models, so they run in Jinja's sandbox. Jinja cannot bound the time of `'x' * 10**10`, but the
+kernel can.
 """
 
 from __future__ import annotations

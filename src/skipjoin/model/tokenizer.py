@@ -190,7 +190,6 @@ class Tokenizer:
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return a token's bytes; empty for an id without a token."""
         if token_id in self._added:
             return self._added[token_id].encode()
         token = self.backend.id_to_token(token_id)

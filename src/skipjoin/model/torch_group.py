@@ -25,10 +25,7 @@ class TorchGroup:
     """`Group` over torch.distributed. A process has one rank and at most one group at a time.
 
     Gloo carries tensors in CPU memory. NCCL is for CUDA, except for small sums; it is not tested on several devices
-    yet. Sums are batch-invariant: see `add_in_rank_order`.
-
-    Args:
-        timeout_s: Time limit of one call; for the first call, until all ranks have joined.
+    yet. `timeout_s` limits one call; the first call, until all ranks have joined.
     """
 
     def __init__(self, shard: Shard, store: Store, *, backend: str = "gloo", timeout_s: float) -> None:
@@ -119,8 +116,8 @@ class TorchGroup:
 def add_in_rank_order(x: torch.Tensor, ranks: int, group: dist.ProcessGroup | None) -> None:
     """Replace `x` by its sum over the group, which adds the ranks' elements in the same order everywhere.
 
-    `all_reduce` of Gloo and NCCL begins with another rank in each part of a tensor. From three ranks on, the sum of a
-    row would depend on the number of rows before and after it, hence on which requests run together.
+    `all_reduce` of Gloo and NCCL begins with another rank in each part of a tensor, so that from three ranks on the sum
+    of a row would depend on which requests run together.
     """
     flat = x.view(-1)
     if x.nbytes <= MAX_GATHERED_BYTES:

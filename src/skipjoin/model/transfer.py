@@ -1,5 +1,3 @@
-"""Nonblocking copies of small values between the CPU and the device."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

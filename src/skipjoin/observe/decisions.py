@@ -12,8 +12,6 @@ _MIN_S = 1e-9
 
 
 class DecisionTimes:
-    """Histogram of the CPU times of one scheduler's decisions."""
-
     __slots__ = ("_buckets", "seconds")
 
     def __init__(self) -> None:

@@ -1,5 +1,3 @@
-"""Explanation of a life, as JSON: its intervals with reasons, what held it up, and what would help."""
-
 from __future__ import annotations
 
 import math

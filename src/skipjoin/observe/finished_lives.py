@@ -1,5 +1,3 @@
-"""Lives of requests that finished recently, in bounded memory."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -14,11 +12,7 @@ MAX_INTERVALS = 100_000
 
 
 class FinishedLives:
-    """Lives of the requests that finished in the last `keep_s` seconds.
-
-    Attributes:
-        total: Number of requests that have finished so far.
-    """
+    """Requests that finished in the last `keep_s` seconds, of `total` so far."""
 
     def __init__(
         self, *, keep_s: float = KEEP_S, max_finished: int = MAX_FINISHED, max_intervals: int = MAX_INTERVALS
@@ -31,14 +25,12 @@ class FinishedLives:
         self.total = 0
 
     def add(self, life: Life, now: float) -> None:
-        """Keep a life that has just ended."""
         self._lives[life.number] = life
         self._intervals += len(life.intervals)
         self.total += 1
         self._forget_old(now)
 
     def find(self, number: int, now: float) -> Life | None:
-        """Return the life of a request, if it is still kept."""
         self._forget_old(now)
         return self._lives.get(number)
 

@@ -29,7 +29,6 @@ class ForecastLog:
         return whole
 
     def add(self, forecast: float, tokens: int, source: str, interval: tuple[float, float] | None = None) -> None:
-        """Record a prediction and the actual length, both in tokens."""
         self._pairs.append((forecast, tokens))
         self._sources[source] += 1
         if interval is not None:

@@ -1,5 +1,3 @@
-"""Requests that ran while another one waited."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -37,7 +35,6 @@ def holders(life: Life, others: Iterable[Life], now: float) -> list[Holder]:
 
 
 def _overlap(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> float:
-    """Return the length of the intersection of two lists of consecutive intervals."""
     total, at = 0.0, 0
     for begin, end in first:
         while at < len(second) and second[at][1] <= begin:

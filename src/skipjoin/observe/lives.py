@@ -1,5 +1,3 @@
-"""Lives of live and recent requests, folded from core events."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -59,7 +57,6 @@ class LifeLog:
         }
 
     def observe(self, events: Iterable[Event]) -> None:
-        """Process events in order."""
         silent, handlers = self._silent, self._handlers
         for event in events:
             if type(event) is Token:
@@ -105,7 +102,6 @@ class LifeLog:
         return self._finished.after(total, most)
 
     def holders(self, life: Life, now: float) -> list[Holder]:
-        """Return the requests that ran longest while `life` waited."""
         return holders(life, self.recent(life.arrival, now), now)
 
     # -- events -------------------------------------------------------------------------------------------
@@ -195,7 +191,6 @@ class LifeLog:
         )
 
     def _close(self, record: _LiveRecord, now: float) -> None:
-        """End the current interval, and remove it if it is empty."""
         if record.in_tail_since is None:
             record.life.close(now)
             return

@@ -1,5 +1,3 @@
-"""All Prometheus metrics of the engines and of the API process."""
-
 from __future__ import annotations
 
 from skipjoin.core.events import Preemption

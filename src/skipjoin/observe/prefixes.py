@@ -1,5 +1,3 @@
-"""Prefix cache hits, folded from core events."""
-
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -14,7 +12,6 @@ class PrefixUse:
         self.counts = PrefixCounts()
 
     def admitted(self, event: Admitted) -> None:
-        """Record the cache hits of a request, unless it resumes from an engine that has counted them."""
         request = event.request
         if request.prefix is None or request.resumed_tokens:
             return

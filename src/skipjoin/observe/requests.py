@@ -30,8 +30,6 @@ COMPLETE = (FinishReason.STOP.value, FinishReason.LENGTH.value)
 
 
 class Kind(NamedTuple):
-    """Stream and service class, by which figures are grouped."""
-
     stream: str = "default"
     service: ServiceClass = ServiceClass.REAL_TIME
 
@@ -84,11 +82,9 @@ class RequestFacts:
         return self.reason in COMPLETE
 
     def jct(self, now: float) -> float:
-        """Return the job completion time, from arrival to end."""
         return self._end(now) - self.arrival
 
     def ttft(self, now: float) -> float:
-        """Return the time to first token, from arrival."""
         return (self._end(now) if self.first_token is None else self.first_token) - self.arrival
 
     def tpot(self, now: float) -> float | None:
@@ -112,7 +108,6 @@ class RequestFacts:
         return self.jct(now) / max(1, self.output_tokens if self.is_complete else self.output_limit)
 
     def queue(self, now: float) -> float:
-        """Return the time from arrival to the first step."""
         return (self._end(now) if self.started is None else self.started) - self.arrival
 
     def prefill(self, now: float) -> float | None:

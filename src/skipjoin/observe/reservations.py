@@ -16,13 +16,9 @@ class _Reservation(NamedTuple):
 
 
 class ReservationUse:
-    """Statistics of hosted requests, reserve blocks and groups.
+    """Statistics of nested reservations, reserve blocks and groups (EconoServe section 3.2).
 
-    A request is hosted while its reservation is nested in another request's (EconoServe section 3.2). A group consists
-    of requests that reserve at the same time with equal `Reserved.group`.
-
-    Attributes:
-        vacated: Number of times that a hosted request lost its KV.
+    A group consists of requests that reserve at the same time with equal `Reserved.group`.
     """
 
     def __init__(self) -> None:
@@ -44,7 +40,6 @@ class ReservationUse:
         self._reserved_block_s += seconds * self._reserved_blocks
 
     def reserved(self, event: Reserved) -> None:
-        """Record a reservation. The caller has advanced time to the event."""
         request, parent = event.request, event.parent
         before = self._reservations.get(request)
         drawn = event.drawn + (0 if before is None else before.drawn)
@@ -72,7 +67,6 @@ class ReservationUse:
         self._hosted_blocks = self._reserved_blocks = 0
 
     def close(self) -> None:
-        """Release references to requests. No events may be observed afterward."""
         self.restarted()
         self._once_hosted.clear()
 

@@ -1,5 +1,3 @@
-"""Bidirectional block sharing, folded from core events (BROS section 5)."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -61,7 +61,6 @@ class SpanLog:
         }
 
     def observe(self, events: Iterable[Event]) -> None:
-        """Process events in order."""
         live, handlers = self._live, self._handlers
         for event in events:
             if type(event) is Token:

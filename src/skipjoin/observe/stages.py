@@ -15,7 +15,6 @@ class Rests:
         self._in_flight: deque[bool] = deque()
 
     def observe(self, event: Event) -> bool:
-        """Process one event; for `Computed`, return whether its plan followed an idle period."""
         if isinstance(event, Planned):
             self._in_flight.append(self._has_rested and not self._in_flight)
             self._has_rested = False

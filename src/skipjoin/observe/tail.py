@@ -1,5 +1,3 @@
-"""Wait reason that requests at the tail of the order share, over time."""
-
 from __future__ import annotations
 
 from collections import deque
@@ -18,7 +16,6 @@ class TailReasons:
         self._changes: deque[tuple[float, str]] = deque([(0.0, WaitReason.NOT_EXAMINED.value)], _MAX_CHANGES)
 
     def change(self, reason: WaitReason, now: float) -> None:
-        """Set the reason from `now` on."""
         if self._changes[-1][1] != reason.value:
             self._changes.append((now, reason.value))
 

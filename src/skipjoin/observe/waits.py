@@ -1,7 +1,7 @@
 """Wait times of requests by reason, folded from core events.
 
 From arrival to end a request either executes or waits for one reason at a time. Requests that a decision does not
-examine form the tail and share one reason. Their seconds accumulate on a common clock.
+examine share one reason, whose seconds accumulate on a common clock.
 """
 
 from __future__ import annotations

@@ -1,5 +1,3 @@
-"""Ordering by learned Gittins index, first tokens first, with aging that follows what the index can gain."""
-
 from __future__ import annotations
 
 import heapq
@@ -53,16 +51,10 @@ class Adaptive(Callbacks):
     A request's key is -log(index) + arrival / tau. The logarithm is clamped to a range R below its maximum and tau is
     at most `overtaking_s` / (R + margin), where keys that differ by less than the margin do not preempt. So no request
     overtakes one that arrived more than `overtaking_s` before it, except for its first token. First tokens precede only
-    while they and recomputation take at most `first_share` of the time.
-
-    A TTFT objective limits how long a request has a claim to an early first token: once it is missed, the request ranks
-    by index and age.
+    while they and recomputation take at most `first_share` of the time, and until a TTFT objective is missed.
 
     Args:
         index: Learned index, which the orderings of an engine share.
-        overtaking_s: Seconds after a request's arrival from which no later request is preferred.
-        first_share: Share of time for first tokens and recomputation up to which first tokens precede; 0 does not
-            prefer them.
     """
 
     def __init__(self, index: GittinsIndex, *, overtaking_s: float, first_share: float) -> None:
@@ -261,7 +253,6 @@ class Adaptive(Callbacks):
         self._await_edge(request, job)
 
     def _begin_step(self, running: Sequence[Request]) -> None:
-        """Find the requests that have reached the end of their bin."""
         self._steps += 1
         if self._paused and not self._paused.isdisjoint(running):
             resumed = self._paused.intersection(running)
@@ -293,7 +284,6 @@ class Adaptive(Callbacks):
                 del self._due[job.due]
 
     def _join(self, job: _Job) -> None:
-        """Move the request to the cell of its state."""
         key = (job.is_fresh, job.kind, job.place)
         cell = self._cells.get(key)
         if cell is not None and cell is job.cell:

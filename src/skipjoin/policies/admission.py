@@ -1,5 +1,3 @@
-"""Admission policies: how much KV a request may reserve."""
-
 from __future__ import annotations
 
 from skipjoin.core.kv.interface import KVAccounts

@@ -1,5 +1,3 @@
-"""Aging that follows what ordering by index can gain."""
-
 from __future__ import annotations
 
 import math
@@ -19,9 +17,9 @@ _RATE = 0.3
 class Aging:
     """Weight of age against the index: key = base(log index) + per_s x arrival.
 
-    Where the indices of waiting requests and of new ones are alike, ordering by them gains nothing, so age decides:
-    first come, first served. Where they differ much, age counts little. New requests count as much as waiting ones,
-    because a queue may hold only long requests that short new ones should overtake.
+    Where the indices of waiting requests and of new ones are alike, ordering by them gains nothing, so age decides.
+    Where they differ much, age counts little. New requests count as much as waiting ones, because a queue may hold only
+    long requests that short new ones should overtake.
 
     Args:
         overtaking_s: Seconds of age that outweigh any difference of indices by `MARGIN`.

@@ -1,5 +1,3 @@
-"""Batchers: which of the ranked requests run in a step."""
-
 from __future__ import annotations
 
 from skipjoin.core.context import StepContext
@@ -27,11 +25,8 @@ def _check_budgets(max_seqs: int, max_tokens: int) -> None:
 class Greedy:
     """Adds requests in rank order until the step has `max_seqs` requests or `max_tokens` tokens.
 
-    Without chunking, `max_tokens` limits prompt tokens only. A prompt that does not fit waits, and no new request
-    overtakes it. A prompt longer than `max_tokens` is the only one of its step.
-
-    Args:
-        chunked: Whether prompts are cut to the remaining tokens of the step (Sarathi).
+    If `chunked`, prompts are cut to the remaining tokens of the step (Sarathi). Otherwise `max_tokens` limits prompt
+    tokens only, and a prompt that does not fit waits without being overtaken.
     """
 
     is_decode_invariant = True
@@ -48,8 +43,6 @@ class Greedy:
 
 
 class ChunkedBuilder:
-    """Batch of one `Greedy` step with chunked prompts."""
-
     __slots__ = ("_seqs", "_tokens")
 
     def __init__(self, seqs: int, tokens: int) -> None:
@@ -68,8 +61,6 @@ class ChunkedBuilder:
 
 
 class WholeBuilder:
-    """Batch of one `Greedy` step with whole prompts."""
-
     __slots__ = ("_prompts", "_seqs", "_tokens")
 
     def __init__(self, seqs: int, tokens: int) -> None:
@@ -121,8 +112,6 @@ class TargetForward:
 
 
 class TargetBuilder:
-    """Batch of one `TargetForward` step: decodes join regardless of its tokens."""
-
     __slots__ = ("_beyond", "_seqs")
 
     def __init__(self, seqs: int, tokens: int) -> None:
@@ -171,8 +160,6 @@ class RunToCompletion:
 
 
 class MemberBuilder:
-    """Batch of one `RunToCompletion` step."""
-
     __slots__ = ("_absent", "_cramped", "_joined", "_ran", "_recruits", "_seqs", "_whole", "members")
 
     def __init__(self, members: set[Request], seqs: int, tokens: int, *, recruits: bool) -> None:

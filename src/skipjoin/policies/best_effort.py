@@ -41,11 +41,8 @@ class LimitedBestEffort(BatcherWrapper):
     """Batcher wrapper that bounds the delay of real-time requests by best-effort ones.
 
     While real-time requests are present or recent (`QUIET_S`), a best-effort request joins only if the step's modeled
-    time stays below a limit. This is a quarter of the TTFT objective and at most the TPOT objective, or without
-    objectives a fifth of the prefill time. A step of real-time requests may always become 10 % longer.
-
-    Args:
-        is_best_effort: Returns whether a request is currently served as best-effort.
+    time stays below a quarter of the TTFT objective and the TPOT objective, or without objectives a fifth of the
+    prefill time. A step of real-time requests may always become 10 % longer.
     """
 
     def __init__(
@@ -103,8 +100,6 @@ class LimitedBestEffort(BatcherWrapper):
 
 
 class LimitedBuilder:
-    """Batch of one `LimitedBestEffort` step."""
-
     def __init__(self, rules: LimitedBestEffort, inner: BatchBuilder, context: StepContext) -> None:
         self._rules = rules
         self._inner = inner

@@ -1,5 +1,3 @@
-"""Requests in cells of equal index, each in arrival order, and their order by index and age."""
-
 from __future__ import annotations
 
 import heapq
@@ -83,11 +81,9 @@ class SortedCells:
         self._limit = _BELOW_ALL if self._cells else None
 
     def open(self, cell: Cell) -> None:
-        """Add an empty cell."""
         self._cells.append(cell)
 
     def close(self, cell: Cell) -> None:
-        """Remove a cell that has become empty."""
         self._cells.remove(cell)
 
     def add(self, cell: Cell, entry: Entry) -> None:

@@ -1,5 +1,3 @@
-"""Cost models: the duration of steps and transfers."""
-
 from __future__ import annotations
 
 import math
@@ -15,18 +13,16 @@ STEP_TERMS = ("floor", "prefill_token", "attention_pair", "decode", "context_tok
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:
-    """Cost model that is linear in a step's shape, above a floor (BROS section 4.2, ALISE section 3.2).
+    """Cost model that is linear in a step's shape, above a floor (BROS section 4.2, ALISE section 3.2). In seconds.
 
     A step takes floor + max(weights, prefill_token x tokens + decode x requests) + attention_pair x pairs +
-    context_token x KV tokens. All attributes are in seconds.
+    context_token x KV tokens.
 
     Attributes:
         weights: Time to read the weights, which overlaps with the arithmetic of few tokens.
-        prefill_token: Time per token of a slice longer than one token.
-        attention_pair: Time per query-key pair of such slices.
-        decode: Time per decoding request.
-        context_token: Time per KV token that decodes read.
-        block: Time per KV block moved.
+        prefill_token: Per token of a slice longer than one token; `attention_pair` per query-key pair of such slices.
+        decode: Per decoding request; `context_token` per KV token that these read.
+        block: Per KV block moved.
     """
 
     floor: float
@@ -142,8 +138,7 @@ class LearningCost:
     """Linear cost model that adapts to measured steps, but not to measured transfers.
 
     Each step scales every coefficient by the step's relative error times the coefficient's share of its time, which
-    keeps coefficients positive. Published costs change only between revisions, and stay within `REVISION_FACTOR` of the
-    learned ones.
+    keeps coefficients positive. Published costs change only between revisions.
     """
 
     def __init__(self, start: LinearCost) -> None:

@@ -1,5 +1,3 @@
-"""Orderings of the two service classes of BROS."""
-
 from __future__ import annotations
 
 from collections import deque
@@ -18,11 +16,9 @@ from skipjoin.policies.ranking import Ranking
 class NextTokens:
     """Deadlines of the next token of each real-time request.
 
-    The first token is due a TTFT after the arrival, each further one a TPOT after the last token (BROS section 4.1).
-
-    Args:
-        counts_lead: Whether a request's schedule, until which it may be without KV, includes the time by which its
-            tokens came faster than its TPOT. Otherwise the schedule is the deadline of its next token, as in the paper.
+    The first token is due a TTFT after the arrival, each further one a TPOT after the last token (BROS section 4.1). If
+    `counts_lead`, a request's schedule, until which it may be without KV, includes the time by which its tokens came
+    faster than its TPOT; in the paper it does not.
     """
 
     def __init__(self, default: Target, *, counts_lead: bool = False) -> None:
@@ -66,8 +62,7 @@ class ByDeadline(Callbacks):
 
     A request that missed its deadline ranks behind those that can still meet theirs, fewest remaining tokens first.
     After another `overdue_s` it ranks first, by deadline, so no request starves. It can then preempt late requests, but
-    not those that can still meet their deadlines. Requests without a first token also preempt those with a later
-    schedule, if leads count.
+    not those that can still meet their deadlines.
     """
 
     def __init__(self, next_tokens: NextTokens, overdue_s: float) -> None:

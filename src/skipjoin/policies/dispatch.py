@@ -1,5 +1,3 @@
-"""Dispatch policies, which choose the replica of a request."""
-
 from __future__ import annotations
 
 import heapq
@@ -40,8 +38,7 @@ class Dispatch(Protocol):
         """Return the number of the replica for the request."""
         ...
 
-    def observe(self, replica: int, events: Sequence[Event]) -> None:
-        """Process the events of a replica."""
+    def observe(self, replica: int, events: Sequence[Event]) -> None: ...
 
 
 class RoundRobin:
@@ -187,11 +184,9 @@ class LeastWork:
 class PrefixAware(LeastWork):
     """Chooses the replica with the least work, minus the prefill time that its cached prefixes save the request.
 
-    Among equals the longest cached prefix wins, then the first replica. Without a cached prefix this is `LeastWork`.
-
-    Saved time counts once where several unfinished requests share the prefix, because another replica that computes it
-    once serves all later ones. It counts `OWN_WEIGHT` times otherwise. So the chosen replica's work exceeds the minimum
-    by at most `OWN_WEIGHT` times the prompt's prefill time, and by at most that time for a shared prefix.
+    Among equals the longest cached prefix wins, then the first replica. Saved time counts once where several unfinished
+    requests share the prefix, because another replica that computes it once serves all later ones, and `OWN_WEIGHT`
+    times otherwise.
     """
 
     def __init__(

@@ -1,5 +1,3 @@
-"""Eviction policies: what to swap out or drop when blocks run short, and what to swap ahead of need."""
-
 from __future__ import annotations
 
 import math
@@ -75,17 +73,13 @@ class KeepKv(Recompute):
 class Swap(Recompute):
     """Reactive swapping (FastServe section 4.2): swaps the lowest-ranked requests out and in with blocking transfers.
 
-    KV is dropped if its prefill is unfinished, the CPU tier is full, or recomputation is faster than swapping it out
-    and in.
+    KV is dropped if its prefill is unfinished, the CPU tier is full, or recomputation is faster than swapping.
 
     Args:
         drop_share: Maximum share of time for recomputation after drops for new requests; inf disables the limit. New
             requests of a better band than their victim are exempt, and those that must precede a candidate.
         exempts_first: Whether real-time requests without output are exempt, too. Their ordering must then limit the
             share of time for first tokens and recomputation.
-
-    Attributes:
-        displaces: Whether lower-ranked requests lose their KV on the CPU tier in place of a victim.
     """
 
     is_decode_invariant = True
@@ -167,8 +161,7 @@ class Spill(Swap):
     """Swaps out only the missing number of blocks, the last ones of best-effort requests (BROS section 5.2).
 
     A victim waits until all of its KV can be on the device again. Best-effort requests with KV on the CPU tier come
-    first: they wait already. Real-time requests are evicted last, and as a whole. KV is dropped if it does not fit the
-    CPU tier or is recomputed faster. Best-effort requests are swapped in while others compute.
+    first: they wait already. Real-time requests are evicted last, and as a whole.
     """
 
     is_decode_invariant = True
@@ -230,9 +223,7 @@ class ProactiveSwap(Swap):
 
     While blocks are short, the request scheduled last is swapped out first, and the one scheduled soonest is swapped in
     first. Blocks are kept free for growth, expected arrivals, and waiting requests that precede all others. Swaps are
-    blocking where that does not suffice, and where transfers take next to no time.
-
-    Overlapped moves are for every request with a computed prompt. Blocking ones must beat recomputation, as in `Swap`.
+    blocking where that does not suffice, and where transfers take next to no time; these must beat recomputation.
     """
 
     def __init__(self, cost: CostModel, *, drop_share: float = DROP_SHARE, exempts_first: bool = False) -> None:

@@ -1,5 +1,3 @@
-"""Pace of first tokens: the share of time that prompts of new requests may take from generating ones."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Gittins index of requests on learned hazards, weighted by 1/length."""
-
 from __future__ import annotations
 
 import math
@@ -47,7 +45,6 @@ class Kind(NamedTuple):
 
 
 def kind_of(request: Request, cls: ForecastClass, time: ExecutionTime) -> Kind:
-    """Return the kind of a request."""
     prompt = len(request.prompt)
     octave = int(math.log2(max(_SHORT_PROMPT, prompt)))
     jct_s = request.options.target.jct_s
@@ -63,14 +60,7 @@ class GittinsIndex:
     hazard rises, and so does the index: nothing is preempted. With heavy tails it falls, and short work goes first.
     With good forecasts the order becomes shortest remaining time.
 
-    One object serves all orderings of an engine, so that nothing learned is lost with an empty band or client.
-
-    Args:
-        max_seqs: Number of slots.
-
-    Attributes:
-        model: Learned output lengths.
-        revision: Changes when indices change.
+    One object serves all orderings of an engine. `revision` changes when indices change.
     """
 
     def __init__(self, cost: CostModel, max_seqs: int) -> None:

@@ -1,5 +1,3 @@
-"""Hazards of output lengths, counted online: the probability that a request ends in a bin once it has reached it."""
-
 from __future__ import annotations
 
 import math
@@ -26,7 +24,6 @@ _LEAST = 1e-12
 
 
 def bin_of(tokens: float) -> int:
-    """Return the bin of a length of at least 1 token."""
     return min(BINS - 1, max(0, length_bin(tokens) - _MERGED + 1))
 
 
@@ -52,10 +49,6 @@ class Hazards:
 
     Each request counts once per bin it leaves, at the time it leaves. So the estimate does not depend on which requests
     a scheduler favors, unlike one that learns at the end of requests and sees short ones first.
-
-    Attributes:
-        reached: Weight of the requests that left each bin.
-        ended: Weight of those that ended in it.
     """
 
     __slots__ = ("ended", "reached")

@@ -9,8 +9,6 @@ from skipjoin.core.prefixes import Key
 
 
 class _Uses(NamedTuple):
-    """Numbers of a key's two latest uses on a replica; -1 means none."""
-
     latest: int
     before: int
 

@@ -1,5 +1,3 @@
-"""Learned distribution of output lengths: a mixture of experts, weighted by how well they predicted so far."""
-
 from __future__ import annotations
 
 import math
@@ -32,7 +30,6 @@ EXPERTS = ("all requests", "forecast class", "ratio to forecast", "forecast dist
 
 
 def class_of(forecast: Forecast | None) -> ForecastClass:
-    """Return the class of a forecast."""
     if forecast is None or forecast.source == _PRIOR:
         return None
     return bin_of(max(1.0, forecast.tokens))
@@ -58,7 +55,7 @@ class LengthModel:
     Four experts predict whether a request ends in the bin it is about to leave. The first knows all requests; the
     second the requests of its class, shrunk to the first; the third the ratios of lengths to forecasts; the fourth
     believes the forecasts' own distributions. Each prediction is scored before it is learned from, and hazards are
-    mixed with weights exp(score). So worthless forecasts lose to the first expert and are ignored.
+    mixed with weights exp(score), so that worthless forecasts are ignored.
 
     Attributes:
         notes: Number of times a request left a bin.
@@ -85,7 +82,6 @@ class LengthModel:
         return cls
 
     def note(self, cls: ForecastClass, place: int, *, ended: bool) -> None:
-        """Learn that a request left the bin `place`."""
         if cls is not None:
             self.hazards(cls)  # the experts of the last refresh are scored
             for number, expert in enumerate(self._experts[cls]):

@@ -35,8 +35,6 @@ class _Job:
 
 
 class _Queue:
-    """Requests by key, smallest first."""
-
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self._keys: list[tuple[int, int]] = []
@@ -70,22 +68,20 @@ class SkipJoinMlfq(Callbacks):
     """Skip-join multi-level feedback queue (FastServe section 4.1).
 
     Queue i has a quantum of `2^i` times the shortest iteration. A request joins the first queue whose quantum covers
-    its prefill, and is demoted when its quantum is used up. It is charged the profiled time of its own slices. Within a
-    queue the order is FIFO: running requests keep their position, demoted and promoted ones join the tail.
-
-    After `starvation_s` seconds without running, a request is promoted to the first queue, with the time to recompute
-    lost KV for free.
+    its prefill, and is demoted when its quantum is used up by the profiled time of its own slices. Within a queue the
+    order is FIFO. After `starvation_s` seconds without running, a request is promoted to the first queue, with the time
+    to recompute lost KV for free.
 
     Args:
         quantum_s: First quantum; None uses the shortest iteration, and follows revisions of the cost model.
         hysteresis_s: Scheduled times that differ by less count as equal, so that KV does not move for them; None
-            derives it from the shortest iteration, and follows revisions.
+            derives it from the shortest iteration.
         promotion_share: Maximum share of time for promoted requests. Infinity bounds waiting, but leaves time for
             little else at overload.
-        returns: Whether a promoted request returns to its former queue after one quantum. Otherwise it moves down
-            queue by queue, as in Algorithm 1, which lengthens the mean latency at overload.
-        shortest_prefill: Whether requests in a queue are ordered by the tokens of their prefill, because those with
-            long ones gain less from the same time. The first queue is always FIFO, so that none starves in it.
+        returns: Whether a promoted request returns to its former queue after one quantum. Otherwise it moves down queue
+            by queue, as in Algorithm 1, which lengthens the mean latency at overload.
+        shortest_prefill: Whether requests in a queue are ordered by the tokens of their prefill. The first queue is
+            always FIFO, so that none starves in it.
         skip_join: Whether requests skip queues; False is plain MLFQ.
     """
 

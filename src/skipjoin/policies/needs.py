@@ -1,5 +1,3 @@
-"""Index of waiting requests by the number of KV blocks that they need."""
-
 from __future__ import annotations
 
 import heapq
@@ -67,8 +65,6 @@ class NeedIndex:
 
 
 class _Kind:
-    """Requests by one of their needs."""
-
     def __init__(self) -> None:
         self._needs: list[int] = []  # ascending
         self._queues: dict[int, list[tuple[Any, Request]]] = {}

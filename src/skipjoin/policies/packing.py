@@ -1,5 +1,3 @@
-"""Packing of both service classes into steps that meet token deadlines (BROS section 4.2)."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
@@ -33,14 +31,9 @@ class Packing:
 
     The most urgent real-time request joins unconditionally, others by urgency within the limit. Best-effort requests
     follow while slots and time remain; otherwise each may replace the least urgent real-time request if that can wait
-    for another step. Prompts are cut to the remaining time.
-
-    Best-effort requests join until a step has `cap` requests. The cap doubles with each step without real-time
-    requests, up to `max_seqs`, and resets to `base` when real-time requests exceed the time. The paper caps both
-    classes.
-
-    Args:
-        next_tokens: Token deadlines; it contains exactly the real-time requests.
+    for another step. Prompts are cut to the remaining time. A step has up to `cap` best-effort requests, which doubles
+    with each step without real-time requests, up to `max_seqs`, and resets to `base` when these exceed the time. The
+    paper caps both classes.
     """
 
     def __init__(

@@ -13,13 +13,8 @@ class RemainingTime:
     """Value function of the least remaining work in seconds: uncached tokens plus predicted output (ALISE section 3.1).
 
     With true lengths this is SRPT. A request that outgrows its predicted length is predicted to get twice as long,
-    repeatedly, but not longer than its `max_tokens`.
-
-    Every `aging_s` seconds since its arrival count like e times less remaining work. As all requests age alike, the key
-    is log(remaining time) + arrival / `aging_s` and does not change while the request waits.
-
-    Args:
-        aging_s: inf disables aging.
+    repeatedly, up to its `max_tokens`. Every `aging_s` seconds since its arrival count like e times less remaining
+    work. As all requests age alike, the key does not change while the request waits.
     """
 
     def __init__(

@@ -57,8 +57,7 @@ class EvenStages(BatcherWrapper):
     a row.
 
     Args:
-        max_seqs: Requests that fit all stages together.
-        max_tokens: Prompt tokens that fit all stages together.
+        max_seqs, max_tokens: What fits all stages together.
         cuts: Whether prompts may be cut to the share. A lone prompt is cut so that its chunks pipeline through the
             stages.
         holds_back: Whether new requests may be skipped, too.
@@ -106,8 +105,6 @@ class EvenStages(BatcherWrapper):
 
 
 class EvenBuilder:
-    """Batch of one `EvenStages` step."""
-
     def __init__(
         self, rules: EvenStages, inner: BatchBuilder, loads: _Loads, flying: Sequence[float], passed: dict[Request, int]
     ) -> None:

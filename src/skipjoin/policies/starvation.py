@@ -1,5 +1,3 @@
-"""Starvation thresholds, derived from step times or from a bound on waiting."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -40,8 +38,7 @@ class WorstCase:
 
     Attributes:
         max_len: Maximum tokens of a request, at most the device's capacity.
-        max_seqs, max_tokens: Limits of a step.
-        device_blocks, cpu_blocks: KV blocks on the device and CPU tiers; `cpu_blocks` is 0 where KV is never swapped.
+        cpu_blocks: 0 where KV is never swapped.
         moves_overlapped: Whether transfers may overlap with steps.
         stages: Pipeline stages that share each step (`EvenStages`), with as many plans in flight.
     """

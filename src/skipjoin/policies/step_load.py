@@ -25,7 +25,6 @@ class StepLoad(NamedTuple):
         return cls(tokens, tokens * start + tokens * (tokens + 1) // 2, 0, 0, away)
 
     def plus(self, other: StepLoad, sign: int = 1) -> StepLoad:
-        """Return the sum of two loads, or their difference for `sign` -1."""
         prefill, attention, decodes, context, away = other
         return StepLoad(
             self.prefill + sign * prefill,

@@ -49,8 +49,7 @@ class Valued(Callbacks):
     """Ordering by value, smallest key first, with ties by arrival.
 
     A key is computed on arrival, eviction, a changed forecast, every prompt chunk, and at the token counts and times
-    that the value names. After a revision, waiting requests keep their keys until the next such event, as sorting all
-    would cost the length of the queue.
+    that the value names. After a revision, waiting requests keep their keys until the next such event.
     """
 
     def __init__(self, value: Value) -> None:

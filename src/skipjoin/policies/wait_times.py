@@ -66,9 +66,9 @@ class Backlog:
 class ShortestWithWaits(Valued):
     """Shortest remaining time first, with next scheduled times from wait times (ALISE section 3.2, equations 6 and 7).
 
-    The wait time is the total remaining time of smaller keys divided by the mean batch size. It is capped by the time
-    until aging ranks the request before all future arrivals. Requests that have not run since their arrival or eviction
-    count through a `Backlog`, the others only if they are passed to `expected_order`.
+    The wait time is the total remaining time of smaller keys divided by the mean batch size, up to the time when aging
+    ranks the request before all future arrivals. Requests that have not run since their arrival or eviction count
+    through a `Backlog`, the others only if they are passed to `expected_order`.
     """
 
     def __init__(self, value: RemainingTime, *, hysteresis_s: float = 0.25) -> None:

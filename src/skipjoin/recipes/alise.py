@@ -1,5 +1,3 @@
-"""Recipe `alise`."""
-
 from __future__ import annotations
 
 import math

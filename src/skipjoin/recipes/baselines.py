@@ -1,5 +1,3 @@
-"""Recipes `fcfs`, `sarathi` and `srpt`."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

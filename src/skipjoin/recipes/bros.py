@@ -1,5 +1,3 @@
-"""Recipe `bros`, for real-time and best-effort requests together."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping

@@ -1,5 +1,3 @@
-"""Recipe `econoserve`."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -141,7 +139,6 @@ def econoserve(s: Settings, p: OrderParams) -> Policies:
 
 
 def by_objectives(s: Settings, p: OrderParams, index: Callable[[Needs], NeedIndex] = NeedIndex) -> Policies:
-    """Return the policies of `econoserve`, with the index of `decoupled`."""
     lengths = PaddedLengths(p.padding)
     order = ByObjective(
         ExecutionTime(s.cost),

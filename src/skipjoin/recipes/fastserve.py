@@ -1,5 +1,3 @@
-"""Recipe `fastserve`."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Recipes in users' files, such as `./my_policy.py:edf`."""
-
 from __future__ import annotations
 
 import importlib.util

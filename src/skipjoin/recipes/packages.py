@@ -1,5 +1,3 @@
-"""Recipes of installed packages, by entry points of the group `skipjoin.recipes`."""
-
 from __future__ import annotations
 
 import sys

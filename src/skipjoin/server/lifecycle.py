@@ -1,14 +1,11 @@
 """Start-up, life and shutdown of the server.
 
-| exit code | meaning |
-|---|---|
-| 0 | stopped by SIGTERM or SIGINT |
-| 1 | the engine could not start, or died |
-| 2 | the address cannot be used (the port is in use, the host is another one), or a named model, file or folder |
+| exit code | meaning | |---|---| | 0 | stopped by SIGTERM or SIGINT | | 1 | the engine could not start, or died | | 2 |
+the address, or a named model, file or folder, cannot be used |
 
 The first signal drains the server: /ready and new requests get 503, running requests continue for at most
-`shutdown_timeout_s`, and batch lines return to the store. The second signal stops everything immediately. When the
-engine dies, all requests and /health fail with 503 for `DEATH_GRACE_S`, so that clients and probes see this.
+`shutdown_timeout_s`, and batch lines return to the store. The second stops everything immediately. When the engine
+dies, all requests and /health fail with 503 for `DEATH_GRACE_S`, so that clients and probes see this.
 """
 
 from __future__ import annotations
@@ -87,8 +84,7 @@ class Engines(Protocol):
         """Start the engines and wait until they accept requests, or raise `EngineStartError`."""
         ...
 
-    async def stop(self) -> None:
-        """Stop all processes and release their resources."""
+    async def stop(self) -> None: ...
 
     def kill(self) -> None:
         """Kill all processes immediately. Call `stop` next."""

@@ -1,5 +1,3 @@
-"""Closed-loop arrivals: a stream submits its next requests when earlier ones finish."""
-
 from __future__ import annotations
 
 import math

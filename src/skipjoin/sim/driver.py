@@ -1,5 +1,3 @@
-"""Discrete-event driver of the simulator."""
-
 from __future__ import annotations
 
 import heapq
@@ -159,8 +157,6 @@ class Traffic(Protocol):
 
 
 class Arrivals:
-    """Requests in order of arrival."""
-
     def __init__(self, requests: Iterable[Request]) -> None:
         self._queue = deque(sorted(requests, key=lambda request: (request.arrival, request.id)))
 

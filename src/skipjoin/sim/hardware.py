@@ -1,5 +1,3 @@
-"""Catalog of simulated GPUs."""
-
 from __future__ import annotations
 
 import re

@@ -1,8 +1,7 @@
 """Disaggregated prefill and decode, as in DistServe: prompt KV crosses the network between replicas.
 
-A prefill replica keeps a request's KV until it has landed on a decode replica. That replica pulls it, first come, first
-served, when its admission policy has space without an eviction. Each replica has its own link, even if replicas share a
-server.
+A prefill replica keeps a request's KV until it has arrived at a decode replica, which pulls it, first come, first
+served, when its admission policy has space without an eviction.
 """
 
 from __future__ import annotations

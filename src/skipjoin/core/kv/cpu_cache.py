@@ -19,10 +19,7 @@ class CpuCache:
     """Prefix cache in the free blocks of the CPU tier.
 
     When few other device blocks are free, the cached blocks that are reused next are copied in advance, one copy at a
-    time. A copy is discarded if its source is reused before it lands.
-
-    Args:
-        is_exact: Whether swapping preserves KV exactly; otherwise nothing is cached.
+    time. A copy is discarded if its source is reused before it is complete.
     """
 
     def __init__(self, device: BlockPool, cpu: BlockPool, block_size: int, *, is_exact: bool) -> None:

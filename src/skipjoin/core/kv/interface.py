@@ -1,7 +1,6 @@
-"""Interface of the KV ledger to the planner and the policies.
+"""Interface of the KV ledger to the planner and the policies, which any engine's account of KV blocks can implement.
 
-It is what any engine's account of KV blocks can answer, so the scheduler also runs on the blocks of another engine. A
-ledger returns its capabilities `Tiered`, `Cached`, `Shared` and `Reserving`, or None.
+A ledger returns its capabilities `Tiered`, `Cached`, `Shared` and `Reserving`, or None.
 """
 
 from __future__ import annotations
@@ -155,12 +154,10 @@ class Cached(Protocol):
         """Return the number of device blocks shared only among these requests; no single footprint includes them."""
 
     @property
-    def cached_blocks(self) -> int:
-        """Number of free device blocks in the cache."""
+    def cached_blocks(self) -> int: ...
 
     @property
-    def cached_cpu_blocks(self) -> int:
-        """Number of free CPU-tier blocks in the cache."""
+    def cached_cpu_blocks(self) -> int: ...
 
     @property
     def shared_blocks(self) -> int:

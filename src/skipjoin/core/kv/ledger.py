@@ -236,7 +236,6 @@ class KVLedger:
             reservation.join(self.reservations.root)
 
     def _give_back(self, held: RequestBlocks, blocks: Sequence[int]) -> None:
-        """Remove the holder of blocks and free those without another. The caller resizes its reservation."""
         if self._holders.of or self._shared.of:
             remove = self._shared.remove if self._shared.of else self._holders.remove
             blocks = [block for block in blocks if not remove(block, held)]

@@ -1,5 +1,3 @@
-"""Record of what one request holds, and the holders of each block."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable

@@ -106,8 +106,6 @@ class Reservation:
 
 
 class Reservations:
-    """Reservations of requests and accounts, taken from the shared pool or from a parent reservation."""
-
     def __init__(self, blocks: int) -> None:
         self.root = Reservation()
         self.total = blocks

@@ -1,8 +1,7 @@
 """Ray cluster: a private one on this machine, or an existing one.
 
-Ray places and starts processes; tokens and plans do not pass through it. A private cluster ends with this process. Its
-processes listen on loopback only and require a generated token. Their files and sockets are in a folder that no other
-user can enter.
+Ray places and starts processes; tokens and plans do not pass through it. Processes of a private cluster listen on
+loopback only and require a generated token. Their files are in a folder that no other user can enter.
 """
 
 from __future__ import annotations
@@ -79,12 +78,7 @@ class Cluster:
 
     @classmethod
     def start(cls, cpus: int) -> Cluster:
-        """Start a private cluster, or return the one in use.
-
-        Args:
-            cpus: CPUs that the cluster declares, which limit how many processes can be placed. May exceed the machine's
-                CPUs.
-        """
+        """Start a private cluster, or return the one in use. `cpus` limits how many processes can be placed."""
         if (used := _used()) is not None:
             return used
         ray = import_ray()

@@ -1,8 +1,4 @@
-"""Ray actor of a rank.
-
-It imports torch only when the rank gets a model, so that ranks are placed and the versions of their nodes compared
-without delay.
-"""
+"""Ray actor of a rank. Imports torch only when the rank gets a model, so that ranks are placed without delay."""
 
 from __future__ import annotations
 

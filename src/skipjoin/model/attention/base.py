@@ -14,7 +14,7 @@ from skipjoin.model.parallel import Shard
 class AttentionBackend(Protocol):
     """Causal attention of a packed batch over the paged cache.
 
-    Slots beyond a sequence's length may hold any value, including NaN. Implementations use the strides of all tensors.
+    Slots beyond a sequence's length may hold any value, including NaN.
     """
 
     name: str
@@ -30,8 +30,7 @@ class AttentionBackend(Protocol):
     ) -> Sequence[tuple[tuple[int, ...], int]]:
         """Return batches that together need every kernel version that a batch within the limits can need.
 
-        A batch is (lengths of the segments, blocks of the tables), the same on all ranks. `positions` bounds a
-        sequence.
+        A batch is (lengths of the segments, blocks of the tables). `positions` bounds a sequence.
         """
         ...
 

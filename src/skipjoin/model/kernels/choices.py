@@ -1,5 +1,3 @@
-"""Size choices of the attention kernels, and their measurement."""
-
 from __future__ import annotations
 
 import logging

@@ -1,7 +1,6 @@
 """Attention of one query token per sequence over the paged cache.
 
-The keys of a sequence are split into chunks by its own length alone, so results do not depend on the batch. A second
-kernel combines the partial results of each sequence in chunk order.
+The keys of a sequence are split into chunks by its own length alone, so results do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -309,9 +308,6 @@ def share_out(batch: PackedBatch, segments: torch.Tensor | None = None, *, windo
     """Return the work list of the segments of length one.
 
     Shapes do not depend on lengths, so a graph can replay it after the batch's index tensors have changed.
-
-    Args:
-        segments: int64 indexes; None for all segments of a batch of decodes.
     """
     count = len(batch.lengths) if segments is None else segments.shape[0]
     most = count * max_chunks(batch.block_tables.shape[1] * batch.block_size)

@@ -40,8 +40,6 @@ def norm_kernel(
 
     Args:
         x: Row r begins at (r // HEADS) * x_stride + (r % HEADS) * head_stride.
-        product: Contiguous, as `out`.
-        ADD: Whether there is a `product`.
         BLOCK: Next power of two from WIDTH.
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]

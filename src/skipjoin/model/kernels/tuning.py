@@ -95,9 +95,6 @@ class TunedTable:
         """Time `run` with each of `configs`, keep the fastest for `key` and return it.
 
         A config that this device cannot run is skipped. If it can run none, the first is returned and nothing is kept.
-
-        Args:
-            run: Called with a config and a turn below `turns`.
         """
         times: dict[int, float] = {}
         for i, config in enumerate(configs):

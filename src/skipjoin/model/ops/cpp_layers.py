@@ -41,13 +41,7 @@ def shape_of(parts: LayerParts, call: LayerCall) -> LayerShape:
 
 
 class CppLayers:
-    """`FusedLayers` in compiled code. Not thread-safe, as `CppOps`.
-
-    Args:
-        kind: Number of the type.
-        scratch: Returns the address of memory for a product, given its rows, inputs and threads.
-        calls: The layers for compiled code, which have addresses in `layers`.
-    """
+    """`FusedLayers` in compiled code. Not thread-safe, as `CppOps`."""
 
     def __init__(
         self,

@@ -1,5 +1,3 @@
-"""Removes tokens from rows of logits by packed masks, and chooses the best of those that remain."""
-
 from __future__ import annotations
 
 import ctypes

@@ -35,8 +35,6 @@ class TritonOps(TorchOps):
 
 
 class TritonActivatedLinear(TorchActivatedLinear):
-    """Product, then one kernel for bias and activation."""
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return bias_and_activation(F.linear(x, self.weight), self.bias, self.activation)
 
@@ -49,8 +47,6 @@ class TritonGatedLinear(TorchLinear):
 
 
 class TritonNorm:
-    """RMS or layer norm in a Triton kernel."""
-
     def __init__(self, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, *, centre: bool) -> None:
         self._weight, self._bias, self._eps, self._centre = weight, bias, eps, centre
 
@@ -72,8 +68,6 @@ class InvariantOps(TritonOps):
 
 
 class InvariantLinear(TorchLinear):
-    """Product in a Triton kernel."""
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return product(x, self.weight, self.bias)
 
@@ -85,8 +79,6 @@ class InvariantLinear(TorchLinear):
 
 
 class InvariantActivated(InvariantLinear):
-    """Product, then one kernel for bias and activation."""
-
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> None:
         super().__init__(weight, bias)
         self.activation = activation

@@ -22,13 +22,7 @@ FLAGS = (
 
 
 class Variant(NamedTuple):
-    """Library of a wheel.
-
-    Attributes:
-        path: Value of `skipjoin_path`.
-        cpu: Processor in LLVM's names.
-        needs: Required features, named as in /proc/cpuinfo.
-    """
+    """Library of a wheel, for the processor `cpu` in LLVM's names, with required features as in /proc/cpuinfo."""
 
     path: str
     cpu: str

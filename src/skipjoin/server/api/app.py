@@ -1,5 +1,3 @@
-"""ASGI application with all routes behind the access guard."""
-
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable

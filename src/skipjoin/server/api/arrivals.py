@@ -18,7 +18,7 @@ class Arrival(NamedTuple):
 
     Attributes:
         at: Seconds since the epoch.
-        ttft_s: Time to first token, and `jct_s` to the end, as the API process saw them; None without a token.
+        ttft_s, jct_s: As the API process saw them; None without a token.
         number: Number of the choice at the engines.
         submit_s: Time from the arrival until the choice was sent to an engine.
         first_at: Monotonic time of the first token.

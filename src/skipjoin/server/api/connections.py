@@ -26,13 +26,11 @@ class ConnectionLimits:
     Attributes:
         max_header_bytes: Maximum size of a head, and of the trailers and chunk framing of a body.
         max_connections: At the limit, a new connection closes one that waits for its client.
-        max_per_address: Maximum number of connections of an address that have not shown a key.
-        head_s: Time limit for a head, from the start of the connection or the head's first byte.
-        body_s: Time limit for a body, extended by a second for each `body_bytes_per_s` that arrive.
-        write_s: Time limit for a client to read `MIN_READ_BYTES` of a response, or the rest of it.
-        linger_s: Time for which the rest of a request is dropped after an early response.
-        linger_pause_s: Maximum pause of the client in that time.
-        linger_bytes: Maximum number of dropped bytes.
+        max_per_address: For connections of an address that have not shown a key.
+        head_s: From the start of the connection or the head's first byte.
+        body_s: Extended by a second for each `body_bytes_per_s` that arrive.
+        write_s: For a client to read `MIN_READ_BYTES` of a response, or the rest of it.
+        linger_s, linger_pause_s, linger_bytes: For the rest of a request that is dropped after an early response.
     """
 
     max_header_bytes: int
@@ -56,8 +54,7 @@ class Connection(Protocol):
         """True if the connection is so new that its first bytes may have arrived unread."""
         ...
 
-    def abort(self) -> None:
-        """Close the connection immediately without a response."""
+    def abort(self) -> None: ...
 
 
 class Account:
@@ -75,10 +72,7 @@ class Connections:
     """Open connections of a server.
 
     A connection waits while its client has to send data. If there are too many, the longest waiting one of the address
-    or key with the most waiting ones is closed.
-
-    Args:
-        refused: Called with one of `CONNECTION_REFUSALS` for each closed connection.
+    or key with the most waiting ones is closed, and `refused` called with one of `CONNECTION_REFUSALS`.
     """
 
     def __init__(self, limits: ConnectionLimits, refused: Callable[[str], None]) -> None:

@@ -1,5 +1,3 @@
-"""Streams of a server for its consoles."""
-
 from __future__ import annotations
 
 from skipjoin.server.api.feed import Feed

@@ -110,7 +110,6 @@ def _streams(request: Request) -> ConsoleStreams:
 
 
 def _number(request: Request, name: str, default: float, high: float) -> float:
-    """Return a number of the query in [1, high]."""
     text = request.query_params.get(name)
     if text is None:
         return default

@@ -29,7 +29,6 @@ class Explainer:
         self._reasons = reasons_of(service.info)
 
     def choice(self, life: Life, choice: int, reply: LivesFound, replica: int) -> dict[str, Any]:
-        """Return the explanation of one choice."""
         return {
             "choice": choice,
             "replica": replica,
@@ -50,7 +49,6 @@ class Explainer:
         }
 
     def words(self) -> dict[str, dict[str, str]]:
-        """Return all reasons in words."""
         return words_of(self._reasons)
 
 

@@ -1,8 +1,8 @@
 """Server-sent events for consoles: snapshots of the server, shared by all of them.
 
-The cost is bounded. Without a listener no snapshot is taken, and the engines record no steps. With listeners, one
-snapshot serves them all, has a bounded size, and is taken once per second, or less often if that would take more than
-`MAX_SHARE` of the time of this process or an engine. A listener that reads slowly skips snapshots.
+The cost is bounded. Without a listener no snapshot is taken, and the engines record no steps. Otherwise one snapshot of
+bounded size is taken per second, or less often if that would take more than `MAX_SHARE` of the time of this process or
+an engine. A listener that reads slowly skips snapshots.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ _TIMEOUT_S = 2.0
 
 
 class Feed:
-    """Takes snapshots while consoles listen."""
-
     def __init__(self, service: Service, *, has_batches: bool = False) -> None:
         self._service = service
         self._has_batches = has_batches
@@ -54,7 +52,6 @@ class Feed:
         self._is_closed = False
 
     def close(self) -> None:
-        """End all streams."""
         self._is_closed = True
         if self._task is not None:
             self._task.cancel()

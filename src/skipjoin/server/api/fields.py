@@ -1,5 +1,3 @@
-"""Building blocks of request bodies."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping

@@ -1,5 +1,3 @@
-"""Forecasts of output lengths. Late ones follow their requests."""
-
 from __future__ import annotations
 
 import asyncio
@@ -42,10 +40,7 @@ class Expectation:
 
     Args:
         learn: Called with the actual length of each output.
-        ask: Requests a forecast from another server while requests of the prompt run. It takes precedence.
-
-    Attributes:
-        predicted: Prediction of the forecaster, passed to `learn`.
+        ask: Requests a forecast from another server, which takes precedence.
     """
 
     __slots__ = ("_ask", "_ends", "_followers", "_learn", "_question", "_requests", "_revised", "forecast", "predicted")
@@ -109,8 +104,6 @@ class Expectation:
 
 
 class _Question(NamedTuple):
-    """Prompt whose forecast is due."""
-
     expectation: Expectation
     answer: asyncio.Future[None]
     prompt: Sequence[int]

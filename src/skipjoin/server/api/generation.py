@@ -1,11 +1,9 @@
 """Generation independent of HTTP: an endpoint turns a request body into a job, and runs the job at the engine.
 
-    job = await endpoint.prepare(body)
-    async with endpoint.run(job) as run:
-        async for deltas in run:
-            ...
-
-`replies` does this for HTTP requests, and `batches` for lines of batches.
+job = await endpoint.prepare(body)
+async with endpoint.run(job) as run:
+    async for deltas in run:
+        ...
 """
 
 from __future__ import annotations
@@ -76,9 +74,7 @@ class Format(Protocol):
         """Return the last event of a stream that fails."""
         ...
 
-    def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes:
-        """Return the body of a response that is not streamed."""
-        ...
+    def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes: ...
 
 
 class Prompt(NamedTuple):
@@ -93,10 +89,8 @@ class Prompt(NamedTuple):
 class Job:
     """Validated and tokenized request that holds admission slots. It must be run or closed.
 
-    `params`, `slots` and `expectations` have one entry per choice.
-
     Attributes:
-        choices: Sequences to generate, grouped by prompt.
+        choices: Sequences to generate, grouped by prompt. `params`, `slots` and `expectations` have one entry for each.
         arrived: Seconds on the monotonic clock from which the deadline in `options` counts.
         request_id: `x-request-id` of the HTTP request, if there is one.
     """

@@ -46,9 +46,7 @@ class BoundedProtocol(TolerantProtocol):
     """HTTP/1.1 connection with limits on sizes and times.
 
     It limits an incomplete head (the application checks complete ones) and the framing of chunked bodies. One timer
-    runs while the client has to send, another while it has to read.
-
-    A `LingeringClose` closes a connection whose request is answered early. For this purpose the protocol poses as the
+    runs while the client has to send, another while it has to read. For a `LingeringClose`, the protocol poses as the
     transport of uvicorn's request cycles (`write` to `resume_reading`).
     """
 

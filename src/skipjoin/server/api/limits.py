@@ -1,5 +1,3 @@
-"""Admission control, applied before tokenization."""
-
 from __future__ import annotations
 
 import math
@@ -186,7 +184,7 @@ class Admission:
         max_tokens: Maximum number of prompt tokens of sequences that have not run yet.
         steps: Returns the total number of engine steps. None counts one step per second.
         is_shared: True if clients share both limits fairly (see `Shares`).
-        client_kind: Kind of a client, for errors.
+        client_kind: Name for a client in errors.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""Pages for browsers: the console. They are static files, need no key, and get their data with the viewer's key.
-
-All work happens in the browser, so that no page can occupy this process for longer than a file of some kilobytes takes.
-"""
+"""Pages for browsers: static files that need no key. All work happens in the browser, with the viewer's key."""
 
 from __future__ import annotations
 

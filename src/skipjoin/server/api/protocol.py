@@ -1,23 +1,7 @@
 """Request bodies. Unknown fields are refused, so that nothing is ignored silently.
 
 Clients send some fields by default for features that this server does not have. Such a field is accepted with values
-that have no effect (`Only`) and refused with any other:
-
-| field | accepted |
-|---|---|
-| best_of, num_choices of beam search | null, 1; use_beam_search: null, false |
-| suffix, prompt_logprobs, truncate_prompt_tokens, allowed_token_ids | null |
-| functions | null, [] |
-| function_call | null, "none" |
-| add_special_tokens | any boolean |
-| modalities | null, ["text"]; audio, web_search_options: null |
-| continue_final_message, return_token_ids, return_tokens_as_token_ids | null, false |
-| length_penalty | null, 1 |
-| early_stopping | null, false; bad_words, logits_processors | null, [] |
-| kv_transfer_params, vllm_xargs, mm_processor_kwargs | null, {} |
-| prompt_embeds, moderation, thinking_token_budget | null |
-| labels (user, metadata, safety_identifier, ...), store, verbosity, prediction | any value within bounds |
-| fields that are `Ignored` | any value |
+that have no effect (`Only`, `Ignored`) and refused with any other.
 """
 
 from __future__ import annotations

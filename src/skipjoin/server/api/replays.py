@@ -1,5 +1,3 @@
-"""Simulations for the console, one at a time, in a process of their own."""
-
 from __future__ import annotations
 
 import asyncio
@@ -106,7 +104,6 @@ class Replays:
 
 
 def question_of(load: Mapping[str, Any], body: ReplayBody) -> bytes:
-    """Return the question to the program."""
     limits = body.model_dump(include={"max_num_seqs", "max_num_batched_tokens", "kv_blocks"})
     return encode({"found": load, "recipes": body.recipes, "limits": limits})
 

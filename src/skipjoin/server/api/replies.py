@@ -31,7 +31,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 class DisconnectedError(Exception):
-    """The client has disconnected."""
+    pass
 
 
 async def answer(request: Request, endpoint: Endpoint[BodyT]) -> Response:

@@ -1,5 +1,3 @@
-"""Live and recent requests by the ids that clients see."""
-
 from __future__ import annotations
 
 import time
@@ -17,7 +15,6 @@ class IndexedRequest:
     """HTTP request or line of a batch.
 
     Attributes:
-        response_id: Id of the response.
         request_id: `x-request-id` of the HTTP request; empty for a line of a batch.
         owner: Hash of the client's API key.
         choices: Index of the choice by sequence number.
@@ -62,10 +59,7 @@ class RequestIndex:
     def find(self, name: str, owner: str | None) -> IndexedRequest | None:
         """Return the request with this response id, or else the newest one with this `x-request-id`.
 
-        Response ids come first, because clients choose the other, and could choose the response id of another client.
-
-        Args:
-            owner: Only requests of this client are found; None for all.
+        Response ids come first, because clients choose the other. `owner` None finds those of all.
         """
         self._forget_old()
         named = [one for one in self._by_id.get(name, ()) if owner is None or one.owner == owner]

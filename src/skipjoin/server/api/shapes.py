@@ -1,6 +1,6 @@
 """Structural check of large bodies before validation.
 
-pydantic parses a whole JSON text and reports all errors. 4 MB of unknown fields thus block the interpreter for half a
+pydantic parses a whole JSON text and reports all errors: 4 MB of unknown fields block the interpreter for half a
 second. msgspec skips untyped values (`Raw`) and stops at the first error.
 """
 

@@ -19,13 +19,13 @@ class Shares:
     """Fair shares of one capacity.
 
     A fraction of the capacity, in [0, 1), is a reserve. The rest, divided by the number of clients with holdings or a
-    reservation, is the share of each client. A request for `amount` is one of three kinds:
+    reservation, is the share of each client. A request for `amount` is
 
-    - Within the share: it may use all free capacity.
-    - First request of a client that holds nothing, and at most the reserve: it leaves room for others' reservations.
-    - Borrowing: it leaves room for others' reservations and for the reserve.
+    - within the share: it may use all free capacity;
+    - the first of a client that holds nothing, and at most the reserve: it leaves room for others' reservations;
+    - beyond the share: it leaves room for others' reservations and for the reserve.
 
-    A refused request of the first two kinds becomes a reservation until the client is expected to retry.
+    A refused request of the first two becomes a reservation until the client is expected to retry.
     """
 
     def __init__(self, reserve: float = 0.0) -> None:
@@ -36,7 +36,7 @@ class Shares:
         self._next_check = 0.0
 
     def reserve_of(self, capacity: int) -> int:
-        """Return the amount that borrowers leave free, at least 1 if there is a reserve and `capacity` is 2 or more."""
+        """Return the amount that requests beyond their share leave free, at least 1 if `capacity` is 2 or more."""
         if not self._reserve or capacity < 2:
             return 0
         return max(1, int(self._reserve * capacity))

@@ -1,5 +1,3 @@
-"""Snapshots of a server for the console, as JSON."""
-
 from __future__ import annotations
 
 import time
@@ -82,7 +80,6 @@ def _without_totals(common: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def visible(parts: Iterable[Owned], owner: str | None) -> list[dict[str, Any]]:
-    """Return the rows that a viewer may see."""
     return [part.row for part in parts if owner in (None, part.owner)]
 
 

@@ -10,8 +10,7 @@ from skipjoin.model.tokenizer import Detokenizer, Tokenizer
 def prompt_offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str, *, skip_special: bool) -> list[int]:
     """Return for each token of a prompt the index in `text` at which it begins.
 
-    A token that the text does not show, such as one that the tokenizer adds, begins where the next one does. Bytes of a
-    character begin where it does.
+    A token that the text does not show begins where the next one does, and bytes of a character where it does.
     """
     is_hidden = [skip_special and token in tokenizer.special_ids for token in ids]
     offsets, found = _decoded_offsets(tokenizer, ids, is_hidden)

@@ -16,7 +16,7 @@ _BODY_HEADERS = (b"content-length", b"transfer-encoding")
 class TolerantProtocol(HttpToolsProtocol):
     """Connection that ignores upgrades (RFC 9110, 7.8), and sends no chunks and no interim responses to HTTP/1.0.
 
-    The parser takes all bytes after a head with an upgrade for another protocol. It gets such a head a second time,
+    The parser takes all bytes after a head with an upgrade for another protocol, so it gets such a head a second time,
     without the upgrade.
     """
 

@@ -10,10 +10,9 @@ class Viewer(NamedTuple):
     """What a key may see of the server's requests.
 
     Attributes:
-        key: Hash of the key.
         owner: Whose requests alone are shown; None for all.
-        has_totals: Whether figures over the requests of all keys are shown. From their changes one could tell the
-            lengths of a single request.
+        has_totals: Whether figures over all keys are shown. From their changes one could tell the lengths of a single
+            request.
     """
 
     key: str

@@ -1,5 +1,3 @@
-"""Contents of files. Names from clients are never used as paths."""
-
 from __future__ import annotations
 
 import asyncio
@@ -123,8 +121,6 @@ class _OpenFile:
 
 
 class Writer:
-    """Buffered writer of a file."""
-
     def __init__(self, file: _OpenFile) -> None:
         self._file = file
         self._chunks: list[bytes] = []

@@ -1,5 +1,3 @@
-"""Transactions on SQLite or PostgreSQL."""
-
 from __future__ import annotations
 
 import asyncio

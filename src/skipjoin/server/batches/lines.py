@@ -33,8 +33,6 @@ class _Fields(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class LineJob:
-    """Line that is ready to run."""
-
     job: Job
     has_own_deadline: bool
 

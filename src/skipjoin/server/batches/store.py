@@ -1,8 +1,8 @@
 """Durable store of files, batches, lines and results in SQLite or PostgreSQL.
 
-A running line, and a batch in validation or finalization, belong to a row in the table of servers. On PostgreSQL the
-row is a lease of `LEASE_S` by the database's clock; on SQLite the only server holds the folder's lock. Lines and
-batches of servers without a row are free again. A result counts only for the current attempt of its line.
+A running line, and a batch in validation or finalization, belong to a row in the table of servers: on PostgreSQL a
+lease of `LEASE_S` by the database's clock, on SQLite the folder's lock. Lines and batches of servers without a row are
+free again. A result counts only for the current attempt of its line.
 """
 
 from __future__ import annotations
@@ -60,9 +60,8 @@ class Store:
         """Open and migrate the database.
 
         Args:
-            url: postgresql://..., which servers can share if they share `place`. None uses SQLite in `place`, which
-                this process then owns.
-            place: Folder of the files.
+            url: postgresql://..., which servers can share if they share the folder of the files. None uses SQLite in
+                that folder, which this process then owns.
 
         Raises:
             FolderLocked: If another server holds the folder.
@@ -123,10 +122,9 @@ class Store:
             self._lock.close()
 
     async def renew(self) -> frozenset[tuple[str, int, int]]:
-        """Renew this server's lease, and make the lines of dead servers READY. Call every few seconds.
+        """Renew this server's lease, free the lines of dead servers, and return the keys of lines still held here.
 
-        Returns:
-            The keys of the lines that this server still holds. Stop all others, because their results are ignored.
+        Call every few seconds. Stop all other lines, because their results are ignored.
         """
         if not self._db.is_sqlite:  # on SQLite the lock is the lease
             await self._sign()

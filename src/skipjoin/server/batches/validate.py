@@ -19,8 +19,6 @@ _decode = msgspec.json.Decoder(Report).decode
 
 
 class Refused(Exception):  # noqa: N818 -- a verdict, not an error of this program
-    """The input file is invalid."""
-
     def __init__(self, errors: Sequence[LineError]) -> None:
         super().__init__(errors[0].message)
         self.errors = tuple(errors)

@@ -13,8 +13,7 @@ logger = logging.getLogger(__name__)
 def recover_blocks(kv: BlockLedger, *, is_idle: bool) -> int:
     """Free leaked blocks and return their number, which is 0 unless there is a bug.
 
-    Args:
-        is_idle: True if no request, plan or swap is in flight, so that any held block is leaked.
+    `is_idle` if no request, plan or swap is in flight, so that any held block is leaked.
 
     Raises:
         LedgerError: Two requests may write to one block, so outputs may be wrong.

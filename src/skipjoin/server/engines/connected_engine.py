@@ -21,12 +21,7 @@ Reply = RequestStates | LivesFound
 
 
 class ConnectedEngine:
-    """Engine that accepts requests.
-
-    Attributes:
-        send: Must not block or raise.
-        is_hung: True while the engine makes no progress.
-    """
+    """Engine that accepts requests. `send` must not block or raise."""
 
     __slots__ = ("info", "is_hung", "number", "questions", "send", "sequences", "stats")
 

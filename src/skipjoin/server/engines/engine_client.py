@@ -56,13 +56,8 @@ class EngineLoad(NamedTuple):
 class EngineClient:
     """Submits sequences to engines, delivers their tokens and moves them to another engine after a crash.
 
-    A moved sequence continues after the tokens that it has, so its output does not change.
-
-    Args:
-        patience_s: Time that a sequence waits for an engine before it fails.
-
-    Attributes:
-        dead: True if no engine is running and none will start.
+    A moved sequence continues after the tokens that it has, so its output does not change. It waits up to `patience_s`
+    for an engine. `dead` is True if no engine is running and none will start.
     """
 
     def __init__(

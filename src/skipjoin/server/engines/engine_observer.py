@@ -1,5 +1,3 @@
-"""Reports of an engine process on its requests: states of live ones, lives of recent ones, and steps."""
-
 from __future__ import annotations
 
 import math
@@ -31,15 +29,12 @@ MAX_FINISHED = 256
 
 
 class EngineObserver:
-    """Answers questions about the requests of one engine."""
-
     def __init__(self) -> None:
         self._lives = LifeLog()
         self._steps = StepLog()
         self._watched_until = -math.inf
 
     def observe(self, events: Sequence[Event]) -> None:
-        """Process the events of a step in order."""
         if not events:
             return
         self._lives.observe(events)
@@ -74,7 +69,6 @@ class EngineObserver:
         )
 
     def find(self, question: FindLives, core: EngineCore, now: float) -> LivesFound:
-        """Return lives of live and recently finished requests."""
         lives = self._lives
         if question.numbers is None:
             recent = lives.recent(now - question.since_s, now)

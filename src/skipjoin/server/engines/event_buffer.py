@@ -11,8 +11,7 @@ MAX_EVENTS = 512
 class EventBuffer:
     """Collects the events of several steps for observers.
 
-    Each step evicts the code and data of observers from the processor's caches, so that one visit per step would cost
-    several times as much.
+    One visit per step would cost several times as much, because each step evicts observers from the processor's caches.
     """
 
     def __init__(self, observers: Sequence[Callable[[Sequence[Event]], None]] = ()) -> None:

@@ -34,7 +34,6 @@ class LiveRequests(NamedTuple):
 
 
 def live_requests(replica: ConnectedEngine, reply: RequestStates) -> list[LiveRequest]:
-    """Return the sequences of a reply, except those that have finished by now."""
     return [
         LiveRequest(sequence.label, sequence.index, replica.number, state, sequence.owner)
         for state in reply.requests
@@ -43,7 +42,6 @@ def live_requests(replica: ConnectedEngine, reply: RequestStates) -> list[LiveRe
 
 
 def waiting_request(sequence: EngineSequence) -> LiveRequest:
-    """Return the state of a sequence that waits for an engine."""
     request = sequence.request
     predicted = current_prediction(request)
     state = RequestState(

@@ -52,7 +52,6 @@ def encode_span(
 
 
 def encode_attribute(key: str, value: Value) -> bytes:
-    """Return an attribute of a span."""
     return _attribute(9, key, value)
 
 
@@ -61,7 +60,6 @@ encode_frequent_attribute = lru_cache(maxsize=4096)(encode_attribute)
 
 
 def encode_request(resource: Mapping[str, Value], scope: str, version: str, spans: Iterable[bytes]) -> bytes:
-    """Return an `ExportTraceServiceRequest`."""
     described = _field(1, b"".join(_attribute(1, key, value) for key, value in resource.items()))
     named = _field(1, _field(1, scope.encode()) + _field(2, version.encode()))
     return _field(1, described + _field(2, named + b"".join(spans)))

@@ -77,8 +77,8 @@ class EngineSequence:
     """Sequence at the engines, from `EngineClient.submit` to its end.
 
     Attributes:
-        request: Prompt, output so far, options, and arrival on this process's monotonic clock.
-        params: Sampling parameters, with a seed so that another engine samples the same tokens.
+        request: Its arrival is on this process's monotonic clock.
+        params: With a seed, so that another engine samples the same tokens.
         has_begun: True if it has run at its current engine.
         deaths: Number of engines that crashed while it was running.
         stuck: Number of crashes since its last token that it may have caused.

@@ -1,5 +1,3 @@
-"""Sends encoded spans to a collector by OTLP over HTTP."""
-
 from __future__ import annotations
 
 import gzip
@@ -42,9 +40,6 @@ class SpanSender:
     """Posts spans once per second in a thread. Those that the collector does not take in time are dropped.
 
     OpenTelemetry's variables for headers, certificates, compression and timeout apply, and those for proxies.
-
-    Args:
-        build: Returns the message that contains the given spans.
     """
 
     def __init__(self, endpoint: str, build: Callable[[list[bytes]], bytes]) -> None:
@@ -69,7 +64,6 @@ class SpanSender:
         self._thread.start()
 
     def put(self, spans: bytes) -> None:
-        """Send the encoded spans of a request, without blocking."""
         if len(self._waiting) < _MAX_WAITING:
             self._waiting.append(spans)
         else:

@@ -34,7 +34,7 @@ class TraceWriter:
     """Encodes the spans of finished requests, for a thread that sends them.
 
     OpenTelemetry's SDK decides what is sampled. Its spans and exporter are not used, because they take 0.3 ms of a
-    request. Its variables apply, such as OTEL_SERVICE_NAME, OTEL_EXPORTER_OTLP_HEADERS and OTEL_TRACES_SAMPLER.
+    request.
     """
 
     def __init__(self, endpoint: str, model: str) -> None:
@@ -49,14 +49,12 @@ class TraceWriter:
         self._log = SpanLog(self._export)
 
     def observe(self, events: Iterable[Event]) -> None:
-        """Process events in order."""
         self._log.observe(events)
 
     def flush(self) -> None:
         """Do nothing: the thread sends spans at intervals."""
 
     def close(self) -> None:
-        """Send the remaining spans."""
         self._sender.close()
 
     def _export(self, request: Request, spans: list[Span]) -> None:

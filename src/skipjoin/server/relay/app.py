@@ -1,5 +1,3 @@
-"""Application of a console: pages for each server, and a relay of their requests."""
-
 from __future__ import annotations
 
 from urllib.parse import unquote
@@ -14,7 +12,6 @@ from skipjoin.server.relay.upstream import Upstream
 
 
 def add_routes(app: FastAPI, servers: list[Upstream]) -> None:
-    """Add the pages, and a path for each server."""
     app.state.pages = read_pages([NamedServer(one.url, f"/servers/{at}") for at, one in enumerate(servers)])
     for path in app.state.pages:
         add_route(app, ROUTES["GET", path])

@@ -1,5 +1,3 @@
-"""Lifecycle of the console's process."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Requests to a server on behalf of a browser."""
-
 from __future__ import annotations
 
 import os

@@ -31,11 +31,7 @@ class Extent:
 class Cell:
     """One run: a system, a workload and its extent.
 
-    With `slo.jct_scale`, policies see the objective of the predicted length, if there is one. The record uses that of
-    the true length.
-
-    Attributes:
-        slo_scale: Sets `slo` to this multiple of the light-load prefill and decode step (FastServe section 6.2).
+    With `slo.jct_scale`, policies see the objective of the predicted length. The record uses that of the true length.
     """
 
     system: System

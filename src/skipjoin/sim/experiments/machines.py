@@ -1,5 +1,3 @@
-"""Builds simulated systems from names."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -34,8 +32,6 @@ _OF_THE_CLUSTER = ("replicas", "dispatch", "prefill_replicas", "network_gbps")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Hardware and model, as named on a command line."""
-
     hardware: Annotated[
         str,
         Option(

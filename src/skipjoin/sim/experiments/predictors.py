@@ -81,8 +81,6 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class FromTruth:
-    """True lengths with a declared error."""
-
     name: str
     foresight: Foresight
 
@@ -125,8 +123,6 @@ def _regress(correlation: float) -> Foresight:
 
 @dataclass(frozen=True, slots=True)
 class FromColumn:
-    """Predictions from a column of the trace."""
-
     column: str
 
     def make(self, workload: Workload, jobs: Jobs, seed: int) -> Fixed:

@@ -1,5 +1,3 @@
-"""Replicas of a simulated run. Their executors alone know the true output lengths."""
-
 from __future__ import annotations
 
 import random

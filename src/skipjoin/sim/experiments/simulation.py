@@ -40,8 +40,6 @@ def _ignore(events: list[Event]) -> None:
 
 
 class ShardResult(NamedTuple):
-    """Result of one shard."""
-
     end_s: float
     facts: list[RequestFacts]
     rejected: list[Kind]
@@ -55,7 +53,6 @@ class Run:
     """Run of a cell: shards that can be simulated separately, and the record.
 
     Requests are assigned to replicas (prefill replicas, if any) round robin, and belong to the shard of that replica.
-    Other dispatch rules therefore choose among 64 replicas, and a forecaster learns in each shard separately.
     """
 
     def __init__(self, cell: Cell) -> None:

@@ -18,8 +18,6 @@ from skipjoin.sim.split import Handover, SplitWatcher
 
 @dataclass(slots=True)
 class SplitFigures:
-    """Sums over a run or a shard."""
-
     requests: int = 0
     bytes: float = 0.0
     transfer_s: float = 0.0

@@ -41,8 +41,6 @@ class SweepPlan(Protocol):
 
 
 class Grid:
-    """Fixed list of cells."""
-
     def __init__(self, cells: Sequence[Cell]) -> None:
         self._cells = cells
 

@@ -65,8 +65,9 @@ class Frames:
 
     def frame(self, data: bytes, name: str = "") -> bytes:
         """Return an event. Only server-sent events may have a name."""
-        event = self.prefix + data + self.suffix
-        return b"event: " + name.encode() + b"\n" + event if name else event
+        if not name:
+            return self.prefix + data + self.suffix
+        return b"event: " + name.encode() + b"\n" + self.prefix + data + self.suffix
 
 
 SERVER_SENT = Frames("text/event-stream; charset=utf-8", b"data: ", b"\n\n")

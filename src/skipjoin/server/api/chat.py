@@ -95,17 +95,15 @@ class ChatFormat(OpenAiFormat):
             found = self.event([first], shown_usage)
         delta = delta_of(choice.take_parts(text), shows_reasoning=self._shows_reasoning)
         if delta or choice.scored or choice.finish_reason is not None:
-            chunk = ChunkChoice(
-                index=choice.index,
-                delta=Delta(**_named(delta)),
-                logprobs=self._logprobs(choice),
-                finish_reason=finish_reason_of(choice.finish_reason, has_calls=choice.has_calls),
-            )
+            reason = finish_reason_of(choice.finish_reason, has_calls=choice.has_calls)
+            chunk = ChunkChoice(choice.index, Delta(**_named(delta)), self._logprobs(choice), reason)
             found += self.event([chunk], shown_usage)
         return found
 
     def event(self, choices: list[ChunkChoice], usage: Any) -> bytes:
-        return OPENAI_EVENTS.frame(encode(ChatChunk(**self.head, choices=choices, usage=usage)))
+        # Arguments without names, because each token makes such an object.
+        chunk = ChatChunk(self.id, self.created, self.model, choices, self.service_tier, usage)
+        return OPENAI_EVENTS.frame(encode(chunk))
 
     def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes:
         found = [
@@ -117,7 +115,7 @@ class ChatFormat(OpenAiFormat):
             )
             for choice, text in texts.items()
         ]
-        return encode(ChatCompletion(**self.head, choices=found, usage=usage))
+        return encode(ChatCompletion(self.id, self.created, self.model, found, usage, self.service_tier))
 
     def _message(self, choice: Choice, text: str) -> ChatMessage:
         return ChatMessage(**_named(message_of(choice.take_parts(text), shows_reasoning=self._shows_reasoning)))

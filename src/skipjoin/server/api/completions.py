@@ -110,15 +110,19 @@ class CompletionFormat(OpenAiFormat):
         return self.event([self._choice(choice, text)], self.no_usage if usage is None else usage)
 
     def event(self, choices: list[CompletionChoice], usage: Any) -> bytes:
-        return OPENAI_EVENTS.frame(encode(Completion(**self.head, choices=choices, usage=usage)))
+        return OPENAI_EVENTS.frame(self._encoded(choices, usage))
 
     def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes:
         found = [self._choice(choice, text) for choice, text in texts.items()]
-        return encode(Completion(**self.head, choices=found, usage=usage))
+        return self._encoded(found, usage)
+
+    def _encoded(self, choices: list[CompletionChoice], usage: Any) -> bytes:
+        # Arguments without names, because each token makes such an object.
+        return encode(Completion(self.id, self.created, self.model, choices, usage, self.service_tier))
 
     def _choice(self, choice: Choice, text: str) -> CompletionChoice:
         logprobs = completion_logprobs(self.tokenizer, choice) if self._scores else None
-        return CompletionChoice(index=choice.index, text=text, logprobs=logprobs, finish_reason=choice.finish_reason)
+        return CompletionChoice(choice.index, text, logprobs, choice.finish_reason)
 
 
 def completion_logprobs(tokenizer: Tokenizer, choice: Choice) -> CompletionLogprobs:

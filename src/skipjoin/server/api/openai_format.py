@@ -21,19 +21,13 @@ class OpenAiFormat(ABC):
     """Base class of formats whose events have the same fields as a whole response.
 
     Attributes:
-        head: Fields that all events and the whole response have.
         no_usage: Usage of an event without one: null if a later event has it, as OpenAI's API does.
         begun: Choices that have had an event.
     """
 
     def __init__(self, service: Service, body: GenerationBody, prefix: str, service_tier: Any) -> None:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
-        self.head = {
-            "id": self.id,
-            "created": int(time.time()),
-            "model": service.name,
-            "service_tier": service_tier,
-        }
+        self.created, self.model, self.service_tier = int(time.time()), service.name, service_tier
         self.tokenizer = service.tokenizer
         self.has_usage = body.usage_always
         self._has_usage_at_end = body.usage_at_end

@@ -122,10 +122,6 @@ class Server:
             if sample.name == f"skipjoin:{name}" and labels.items() <= sample.labels.items()
         )
 
-    def wait(self, timeout_s: float = STOP_S) -> int:
-        """Wait for the server to exit and return its exit code."""
-        return self.process.wait(timeout_s)
-
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Send a signal, wait, and kill what is left of the process group."""
         self.process.send_signal(number)

@@ -47,7 +47,6 @@ _TYPES = {
     torch.int8: "*i8",
 }
 BLOCK_SIZE = 16
-_MAX_SPLITS = 64
 # Pipelines with at per_loop this many stages have copies in flight during waits.
 _PIPELINED = 3
 # Minimum number of 16-byte loads in flight per thread of a pipelined decode kernel: with 128 threads and the programs

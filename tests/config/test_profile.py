@@ -187,7 +187,7 @@ def start(**settings: Any) -> LinearCost:
 
 def test_profile_includes_the_engines_overhead() -> None:
     config = EngineConfig(threads=1, kv_cache_gib=0.01, max_model_len=256)
-    profile = profile_model(config, Effort(2.0, 0.5))
+    profile = profile_model(config, Effort(1.0, 0.25))
     assert 0 < profile.host_s < 100 * profile.cost.step(StepShape(decodes=1, context=1))
     assert profile.unrest >= 1
 

@@ -166,7 +166,13 @@ def test_hosting_runs_requests_whose_kv_exceeds_the_pool_without_swapping() -> N
         assert set(one.preempted) == {Preemption.PAUSE}
 
 
-@pytest.mark.parametrize(("order", "share"), [({}, 0.75), ({"order": "longest"}, 0.3)], ids=["shortest", "longest"])
+@pytest.mark.parametrize(
+    ("order", "share"),
+    [
+        pytest.param({}, 0.75, id="shortest"),
+        pytest.param({"order": "longest"}, 0.3, id="longest", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_hosting_reduces_latency(order: dict[str, str], share: float) -> None:
     """The mean latency per token decreases.
 

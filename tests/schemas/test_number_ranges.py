@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.schemas.numbers import NumberRange, text_of
@@ -37,7 +37,6 @@ def texts_near(*numbers: Fraction | None) -> set[str]:
     return found
 
 
-@settings(max_examples=100, deadline=None)
 @given(RANGES)
 def test_patterns_match_the_numbers_of_a_range(numbers: NumberRange) -> None:
     tight = numbers.tightened()

@@ -1,20 +1,30 @@
-"""What a rank does before it connects to other ranks, without Ray."""
+"""The process of a rank, without Ray."""
 
 from __future__ import annotations
 
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from skipjoin.builtin import builtin_model_path
+from skipjoin.core.request import Request
+from skipjoin.core.step import Slice, StepPlan
 from skipjoin.exec import rank_model
 from skipjoin.exec.base import LargestStep, RankError
 from skipjoin.exec.rank_model import RankModel
+from skipjoin.exec.ranks import rank_process
+from skipjoin.exec.ranks.links import RankListener
 from skipjoin.exec.ranks.rank_process import RankProcess
+from skipjoin.exec.ranks.sharded import ShardedExecutor
+from skipjoin.exec.sampling import Sampling
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.parallel import Shard
+from skipjoin.sampling import SamplingParams
+from skipjoin.structured_output import StructuredOutput
 
 
 def test_a_rank_generates_dummy_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,3 +55,29 @@ def test_a_rank_generates_dummy_weights(tmp_path: Path, monkeypatch: pytest.Monk
     assert rank._loaded.graphs is None
     with pytest.raises(RankError, match=r"cannot allocate .* GiB and, in CPU memory, 0 GiB of KV"):
         rank.make_pools(1 << 40, 0)
+
+
+def test_a_rank_answers_orders_and_plans_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(rank_process, "end_with", lambda connection: None)  # which ends this process
+    ray = SimpleNamespace(actor=SimpleNamespace(exit_actor=ended.set))
+    monkeypatch.setattr(rank_process, "import_ray", lambda: ray)
+    rank = RankProcess("127.0.0.1")
+    load = LoadSpec(dtype="float32", attention="torch")
+    rank.load(RankModel(str(builtin_model_path()), load, LargestStep(64, 4, 64), 16, threads=1), Shard(), None, 1)
+    rank.make_pools(4, 0)
+    listener = RankListener("127.0.0.1")
+    serving = threading.Thread(target=rank.serve, args=(listener.address, listener.secret))
+    serving.start()
+    executor = ShardedExecutor(listener.accept(1, 30.0), tp_size=1, timeout_s=30.0)
+    listener.close()
+    params = SamplingParams(temperature=0, structured_outputs=StructuredOutput(kind="regex", text="[0-9]{4}"))
+    request = Request(0, 0.0, [5, 6], 4, sampling=Sampling(params, 1, (0,)))
+    started = executor.ahead.start(request)
+    executor.ahead.wait([started], 30.0)
+    assert started.result().uncharged_s > 0
+    result = executor.submit(StepPlan(0, (Slice(request, 0, 2, True, False, (0,)),)), 0.0).result()
+    assert result.tokens[0] is not None
+    executor.close()
+    assert ended.wait(30)
+    serving.join()

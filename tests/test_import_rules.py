@@ -23,7 +23,7 @@ PURE_STDLIB = set(sys.stdlib_module_names) - IMPURE
 # imports within it. A name does not cover subpackages that have their own rule.
 ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
-    "core": {"core", "core.decide.scheduler", "core.kv.interface", "core.kv.reservations"},
+    "core": {"core", "core.decide", "core.kv.interface", "core.kv.reservations"},
     "core.kv": {"core.kv", "core.prefixes", "core.request", "core.step"},
     "core.decide": {"core", "core.decide", "core.kv.interface", "core.kv.reservations"},
     "policies": {
@@ -331,7 +331,7 @@ CORE_LAYERS = (
     ("policy",),
     ("selective",),
     ("decide",),
-    ("engine",),
+    ("engine", "foreign"),
 )
 # The modules of `core/kv` that implement one ledger. `reservations` and `block_pool` define types for every ledger.
 PARTS = ("shared_blocks", "prefix_cache", "cpu_cache", "request_blocks", "transfers")

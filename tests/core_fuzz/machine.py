@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from core_fuzz.device import POISON, Device, FindingError, salted
-from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Finished
 from skipjoin.core.forecast import Forecast
+from skipjoin.core.foreign import ForeignScheduler
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import FinishReason, Request, RequestOptions, ServiceClass
@@ -78,7 +78,7 @@ class World:
         policies = build(self.recipe, settings, dict(self.params))
         if self.eviction:
             policies = replace(policies, eviction=EVICTIONS[self.eviction]())
-        return EngineCore(Scheduler(policies, kv, depth=self.depth, overlap=self.overlap))
+        return EngineCore(ForeignScheduler(policies, kv, depth=self.depth, overlap=self.overlap))
 
 
 class Ask(NamedTuple):
@@ -307,7 +307,7 @@ class Machine:
             return
         request = self._request(ask)
         request.computed = request.planned = request.known - 1
-        if self.core.expect(request, self.now):
+        if self.core.scheduler.expect(request, self.now):
             self.expected[ask.id] = request
         else:
             del self.asked[ask.id], self._may_end[ask.id]

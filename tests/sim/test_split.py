@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Computed, Event, Finished, Preempted, Preemption, Token
+from skipjoin.core.foreign import ForeignScheduler
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepShape
@@ -83,7 +83,7 @@ def split(
 
     def core(one: World, policies: Any) -> EngineCore:
         return EngineCore(
-            Scheduler(policies, KVLedger(one.device_blocks, one.cpu_blocks, one.block_size), depth=one.depth)
+            ForeignScheduler(policies, KVLedger(one.device_blocks, one.cpu_blocks, one.block_size), depth=one.depth)
         )
 
     other = decode_world or world

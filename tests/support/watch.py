@@ -82,10 +82,10 @@ class World:
         policies = build(self.recipe, settings, own(self.recipe, params))
         return policies if self.eviction is None else replace(policies, eviction=self.eviction())
 
-    def core(self, policies: Policies | None = None) -> WatchedCore:
+    def core(self, policies: Policies | None = None, *, scheduler: type[Scheduler] = Scheduler) -> WatchedCore:
         """Return a watched core of this world."""
         kv = KVLedger(self.device_blocks, self.cpu_blocks, self.block_size)
-        return WatchedCore(Scheduler(policies or self.policies(), kv, depth=self.depth, overlap=self.overlap))
+        return WatchedCore(scheduler(policies or self.policies(), kv, depth=self.depth, overlap=self.overlap))
 
 
 @dataclass(frozen=True)

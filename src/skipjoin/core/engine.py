@@ -48,7 +48,7 @@ class EngineCore:
         return self.kv.device_total * self.kv.block_size
 
     def add(self, request: Request, now: float) -> None:
-        """Add a request. If `expect` was called for it, its KV has arrived.
+        """Add a request. If `ForeignScheduler.expect` was called for it, its KV has arrived.
 
         Raises:
             RequestTooLargeError: The request could not run even alone.
@@ -67,14 +67,6 @@ class EngineCore:
             heapq.heappush(self._deadlines, (request.deadline, request.id))
         self.scheduler.events.append(Arrived(request, now))
         self.scheduler.add(request, now)
-
-    def expect(self, request: Request, now: float) -> bool:
-        """Reserve device blocks for a request whose computed KV is copied from another engine. Then `add` it.
-
-        Returns:
-            False if there is no room now; nothing is evicted.
-        """
-        return self.scheduler.expect(request, now)
 
     def release(self, request: Request, now: float) -> None:
         self.scheduler.release(request, now)

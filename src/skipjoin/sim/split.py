@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from skipjoin.core.events import Event, Finished
+from skipjoin.core.foreign import ForeignScheduler
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.policies.dispatch import Dispatch
 from skipjoin.sim.driver import Arrivals, Replica
@@ -89,8 +90,12 @@ class SplitTraffic:
         watcher: SplitWatcher | None = None,
     ) -> None:
         self._cores = [replica.core for replica in replicas]
+        self._receivers: dict[int, ForeignScheduler] = {}
         for number, replica in enumerate(replicas[prefill_replicas:], prefill_replicas):
             replica.on_decided = partial(self._pull, number)
+            if not isinstance(scheduler := replica.core.scheduler, ForeignScheduler):
+                raise TypeError(f"replica {number} decodes, and its scheduler cannot receive KV")
+            self._receivers[number] = scheduler
         self._prefill_replicas = prefill_replicas
         self._arrivals = arrivals
         self._prefill = prefill
@@ -166,8 +171,8 @@ class SplitTraffic:
         self._watcher.handed_over(handover)
 
     def _pull(self, target: int, now: float) -> None:
-        waiting, core = self._waiting[target], self._cores[target]
-        while waiting and core.expect(waiting[0].request, now):
+        waiting, receiver = self._waiting[target], self._receivers[target]
+        while waiting and receiver.expect(waiting[0].request, now):
             handover = waiting.popleft()
             handover.pulled = now
             handover.begun, handover.landed = self._network.send(handover.source, target, handover.size, now)

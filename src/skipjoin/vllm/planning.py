@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from skipjoin.core.decide.scheduler import Scheduler
+from skipjoin.core.foreign import ForeignScheduler
 from skipjoin.policies.cost import LearningCost, LinearCost
 from skipjoin.recipes import EngineLimits, Settings
 from skipjoin.version import VERSION
@@ -27,7 +27,7 @@ def make_ledger(manager: Any, group: Any, tier: Any) -> tuple[CountingLedger, Le
     return CountingLedger(pool, tier.total), LearningCost(cost)
 
 
-def make_core(options: PluginOptions, config: Any, ledger: CountingLedger, cost: LearningCost) -> Scheduler:
+def make_core(options: PluginOptions, config: Any, ledger: CountingLedger, cost: LearningCost) -> ForeignScheduler:
     """Return the scheduler of the core for a `VllmConfig`.
 
     Raises:
@@ -52,7 +52,7 @@ def make_core(options: PluginOptions, config: Any, ledger: CountingLedger, cost:
         ),
     )
     policies = options.found.build(settings, options.params)
-    return Scheduler(policies, ledger, depth=depth, overlap=overlaps)
+    return ForeignScheduler(policies, ledger, depth=depth, overlap=overlaps)
 
 
 def make_lives(
@@ -68,7 +68,7 @@ def make_lives(
     return RequestLives(limits, config.parallel_config.data_parallel_index, clock)
 
 
-def describe(options: PluginOptions, core: Scheduler, vllm_version: str) -> str:
+def describe(options: PluginOptions, core: ForeignScheduler, vllm_version: str) -> str:
     shown = ", ".join(f"{name}={value}" for name, value in options.params.items())
     recipe = f"{options.recipe} ({shown})" if shown else options.recipe
     forecasts = options.forecasts.forecaster or "learned" if options.forecasts is not None else "none"

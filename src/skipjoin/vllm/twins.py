@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
-from skipjoin.core.decide.scheduler import Scheduler
+from skipjoin.core.foreign import ForeignScheduler
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.vllm.forecasts import LengthForecasts
 from skipjoin.vllm.ledger import CountingLedger
@@ -21,7 +21,7 @@ class Twins(dict[str, Request]):
 
     def __init__(
         self,
-        core: Scheduler,
+        core: ForeignScheduler,
         ledger: CountingLedger,
         forecasts: LengthForecasts | None,
         lives: RequestLives | None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skipjoin.core.events import Preempted, Preemption
+from skipjoin.core.foreign import ForeignScheduler
 from skipjoin.core.request import NEVER, Request
 from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.core.waits import WaitReason
@@ -14,7 +15,7 @@ from support.watch import WatchedCore, World
 
 def started(world: World, *requests: Request) -> tuple[WatchedCore, StepPlan]:
     """Return a core with these requests, and the plan of its first step."""
-    core = world.core()
+    core = world.core(scheduler=ForeignScheduler)
     for request in requests:
         core.add(request, 0.0)
     plan = core.scheduler.schedule(0.0)

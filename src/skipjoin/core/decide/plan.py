@@ -216,7 +216,7 @@ class StepPlanner:
         """Run the first request that the batcher accepts, whatever the other policies decide.
 
         Every other request can be evicted, except where another engine still reads or writes blocks
-        (`Request.keeps_kv`, `Incoming`).
+        (`Request.keeps_kv`, `ForeignScheduler.expect`).
         """
         self._is_forced = True
         if (reservations := self._kv.reservations) is not None:

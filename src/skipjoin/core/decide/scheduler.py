@@ -2,13 +2,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 
 from skipjoin.core.context import StepContext
-from skipjoin.core.decide.handover import Incoming
 from skipjoin.core.decide.plan import StepPlanner
 from skipjoin.core.events import (
-    Admitted,
     Computed,
     Event,
     Moved,
@@ -17,14 +14,13 @@ from skipjoin.core.events import (
     Preempted,
     Preemption,
     Released,
-    Reserved,
     Restarted,
     Waited,
 )
 from skipjoin.core.kv.interface import BlockLedger
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import NEVER, Request
-from skipjoin.core.step import Slice, StepPlan, StepResult
+from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.core.waits import WaitReason, WaitState
 
 
@@ -59,7 +55,6 @@ class Scheduler:
         self.events: list[Event] = []  # events since the engine core last took them
         # Wait state of the requests that the last decision did not examine.
         self.tail = WaitState(WaitReason.NOT_EXAMINED, 0.0)
-        self._incoming = Incoming(policies, kv)
         self._in_flight: deque[StepPlan] = deque()
         self._next_id = 0
         self._decisions = 0
@@ -90,21 +85,12 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> None:
         request.reverse = self.policies.eviction.lends and self.kv.sharing is not None and request.is_best_effort
-        allocation = self._incoming.receive(request)
-        if allocation is None:
+        if self.kv.blocks_of(request) is None:
             if (cache := self.kv.cache) is not None:
                 cache.await_prefix(request)
             request.cached = self.kv.hit(request).tokens
         for notify in self.policies.on_arrived:
             notify(request, now)
-        if allocation is not None:
-            reserved = Reserved(request, now, allocation.parent, allocation.blocks, group=allocation.group)
-            self.events += (Admitted(request, now, is_first=False), reserved)
-            for notify_of in self.policies.on_reserved:
-                notify_of(request, allocation, now)
-
-    def expect(self, request: Request, now: float) -> bool:
-        return self._incoming.expect(request, now)
 
     def remove(self, request: Request, now: float) -> None:
         """Remove a request whose `finish_reason` is set.
@@ -197,71 +183,6 @@ class Scheduler:
             slice_.tokens == 1 and slice_.samples and slice_.request.finish_reason is None for slice_ in plan.slices
         )
         return plan if decodes else None
-
-    # -- engines that change plans ------------------------------------------------------------------------
-
-    def amend(self, plan: StepPlan, slices: Sequence[Slice], now: float) -> StepPlan:
-        """Replace the slices of the latest plan by those that an engine with its own allocator really runs.
-
-        Requests that are left out are paused, with the wait reason NO_KV. The ledger must already have what each
-        request holds.
-
-        Returns:
-            The plan to commit instead.
-
-        Raises:
-            ValueError: The plan is not the latest one in flight.
-        """
-        if not self._in_flight or self._in_flight[-1] is not plan:
-            raise ValueError(f"plan {plan.id} is not the latest in flight")
-        for slice_ in plan.slices:
-            slice_.request.planned = slice_.start
-            slice_.request.pending_samples -= slice_.samples
-        for slice_ in slices:
-            slice_.request.planned = slice_.start + slice_.tokens
-            slice_.request.pending_samples += slice_.samples
-        run = {slice_.request for slice_ in slices}
-        for slice_ in plan.slices:
-            if slice_.request not in run:
-                self._leave_out(slice_.request, now)
-        amended = self._in_flight[-1] = self._recent[-1] = replace(plan, slices=tuple(slices))
-        return amended
-
-    def insert(self, slices: Sequence[Slice], now: float) -> StepPlan:
-        """Add a plan that the engine made itself, and return it. The ledger must already have what each request holds.
-
-        Raises:
-            ValueError: The pipeline is full.
-        """
-        if len(self._in_flight) >= self.depth:
-            raise ValueError(f"{self.depth} plans are in flight already")
-        plan = StepPlan(self._next_id, ())
-        self._next_id += 1
-        for slice_ in slices:
-            slice_.request.last_plan = plan.id
-            slice_.request.wait = None
-        self._in_flight.append(plan)
-        self._note_pauses(plan, len(slices), now)
-        return self.amend(plan, slices, now)
-
-    def _leave_out(self, request: Request, now: float) -> None:
-        if self.kv.blocks_of(request) is None:  # a prefix-cache hit was credited to it
-            request.computed = request.planned = 0
-        request.last_plan = NEVER
-        request.examined = self._decisions - 1
-        request.wait = WaitState(WaitReason.NO_KV, now)
-        self._waiting.append(request)
-        self.events += (Preempted(request, now, Preemption.PAUSE), Waited(request, now, WaitReason.NO_KV))
-
-    def lose(self, request: Request, now: float) -> None:
-        """Reset a request whose KV the engine evicted by itself. Its slices in flight are void."""
-        for index, plan in enumerate(self._in_flight):
-            kept = tuple(slice_ for slice_ in plan.slices if slice_.request is not request)
-            if len(kept) < len(plan.slices):
-                self._in_flight[index] = replace(plan, slices=kept)
-        request.pending_samples = 0
-        self.kv.release(request)
-        self._drop(request, 0, now)
 
     # -- results ------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ def make_replica(system: System, lengths: Sequence[int], *, together: bool, keep
     if keeps_kv:
         policies = replace(policies, eviction=KeepKv())
     kv = KVLedger(system.kv_blocks, system.cpu_blocks, system.block_size)
-    core = EngineCore(system.scheduler(policies, kv))
+    core = EngineCore(system.scheduler(policies, kv, receives_kv=keeps_kv))
     executor = SimulatedExecutor(
         system.cost,
         _sampler(lengths),

@@ -18,6 +18,7 @@ from skipjoin.config import (
     check_swap_type,
 )
 from skipjoin.core.decide.scheduler import Scheduler
+from skipjoin.core.foreign import ForeignScheduler
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import CostModel, Policies
 from skipjoin.core.prefixes import NamedPrefix
@@ -237,9 +238,10 @@ class System:
     def depth(self) -> int:
         return max(self.stages, self.pipeline_depth)
 
-    def scheduler(self, policies: Policies, kv: KVLedger) -> Scheduler:
+    def scheduler(self, policies: Policies, kv: KVLedger, *, receives_kv: bool) -> Scheduler:
         """Return the scheduler that a server would use."""
-        return Scheduler(policies, kv, depth=self.depth, overlap=self.pipeline_depth > 1)
+        make = ForeignScheduler if receives_kv else Scheduler
+        return make(policies, kv, depth=self.depth, overlap=self.pipeline_depth > 1)
 
     @property
     def moved_bytes(self) -> int:

@@ -21,6 +21,7 @@ from skipjoin.model.config import ModelConfig, ModelError
 from skipjoin.model.cuda import Card, CudaFacts
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.ops.torch_ops import TorchOps
+from skipjoin.model.weight_format import Dummy
 
 SECOND = torch.device("cuda", 1)
 
@@ -55,7 +56,7 @@ def test_kernels_are_checked_and_models_loaded_on_the_configured_device(
     monkeypatch.setattr(loader, "expand_segments", lambda: None)
     config = ModelConfig.from_dict(CONFIGS["llama"])
     for name, expected in (("cuda:1", 1), ("cuda:0", 0)):
-        loader._choose(config, LoadSpec(dtype="float32", device=name))
+        loader._choose(config, LoadSpec(dtype="float32", device=name), Dummy())
         assert seen.pop() == current.index == expected
 
 

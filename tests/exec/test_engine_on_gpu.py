@@ -14,8 +14,8 @@ from skipjoin.exec.rank_spec import make_store
 from skipjoin.exec.sampling import Sampling
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import ModelConfig
-from skipjoin.model.loader import RandomWeights
 from skipjoin.model.parallel import Alone
+from skipjoin.model.weights import RandomWeights
 from skipjoin.policies.eviction import Recompute
 from skipjoin.sampling import SamplingParams
 from support.policies import SpillAll

@@ -14,7 +14,7 @@ from model_zoo import PagedRunner
 
 from skipjoin.builtin import builtin_model_path
 from skipjoin.llm import LLM
-from skipjoin.model import family
+from skipjoin.model import family, plugins
 from skipjoin.model.config import ModelConfig, ModelError
 from skipjoin.model.family import FamilyError
 from skipjoin.model.load_spec import LoadSpec
@@ -42,7 +42,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unregister the families of a test afterwards."""
     family._register_own()
     monkeypatch.setattr(family, "_families", dict(family._families))
-    monkeypatch.setattr(family, "_loaded", set())
+    monkeypatch.setattr(plugins, "_loaded", set())
 
 
 @pytest.fixture(scope="module")

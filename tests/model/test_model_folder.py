@@ -12,8 +12,7 @@ import pytest
 
 from skipjoin.builtin import builtin_model_path
 from skipjoin.model.config import ModelError
-from skipjoin.model.folder import check_model, model_id, pull_model
-from skipjoin.model.weight_files import bin_files
+from skipjoin.model.folder import bin_files, check_model, model_id, pull_model
 
 
 @pytest.fixture

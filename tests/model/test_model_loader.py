@@ -183,7 +183,6 @@ def test_random_weights_without_any_dtype_are_float32(folder, caplog):
         ({"hidden_size": "wide"}, r"hidden_size in config.json must be an integer in \[1, 1048576\], got 'wide'"),
         ({"num_key_value_heads": 3}, "cannot share 3 key-value heads"),
         ({"hidden_act": "swiglu"}, "activation 'swiglu' is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantized weights are not supported"),
         ({"num_hidden_layers": 0}, r"num_hidden_layers in config.json must be an integer in \[1, 16384\], got 0"),
         ({"num_hidden_layers": 10**13}, "num_hidden_layers in config.json must be an integer in .*, got 1000000000000"),
         ({"max_position_embeddings": float("inf")}, "max_position_embeddings in config.json must be an integer in"),

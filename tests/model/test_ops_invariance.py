@@ -108,16 +108,20 @@ def test_operations_pass_their_checks(library, dtype):
 
 
 @dtypes
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_rows_are_bit_identical_in_every_batch(library, dtype, quantization):
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_rows_are_bit_identical_in_every_batch(library, dtype, is_int8):
     if not has_dtype(library, dtype):
         pytest.skip("this processor does not convert the type")
-    max_rows, ways = max(ROWS), CppOps(library, dtype, quantization).ways()
+    max_rows, ways = max(ROWS), CppOps(library, dtype).ways(is_int8=is_int8)
     for way, (outputs, inputs) in itertools.product(ways, ((96, 128), (70, 33))):
-        ops = CppOps(library, dtype, quantization, way=way)
+        ops = CppOps(library, dtype, way=way)
         x, weight = drawn(dtype, max_rows, inputs), drawn(dtype, 2 * outputs, inputs, seed=1)
         bias, total = drawn(dtype, 2 * outputs, seed=2), drawn(dtype, max_rows, 2 * outputs, seed=3)
-        linears = [ops.linear(weight, bias), ops.linear(weight, bias, "gelu"), ops.gated_linear(weight, None)]
+        linears = [
+            ops.linear(weight, bias, is_int8=is_int8),
+            ops.linear(weight, bias, "gelu", is_int8=is_int8),
+            ops.gated_linear(weight, None, is_int8=is_int8),
+        ]
 
         def results(rows: slice) -> list[torch.Tensor]:
             sums = total[rows].clone()  # noqa: B023 - called before it changes
@@ -173,16 +177,16 @@ def test_weights_keep_the_fastest_implementation(library, tmp_path, monkeypatch,
         assert not any(map(torch.equal, one, other))
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-def test_float_products_are_bit_identical_without_bfloat16_pairs(quantization):
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_float_products_are_bit_identical_without_bfloat16_pairs(is_int8):
     with_pairs, without = compiled("avx512-bf16"), compiled("avx512")
     each = [
-        CppOps(with_pairs, torch.bfloat16, quantization, way="floats"),
-        CppOps(without, torch.bfloat16, quantization),
+        CppOps(with_pairs, torch.bfloat16, way="floats"),
+        CppOps(without, torch.bfloat16),
     ]
     for rows, outputs, inputs in ((1, 96, 128), (17, 70, 33), (600, 130, 1002)):
         x, weight = drawn(torch.bfloat16, rows, inputs), drawn(torch.bfloat16, outputs, inputs, seed=1)
-        assert torch.equal(*(residue(ops.linear(weight, None), x) for ops in each))
+        assert torch.equal(*(residue(ops.linear(weight, None, is_int8=is_int8), x) for ops in each))
 
 
 @dtypes
@@ -196,18 +200,18 @@ def test_int8_weights_are_scaled_per_output(library, dtype):
     # The rule itself: round(weight / scale), with a maximum of 127 per output.
     scale = (weight.float().abs().amax(1, keepdim=True) / 127).double()
     rounded = (weight / scale.clamp(min=1e-9)).round() * scale
-    ops, plain = CppOps(library, dtype, "int8"), TorchOps()
+    ops, plain = CppOps(library, dtype), TorchOps()
     pairs = [
-        (ops.linear(weight, bias)(x), plain.linear(rounded, bias.double())(x.double())),
-        (ops.linear(weight, None, "gelu")(x), plain.linear(rounded, None, "gelu")(x.double())),
-        (ops.gated_linear(weight, bias)(x), plain.gated_linear(rounded, bias.double())(x.double())),
+        (ops.linear(weight, bias, is_int8=True)(x), plain.linear(rounded, bias.double())(x.double())),
+        (ops.linear(weight, None, "gelu", is_int8=True)(x), plain.linear(rounded, None, "gelu")(x.double())),
+        (ops.gated_linear(weight, bias, is_int8=True)(x), plain.gated_linear(rounded, bias.double())(x.double())),
     ]
-    ops.linear(weight, bias).add_to(x, total)
+    ops.linear(weight, bias, is_int8=True).add_to(x, total)
     pairs.append((total, drawn(dtype, 20, 150, seed=3).double() + pairs[0][1]))
     limit = {torch.float32: 1e-5, torch.float16: 2e-3}.get(dtype, 1e-2)
     for ours, expected in pairs:
         assert (ours - expected).norm() <= limit * expected.norm()
-    kept, as_is = ops.linear(weight, bias).weight_bytes, CppOps(library, dtype).linear(weight, bias).weight_bytes
+    kept, as_is = ops.linear(weight, bias, is_int8=True).weight_bytes, ops.linear(weight, bias).weight_bytes
     assert kept < as_is * (0.35 if dtype == torch.float32 else 0.65)
 
 

@@ -13,9 +13,9 @@ from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.layers import LayerInputs, advance
-from skipjoin.model.loader import RandomWeights
 from skipjoin.model.ops.cpp_ops import CppOps, has_dtype
 from skipjoin.model.parallel import Alone
+from skipjoin.model.weights import RandomWeights
 
 SHAPE = {
     "vocab_size": 90, "hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 6,

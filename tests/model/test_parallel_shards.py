@@ -9,10 +9,13 @@ import torch
 from model_zoo import save_reference
 from safetensors import safe_open
 
-from skipjoin.model import loader
+from skipjoin.model import weights as reading
 from skipjoin.model.config import ModelConfig, ModelError
-from skipjoin.model.loader import FolderWeights, RandomWeights, load_model
+from skipjoin.model.load_spec import LoadSpec
+from skipjoin.model.loader import load_model
 from skipjoin.model.parallel import WHOLE, Shard, check_shards
+from skipjoin.model.weight_files import ModelFiles, Source
+from skipjoin.model.weights import FolderWeights, RandomWeights
 from support.thread_ranks import Meeting
 
 CONFIG = ModelConfig.from_dict(
@@ -133,7 +136,7 @@ def test_read_and_random_parts_equal_slices_of_whole_tensors(tmp_path, part):
     name, shape = "model.embed_tokens.weight", (101, 64)
     rows, columns = part.get("rows", range(101)), part.get("columns", range(64))
     for weights in (
-        FolderWeights(tmp_path, config, torch.float32, torch.device("cpu")),
+        FolderWeights(Source(ModelFiles.of(tmp_path), LoadSpec(), config, torch.float32, torch.device("cpu"))),
         RandomWeights(5, torch.float32, torch.device("cpu")),
     ):
         whole = weights.take(name, *shape)
@@ -190,7 +193,7 @@ def test_ranks_read_only_their_own_weights(tmp_path, monkeypatch, name):
     read: Counter[str] = Counter()
     wholes: set[str] = set()
     monkeypatch.setattr(
-        loader, "safe_open", lambda path, framework: CpuCopy(safe_open(path, framework=framework), read, wholes)
+        reading, "safe_open", lambda path, framework: CpuCopy(safe_open(path, framework=framework), read, wholes)
     )
     tied = name in ("llama-tied-mha", "opt")
     total: Counter[str] = Counter()

@@ -17,7 +17,7 @@ def convert(
     This is the only command that reads pickled files, and it reads only tensors. Serving never reads them.
     """
     from skipjoin.cli.progress import Bars  # noqa: PLC0415
-    from skipjoin.model.weight_files import bin_files  # noqa: PLC0415
+    from skipjoin.model.folder import bin_files  # noqa: PLC0415
 
     with plain_errors():
         bin_files(source)  # before torch is imported, which takes seconds

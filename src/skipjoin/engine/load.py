@@ -23,12 +23,13 @@ from skipjoin.exec.rank_spec import (
     rank_spec_of,
 )
 from skipjoin.model.config import ModelConfig
-from skipjoin.model.folder import check_model, model_folder
+from skipjoin.model.folder import model_files, model_folder
 from skipjoin.model.grammars import grammars_of
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import planned_model, read_config
 from skipjoin.model.ops.threads import default_threads
 from skipjoin.model.parallel import Shard, check_shards
+from skipjoin.model.weight_files import ModelFiles
 from skipjoin.version import VERSION
 
 if TYPE_CHECKING:
@@ -49,19 +50,21 @@ class Loaded(NamedTuple):
 
 def check_load(config: EngineConfig) -> tuple[ModelConfig, int]:
     """Raise what `load` raises that is known without the weights. Return the model's configuration and context."""
-    model_config = read_config(check_model(config.model, config.load_format, has_tokenizer=False), config.load_format)
+    files, spec = model_files(config.model, config.load_format), _load_spec(config)
+    model_config = read_config(files, spec)
     max_len = _max_model_len(config, model_config)
     check_shards(model_config, config.tensor_parallel_size, config.pipeline_parallel_size)
     if config.ray_address is None:
-        _check_memory(config, model_config, max_len)
+        _check_memory(config, spec, files, model_config, max_len)
     return model_config, max_len
 
 
-def _check_memory(config: EngineConfig, model_config: ModelConfig, max_len: int) -> None:
+def _check_memory(
+    config: EngineConfig, spec: LoadSpec, files: ModelFiles, model_config: ModelConfig, max_len: int
+) -> None:
     """Raise `ConfigError` if this machine has too little memory, apart from that of steps."""
     sizes = config.tensor_parallel_size, config.pipeline_parallel_size
-    spec = _load_spec(config)
-    models = [planned_model(model_config, spec, Shard.of_rank(rank, *sizes)) for rank in range(config.ranks)]
+    models = [planned_model(files, model_config, spec, Shard.of_rank(rank, *sizes)) for rank in range(config.ranks)]
     if config.ranks > 1 and models[0].device.type == "cuda":
         return  # each rank has a GPU of its own, which Ray chooses
     threads = default_threads(config.threads)

@@ -45,7 +45,7 @@ class RankSpec(NamedTuple):
     attention_width: int
     dtype: str
     swap_dtype: str
-    itemsize: int
+    parameters: int
     device_kind: str
     device: str
     attention: str
@@ -121,7 +121,7 @@ def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str
         attention_width=len(shard.layers(config)) * len(shard.heads(config)) * config.head_dim,
         dtype=_types(model),
         swap_dtype=swap_dtype,
-        itemsize=model.dtype.itemsize,
+        parameters=model.parameters,
         device_kind=model.device.type,
         device=torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else cpu_name(),
         attention=model.attention.name,
@@ -131,8 +131,8 @@ def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str
 
 
 def _types(model: CausalLM) -> str:
-    quantization, is_quantized = model.ops.quantization, model.kv_dtype != model.dtype
-    weights = "" if quantization == "none" else f", {quantization} weights"
+    is_quantized = model.kv_dtype != model.dtype
+    weights = f", {model.weight_label} weights" if model.weight_label else ""
     return str(model.dtype).removeprefix("torch.") + weights + (INT8_KV if is_quantized else "")
 
 

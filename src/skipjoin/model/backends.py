@@ -29,7 +29,6 @@ _log = logging.getLogger(__name__)
 ATTENTION_BACKENDS = ("auto", "torch", "cpp", "triton", "flash")
 # FlashAttention 3 supports this compute capability only.
 _FLASH_CAPABILITY = (9, 0)
-QUANTIZATIONS = ("none", "int8")
 
 Implementations = tuple[LayerOps, AttentionBackend]
 
@@ -42,7 +41,6 @@ def implementations(
     facts: CudaFacts | None = None,
     *,
     invariant: bool = False,
-    quantization: str = "none",
     kv_dtype: torch.dtype | None = None,
 ) -> Implementations:
     """Choose compiled operations on a CPU and Triton kernels on a GPU where they work, and torch elsewhere.
@@ -51,8 +49,6 @@ def implementations(
         invariant: Results of a sequence must not depend on the rest of the batch.
         kv_dtype: Type of the KV cache; None for `dtype`.
     """
-    if quantization not in QUANTIZATIONS:
-        raise ModelError(f"quantization must be one of {', '.join(QUANTIZATIONS)}; got {quantization!r}")
     if invariant:
         if device.type != "cuda" or attention not in ("auto", "triton"):
             raise ModelError(f"batch_invariant needs device cuda and attention triton, got {device.type}, {attention}")
@@ -71,16 +67,10 @@ def implementations(
         if invariant:
             chosen = _invariant()
     else:
-        chosen = _on_cpu(attention, dtype, quantization)
+        chosen = _on_cpu(attention, dtype)
     if lost is not None:
         warn_once(lost)
-    chosen = chosen or (TorchOps(), TorchAttention())
-    if chosen[0].quantization != quantization:
-        raise ModelError(
-            f"quantization {quantization} needs the compiled CPU operations: device cpu, attention auto or cpp, and a "
-            f"C++ compiler; got device {device.type}, attention {chosen[1].name}"
-        )
-    return chosen
+    return chosen or (TorchOps(), TorchAttention())
 
 
 def _on_cuda(
@@ -172,10 +162,10 @@ def _triton_failure(dtype: torch.dtype, device: torch.device, kv_dtype: torch.dt
     return "the Triton kernels fail their self-test"
 
 
-def _on_cpu(attention: str, dtype: torch.dtype, quantization: str) -> Implementations | None:
+def _on_cpu(attention: str, dtype: torch.dtype) -> Implementations | None:
     library = _compiled(dtype) if dtype in CPP_DTYPES else None
     if library is not None:
-        ops, slower = CppOps(library, dtype, quantization), _slower(path_of(library))
+        ops, slower = CppOps(library, dtype), _slower(path_of(library))
         say_once(f"CPU operations: {ops.path}{slower}", logging.WARNING if slower else logging.INFO)
         return ops, CppAttention(library)
     say_once(f"CPU operations: torch{_slower(None)}")

@@ -8,9 +8,10 @@ from skipjoin.model.config import ModelConfig
 from skipjoin.model.decoder import Decoder
 from skipjoin.model.family import family_named
 from skipjoin.model.kv_cache import PagedKV
-from skipjoin.model.layers import Builder, LayerInputs, Weights
+from skipjoin.model.layers import Builder, LayerInputs
 from skipjoin.model.ops.base import LayerOps, Linear
 from skipjoin.model.parallel import Group, check_shards
+from skipjoin.model.weights import Weights
 
 
 class CausalLM:
@@ -42,20 +43,24 @@ class CausalLM:
         self._vocabulary = self.shard.vocabulary_sizes(config)
         self._output = self._make_output(builder) if self.shard.is_last else None
         self.weight_bytes = builder.weight_bytes
+        self.parameters = builder.parameters
+        self.weight_label = weights.label
 
     def _make_output(self, builder: Builder) -> Linear:
         config, decoder = self.config, self._decoder
         held = decoder.embedding if config.tie_embeddings else None
         if held is not None:
-            rows = held.table
-        else:
-            name = decoder.EMBEDDING if config.tie_embeddings else decoder.OUTPUT
-            own = self.shard.vocabulary(config)
-            rows = builder.weights.take(name, config.vocab_size, config.embed_dim, rows=own)
-        output = builder.finish_linear(rows, None)
-        if held is not None and getattr(output, "weight", None) is rows:
-            builder.weight_bytes -= rows.nbytes  # the same tensor, counted twice
-        return output
+            output = builder.finish_linear(held.table, None)
+            if getattr(output, "weight", None) is held.table:
+                builder.weight_bytes -= held.table.nbytes  # the same tensor, counted twice
+                builder.parameters -= held.table.numel()
+            return output
+        own = self.shard.vocabulary(config)
+        if config.tie_embeddings:
+            rows = builder.weights.take(decoder.EMBEDDING, config.vocab_size, config.embed_dim, rows=own)
+            return builder.finish_linear(rows, None)
+        name = decoder.OUTPUT.removesuffix(".weight")
+        return builder.linear(name, (config.vocab_size,), config.embed_dim, False, rows=(own,))
 
     def check(self, batch: PackedBatch, kv: PagedKV) -> None:
         """Raise ValueError for positions or blocks outside the model or cache: compiled code does not check."""

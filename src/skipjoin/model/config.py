@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skipjoin.model.family import FamilyError, find_architecture
+from skipjoin.model.family import find_architecture
+from skipjoin.model.plugins import PluginError
 from skipjoin.model.rope import MAX_POSITIONS, RopeSettings, is_number, parse_rope
 
 _ACTIVATIONS = {
@@ -118,7 +119,7 @@ class ModelConfig:
             raise ModelError(f"architectures in config.json must be a list of names, got {names!r:.80}")
         try:
             architecture, family = find_architecture(names, raw.get("model_type"))
-        except FamilyError as error:
+        except PluginError as error:
             raise ModelError(str(error)) from error
         _check_sizes(raw, family.sizes)
         try:
@@ -180,8 +181,6 @@ def _check_numbers(raw: Mapping[str, Any]) -> None:
 
 
 def _common_fields(raw: Mapping[str, Any], values: Mapping[str, Any], extra_eos: Any) -> dict[str, Any]:
-    if raw.get("quantization_config"):
-        raise ModelError("quantized weights are not supported; supported are " + ", ".join(DTYPES))
     eos = dict.fromkeys([*_token_ids(raw.get("eos_token_id")), *_token_ids(extra_eos)])
     return {
         "eos_token_ids": tuple(eos),

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from skipjoin.model.config import ModelError
-from skipjoin.model.weight_files import BIN_INDEX, INDEX, bin_files
+from skipjoin.model.folder import BIN_INDEX, bin_files
+from skipjoin.model.weight_files import INDEX
 
 # Called with (files done, total files).
 Progress = Callable[[int, int], None]

@@ -3,8 +3,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
+
+from skipjoin.model.plugins import PluginError, load_plugins
 
 # Entry points of this group name the decoder class of a family.
 ENTRY_POINTS = "skipjoin.families"
@@ -15,7 +16,7 @@ ReadFields = Callable[[Mapping[str, Any], str], dict[str, Any]]
 DecoderT = TypeVar("DecoderT", bound=type)
 
 
-class FamilyError(Exception):
+class FamilyError(PluginError):
     """A model family cannot be registered or found."""
 
 
@@ -33,7 +34,6 @@ class Family:
 
 
 _families: dict[str, Family] = {}
-_loaded: set[EntryPoint] = set()
 
 
 def family(
@@ -81,8 +81,11 @@ def find_architecture(names: list[Any], model_type: str | None) -> tuple[str, Fa
     """Return the first supported architecture and its family; `model_type` counts if `names` is empty."""
     _register_own()
     if (found := _find(names, model_type)) is None:
-        for point in entry_points(group=ENTRY_POINTS):
-            _load(point)
+        load_plugins(
+            ENTRY_POINTS,
+            lambda loaded: any(family.decoder is loaded for family in _families.values()),
+            "a decoder class with the decorator skipjoin.model.family.family",
+        )
         found = _find(names, model_type)
     if found is None:
         supported = ", ".join(name for family in _families.values() for name in family.architectures)
@@ -102,20 +105,6 @@ def _find(names: list[Any], model_type: str | None) -> tuple[str, Family] | None
         return next(((name, family) for name, kind, family in every if kind == model_type), None)
     known = {name: family for name, _, family in every}
     return next(((name, known[name]) for name in names if isinstance(name, str) and name in known), None)
-
-
-def _load(point: EntryPoint) -> None:
-    if point in _loaded:
-        return
-    source = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "an unknown distribution"
-    what = f"entry point {point.name} = {point.value} in group {ENTRY_POINTS} of {source}"
-    try:
-        loaded = point.load()
-    except Exception as error:
-        raise FamilyError(f"{what} cannot be loaded: {type(error).__name__}: {error}") from error
-    if not any(family.decoder is loaded for family in _families.values()):
-        raise FamilyError(f"{what} must name a decoder class with the decorator skipjoin.model.family.family")
-    _loaded.add(point)
 
 
 def _path(decoder: type) -> str:

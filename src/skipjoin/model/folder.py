@@ -7,12 +7,14 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from skipjoin.builtin import MODEL_NAME, builtin_model_path
-from skipjoin.model.config import ModelError, read_json
+from skipjoin.model.config import ModelError
+from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.tokenizer import check_tokenizer_files
-from skipjoin.model.weight_files import check_weight_files, explain_file, explain_no_config
+from skipjoin.model.weight_files import ModelFiles, read_weight_map
+from skipjoin.model.weight_format import format_of, weight_patterns, why_file, why_refused
 
 _HUB_IDS = "Models are folders, hub ids of two parts such as Qwen/Qwen3-0.6B, or tally, which is built in"
-_WEIGHT_FILES = ["*.safetensors"]
+BIN_INDEX = "pytorch_model.bin.index.json"
 _OTHER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 
@@ -30,30 +32,61 @@ def check_model(name: str, load_format: str = "auto", *, has_tokenizer: bool = T
     Raises:
         ModelError: If the model cannot be loaded, as far as the names of its files show, or config.json is not JSON.
     """
+    folder = model_files(name, load_format).folder
+    if has_tokenizer:
+        check_tokenizer_files(folder)
+    return folder
+
+
+def model_files(name: str, load_format: str = "auto") -> ModelFiles:
+    """Return the files of a model, without its weights if it is on the hub. Errors as `check_model`."""
     is_local = name == MODEL_NAME or Path(name).is_dir()
     folder = None if is_local else cached_folder(name)
-    found = _checked(folder or model_folder(name, "dummy"), has_weights=is_local and load_format != "dummy")
-    if has_tokenizer:
-        check_tokenizer_files(found)
-    return found
+    return _checked(folder or model_folder(name, "dummy"), load_format, has_weights=is_local and load_format != "dummy")
 
 
 def pull_model(name: str) -> Path:
     """Download a model of the hub with its weights, and return its folder."""
     if name == MODEL_NAME:
         return check_model(name)
-    folder = _checked(resolve_folder(name, from_hub=True), has_weights=True)
+    folder = _checked(resolve_folder(name, from_hub=True), "auto", has_weights=True).folder
     check_tokenizer_files(folder)
     return folder
 
 
-def _checked(folder: Path, *, has_weights: bool) -> Path:
+def _checked(folder: Path, load_format: str, *, has_weights: bool) -> ModelFiles:
     if not (folder / "config.json").is_file():
-        explain_no_config(folder)
-    read_json(folder / "config.json")
-    if has_weights:
-        check_weight_files(folder)
-    return folder
+        raise ModelError(_why_no_config(folder))
+    files = ModelFiles.of(folder, has_weights=has_weights)
+    format_of(files, LoadSpec(load_format=load_format))
+    return files
+
+
+def _why_no_config(folder: Path) -> str:
+    if not any(folder.iterdir()):
+        return f"{folder} is empty: a model folder has config.json, a tokenizer and safetensors"
+    if (why := why_refused(ModelFiles(folder, {}))) is not None:
+        return why
+    if below := sorted(one.parent for one in folder.glob("*/config.json")):
+        some = ", ".join(map(str, below[:3])) + (", ..." if len(below) > 3 else "")
+        return f"{folder} has no config.json, but its subfolders do: give one of {some}"
+    return f"{folder} has no config.json: it is not a model folder in Hugging Face format"
+
+
+def bin_files(source: Path) -> list[Path]:
+    """Return the files of a folder that `skipjoin convert` reads."""
+    if (why := why_file(source)) is not None:
+        raise ModelError(why)
+    if not source.is_dir():
+        raise ModelError(f"{source} is not a folder")
+    index = source / BIN_INDEX
+    if index.is_file():
+        return [source / name for name in sorted(set(read_weight_map(index).values()))]
+    if files := sorted(source.glob("pytorch_model*.bin")):
+        return files
+    if any(source.glob("*.safetensors")):
+        raise ModelError(f"{source} has safetensors, which need no conversion, and no pytorch_model*.bin")
+    raise ModelError(why_refused(ModelFiles(source, {})) or f"{source} has no pytorch_model*.bin to convert")
 
 
 def model_id(name: str, folder: str | Path) -> str:
@@ -84,7 +117,7 @@ def resolve_folder(name_or_path: str | Path, *, weights: bool = True, from_hub: 
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_OTHER_FILES + (_WEIGHT_FILES if weights else [])))
+        return Path(snapshot_download(name, allow_patterns=_OTHER_FILES + (weight_patterns() if weights else [])))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         why = " ".join(str(error).split()).rstrip(".")
         hint = _similar(path) or ("" if "/" in name else f". {_HUB_IDS}")
@@ -105,7 +138,7 @@ def cached_folder(name: str) -> Path | None:
 
 def _no_model(name: str, path: Path, *, from_hub: bool) -> str | None:
     """Return why a name can be neither that of a folder nor a hub id, with the remedy."""
-    if (why := explain_file(path)) is not None:
+    if (why := why_file(path)) is not None:
         return why
     if ":" in name:
         return f"{name} is a name of Ollama or another registry. {_HUB_IDS}"

@@ -15,14 +15,7 @@ from skipjoin.model.frequencies import inverse_frequencies
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.ops.base import AttentionParts, FusedLayers, LayerOps, LayerParts, Linear, Norm
 from skipjoin.model.parallel import Group
-
-
-class Weights(Protocol):
-    """Named tensors, each taken once, in the model's type and on its device."""
-
-    def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
-        """Return a tensor of whole shape `shape`, or the given rows or columns, contiguous."""
-        ...
+from skipjoin.model.weights import Matrix, Weights
 
 
 @dataclass(slots=True)
@@ -46,11 +39,12 @@ class Builder:
         self.attention = attention
         self.group = group
         self.shard = group.shard
-        self.weight_bytes = 0
+        self.weight_bytes = self.parameters = 0
 
     def tensor(self, name: str, *shape: int, rows: range | None = None) -> torch.Tensor:
         taken = self.weights.take(name, *shape, rows=rows)
         self.weight_bytes += taken.nbytes
+        self.parameters += taken.numel()
         return taken
 
     def linear(
@@ -71,12 +65,11 @@ class Builder:
             rows: This rank's rows (Megatron's column parallelism); None for all.
         """
         names = [names] if isinstance(names, str) else names
-        rows = rows or [range(out) for out in outs]
-        parts = list(zip(names, outs, rows, strict=True))
-        weight = [self.weights.take(f"{name}.weight", out, inputs, rows=own) for name, out, own in parts]
-        shifts = [self.weights.take(f"{name}.bias", out, rows=own) for name, out, own in parts] if bias else []
-        shift = _join(shifts) if bias else None
-        return self.finish_linear(_join(weight), shift, gated=gated, activation=activation)
+        matrices = [Matrix(*one) for one in zip(names, outs, rows or map(range, outs), strict=True)]
+        self.parameters += sum(len(one.rows) for one in matrices) * inputs
+        return self._counted(
+            self.weights.linear(self.ops, matrices, inputs, bias=bias, gated=gated, activation=activation)
+        )
 
     def summed_linear(
         self,
@@ -93,15 +86,18 @@ class Builder:
 
         Its result is the sum over the ranks; rank 0 of the stage adds the bias.
         """
-        weight = self.weights.take(f"{name}.weight", out, inputs, columns=columns)
-        shift = self.weights.take(f"{name}.bias", out) if bias and self.shard.tp_rank == 0 else None
-        linear = self.finish_linear(weight, shift)
+        matrices = [Matrix(name, out, range(out))]
+        self.parameters += out * len(columns)
+        has_bias = bias and self.shard.tp_rank == 0
+        linear = self._counted(self.weights.linear(self.ops, matrices, inputs, bias=has_bias, columns=columns))
         return SummedLinear(linear, self.group, begins, ends) if self.shard.tp_size > 1 else linear
 
-    def finish_linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool = False, activation: str | None = None
-    ) -> Linear:
-        linear = self.ops.gated_linear(weight, bias) if gated else self.ops.linear(weight, bias, activation)
+    def finish_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Make a product of a tensor that was taken."""
+        self.parameters += weight.numel()
+        return self._counted(self.weights.product(self.ops, weight, bias))
+
+    def _counted(self, linear: Linear) -> Linear:
         self.weight_bytes += linear.weight_bytes
         return linear
 
@@ -118,13 +114,6 @@ class Builder:
         if self.config.norm_affine:
             weight, bias = self.tensor(f"{name}.weight", width), self.tensor(f"{name}.bias", width)
         return self.ops.layer_norm(width, weight, bias, self.config.norm_eps)
-
-
-def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
-    first = tensors[0]
-    if first.is_meta:  # torch.cat would import torch's compiler, which takes seconds
-        return first.new_empty((sum(map(len, tensors)), *first.shape[1:]))
-    return first if len(tensors) == 1 else torch.cat(tensors)
 
 
 class SummedLinear:

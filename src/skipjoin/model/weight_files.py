@@ -2,20 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from skipjoin.model.config import ModelError, read_json
+from skipjoin.model.config import ModelConfig, ModelError, read_json
+from skipjoin.model.load_spec import LoadSpec
+
+if TYPE_CHECKING:
+    import torch
 
 INDEX = "model.safetensors.index.json"
-BIN_INDEX = "pytorch_model.bin.index.json"
-_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_GGUF_REMEDY = (
-    "which this version cannot read: give the folder or hub id of the model that it was made from, with config.json, a "
-    "tokenizer and safetensors; --quantization int8 stores weights in 8 bits"
-)
 # Maximum length of a file name in most file systems, which raise an error beyond it.
 _MAX_NAME = 255
+
+
+# Called with (tensors loaded, tensors in the folder); a pipeline stage does not need all of them.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model folder before its weights are read.
+
+    Attributes:
+        config: Content of config.json.
+        has_weights: False if only the weights' configuration is here, because they are on the hub or not needed.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    has_weights: bool = True
+
+    @classmethod
+    def of(cls, folder: Path, *, has_weights: bool = True) -> ModelFiles:
+        return cls(folder, read_json(folder / "config.json"), has_weights)
+
+    @property
+    def quantization(self) -> Any:
+        return self.config.get("quantization_config")
+
+    def names(self, *patterns: str) -> list[str]:
+        return sorted(file.name for pattern in patterns for file in self.folder.glob(pattern) if file.is_file())
+
+    def may_have(self, *patterns: str) -> bool:
+        return not self.has_weights or bool(self.names(*patterns))
+
+
+class Source(NamedTuple):
+    """What a format needs to open weights; `seed` is of random ones."""
+
+    files: ModelFiles
+    spec: LoadSpec
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+    progress: Progress | None = None
+    seed: int = 0
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
@@ -53,78 +97,3 @@ def safetensors_files(folder: Path) -> list[Path]:
     for file in files:
         check_inside(folder, file.name)
     return files
-
-
-def check_weight_files(folder: Path) -> None:
-    """Raise `ModelError` if a folder has no weights that can be loaded."""
-    if (folder / INDEX).is_file():
-        read_weight_map(folder / INDEX)
-    elif not safetensors_files(folder):
-        explain_no_weights(folder)
-
-
-def bin_files(source: Path) -> list[Path]:
-    """Return the files of a folder that `skipjoin convert` reads."""
-    if (why := explain_file(source)) is not None:
-        raise ModelError(why)
-    if not source.is_dir():
-        raise ModelError(f"{source} is not a folder")
-    index = source / BIN_INDEX
-    if index.is_file():
-        return [source / name for name in sorted(set(read_weight_map(index).values()))]
-    files = sorted(source.glob("pytorch_model*.bin"))
-    if files:
-        return files
-    if any(source.glob("*.safetensors")):
-        raise ModelError(f"{source} has safetensors, which need no conversion, and no pytorch_model*.bin")
-    _explain_others(source)
-    raise ModelError(f"{source} has no pytorch_model*.bin to convert")
-
-
-def explain_file(path: Path) -> str | None:
-    """Return why a path is not that of a model folder, if it is one of a file or of a GGUF model."""
-    if path.suffix.lower() == ".gguf":
-        return f"{path} is a GGUF file, {_GGUF_REMEDY}"
-    if path.is_file():
-        return f"{path} is a file: give its folder, which has config.json, a tokenizer and safetensors"
-    return None
-
-
-def explain_no_config(folder: Path) -> NoReturn:
-    """Raise the error of a folder without config.json."""
-    if not any(folder.iterdir()):
-        raise ModelError(f"{folder} is empty: a model folder has config.json, a tokenizer and safetensors")
-    _explain_others(folder)
-    if below := sorted(one.parent for one in folder.glob("*/config.json")):
-        some = ", ".join(map(str, below[:3])) + (", ..." if len(below) > 3 else "")
-        raise ModelError(f"{folder} has no config.json, but its subfolders do: give one of {some}")
-    raise ModelError(f"{folder} has no config.json: it is not a model folder in Hugging Face format")
-
-
-def explain_no_weights(folder: Path) -> NoReturn:
-    """Raise the error of a folder with config.json but without safetensors."""
-    if any(folder.glob("pytorch_model*.bin")):
-        raise ModelError(
-            f"{folder} has its weights only as .bin files, which can run code when loaded; "
-            f"make a copy in safetensors once with: skipjoin convert {folder} TARGET"
-        )
-    _explain_others(folder)
-    raise ModelError(f"{folder} has no .safetensors file")
-
-
-def _explain_others(folder: Path) -> None:
-    """Raise the error of a folder that has something else than a model of safetensors, if it has."""
-    if (folder / "adapter_config.json").is_file():
-        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
-        of = f" of {base}" if isinstance(base, str) and base else ""
-        raise ModelError(
-            f"{folder} is a LoRA adapter{of}, not a model: merge it into the model with peft's merge_and_unload, save "
-            "that with save_pretrained, and give the new folder"
-        )
-    if gguf := sorted(folder.glob("*.gguf")):
-        raise ModelError(f"{folder} has its weights as a GGUF file, {gguf[0].name}, {_GGUF_REMEDY}")
-    if pickled := sorted(file.name for pattern in _PICKLED for file in folder.glob(pattern)):
-        raise ModelError(
-            f"{folder} has its weights only as {pickled[0]}, a format that can run code when loaded and is never "
-            "read: give a folder with config.json, a tokenizer and safetensors"
-        )

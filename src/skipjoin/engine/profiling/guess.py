@@ -34,7 +34,7 @@ def guess_cost(rank_specs: Sequence[RankSpec], block_size: int) -> LinearCost:
 
 def _guess(spec: RankSpec, block_size: int) -> LinearCost:
     rates = RATES[spec.device_kind]
-    token = 2 * spec.weight_bytes / spec.itemsize / rates.arithmetic
+    token = 2 * spec.parameters / rates.arithmetic
     return LinearCost(
         floor=rates.step_s,
         weights=spec.weight_bytes / rates.memory,

@@ -77,8 +77,6 @@ class LayerOps(Protocol):
     name: str
     # Instruction set and product type of compiled operations; the name of others.
     path: str
-    # Weight format: "none" keeps them as they are, "int8" uses 8 bits per weight.
-    quantization: str
 
     def use_threads(self, count: int) -> None: ...
 

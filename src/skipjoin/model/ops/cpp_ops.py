@@ -52,16 +52,13 @@ class CppOps:
 
     name = "cpp"
 
-    def __init__(
-        self, library: ctypes.CDLL, dtype: torch.dtype, quantization: str = "none", way: str | None = None
-    ) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, way: str | None = None) -> None:
         """Bind the library's functions; `way` None takes the fastest."""
         for name, (arguments, result) in _SIGNATURES.items():
             getattr(library, name).argtypes = arguments
             getattr(library, name).restype = result
         check_sizes(library, {"skipjoin_linear_bytes": LinearCall})
         self.library = library
-        self.quantization = quantization
         self.type = CPP_DTYPES.index(dtype)
         has_floats = "floats" in self.ways()
         self._without_tiles = "floats" if has_floats and library.skipjoin_floats_are_faster() else "vectors"
@@ -96,23 +93,29 @@ class CppOps:
             self._scratch = torch.empty(needed, dtype=torch.uint8)
         return self._scratch.data_ptr()
 
-    def ways(self) -> tuple[str, ...]:
-        quantized = int(self.quantization == "int8")
-        return tuple(way for at, way in enumerate(WAYS) if self.library.skipjoin_has_way(self.type, quantized, at))
+    def ways(self, *, is_int8: bool = False) -> tuple[str, ...]:
+        return tuple(way for at, way in enumerate(WAYS) if self.library.skipjoin_has_way(self.type, int(is_int8), at))
 
     def way(self, linear: CppLinear) -> str:
-        ways = self.ways()
+        ways = self.ways(is_int8=linear.is_int8)
         if self._way in ways:
             return self._way
         if "tiles" not in ways:
             return self._without_tiles
         return self._choices.way(linear.shape(), (self._without_tiles, "tiles"), linear.seconds)
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> CppLinear:
-        return CppLinear(self, weight, bias, activation, gated=False)
+    def linear(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str | None = None,
+        *,
+        is_int8: bool = False,
+    ) -> CppLinear:
+        return CppLinear(self, weight, bias, activation, gated=False, is_int8=is_int8)
 
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> CppLinear:
-        return CppLinear(self, weight, bias, None, gated=True)
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_int8: bool = False) -> CppLinear:
+        return CppLinear(self, weight, bias, None, gated=True, is_int8=is_int8)
 
     def rms_norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return CppRMSNorm(self, weight, eps)
@@ -155,15 +158,22 @@ class CppLinear:
     """
 
     def __init__(
-        self, ops: CppOps, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None, *, gated: bool
+        self,
+        ops: CppOps,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str | None,
+        *,
+        gated: bool,
+        is_int8: bool,
     ) -> None:
         self._ops, self._gated, self._activation = ops, int(gated), _ACTIVATIONS.index(activation)
         self._n, self._k = weight.shape
-        is_quantized, panel = ops.quantization == "int8", ops.library.skipjoin_panel()
-        packed_bytes = ops.library.skipjoin_packed_bytes(ops.type, self._n, self._k, self._gated, int(is_quantized))
+        self.is_int8, panel = is_int8, ops.library.skipjoin_panel()
+        packed_bytes = ops.library.skipjoin_packed_bytes(ops.type, self._n, self._k, self._gated, int(is_int8))
         self._packed = ops.arena.take(packed_bytes)
         zeros = torch.zeros(self._n)
-        self._scales = _in_panels(zeros, gated, panel) if is_quantized else None
+        self._scales = _in_panels(zeros, gated, panel) if is_int8 else None
         weight = weight.contiguous()
         ops.library.skipjoin_pack_weights(
             ops.type, weight.data_ptr(), self._n, self._k, self._gated, self._packed.data_ptr(),

@@ -88,7 +88,6 @@ class TorchLayerNorm:
 
 class TorchOps:
     name = path = "torch"
-    quantization = "none"
 
     def use_threads(self, count: int) -> None:
         torch.set_num_threads(count)

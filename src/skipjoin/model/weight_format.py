@@ -1,0 +1,264 @@
+"""Weight formats: which one a model folder has, and what it does. Does not import torch until weights are opened."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from skipjoin.model.config import DTYPES, ModelError, read_json
+from skipjoin.model.load_spec import LoadSpec
+from skipjoin.model.plugins import PluginError, load_plugins
+from skipjoin.model.weight_files import INDEX, ModelFiles, Source, read_weight_map, safetensors_files
+
+if TYPE_CHECKING:
+    from skipjoin.model.ops.base import LayerOps
+    from skipjoin.model.weights import Weights
+
+_log = logging.getLogger(__name__)
+# Entry points of this group name the class of a format.
+ENTRY_POINTS = "skipjoin.weight_formats"
+_GGUF_REMEDY = (
+    "which this version cannot read: give the folder or hub id of the model that it was made from, with config.json, a "
+    "tokenizer and safetensors; --quantization int8 stores weights in 8 bits"
+)
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+class WeightFormat(ABC):
+    """How weights are stored, in files or in products. `weight_format` registers a class.
+
+    Attributes:
+        patterns: Files that hold the weights, which are downloaded from the hub.
+        load_format: Value of the option for which this format may be chosen; None for all.
+        quantization: Likewise.
+    """
+
+    name: str
+    patterns: Sequence[str] = ("*.safetensors",)
+    load_format: str | None = "auto"
+    quantization: str = "none"
+
+    @abstractmethod
+    def matches(self, files: ModelFiles) -> bool:
+        """Return whether this format can open the weights of these files."""
+
+    @abstractmethod
+    def open(self, source: Source) -> Weights:
+        """Return the tensors and their products, or raise `ModelError`."""
+
+    def check(self, files: ModelFiles) -> None:  # noqa: B027 (most formats need none)
+        """Raise `ModelError` for what is wrong with files that it matches, as far as names and indexes show."""
+
+    def check_ops(self, ops: LayerOps, where: str) -> None:  # noqa: B027 (most formats need none)
+        """Raise `ModelError` if its products cannot run with these operations; `where` names device and attention."""
+
+    def dtype_name(self, files: ModelFiles) -> str:
+        """Return the type of the model's activations, where neither config.json nor the user names one."""
+        return "float32"
+
+    def product_bytes(self, outputs: int, inputs: int, itemsize: int) -> int:
+        """Return the minimum bytes of a product's weights, for checks of the memory before they are loaded.
+
+        Args:
+            itemsize: Bytes of a number of the model's type.
+        """
+        return outputs * inputs * itemsize
+
+
+_formats: dict[str, WeightFormat] = {}
+FormatT = TypeVar("FormatT", bound=type[WeightFormat])
+
+
+def weight_format(cls: FormatT) -> FormatT:
+    """Register a class of weight formats; a later one of the same name replaces it."""
+    _formats[cls.name] = cls()
+    return cls
+
+
+def format_of(files: ModelFiles, spec: LoadSpec) -> WeightFormat:
+    """Return the format of a model's weights; raise `ModelError` if there is none, or its files are damaged."""
+    for field in ("load_format", "quantization"):
+        known = dict.fromkeys(getattr(one, field) for one in _formats.values())
+        names = [name for name in known if name is not None]
+        if (asked := getattr(spec, field)) not in names:
+            raise ModelError(f"{field} must be one of {', '.join(names)}; got {asked!r}")
+    found = _find(files, spec)
+    if found is None:
+        try:
+            load_plugins(
+                ENTRY_POINTS,
+                lambda loaded: any(type(one) is loaded for one in _formats.values()),
+                "a class with the decorator skipjoin.model.weight_format.weight_format",
+            )
+        except PluginError as error:
+            raise ModelError(str(error)) from error
+        found = _find(files, spec)
+    if found is None:
+        raise ModelError(why_refused(files) or f"{files.folder} has no .safetensors file")
+    if files.has_weights:
+        found.check(files)
+    return found
+
+
+def weight_patterns() -> list[str]:
+    return [*dict.fromkeys(pattern for one in _formats.values() for pattern in one.patterns)]
+
+
+def _find(files: ModelFiles, spec: LoadSpec) -> WeightFormat | None:
+    for one in _formats.values():
+        is_asked = one.load_format in (None, spec.load_format) and one.quantization == spec.quantization
+        if is_asked and one.matches(files):
+            return one
+    return None
+
+
+# -- formats ----------------------------------------------------------------------------------------------------------
+
+
+@weight_format
+class Safetensors(WeightFormat):
+    """Plain numbers in safetensors files, in the order of a registered family's tensors."""
+
+    name = "safetensors"
+
+    def matches(self, files: ModelFiles) -> bool:
+        return not files.quantization and files.may_have(*self.patterns, INDEX)
+
+    def check(self, files: ModelFiles) -> None:
+        if (files.folder / INDEX).is_file():
+            read_weight_map(files.folder / INDEX)
+        else:
+            safetensors_files(files.folder)
+
+    def open(self, source: Source) -> Weights:
+        from skipjoin.model.weights import FolderWeights  # noqa: PLC0415
+
+        return FolderWeights(source)
+
+    def dtype_name(self, files: ModelFiles) -> str:
+        from skipjoin.model.weights import stored_dtype  # noqa: PLC0415
+
+        return stored_dtype(files.folder)
+
+
+@weight_format
+class Dummy(WeightFormat):
+    """Random numbers, which need only config.json."""
+
+    name = load_format = "dummy"
+    patterns = ()
+
+    def matches(self, files: ModelFiles) -> bool:
+        return not files.quantization
+
+    def open(self, source: Source) -> Weights:
+        from skipjoin.model.weights import RandomWeights  # noqa: PLC0415
+
+        return RandomWeights(source.seed, source.dtype, source.device)
+
+    def dtype_name(self, files: ModelFiles) -> str:
+        from skipjoin.model.weights import stored_dtype  # noqa: PLC0415
+
+        try:
+            return stored_dtype(files.folder)
+        except ModelError as error:
+            _log.info("config.json has no dtype, and %s: the random weights are float32", error)
+            return "float32"
+
+
+@weight_format
+class Int8(WeightFormat):
+    """Weights of another format, rounded to 8 bits with a scale per output in products of compiled CPU code."""
+
+    name = quantization = "int8"
+    load_format = None
+    patterns = ()
+
+    def matches(self, files: ModelFiles) -> bool:
+        return not files.quantization
+
+    def open(self, source: Source) -> Weights:
+        from skipjoin.model.weights import Int8Weights  # noqa: PLC0415
+
+        plain = replace(source.spec, quantization="none")
+        return Int8Weights(format_of(source.files, plain).open(source._replace(spec=plain)))
+
+    def check_ops(self, ops: LayerOps, where: str) -> None:
+        if ops.name != "cpp":
+            raise ModelError(
+                "quantization int8 needs the compiled CPU operations: device cpu, attention auto or cpp, and a C++ "
+                f"compiler; got {where}"
+            )
+
+    def product_bytes(self, outputs: int, inputs: int, itemsize: int) -> int:
+        return outputs * (inputs + 4)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def _why_bin(files: ModelFiles) -> str | None:
+    if not files.config or not files.names("pytorch_model*.bin"):
+        return None
+    return (
+        f"{files.folder} has its weights only as .bin files, which can run code when loaded; make a copy in "
+        f"safetensors once with: skipjoin convert {files.folder} TARGET"
+    )
+
+
+def _why_quantized(files: ModelFiles) -> str | None:
+    if not (found := files.quantization):
+        return None
+    method = found.get("quant_method") if isinstance(found, Mapping) else found
+    return (
+        f"quantized weights are not supported, and quantization_config in {files.folder / 'config.json'} has "
+        f"{method!r:.80}: give the model that it was made from, with weights of {', '.join(DTYPES)}; --quantization "
+        "int8 stores those in 8 bits"
+    )
+
+
+def _why_adapter(files: ModelFiles) -> str | None:
+    if not (files.folder / "adapter_config.json").is_file():
+        return None
+    base = read_json(files.folder / "adapter_config.json").get("base_model_name_or_path")
+    of = f" of {base}" if isinstance(base, str) and base else ""
+    return (
+        f"{files.folder} is a LoRA adapter{of}, not a model: merge it into the model with peft's merge_and_unload, "
+        "save that with save_pretrained, and give the new folder"
+    )
+
+
+def _why_gguf(files: ModelFiles) -> str | None:
+    if not (found := files.names("*.gguf")):
+        return None
+    return f"{files.folder} has its weights as a GGUF file, {found[0]}, {_GGUF_REMEDY}"
+
+
+def _why_pickled(files: ModelFiles) -> str | None:
+    if not (found := files.names(*_PICKLED)):
+        return None
+    return (
+        f"{files.folder} has its weights only as {found[0]}, a format that can run code when loaded and is never "
+        "read: give a folder with config.json, a tokenizer and safetensors"
+    )
+
+
+# Each returns why files that no format matches are refused, or None.
+_REFUSALS = (_why_quantized, _why_bin, _why_adapter, _why_gguf, _why_pickled)
+
+
+def why_refused(files: ModelFiles) -> str | None:
+    return next((why for refusal in _REFUSALS if (why := refusal(files)) is not None), None)
+
+
+def why_file(path: Path) -> str | None:
+    """Return why a path is not that of a model folder, if it is one of a file or of a GGUF model."""
+    if path.suffix.lower() == ".gguf":
+        return f"{path} is a GGUF file, {_GGUF_REMEDY}"
+    if path.is_file():
+        return f"{path} is a file: give its folder, which has config.json, a tokenizer and safetensors"
+    return None

@@ -1,0 +1,295 @@
+"""Tensors of a model and the products of its weights, by format."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from skipjoin.model.config import DTYPES, ModelError
+from skipjoin.model.family import family_named
+from skipjoin.model.ops.base import LayerOps, Linear, Norm
+from skipjoin.model.ops.cpp_ops import CppOps
+from skipjoin.model.weight_files import INDEX, Source, read_weight_map, safetensors_files
+
+# Stored tensor types that can be weights, and the nearest supported ones. Others are quantized, or no numbers.
+_STORED = {"F64": "float32", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+class Matrix(NamedTuple):
+    """A matrix of a product: its name without ".weight", its rows, and those of them that this rank has."""
+
+    name: str
+    out: int
+    rows: range
+
+
+class Weights(ABC):
+    """Named tensors, each taken once, and products of them.
+
+    Attributes:
+        label: How products keep their weights, for profiles; empty if as numbers of the model's type.
+    """
+
+    label = ""
+
+    @abstractmethod
+    def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
+        """Return a tensor of whole shape `shape`, or the given rows or columns, contiguous.
+
+        Its numbers have the model's type and are on its device.
+        """
+
+    def linear(
+        self,
+        ops: LayerOps,
+        matrices: Sequence[Matrix],
+        inputs: int,
+        *,
+        bias: bool,
+        columns: range | None = None,
+        gated: bool = False,
+        activation: str | None = None,
+    ) -> Linear:
+        """Make one product of matrices with the same input by concatenating their rows.
+
+        Args:
+            columns: This rank's columns; None for all.
+            gated: See `LayerOps.gated_linear`.
+        """
+        weight = [self.take(f"{one.name}.weight", one.out, inputs, rows=one.rows, columns=columns) for one in matrices]
+        shifts = [self.take(f"{one.name}.bias", one.out, rows=one.rows) for one in matrices] if bias else []
+        shift = _join(shifts) if bias else None
+        return self.product(ops, _join(weight), shift, gated=gated, activation=activation)
+
+    def product(
+        self,
+        ops: LayerOps,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        gated: bool = False,
+        activation: str | None = None,
+    ) -> Linear:
+        """Make a product of [out, in] numbers that were taken."""
+        return ops.gated_linear(weight, bias) if gated else ops.linear(weight, bias, activation)
+
+
+def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
+    first = tensors[0]
+    if first.is_meta:  # torch.cat would import torch's compiler, which takes seconds
+        return first.new_empty((sum(map(len, tensors)), *first.shape[1:]))
+    return first if len(tensors) == 1 else torch.cat(tensors)
+
+
+class PlannedWeights(Weights):
+    """Tensors without memory, and products of which only the bytes are known.
+
+    Args:
+        product_bytes: See `WeightFormat`.
+        is_rounded: Whether products of tensors that were taken have these bytes too.
+    """
+
+    def __init__(self, dtype: torch.dtype, product_bytes: Callable[[int, int, int], int], *, is_rounded: bool) -> None:
+        self._dtype, self._product_bytes, self._is_rounded = dtype, product_bytes, is_rounded
+
+    def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=self._dtype, device="meta")
+        wanted = _wanted(shape, rows, columns)
+        return tensor if wanted is None else tensor[wanted].contiguous()
+
+    def linear(self, ops: LayerOps, matrices: Sequence[Matrix], inputs: int, **options: Any) -> Linear:
+        found = super().linear(ops, matrices, inputs, **options)
+        columns = options.get("columns")
+        own = sum(len(one.rows) for one in matrices), inputs if columns is None else len(columns)
+        return self._planned(found, *own)
+
+    def product(self, ops: LayerOps, weight: torch.Tensor, bias: torch.Tensor | None, **options: Any) -> Linear:
+        found = super().product(ops, weight, bias, **options)
+        return self._planned(found, *weight.shape) if self._is_rounded else found
+
+    def _planned(self, found: Linear, outputs: int, inputs: int) -> Linear:
+        plain = outputs * inputs * self._dtype.itemsize
+        kept = self._product_bytes(outputs, inputs, self._dtype.itemsize)
+        if kept == plain or isinstance(found, PlannedProduct):
+            return found
+        return PlannedProduct(found.weight_bytes - plain + kept)
+
+
+class PlannedProduct:
+    """`Linear` of which only the bytes are known."""
+
+    def __init__(self, weight_bytes: int) -> None:
+        self.weight_bytes = weight_bytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Int8Weights(Weights):
+    """Weights whose products have 8-bit codes with a scale per output."""
+
+    label = "int8"
+
+    def __init__(self, plain: Weights) -> None:
+        self._plain = plain
+
+    def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
+        return self._plain.take(name, *shape, rows=rows, columns=columns)
+
+    def product(
+        self,
+        ops: LayerOps,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        gated: bool = False,
+        activation: str | None = None,
+    ) -> Linear:
+        assert isinstance(ops, CppOps)
+        return (
+            ops.gated_linear(weight, bias, is_int8=True)
+            if gated
+            else ops.linear(weight, bias, activation, is_int8=True)
+        )
+
+
+class SafetensorsFiles:
+    """A folder's safetensors files, opened as needed.
+
+    Attributes:
+        where: File of each tensor.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, Any] = {}
+        self.where = self._locate()
+
+    def opened(self, name: str) -> Any:
+        with self._errors(name):
+            return self._open(self.where[name]).get_slice(name)
+
+    def read(self, name: str, wanted: tuple[slice, ...] | None) -> torch.Tensor:
+        """Return a part of a tensor, or the whole tensor without `wanted`."""
+        with self._errors(name):
+            file = self._open(self.where[name])
+            tensor: torch.Tensor = (
+                file.get_tensor(name) if wanted is None else file.get_slice(name)[wanted].contiguous()
+            )
+        return tensor
+
+    @contextmanager
+    def _errors(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{self._folder / self.where[name]} cannot be read: {error}") from error
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            self._files[file] = safe_open(self._folder / file, framework="pt")
+        return self._files[file]
+
+    def _locate(self) -> dict[str, str]:
+        index = self._folder / INDEX
+        if index.is_file():
+            return read_weight_map(index)
+        files = safetensors_files(self._folder)
+        if not files:
+            raise ModelError(f"{self._folder} has no .safetensors file")
+        try:
+            return {name: file.name for file in files for name in self._open(file.name).keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"the weights in {self._folder} cannot be read: {error}") from error
+
+
+def stored_dtype(folder: Path) -> str:
+    """Return the type of most elements of the weight files, of which only headers are read."""
+    elements: Counter[str] = Counter()
+    files = SafetensorsFiles(folder)
+    for name in files.where:
+        tensor = files.opened(name)
+        elements[_STORED.get(tensor.get_dtype(), "")] += math.prod(tensor.get_shape())
+    return max(DTYPES, key=lambda name: elements[name])
+
+
+class FolderWeights(Weights):
+    """Tensors of a folder's safetensors files."""
+
+    def __init__(self, source: Source) -> None:
+        self._folder, self._dtype, self._device = source.files.folder, source.dtype, source.device
+        self._prefix = family_named(source.config.family).prefix
+        self._progress = source.progress
+        self._taken = 0
+        self._files = SafetensorsFiles(self._folder)
+
+    def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
+        tensor = self.stored(name, *shape, rows=rows, columns=columns, types=tuple(_STORED))
+        return tensor.to(device=self._device, dtype=self._dtype)
+
+    def has(self, name: str) -> bool:
+        return name in self._files.where or name.removeprefix(self._prefix) in self._files.where
+
+    def stored(
+        self,
+        name: str,
+        *shape: int,
+        types: Sequence[str],
+        rows: range | None = None,
+        columns: range | None = None,
+    ) -> torch.Tensor:
+        """Return a tensor, or a part of it, as it is stored; its type must be one of `types`, named as in the file."""
+        where = self._files.where
+        if not self.has(name):
+            raise ModelError(f"{self._folder} has no tensor {name!r}")
+        known = name if name in where else name.removeprefix(self._prefix)
+        stored = self._files.opened(known)
+        if stored.get_dtype() not in types:
+            raise ModelError(f"{self._folder}: {name} has type {stored.get_dtype()}; supported are {', '.join(types)}")
+        found = tuple(stored.get_shape())
+        if found != shape:
+            raise ModelError(f"{self._folder}: {name} has shape {found}, but config.json implies {shape}")
+        tensor = self._files.read(known, _wanted(shape, rows, columns))
+        self._taken += 1
+        if self._progress is not None:
+            self._progress(self._taken, len(where))
+        return tensor
+
+
+def _wanted(shape: tuple[int, ...], rows: range | None, columns: range | None) -> tuple[slice, ...] | None:
+    parts = [range(size) if part is None else part for part, size in zip((rows, columns), shape, strict=False)]
+    if all(len(part) == size for part, size in zip(parts, shape, strict=False)):
+        return None
+    return tuple(slice(part.start, part.stop) for part in parts)
+
+
+class RandomWeights(Weights):
+    """Random tensors that depend only on the seed, the name and the kind of device, so that ranks agree."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._seed = seed
+        self._dtype, self._device = dtype, device
+
+    def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
+        digest = hashlib.blake2b(f"{self._seed} {name}".encode(), digest_size=4).digest()
+        generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest, "little"))
+        # A GPU generates in the weights' type, since float32 would need twice the memory of the largest tensor.
+        drawn_as = torch.float32 if self._device.type == "cpu" else self._dtype
+        drawn = torch.randn(shape, generator=generator, device=self._device, dtype=drawn_as).mul_(0.02)
+        if "norm" in name and name.endswith("weight"):
+            drawn += 1
+        if (wanted := _wanted(shape, rows, columns)) is not None:
+            drawn = drawn[wanted].contiguous()
+        return drawn.to(device=self._device, dtype=self._dtype)

@@ -79,10 +79,31 @@ ROWS: dict[str, list[Panel]] = {
             },
             "percentunit",
         ),
+        Panel("Time to first token / objective", quantiles("m_slo_ttft_used_ratio"), "percentunit"),
     ],
     "Scheduling": [
         Panel("Preemptions per second", {"{{how}}": rate("m_num_preemptions_total", "how")}),
         Panel("Preemptions per request", quantiles("m_request_preemptions")),
+        Panel(
+            "Levels of the feedback queue",
+            {
+                "level {{level}}": "sum by (level) (m_queue_requests{})",
+                "demotions per second": "sum(rate(m_queue_demotions_total{}[$__rate_interval]))",
+                "promotions per second": "sum(rate(m_queue_promotions_total{}[$__rate_interval]))",
+            },
+            "short",
+            "Recipe fastserve.",
+        ),
+        Panel(
+            "Deadlines and nested reservations",
+            {
+                "next token {{state}}": "sum by (state) (m_deadline_requests{})",
+                "hosted requests": "sum(m_kv_hosted_requests{})",
+                "lost their KV per second": "sum(rate(m_kv_vacated_reservations_total{}[$__rate_interval]))",
+            },
+            "short",
+            "Recipes bros and econoserve.",
+        ),
         Panel(
             "Mean tokens per step",
             {

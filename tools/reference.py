@@ -44,6 +44,7 @@ METRIC_GROUPS = {
     "Objectives and deadlines": ("slo_", "deadline_"),
     "HTTP server": ("http_", "connections_", "api_", "admission_"),
     "Replicas": ("replica", "requests_"),
+    "Feedback queue": ("queue_",),
     "Engine": ("engine_", "stage_", "iteration_", "batch_cap"),
     "Requests and latency": ("",),
 }

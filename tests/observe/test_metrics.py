@@ -17,10 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipjoin.core.events import Admitted, Arrived, Computed, Finished, Preempted, Preemption, Token
+from skipjoin.core.events import Admitted, Arrived, Computed, Event, Finished, Preempted, Preemption, Token
 from skipjoin.core.prefixes import NamedPrefix
 from skipjoin.core.request import FinishReason, Request, ServiceClass, Target
 from skipjoin.core.step import Direction
+from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.observe.metric_snapshot import Snapshot
 from skipjoin.observe.metric_table import ENGINE_METRICS
 from skipjoin.observe.metrics import EngineMetrics, Histogram
@@ -29,8 +30,9 @@ from skipjoin.observe.stages import StageUse
 from skipjoin.observe.timeline import Timeline
 from skipjoin.observe.usage import EngineUsage
 from skipjoin.policies.eviction import Recompute
+from skipjoin.sim.driver import Replica, simulate
 from support.load import load, make
-from support.policies import SOME_SYSTEMS, Chaos, SwapAll
+from support.policies import COST, SOME_SYSTEMS, Chaos, SwapAll
 from support.watch import Stepper, World, run
 from support.worlds import worlds
 
@@ -444,3 +446,57 @@ def test_a_stopped_engine_runs_nothing_and_keeps_its_counters() -> None:
     assert snapshot.at_rest().summed("num_requests_running") == [0]
     assert snapshot.at_rest().row("kv_cache_usage_perc") == [0]
     assert snapshot.at_rest().summed("generation_tokens_total") == [1]
+
+
+# -- figures of a recipe ----------------------------------------------------------------------------------------------
+
+
+def rows_of(world: World, requests: list[Request], name: str) -> list[tuple[list[float], list[Request]]]:
+    """Return the row of a metric after the events of each moment, as a server sends it, and the live requests."""
+    core, metrics = world.core(), metrics_of(world)
+    recipe, found = core.scheduler.policies.measured, list[tuple[list[float], list[Request]]]()
+
+    def observe(events: list[Event]) -> None:
+        metrics.observe(events)
+        if recipe is not None:
+            metrics.measured(recipe.measure(core.trace[-1][0] if core.trace else 0.0))
+        found.append((metrics.snapshot().row(name), list(core.requests.values())))
+
+    simulate(Replica(core, SimulatedExecutor(COST)), requests, on_events=observe)
+    return found
+
+
+@pytest.mark.parametrize("weight", [None, 2.0])
+def test_each_live_request_has_a_level_that_only_fastserve_counts(weight: float | None) -> None:
+    world = World("fastserve", fair_output_weight=weight)
+    found = rows_of(world, load(1, 20, priorities=(0, 1)), "queue_requests")
+    assert all(sum(row) == len(live) for row, live in found)
+    assert max(sum(map(bool, row)) for row, _ in found) > 2
+    (demotions,), _ = rows_of(world, load(1, 20), "queue_demotions_total")[-1]
+    (promotions,), _ = rows_of(world, load(1, 20), "queue_promotions_total")[-1]
+    assert (demotions > 20, promotions > 0) == (True, True)
+    assert not any(sum(row) for row, _ in rows_of(World("fcfs"), load(1, 20), "queue_requests"))
+
+
+def test_each_real_time_request_of_bros_is_in_time_or_late() -> None:
+    found = rows_of(World("bros"), load(1, 20, rate=300.0, best_effort=0.3), "deadline_requests")
+    assert all(sum(row) == sum(not one.is_best_effort for one in live) for row, live in found)
+    assert max(late for (_, late), _ in found) > 0
+
+
+def test_hosted_requests_are_counted_while_their_reservation_is_nested() -> None:
+    requests = load(1, 20, prompts=(1, 20), outputs=(10, 60))
+    hosted = [row for row, _ in rows_of(World("econoserve", device_blocks=60), requests, "kv_hosted_requests")]
+    assert (max(hosted) > [0], hosted[-1]) == (True, [0])
+
+
+def test_slack_is_what_a_request_leaves_of_its_objective() -> None:
+    requests = [make(number, 8, 9, target=Target(ttft_s=10.0)) for number in range(3)]
+    done = run(world := World(), requests)
+    metrics = metrics_of(world)
+    metrics.observe(done.events)
+    found = metrics.snapshot()
+    assert count_and_sum(found, "slo_ttft_used_ratio")[0] == 3 == sum(found.row("slo_attained_total"))
+    ttft = count_and_sum(found, "time_to_first_token_seconds")[1]
+    assert count_and_sum(found, "slo_ttft_used_ratio")[1] == pytest.approx(ttft / 10)
+    assert count_and_sum(found, "slo_jct_used_ratio")[0] == 0

@@ -157,7 +157,9 @@ def test_top_shows_whole_ids_at_any_width(width: int) -> None:
     screen.take("hello", {"model": "m", "recipe": "r", "reasons": words_of(reasons_of(READY))})
     load = {"running": 1, "waiting": 2, "kv_cache_usage": 0.5}
     rows = [row | {"id": one} for one in ids]
-    screen.take("snapshot", {"time": 0.0, "rows": rows, "groups": [], "load": load, "silent_replicas": []})
+    screen.take(
+        "snapshot", {"time": 0.0, "rows": rows, "groups": [], "engines": [], "load": load, "silent_replicas": []}
+    )
     console = Console(file=StringIO(), width=width)
     screen.width = width
     console.print(screen.render(None))

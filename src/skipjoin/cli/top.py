@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -109,9 +109,25 @@ class _Screen:
         if (usage := load["kv_cache_usage"]) is not None:
             bar = "█" * round(usage * _BAR) + "░" * (_BAR - round(usage * _BAR))
             lines.append(Text(f"KV {bar} {usage:.0%}"))
+        lines += map(Text, self._of_recipe())
         if now["silent_replicas"]:
             lines.append(Text(f"no reply from replicas {now['silent_replicas']}", style="red"))
         return lines
+
+    def _of_recipe(self) -> Iterator[str]:
+        """Yield lines on what only some recipes have."""
+        sums = {
+            name: [sum(values) for values in zip(*(one.get(name) or () for one in self._now["engines"]), strict=False)]
+            for name in ("queue_requests", "deadline_requests", "kv_hosted_requests", "kv_hosted_blocks")
+        }
+        if levels := [f"{level}: {n:.0f}" for level, n in enumerate(sums["queue_requests"]) if n]:
+            yield f"requests by level of the queue, 0 first: {', '.join(levels)}"
+        if any(sums["deadline_requests"]):
+            in_time, late = sums["deadline_requests"]
+            yield f"next tokens of real-time requests: {in_time:.0f} in time, {late:.0f} late"
+        if any(sums["kv_hosted_requests"]):
+            (requests,), (blocks,) = sums["kv_hosted_requests"], sums["kv_hosted_blocks"]
+            yield f"{requests:.0f} requests hosted in {blocks:.0f} blocks that others reserve"
 
     def _tokens_per_s(self) -> float | None:
         if self._before is None or not self._hello["sees_totals"]:

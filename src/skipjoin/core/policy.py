@@ -150,6 +150,14 @@ def explanation(policy: object, request: Request, now: float, kv: KVAccounts) ->
     return [] if explain is None else list(explain(request, now, kv))
 
 
+class Measured(Protocol):
+    """Figures of a recipe's own, for metrics. Asked a few times per second, so that steps need not report them."""
+
+    def measure(self, now: float) -> Mapping[str, Sequence[float]]:
+        """Return values by name of a metric, in the order of its label's values."""
+        ...
+
+
 class Learned(Protocol):
     """State that the policies of a recipe learn from requests, and that outlives the engine."""
 
@@ -387,13 +395,14 @@ def is_decode_invariant(policy: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """One serving system: an implementation of each policy interface, and their learned state, if any."""
+    """One serving system: an implementation of each policy interface, their learned state and their own figures."""
 
     ordering: Ordering
     batcher: Batcher
     admission: AdmissionPolicy
     eviction: EvictionPolicy
     learned: Learned | None = None
+    measured: Measured | None = None
     on_begin: tuple[Callable[[float, KVAccounts], Iterable[tuple[Account, int]]], ...] = field(
         init=False, repr=False, compare=False
     )

@@ -14,6 +14,7 @@ _PREEMPTIONS_PER_REQUEST = (0.0, *(float(1 << n) for n in range(11)))
 _FORECAST_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.025, 0.1, 1.0)
 _ANSWER_SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 _OCTAVES = (0.125, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+_USED = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0)
 FINISH_REASONS = tuple(reason.value for reason in FinishReason)
 PREEMPTIONS = tuple(how.name.lower() for how in Preemption)
 _PROACTIVE = ("false", "true")
@@ -72,6 +73,30 @@ ENGINE_METRICS = (
     Metric("kv_cpu_cached_blocks", "gauge", "Number of free blocks of the CPU tier in the prefix cache."),
     Metric("kv_shared_blocks", "gauge", "Number of device blocks that several requests hold."),
     Metric("kv_lent_blocks", "gauge", "Number of bidirectional blocks, which two requests fill."),
+    Metric(
+        "kv_hosted_requests",
+        "gauge",
+        "Number of requests with KV in blocks that another one reserves. Only the recipe econoserve nests them.",
+    ),
+    Metric("kv_hosted_blocks", "gauge", "Number of these blocks."),
+    Metric("kv_nested_reservations_total", "counter", "Requests that have been hosted."),
+    Metric("kv_vacated_reservations_total", "counter", "Number of times that a hosted request lost its KV."),
+    Metric(
+        "queue_requests",
+        "gauge",
+        "Number of requests per level of the feedback queue, 0 first. Only the recipe fastserve has levels.",
+        "level",
+        tuple(map(str, range(16))),
+    ),
+    Metric("queue_demotions_total", "counter", "Number of times that a request used up its quantum and went down."),
+    Metric("queue_promotions_total", "counter", "Number of times that a starving request went to the first level."),
+    Metric(
+        "deadline_requests",
+        "gauge",
+        "Number of real-time requests by whether their next token is late. Only the recipe bros has such deadlines.",
+        "state",
+        ("in_time", "late"),
+    ),
     Metric(
         "kv_checkpointed_slots_total",
         "counter",
@@ -174,6 +199,17 @@ ENGINE_METRICS = (
         "slo",
         OBJECTIVES,
         by_class=True,
+    ),
+    *(
+        Metric(
+            f"slo_{objective}_used_ratio",
+            "histogram",
+            f"Time that requests with a soft {objective.upper()} objective took, as a share of it. The rest is slack; "
+            "above 1 they missed it.",
+            buckets=_USED,
+            by_class=True,
+        )
+        for objective in OBJECTIVES
     ),
     Metric("recomputed_tokens_total", "counter", "Tokens computed again after their KV was dropped."),
     Metric(

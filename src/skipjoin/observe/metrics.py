@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -45,6 +45,10 @@ class _ClassCounts:
         rows = self.rows = {metric.name: [0.0] * metric.width for metric in ENGINE_METRICS if metric.by_class}
         self._generated = rows["generation_tokens_total"]
         self._success = rows["request_success_total"]
+        self._used = {
+            name: Histogram(engine_metric(row).buckets, rows[row])
+            for name, row in ((name, f"slo_{name}_used_ratio") for name in OBJECTIVES)
+        }
         self._objectives = {True: rows["slo_attained_total"], False: rows["slo_missed_total"]}
         self._ttft, self._between, self._tpot, self._e2e, self._queue, self._preempted = (
             Histogram(engine_metric(name).buckets, rows[name])
@@ -109,6 +113,8 @@ class _ClassCounts:
     def _judge(self, objective: str, seconds: float, bound_s: float) -> None:
         if bound_s < math.inf:
             self._objectives[seconds <= bound_s][OBJECTIVES.index(objective)] += 1
+            if bound_s > 0 and seconds < math.inf:
+                self._used[objective].observe(seconds / bound_s)
 
 
 class EngineMetrics:
@@ -185,6 +191,11 @@ class EngineMetrics:
         self._rows["kv_shared_blocks"][0] = shared
         self._rows["kv_lent_blocks"][0] = lent
 
+    def measured(self, figures: Mapping[str, Sequence[float]]) -> None:
+        """Set the figures of the recipe's own, see `core.policy.Measured`."""
+        for name, values in figures.items():
+            self._rows[name][:] = values
+
     def recovered(self, blocks: int) -> None:
         self._rows["kv_blocks_recovered_total"][0] += blocks
 
@@ -195,7 +206,10 @@ class EngineMetrics:
         waits[:] = map(max, waits, self._log.waits.totals(self._now))
         rows["engine_steps_total"][0] = self._usage.steps
         rows["recomputed_tokens_total"][0] = self._usage.recomputed_tokens
-        ends = self._usage.shared_ends
+        ends, reservations = self._usage.shared_ends, self._usage.reservations
+        rows["kv_hosted_requests"][0], rows["kv_hosted_blocks"][0] = reservations.nested
+        rows["kv_nested_reservations_total"][0] = reservations.hosted
+        rows["kv_vacated_reservations_total"][0] = reservations.vacated
         rows["kv_checkpointed_slots_total"][0] = ends.slots
         rows["kv_checkpointed_bytes_total"][0] = ends.slots * self._block_bytes / self._block_size
         rows["kv_restores_total"][0] = ends.restores

@@ -80,6 +80,11 @@ class ReservationUse:
             "reserve_used_mean": self._reserved_block_s / seconds / device_blocks,
         }
 
+    @property
+    def nested(self) -> tuple[int, int]:
+        """Number of requests that are hosted now, and their blocks."""
+        return sum(map(len, self._nested.values())), self._hosted_blocks
+
     def groups(self) -> Counter[int]:
         return self._group_sizes + Counter(self._forming.values())
 

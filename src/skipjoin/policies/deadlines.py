@@ -36,6 +36,11 @@ class NextTokens:
     def schedule(self, request: Request) -> float:
         return self._schedule[request]
 
+    def measure(self, now: float) -> dict[str, list[float]]:
+        """Return how many real-time requests are in time, and how many are late."""
+        late = sum(due < now for due in self._due.values())
+        return {"deadline_requests": [len(self._due) - late, late]}
+
     def begin(self, request: Request, now: float) -> None:
         if request.output:
             self.sampled(request, now)

@@ -41,7 +41,7 @@ def phase_of(request: Request, known: int) -> Phase:
 _PHASES = {
     Phase.RUNNING: ("decodes", "It generates tokens within its KV reservation, and runs in every step."),
     Phase.WAITING: ("waits for KV", "It generates tokens once it has a KV reservation for its output."),
-    Phase.PROMPT: ("prompt", "Its prompt is computed in steps that decodes leave room in."),
+    Phase.PROMPT: ("prompt", "Its prompt is computed in the room that decodes leave in a step."),
 }
 
 

@@ -294,7 +294,7 @@ class ExactReservations(Callbacks):
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
         if kv.blocks_of(request) is None or request.reserved_tokens == UNLIMITED:
-            yield Fact("reservation", "none", "", "It has no KV yet, and waits for blocks for its prompt.")
+            yield Fact("reservation", "none", "", "It holds no KV that the recipe has reserved for it.")
             return
         parent = _parent_of(request, kv)
         match parent:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
@@ -49,6 +50,8 @@ class _Queue:
         del self._keys[at], self.requests[at]
 
 
+# Number of queues.
+LEVELS = 16
 # Maximum share of time for promoted requests.
 PROMOTION_SHARE = 0.05
 # Default hysteresis in shortest iterations. Swapping one request out for another takes two steps of lead each way
@@ -62,6 +65,21 @@ _BATCH_RATE = 0.05
 def shortest_step(cost: CostModel) -> float:
     """Return the seconds of the shortest iteration, a decode of one request."""
     return cost.step(StepShape(decodes=1, context=1))
+
+
+class LevelUse:
+    """Requests per level over all feedback queues of a recipe, and how often requests changed their level."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[int] = Counter()
+        self.demotions = self.promotions = 0
+
+    def measure(self, now: float) -> dict[str, list[float]]:
+        return {
+            "queue_requests": [self.requests[level] for level in range(LEVELS)],
+            "queue_demotions_total": [self.demotions],
+            "queue_promotions_total": [self.promotions],
+        }
 
 
 class SkipJoinMlfq(Callbacks):
@@ -83,13 +101,14 @@ class SkipJoinMlfq(Callbacks):
         shortest_prefill: Whether requests in a queue are ordered by the tokens of their prefill. The first queue is
             always FIFO, so that none starves in it.
         skip_join: Whether requests skip queues; False is plain MLFQ.
+        use: Counts that other feedback queues share.
     """
 
     def __init__(
         self,
         cost: CostModel,
         *,
-        levels: int = 16,
+        levels: int = LEVELS,
         quantum_s: float | None = None,
         starvation_s: float = 3.0,
         hysteresis_s: float | None = None,
@@ -97,7 +116,9 @@ class SkipJoinMlfq(Callbacks):
         returns: bool = True,
         shortest_prefill: bool = False,
         skip_join: bool = True,
+        use: LevelUse | None = None,
     ) -> None:
+        self._use = use or LevelUse()
         self._follows_cost, self._follows_steps = quantum_s is None, hysteresis_s is None
         shortest_s = shortest_step(cost)
         if quantum_s is None:
@@ -138,6 +159,7 @@ class SkipJoinMlfq(Callbacks):
         level = self._covering(self._prefill_seconds(prefill)) if self._skip_join else 0
         job = self._jobs[request] = _Job(prefill, level, self._key(prefill, level), 0.0, now)
         self._queues[level].add(job.key, request)
+        self._use.requests[level] += 1
         heapq.heappush(self._watch, (now + self._starvation_s, request.id, request))
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
@@ -168,6 +190,7 @@ class SkipJoinMlfq(Callbacks):
     def on_finished(self, request: Request, now: float) -> None:
         job = self._jobs.pop(request)
         self._queues[job.level].remove(job.key)
+        self._use.requests[job.level] -= 1
         # Stale entries are dropped when due; sweep them when they outnumber the live ones.
         if len(self._watch) > 2 * len(self._jobs) + 256:
             self._watch = [entry for entry in self._watch if entry[2] in self._jobs]
@@ -245,6 +268,7 @@ class SkipJoinMlfq(Callbacks):
             job.home = None
             self._join(request, job, level, used)
             return
+        self._use.demotions += 1
         level = job.level + 1
         if (uncached := request.known - request.reached) > 1:
             level = max(level, self._covering(self._prefill_seconds(uncached)))
@@ -252,6 +276,8 @@ class SkipJoinMlfq(Callbacks):
 
     def _join(self, request: Request, job: _Job, level: int, used: float) -> None:
         self._queues[job.level].remove(job.key)
+        self._use.requests[job.level] -= 1
+        self._use.requests[level] += 1
         job.level, job.used, job.key = level, used, self._key(job.prefill, level)
         self._queues[level].add(job.key, request)
 
@@ -276,6 +302,7 @@ class SkipJoinMlfq(Callbacks):
             heapq.heapreplace(watch, (again, request.id, request))
 
     def _promote(self, request: Request, job: _Job, now: float) -> None:
+        self._use.promotions += 1
         again = self._prefill_seconds(request.pending)
         job.is_promoted = True
         job.home = (job.level, job.used) if self._returns else None

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from skipjoin.core.policy import CostModel, EvictionPolicy, Policies
@@ -83,7 +83,7 @@ def bros(s: Settings, p: PackingParams) -> Policies:
     batcher = Packing(s.max_seqs, s.max_tokens, s.cost, tokens, base=p.base_batch, replacing=Replacing(p.replacing))
     steps = staged(s, batcher, s.max_tokens, cuts=True)
     eviction = _EVICTIONS[p.eviction](s.cost)
-    return classed(
+    policies = classed(
         s,
         lambda: ByDeadline(tokens, p.overdue_s),
         steps,
@@ -92,3 +92,4 @@ def bros(s: Settings, p: PackingParams) -> Policies:
         best_effort=StartedFirst,
         target=target,
     )
+    return replace(policies, measured=tokens)

@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from skipjoin.core.policy import EvictionPolicy, Policies
 from skipjoin.options import ConfigError, Option
 from skipjoin.policies.eviction import DROP_SHARE, ProactiveSwap, Swap
-from skipjoin.policies.mlfq import PROMOTION_SHARE, SkipJoinMlfq
+from skipjoin.policies.mlfq import PROMOTION_SHARE, LevelUse, SkipJoinMlfq
 from skipjoin.policies.starvation import WorstCase, max_requests, min_bound, starvation_after, starvation_within
 from skipjoin.recipes.parts import EvictionChoice, eviction_of, preemptive
 from skipjoin.recipes.registry import EngineLimits, Params, Settings, recipe
@@ -141,6 +141,8 @@ def _worst_case(s: Settings, limits: EngineLimits, eviction: EvictionPolicy) -> 
 
 
 def queues(s: Settings, p: QueueParams, *, skip_join: bool, promotion_share: float = PROMOTION_SHARE) -> Policies:
+    use = LevelUse()
+
     def ordering() -> SkipJoinMlfq:
         return SkipJoinMlfq(
             s.cost,
@@ -151,9 +153,11 @@ def queues(s: Settings, p: QueueParams, *, skip_join: bool, promotion_share: flo
             returns=p.promotion == "one-quantum",
             shortest_prefill=p.order == "shortest-prefill",
             skip_join=skip_join,
+            use=use,
         )
 
-    return preemptive(s, ordering, eviction_of(s, p.eviction, drop_share=DROP_SHARE if p.paced else math.inf))
+    eviction = eviction_of(s, p.eviction, drop_share=DROP_SHARE if p.paced else math.inf)
+    return replace(preemptive(s, ordering, eviction), measured=use)
 
 
 @recipe

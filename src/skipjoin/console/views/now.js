@@ -1,6 +1,6 @@
 // What runs and what waits, why, and what would change it.
 
-import { advice, figure, h, requestLink, show, state, table } from "../dom.js";
+import { advice, facts, figure, h, requestLink, show, state, table } from "../dom.js";
 import { END_WORDS, count, duration, percent, plural, quantile } from "../format.js";
 
 const RECENT_S = 60;
@@ -8,11 +8,12 @@ const RECENT_S = 60;
 export function now(store, main) {
   const figures = h("dl", { class: "figures" });
   const why = h("section", { class: "card", "aria-label": "Why requests wait" });
+  const own = h("section", { class: "card", "aria-label": "Figures of the recipe" });
   const list = h("div");
   const done = h("section", { class: "card" });
   const filter = h("input", { id: "filter", type: "search", placeholder: "Filter by id, class or reason", "aria-label": "Filter requests", oninput: () => update() });
   const jump = h("input", { id: "jump", placeholder: "Request id or x-request-id", "aria-label": "Open a request by id" });
-  main.append(h("h1", null, "Now"), figures, why,
+  main.append(h("h1", null, "Now"), figures, why, own,
     h("section", { class: "card" }, h("div", { class: "tools" }, h("h2", null, "Requests"), filter,
       h("form", { class: "tools", onsubmit: (event) => { event.preventDefault(); if (jump.value.trim()) location.hash = `#/request/${encodeURIComponent(jump.value.trim())}`; } }, jump, h("button", null, "Open"))), list),
     done);
@@ -20,6 +21,7 @@ export function now(store, main) {
   function update() {
     if (!store.now) return;
     show(figures, numbers(store));
+    show(own, ofRecipe(store));
     show(why, waits(store));
     show(list, rows(store, filter.value.trim().toLowerCase()));
     show(done, finished(store));
@@ -44,6 +46,24 @@ function numbers(store) {
     figure("TTFT p95", first.length ? duration(quantile(first, 0.95)) : "–"),
     figure("Preemptions/s", last.preemptions_s === null ? "–" : last.preemptions_s.toFixed(last.preemptions_s < 10 ? 1 : 0)),
   ];
+}
+
+// What only some recipes have: levels of a feedback queue, deadlines of tokens, nested reservations.
+function ofRecipe(store) {
+  const { engines } = store.now, { recipe } = store.hello;
+  const title = h("h2", null, `Recipe ${recipe}`);
+  const sums = (name) => engines.reduce((sum, one) => (one[name] ?? []).map((value, at) => value + (sum[at] ?? 0)), []);
+  const total = (name) => engines.reduce((sum, one) => sum + (one[name] ?? 0), 0);
+  const levels = sums("queue_requests"), [inTime, late] = sums("deadline_requests"), [hosted] = sums("kv_hosted_requests"), [blocks] = sums("kv_hosted_blocks");
+  const has = (values) => values.some((value) => value > 0);
+  const pairs = [
+    has(levels) ? ["Requests by level, 0 first", levels.map((value, level) => [level, value]).filter(([, value]) => value > 0).map(([level, value]) => `${level}: ${count(value)}`).join(", ")] : null,
+    total("queue_demotions_total") ? ["Moved between levels", `${count(total("queue_demotions_total"))} times down, ${count(total("queue_promotions_total"))} times to the first`] : null,
+    inTime + late > 0 ? ["Next token of real-time requests", `${count(inTime)} in time, ${count(late)} late`] : null,
+    hosted > 0 ? ["Hosted", `${plural(hosted, "request")} in ${plural(blocks, "block")} that others reserve`] : null,
+    total("kv_lent_blocks") > 0 ? ["Bidirectional", `${plural(total("kv_lent_blocks"), "block")} that two requests fill`] : null,
+  ].filter(Boolean);
+  return [title, pairs.length ? facts(pairs) : h("p", { class: "soft" }, "It has no figures of its own now.")];
 }
 
 export function waits(store) {

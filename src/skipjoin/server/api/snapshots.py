@@ -20,7 +20,10 @@ from skipjoin.server.engines.messages import RequestStates
 MAX_ROWS = 200
 STEP_FIELDS = ("replica", *(field.name for field in fields(StepSummary)))
 _GAUGES = ("kv_cached_blocks", "kv_cpu_cached_blocks", "kv_shared_blocks", "kv_lent_blocks")
+# Rows by label value, for the recipes that have them.
+_RECIPE_GAUGES = ("queue_requests", "deadline_requests", "kv_hosted_requests", "kv_hosted_blocks")
 _COUNTERS = (
+    *("queue_demotions_total", "queue_promotions_total"),
     *("prompt_tokens_total", "generation_tokens_total", "engine_steps_total", "num_preemptions_total"),
     *("prefix_cache_queries_total", "prefix_cache_hits_total"),
     *("swap_in_bytes_total", "swap_out_bytes_total", "recomputed_tokens_total"),
@@ -28,7 +31,7 @@ _COUNTERS = (
 
 
 # Figures that sum over the requests of all keys. From their changes a viewer could tell the lengths of a single one.
-_TOTALS = frozenset(["kv_cache_usage", "queued_tokens", "used_blocks", *_GAUGES, *_COUNTERS])
+_TOTALS = frozenset(["kv_cache_usage", "queued_tokens", "used_blocks", *_GAUGES, *_RECIPE_GAUGES, *_COUNTERS])
 
 
 class Owned(NamedTuple):
@@ -133,6 +136,7 @@ def _engine(engine: ConnectedEngine) -> dict[str, Any]:
         "waiting": stats.waiting,
         "is_hung": engine.is_hung,
         **{name: sum(metrics.row(name)) for name in (*_GAUGES, *_COUNTERS)},
+        **{name: metrics.row(name) for name in _RECIPE_GAUGES},
     }
 
 

@@ -261,6 +261,8 @@ class EngineServer:
             shared=cache.shared_blocks if cache is not None else 0,
             lent=kv.sharing.lent_blocks if kv.sharing is not None else 0,
         )
+        if (measured := loop.core.scheduler.policies.measured) is not None:
+            metrics.measured(measured.measure(now))
         stats = Stats(kv.device_total - kv.device_free, metrics.snapshot())
         if stats != self._sent or now - self._sent_at >= HEARTBEAT_S:
             self.send(stats)

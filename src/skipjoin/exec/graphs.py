@@ -118,7 +118,7 @@ class DecodeGraphs:
 
     def fits(self, segments: Sequence[Segment], sampled: torch.Tensor | None) -> bool:
         # With FlashAttention, a graph of plain segments has no kernels for others.
-        if self._model.attention.name == "flash" and any(one.reverse for one in segments):
+        if self._model.attention.name == "flash" and any(segment.reverse for segment in segments):
             return False
         largest = self._buffers[self._sizes[-1]]
         return (sampled is None or len(sampled) <= largest.capacity) and largest.holds(segments)

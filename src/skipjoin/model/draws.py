@@ -62,9 +62,9 @@ def draw(
     Args:
         uniforms: Random number in [0, 1) of each row.
     """
-    scaled = logits / _column([max(one.temperature, _COLDEST) for one in params], logits)
+    scaled = logits / _column([max(param.temperature, _COLDEST) for param in params], logits)
     scaled -= scaled.amax(-1, keepdim=True)  # the maximum becomes 0, so exp cannot overflow
-    filtered = [i for i, one in enumerate(params) if one.top_k or one.top_p < 1 or one.min_p]
+    filtered = [i for i, param in enumerate(params) if param.top_k or param.top_p < 1 or param.min_p]
     weights = scaled.exp() if filtered else scaled.exp_()
     if filtered:
         filters = [params[i] for i in filtered]

@@ -196,7 +196,7 @@ def llguidance_grammar(structured: StructuredOutput) -> Grammar:
         return Grammar(LLMatcher.grammar_from_lark(text), [])
     if structured.kind == "choice":
         # Quoted strings are written as in JSON.
-        choices = " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(text))
+        choices = " | ".join(json.dumps(load, ensure_ascii=False) for load in json.loads(text))
         return Grammar(LLMatcher.grammar_from_lark(f"start: {choices}"), [])
     rules = json_rules(schema_of(text), Notation(whitespace=structured.whitespace))
     if not rules.lines:

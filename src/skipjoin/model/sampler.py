@@ -190,7 +190,7 @@ class Sampler:
         params = [row.state.params for row in rows]
         limits = self._limits(rows)
         # An output that must end is not drawn, because other tokens have no probability.
-        random = [i for i, one in enumerate(params) if one.temperature > 0 and i not in limits.ending]
+        random = [i for i, param in enumerate(params) if param.temperature > 0 and i not in limits.ending]
         limited_random = limits.within(set(random))
         adjusted = self._adjusted(logits, rows, has_removals=bool(limited_random.rows))
         if limited_random.rows:
@@ -306,7 +306,7 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _report(logits: torch.Tensor, tokens: torch.Tensor, params: Sequence[SamplingParams]) -> CpuCopy[list[Sampled]]:
-    wanted = [i for i, one in enumerate(params) if one.logprobs is not None]
+    wanted = [i for i, param in enumerate(params) if param.logprobs is not None]
     if not wanted:
         return CpuCopy([tokens], lambda host: [Sampled(token) for token in host[0].tolist()])
     if len(wanted) == len(params):

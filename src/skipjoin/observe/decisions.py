@@ -26,10 +26,10 @@ class DecisionTimes:
     def summary(schedulers: Iterable[DecisionTimes]) -> dict[str, Any]:
         """Return mean and 99th percentile in ms, accurate to 2.2 %; None without decisions."""
         schedulers = list(schedulers)
-        buckets = sum((one._buckets for one in schedulers), Counter[int]())
+        buckets = sum((scheduler._buckets for scheduler in schedulers), Counter[int]())
         if not buckets:
             return {"mean": None, "p99": None}
-        mean_s = sum(one.seconds for one in schedulers) / buckets.total()
+        mean_s = sum(scheduler.seconds for scheduler in schedulers) / buckets.total()
         above = buckets.total() // 100
         for bucket in sorted(buckets, reverse=True):
             above -= buckets[bucket]

@@ -60,14 +60,14 @@ def explained(
         "advice": "" if longest is None or waits[longest] <= 0 else reasons[longest].remedy,
         "intervals": [
             {
-                "state": one.state,
-                "begin_s": one.begin - life.arrival,
-                "end_s": (now if one.end is None else one.end) - life.arrival,
-                "is_current": one.end is None and life.ended is None,
-                "preempted": one.preempted,
-                "short_blocks": one.short,
+                "state": interval.state,
+                "begin_s": interval.begin - life.arrival,
+                "end_s": (now if interval.end is None else interval.end) - life.arrival,
+                "is_current": interval.end is None and life.ended is None,
+                "preempted": interval.preempted,
+                "short_blocks": interval.short,
             }
-            for one in life.intervals
+            for interval in life.intervals
         ],
         "omitted_s": life.omitted_s,
         "place": standing and standing.place,

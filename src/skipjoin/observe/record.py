@@ -78,8 +78,8 @@ class _Part:
 
     def by(self, key: Callable[[Kind], str]) -> dict[str, _Part]:
         parts: defaultdict[str, _Part] = defaultdict(_Part)
-        for one in self.facts:
-            parts[key(one.kind)].facts.append(one)
+        for fact in self.facts:
+            parts[key(fact.kind)].facts.append(fact)
         for kind, count in self.rejected.items():
             parts[key(kind)].rejected[kind] = count
         for kind, count in self.errors.items():
@@ -97,8 +97,8 @@ def _service(kind: Kind) -> str:
 
 def _figures(part: _Part, now: float, slo: Slo, window_s: float | None) -> Record:
     facts = part.facts
-    complete = sum(one.is_complete for one in facts)
-    tokens = sum(one.output_tokens for one in facts)
+    complete = sum(fact.is_complete for fact in facts)
+    tokens = sum(fact.output_tokens for fact in facts)
     return {
         "requests": _counts(part),
         "duration_s": rounded(now),
@@ -115,7 +115,7 @@ def _figures(part: _Part, now: float, slo: Slo, window_s: float | None) -> Recor
 def _window(facts: Sequence[RequestFacts], window_s: float | None) -> Record | None:
     if not window_s:
         return None
-    complete = [one for one in facts if one.is_complete and one.ended is not None and one.ended <= window_s]
+    complete = [fact for fact in facts if fact.is_complete and fact.ended is not None and fact.ended <= window_s]
     return {
         "duration_s": rounded(window_s),
         "finished": len(complete),
@@ -196,7 +196,7 @@ _DISTRIBUTIONS: Mapping[str, _Read] = {
 
 def _counts(part: _Part) -> dict[str, int]:
     facts, rejected, errors = part.facts, part.rejected.total(), part.errors.total()
-    complete = sum(one.is_complete for one in facts)
+    complete = sum(fact.is_complete for fact in facts)
     return {
         "submitted": len(facts) + rejected + errors,
         "finished": complete,
@@ -207,7 +207,7 @@ def _counts(part: _Part) -> dict[str, int]:
 
 
 def _values(facts: Sequence[RequestFacts], now: float, read: _Read) -> list[float]:
-    values = (read(one, now) for one in facts)
+    values = (read(fact, now) for fact in facts)
     return sorted(value for value in values if value is not None)
 
 
@@ -262,7 +262,7 @@ def _attained(part: _Part, now: float, slo: Slo) -> Record:
         return bound_s == math.inf or (one.is_complete and one.jct(now) <= bound_s)
 
     tests = {"ttft": met_ttft, "tpot": met_tpot, "jct": met_jct}
-    brought = {name for one in facts for name, bound_s in one.target._asdict().items() if bound_s < math.inf}
+    brought = {name for fact in facts for name, bound_s in fact.target._asdict().items() if bound_s < math.inf}
     is_judged = slo != NO_SLO or bool(brought)
     wanted = {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "jct_s": slo.jct_s, "jct_scale": slo.jct_scale}
     record: Record = dict(wanted)
@@ -271,7 +271,7 @@ def _attained(part: _Part, now: float, slo: Slo) -> Record:
             value is not None for objective, value in wanted.items() if objective.startswith(name)
         )
         record[f"{name}_attained"] = share(sum(map(test, facts))) if is_set else None
-    together = sum(all(test(one) for test in tests.values()) for one in facts)
+    together = sum(all(test(fact) for test in tests.values()) for fact in facts)
     record["all_attained"] = share(together) if is_judged else None
     record["goodput_rps"] = rounded(together / now) if total and is_judged and now > 0 else None
     return record
@@ -284,18 +284,18 @@ def _bound_s(own_s: float, usual_s: float | None) -> float:
 def _breakdown(facts: Sequence[RequestFacts], now: float) -> dict[str, float]:
     count = max(1, len(facts))
     return {
-        "queueing": rounded(sum(one.waiting(now) for one in facts) / count),
-        "execution": rounded(sum(one.execution_s for one in facts) / count),
-        "swapping": rounded(sum(one.swapping_s for one in facts) / count),
-        "scheduling": rounded(sum(one.scheduling_s for one in facts) / count),
+        "queueing": rounded(sum(fact.waiting(now) for fact in facts) / count),
+        "execution": rounded(sum(fact.execution_s for fact in facts) / count),
+        "swapping": rounded(sum(fact.swapping_s for fact in facts) / count),
+        "scheduling": rounded(sum(fact.scheduling_s for fact in facts) / count),
     }
 
 
 def _waits(facts: Sequence[RequestFacts]) -> dict[str, float]:
     """Return mean seconds per request by wait reason; reasons that did not occur are omitted."""
     total: Counter[str] = Counter()
-    for one in facts:
-        total.update({reason.value: seconds for reason, seconds in one.wait_s().items() if seconds})
+    for fact in facts:
+        total.update({reason.value: seconds for reason, seconds in fact.wait_s().items() if seconds})
     return {reason: rounded(seconds / len(facts)) for reason, seconds in sorted(total.items())}
 
 

@@ -204,7 +204,7 @@ class Adaptive(Callbacks):
         oldest = next(iter(self._jobs)).arrival
         if self._latest <= oldest + self._overtaking_s:
             return False
-        before = max((one.arrival for one in others), default=-math.inf) - self._overtaking_s
+        before = max((other.arrival for other in others), default=-math.inf) - self._overtaking_s
         running = {slice_.request for slice_ in self._running}
         older = takewhile(lambda one: one.arrival < before, self._jobs)
         return any(one not in running and not one.awaits_grammar for one in older)

@@ -153,7 +153,9 @@ class Vacate(Swap):
         self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
     ) -> Sequence[Eviction]:
         if (reservations := kv.reservations) is not None:
-            candidates = sorted(candidates, key=lambda one: not isinstance(reservations.parent_of(one), Request))
+            candidates = sorted(
+                candidates, key=lambda candidate: not isinstance(reservations.parent_of(candidate), Request)
+            )
         return super().victims(short, candidates, kv, now, newcomer)
 
 
@@ -199,7 +201,9 @@ class Lend(Spill):
         self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
     ) -> Sequence[Eviction]:
         # Real-time requests share no blocks and keep their order, least urgent first.
-        emptiest = sorted(candidates, key=lambda one: one.is_best_effort and -(-one.computed % kv.block_size))
+        emptiest = sorted(
+            candidates, key=lambda candidate: candidate.is_best_effort and -(-candidate.computed % kv.block_size)
+        )
         found = super().victims(short, emptiest, kv, now, newcomer)
         return [one._replace(lent=one.request.reverse and one.how is not Preemption.DROP) for one in found]
 

@@ -69,6 +69,6 @@ class ExecutionTime:
 
 def _explained(seconds: list[float], model: Callable[[int], float]) -> float:
     mean = fmean(seconds)
-    total = sum((one - mean) ** 2 for one in seconds)
-    left = sum((one - model(tokens)) ** 2 for tokens, one in zip(_SAMPLES, seconds, strict=True))
+    total = sum((value - mean) ** 2 for value in seconds)
+    left = sum((value - model(tokens)) ** 2 for tokens, value in zip(_SAMPLES, seconds, strict=True))
     return 1 - left / total if total > 0 else 1.0

@@ -157,12 +157,12 @@ class Fair(Routed):
     def must_precede(self, request: Request, others: Iterable[Request]) -> bool:
         self._standings()
         mine, same = self._of(request), list[Request]()
-        for one in others:
-            theirs = self._of(one)
+        for other in others:
+            theirs = self._of(other)
             if mine.distance < theirs.distance:
                 return True
             if mine is theirs:
-                same.append(one)
+                same.append(other)
         return mine.is_apart and must_precede(mine.ordering, request, same)
 
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:

@@ -144,7 +144,7 @@ class LengthModel:
             "skill": list(self.skill),
             "all": [self._all.reached, self._all.ended],
             "ratios": [self._ratios.reached, self._ratios.ended],
-            "classes": {str(cls): [one.reached, one.ended] for cls, one in self._classes.items()},
+            "classes": {str(cls): [class_.reached, class_.ended] for cls, class_ in self._classes.items()},
             "mass": {str(cls): mass for cls, mass in self._mass.items()},
         }
 
@@ -154,7 +154,7 @@ class LengthModel:
                 raise ValueError("its bins differ")
             skill = _numbers(state["skill"], len(EXPERTS), low=-math.inf)
             every, ratios = _counts(state["all"], BINS), _counts(state["ratios"], _RATIOS)
-            classes = {_class(cls): _counts(one, BINS) for cls, one in state["classes"].items()}
+            classes = {_class(cls): _counts(class_, BINS) for cls, class_ in state["classes"].items()}
             mass = {_class(cls): _numbers(one, BINS, low=0.0) for cls, one in state["mass"].items()}
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error

@@ -116,7 +116,7 @@ class Prioritized(Routed):
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         if self._lifted:
-            self._lifted.update((one.request, now) for one in slices if one.request in self._lifted)
+            self._lifted.update((slice_.request, now) for slice_ in slices if slice_.request in self._lifted)
         if len(self._sorted) == 1:
             self._sorted[0].on_scheduled(slices, now)
         else:

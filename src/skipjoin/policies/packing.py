@@ -61,11 +61,11 @@ class Packing:
         candidates = iter(context.candidates)
         urgent: list[tuple[Request, int]] = []
         others = candidates
-        for one in candidates:
-            if one[0] not in self.next_tokens:
-                others = chain((one,), candidates)
+        for candidate in candidates:
+            if candidate[0] not in self.next_tokens:
+                others = chain((candidate,), candidates)
                 break
-            urgent.append(one)
+            urgent.append(candidate)
         if not urgent:
             self.cap = min(2 * self.cap, self.max_seqs)
         pack = Pack(self, context, self._limit(urgent, context))

@@ -93,7 +93,7 @@ class Valued(Callbacks):
     def _changing(self, slices: Sequence[Slice]) -> list[Slice]:
         """Return the slices whose requests may have another key. Most are decodes that have not."""
         changes_at = self._changes.get
-        return [one for one in slices if changes_at(one[0], 0) <= one[0].known + 1 or one[2] > 1]
+        return [slice_ for slice_ in slices if changes_at(slice_[0], 0) <= slice_[0].known + 1 or slice_[2] > 1]
 
     def on_preempted(self, request: Request, now: float) -> None:
         self._place(request, now)

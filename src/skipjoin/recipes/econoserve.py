@@ -87,7 +87,7 @@ class OrderParams(GroupParams):
         except ValueError:
             raise ConfigError(f"time_ranges_s must be numbers and commas, got {self.time_ranges_s!r}") from None
         borders = (0.0, *found)
-        if not all(one < other < 1e9 for one, other in zip(borders, found, strict=False)):
+        if not all(border < other < 1e9 for border, other in zip(borders, found, strict=False)):
             raise ConfigError(f"time_ranges_s must rise from above 0 to below 1e9 seconds, got {self.time_ranges_s!r}")
         return found
 

@@ -142,7 +142,7 @@ def check_server(
         if server.forecast_url is not None:
             asyncio.run(check_forecast_server(settings.server))
         check_engine(settings.engine)
-        addresses = ", ".join(url_of(one, is_secure=settings.server.is_secure) for one in listeners)
+        addresses = ", ".join(url_of(listener, is_secure=settings.server.is_secure) for listener in listeners)
     print(f"The settings are valid: {engine.model} with recipe {engine.recipe} at {addresses}")
     return EXIT_OK
 
@@ -207,10 +207,11 @@ class Server:
             loop.add_signal_handler(number, self._on_signal)
         # Serve 503 while the model is loaded, so that probes can distinguish loading from dead.
         serving = [
-            asyncio.create_task(http.serve(sockets=[one])) for http, one in zip(self._http, listeners, strict=True)
+            asyncio.create_task(http.serve(sockets=[listener]))
+            for http, listener in zip(self._http, listeners, strict=True)
         ]
         try:
-            code = await self._serve([url_of(one, is_secure=self._config.is_secure) for one in listeners])
+            code = await self._serve([url_of(listener, is_secure=self._config.is_secure) for listener in listeners])
         finally:
             self._streams.close()
             for http in self._http:

@@ -94,7 +94,7 @@ class PrefixCache:
         return sum(held.reservation.shared for held in self._requests.values())
 
     def shared_within(self, requests: Iterable[Request]) -> int:
-        return self._holders.within({held for one in requests if (held := self._requests.get(one)) is not None})
+        return self._holders.within({held for request in requests if (held := self._requests.get(request)) is not None})
 
     def adopt(self, held: RequestBlocks, hit: Hit) -> None:
         device, cpu = self._pools

@@ -165,7 +165,7 @@ class Reservations:
 
     def beneficiaries(self, request: Request, parent: Owner) -> frozenset[Owner]:
         this = self.find(parent)
-        return frozenset((request, parent, *(one.owner for one in this.ancestors())))
+        return frozenset((request, parent, *(ancestor.owner for ancestor in this.ancestors())))
 
     def returns_to(self, request: Request, owners: frozenset[Owner]) -> bool:
         # An ancestor in between keeps the blocks if it is promised as much as it has.

@@ -95,8 +95,13 @@ async def recent_lives(
                     "ended_at": None if life.ended is None else life.ended + shift,
                     "now": wall,
                     "intervals": [
-                        (one.state, one.begin + shift, None if one.end is None else one.end + shift, one.preempted)
-                        for one in life.intervals
+                        (
+                            interval.state,
+                            interval.begin + shift,
+                            None if interval.end is None else interval.end + shift,
+                            interval.preempted,
+                        )
+                        for interval in life.intervals
                     ],
                 }
             )

@@ -52,7 +52,7 @@ class Page(NamedTuple):
 def read_pages(servers: Sequence[NamedServer] = (THIS_SERVER,)) -> dict[str, Page]:
     """Return each file by its path, and the servers that the pages show."""
     pages = {path: _read(name) for path, name in PAGES.items()}
-    return pages | {SERVERS_PATH: _page(encode([one._asdict() for one in servers]), "application/json")}
+    return pages | {SERVERS_PATH: _page(encode([server._asdict() for server in servers]), "application/json")}
 
 
 async def show(request: Request) -> Response:

@@ -306,7 +306,7 @@ class ChatRequest(GenerationBody):
         names = {function["name"] for function in functions}
         must_call, is_parallel = choice == "required", self.parallel_tool_calls is not False
         if isinstance(choice, AllowedChoice):
-            names = {one.function.name for one in choice.allowed_tools.tools}
+            names = {tool.function.name for tool in choice.allowed_tools.tools}
             must_call = choice.allowed_tools.mode == "required"
         elif isinstance(choice, NamedChoice):
             names, must_call, is_parallel = {choice.function.name}, True, bool(self.parallel_tool_calls)

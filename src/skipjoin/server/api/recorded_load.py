@@ -41,12 +41,12 @@ async def recorded_load(service: Service, owner: str | None, since_s: float) -> 
         **msgspec.structs.asdict(info),
         "replicas": client.wanted,
         "recipe_path": info.recipe_path or info.recipe,
-        "cost": next((one.cost for one in states if one.cost is not None), info.cost),
-        "between_steps_s": median([one.between_steps_s for one in states] or [0.0]),
+        "cost": next((state.cost for state in states if state.cost is not None), info.cost),
+        "between_steps_s": median([state.between_steps_s for state in states] or [0.0]),
     }
     del machine["folder"]
     # In a thread, as there may be many thousands.
-    public = await service.in_thread(lambda: [one.public(_around_s(one, first_tokens)) for one in arrivals])
+    public = await service.in_thread(lambda: [arrival.public(_around_s(arrival, first_tokens)) for arrival in arrivals])
     return {"machine": machine, "arrivals": public}
 
 

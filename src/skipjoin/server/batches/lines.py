@@ -73,7 +73,8 @@ def line_options(body: GenerationBody, left_s: float, config: ServerConfig, owne
 def seeded(line: Line, params: Sequence[SamplingParams]) -> list[SamplingParams]:
     """Add reproducible seeds, so that a rerun samples the same tokens."""
     return [
-        one if one.seed is not None else replace(one, seed=seed_of(line, choice)) for choice, one in enumerate(params)
+        param if param.seed is not None else replace(param, seed=seed_of(line, choice))
+        for choice, param in enumerate(params)
     ]
 
 

@@ -105,9 +105,9 @@ class EngineClient:
         stats = [replica.stats for replica in replicas]
         blocks = sum(replica.info.device_blocks for replica in replicas)
         return EngineLoad(
-            sum(one.running for one in stats),
-            sum(one.waiting for one in stats),
-            sum(one.blocks_used for one in stats) / blocks if blocks else 0.0,
+            sum(stat.running for stat in stats),
+            sum(stat.waiting for stat in stats),
+            sum(stat.blocks_used for stat in stats) / blocks if blocks else 0.0,
         )
 
     # -- engines ------------------------------------------------------------------------------------------

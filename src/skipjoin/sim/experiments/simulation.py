@@ -84,13 +84,13 @@ class Run:
         together = dispatch.ignores_tokens and on_events is _ignore
         replicas = [
             make_replica(
-                one,
+                machine,
                 lengths,
                 together=together and not system.step_noise,
                 keeps_kv=0 < prefills <= number,
                 seed=f"{cell.extent.seed} {shard} {number}",
             )
-            for number, one in enumerate(machines)
+            for number, machine in enumerate(machines)
         ]
         # A run creates no reference cycles.
         with without_garbage_collection(), located_errors():
@@ -101,10 +101,10 @@ class Run:
                 traffic = self._split_traffic(replicas, arrivals, dispatch, handovers)
             end = simulate_traffic(replicas, traffic, on_events=watch.observe, until=cell.extent.until_s)
         facts = watch.facts(end)
-        for one in facts:
-            one.stream, one.output_limit = submissions.jobs[one.id].stream, lengths[one.id]
-            if jct is not None and one.service is ServiceClass.REAL_TIME:
-                one.target = one.target._replace(jct_s=jct(lengths[one.id]))
+        for fact in facts:
+            fact.stream, fact.output_limit = submissions.jobs[fact.id].stream, lengths[fact.id]
+            if jct is not None and fact.service is ServiceClass.REAL_TIME:
+                fact.target = fact.target._replace(jct_s=jct(lengths[fact.id]))
         for replica, usage in enumerate(watch.usages):
             usage.close(keeps_series=shard == replica == 0)  # a record has only the series of the first replica
         decisions = [replica.decisions for replica in replicas]
@@ -114,7 +114,7 @@ class Run:
 
     def record(self, shards: Sequence[ShardResult]) -> Record:
         cell, system = self.cell, self.cell.system
-        facts = [one for shard in shards for one in shard.facts]
+        facts = [fact for shard in shards for fact in shard.facts]
         rejected = [job.kind for job in self.jobs if not system.takes(job)]
         rejected += [kind for shard in shards for kind in shard.rejected]
         end = max(shard.end_s for shard in shards)
@@ -133,7 +133,7 @@ class Run:
         if prefill:
             split = SplitFigures.of(shard.split for shard in shards if shard.split is not None)
             record |= split.describe(system, prefill, others)
-        times = DecisionTimes.summary(one for shard in shards for one in shard.decisions)
+        times = DecisionTimes.summary(decision for shard in shards for decision in shard.decisions)
         record["decision_ms"] = {name: value and rounded(value) for name, value in times.items()}
         record["version"] = VERSION
         return record
@@ -143,7 +143,7 @@ class Run:
 
         Times are in seconds from the start of the run.
         """
-        for one in (one for shard in shards for one in shard.facts):
+        for one in (fact for shard in shards for fact in shard.facts):
             yield {
                 "stream": one.stream,
                 "service": one.service.value,
@@ -252,8 +252,8 @@ class _Watch:
         self.handovers: Handovers | None = None
         self.logs = [RequestLog(self._end) for _ in machines]
         self.usages = [
-            EngineUsage(device_blocks=one.kv_blocks, block_size=one.block_size, block_bytes=one.moved_bytes)
-            for one in machines
+            EngineUsage(device_blocks=machine.kv_blocks, block_size=machine.block_size, block_bytes=machine.moved_bytes)
+            for machine in machines
         ]
 
     def observe(self, replica: int, events: list[Event]) -> None:

@@ -305,7 +305,7 @@ class ShadowWorld:
         scheduler, flights = self.scheduler, self.flights
         if scheduler.has_requests():
             output = scheduler.schedule(self.draw.random() < 0.1)
-            self._check_twins(output)
+            self._check_mirrors(output)
             flights.append((output, self.shadow.run(output)))
         is_last = not scheduler.has_requests() or not flights[-1][0].num_scheduled_tokens
         if flights and (len(flights) >= depth or is_last):
@@ -318,13 +318,13 @@ class ShadowWorld:
                 if one.finish_reason is not None:
                     self.ends.append(one.request_id)
 
-    def _check_twins(self, output: Any) -> None:
+    def _check_mirrors(self, output: Any) -> None:
         """Assert that the planner counts the tokens of each scheduled request as vLLM does."""
         for name in output.num_scheduled_tokens if self.cls is Scheduler else ():
-            request, twin = self.scheduler.requests[name], self.scheduler._twins[name]
+            request, mirror = self.scheduler.requests[name], self.scheduler._mirrors[name]
             samples = request.num_output_placeholders  # AsyncScheduler counts them in either mode
-            assert (twin.known, twin.planned) == (request.num_tokens, request.num_computed_tokens), name
-            assert twin.pending_samples == samples, name
+            assert (mirror.known, mirror.planned) == (request.num_tokens, request.num_computed_tokens), name
+            assert mirror.pending_samples == samples, name
 
     def _disturb(self) -> None:
         draw, scheduler = self.draw, self.scheduler
@@ -372,7 +372,7 @@ class ShadowWorld:
         assert not any((scheduler.running, scheduler.waiting, scheduler.kv_holding_waiting, scheduler.requests))
         ledger = scheduler._ledger
         ledger.refresh()
-        assert not any((scheduler._twins, scheduler._flights, scheduler._compiling, ledger.holders()))
+        assert not any((scheduler._mirrors, scheduler._flights, scheduler._compiling, ledger.holders()))
         assert ledger.device_free == ledger.device_total
         assert not ledger.is_moving
         assert ledger.tiers is None or ledger.tiers.cpu_free == ledger.tiers.cpu_total

@@ -87,18 +87,18 @@ def _status(url: str, method: str) -> int:
 
 def test_metrics_are_read_on_request() -> None:
     core = World("fcfs", max_seqs=1).core()
-    twins = {str(number): make(number, 8, 8) for number in range(3)}
-    for request in twins.values():
+    mirrors = {str(number): make(number, 8, 8) for number in range(3)}
+    for request in mirrors.values():
         core.add(request, 0.0)
     core.scheduler.schedule(0.0)
     tally = Tally(steps=1)
-    tally.take([Preempted(twins["0"], 0.0, Preemption.PAUSE)])
-    collector = EngineCollector(core.scheduler, twins, tally, recipe="fcfs", vllm_version="9.9")
+    tally.take([Preempted(mirrors["0"], 0.0, Preemption.PAUSE)])
+    collector = EngineCollector(core.scheduler, mirrors, tally, recipe="fcfs", vllm_version="9.9")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     lives = RequestLives(LIMITS, 1, time.monotonic)
-    lives.arrived(twins["0"], "cmpl-a-0", time.monotonic())
+    lives.arrived(mirrors["0"], "cmpl-a-0", time.monotonic())
     stop = listen(collector, lives, PluginOptions(metrics_port=port - 1), 1)
     assert stop is not None
     try:

@@ -109,7 +109,7 @@ def run(engine: LLMEngine, jobs: list[tuple[int, str, Any, SamplingParams]]) -> 
         step += 1
     pool = scheduler_of(engine).kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-    assert not scheduler_of(engine)._twins
+    assert not scheduler_of(engine)._mirrors
     return ended
 
 

@@ -53,7 +53,7 @@ class Batch:
             yield slice_, slice_of(slice_.request, tokens, awaits=slice_.awaits) if tokens else None
 
 
-def slice_of(twin: Request, tokens: int, *, awaits: bool) -> Slice:
+def slice_of(mirror: Request, tokens: int, *, awaits: bool) -> Slice:
     """Return the last tokens that vLLM scheduled of a request."""
-    request: Any = twin.sampling
-    return Slice(twin, request.num_computed_tokens - tokens, tokens, not request.is_prefill_chunk, awaits, ())
+    request: Any = mirror.sampling
+    return Slice(mirror, request.num_computed_tokens - tokens, tokens, not request.is_prefill_chunk, awaits, ())

@@ -61,16 +61,16 @@ class EngineCollector(Collector):
     """Collector that reads the counts on each scrape, so that steps do no work for it."""
 
     def __init__(
-        self, core: Scheduler, twins: Mapping[str, Request], tally: Tally, *, recipe: str, vllm_version: str
+        self, core: Scheduler, mirrors: Mapping[str, Request], tally: Tally, *, recipe: str, vllm_version: str
     ) -> None:
-        self._core, self._twins, self._tally = core, twins, tally
+        self._core, self._mirrors, self._tally = core, mirrors, tally
         self._info = {"recipe": recipe, "version": VERSION, "vllm": vllm_version}
 
     def collect(self) -> Iterator[Metric]:
         core, tally = self._core, self._tally
         waits: Counter[WaitReason] = Counter()
         running = parked = on_cpu = 0
-        for request in list(self._twins.values()):
+        for request in list(self._mirrors.values()):
             if request.in_flight or request.last_plan >= core.latest_plan:
                 running += 1
                 continue
@@ -98,6 +98,6 @@ class EngineCollector(Collector):
             seconds.add_metric([part], getattr(tally, f"{part}_s"))
         yield seconds
         forecast = GaugeMetricFamily("skipjoin:forecast_tokens", "Mean forecast of live requests by source.")
-        told = [twin.forecast for twin in list(self._twins.values()) if twin.forecast is not None]
+        told = [mirror.forecast for mirror in list(self._mirrors.values()) if mirror.forecast is not None]
         forecast.add_metric([], sum(one.tokens for one in told) / len(told) if told else 0.0)
         yield forecast

@@ -28,7 +28,7 @@ class FoundByEngine:
 _FOUND_BY_ENGINE = FoundByEngine()
 
 
-def twin_of(request: Any, number: int, now: float, *, max_model_len: int, caches: bool) -> Request:
+def mirror_of(request: Any, number: int, now: float, *, max_model_len: int, caches: bool) -> Request:
     """Return the planner's request for a request of vLLM.
 
     Args:
@@ -48,8 +48,8 @@ def twin_of(request: Any, number: int, now: float, *, max_model_len: int, caches
     )
 
 
-def finish_reason(twin: Request) -> FinishReason:
-    request: Any = twin.sampling
+def finish_reason(mirror: Request) -> FinishReason:
+    request: Any = mirror.sampling
     return _REASONS.get(request.status.name, FinishReason.ERROR)
 
 

@@ -26,12 +26,12 @@ from skipjoin.vllm.compat import check_features, check_kv_groups
 from skipjoin.vllm.forecasts import LengthForecasts
 from skipjoin.vllm.listener import listen
 from skipjoin.vllm.metrics import EngineCollector, Tally
+from skipjoin.vllm.mirrors import Mirrors
 from skipjoin.vllm.moves import KvMoves
 from skipjoin.vllm.options import read_options
 from skipjoin.vllm.planning import describe, make_core, make_ledger, make_lives
 from skipjoin.vllm.queues import Store
 from skipjoin.vllm.releases import CAN_CUT_PROMPTS, VERSION, AnyScheduler
-from skipjoin.vllm.twins import Twins
 
 logger = init_logger("vllm.skipjoin")
 _NO_STREAMING = "the Skipjoin scheduler does not support streaming input"
@@ -76,11 +76,11 @@ class Scheduler(AnyScheduler):
         self._forecasts = LengthForecasts.open(options.forecasts, config.model_config.model)
         engine, caches = config.parallel_config.data_parallel_index, bool(self.cache_config.enable_prefix_caching)
         self._lives = make_lives(options, config, self._ledger, self.clock)
-        self._twins = Twins(
+        self._mirrors = Mirrors(
             self._core, self._ledger, self._forecasts, self._lives, max_model_len=self.max_model_len, caches=caches
         )
         self.tally = Tally()
-        collector = EngineCollector(self._core, self._twins, self.tally, recipe=options.recipe, vllm_version=VERSION)
+        collector = EngineCollector(self._core, self._mirrors, self.tally, recipe=options.recipe, vllm_version=VERSION)
         self._stop_listener = listen(collector, self._lives, options, engine)
         logger.info("%s", describe(options, self._core, VERSION))
 
@@ -96,14 +96,14 @@ class Scheduler(AnyScheduler):
         if request.resumable or is_blocked:
             self._compiling.add(request)
         if not request.resumable:
-            self._twins.join(request, self.clock(), awaits_grammar=is_blocked)
+            self._mirrors.join(request, self.clock(), awaits_grammar=is_blocked)
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[VllmRequest]:
         ended = super().finish_requests(request_ids, finished_status)
         now = self.clock()
         for request in ended:
             self._compiling.discard(request)
-            self._twins.end(request.request_id, FinishReason.ABORT, now)
+            self._mirrors.end(request.request_id, FinishReason.ABORT, now)
         return list(ended)
 
     # -- a step -------------------------------------------------------------------------------------------
@@ -144,18 +144,18 @@ class Scheduler(AnyScheduler):
                 self.deferred_waiting.discard(request)
                 self.kv_holding_waiting.remove_request(request)
                 self.waiting.add_request(request)
-                self._twins[request.request_id].awaits_grammar = False
+                self._mirrors[request.request_id].awaits_grammar = False
 
     def _plan(self, now: float) -> StepPlan | None:
         core = self._core
-        self._twins.reforecast(now)
+        self._mirrors.reforecast(now)
         self._ledger.refresh()
         plan = core.schedule(now)
         if self._lives is not None:
             self._lives.observe(core.events)
             self._lives.answer(core.policies, core.kv)
-        for twin in self.tally.take(core.events):
-            self._drop(twin.sampling, now)
+        for mirror in self.tally.take(core.events):
+            self._drop(mirror.sampling, now)
         return plan
 
     def _forget_events(self) -> None:
@@ -208,9 +208,9 @@ class Scheduler(AnyScheduler):
         """Return the waiting requests that vLLM may run while it is paused. Only those with KV drain."""
         self._cut({})
         self.max_num_scheduled_tokens = self._max_tokens
-        tiers, twins = self._ledger.tiers, self._twins
+        tiers, mirrors = self._ledger.tiers, self._mirrors
         holding = list(self.kv_holding_waiting)
-        return [one for one in holding if tiers is None or not tiers.is_moving(twins.get(one.request_id))]
+        return [one for one in holding if tiers is None or not tiers.is_moving(mirrors.get(one.request_id))]
 
     def _swap_queues(self, joining: Sequence[VllmRequest]) -> tuple[Store, Store]:
         """Fill the queues with the joining requests only, and return the stores of all waiting requests."""
@@ -250,10 +250,10 @@ class Scheduler(AnyScheduler):
         """Report to the core what vLLM scheduled by itself, while it drains the requests that hold KV."""
         slices = []
         for request_id, tokens in output.num_scheduled_tokens.items():
-            twin = self._twins[request_id]
-            self._ledger.settle(twin)
-            made = slice_of(twin, tokens, awaits=False)
-            slices.append(made._replace(awaits=made.start + tokens > twin.known))
+            mirror = self._mirrors[request_id]
+            self._ledger.settle(mirror)
+            made = slice_of(mirror, tokens, awaits=False)
+            slices.append(made._replace(awaits=made.start + tokens > mirror.known))
         return self._core.insert(slices, now) if slices else None
 
     def _lose_all(self, now: float) -> None:
@@ -267,7 +267,7 @@ class Scheduler(AnyScheduler):
         if self._flights or not parked:
             return
         rank = self._core.policies.ordering.rank
-        worst = max(parked, key=lambda one: rank(self._twins[one.request_id]))
+        worst = max(parked, key=lambda one: rank(self._mirrors[one.request_id]))
         self._drop(worst, now)
         self._lose(worst, now)
 
@@ -281,8 +281,8 @@ class Scheduler(AnyScheduler):
             self._lose(request, self.clock())
 
     def _lose(self, request: VllmRequest, now: float) -> None:
-        if (twin := self._twins.get(request.request_id)) is not None:
-            self._core.lose(twin, now)
+        if (mirror := self._mirrors.get(request.request_id)) is not None:
+            self._core.lose(mirror, now)
             self._forget_events()
 
     def _cut(self, cuts: dict[str, int]) -> None:
@@ -305,8 +305,8 @@ class Scheduler(AnyScheduler):
                 self.kv_holding_waiting.remove_request(request)
                 request.status = RequestStatus.RUNNING
                 self.running.append(request)
-            for twin in [holder for holder in self._ledger.holders() if self._ledger.away(holder)]:
-                self._lose(twin.sampling, self.clock())
+            for mirror in [holder for holder in self._ledger.holders() if self._ledger.away(holder)]:
+                self._lose(mirror.sampling, self.clock())
         return bool(super().reset_prefix_cache(reset_running_requests, *args, **kwargs))
 
     # -- results ------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ class Scheduler(AnyScheduler):
                 self._commit(flight, arrived, updated)
             # The device runs steps back to back: this one began when the one before ended.
             self._last_result = arrived
-            self._twins.read(outputs, updated)
+            self._mirrors.read(outputs, updated)
         self.tally.update_s += self.clock() - updated
         return outputs
 
@@ -334,8 +334,8 @@ class Scheduler(AnyScheduler):
         landed = (*plan.blocking, *plan.overlapped)
         self._core.commit(StepResult(plan, (None,) * len(plan.slices), seconds, landed=landed), now)
         self._forget_events()
-        for twin in leaving:
-            self._drop(twin.sampling, now)
+        for mirror in leaving:
+            self._drop(mirror.sampling, now)
 
     def shutdown(self) -> None:
         logger.info("Skipjoin: %s", self.tally.described())

@@ -9,10 +9,10 @@ from skipjoin.core.request import FinishReason, Request
 from skipjoin.vllm.forecasts import LengthForecasts
 from skipjoin.vllm.ledger import CountingLedger
 from skipjoin.vllm.lives import RequestLives
-from skipjoin.vllm.requests import finish_reason, twin_of
+from skipjoin.vllm.requests import finish_reason, mirror_of
 
 
-class Twins(dict[str, Request]):
+class Mirrors(dict[str, Request]):
     """Requests of the planner by vLLM's ids, which its forecasts and lives follow.
 
     Args:
@@ -36,33 +36,33 @@ class Twins(dict[str, Request]):
         self._numbers = count()
 
     def join(self, request: Any, now: float, *, awaits_grammar: bool) -> None:
-        twin = twin_of(request, next(self._numbers), now, max_model_len=self._max_model_len, caches=self._caches)
-        twin.awaits_grammar = awaits_grammar
-        self[request.request_id] = twin
+        mirror = mirror_of(request, next(self._numbers), now, max_model_len=self._max_model_len, caches=self._caches)
+        mirror.awaits_grammar = awaits_grammar
+        self[request.request_id] = mirror
         if self._forecasts is not None:
-            self._forecasts.arrived(twin)
+            self._forecasts.arrived(mirror)
         if self._lives is not None:
-            self._lives.arrived(twin, request.request_id, now)
-        self._core.add(twin, now)
+            self._lives.arrived(mirror, request.request_id, now)
+        self._core.add(mirror, now)
 
     def end(self, request_id: str, reason: FinishReason, now: float) -> None:
         """Remove a request, if it is live. vLLM frees its blocks at once, also while it is in flight."""
-        if (twin := self.pop(request_id, None)) is None:
+        if (mirror := self.pop(request_id, None)) is None:
             return
-        twin.finish_reason = reason
-        self._core.remove(twin, now)
-        self._ledger.release(twin)
+        mirror.finish_reason = reason
+        self._core.remove(mirror, now)
+        self._ledger.release(mirror)
         if self._forecasts is not None:
-            self._forecasts.finished(twin)
+            self._forecasts.finished(mirror)
         if self._lives is not None:
-            self._lives.finished(twin, reason, now)
+            self._lives.finished(mirror, reason, now)
 
     def reforecast(self, now: float) -> None:
-        for twin, forecast in self._forecasts.ready() if self._forecasts is not None else ():
-            if twin.finish_reason is None:
-                twin.forecast = forecast
+        for mirror, forecast in self._forecasts.ready() if self._forecasts is not None else ():
+            if mirror.finish_reason is None:
+                mirror.forecast = forecast
                 for notify in self._core.policies.on_reforecast:
-                    notify(twin, now)
+                    notify(mirror, now)
 
     def read(self, outputs: Mapping[int, Any], now: float) -> None:
         """Take over the new tokens of a step, and end the requests that are complete.
@@ -73,13 +73,13 @@ class Twins(dict[str, Request]):
         lives = self._lives
         for client in outputs.values():
             for output in client.outputs:
-                if (twin := self.get(output.request_id)) is None:
+                if (mirror := self.get(output.request_id)) is None:
                     continue
-                is_first = lives is not None and not twin.output
+                is_first = lives is not None and not mirror.output
                 new = output.new_token_ids
-                twin.output += new
-                twin.known += len(new)
+                mirror.output += new
+                mirror.known += len(new)
                 if is_first and new and lives is not None:
-                    lives.generated(twin, now)
+                    lives.generated(mirror, now)
                 if output.finish_reason is not None:
-                    self.end(output.request_id, finish_reason(twin), now)
+                    self.end(output.request_id, finish_reason(mirror), now)

@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 
+from papers.fastserve.static import RunToCompletion, WholeMaximum
 from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.events import Arrived, Computed, Finished, Planned, Started, Waited
 from skipjoin.core.kv.ledger import KVLedger
@@ -18,8 +19,8 @@ from skipjoin.core.waits import WaitReason
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.waits import REASONS
-from skipjoin.policies.admission import OnDemand, WholeMaximum
-from skipjoin.policies.batching import Greedy, RunToCompletion
+from skipjoin.policies.admission import OnDemand
+from skipjoin.policies.batching import Greedy
 from skipjoin.policies.eviction import Defer, Recompute
 from support.load import load, make
 from support.policies import EVICTIONS, OnCall, Ranks, UnitCost

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from papers.econoserve.coupled import WholeReservations
+from papers.fastserve.static import WholeMaximum
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import AdmissionPolicy, Allocation, Deferral
-from skipjoin.policies.admission import OnDemand, WholeMaximum
-from skipjoin.policies.coupled import WholeReservations
+from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.econo import PaddedLengths
 from skipjoin.policies.exact_reservations import ExactReservations, GroupGate, Hosts
 from support.load import make

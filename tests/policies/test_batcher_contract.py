@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from papers.econoserve.coupled import WholePrompts
+from papers.fastserve.static import RunToCompletion
 from skipjoin.core.context import StepContext
 from skipjoin.core.policy import (
     NO_SLOT,
@@ -22,8 +24,7 @@ from skipjoin.core.policy import (
 )
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import StepShape
-from skipjoin.policies.batching import Greedy, RunToCompletion, TargetForward
-from skipjoin.policies.coupled import WholePrompts
+from skipjoin.policies.batching import Greedy, TargetForward
 from skipjoin.policies.forward import saturating_tokens
 from skipjoin.policies.stages import EvenStages
 from support.load import make

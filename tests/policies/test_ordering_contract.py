@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from papers.bros.turns import ByTurn, Turn
+from papers.econoserve.coupled import ByGroup, Closest, HoldersFirst, Room
 from skipjoin.core.context import StepContext
 from skipjoin.core.forecast import LENGTH_EDGES, Forecast, length_bin
 from skipjoin.core.kv.interface import KVAccounts
@@ -21,9 +23,8 @@ from skipjoin.core.request import Request, Target
 from skipjoin.core.selective import fitting
 from skipjoin.core.step import Slice
 from skipjoin.policies.adaptive import Adaptive
-from skipjoin.policies.coupled import Closest, HoldersFirst, Room
 from skipjoin.policies.deadlines import ByDeadline, NextTokens, StartedFirst
-from skipjoin.policies.econo import ByArrival, ByGroup, ByObjective, PaddedLengths, QueueOrder, Tasks, TwoQueues
+from skipjoin.policies.econo import ByArrival, ByObjective, PaddedLengths, QueueOrder, Tasks, TwoQueues
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.fairness import Fair
 from skipjoin.policies.gittins import GittinsIndex
@@ -32,7 +33,6 @@ from skipjoin.policies.needs import NeedIndex
 from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized
 from skipjoin.policies.predictors import ForecastQuantile, forecast_tokens, longest_output
 from skipjoin.policies.remaining import RemainingTime
-from skipjoin.policies.turns import ByTurn, Turn
 from skipjoin.policies.valued import Valued
 from skipjoin.policies.wait_times import ShortestWithWaits
 from support.load import make

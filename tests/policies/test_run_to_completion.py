@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from papers.fastserve.static import RunToCompletion, WholeMaximum
 from skipjoin.core.events import Event, Finished, Planned
 from skipjoin.core.policy import (
     AdmissionPolicy,
@@ -16,8 +17,7 @@ from skipjoin.core.policy import (
     Policies,
 )
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.policies.admission import OnDemand, WholeMaximum
-from skipjoin.policies.batching import RunToCompletion
+from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.eviction import Recompute
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Fcfs, Prioritized

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
+from pathlib import Path
 
 from skipjoin.core.policy import Policies
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.eviction import Recompute
 from skipjoin.policies.ordering import Fcfs
-from skipjoin.policies.turns import ByTurn, Turn, Turns
 from skipjoin.recipes import Settings, recipe
 from skipjoin.recipes.parts import banded, staged
+
+# `skipjoin serve --recipe` loads this file by its path.
+sys.path.append(str(Path(__file__).parents[2]))
+from papers.bros.turns import ByTurn, Turn, Turns
 
 
 @recipe

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.policy import Ordering, Policies
 from skipjoin.core.request import Request
 from skipjoin.core.selective import Limits
-from skipjoin.policies.admission import OnDemand, WholeMaximum
-from skipjoin.policies.coupled import Closest, HoldersFirst, Room, WholePrompts, WholeReservations
-from skipjoin.policies.econo import ByArrival, ByGroup, PaddedLengths, Phase
+from skipjoin.policies.admission import OnDemand
+from skipjoin.policies.econo import ByArrival, PaddedLengths, Phase
 from skipjoin.policies.eviction import KeepKv, Recompute, Swap
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.mlfq import SkipJoinMlfq
@@ -24,6 +25,11 @@ from skipjoin.recipes import Forecasts, Params, Settings, recipe
 from skipjoin.recipes.baselines import OracleParams
 from skipjoin.recipes.econoserve import GroupParams, OrderParams, ReservationParams, by_objectives, decoupled
 from skipjoin.recipes.parts import ForwardTokens, LengthRange, Padding, classed, greedy, staged, true_lengths
+
+# `skipjoin serve --recipe` loads this file by its path.
+sys.path.append(str(Path(__file__).parents[2]))
+from papers.econoserve.coupled import ByGroup, Closest, HoldersFirst, Room, WholePrompts, WholeReservations
+from papers.fastserve.static import WholeMaximum
 
 
 @recipe

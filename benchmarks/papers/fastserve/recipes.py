@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 from skipjoin.core.policy import Batcher, Policies
-from skipjoin.policies.admission import WholeMaximum
-from skipjoin.policies.batching import RunToCompletion
 from skipjoin.policies.eviction import Recompute
 from skipjoin.policies.ordering import Fcfs, FixedKey
 from skipjoin.policies.stages import EvenStages
 from skipjoin.recipes import Settings, recipe
 from skipjoin.recipes.fastserve import QueueParams, queues
 from skipjoin.recipes.parts import banded, classed, greedy, preemptive
+
+# `skipjoin serve --recipe` loads this file by its path.
+sys.path.append(str(Path(__file__).parents[2]))
+from papers.fastserve.static import RunToCompletion, WholeMaximum
 
 
 @recipe

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.policy import Allocation, Deferral
+from skipjoin.core.policy import Allocation
 from skipjoin.core.request import Request
 
 
@@ -26,13 +26,3 @@ class OnDemand:
         # are evicted.
         spare = max(0, min(int(self.watermark * kv.device_total), kv.device_total - known))
         return Allocation(now=known, blocks=known, spare=spare)
-
-
-class WholeMaximum:
-    """Reserves blocks for the prompt and max_tokens at admission (Orca), so a running request never runs out."""
-
-    is_decode_invariant = True
-
-    def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation | Deferral:
-        blocks = kv.blocks_for(request.max_total_tokens)
-        return Allocation(now=blocks, blocks=blocks) if blocks <= kv.available else Deferral.NEWCOMERS

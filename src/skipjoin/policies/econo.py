@@ -125,39 +125,6 @@ class ByArrival:
         pass
 
 
-class ByGroup(ByArrival):
-    """First come, first served, with decodes of similar remaining length grouped at the position of the first member.
-
-    Args:
-        length_range: Width of a length range in tokens; lengths within one range are equal.
-    """
-
-    def __init__(self, lengths: PaddedLengths, length_range: int) -> None:
-        self._lengths = lengths
-        self._length_range = length_range
-        self._groups: dict[int, dict[Request, None]] = {}
-        self._first: dict[int, tuple[float, int]] = {}
-        self._member_of: dict[Request, int] = {}
-
-    def key(self, request: Request, known: int, phase: Phase, now: float) -> tuple[Any, ...]:
-        if phase is not Phase.WAITING:
-            return super().key(request, known, phase, now)
-        length = _range(self._lengths.remaining(request, known - len(request.prompt)), self._length_range)
-        if self._member_of.get(request) != length:
-            self.left(request)
-            self._member_of[request] = length
-            self._groups.setdefault(length, {})[request] = None
-            self._first.setdefault(length, (request.arrival, request.id))
-        return (*self._first[length], length)
-
-    def left(self, request: Request) -> None:
-        length = self._member_of.pop(request, None)
-        if length is not None:
-            del self._groups[length][request]
-            if not self._groups[length]:
-                del self._groups[length], self._first[length]
-
-
 class ByObjective:
     """Order by slack to the request's objective, then most KV held, then length (EconoServe section 3.4).
 
@@ -209,7 +176,7 @@ class ByObjective:
         return (
             self._urgency(request, known, now),
             -(request.computed // self._kv_range),
-            self._sign * _range(length, self._length_range),
+            self._sign * (length // self._length_range),
         )
 
     def until(self, request: Request, known: int, now: float) -> float:
@@ -264,10 +231,6 @@ class ByObjective:
         left = self._lengths.remaining(request, known - len(request.prompt))
         uncached = known - request.reached
         return left * self._time.decode(known) + (self._time.prefill(uncached) if uncached > 1 else 0.0)
-
-
-def _range(tokens: int, width: int) -> int:
-    return tokens // width
 
 
 class Tasks:

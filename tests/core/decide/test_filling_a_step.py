@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from papers.fastserve.static import WholeMaximum
 from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import ALL_HELD, HELD, NEWCOMERS_HELD, AdmissionPolicy, Batcher, Policies
-from skipjoin.policies.admission import OnDemand, WholeMaximum
+from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.eviction import Recompute
 from support.load import make

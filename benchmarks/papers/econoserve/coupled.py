@@ -14,7 +14,7 @@ from skipjoin.core.kv.reservations import Account
 from skipjoin.core.policy import PROMPT_DOES_NOT_FIT, Allocation, BatchBuilder, Callbacks, CostModel, Deferral, Refusal
 from skipjoin.core.request import Request
 from skipjoin.policies.batching import TargetBuilder, TargetForward
-from skipjoin.policies.econo import PaddedLengths, Phase, QueueOrder
+from skipjoin.policies.econo import ByArrival, PaddedLengths, Phase, QueueOrder
 from skipjoin.policies.ranking import Ranking
 
 
@@ -251,3 +251,36 @@ class Closest(HoldersFirst):
     def _forget(self, request: Request) -> None:
         super()._forget(request)
         self._waiting.pop(request, None)
+
+
+class ByGroup(ByArrival):
+    """First come, first served, with decodes of similar remaining length grouped at the position of the first member.
+
+    Args:
+        length_range: Width of a length range in tokens; lengths within one range are equal.
+    """
+
+    def __init__(self, lengths: PaddedLengths, length_range: int) -> None:
+        self._lengths = lengths
+        self._length_range = length_range
+        self._groups: dict[int, dict[Request, None]] = {}
+        self._first: dict[int, tuple[float, int]] = {}
+        self._member_of: dict[Request, int] = {}
+
+    def key(self, request: Request, known: int, phase: Phase, now: float) -> tuple[Any, ...]:
+        if phase is not Phase.WAITING:
+            return super().key(request, known, phase, now)
+        length = self._lengths.remaining(request, known - len(request.prompt)) // self._length_range
+        if self._member_of.get(request) != length:
+            self.left(request)
+            self._member_of[request] = length
+            self._groups.setdefault(length, {})[request] = None
+            self._first.setdefault(length, (request.arrival, request.id))
+        return (*self._first[length], length)
+
+    def left(self, request: Request) -> None:
+        length = self._member_of.pop(request, None)
+        if length is not None:
+            del self._groups[length][request]
+            if not self._groups[length]:
+                del self._groups[length], self._first[length]

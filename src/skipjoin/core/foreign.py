@@ -113,13 +113,12 @@ class ForeignScheduler(Scheduler):
             kept = tuple(slice_ for slice_ in plan.slices if slice_.request is not request)
             if len(kept) < len(plan.slices):
                 self._in_flight[index] = replace(plan, slices=kept)
-        request.pending_samples = 0
         self.kv.release(request)
         self._drop(request, 0, now)
 
     def _leave_out(self, request: Request, now: float) -> None:
         if self.kv.blocks_of(request) is None:  # a prefix-cache hit was credited to it
-            request.computed = request.planned = 0
+            request.credit(0)
         request.last_plan = NEVER
         request.examined = self._decisions - 1
         request.wait = WaitState(WaitReason.NO_KV, now)

@@ -183,6 +183,18 @@ class Request:
     def is_satisfied(self) -> bool:
         return self.known + self.pending_samples >= self.max_total_tokens
 
+    def credit(self, tokens: int) -> None:
+        """Count the first `tokens` tokens as computed, because the prefix cache has their KV."""
+        self.computed = self.planned = tokens
+
+    def rewind(self, kept: int) -> None:
+        """Compute the tokens after the first `kept` ones again, because their KV is lost. No plan may contain them."""
+        self.computed = self.planned = kept
+        self.pending_samples = 0
+        self.last_plan = NEVER
+        # The kept part is not swapped in again.
+        self.is_newly_resident = self.is_newly_resident or kept > 0
+
     def keys(self, tokens: int) -> Sequence[Key]:
         """Return the keys of the full blocks in the first `tokens` known tokens; see `Prefix.keys`."""
         return self.prefix.keys(self.tokens, tokens, reverse=self.reverse) if self.prefix is not None else ()

@@ -293,7 +293,7 @@ class Evictor:
         displaced = self._displace(victim) if eviction.displaces and not keep else 0
         how = self._take(victim, eviction.how, keep)
         if how is Preemption.DROP:
-            victim.computed = victim.planned = kept
+            victim.rewind(kept)
         victim.is_newly_resident = victim.is_newly_resident or keep > 0  # the kept part is not swapped in again
         self._note(victim, how, kept)
         return displaced + computed - victim.computed
@@ -320,7 +320,7 @@ class Evictor:
         tokens = sum(one.computed for one in chosen)
         for one in chosen:
             kv.drop(one)
-            one.computed = one.planned = 0
+            one.rewind(0)
             self._note(one, Preemption.DROP, 0)
         return tokens
 

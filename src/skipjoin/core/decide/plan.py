@@ -165,7 +165,7 @@ class StepPlanner:
                         self._draft.events.append(Started(request, context.now))
                     request.last_plan = plan_id
             if is_credited and blocks_of(request) is None:
-                request.computed = request.planned = 0
+                request.credit(0)
             if scope is Scope.ALL:
                 return None
             if self._closed is not closed or self._is_selective is not is_selective:
@@ -179,7 +179,7 @@ class StepPlanner:
         if not self._is_forced and comes_soon(request, hit, self._context, self._policies.ordering):
             self._wait(request, WaitReason.BEHIND_PREFIX)
             return 0
-        request.computed = request.planned = hit.tokens
+        request.credit(hit.tokens)
         return eligible_tokens(request, self._context)
 
     def _refuse(self, request: Request, refusal: Refusal) -> Scope:

@@ -19,7 +19,7 @@ from skipjoin.core.events import (
 )
 from skipjoin.core.kv.interface import BlockLedger
 from skipjoin.core.policy import Policies
-from skipjoin.core.request import NEVER, Request
+from skipjoin.core.request import Request
 from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.core.waits import WaitReason, WaitState
 
@@ -234,7 +234,6 @@ class Scheduler:
         self._recent.clear()
         self._has_failed_move = False
         for request in holders:
-            request.pending_samples = 0
             self._drop(request, 0, now)
 
     def _settle_moves(self, result: StepResult, now: float) -> dict[Request, int]:
@@ -261,9 +260,7 @@ class Scheduler:
 
     def _drop(self, request: Request, kept: int, now: float) -> None:
         """Reset the request to its first `kept` tokens after a loss that was not an eviction."""
-        request.computed = request.planned = kept
-        request.is_newly_resident = request.is_newly_resident or kept > 0
-        request.last_plan = NEVER
+        request.rewind(kept)
         for notify in self.policies.on_preempted:
             notify(request, now)
         self.events.append(Preempted(request, now, Preemption.DROP, kept))

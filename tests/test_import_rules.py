@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
         "policies",
     },
     "extras": {"options", "version"},
+    "kv_format": set(),
     "options": set(),
     "policy": {
         "core",
@@ -47,15 +48,16 @@ ALLOWED: dict[str, set[str]] = {
     "structured_output": set(),
     "system": {"system"},
     "version": set(),
-    "config": {"config", "config.access", "config.key_files", "options", "recipes"},
+    "config": {"kv_format", "config", "config.access", "config.key_files", "options", "recipes"},
     "config.access": {"config.key_files", "options"},
     "config.key_files": {"options"},
     "config.profile": {"config", "policies.cost", "system.disk", "system.durable", "system.folders"},
     "observe": {"core", "core.kv.reservations", "observe"},
     "workload": {"config", "core", "observe", "options", "workload"},
     "report": {"config", "report", "system.disk"},
-    "sim": {"config", "core", "exec.base", "exec.simulated", "observe", "policies", "recipes", "sim"},
+    "sim": {"kv_format", "config", "core", "exec.base", "exec.simulated", "observe", "policies", "recipes", "sim"},
     "sim.experiments": {
+        "kv_format",
         "config",
         "config.profile",
         "core",
@@ -81,6 +83,7 @@ ALLOWED: dict[str, set[str]] = {
     "exec.base": {"core"},
     "exec.simulated": {"core", "exec.base"},
     "exec": {
+        "kv_format",
         "config.profile",
         "core",
         "exec",
@@ -105,6 +108,7 @@ ALLOWED: dict[str, set[str]] = {
         "version",
     },
     "model": {
+        "kv_format",
         "builtin",
         "formats",
         "model",
@@ -121,6 +125,7 @@ ALLOWED: dict[str, set[str]] = {
     "formats": {"formats", "schemas", "structured_output"},
     "schemas": {"schemas", "structured_output"},
     "engine": {
+        "kv_format",
         "builtin",
         "config",
         "config.profile",
@@ -160,6 +165,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "chat": {"formats", "model.chat_text", "model.tokenizer", "sampling", "structured_output"},
     "server.engines": {
+        "kv_format",
         "config",
         "core",
         "core.kv.interface",
@@ -265,6 +271,7 @@ ALLOWED: dict[str, set[str]] = {
         "vllm",
     },
     "cli": {
+        "kv_format",
         "builtin",
         "cli",
         "config",
@@ -394,7 +401,7 @@ WITHOUT_HTTP = {
 # light, the command line, whose help must start quickly, code that needs Ray or vLLM, the engine process, which imports
 # torch without garbage collection, and the database of batches.
 LAZY = (
-    *("exec", "model", "forecast", "formats", "__init__.py", "cli", "engine"),
+    *("exec", "model", "forecast", "formats", "__init__.py", "cli", "engine", "kv_format.py"),
     *("server/lifecycle.py", "server/settings.py", "server/batches/database.py"),
     *("server/engines/engine_process.py", "server/engines/engine_server.py"),
     *("vllm/__init__.py", "vllm/plugin.py"),

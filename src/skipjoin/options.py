@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -53,6 +53,7 @@ class Option:
 
     Attributes:
         above: Exclusive lower bound.
+        choices: Allowed values; may grow, as a registry does.
         flags: Command-line flags; empty derives one from the name.
         metavar: Name of the value in the help, for example its unit.
         separator: Separator of several values in one text; empty if only repeating the flag gives several.
@@ -65,7 +66,7 @@ class Option:
     low: float | None = None
     above: float | None = None
     high: float | None = None
-    choices: tuple[str, ...] = ()
+    choices: Collection[str] = ()
     flags: tuple[str, ...] = ()
     metavar: str | None = None
     group: str | None = None

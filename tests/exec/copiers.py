@@ -11,7 +11,7 @@ import torch
 from skipjoin.core.step import Direction, Move
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.transfer import Ended, copy_in_order
-from skipjoin.model.kv_cache import PagedKV, QuantizedKV
+from skipjoin.model.kv_cache import PagedKV, SwapPool
 
 
 class CopyError(Exception):
@@ -62,7 +62,7 @@ class HarshStore(KVStore):
 
     def _spoil(
         self,
-        pool: PagedKV | QuantizedKV,
+        pool: PagedKV | SwapPool,
         blocks: Sequence[int],
         move: Move,
         keeps: Keeps = keeps_nothing,

@@ -150,12 +150,13 @@ def make_store(
     """
     store = HarshStore(
         model.config,
-        model.kv_dtype,
+        model.dtype,
         torch.device("cpu"),
         device_blocks=device_blocks,
         cpu_blocks=cpu_blocks,
         block_size=BLOCK_SIZE,
         shard=model.shard,
+        of=model.kv_format,
         swap_dtype=swap_dtype,
     )
     store.delay_s, store.fails, store.keeps = delay_s, fails, keeps

@@ -19,6 +19,7 @@ from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import Ordering
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move
+from skipjoin.exec.copy_engine import QuantizedCopies
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.rank_spec import rank_spec_of
 from skipjoin.exec.ranks.sharded import ShardedExecutor
@@ -195,8 +196,8 @@ class Broken:
 
 def test_failed_quantization_kernel_falls_back_to_torch(caplog: pytest.LogCaptureFixture) -> None:
     store = make_store(tiny_model("llama"), 8, 8, swap_dtype="int8")
-    assert store._quantized is not None
-    store._quantized._quantizer = Broken()  # type: ignore[assignment]
+    assert isinstance(store._engine, QuantizedCopies)
+    store._engine._quantizer = Broken()  # type: ignore[assignment]
     numbers = torch.randn(store.device.block_view()[:2].shape)
     store.device.block_view()[:2] = numbers
     owner = requests(97, 1)[0]

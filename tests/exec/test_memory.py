@@ -67,7 +67,7 @@ class FakeGpu:
 def gpu_model() -> CausalLM:
     """Return a model that reports a GPU as its device."""
     model = tiny_model("llama")
-    facts = {"device": CUDA, "dtype": model.dtype, "kv_dtype": model.kv_dtype, "config": model.config}
+    facts = {"device": CUDA, "dtype": model.dtype, "kv_format": model.kv_format, "config": model.config}
     return cast(CausalLM, SimpleNamespace(**facts, shard=model.shard, weight_bytes=GIB))
 
 
@@ -191,6 +191,7 @@ def parts(weights_gib: float, kind: str = "cuda") -> RankSpec:
         2 << 20,
         4096,
         "bfloat16",
+        "auto",
         "auto",
         2,
         kind,

@@ -18,10 +18,11 @@ from engines import CONFIGS
 
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
-from skipjoin.exec import kv_store
+from skipjoin.exec import copy_engine
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.transfer import Ended, StreamCopier
 from skipjoin.model.config import ModelConfig
+from skipjoin.model.kv_cache import PagedKV
 from support.load import load
 from support.policies import EVICTIONS
 from support.watch import WatchedCore, World
@@ -293,10 +294,11 @@ def test_kernel_copies_many_short_runs_only(monkeypatch: pytest.MonkeyPatch, cap
         cpu_blocks=20,
         block_size=BLOCK_SIZE,
     )
-    assert store.cpu is not None
-    monkeypatch.setattr(kv_store, "MIN_RUN_BYTES", 2 * store.device.block_bytes + 1)
-    monkeypatch.setattr(kv_store, "_MAX_SHORT_RUNS", 2)
-    kernel = store._kernel = Kernel()
+    assert isinstance(store.cpu, PagedKV)
+    engine = copy_engine.StreamedCopies(store.device, store.cpu)
+    monkeypatch.setattr(copy_engine, "MIN_RUN_BYTES", 2 * store.device.block_bytes + 1)
+    monkeypatch.setattr(copy_engine, "_MAX_SHORT_RUNS", 2)
+    kernel = engine._kernel = Kernel()
     draw = torch.Generator().manual_seed(0)
     source = torch.randn(store.device.block_view().shape, generator=draw)
     store.device.block_view().copy_(source)
@@ -308,8 +310,7 @@ def test_kernel_copies_many_short_runs_only(monkeypatch: pytest.MonkeyPatch, cap
         pool.fill_(-1)
         expected = pool.clone()
         expected[to] = source[rows]
-        move = Move(OUT, Request(0, 0.0, [0], 1), tuple(rows), tuple(to), len(rows) * BLOCK_SIZE)
-        store._queue(pool, store.device.block_view(), move)
+        engine.copy(OUT, copy_engine.Pairs(rows, to), BLOCK_SIZE)
         return torch.equal(pool, expected)
 
     assert copied([3, 9, 1, 2], [0, 5, 7, 8])

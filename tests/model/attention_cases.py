@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+from skipjoin.kv_format import CACHE_FORMATS
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.config import ModelConfig
-from skipjoin.model.int8_rows import dequantize, quantize
 from skipjoin.model.kv_cache import PagedKV
 
 SCALE = 0.3
@@ -31,7 +31,7 @@ class Case:
         mix: Start and length of each segment.
         ends: "plain", "reversed", "both" for segments of random direction, or "mixed" with every other one reversed.
         rotary: Number of rotated dimensions per head.
-        kv_dtype: Type of the cache; None for `dtype`.
+        cache: Name of the format of the cache.
     """
 
     heads: int
@@ -45,7 +45,7 @@ class Case:
     rotary: int = 0
     seed: int = 0
     device: str = "cpu"
-    kv_dtype: torch.dtype | None = None
+    cache: str = "auto"
 
     def __post_init__(self) -> None:
         self.draw = torch.Generator().manual_seed(self.seed)
@@ -53,9 +53,9 @@ class Case:
         self.segments = self._segments()
         self.batch = PackedBatch.build(self.segments, self.block_size, self.device)
         blocks = 3 + sum(len(s.blocks) for s in self.segments)
-        config, kv_dtype = shape(self.heads, self.kv_heads, self.dim), self.kv_dtype or self.dtype
-        self.kv = PagedKV(blocks, self.block_size, config, kv_dtype, self.device)
-        self.kv.tensor.fill_(-1 if self.kv.is_quantized else torch.nan)  # scales of all ones are NaN
+        config, of = shape(self.heads, self.kv_heads, self.dim), CACHE_FORMATS[self.cache]
+        self.kv = PagedKV(blocks, self.block_size, config, self.dtype, self.device, of=of)
+        self.kv.tensor.fill_(-1 if of.has_scale else torch.nan)  # scales of all ones are NaN
         self.full = PagedKV(blocks, self.block_size, config, torch.float64, "cpu")
         self.full.tensor.fill_(torch.nan)
         self.qkv = self._randn(self.batch.num_tokens, self.heads + 2 * self.kv_heads, self.dim).to(self.dtype)
@@ -91,7 +91,9 @@ class Case:
 
     def _kept(self, rows: torch.Tensor) -> torch.Tensor:
         """Return what the cache holds of keys or values."""
-        return dequantize(*quantize(rows.to(self.dtype)), torch.float64) if self.kv.is_quantized else rows.double()
+        of = self.kv.format
+        stored = of.quantize(rows.to(self.dtype)) if of.is_rounded else rows
+        return of.dequantize(stored, self.dim, torch.float64).double()
 
     def _attend(self) -> torch.Tensor:
         """Write past keys and values to `kv` and all to `full`, and return the expected output."""

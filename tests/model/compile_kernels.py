@@ -24,6 +24,7 @@ from attention_cases import shape as config_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from skipjoin.kv_format import CACHE_FORMATS
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.kernels import decode_attention, kv_write, prefill_attention, products
 from skipjoin.model.kernels.decode_attention import decode_configs
@@ -110,33 +111,33 @@ def compiled(
 
 
 def _calls(
-    dtype: torch.dtype, kv_dtype: torch.dtype, shape: str, every: bool, wgmma: bool
+    dtype: torch.dtype, cache: str, shape: str, every: bool, wgmma: bool
 ) -> Iterator[tuple[str, dict, Recorder]]:
     """Yield kernel name, config and recorded call."""
     heads, kv_heads, dim, rotary = SHAPES[shape]
     kernels, group, itemsize = recorded(), heads // kv_heads, dtype.itemsize
     segments = [Segment([0] * 16, 0, list(range(16))), Segment([0], 40, list(range(32)))]
     batch = PackedBatch.build(segments, BLOCK_SIZE)
-    kv = PagedKV(32, BLOCK_SIZE, config_of(heads, kv_heads, dim), kv_dtype, "cpu")
-    cache = (*kv.layer(0), kv.scales(0))
+    kv = PagedKV(32, BLOCK_SIZE, config_of(heads, kv_heads, dim), dtype, "cpu", of=CACHE_FORMATS[cache])
+    parts = (*kv.layer(0), kv.scales(0))
     qkv = torch.empty((17, heads + 2 * kv_heads, dim), dtype=dtype)
     query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
     out, options = torch.empty((17, heads, dim), dtype=dtype), {"scale": 0.1, "window": 0}
     cos_sin = torch.empty((32, rotary)) if rotary else None
-    kv_write.kv_write(query, key, value, *cache, batch.slots, batch.positions, cos_sin)
+    kv_write.kv_write(query, key, value, *parts, batch.slots, batch.positions, cos_sin)
     yield "kv_write", {}, kernels["_kv_write"]
     for segments in (None, torch.ones(1, dtype=torch.int64)):
         work = decode_attention.share_out(batch, segments, window=0)
     yield "share_out", {}, kernels["_share_out"]
     for config in decode_configs(group, dim, itemsize)[: None if every else 1]:
         decode_attention.decode_attention(
-            out, query, *cache, batch.block_tables, work, scale=0.1, processors=132, config=config
+            out, query, *parts, batch.block_tables, work, scale=0.1, processors=132, config=config
         )
         yield "decode", config, kernels["_decode"]
     yield "reduce", {}, kernels["_reduce"]
     tiles = torch.zeros((4, 2), dtype=torch.int64)
     for config in prefill_configs(group, dim, itemsize, 4096, wgmma=wgmma)[: None if every else 1]:
-        prefill_attention.prefill_attention(out, query, *cache, batch, tiles, config=config, **options)
+        prefill_attention.prefill_attention(out, query, *parts, batch, tiles, config=config, **options)
         yield "prefill", config, kernels["_prefill"]
     weight = torch.empty((1024, heads * dim), dtype=dtype)
     products.product(out.flatten(1), weight, None)
@@ -218,14 +219,14 @@ def main() -> None:
             every = True
             continue
         capability, dtype, shapes, only = f"{wanted}:".split(":")[:4]
-        dtype, _, kv_dtype = dtype.partition("+")
-        types = getattr(torch, dtype), getattr(torch, kv_dtype or dtype)
+        dtype, _, cache = dtype.partition("+")
+        types = getattr(torch, dtype), cache or "auto"
         for shape in shapes.split(","):
             for name, config, kernel in compiled(int(capability), types, shape, every, only):
                 sizes = " ".join(f"{k}={v}" for k, v in config.items())
                 usage, sass = dumped(kernel)
                 print(f"{shape} {name} {sizes}: {describe(kernel, usage, sass)}", flush=True)
-                if not kv_dtype:
+                if not cache:
                     check(name, config, kernel, usage, sass)
 
 

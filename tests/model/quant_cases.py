@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from skipjoin.kv_format import Int8Channels
 from skipjoin.model.config import ModelConfig
-from skipjoin.model.kv_cache import PagedKV, QuantizedKV
-from skipjoin.model.ops.block_quant import INFINITE, MIN_SCALE, BlockQuantizer
+from skipjoin.model.kv_cache import PagedKV, SwapPool
+from skipjoin.model.ops.block_quant import BlockQuantizer
 
+INT8 = Int8Channels()
 BLOCKS = 5
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Half a unit in the last place, relative, and the smallest normal number, below which conversions may flush to zero.
@@ -18,7 +20,7 @@ SLACK = 1e-4
 
 def pools(
     dtype: torch.dtype, block_size: int, dim: int, *, layers: int = 2, device: str = "cpu"
-) -> tuple[PagedKV, QuantizedKV]:
+) -> tuple[PagedKV, SwapPool]:
     """Return a device pool and a quantized pool full of ones."""
     config = ModelConfig.from_dict(
         {
@@ -33,7 +35,7 @@ def pools(
             "head_dim": dim,
         }
     )
-    host = QuantizedKV(BLOCKS, block_size, config)
+    host = SwapPool(BLOCKS, block_size, config, INT8)
     host.tensor.fill_(1)
     return PagedKV(BLOCKS, block_size, config, dtype, device), host
 
@@ -48,7 +50,7 @@ def fill(kv: PagedKV, seed: int) -> None:
     def drawn(*shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=draw, dtype=torch.float64)
 
-    largest = min(limit.max, INFINITE / 2)
+    largest = min(limit.max, INT8.INFINITE / 2)
     size = largest ** (2 * drawn(*channels) - 1) * (drawn(*channels) > 0.1)
     offset = (2 * drawn(*channels) - 1) * largest**0.5 * (drawn(*channels) > 0.5)
     values = (2 * drawn(*blocks.shape) - 1) * size + offset
@@ -61,7 +63,7 @@ def fill(kv: PagedKV, seed: int) -> None:
     blocks.copy_(values)
 
 
-def round_trip(by: BlockQuantizer, kv: PagedKV, host: QuantizedKV, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+def round_trip(by: BlockQuantizer, kv: PagedKV, host: SwapPool, last: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return three blocks before and after quantization in another order, as [blocks, heads, tokens, dim]."""
     before = kv.head_view()[[3, 0, 4]].cpu()
     by.quantize(host, kv, (1, 4, 2), (3, 0, 4), last)
@@ -69,9 +71,10 @@ def round_trip(by: BlockQuantizer, kv: PagedKV, host: QuantizedKV, last: int) ->
     return before, kv.head_view()[[2, 3, 1]].cpu()
 
 
-def same_rows(ours: QuantizedKV, theirs: QuantizedKV) -> bool:
+def same_rows(ours: SwapPool, theirs: SwapPool) -> bool:
     """Return whether codes, scales and minima are equal, with -0 equal to 0."""
-    codes_at = QuantizedKV.scale_bytes(ours.shape)
+    heads, _, dim = ours.shape
+    codes_at = heads * 2 * dim * 2
     rows, others = ours.tensor.cpu(), theirs.tensor.cpu()
     scales = (part[:, :codes_at].contiguous().view(torch.bfloat16) for part in (rows, others))
     return torch.equal(*scales) and torch.equal(rows[:, codes_at:], others[:, codes_at:])
@@ -83,7 +86,7 @@ def without_subnormals(x: torch.Tensor) -> torch.Tensor:
 
 
 def check_bound(before: torch.Tensor, after: torch.Tensor, last: int) -> None:
-    """Assert the error bound of `block_quant`.
+    """Assert the error bound of `Int8Channels`.
 
     Args:
         last: Number of tokens in the last block.
@@ -92,15 +95,15 @@ def check_bound(before: torch.Tensor, after: torch.Tensor, last: int) -> None:
     x, y = before.double(), after.double()
     valid = torch.ones(x.shape[:3], dtype=torch.bool)
     valid[-1, :, last:] = False
-    finite = (x.abs() < INFINITE) & valid[..., None]
+    finite = (x.abs() < INT8.INFINITE) & valid[..., None]
     low, high = x.masked_fill(~finite, torch.inf).amin(2, True), x.masked_fill(~finite, -torch.inf).amax(2, True)
     low, high = low.where(low <= high, 0.0), high.where(low <= high, 0.0)
-    scale = ((high - low + low.abs() / 128) / 255 * (1 + 1 / 128)).clamp(min=MIN_SCALE)
+    scale = ((high - low + low.abs() / 128) / 255 * (1 + 1 / 128)).clamp(min=INT8.MIN_SCALE)
     rounding = ROUNDING[before.dtype] * torch.maximum(low.abs(), high.abs()) + torch.finfo(before.dtype).tiny
     allowed = scale * (0.5 + SLACK) + rounding
     assert ((x - y).abs() <= allowed)[finite].all()
-    assert ((y - high).abs() <= allowed)[(x >= INFINITE) & valid[..., None]].all()
+    assert ((y - high).abs() <= allowed)[(x >= INT8.INFINITE) & valid[..., None]].all()
     # The minimum is rounded down.
     ends = allowed + low.abs() / 128
-    assert ((y - low).abs() <= ends)[((x <= -INFINITE) | x.isnan()) & valid[..., None]].all()
+    assert ((y - low).abs() <= ends)[((x <= -INT8.INFINITE) | x.isnan()) & valid[..., None]].all()
     assert ((y - low).abs() <= ends)[~valid[..., None].expand_as(x)].all()

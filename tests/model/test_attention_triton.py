@@ -74,8 +74,8 @@ def test_half_types(shape, dtype):
 @pytest.mark.parametrize("shape", ["gqa3", *map(exhaustive, ("mha", "gqa4"))])
 def test_int8_cache(shape):
     # A new key that rounds differently as bfloat16 may get other codes.
-    case(shape, MIX, dtype=torch.bfloat16, kv_dtype=torch.int8, ends="both").check(TritonAttention(), 2e-2)
-    case(shape, [(700, 1), (9, 1)], kv_dtype=torch.int8, window=600).check(TritonAttention(), 1e-2)
+    case(shape, MIX, dtype=torch.bfloat16, cache="int8", ends="both").check(TritonAttention(), 2e-2)
+    case(shape, [(700, 1), (9, 1)], cache="int8", window=600).check(TritonAttention(), 1e-2)
 
 
 @pytest.mark.parametrize(("shape", "window"), [("mha", 0), ("gqa3", 900)])

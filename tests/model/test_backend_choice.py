@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 
+from skipjoin.kv_format import CACHE_FORMATS
 from skipjoin.model import backends, cuda
 from skipjoin.model.attention.torch_backend import TorchAttention
 from skipjoin.model.backends import implementations
@@ -151,9 +152,9 @@ def kernels(monkeypatch):
     """Return a function that sets the result or the exception of the attention self-test, on CPU tensors."""
 
     def put(outcome) -> None:
-        def check(backend, dtype, device, kv_dtype):
+        def check(backend, dtype, device, of):
             assert isinstance(backend, FakeTritonAttention)
-            assert (dtype, device, kv_dtype) == (torch.bfloat16, ON_CARD, torch.bfloat16)
+            assert (dtype, device, of.name) == (torch.bfloat16, ON_CARD, "auto")
             if isinstance(outcome, Exception):
                 raise outcome
             return outcome
@@ -234,7 +235,7 @@ def test_unsupported_backends_are_rejected(attention, device, message):
     with pytest.raises(ModelError, match=message):
         implementations(attention, torch.bfloat16, torch.device(device), facts=GOOD)
     with pytest.raises(ModelError, match="attention flash reads no KV of kv_cache_dtype int8"):
-        implementations("flash", torch.bfloat16, ON_CARD, facts=GOOD, kv_dtype=torch.int8)
+        implementations("flash", torch.bfloat16, ON_CARD, facts=GOOD, of=CACHE_FORMATS["int8"])
 
 
 class FakeCuda:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from quant_cases import BLOCKS, DTYPES, check_bound, fill, pools, round_trip, same_rows, without_subnormals
+from quant_cases import BLOCKS, DTYPES, INT8, check_bound, fill, pools, round_trip, same_rows, without_subnormals
 
-from skipjoin.model.kv_cache import QuantizedKV
+from skipjoin.model.kv_cache import SwapPool
 from skipjoin.model.ops import build
 from skipjoin.model.ops.block_quant import BlockQuantizer, CompiledQuantizer, TorchQuantizer, block_quantizer
 from skipjoin.sim.models import model_shape
@@ -87,7 +87,7 @@ def test_empty_pools_are_rejected() -> None:
     kv, _ = pools(torch.float32, 4, 16)
     for blocks, block_size in ((0, 4), (4, 0)):
         with pytest.raises(ValueError, match="num_blocks and block_size must be at least 1"):
-            QuantizedKV(blocks, block_size, None)  # type: ignore[arg-type]
+            SwapPool(blocks, block_size, None, INT8)  # type: ignore[arg-type]
     assert kv.head_view().shape == (BLOCKS, 8, 4, 16)
 
 
@@ -95,6 +95,6 @@ def test_quantization_falls_back_to_torch_without_the_library(monkeypatch: pytes
     monkeypatch.setattr("skipjoin.model.ops.block_quant.load_library", lambda: None)
     block_quantizer.cache_clear()
     try:
-        assert isinstance(block_quantizer(), TorchQuantizer)
+        assert isinstance(block_quantizer(INT8), TorchQuantizer)
     finally:
         block_quantizer.cache_clear()

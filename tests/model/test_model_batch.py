@@ -8,9 +8,10 @@ import random
 import pytest
 import torch
 
+from skipjoin.kv_format import CACHE_FORMATS
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.config import ModelConfig, ModelError
-from skipjoin.model.kv_cache import PagedKV, kv_dtype_of
+from skipjoin.model.kv_cache import PagedKV, cache_format_of
 
 CONFIG = ModelConfig.from_dict(
     {
@@ -107,8 +108,10 @@ def test_cache_layout():
     values[2] = 2
     assert rows[2].sum() == 3 * 4 * 2 * 8
     assert rows[[0, 1, 3, 4, 5]].count_nonzero() == 0
-    int8 = PagedKV(6, 4, CONFIG, torch.int8, "cpu")
-    assert int8.block_bytes == PagedKV.bytes_per_block(CONFIG, 4, torch.int8) == 3 * 2 * 2 * 4 * (8 + 4)
+    of = CACHE_FORMATS["int8"]
+    int8 = PagedKV(6, 4, CONFIG, torch.bfloat16, "cpu", of=of)
+    size = PagedKV.bytes_per_block(CONFIG, 4, torch.bfloat16, of=of)
+    assert int8.block_bytes == size == 3 * 2 * 2 * 4 * (8 + 4)
     rows = torch.randn(2, 4, 2, 8).to(torch.bfloat16)
     rows[0, 1, 0] = 0
     where = (torch.tensor(5),)
@@ -120,6 +123,6 @@ def test_cache_layout():
     with pytest.raises(
         ModelError, match="kv_cache_dtype int8 needs a head_dim that is a multiple of 4, the model has 6"
     ):
-        kv_dtype_of("int8", torch.bfloat16, odd)
+        cache_format_of("int8", odd)
     with pytest.raises(ValueError, match="must be at least 1, got 0 and 4"):
         PagedKV(0, 4, CONFIG, torch.float32, "cpu")

@@ -143,7 +143,7 @@ def test_without_a_dtype_in_the_config_most_weights_decide(folder, changes, stor
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
     edit(folder, **changes)
     model = load_model(folder)
-    assert (model.dtype, model.kv_dtype) == (used, used)
+    assert (model.dtype, model.kv_format.name) == (used, "auto")
     assert load_model(folder, LoadSpec(load_format="dummy")).dtype == used
     assert load_model(folder, LoadSpec(dtype="float32")).dtype == torch.float32
 

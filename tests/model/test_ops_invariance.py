@@ -20,6 +20,7 @@ import torch
 from amx_cases import TARGETS
 from model_zoo import CONFIGS
 
+from skipjoin.kv_format import CACHE_FORMATS
 from skipjoin.model import backends
 from skipjoin.model.attention.check import cuts_change_nothing
 from skipjoin.model.attention.cpp_backend import CppAttention, check_attention
@@ -244,7 +245,7 @@ def test_tokens_are_bit_identical_for_any_chunking(library, dtype, heads, window
     tables = torch.randperm(60, generator=torch.Generator().manual_seed(1)).tolist()
 
     def attended(cut: list[int], with_others: bool, reverse: bool = False) -> torch.Tensor:
-        kv, outputs, start = PagedKV(60, 8, config, torch.int8 if int8 else dtype, "cpu"), [], 0
+        kv, outputs, start = PagedKV(60, 8, config, dtype, "cpu", of=CACHE_FORMATS["int8" if int8 else "auto"]), [], 0
         kv.tensor.fill_(-1 if int8 else torch.nan)  # scales of all ones are NaN
         for count in cut:
             segments = [Segment([0] * count, start, tables[:38], reverse=reverse)]

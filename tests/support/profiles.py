@@ -5,7 +5,7 @@ from __future__ import annotations
 from skipjoin.config.profile import FitErrors, Profile, ProfileKey, Sample, Transfer
 from skipjoin.policies.cost import LinearCost
 
-KEY = ProfileKey("a/model", "0123", "cpu", "Some CPU", 2, "float32", "auto", "torch", "torch", 1, 1, "0.1.0")
+KEY = ProfileKey("a/model", "0123", "cpu", "Some CPU", 2, "float32", "auto", "auto", "torch", "torch", 1, 1, "0.1.0")
 PROFILE = Profile(
     key=KEY,
     cost=LinearCost(1e-3, 2e-5, 3e-8, 4e-5, 5e-7, 6e-6, 7e-5),

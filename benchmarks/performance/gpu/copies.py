@@ -153,12 +153,13 @@ def measure_moves(device: str, name: str, block_bytes: int, link: Figures) -> It
     counts = _COUNTS[device]
     store, draw = make_store(device, block_bytes, 2 * counts[-1]), random.Random(0)
     small = make_store(device, block_bytes, 2 * counts[-1], "int8")
-    kernel = store._kernel
+    engine = store._engine
+    kernel = getattr(engine, "_kernel", None)
     for blocks in counts:
         for direction in LINK:
             source, target = (tuple(draw.sample(range(2 * counts[-1]), blocks)) for _ in range(2))
             move = Move(direction, _OWNER, source, target, blocks * store.device.block_size)
-            store._kernel = kernel
+            engine._kernel = kernel
             times = seconds(device, lambda move=move: store.copy(move), _RUNS[device])
             limit = link[f"{direction.name.lower()}_gb_per_s"]["median"]
             found = {
@@ -172,7 +173,7 @@ def measure_moves(device: str, name: str, block_bytes: int, link: Figures) -> It
             times = seconds(device, lambda move=move: small.copy(move), _RUNS[device])
             found["int8_us"] = spread([taken * 1e6 for taken in times])
             if kernel is not None and name == "small":
-                store._kernel = None
+                engine._kernel = None
                 times = seconds(device, lambda move=move: store.copy(move), _RUNS[device])
                 found["one_by_one_us"] = spread([taken * 1e6 for taken in times])
             yield found

@@ -56,7 +56,7 @@ class Step:
         work = segments(decodes, context, 0)
         blocks = max(max(one.blocks) for one in work) + 1
         self.model, self.batch = model, PackedBatch.build(work, BLOCK)
-        self.kv = PagedKV(blocks, BLOCK, model.config, model.kv_dtype, "cpu")
+        self.kv = PagedKV(blocks, BLOCK, model.config, model.dtype, "cpu", of=model.kv_format)
         for layer in range(model.config.num_layers):
             rows = torch.randn(blocks, BLOCK, model.config.num_kv_heads, model.config.head_dim)
             self.kv.write(layer, (slice(None), slice(None)), (rows, rows))
@@ -111,7 +111,7 @@ def examples(count: int) -> list[tuple[list[int], int]]:
 
 def logits_of(model: CausalLM, tokens: list[int]) -> torch.Tensor:
     blocks = list(range(-(-len(tokens) // BLOCK)))
-    kv = PagedKV(len(blocks), BLOCK, model.config, model.kv_dtype, "cpu")
+    kv = PagedKV(len(blocks), BLOCK, model.config, model.dtype, "cpu", of=model.kv_format)
     return model.forward(PackedBatch.build([Segment(tokens, 0, blocks, all_logits=True)], BLOCK), kv)
 
 

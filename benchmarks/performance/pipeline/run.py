@@ -177,7 +177,7 @@ def host_seconds(executor: Executor, cost: CostModel) -> float:
 def profile_of(executor: ModelExecutor, config: ModelConfig, dtype: str, seconds: float) -> Profile:
     """Profile the pipeline."""
     host_s = host_seconds(executor, WARM)
-    key = ProfileKey("random", "-", "cpu", "-", 1, dtype, "auto", "-", "-", 1, STAGES, "-")
+    key = ProfileKey("random", "-", "cpu", "-", 1, dtype, "auto", "auto", "-", "-", 1, STAGES, "-")
     limits = Limits(MAX_TOKENS, MAX_REQUESTS, MAX_LENGTH, DEVICE_BLOCKS * BLOCK_SIZE)
     return measure_profile(
         executor, config, key, limits, Effort(seconds, 0.02), host_s=host_s, on_progress=lambda what, share: None

@@ -20,10 +20,11 @@ from run import load
 import harness
 from random_model import scratch_model
 from servers import Skipjoin
+from skipjoin.kv_format import CACHE_FORMATS
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
 
-TYPES = {"auto": torch.bfloat16, "int8": torch.int8}
+TYPES = ("auto", "int8")
 # Half of ShareGPT's lengths: means of 79 prompt and 166 output tokens.
 LENGTHS, BURST = "sharegpt*0.5", 48
 KV_GIB, BLOCK, MAX_SEQS, MAX_TOKENS = 0.1, 16, 64, 512
@@ -48,7 +49,8 @@ def main() -> None:
     with scratch_model(torch.bfloat16) as folder, ExitStack() as stack:
         config = ModelConfig.from_folder(folder)
         record["blocks"] = {
-            kind: int(KV_GIB * 2**30) // PagedKV.bytes_per_block(config, BLOCK, dtype) for kind, dtype in TYPES.items()
+            kind: int(KV_GIB * 2**30) // PagedKV.bytes_per_block(config, BLOCK, torch.bfloat16, of=CACHE_FORMATS[kind])
+            for kind in TYPES
         }
         servers = {kind: stack.enter_context(Skipjoin(folder, "--kv-cache-dtype", kind, *limits)) for kind in TYPES}
         for turn in range(args.repeats):

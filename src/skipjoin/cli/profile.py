@@ -12,6 +12,7 @@ from skipjoin.cli.options import Section, Values, takes
 from skipjoin.cli.progress import Bars, stage_bars
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.config.profile import Profile, Transfer, cache_path, write_profile
+from skipjoin.kv_format import SWAP_FORMATS, types_text
 from skipjoin.system.folders import why_untrusted
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def profile(
     if not 1 <= seconds <= 1e5:
         raise ConfigError(f"seconds must be in [1, 100000], got {seconds}")
     # Transfers are measured between separate pools. Only the conversion of KV requires the engine's CPU pool.
-    space = 0 if engine["swap_dtype"] == "auto" else None
+    space = 0 if SWAP_FORMATS[engine["swap_dtype"]].is_exact else None
     found = _measure(EngineConfig(**engine, swap_space_gib=space), Effort(seconds, THOROUGH_PRECISION))
     path = out or cache_path(found.key)
     if out is None and (why := why_untrusted(path)) is not None:
@@ -86,9 +87,10 @@ def _measure(config: EngineConfig, effort: Effort) -> Profile:
 
 def _print(found: Profile) -> None:
     key, cost, errors = found.key, found.cost, found.errors
+    types = types_text(key.dtype, key.kv_cache_dtype)
     parallel = "" if key.tp == key.pp == 1 else f", tp {key.tp}, pp {key.pp}"
     table = Table(
-        title=f"{key.model}, {key.dtype}, {key.attention} attention on {key.operators}{parallel}\n{key.device}",
+        title=f"{key.model}, {types}, {key.attention} attention on {key.operators}{parallel}\n{key.device}",
         show_header=False,
     )
     rows = [

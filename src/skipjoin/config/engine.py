@@ -23,6 +23,7 @@ from skipjoin.config.shared import (
     check_swap_bandwidth,
     check_swap_type,
 )
+from skipjoin.kv_format import SWAP_FORMATS
 from skipjoin.options import ConfigError, Option, Value, check
 from skipjoin.recipes import BEST_EFFORT_WAIT_S, DEFAULT, absolute, check_recipe
 
@@ -285,7 +286,7 @@ class EngineConfig:
         check_recipe(
             self.recipe,
             self.recipe_params,
-            lossless_swap=self.swap_dtype == "auto",
+            lossless_swap=SWAP_FORMATS[self.swap_dtype].is_exact,
             fair_output_weight=self.fair_output_weight,
         )
         check_swap_type(self.swap_dtype, self.kv_cache_dtype, "swap_space_gib", self.swap_space_gib)

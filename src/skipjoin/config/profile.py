@@ -23,15 +23,12 @@ from skipjoin.system.durable import locked, make_private, write_durably
 from skipjoin.system.folders import cache_folder, is_trusted
 
 # Incremented when older files can no longer be read.
-FORMAT = 5
+FORMAT = 6
 # Environment variable that names the folder of cached profiles.
 CACHE_VARIABLE = "SKIPJOIN_PROFILE_CACHE"
 
 # Median error of the fit from which a profile is not kept. On a quiet machine it is a few percent.
 MAX_MEDIAN_ERROR = 0.15
-
-# End of `ProfileKey.dtype` where the KV cache has 8 bits.
-INT8_KV = ", int8 KV"
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -52,16 +49,13 @@ class ProfileKey:
     device: str
     threads: int
     dtype: str
+    kv_cache_dtype: str
     swap_dtype: str
     attention: str
     operators: str
     tp: int
     pp: int
     version: str
-
-    @property
-    def kv_cache_dtype(self) -> str:
-        return "int8" if self.dtype.endswith(INT8_KV) else "auto"
 
     @property
     def digest(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 from urllib.parse import urlsplit
 
+from skipjoin.kv_format import CACHE_FORMATS, SWAP_FORMATS
 from skipjoin.options import ConfigError, Option
 
 # Groups in the order of the help.
@@ -62,7 +63,7 @@ KVType = Annotated[
     str,
     Option(
         "Type of the KV cache: that of the model, or 8-bit codes with a scale per token and head, in both tiers",
-        choices=("auto", "int8"),
+        choices=CACHE_FORMATS,
         group=MEMORY,
     ),
 ]
@@ -71,7 +72,7 @@ SwapType = Annotated[
     Option(
         "Type of swapped-out KV: unchanged, or rounded to 8 bits, which fits 1.6 to 1.8 times as much but may change "
         "outputs of swapped requests",
-        choices=("auto", "int8"),
+        choices=SWAP_FORMATS,
         group=MEMORY,
     ),
 ]
@@ -108,12 +109,15 @@ def base_url(field: str, given: str) -> str:
 
 
 def check_swap_type(swap_dtype: str, kv_cache_dtype: str, field: str, size: float | None) -> None:
-    if swap_dtype == kv_cache_dtype == "int8":
+    if SWAP_FORMATS[swap_dtype].is_exact:
+        return
+    if CACHE_FORMATS[kv_cache_dtype].is_rounded:
         raise ConfigError(
-            "swap_dtype must be auto with kv_cache_dtype int8, whose 8-bit KV moves to CPU memory as it is, got int8"
+            f"swap_dtype must be auto with kv_cache_dtype {kv_cache_dtype}, whose KV moves to CPU memory as it is, got "
+            f"{swap_dtype}"
         )
-    if swap_dtype == "int8" and size == 0:
-        raise ConfigError(f"swap_dtype int8 is for KV in CPU memory: {field} must be above 0, got {size:g}")
+    if size == 0:
+        raise ConfigError(f"swap_dtype {swap_dtype} is for KV in CPU memory: {field} must be above 0, got {size:g}")
 
 
 def check_swap_bandwidth(gbps: float | None, field: str, size: float | None) -> None:

@@ -11,6 +11,7 @@ from skipjoin.engine.profiling.startup import start_cost
 from skipjoin.engine.scheduling import depth_of, engine_limits, make_scheduler, recipe_settings
 from skipjoin.exec.rank_model import OnProgress
 from skipjoin.exec.rank_spec import ModelExecutor
+from skipjoin.kv_format import SWAP_FORMATS, types_text
 from skipjoin.options import Value
 from skipjoin.policies.cost import LearningCost
 from skipjoin.recipes import find
@@ -72,7 +73,7 @@ def engine_around(loaded: Loaded, config: EngineConfig, on_progress: OnProgress 
     recipe = find(config.recipe)
     settings = recipe_settings(config, cost, engine_limits(config, loaded))
     params = recipe.resolve(settings, config.recipe_params)
-    ledger = KVLedger(blocks, cpu_blocks, block_size, is_exact=spec.swap_dtype == "auto")
+    ledger = KVLedger(blocks, cpu_blocks, block_size, is_exact=SWAP_FORMATS[spec.swap_dtype].is_exact)
     policies = recipe.make(settings, params)
     scheduler = make_scheduler(config, policies, ledger, depth_of(config, executor))
     keeper = None
@@ -94,7 +95,7 @@ def engine_around(loaded: Loaded, config: EngineConfig, on_progress: OnProgress 
         recipe=recipe.name,
         recipe_params=asdict(params),
         notice=params.notice(settings),
-        dtype=spec.dtype,
+        dtype=types_text(spec.dtype, spec.kv_cache_dtype),
         device=spec.device_kind,
         weight_bytes=sum(spec.weight_bytes for spec in executor.rank_specs),
         cost=cost,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.exec.rank_spec import MemoryBudget, RankSpec
+from skipjoin.kv_format import SWAP_FORMATS
 
 _GIB = 1 << 30
 # On a CPU, the fraction of free memory for the KV pools, since other programs share it, and their maximum size.
@@ -75,9 +76,11 @@ def cpu_blocks(
     asked = config.swap_space_gib
     if asked is None:
         blocks = min(_SWAP_MOST // block_bytes, min(int(budget.ram * _SWAP_SHARE), left) // spec.cpu_block_bytes)
-        if not blocks and config.swap_dtype == "int8":
+        if not blocks and not SWAP_FORMATS[config.swap_dtype].is_exact:
             have = _have(spec, budget, device_blocks, len(rank_specs))
-            raise ConfigError(f"swap_dtype int8 is for KV in CPU memory, which has no room for it: {have}")
+            raise ConfigError(
+                f"swap_dtype {config.swap_dtype} is for KV in CPU memory, which has no room for it: {have}"
+            )
         return blocks
     # Over the pools of all ranks.
     scale = block_bytes / spec.cpu_block_bytes

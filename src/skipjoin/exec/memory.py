@@ -53,12 +53,13 @@ def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> Peak
         # One block suffices: all sequences share it, since the results are not used.
         store = KVStore(
             model.config,
-            model.kv_dtype,
+            model.dtype,
             model.device,
             device_blocks=1,
             cpu_blocks=0,
             block_size=block_size,
             shard=shard,
+            of=model.kv_format,
         )
         worker = Worker(model, store)
         for step in steps:

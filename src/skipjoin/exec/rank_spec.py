@@ -10,16 +10,17 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from skipjoin.config.profile import INT8_KV, Transfer
+from skipjoin.config.profile import Transfer
 from skipjoin.core.request import Request
 from skipjoin.core.step import LINK, Direction, Move
 from skipjoin.exec.base import Executor, Handle
 from skipjoin.exec.fit import fit_times
 from skipjoin.exec.grammars_ahead import MasksAhead
 from skipjoin.exec.kv_store import KVStore
+from skipjoin.kv_format import SWAP_FORMATS
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.grammars import Grammars
-from skipjoin.model.kv_cache import PagedKV, QuantizedKV
+from skipjoin.model.kv_cache import PagedKV
 from skipjoin.system.container import free_memory
 from skipjoin.system.machine import cpu_name
 
@@ -44,6 +45,7 @@ class RankSpec(NamedTuple):
     cpu_block_bytes: int
     attention_width: int
     dtype: str
+    kv_cache_dtype: str
     swap_dtype: str
     parameters: int
     device_kind: str
@@ -110,16 +112,20 @@ class ModelExecutor(Executor[Handle], Protocol):
 
 
 def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str = "auto") -> RankSpec:
-    config, shard = model.config, model.shard
-    block_bytes = PagedKV.bytes_per_block(config, block_size, model.kv_dtype, shard)
-    is_quantized = swap_dtype == "int8"
+    config, shard, of = model.config, model.shard, model.kv_format
+    layers, kv_heads = len(shard.layers(config)), len(shard.kv_heads(config))
+    shape = 2 * layers * kv_heads, block_size, config.head_dim
     return RankSpec(
         stage=shard.pp_rank,
         weight_bytes=model.weight_bytes,
-        block_bytes=block_bytes,
-        cpu_block_bytes=QuantizedKV.bytes_per_block(config, block_size, shard) if is_quantized else block_bytes,
-        attention_width=len(shard.layers(config)) * len(shard.heads(config)) * config.head_dim,
-        dtype=_types(model),
+        block_bytes=PagedKV.bytes_per_block(config, block_size, model.dtype, shard, of),
+        cpu_block_bytes=SWAP_FORMATS[swap_dtype].block_bytes(
+            shape, of.row_bytes(config.head_dim, model.dtype.itemsize)
+        ),
+        attention_width=layers * len(shard.heads(config)) * config.head_dim,
+        dtype=str(model.dtype).removeprefix("torch.")
+        + (f", {model.weight_label} weights" if model.weight_label else ""),
+        kv_cache_dtype=of.name,
         swap_dtype=swap_dtype,
         parameters=model.parameters,
         device_kind=model.device.type,
@@ -128,12 +134,6 @@ def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str
         operators=model.ops.path,
         threads=threads,
     )
-
-
-def _types(model: CausalLM) -> str:
-    is_quantized = model.kv_dtype != model.dtype
-    weights = f", {model.weight_label} weights" if model.weight_label else ""
-    return str(model.dtype).removeprefix("torch.") + weights + (INT8_KV if is_quantized else "")
 
 
 def memory_budget_of(
@@ -185,12 +185,13 @@ def make_store(
 ) -> KVStore:
     return KVStore(
         model.config,
-        model.kv_dtype,
+        model.dtype,
         model.device,
         device_blocks=device_blocks,
         cpu_blocks=cpu_blocks,
         block_size=block_size,
         shard=model.shard,
+        of=model.kv_format,
         swap_dtype=swap_dtype,
         link_bytes_per_s=link_bytes_per_s,
     )
@@ -205,7 +206,7 @@ def measure_transfers(
     model: CausalLM, block_size: int, seconds: float, swap_dtype: str = "auto"
 ) -> dict[Direction, Transfer]:
     deadline = time.perf_counter() + seconds
-    block_bytes = PagedKV.bytes_per_block(model.config, block_size, model.kv_dtype, model.shard)
+    block_bytes = PagedKV.bytes_per_block(model.config, block_size, model.dtype, model.shard, model.kv_format)
     most = max(_TRANSFER_BLOCKS[2], min(_TRANSFER_BLOCKS[-1], _TRANSFER_BYTES // block_bytes))
     store = make_store(model, most, most, block_size, swap_dtype)
     owner = Request(0, 0.0, [0], 1)

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from skipjoin.kv_format import CacheFormat
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.attention.check import agrees
 from skipjoin.model.attention.cpp_backend import CppAttention, check_attention
 from skipjoin.model.attention.torch_backend import TorchAttention
 from skipjoin.model.config import ModelError
 from skipjoin.model.cuda import FLASH_MODULE, CudaFacts, cuda_facts, kernels_unusable, one_line, warn_once
+from skipjoin.model.kv_cache import AUTO
 from skipjoin.model.ops.base import LayerOps
 from skipjoin.model.ops.build import cpu_features, libraries, path_of, say_once, shipped
 from skipjoin.model.ops.check import check_ops, rows_are_independent
@@ -41,13 +43,13 @@ def implementations(
     facts: CudaFacts | None = None,
     *,
     invariant: bool = False,
-    kv_dtype: torch.dtype | None = None,
+    of: CacheFormat = AUTO,
 ) -> Implementations:
     """Choose compiled operations on a CPU and Triton kernels on a GPU where they work, and torch elsewhere.
 
     Args:
         invariant: Results of a sequence must not depend on the rest of the batch.
-        kv_dtype: Type of the KV cache; None for `dtype`.
+        of: Format of the KV cache.
     """
     if invariant:
         if device.type != "cuda" or attention not in ("auto", "triton"):
@@ -62,27 +64,37 @@ def implementations(
     if attention == "torch":
         chosen = None
     elif device.type == "cuda":
-        types = (dtype, kv_dtype or dtype)
-        chosen, lost = _on_cuda(attention, types, device, lost, cuda_facts() if facts is None else facts)
+        chosen, lost = _on_cuda(attention, dtype, device, lost, cuda_facts() if facts is None else facts, of=of)
         if invariant:
             chosen = _invariant()
     else:
         chosen = _on_cpu(attention, dtype)
     if lost is not None:
         warn_once(lost)
-    return chosen or (TorchOps(), TorchAttention())
+    ops, backend = chosen or (TorchOps(), TorchAttention())
+    if backend.name == "torch" or _kind(backend) in of.readers:
+        return ops, backend
+    why = f"attention {backend.name} reads no KV of kv_cache_dtype {of.name}"
+    if attention != "auto":
+        raise ModelError(f"{why}: set attention to auto or torch")
+    warn_once(f"{why}, so torch attends, which is slower")
+    return ops, TorchAttention()
+
+
+def _kind(backend: AttentionBackend) -> str:
+    return backend.name.removesuffix("-invariant")
 
 
 def _on_cuda(
-    attention: str, types: tuple[torch.dtype, torch.dtype], device: torch.device, lost: str | None, facts: CudaFacts
+    attention: str, dtype: torch.dtype, device: torch.device, lost: str | None, facts: CudaFacts, *, of: CacheFormat
 ) -> tuple[Implementations | None, str | None]:
-    dtype, kv_dtype = types
-    if attention == "flash" and kv_dtype != dtype:
-        raise ModelError("attention flash reads no KV of kv_cache_dtype int8: set attention to auto or triton")
-    why = kernels_unusable(facts, device.index or 0) or _triton_failure(dtype, device, kv_dtype)
+    if attention == "flash" and "flash" not in of.readers:
+        raise ModelError(f"attention flash reads no KV of kv_cache_dtype {of.name}: set attention to auto or triton")
+    checked = of if "triton" in of.readers else AUTO
+    why = kernels_unusable(facts, device.index or 0) or _triton_failure(dtype, device, checked)
     if why is None:
         chosen = _triton()
-        if attention == "triton" or kv_dtype != dtype:
+        if attention == "triton" or "flash" not in of.readers:
             return chosen, lost
         flash, not_used = _flash(attention, dtype, device, facts)
         lost = "; ".join(filter(None, (not_used, lost))) or None
@@ -146,7 +158,7 @@ def _flash_failure(dtype: torch.dtype, device: torch.device) -> str | None:
 
 
 @functools.cache
-def _triton_failure(dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype) -> str | None:
+def _triton_failure(dtype: torch.dtype, device: torch.device, of: CacheFormat) -> str | None:
     """Return why the Triton kernels are unusable, or None; compiles them, which may take seconds."""
     try:
         from skipjoin.model.attention.triton_backend import check_triton_attention  # noqa: PLC0415
@@ -155,7 +167,7 @@ def _triton_failure(dtype: torch.dtype, device: torch.device, kv_dtype: torch.dt
         # Kernels are launched on the current device.
         current = nullcontext() if device.index is None else torch.cuda.device(device)
         with current, torch.inference_mode():
-            if check_ops(ops, dtype, device) and check_triton_attention(backend, dtype, device, kv_dtype):
+            if check_ops(ops, dtype, device) and check_triton_attention(backend, dtype, device, of):
                 return None
     except Exception as error:  # any error of the compiler or the driver
         return f"the Triton kernels cannot run ({one_line(error)})"

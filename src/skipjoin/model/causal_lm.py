@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import torch
 
+from skipjoin.kv_format import CacheFormat
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.decoder import Decoder
 from skipjoin.model.family import family_named
-from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.kv_cache import AUTO, PagedKV
 from skipjoin.model.layers import Builder, LayerInputs
 from skipjoin.model.ops.base import LayerOps, Linear
 from skipjoin.model.parallel import Group, check_shards
@@ -27,11 +28,11 @@ class CausalLM:
         dtype: torch.dtype,
         device: torch.device,
         group: Group,
-        kv_dtype: torch.dtype | None = None,
+        kv_format: CacheFormat = AUTO,
     ) -> None:
         self.config = config
         self.dtype = dtype
-        self.kv_dtype = kv_dtype or dtype
+        self.kv_format = kv_format
         self.device = device
         self.ops = ops
         self.attention = attention

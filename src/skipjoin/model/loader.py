@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from skipjoin.kv_format import CacheFormat
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.backends import implementations
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import DTYPES, ModelConfig, ModelError
 from skipjoin.model.cuda import check_dtype, choose_device, expand_segments, is_out_of_memory, use_device
 from skipjoin.model.folder import resolve_folder
-from skipjoin.model.kv_cache import kv_dtype_of
+from skipjoin.model.kv_cache import cache_format_of
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.ops.base import LayerOps
 from skipjoin.model.ops.torch_ops import TorchOps
@@ -109,7 +110,7 @@ def _dtype(name: str, config: ModelConfig) -> torch.dtype:
 
 class _Choice(NamedTuple):
     dtype: torch.dtype
-    kv_dtype: torch.dtype
+    kv_format: CacheFormat
     device: torch.device
     ops: LayerOps
     attention: AttentionBackend
@@ -117,13 +118,11 @@ class _Choice(NamedTuple):
 
 def _choose(config: ModelConfig, spec: LoadSpec, stored: WeightFormat) -> _Choice:
     dtype, device = _dtype(spec.dtype, config), torch.device(choose_device(spec.device))
-    kv_dtype = kv_dtype_of(spec.kv_cache_dtype, dtype, config)
+    kv_format = cache_format_of(spec.kv_cache_dtype, config)
     if device.type == "cuda":
         expand_segments()
         use_device(device)
     lost = check_dtype(dtype, spec.dtype != "auto", device)
-    ops, backend = implementations(
-        spec.attention, dtype, device, lost, invariant=spec.batch_invariant, kv_dtype=kv_dtype
-    )
+    ops, backend = implementations(spec.attention, dtype, device, lost, invariant=spec.batch_invariant, of=kv_format)
     stored.check_ops(ops, f"device {device.type}, attention {backend.name}")
-    return _Choice(dtype, kv_dtype, device, ops, backend)
+    return _Choice(dtype, kv_format, device, ops, backend)

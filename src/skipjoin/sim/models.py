@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from skipjoin.config import unknown
+from skipjoin.kv_format import CACHE_FORMATS, SWAP_FORMATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class ModelShape:
         gated: The MLP has three matrices (SwiGLU) instead of two.
         tied: The output head is the embedding table.
         parameter_bytes: Size of a weight, an activation and a KV element.
-        kv_cache_dtype: auto, or int8 for KV of one byte per element and 4 per token, layer and head.
+        kv_cache_dtype: Name of a format of the KV cache.
     """
 
     name: str
@@ -54,14 +55,16 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token's KV in all layers (FastServe section 4.2)."""
-        row = self.head_dim + 4 if self.kv_cache_dtype == "int8" else self.head_dim * self.parameter_bytes
-        return 2 * self.layers * self.kv_heads * row
+        return 2 * self.layers * self.kv_heads * self._row_bytes
 
     def cpu_block_bytes(self, block_size: int, swap_dtype: str = "auto") -> int:
-        """Return the size of a KV block in CPU memory; int8 adds 4 bytes per channel (ALISE section 3.2)."""
-        if swap_dtype == "int8":
-            return 2 * self.layers * self.kv_heads * self.head_dim * (block_size + 4)
-        return block_size * self.kv_bytes_per_token
+        """Return the size of a KV block in CPU memory."""
+        shape = 2 * self.layers * self.kv_heads, block_size, self.head_dim
+        return SWAP_FORMATS[swap_dtype].block_bytes(shape, self._row_bytes)
+
+    @property
+    def _row_bytes(self) -> int:
+        return CACHE_FORMATS[self.kv_cache_dtype].row_bytes(self.head_dim, self.parameter_bytes)
 
     @property
     def flops_per_token(self) -> int:

@@ -403,7 +403,9 @@ def test_int8_kv_needs_a_cpu_tier() -> None:
 
 def test_the_default_cpu_tier_of_a_profile_equals_its_kv_pool(tmp_path: Path) -> None:
     profile = Profile(
-        key=ProfileKey("a/model", "0123", "cpu", "Some CPU", 2, "float32", "auto", "torch", "torch", 1, 1, "0.1.0"),
+        key=ProfileKey(
+            "a/model", "0123", "cpu", "Some CPU", 2, "float32", "auto", "auto", "torch", "torch", 1, 1, "0.1.0"
+        ),
         cost=LinearCost(1e-3, 2e-5),
         transfer_out=Transfer(7e-5, 6e-6),
         transfer_in=Transfer(5e-5, 4e-6),

@@ -137,7 +137,12 @@ def _cache(profile: Profile) -> None:
 
 
 def _check_profile(profile: Profile, key: ProfileKey, name: str) -> None:
-    for field, what in (("shape", "model"), ("dtype", "dtype"), ("device_kind", "device")):
+    for field, what in (
+        ("shape", "model"),
+        ("dtype", "dtype"),
+        ("kv_cache_dtype", "kv_cache_dtype"),
+        ("device_kind", "device"),
+    ):
         theirs, ours = getattr(profile.key, field), getattr(key, field)
         if theirs != ours:
             if field == "shape":

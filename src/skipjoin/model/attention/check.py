@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from skipjoin.kv_format import CacheFormat
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.attention.torch_backend import TorchAttention
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.config import ModelConfig
-from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.kv_cache import AUTO, PagedKV
 
 _SHAPE = {
     "model_type": "llama",
@@ -33,24 +34,24 @@ def agrees(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     *,
-    kv_dtype: torch.dtype | None = None,
+    of: CacheFormat = AUTO,
     plain: bool = False,
 ) -> bool:
     """Return whether `backend` matches the reference, for plain segments only if `plain`.
 
     Args:
-        kv_dtype: Type of the cache; None for `dtype`.
+        of: Format of the cache.
     """
     generator = torch.Generator().manual_seed(0)
     config = ModelConfig.from_dict(_SHAPE)
-    caches = [PagedKV(12, 4, config, kv_dtype or dtype, device) for _ in range(2)]
+    caches = [PagedKV(12, 4, config, dtype, device, of=of) for _ in range(2)]
     past = torch.randn((2, 12, 4, 2, 40), generator=generator).to(device, dtype)
     for cache in caches:
         cache.write(0, (slice(None), slice(None)), (past[0], past[1]))
     qkv = torch.randn(13, 8, 40, generator=generator).to(device, dtype)
     cos_sin = torch.rand(64, 24, generator=generator).to(device)
     # Rounding of rotated keys differs if multiplications are fused.
-    tolerance = 2e-2 if kv_dtype == torch.int8 else {torch.float32: 1e-5, torch.float16: 5e-3}.get(dtype, 2e-2)
+    tolerance = 2e-2 if of.is_rounded else {torch.float32: 1e-5, torch.float16: 5e-3}.get(dtype, 2e-2)
     mixed = [one._replace(reverse=False) for one in _SEGMENTS] if plain else _SEGMENTS
     for segments in (mixed, mixed[:1]):
         batch = PackedBatch.build(segments, 4, device)
@@ -67,13 +68,13 @@ def agrees(
     return True
 
 
-def cuts_change_nothing(backend: AttentionBackend, dtype: torch.dtype, kv_dtype: torch.dtype | None = None) -> bool:
+def cuts_change_nothing(backend: AttentionBackend, dtype: torch.dtype, of: CacheFormat = AUTO) -> bool:
     """Return whether a token's output has the same bits in a prompt and as a decode."""
     config, tokens = ModelConfig.from_dict(_SHAPE), 21
     qkv = torch.randn(tokens, 8, 40, generator=torch.Generator().manual_seed(0)).to(dtype)
 
     def outputs(lengths: list[int]) -> torch.Tensor:
-        kv, parts, start = PagedKV(6, 4, config, kv_dtype or dtype, "cpu"), [], 0
+        kv, parts, start = PagedKV(6, 4, config, dtype, "cpu", of=of), [], 0
         for length in lengths:
             batch = PackedBatch.build([Segment([0] * length, start, [3, 0, 5, 1, 4, 2])], 4)
             query, key, value = qkv[start : start + length].split([4, 2, 2], dim=1)

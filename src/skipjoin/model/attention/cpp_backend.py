@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 
+from skipjoin.kv_format import CACHE_FORMATS
 from skipjoin.model.attention.check import agrees, cuts_change_nothing
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
@@ -76,6 +77,7 @@ class CppAttention:
 
 def check_attention(backend: CppAttention, dtype: torch.dtype) -> bool:
     return all(
-        agrees(backend, dtype, kv_dtype=kv_dtype) and cuts_change_nothing(backend, dtype, kv_dtype)
-        for kv_dtype in (dtype, torch.int8)
+        agrees(backend, dtype, of=of) and cuts_change_nothing(backend, dtype, of)
+        for of in CACHE_FORMATS.values()
+        if backend.name in of.readers
     )

@@ -63,7 +63,7 @@ class TorchAttention:
                 continue
             k, v = key[begin:end], value[begin:end]
             # A token must attend to the same numbers whether it is in a prompt or follows it.
-            if start or kv.is_quantized:
+            if start or kv.format.is_rounded:
                 k, v = (x[0] for x in _cached(read, batch, slice(i, i + 1), start + length))
             output[begin:end] = _chunk(query[begin:end], k, v, start, scale=scale, window=window)
         return output.flatten(1)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import triton
 
+from skipjoin.kv_format import CacheFormat
 from skipjoin.model.attention.check import agrees
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
@@ -19,7 +20,7 @@ from skipjoin.model.kernels.decode_attention import WorkList, decode_attention, 
 from skipjoin.model.kernels.kv_write import kv_write
 from skipjoin.model.kernels.prefill_attention import prefill_attention, query_tiles
 from skipjoin.model.kernels.tuning import Config, TunedTable, table_path
-from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.kv_cache import AUTO, PagedKV
 from skipjoin.model.parallel import WHOLE, Shard
 from skipjoin.model.transfer import to_device
 
@@ -198,6 +199,6 @@ def _card(device: torch.device) -> _Card:
 
 
 def check_triton_attention(
-    backend: TritonAttention, dtype: torch.dtype, device: torch.device | str, kv_dtype: torch.dtype | None = None
+    backend: TritonAttention, dtype: torch.dtype, device: torch.device | str, of: CacheFormat = AUTO
 ) -> bool:
-    return agrees(backend, dtype, device, kv_dtype=kv_dtype)
+    return agrees(backend, dtype, device, of=of)

@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from skipjoin.model.kv_cache import PagedKV, QuantizedKV
+from skipjoin.kv_format import Int8Channels
+from skipjoin.model.kv_cache import PagedKV, SwapPool
 from skipjoin.model.ops.block_copy import MIN_RUN_BYTES
 from skipjoin.model.ops.block_quant import StagedQuantizer, new_rows
 from skipjoin.model.transfer import send
@@ -20,8 +21,8 @@ _LINK_PROGRAMS, _PROGRAMS = 64, 528
 _TILE = 4096
 # A fused multiply-add rounds once where other implementations round twice.
 _OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-_INFINITE = tl.constexpr(2.0**126)
-_MIN_SCALE = tl.constexpr(2.0**-126)
+_INFINITE = tl.constexpr(Int8Channels.INFINITE)
+_MIN_SCALE = tl.constexpr(Int8Channels.MIN_SCALE)
 # Adding and subtracting it rounds numbers from 0 to 255 to the nearest integer, ties to even.
 _ROUNDING = tl.constexpr(2.0**23)
 # One version for all moves, so that no step waits for a compilation.
@@ -147,25 +148,25 @@ class TritonQuantizer(StagedQuantizer):
     """
 
     def quantize(
-        self, host: QuantizedKV, device: PagedKV, target: Sequence[int], source: Sequence[int], last: int
+        self, host: SwapPool, device: PagedKV, target: Sequence[int], source: Sequence[int], last: int
     ) -> None:
         if host.block_bytes < MIN_RUN_BYTES:
             _launch_quantize(_LINK_PROGRAMS, host.tensor, device, host.shape, (target, source), last)
         else:
             super().quantize(host, device, target, source, last)
 
-    def dequantize(self, device: PagedKV, host: QuantizedKV, target: Sequence[int], source: Sequence[int]) -> None:
+    def dequantize(self, device: PagedKV, host: SwapPool, target: Sequence[int], source: Sequence[int]) -> None:
         if host.block_bytes < MIN_RUN_BYTES:
             _launch_dequantize(_LINK_PROGRAMS, device, host.tensor, host.shape, (target, source))
         else:
             super().dequantize(device, host, target, source)
 
-    def to_rows(self, host: QuantizedKV, device: PagedKV, source: Sequence[int], last: int) -> torch.Tensor:
+    def to_rows(self, host: SwapPool, device: PagedKV, source: Sequence[int], last: int) -> torch.Tensor:
         rows = new_rows(host, device, len(source))
         _launch_quantize(_PROGRAMS, rows, device, host.shape, (range(len(source)), source), last)
         return rows
 
-    def from_rows(self, device: PagedKV, host: QuantizedKV, target: Sequence[int], rows: torch.Tensor) -> None:
+    def from_rows(self, device: PagedKV, host: SwapPool, target: Sequence[int], rows: torch.Tensor) -> None:
         _launch_dequantize(_PROGRAMS, device, rows, host.shape, (target, range(len(target))))
 
 

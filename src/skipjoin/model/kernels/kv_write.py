@@ -6,12 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-from skipjoin.model.int8_rows import MAX_CODE, MIN_SCALE
+from skipjoin.kv_format import Int8Rows
 from skipjoin.model.kernels.paged import jit, padded
 
 # Heads per program: enough for a thread to move 16 bytes at a time, and few enough to spread a small batch.
 _HEADS = 8
-_MAX_CODE, _MIN_SCALE = tl.constexpr(float(MAX_CODE)), tl.constexpr(MIN_SCALE)
+_MAX_CODE, _MIN_SCALE = tl.constexpr(float(Int8Rows.MAX_CODE)), tl.constexpr(Int8Rows.MIN_SCALE)
 # Adding and subtracting it rounds a float32 to an integer.
 _ROUND = tl.constexpr(12582912.0)
 

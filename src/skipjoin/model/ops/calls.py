@@ -37,7 +37,7 @@ def cache_arguments(batch: PackedBatch, kv: PagedKV) -> tuple[int | None, ...]:
     return (
         *kv.layer(0)[0].stride()[:3], batch.slots.data_ptr(), batch.query_start.data_ptr(),
         batch.context_lens.data_ptr(), batch.block_tables.data_ptr(), down, *batch.block_tables.shape, kv.block_size,
-        kv.is_quantized,
+        kv.format.has_scale,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from skipjoin.core.events import Event
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions
 from skipjoin.core.step import StepPlan
+from skipjoin.kv_format import SWAP_FORMATS
 from skipjoin.model.config import ModelError
 from skipjoin.model.folder import model_id
 from skipjoin.observe.metrics import EngineMetrics
@@ -338,7 +339,7 @@ def _load_and_run(load: LoadEngine, setup: Setup, server: EngineServer, recorder
         device_blocks=ready.device_blocks,
         block_size=ready.block_size,
         block_bytes=ready.cpu_block_bytes,
-        is_compressed=ready.swap_dtype != "auto",
+        is_compressed=not SWAP_FORMATS[ready.swap_dtype].is_exact,
         resident_bytes=resident_bytes,
     )
     try:

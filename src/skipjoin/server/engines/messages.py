@@ -11,6 +11,7 @@ from skipjoin.config import HANG_LIMITS, EngineConfig, HangLimits
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.policy import Fact
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, ServiceClass
+from skipjoin.kv_format import SWAP_FORMATS
 from skipjoin.observe.explanation import Standing
 from skipjoin.observe.holders import Holder
 from skipjoin.observe.life import Life
@@ -162,7 +163,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     @property
     def cache_blocks(self) -> int:
         """Number of KV blocks that can cache prefixes. CPU blocks can only if swapped copies are exact."""
-        return self.device_blocks + (self.cpu_blocks if self.swap_dtype == "auto" else 0)
+        return self.device_blocks + (self.cpu_blocks if SWAP_FORMATS[self.swap_dtype].is_exact else 0)
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):

@@ -22,6 +22,7 @@ from skipjoin.core.foreign import ForeignScheduler
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import CostModel, Policies
 from skipjoin.core.prefixes import NamedPrefix
+from skipjoin.kv_format import SWAP_FORMATS
 from skipjoin.observe.record import Record
 from skipjoin.options import Option, Value, check
 from skipjoin.policies.dispatch import DISPATCH_RULES
@@ -223,7 +224,7 @@ class System:
     @property
     def cache_blocks(self) -> int:
         """Blocks per replica that can cache prefixes. CPU blocks cache only exact copies."""
-        return self.kv_blocks + (self.cpu_blocks if self.swap_dtype == "auto" else 0)
+        return self.kv_blocks + (self.cpu_blocks if SWAP_FORMATS[self.swap_dtype].is_exact else 0)
 
     def predictor_for(self, workload: Workload) -> str | None:
         match find(self.recipe).forecasts:
@@ -266,7 +267,7 @@ class System:
             fair_output_weight=None if self.fair_by == "none" else self.fair_output_weight,
             has_true_forecasts=True,
             stages=self.stages,
-            lossless_swap=self.swap_dtype == "auto",
+            lossless_swap=SWAP_FORMATS[self.swap_dtype].is_exact,
             limits=limits,
         )
 

@@ -141,6 +141,7 @@ async def test_figures_of_a_key_do_not_depend_on_lengths_of_others(
             metrics = EngineMetrics(device_blocks=8, block_size=8, block_bytes=1)
             prompt = Request(0, 0.0, range(tokens), 4)
             metrics.observe([Arrived(prompt, 0.0)])
+            metrics.measured({"queue_requests": [tokens] * 16, "deadline_requests": [tokens, tokens]})
             api.engine.tell(Stats(tokens, metrics.snapshot()))
             for key, found in seen.items():
                 if path == "/load":

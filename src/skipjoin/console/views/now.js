@@ -21,7 +21,9 @@ export function now(store, main) {
   function update() {
     if (!store.now) return;
     show(figures, numbers(store));
-    show(own, ofRecipe(store));
+    const pairs = ofRecipe(store);
+    own.hidden = !pairs.length;
+    show(own, [h("h2", null, `Recipe ${store.hello.recipe}`), facts(pairs)]);
     show(why, waits(store));
     show(list, rows(store, filter.value.trim().toLowerCase()));
     show(done, finished(store));
@@ -50,20 +52,18 @@ function numbers(store) {
 
 // What only some recipes have: levels of a feedback queue, deadlines of tokens, nested reservations.
 function ofRecipe(store) {
-  const { engines } = store.now, { recipe } = store.hello;
-  const title = h("h2", null, `Recipe ${recipe}`);
+  const { engines } = store.now;
   const sums = (name) => engines.reduce((sum, one) => (one[name] ?? []).map((value, at) => value + (sum[at] ?? 0)), []);
   const total = (name) => engines.reduce((sum, one) => sum + (one[name] ?? 0), 0);
   const levels = sums("queue_requests"), [inTime, late] = sums("deadline_requests"), [hosted] = sums("kv_hosted_requests"), [blocks] = sums("kv_hosted_blocks");
   const has = (values) => values.some((value) => value > 0);
-  const pairs = [
+  return [
     has(levels) ? ["Requests by level, 0 first", levels.map((value, level) => [level, value]).filter(([, value]) => value > 0).map(([level, value]) => `${level}: ${count(value)}`).join(", ")] : null,
     total("queue_demotions_total") ? ["Moved between levels", `${count(total("queue_demotions_total"))} times down, ${count(total("queue_promotions_total"))} times to the first`] : null,
     inTime + late > 0 ? ["Next token of real-time requests", `${count(inTime)} in time, ${count(late)} late`] : null,
     hosted > 0 ? ["Hosted", `${plural(hosted, "request")} in ${plural(blocks, "block")} that others reserve`] : null,
     total("kv_lent_blocks") > 0 ? ["Bidirectional", `${plural(total("kv_lent_blocks"), "block")} that two requests fill`] : null,
   ].filter(Boolean);
-  return [title, pairs.length ? facts(pairs) : h("p", { class: "soft" }, "It has no figures of its own now.")];
 }
 
 export function waits(store) {

@@ -27,6 +27,9 @@ def words(monkeypatch: pytest.MonkeyPatch) -> Any:
         "colour=BLUE",
         "It normalises the logits.",
         "its blocks come home",
+        "until the move lifts its fence",
+        "the hosting request",
+        "twin_of(request)",
     ],
 )
 def test_rejected_words_are_found_in_prose_and_identifiers(words: Any, text: str) -> None:
@@ -34,7 +37,18 @@ def test_rejected_words_are_found_in_prose_and_identifiers(words: Any, text: str
 
 
 @pytest.mark.parametrize(
-    "text", ["whole blocks", "most common", "Counter.most_common", "least_squares", "the seatbelt", "optimism", "color"]
+    "text",
+    [
+        "whole blocks",
+        "most common",
+        "Counter.most_common",
+        "least_squares",
+        "the seatbelt",
+        "optimism",
+        "color",
+        "regained",
+        "between",
+    ],
 )
 def test_similar_words_are_accepted(words: Any, text: str) -> None:
     assert not list(words.findings(text))

@@ -152,16 +152,16 @@ def seen(
     return found
 
 
-# -- hosting ----------------------------------------------------------------------------------------------------------
+# -- nesting ----------------------------------------------------------------------------------------------------------
 
 
-def test_hosting_runs_requests_whose_kv_exceeds_the_pool_without_swapping() -> None:
+def test_nesting_runs_requests_whose_kv_exceeds_the_pool_without_swapping() -> None:
     """The final footprints of concurrent requests exceed the pool, which reservations alone never allow."""
-    hosting, alone = seen("econoserve"), seen("econoserve-sdo")
-    assert max(alone.footprints) <= 1 < max(hosting.footprints)
-    assert hosting.hosted >= 0.2
+    nesting, alone = seen("econoserve"), seen("econoserve-sdo")
+    assert max(alone.footprints) <= 1 < max(nesting.footprints)
+    assert nesting.hosted >= 0.2
     assert alone.hosted == 0
-    for one in (hosting, alone):
+    for one in (nesting, alone):
         assert one.record["kv"]["swapped_out_bytes"] == 0
         assert set(one.preempted) == {Preemption.PAUSE}
 
@@ -173,13 +173,13 @@ def test_hosting_runs_requests_whose_kv_exceeds_the_pool_without_swapping() -> N
         pytest.param({"order": "longest"}, 0.3, id="longest", marks=pytest.mark.exhaustive),
     ],
 )
-def test_hosting_reduces_latency(order: dict[str, str], share: float) -> None:
+def test_nesting_reduces_latency(order: dict[str, str], share: float) -> None:
     """The mean latency per token decreases.
 
-    Short requests are hosted. The default order runs these first anyway, so hosting gains most with the longest first.
+    Short requests are hosted. The default order runs these first anyway, so nesting gains most with the longest first.
     """
-    hosting, alone = (seen(recipe, **order).mean("normalized_latency_s") for recipe in VARIANTS[:2])
-    assert hosting <= share * alone, f"{hosting / alone:.3f} of the latency without hosting"
+    nesting, alone = (seen(recipe, **order).mean("normalized_latency_s") for recipe in VARIANTS[:2])
+    assert nesting <= share * alone, f"{nesting / alone:.3f} of the latency without nesting"
 
 
 def test_hosted_requests_that_exceed_their_forecast_are_evicted_and_finish() -> None:

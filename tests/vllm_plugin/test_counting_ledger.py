@@ -67,7 +67,7 @@ def events_of(world: World, ledger: BlockLedger) -> list[tuple[object, ...]]:
     simulate(Replica(core, SimulatedExecutor(world.cost)), requests, on_events=events.extend)
     assert all(request.finish_reason for request in requests)
     if ledger.reservations is not None:
-        ledger.reservations.disband()
+        ledger.reservations.empty_accounts()
     assert ledger.device_free == ledger.available == ledger.device_total
     return [described(event) for event in events if not isinstance(event, Computed)]
 

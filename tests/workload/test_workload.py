@@ -104,9 +104,9 @@ def test_streams_have_their_shares_of_the_rate() -> None:
 
 def test_streams_draw_independent_random_numbers() -> None:
     """The two streams differ in their names only."""
-    twin = "name=twin,lengths=sharegpt,arrivals=poisson,share=0.5"
-    jobs = synthetic("sharegpt", "poisson", [twin]).draw(2.0, 50.0, 0)
-    one, other = ([job for job in jobs if job.stream == name] for name in ("default", "twin"))
+    copy = "name=copy,lengths=sharegpt,arrivals=poisson,share=0.5"
+    jobs = synthetic("sharegpt", "poisson", [copy]).draw(2.0, 50.0, 0)
+    one, other = ([job for job in jobs if job.stream == name] for name in ("default", "copy"))
     assert not {job.at for job in one} & {job.at for job in other}
     assert [job[1:3] for job in one[:10]] != [job[1:3] for job in other[:10]]
 

@@ -57,7 +57,7 @@ def _reserving_all(s: Settings, ordering: Callable[[], Ordering]) -> Policies:
 
 
 class _LargestNested(NeedIndex):
-    """Index that first offers the largest prompts that a hosting request can hold."""
+    """Index that first offers the largest prompts that a parent request can hold."""
 
     def fitting(self, limits: Limits, kv: KVAccounts) -> Iterator[Request]:
         self._place_new(kv)
@@ -70,7 +70,7 @@ class _LargestNested(NeedIndex):
                 yield request
 
     def _largest(self, limits: Sequence[int], seen: set[Request]) -> Request | None:
-        # The last need is that in a hosting request.
+        # The last need is that in a parent request.
         queues = self._kinds[-1].up_to(limits[-1]) if self._kinds else []
         return next((one for queue in reversed(queues) for _, one in queue if one not in seen), None)
 

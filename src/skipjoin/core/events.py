@@ -46,7 +46,7 @@ class Reserved(NamedTuple):
     """A request got a KV reservation.
 
     Attributes:
-        drawn: Blocks that an account ceded to it.
+        drawn: Blocks that an account gave to it.
         group: Equal for requests that start and end together; their reservations are made in one decision.
     """
 

@@ -29,7 +29,7 @@ class ForeignScheduler(Scheduler):
         self._expected: dict[Request, Allocation] = {}
 
     def expect(self, request: Request, now: float) -> bool:
-        """Admit a request and fence device blocks for its computed tokens. Nothing is evicted.
+        """Admit a request and pin device blocks for its computed tokens. Nothing is evicted.
 
         Returns:
             False if the ledger cannot receive KV, the admission policy refuses, or there is no room beyond what

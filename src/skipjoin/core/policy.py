@@ -266,7 +266,7 @@ class Allocation:
         spare: Additional blocks that must remain available.
         tokens: Tokens that the request may hold before it needs another reservation; None for no limit.
         parent: Parent reservation; None for the shared pool.
-        draws: Account that permanently cedes unused blocks to cover a shortage.
+        draws: Account whose unused blocks permanently cover a shortage.
     """
 
     now: int

@@ -50,7 +50,7 @@ class PaddedLengths:
 
     Args:
         padding: Share of the forecast that is added to it. A negative share is not reserved until a request outgrows
-            its reservation. Nested reservations are never below the forecast, since the hosting request needs its KV.
+            its reservation. Nested reservations are never below the forecast, since the parent request needs its KV.
     """
 
     def __init__(self, padding: float, lengths: Callable[[Request], float] = forecast_tokens) -> None:
@@ -236,7 +236,7 @@ class ByObjective:
 class Tasks:
     """Value function of the two queues: running decodes by time of reservation, then waiting decodes, then prompts.
 
-    A nested reservation therefore ranks behind its hosting request.
+    A nested reservation therefore ranks behind its parent request.
     """
 
     def __init__(self, order: QueueOrder) -> None:

@@ -142,7 +142,7 @@ class Swap(Recompute):
 
 
 class Vacate(Swap):
-    """Evicts only when a hosting request needs its reserved blocks (EconoServe section 3.2) or when nothing can run.
+    """Evicts only when a parent request needs its reserved blocks (EconoServe section 3.2) or when nothing can run.
 
     Requests with nested reservations are evicted first.
     """

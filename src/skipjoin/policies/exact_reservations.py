@@ -23,10 +23,10 @@ PROMPTS = Account("prompts")
 
 
 class Hosts:
-    """Finds hosting requests, whose unused reserved KV can hold another request until it finishes (KVC pipelining).
+    """Finds parent requests, whose unused reserved KV can hold another request until it finishes (KVC pipelining).
 
-    A nested request needs `blocks` blocks for `steps` steps, and the growth of the hosting request in that time must
-    fit as well. Nested requests may host others. The hosting request with the fewest unused blocks is chosen.
+    A nested request needs `blocks` blocks for `steps` steps, and the growth of the parent request in that time must
+    fit as well. Nested requests may host others. The parent request with the fewest unused blocks is chosen.
     """
 
     def __init__(self, buffer: float) -> None:
@@ -66,7 +66,7 @@ class Hosts:
         return None
 
     def largest(self, kv: KVAccounts) -> int:
-        """Return the largest need that a hosting request can hold, 0 if none can hold a block and grow."""
+        """Return the largest need that a parent request can hold, 0 if none can hold a block and grow."""
         self._determine(kv)
         place = len(self._unused) - 1
         while place >= 0:
@@ -159,7 +159,7 @@ class _Wanted(NamedTuple):
     Attributes:
         tokens, blocks: Size of a reservation of its own.
         nested_tokens, nested_blocks: Size of a nested reservation.
-        need: Unused blocks that a hosting request must have.
+        need: Unused blocks that a parent request must have.
     """
 
     target: int
@@ -175,7 +175,7 @@ class ExactReservations(Callbacks):
     """Reserves exactly the KV that a decode is predicted to need until it finishes.
 
     A prompt reserves only its own KV, from a share of the pool. It then becomes a decode that waits for its reservation
-    (EconoServe section 3.3). If a hosting request has room, a request nests its whole reservation, prompt and output.
+    (EconoServe section 3.3). If a parent request has room, a request nests its whole reservation, prompt and output.
 
     A request that outgrows its reservation extends it from its parent's unused blocks, available blocks, and the
     prompts' share, in this order. If none suffices it pauses with its KV in place and waits for a new reservation
@@ -288,7 +288,7 @@ class ExactReservations(Callbacks):
         return None if self._group is None else self._group(request, self._now)
 
     def needs(self, request: Request, kv: KVAccounts) -> Sequence[int]:
-        """Return the blocks of the request's prompt and, with hosts, its need in a hosting request."""
+        """Return the blocks of the request's prompt and, with hosts, its need in a parent request."""
         prompt = kv.blocks_for(request.known)
         return (prompt,) if self._hosts is None else (prompt, self._whole(request, self._hosts, kv)[2])
 

@@ -49,7 +49,7 @@ class CountedBlocks:
     reservation: Reservation
     device: Count
     room: int = 0
-    regains: int = 0
+    tokens_before_drop: int = 0
     table: tuple[int, ...] = ()
     cpu: list[int] = field(default_factory=list)
     moving: Direction | None = None

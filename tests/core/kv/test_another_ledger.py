@@ -29,7 +29,7 @@ class Counts:
     device: range = range(0)
     promised: int = 0
     room: int = 0
-    regains: int = 0
+    tokens_before_drop: int = 0
     table: tuple[int, ...] = ()
     cpu: tuple[()] = ()
     away: int = 0
@@ -103,7 +103,7 @@ class CountingLedger(BlockLedger):
         if not keep:
             self.release(request)
             return
-        self._held[request].regains = request.computed
+        self._held[request].tokens_before_drop = request.computed
         self._cut(request, keep)
 
     def release(self, request: Request) -> None:

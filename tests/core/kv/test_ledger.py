@@ -188,7 +188,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert move.source == tuple(table[keep:filled])
         assert len(move.target) == len(move.source) == self.kv.blocks_for(move.tokens)
         assert keep * BLOCK + move.tokens == min(request.computed, filled * BLOCK)
-        # The source of an overlapped copy stays fenced until it lands.
+        # The source of an overlapped copy stays pinned until it lands.
         assert self.kv.device_free - free == len(table) - (keep if blocking else filled) - stay
         assert self.places(request) == (table[: keep if blocking else filled], [*move.target, *rest])
         if blocking:
@@ -246,7 +246,7 @@ class LedgerMachine(RuleBasedStateMachine):
         cpu_free = self.kv.cpu_free
         move = self.kv.move_in(request)
         assert self.kv.available >= 0, "the move took blocks that are promised to other requests"
-        assert self.kv.cpu_free == cpu_free, "the CPU blocks must stay fenced"
+        assert self.kv.cpu_free == cpu_free, "the CPU blocks must stay pinned"
         table = self.kv.blocks_of(request).table
         assert table[-len(move.target) :] == move.target
         assert (len(table) - len(move.target)) * BLOCK + move.tokens == request.computed
@@ -506,7 +506,7 @@ def test_check_detects_corruption(corrupt: Callable[[KVLedger], None]) -> None:
         kv.check()
 
 
-def test_expected_kv_is_fenced_until_it_is_received() -> None:
+def test_expected_kv_is_pinned_until_it_is_received() -> None:
     kv = KVLedger(DEVICE, CPU, BLOCK)
     request = make(0, 10)
     request.computed = 10

@@ -53,13 +53,13 @@ def test_a_reservation_cannot_be_nested_in_itself() -> None:
 def test_blocks_evicted_within_a_reservation_do_not_return_to_the_pool() -> None:
     tree, (first, second, third) = nested()
     other = tree.open(make(3))
-    assert tree.beneficiaries(third.owner, second.owner) == {third.owner, second.owner, first.owner, None}
+    assert tree.sources(third.owner, second.owner) == {third.owner, second.owner, first.owner, None}
     assert tree.returns_to(third.owner, frozenset((second.owner,)))
     # The first reservation is promised all that it has, so nothing reaches the pool.
-    assert not tree.returns_to(third.owner, tree.beneficiaries(other.owner, None))
+    assert not tree.returns_to(third.owner, tree.sources(other.owner, None))
 
 
-def test_an_account_is_funded_from_available_blocks_and_cedes_unused_ones() -> None:
+def test_an_account_is_funded_from_available_blocks_and_gives_unused_ones() -> None:
     tree, (_, second, _) = nested()
     tree.fund(PROMPTS, 5)
     assert (tree.unused(PROMPTS), tree.available) == (2, 0)
@@ -67,7 +67,7 @@ def test_an_account_is_funded_from_available_blocks_and_cedes_unused_ones() -> N
     assert (tree.unused(PROMPTS), tree.unused_without(PROMPTS, second.owner), tree.available) == (0, 2, -4)
     with pytest.raises(LedgerError, match="0 are unused"):
         tree.draw(PROMPTS, 1)
-    tree.disband()
+    tree.empty_accounts()
     assert (tree.parent_of(second.owner), tree.unused(PROMPTS), tree.available) == (None, 0, -4)
     tree.check()
 

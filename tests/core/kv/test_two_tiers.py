@@ -82,7 +82,7 @@ def started(plan: StepPlan | None) -> StepPlan:
 # -- moves that outlast steps -----------------------------------------------------------------------------------------
 
 
-def test_other_requests_run_during_a_move_and_its_blocks_stay_fenced() -> None:
+def test_other_requests_run_during_a_move_and_its_blocks_stay_pinned() -> None:
     scene = Scene({0: 1, 1: 2, 2: 3}, blocks=7)
     first, second = scene.add(0), scene.add(1)
     assert scene.ran() == [0, 1]

@@ -94,10 +94,10 @@ def _shown(value: object) -> str:
 
 def checks(found: Mapping[str, Record]) -> list[tuple[str, object, str, bool]]:
     """Return name, value, target and outcome of each check; `found` has the records by case."""
-    return [*hosting(found), *forecasts(found), *objectives(found)]
+    return [*nesting(found), *forecasts(found), *objectives(found)]
 
 
-def hosting(found: Mapping[str, Record]) -> list[tuple[str, object, str, bool]]:
+def nesting(found: Mapping[str, Record]) -> list[tuple[str, object, str, bool]]:
     """Check nested reservations, groups and forward sizes."""
     mixed, plain = found["mixed, econoserve"], found["mixed, econoserve-sdo"]
     reserved = mixed["watch"]["max_reserved"], plain["watch"]["max_reserved"]

@@ -27,7 +27,7 @@ class Need(NamedTuple):
         parent: Parent of the reservation that the blocks are for.
         grows: Whether the request runs and all of its KV is on the device. Otherwise it evicts only requests that it
             outranks, and not those that have computed nothing since they got their KV.
-        drawn: Blocks that an account cedes to the reservation.
+        drawn: Blocks that an account gives to the reservation.
     """
 
     request: Request
@@ -135,7 +135,7 @@ class Evictor:
         """Return how many blocks the request gains if all victims are evicted whole."""
         freed, cache, sharing = sum(map(self._kv.footprint, victims)), self._kv.cache, self._sharing
         freed += cache.shared_within(victims) if cache is not None else 0
-        return freed + (sharing.relief(need.request, need.tokens, victims) if sharing is not None else 0)
+        return freed + (sharing.saved_blocks(need.request, need.tokens, victims) if sharing is not None else 0)
 
     def blocks_away(self, request: Request) -> int:
         held = self._kv.blocks_of(request)
@@ -234,7 +234,7 @@ class Evictor:
         requests therefore cannot evict each other endlessly.
         """
         reservations, latest, blocks_of = self._reservations, self._context.latest, self._kv.blocks_of
-        owners = reservations.beneficiaries(request, parent) if reservations is not None else frozenset[Owner]()
+        owners = reservations.sources(request, parent) if reservations is not None else frozenset[Owner]()
         for victim in self._ranked_below(request, grows=grows):
             held = blocks_of(victim)
             if held is None or not held.device or (held.moving is not None and victim not in self._leaving):

@@ -143,7 +143,7 @@ class Placer:
             return Blocked(WaitReason.BEHIND_MEMORY, closes=Deferral.NEWCOMERS)
         # A request whose last tokens were dropped counts as one without KV until it has recomputed them. Otherwise two
         # requests could evict each other endlessly.
-        grows = not held.away and request.planned >= held.regains
+        grows = not held.away and request.planned >= held.tokens_before_drop
         if target > request.reserved_tokens and (blocked := self._renew(request, target, grows=grows)) is not None:
             return blocked
         return (self._return if held.away else self._grow)(request, target, grows=grows)

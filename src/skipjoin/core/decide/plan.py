@@ -220,7 +220,7 @@ class StepPlanner:
         """
         self._is_forced = True
         if (reservations := self._kv.reservations) is not None:
-            reservations.disband()
+            reservations.empty_accounts()
         for request in self._policies.ordering.ranked(self._context.now):
             self._closed = None
             self._placer.force()

@@ -41,7 +41,7 @@ class HeldBlocks(Protocol):
         device: Blocks on the device. Only the numbers of `device` and `cpu` blocks are used.
         table: Block table for plans; empty for ledgers that only count.
         room: Tokens that the request may have on the device without another ledger call; 0 unless all its KV is there.
-        regains: Tokens that it had before its last ones were dropped; 0 if none were.
+        tokens_before_drop: Tokens that it had before its last ones were dropped; 0 if none were.
         away: Blocks that must be swapped in before the request can run.
         is_settled: Whether none of its KV is in transit, including saves of slots that another request overwrites.
     """
@@ -53,7 +53,7 @@ class HeldBlocks(Protocol):
     @property
     def room(self) -> int: ...
     @property
-    def regains(self) -> int: ...
+    def tokens_before_drop(self) -> int: ...
     @property
     def cpu(self) -> Sized: ...
     @property
@@ -67,7 +67,7 @@ class HeldBlocks(Protocol):
 class Tiered(Protocol):
     """KV that moves between the device and a CPU tier, or arrives from another engine.
 
-    Moves are in transit until `land` or `fail`. Until then, what they read or write is fenced.
+    Moves are in transit until `land` or `fail`. Until then, what they read or write is pinned.
     """
 
     @property
@@ -111,7 +111,7 @@ class Tiered(Protocol):
         """Start blocking moves that swap in all KV. Check `shortfall` for `tokens` tokens first."""
 
     def land(self, move: Move) -> int | None:
-        """Lift the fence of a completed move.
+        """Unpin the blocks of a completed move.
 
         Returns:
             The deferred result of an earlier `fail` of the same request, else None.
@@ -129,10 +129,10 @@ class Tiered(Protocol):
         """Start an overlapped copy to the CPU tier of cached device blocks that are about to be reused."""
 
     def expect(self, request: Request) -> None:
-        """Allocate and fence device blocks for the computed tokens, whose KV arrives from another engine."""
+        """Allocate and pin device blocks for the computed tokens, whose KV arrives from another engine."""
 
     def receive(self, request: Request) -> None:
-        """Lift the fence of the KV that has arrived."""
+        """Unpin the KV that has arrived."""
 
 
 class Cached(Protocol):
@@ -184,7 +184,7 @@ class Shared(Protocol):
     def in_the_way(self, request: Request, tokens: int) -> Iterable[Request]:
         """Return the owners of slots that must be saved before the request can have `tokens` tokens."""
 
-    def relief(self, request: Request, tokens: int, others: Iterable[Request]) -> int:
+    def saved_blocks(self, request: Request, tokens: int, others: Iterable[Request]) -> int:
         """Return how many fewer device blocks the request needs for `tokens` tokens if `others` hold nothing."""
 
     def tokens_there(self, request: Request) -> int:
@@ -216,7 +216,7 @@ class Reserving(Protocol):
     def parent_of(self, request: Request) -> Owner:
         """Return the parent reservation; None for the shared pool or without a reservation."""
 
-    def beneficiaries(self, request: Request, parent: Owner) -> frozenset[Owner]:
+    def sources(self, request: Request, parent: Owner) -> frozenset[Owner]:
         """Return the owners whose freed blocks help a reservation of the request from `parent`."""
 
     def returns_to(self, request: Request, owners: frozenset[Owner]) -> bool:
@@ -234,7 +234,7 @@ class Reserving(Protocol):
     def draw(self, account: Account, blocks: int) -> None:
         """Remove unused blocks from the account permanently."""
 
-    def disband(self) -> None:
+    def empty_accounts(self) -> None:
         """Leave all accounts empty until the next `fund`. The shared pool takes over their loans."""
 
 

@@ -20,7 +20,7 @@ class KVLedger:
     """Ledger of the KV blocks that each request holds and reserves, and of the moves in transit.
 
     The first blocks of a request are on the device and the rest on the CPU tier. A request with a move in transit
-    cannot be moved again or released. Blocks that the move still reads are *fenced*: neither free nor usable until
+    cannot be moved again or released. Blocks that the move still reads are *pinned*: neither free nor usable until
     `land`. Blocks are allocated in a fixed order, so that traces are reproducible.
 
     Args:
@@ -175,7 +175,7 @@ class KVLedger:
         if held.moving is not None:
             raise LedgerError(f"request {request.id} drops KV while it is in transit")
         self._transfers.detach(held, keep)
-        held.regains = request.computed
+        held.tokens_before_drop = request.computed
         self._free_cpu(held)
         self._cut(held, keep)
 

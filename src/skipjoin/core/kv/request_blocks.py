@@ -74,7 +74,7 @@ class RequestBlocks:
     device: list[int]
     reservation: Reservation
     cpu: list[int] = field(default_factory=list)
-    regains: int = 0
+    tokens_before_drop: int = 0
     keyed: int = 0
     is_private: bool = False
     sharing: Sharing = field(default_factory=Sharing)

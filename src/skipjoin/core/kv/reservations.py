@@ -163,7 +163,7 @@ class Reservations:
         this = self._of.get(request)
         return this.parent.owner if this is not None and this.parent is not None else None
 
-    def beneficiaries(self, request: Request, parent: Owner) -> frozenset[Owner]:
+    def sources(self, request: Request, parent: Owner) -> frozenset[Owner]:
         this = self.find(parent)
         return frozenset((request, parent, *(ancestor.owner for ancestor in this.ancestors())))
 
@@ -210,11 +210,11 @@ class Reservations:
     def draw(self, account: Account, blocks: int) -> None:
         this = self._of[account]
         if not 0 <= blocks <= this.unused:
-            raise LedgerError(f"account {account.name} cedes {blocks} blocks, and {this.unused} are unused")
+            raise LedgerError(f"account {account.name} gives {blocks} blocks, and {this.unused} are unused")
         this.promised = this.size - blocks
         this.resize()
 
-    def disband(self) -> None:
+    def empty_accounts(self) -> None:
         for owner, this in self._of.items():
             if isinstance(owner, Account):
                 this.hand_over()

@@ -66,7 +66,7 @@ class SharedBlocks:
     def extra(self, held: RequestBlocks, tokens: int) -> int:
         return sum(self._is_contested(shared, tokens) for shared in held.sharing.lends.values())
 
-    def relief(self, request: Request, tokens: int, others: Iterable[Request]) -> int:
+    def saved_blocks(self, request: Request, tokens: int, others: Iterable[Request]) -> int:
         held = self._requests.get(request)
         if held is None or not held.sharing.lends:
             return 0

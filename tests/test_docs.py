@@ -162,6 +162,12 @@ def test_files_named_in_the_architecture_exist() -> None:
     assert not [name for name in named if not any((base / name).exists() for base in (ROOT, ROOT / "src/skipjoin"))]
 
 
+def test_life_of_a_request_names_few_files() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    walk = text[text.index("## The life of a request") : text.index("## Packages")]
+    assert len(set(re.findall(r"`[\w/]+\.py`", walk))) <= 30
+
+
 def test_tests_named_in_reliability_exist() -> None:
     named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs" / "reliability.md").read_text())
     assert len(named) > 50

@@ -1,5 +1,3 @@
-"""Round robin between the two service classes, step by step (BROS section 2.2)."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -12,8 +10,6 @@ from skipjoin.policies.routed import Routed
 
 
 class Turn:
-    """Service class that runs next, shared by the ordering and the batcher."""
-
     def __init__(self) -> None:
         self.best_effort = False
 
@@ -63,8 +59,6 @@ class Turns(BatcherWrapper):
 
 
 class TurnBuilder:
-    """Batch of one `Turns` step, for one class."""
-
     def __init__(self, inner: BatchBuilder, best_effort: bool) -> None:
         self.best_effort = best_effort
         self.has_run = False

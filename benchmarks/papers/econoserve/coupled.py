@@ -1,5 +1,3 @@
-"""Coupled scheduling of prompts and decodes (EconoServe section 2)."""
-
 from __future__ import annotations
 
 import math
@@ -133,8 +131,6 @@ class WholePrompts(TargetForward):
 
 
 class WholePromptsBuilder(TargetBuilder):
-    """Batch of one `WholePrompts` step."""
-
     __slots__ = ("_target",)
 
     def __init__(self, seqs: int, tokens: int) -> None:

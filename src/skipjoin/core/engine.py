@@ -24,10 +24,8 @@ class EngineCore:
     """Synchronous engine core without a clock.
 
     A driver calls `start_step` until it returns None and passes the plans to an executor. It then calls `finish_step`
-    with each result in order. `take_events` returns what happened since its last call.
-
-    Attributes:
-        on_finished: Called once with each request when it finishes.
+    with each result in order. `take_events` returns what happened since its last call. `on_finished` is called once
+    with each request when it finishes.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -162,11 +160,8 @@ class EngineCore:
         """Simulate consecutive decode-only steps at once, after the plan that `steady` returned.
 
         In each step every request gets one more token, equal to its last one, and none finishes. The outcome equals
-        that of single steps, except for ids and events (`Decoded`).
-
-        Args:
-            since: Time of the steady plan's result.
-            ends: Time of each step's result.
+        that of single steps, except for ids and events (`Decoded`). `since` is the time of the steady plan's result,
+        `ends` those of the steps.
 
         Raises:
             ValueError: There are too few blocks.

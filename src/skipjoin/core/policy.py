@@ -1,7 +1,4 @@
-"""Policy interfaces of the scheduler.
-
-A serving system is one value of `Policies`; the scheduler depends on nothing else.
-"""
+"""Policy interfaces of the scheduler, which depends on nothing else."""
 
 from __future__ import annotations
 

@@ -42,10 +42,7 @@ class LocalHandle:
 class LocalExecutor:
     """Runs plans sequentially on a dedicated thread, so that the engine schedules while the model runs.
 
-    On a GPU the thread only queues work.
-
-    Args:
-        is_deferred: Run a plan on the thread that asks for its result, and not earlier.
+    On a GPU the thread only queues work. If `is_deferred`, a plan runs on the thread that asks for its result.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Convert weights from PyTorch's older files (`pytorch_model*.bin`) to safetensors, at a user's request.
+"""Convert weights from PyTorch's older files to safetensors, at a user's request.
 
 The older files are pickles, which torch reads in its restricted mode. Nothing else in this package opens them.
 """

@@ -17,13 +17,11 @@ DecoderT = TypeVar("DecoderT", bound=type)
 
 
 class FamilyError(PluginError):
-    """A model family cannot be registered or found."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Model family; see `family` for the fields."""
-
     name: str
     # A `Decoder`, whose module imports the configuration, which imports this one.
     decoder: type[Any]

@@ -26,9 +26,6 @@ def model_folder(name: str, load_format: str = "auto") -> Path:
 def check_model(name: str, load_format: str = "auto", *, has_tokenizer: bool = True) -> Path:
     """Return a model's folder, without its weights if it is on the hub.
 
-    Args:
-        has_tokenizer: Whether the folder must have a tokenizer, which an engine alone does not need.
-
     Raises:
         ModelError: If the model cannot be loaded, as far as the names of its files show, or config.json is not JSON.
     """
@@ -46,7 +43,6 @@ def model_files(name: str, load_format: str = "auto") -> ModelFiles:
 
 
 def pull_model(name: str) -> Path:
-    """Download a model of the hub with its weights, and return its folder."""
     if name == MODEL_NAME:
         return check_model(name)
     folder = _checked(resolve_folder(name, from_hub=True), "auto", has_weights=True).folder

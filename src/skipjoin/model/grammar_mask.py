@@ -1,5 +1,3 @@
-"""Limit of constrained output: the tokens that the grammar allows next."""
-
 from __future__ import annotations
 
 import re
@@ -39,10 +37,8 @@ _REMEDY = "simplify it, for example with fewer alternatives that match the same 
 class GrammarMask:
     """Allows the tokens that keep the output a prefix of some text of the grammar.
 
-    Where no other token is allowed, the output ends, whatever `min_tokens`, `ignore_eos` and logits processors say.
-
-    Args:
-        max_masks_s: Seconds that all masks of a request may take, besides those for each token.
+    Where no other token is allowed, the output ends, whatever `min_tokens`, `ignore_eos` and logits processors say. All
+    masks of a request may take `max_masks_s` seconds, besides those for each token.
     """
 
     def __init__(self, grammars: Grammars, *, max_masks_s: float = MAX_MASKS_S) -> None:
@@ -252,8 +248,6 @@ def too_expensive(tokens: int, limit: str) -> str:
 
 
 class _Bits:
-    """Set of few tokens, as bits of a packed mask."""
-
     def __init__(self, tokens: Collection[int]) -> None:
         bits: dict[int, int] = {}
         for token in tokens:
@@ -270,5 +264,4 @@ class _Bits:
 
 @cache
 def _executor(threads: int) -> LLExecutor:
-    """Return threads that compute masks."""
     return LLExecutor(threads)

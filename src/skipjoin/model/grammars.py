@@ -1,7 +1,7 @@
 """Grammars of constrained output, compiled for a model's vocabulary.
 
-A matcher is a pure function of a grammar and output tokens. It is therefore never saved: after a restart or on another
-engine the known output tokens advance a new one.
+A matcher is a pure function of a grammar and output tokens, so it is never saved: the known output tokens advance a new
+one.
 """
 
 from __future__ import annotations
@@ -63,8 +63,6 @@ class Grammars:
 
     Args:
         load_tokenizer: Called once, when the vocabulary is first needed.
-        vocab_size: Number of the model's logits.
-        eos_token_ids: Tokens that end an output.
         max_items: Maximum number of the parser's items in one mask.
     """
 
@@ -107,7 +105,6 @@ class Grammars:
         return compiled
 
     def known(self, structured: StructuredOutput, salt: str = "") -> CompiledGrammar | None:
-        """Return a grammar if it is compiled."""
         with self._lock:
             if (compiled := self._compiled.get((salt, structured))) is not None:
                 self._compiled.move_to_end((salt, structured))
@@ -148,13 +145,10 @@ class Grammars:
 
 
 def grammars_of(folder: str | Path, config: ModelConfig) -> Grammars:
-    """Return the grammars of a model folder."""
     return Grammars(partial(load_tokenizer, folder), config.vocab_size, config.eos_token_ids)
 
 
 class _Wrapped:
-    """The properties of a tokenizer that `TokenizerWrapper` reads."""
-
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int) -> None:

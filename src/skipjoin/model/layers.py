@@ -28,8 +28,6 @@ class LayerInputs:
 
 
 class Builder:
-    """Builder of a rank's layers, which counts their bytes."""
-
     def __init__(
         self, config: ModelConfig, weights: Weights, ops: LayerOps, attention: AttentionBackend, group: Group
     ) -> None:

@@ -226,8 +226,6 @@ def stored_dtype(folder: Path) -> str:
 
 
 class FolderWeights(Weights):
-    """Tensors of a folder's safetensors files."""
-
     def __init__(self, source: Source) -> None:
         self._folder, self._dtype, self._device = source.files.folder, source.dtype, source.device
         self._prefix = family_named(source.config.family).prefix

@@ -13,13 +13,7 @@ NO_REPLICA = "no_replica"
 
 
 class Explanation(NamedTuple):
-    """Wait reason for a reader.
-
-    Attributes:
-        short: A few words, for tables.
-        text: What the request waits for.
-        remedy: What would shorten the wait; empty if no setting does.
-    """
+    """Wait reason for a reader: a few words for tables, a text, and what would shorten the wait, if anything does."""
 
     short: str
     text: str
@@ -47,7 +41,6 @@ class OptionNames(NamedTuple):
     Attributes:
         params: Option of the recipe's parameters, which are `param_names`.
         objectives: Option of the objectives of requests without their own; empty if there is none.
-        best_effort_wait: Option of the time after which best-effort requests are served as real-time ones.
     """
 
     recipe: str = "--recipe"

@@ -1,5 +1,3 @@
-"""Figures of one run, shared by simulator, server and load client."""
-
 from __future__ import annotations
 
 import math
@@ -51,9 +49,7 @@ def summarize(
 ) -> Record:
     """Return the record of all requests, by stream if there are several, and by service class if some are best-effort.
 
-    Args:
-        facts: Accepted requests, finished or not.
-        now: End of the observation, in seconds since its start. Unfinished requests count with their age.
+    `now` is the end of the observation, in seconds since its start. Unfinished requests count with their age.
     """
     whole = _Part(list(facts), Counter(rejected), Counter(errors))
     record = _figures(whole, now, slo, window_s)

@@ -1,5 +1,3 @@
-"""Summaries of recent steps: what each batch consisted of, and which KV moved."""
-
 from __future__ import annotations
 
 from collections import deque
@@ -49,7 +47,6 @@ class StepLog:
         self._preemptions = 0  # since the last step
 
     def observe(self, events: Iterable[Event]) -> None:
-        """Process events in order."""
         for event in events:
             if type(event) is Computed:
                 self._compute(event)

@@ -102,14 +102,11 @@ class Timeline:
 
     There is one lane per batch slot, one for steps and one per copy direction. A request has one span per uninterrupted
     phase, in the lowest free slot. Moves share a plan's time in proportion to their blocks. Spans show execution time,
-    which with several plans in flight is later than the decision.
-
-    With pipeline stages, each stage has a lane with its part of every step and with bubbles. Stages report durations
-    only, so a part is drawn as early as its lane, the decision and the start of the next stage's part allow.
+    which with several plans in flight is later than the decision. With pipeline stages, each stage has a lane with its
+    part of every step and with bubbles, drawn as early as its lane, the decision and the next stage allow.
 
     A span's `left` says why it ended: a `FinishReason`, a `Preemption`, "caught up" (decode follows in the same slot),
-    "lost in a restart" or "still running" (at `close`). The counters show running and waiting requests, and KV blocks
-    that are held (not free) and reserved, which includes the held ones.
+    "lost in a restart" or "still running" (at `close`).
 
     Args:
         file: Text file, which `close` leaves open. Methods that write to it raise OSError on failure.

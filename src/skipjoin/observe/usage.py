@@ -47,11 +47,7 @@ class EngineUsage:
     """Statistics of steps, batches, preemptions and KV.
 
     Used KV is what computed tokens fill, counted once per sharing request. Allocated KV is what requests hold or have
-    reserved. Both are time-weighted means.
-
-    Args:
-        block_bytes: Size of one block in CPU memory, over all layers.
-        start: Time from which the means count.
+    reserved. Both are time-weighted means from `start`.
     """
 
     def __init__(self, *, device_blocks: int, block_size: int, block_bytes: int, start: float = 0.0) -> None:

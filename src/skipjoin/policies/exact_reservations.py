@@ -1,5 +1,3 @@
-"""Exact KV reservations, and nested reservations in unused parts of others (EconoServe sections 3.2 and 3.3)."""
-
 from __future__ import annotations
 
 import math

@@ -66,16 +66,9 @@ _BY_KEY = attrgetter("key")
 class Fair(Routed):
     """Ordering of clients by least service received, with a separate ordering of each client's requests.
 
-    Service counts computed prompt tokens, and output tokens and charges times `output_weight`; recomputation does not.
-    A returning client is lifted to the smallest counter of the active clients. While two clients are backlogged, their
-    counters differ by at most the capacity of the KV pool.
-
-    Requests are preempted only for clients that are behind by a `lead` or more, so two clients do not preempt each
-    other in turn.
-
-    Args:
-        lead: In weighted tokens: the capacity of the KV pool, which bounds what is evicted and recomputed for it.
-        output_weight: Weight of a generated token relative to a prompt token.
+    Service counts computed prompt tokens, and output tokens and charges times `output_weight`; recomputation does not
+    count. A returning client is lifted to the smallest counter of the active clients. Requests are preempted only for
+    clients that are behind by a `lead` (in weighted tokens) or more, so two clients do not preempt each other in turn.
     """
 
     def __init__(self, make: Callable[[], Ordering], *, lead: float, output_weight: float) -> None:
@@ -166,7 +159,6 @@ class Fair(Routed):
         return mine.is_apart and must_precede(mine.ordering, request, same)
 
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
-        """Compare by distance first, so that KV does not move for less than a lead."""
         self._standings()
         by_client: dict[_Client, list[Request]] = {}
         for request in requests:
@@ -215,7 +207,6 @@ class Fair(Routed):
         return max(0, end - counted) + (self._output_weight if slice_.samples else 0.0)
 
     def _forget(self, name: str) -> None:
-        """Remove an inactive client, keeping its counter until the others have caught up."""
         self._left[name] = self._clients.pop(name).served
         least = self._least() if self._clients else inf
         self._left = {one: served for one, served in self._left.items() if served > least}
@@ -226,8 +217,7 @@ class FairSteps(BatcherWrapper):
     """Batcher around `LimitedBestEffort` that bounds how long clients make each other's steps.
 
     While `n` > 1 clients have real-time requests, a step takes at most `n` times the modeled time of its first client's
-    requests alone. That client thus gets at least 1/n of the time. Other clients join within that limit, with prompts
-    cut to fit.
+    requests alone, so that this client gets at least 1/n of the time.
     """
 
     def __init__(self, batcher: LimitedBestEffort) -> None:
@@ -257,8 +247,6 @@ class FairSteps(BatcherWrapper):
 
 
 class FairBuilder:
-    """Batch of one `FairSteps` step."""
-
     __slots__ = ("_clients", "_context", "_cost", "_first", "_inner", "_limit_s", "_load")
 
     def __init__(self, inner: BatchBuilder, context: StepContext, cost: CostModel, clients: int) -> None:

@@ -1,5 +1,3 @@
-"""Basic orderings: fixed keys and strict bands."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -57,8 +55,6 @@ class FixedKey(Callbacks):
 
 
 class Fcfs(FixedKey):
-    """First come, first served."""
-
     is_decode_invariant = True
 
     def __init__(self) -> None:
@@ -72,12 +68,9 @@ class Prioritized(Routed):
     """Strict bands, each with its own ordering.
 
     Real-time precedes best-effort, within each class urgent precedes other requests, and then lower `priority` numbers
-    come first.
-
-    Best-effort requests that are `best_effort_wait_s` seconds old are lifted, oldest first: served as real-time until
-    they finish, with the best priority of the real-time requests that are not urgent, whatever their own is. One is
-    lifted at a time, so it costs real-time requests one slot. If the lifted ones have not run for as long, because the
-    band's ordering prefers others, another one follows.
+    come first. Best-effort requests that are `best_effort_wait_s` seconds old are lifted, oldest first and one at a
+    time: served as real-time until they finish, with the best priority of the real-time requests that are not urgent.
+    If the lifted ones have not run for as long, another one follows.
     """
 
     def __init__(

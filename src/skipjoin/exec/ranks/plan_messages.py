@@ -1,5 +1,3 @@
-"""Plan encoding: a writer on the driver and a reader on each rank, which mirrors the requests."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

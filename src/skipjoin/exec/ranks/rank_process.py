@@ -32,11 +32,8 @@ class RankProcess:
     """Model, pools and connection of a rank, in its own process.
 
     Call order: `load`, `make_pools`, `forget_graphs` if one rank has none, `serve`. `progress` may be called during
-    `load`, and `touch` and `transfers` after `make_pools`.
-
-    Args:
-        ip: Address of this process's node.
-        store_socket: Listening socket for the store at which all ranks meet, on rank 0 of several.
+    `load`, and `touch` and `transfers` after `make_pools`. Rank 0 of several has `store_socket`, at which all ranks
+    meet.
     """
 
     def __init__(self, ip: str, store_socket: socket.socket | None = None) -> None:

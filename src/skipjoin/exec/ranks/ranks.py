@@ -49,11 +49,7 @@ class GroupSizes(NamedTuple):
 
 
 class RankGroup:
-    """One generation of ranks, which start and end together. A constructor that raises leaves nothing running.
-
-    Args:
-        patience_s: Seconds to wait for nodes if the cluster has too few.
-    """
+    """One generation of ranks, which start and end together. A constructor that raises leaves nothing running."""
 
     def __init__(
         self,
@@ -212,8 +208,6 @@ def _ips(nodes: Sequence[Node]) -> str:
 
 class RankedExecutor:
     """`ModelExecutor` on several ranks, or on one rank in a separate process.
-
-    A constructor that raises leaves nothing running.
 
     Args:
         pools_for: Chooses the KV blocks of the first ranks; restarts reuse its result.

@@ -12,8 +12,6 @@ from skipjoin.model.kv_cache import PagedKV
 
 
 class Norm(Protocol):
-    """Normalization of the last dimension."""
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize [n, width], or [n, heads, width] contiguous in the last dimension; the result is contiguous."""
         ...

@@ -153,8 +153,8 @@ class CppRMSNorm(TorchRMSNorm):
 class CppLinear:
     """Weights in panels of outputs, each read once per product, in order.
 
-    Quantized weights are round(weight / scale) in 8 bits, with a scale per output. They are expanded exactly to the
-    model's type, so a row's result does not depend on its batch.
+    Quantized weights are round(weight / scale) in 8 bits, with a scale per output, expanded exactly to the model's
+    type.
     """
 
     def __init__(

@@ -16,8 +16,6 @@ ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
 
 
 class TorchLinear:
-    """Product in torch's own layout."""
-
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight = weight
         self.bias = bias
@@ -37,8 +35,6 @@ class TorchLinear:
 
 
 class TorchActivatedLinear(TorchLinear):
-    """Product followed by an activation."""
-
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> None:
         super().__init__(weight, bias)
         self.activation = activation
@@ -48,7 +44,6 @@ class TorchActivatedLinear(TorchLinear):
 
 
 def activated(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Apply a `ModelConfig.activation`; may change `x`."""
     if name == "relu":
         return F.relu(x, inplace=True)
     if name == "silu":
@@ -57,8 +52,6 @@ def activated(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 class TorchGatedLinear(TorchLinear):
-    """Gate and up projections in one product."""
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = super().__call__(x).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)

@@ -136,27 +136,25 @@ class StepPlanner:
         plan_id, latest = context.plan_id, context.latest
         closed, is_selective = self._closed, self._is_selective
         for request in queue:
-            held, scope = blocks_of(request), None
+            held = blocks_of(request)
             is_credited = held is None and request.prefix is not None and closed is None
             tokens = self._credit_prefix(request) if is_credited else eligible_tokens(request, context)
             if not tokens:
                 self._pass_over(request)
             elif held is None and closed is not None:
                 self._wait(request, closed)
-            elif not isinstance(verdict := offer(request, tokens), int):
-                scope = self._refuse(request, verdict)
-            else:
+            elif isinstance(verdict := offer(request, tokens), int):
                 start = request.planned
                 target = start + verdict
-                placed = place(request, held, target) if held is None or target > held.room else held
-                if isinstance(placed, Blocked):
-                    self._block(request, placed)
-                    if placed.joins:
+                if held is None or target > held.room:
+                    placed = place(request, held, target)
+                    held = None if isinstance(placed, Blocked) else placed
+                    if isinstance(placed, Blocked) and self._block(request, placed).joins:
                         take(request, verdict)
-                else:
+                if held is not None:
                     take(request, verdict)
                     samples = verdict == tokens  # the slice ends at the last known or awaited token
-                    add(_new_slice((request, start, verdict, samples, target > request.known, placed.table)))
+                    add(_new_slice((request, start, verdict, samples, target > request.known, held.table)))
                     request.planned = target
                     request.pending_samples += samples
                     request.wait = None
@@ -164,10 +162,13 @@ class StepPlanner:
                         self.started += 1
                         self._draft.events.append(Started(request, context.now))
                     request.last_plan = plan_id
+                    continue
+            elif self._refuse(request, verdict) is Scope.ALL:
+                if is_credited:
+                    request.credit(0)
+                return None
             if is_credited and blocks_of(request) is None:
                 request.credit(0)
-            if scope is Scope.ALL:
-                return None
             if self._closed is not closed or self._is_selective is not is_selective:
                 self.tail = self._closed or WaitReason.BEHIND_MEMORY
                 return request
@@ -190,7 +191,7 @@ class StepPlanner:
             self._closed = self._closed or refusal.reason
         return refusal.scope
 
-    def _block(self, request: Request, blocked: Blocked) -> None:
+    def _block(self, request: Request, blocked: Blocked) -> Blocked:
         self._wait(request, blocked.reason, blocked.short)
         if blocked.is_deferred:
             self._draft.deferred.append(request)
@@ -198,6 +199,7 @@ class StepPlanner:
             self._closed = self._closed or WaitReason.BEHIND_MEMORY
         elif blocked.closes is Deferral.REQUEST:
             self._is_selective = True
+        return blocked
 
     def _restart(self) -> None:
         """Restart an empty batch without candidates, because the earlier candidates found no space."""

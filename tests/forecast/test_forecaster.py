@@ -202,11 +202,11 @@ def test_edges_match_the_core() -> None:
 
 @pytest.mark.parametrize("threads", [None, 2])
 def test_openblas_has_one_thread_unless_the_environment_sets_more(threads: int | None) -> None:
-    """A command loads numpy as the server's API process does; its subprocesses inherit the environment unchanged."""
+    """The API process loads numpy with its forecasters; its subprocesses inherit the environment unchanged."""
     name = "OPENBLAS_NUM_THREADS"
     environment = {key: value for key, value in os.environ.items() if key != name}
     variables = environment if threads is None else environment | {name: str(threads)}
-    program = f"import os, psutil, skipjoin.cli; print(psutil.Process().num_threads(), os.environ.get({name!r}))"
+    program = f"import os, psutil, skipjoin.forecast; print(psutil.Process().num_threads(), os.environ.get({name!r}))"
     run = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=True)
     # OpenBLAS starts at most as many threads as this process may use processors.
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

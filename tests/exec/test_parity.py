@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ def of_engine(depth: int) -> MakeScheduler:
 def of_simulator(depth: int) -> MakeScheduler:
     """Return what a simulation makes of `--pipeline-depth`."""
     (system,) = Machine(model="opt-13b").systems("fcfs", pipeline_depth=depth)
-    return system.scheduler
+    return partial(system.scheduler, receives_kv=False)
 
 
 def policies_of(recipe: str) -> Policies:

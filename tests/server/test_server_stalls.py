@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from server_worlds import JSON, Api, MakeApi, StartServer
 
+from skipjoin.chat import Conversations
 from skipjoin.engine.text import Output
 from skipjoin.model.tokenizer import load_tokenizer
 from skipjoin.sampling import TokenDetail, TokenLogprob
@@ -154,7 +155,8 @@ async def test_hostile_chat_template_stalls_no_other_request(make_api: MakeApi, 
     template = tmp_path / "template"
     template.write_text(HOSTILE)
     async with make_api() as api:
-        api.service._tokenizer = load_tokenizer(api.ready.folder, chat_template=template)
+        tokenizer = load_tokenizer(api.ready.folder, chat_template=template)
+        api.service.conversations = Conversations(tokenizer, api.service.config.tool_format)
 
         async def post() -> None:
             chats = [

@@ -19,7 +19,7 @@ def sampling_defaults(folder: str | Path, generation_config: str = "auto") -> di
         return {}
     found = {name: value for name, value in read_json(file).items() if name in FIELDS and value is not None}
     try:
-        SamplingParams(**found)
+        params = SamplingParams(**found)
     except ParameterError as error:
         raise ModelError(f"{file}: {error}; --generation-config none leaves the file's defaults out") from error
-    return found
+    return {name: getattr(params, name) for name in found}

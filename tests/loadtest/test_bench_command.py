@@ -129,6 +129,7 @@ def test_errors_are_reported_with_an_example_and_do_not_end_the_run() -> None:
 def test_a_closed_stream_keeps_its_number_of_requests_in_flight(tmp_path: Path, mode: str) -> None:
     in_flight: list[int] = []  # the stream's requests in flight at each arrival
     active = 0
+    whole = asyncio.Barrier(3)
 
     async def count(stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         nonlocal active
@@ -136,7 +137,7 @@ def test_a_closed_stream_keeps_its_number_of_requests_in_flight(tmp_path: Path, 
         active += closed
         if closed:
             in_flight.append(active)
-            await asyncio.sleep(0.02)
+            await (asyncio.wait_for(whole.wait(), 10) if mode == "batch" else asyncio.sleep(0.02))
         active -= closed  # before the client receives the response
         return await complete(stub, request, body)
 

@@ -28,7 +28,7 @@ REFERENCES = {
 WAITING = {"chaos", "demo", "fuzz", "loadtest", "server"}
 # Folders of tests that start no process and have no slow fixture, except the files in SHARING. The longest tests come
 # first, so that all processes finish at about the same time.
-PURE = ("sim", "recipes", "core_fuzz", "model", "policies", "observe", "core", "kv", "scheduling")
+PURE = ("sim", "recipes", "core_fuzz", "model", "policies", "observe", "core", "kv", "decide")
 SHARING = {
     "test_abort_everywhere",
     "test_chat_template",

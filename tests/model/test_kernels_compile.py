@@ -40,7 +40,7 @@ class Outputs(NamedTuple):
     """Outputs of compile_kernels.py, compile_ops.py and compile_copies.py."""
 
     attention: str
-    ops: str
+    thresholds: str
     copies: str
 
 
@@ -66,7 +66,7 @@ def compiled(cache: Path, *programs: tuple[str, ...]) -> list[str]:
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
     programs = (
         ("compile_kernels.py", "90:bfloat16:llama-8b"),
-        ("compile_ops.py", "90-bf16", "90-thresholds"),
+        ("compile_ops.py", "90-thresholds"),
         ("compile_copies.py", "90"),
     )
     return Outputs(*compiled(tmp_path_factory.mktemp("triton"), *programs))
@@ -98,11 +98,17 @@ def test_every_config_of_the_attention_kernels_compiles(tmp_path: Path) -> None:
     assert kernels_of(found) == [*ATTENTION, "reduce", *["decode"] * 6, *["prefill"] * 3]
 
 
-def check_ops(output: str) -> None:
-    *lines, thresholds = output.splitlines()
+def test_thresholds_need_no_stack_and_one_exchange_per_pass(outputs: Outputs) -> None:
     # Each thread adds up a row's values alone, and threads exchange their sums once per pass. Row offsets need 64 bits,
     # because rows times vocabulary may exceed 2**31.
-    assert thresholds == "90 thresholds in 4 loops: 0 0 True"
+    assert outputs.thresholds == "90 thresholds in 4 loops: 0 0 True\n"
+
+
+@pytest.mark.exhaustive  # 9 kernels take 10 s; attention, products, thresholds and copies are compiled by the others
+@pytest.mark.parametrize("target", ["90-bf16", "80-fp32"])
+def test_norms_and_activations_move_16_bytes_and_do_not_spill(tmp_path: Path, target: str) -> None:
+    (found,) = compiled(tmp_path, ("compile_ops.py", target))
+    lines = found.splitlines()
     assert len(lines) == 9
     for line in lines:
         label, _, facts = line.partition(": ")
@@ -110,16 +116,6 @@ def check_ops(output: str) -> None:
         assert spilled == 0, f"{label} keeps values on the stack"
         # The few weights of short rows are read one by one.
         assert narrow <= (1 if "heads" in label else 0), f"{label} moves less than 16 bytes at a time"
-
-
-def test_norms_activations_and_thresholds_move_16_bytes_and_do_not_spill(outputs: Outputs) -> None:
-    check_ops(outputs.ops)
-
-
-@pytest.mark.exhaustive
-def test_norms_and_activations_of_float32_compile_for_an_older_gpu(tmp_path: Path) -> None:
-    (found,) = compiled(tmp_path, ("compile_ops.py", "80-fp32", "90-thresholds"))
-    check_ops(found)
 
 
 def test_copies_and_quantization_load_and_store_16_bytes(outputs: Outputs) -> None:

@@ -1,5 +1,3 @@
-"""`python -m skipjoin`."""
-
 from skipjoin.cli import app
 
 if __name__ == "__main__":

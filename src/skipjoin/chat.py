@@ -1,5 +1,3 @@
-"""Conversations with a model, for `LLM`, `AsyncLLM` and the server: prompts, constrained calls and messages."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -25,14 +23,7 @@ _TAIL = 16
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Functions of a conversation in OpenAI's form, and which of them may or must be called.
-
-    Attributes:
-        functions: All functions, which the prompt shows.
-        names: Those that may be called.
-        must_call: There must be a call.
-        is_parallel: There may be more than one.
-    """
+    """Functions of a conversation in OpenAI's form, and which of them, by `names`, may or must be called."""
 
     functions: Sequence[Mapping[str, Any]] = ()
     names: frozenset[str] = field(default_factory=frozenset)
@@ -155,7 +146,6 @@ def finish_reason_of(reason: str | None, *, has_calls: bool) -> str | None:
 
 
 def _shown_call(call: JoinedCall) -> dict[str, Any]:
-    """Return a call, or the next part of it, which has no name."""
     if not call.name:
         return {"function": {"arguments": call.arguments}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

@@ -45,6 +45,5 @@ def _is_installed(name: str) -> bool:
 
 
 def require(feature: str, *extras: str) -> None:
-    """Raise `ConfigError` if packages of extras are missing."""
     if (why := why_missing(feature, *extras)) is not None:
         raise ConfigError(why)

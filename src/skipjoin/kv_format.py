@@ -1,7 +1,7 @@
 """Formats of KV: of rows in the cache, and of blocks in CPU memory.
 
-Each format is one class here; registered names are the values of `kv_cache_dtype` and `swap_dtype`. Sizes need no
-torch, which only methods on tensors import.
+Registered names are the values of `kv_cache_dtype` and `swap_dtype`. Sizes need no torch, which only methods on tensors
+import.
 """
 
 from __future__ import annotations
@@ -84,13 +84,11 @@ SwapT = TypeVar("SwapT", bound=type[SwapFormat])
 
 
 def cache_format(cls: CacheT) -> CacheT:
-    """Register a class of cache formats by its name."""
     CACHE_FORMATS[cls.name] = cls()
     return cls
 
 
 def swap_format(cls: SwapT) -> SwapT:
-    """Register a class of swap formats by its name."""
     SWAP_FORMATS[cls.name] = cls()
     return cls
 
@@ -101,8 +99,6 @@ def types_text(dtype: str, kv_cache_dtype: str) -> str:
 
 @cache_format
 class ModelRows(CacheFormat):
-    """Numbers of the model's type."""
-
     name = "auto"
     readers = frozenset({"cpp", "triton", "flash"})
     is_rounded = False
@@ -124,8 +120,8 @@ class ModelRows(CacheFormat):
 class Int8Rows(CacheFormat):
     """Codes of 8 bits, and their float32 scale after them.
 
-    A row has its own scale, so that it is quantized once, when it is written, without other tokens. A row that is not
-    finite gets a scale that makes it so again.
+    A row has its own scale, so that it is quantized once, without other tokens. A row that is not finite gets a scale
+    that makes it so again.
     """
 
     name = storage = "int8"
@@ -164,8 +160,6 @@ class Int8Rows(CacheFormat):
 
 @swap_format
 class CacheRows(SwapFormat):
-    """Blocks as in the cache."""
-
     name = "auto"
     is_exact = True
 
@@ -192,11 +186,8 @@ class Int8Channels(SwapFormat):
 
     The paper prints an integer zero point of round(-2^b / (max - min)); it must be round(-min / scale).
 
-    The codes cover the largest number of a channel, because the minimum is rounded down and the scale up. So the error
-    of a number is at most half its channel's scale, plus the rounding of its own type (bfloat16: 1/256 of it). The
-    scale is at most (largest - smallest + |smallest| / 128) / 255 * (1 + 1/128), and at least 2^-126. bfloat16 has the
-    range of float32, so no channel overflows. A constant channel of bfloat16 numbers is restored exactly, because its
-    minimum is. Products of a code and a scale are exact in float32, so all implementations return the same bits.
+    The error of a number is at most half its channel's scale, plus the rounding of its own type. No channel overflows,
+    and products of a code and a scale are exact in float32, so all implementations return the same bits.
 
     NaN, infinities and numbers from 2^126 on do not affect minimum and scale. They are restored as the largest number
     of their channel, NaN and negative ones as its minimum. So are slots after the request's last token.

@@ -18,7 +18,6 @@ _MODES = ("auto", "none", "required")
 
 
 def options_of(service: str, priority: int, target: Target) -> RequestOptions:
-    """Return checked options of a request."""
     if service not in tuple(ServiceClass):
         raise ParameterError("service", f"service must be one of {', '.join(ServiceClass)}, got {service!r}")
     for name, seconds in target._asdict().items():
@@ -41,7 +40,6 @@ def salts_of(given: Salts, count: int) -> list[str]:
 
 
 def salt_of(given: Any) -> str:
-    """Return a checked salt, empty for None."""
     if given is None:
         return ""
     if not isinstance(given, str):
@@ -54,7 +52,6 @@ def salt_of(given: Any) -> str:
 
 
 def prompts_of(prompts: Any) -> list[str | list[int]]:
-    """Return one or many prompts as a list."""
     if isinstance(prompts, str):
         return [prompts]
     items = _items(prompts)
@@ -94,7 +91,6 @@ def params_per_prompt(params: SamplingParams | Iterable[SamplingParams], count: 
 
 
 def conversations_of(given: Any) -> list[list[Message]]:
-    """Return one or many conversations as a list."""
     is_single = isinstance(given, Sequence) and bool(given) and isinstance(given[0], Mapping)
     conversations = [given] if is_single else given
     if not isinstance(conversations, list | tuple):
@@ -108,7 +104,6 @@ def conversations_of(given: Any) -> list[list[Message]]:
 
 
 def _check_message(path: str, message: Any) -> None:
-    """Raise `ParameterError` unless a message has text, or calls of functions."""
     if not (isinstance(message, Mapping) and "role" in message and (message.get("tool_calls") or "content" in message)):
         raise _no_conversation(message)
     content, calls = message.get("content"), message.get("tool_calls") or ()
@@ -140,8 +135,7 @@ def _no_conversation(got: Any) -> ParameterError:
 def tool_use_of(tools: Any, choice: ToolChoice = None, *, is_parallel: bool | None = None) -> ToolUse:
     """Return checked tools and a choice in OpenAI's form.
 
-    Args:
-        is_parallel: None allows several calls unless the choice is one function.
+    None allows several calls unless the choice is one function.
     """
     functions = [_function(number, tool) for number, tool in enumerate(tools or ())]
     names = [function["name"] for function in functions]
@@ -175,7 +169,6 @@ def _function(number: int, tool: Any) -> Mapping[str, Any]:
 
 
 def _choice(choice: ToolChoice, names: Sequence[str]) -> tuple[str, Iterable[str]]:
-    """Return the mode of a choice, and the functions that may be called."""
     if choice is None or (isinstance(choice, str) and choice in _MODES):
         return choice or "auto", names
     mode: Any = "required"

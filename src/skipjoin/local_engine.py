@@ -172,7 +172,6 @@ class LocalEngine:
         return Running(Generation(text, prompt), choice, self._forecast(request_id, prompt, given))
 
     def _compile(self, each: Iterable[SamplingParams]) -> None:
-        """Compile the constraints of parameters, or raise `ParameterError`."""
         try:
             for asked in {params.structured_outputs for params in each}:
                 if asked is not None:
@@ -199,7 +198,6 @@ class LocalEngine:
 
 
 def outputs_of(events: Iterable[Event]) -> dict[int, Output]:
-    """Return the output of each request that has one, by id."""
     outputs: dict[int, Output] = {}
     for event in events:
         if isinstance(event, Token):

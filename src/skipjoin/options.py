@@ -55,7 +55,6 @@ class Option:
         above: Exclusive lower bound.
         choices: Allowed values; may grow, as a registry does.
         flags: Command-line flags; empty derives one from the name.
-        metavar: Name of the value in the help, for example its unit.
         separator: Separator of several values in one text; empty if only repeating the flag gives several.
         is_common: Whether `--help` shows it. `--help-all` shows every option.
         is_internal: No command has it as an option.

@@ -1,7 +1,6 @@
-"""Endpoints of the server, a row of one table each.
+"""Table of endpoints, which the server, relay, load tests and the middleware for vLLM read.
 
-The server, its access guard, batches, the console's relay, load tests and the middleware for vLLM read this table. It
-names handlers and bodies as "module:name", so that reading it imports none of them.
+It names handlers and bodies as "module:name", so that reading it imports none of them.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ FORM_BYTES = 64 << 10
 
 
 class Access(Enum):
-    """Keys with which an endpoint may be used."""
-
     KEY = "any API key"
     METRICS = "any API key, and the keys of metrics"
     OPEN = "anyone"
@@ -64,7 +61,6 @@ class Frames:
     end: bytes = b""
 
     def frame(self, data: bytes, name: str = "") -> bytes:
-        """Return an event. Only server-sent events may have a name."""
         if not name:
             return self.prefix + data + self.suffix
         return b"event: " + name.encode() + b"\n" + self.prefix + data + self.suffix
@@ -81,15 +77,15 @@ class Route:
     Attributes:
         path: Path with `{name}` for a segment and `{name:path}` for several.
         handler: Function of a Starlette request, or a subclass of `server.api.generation.Endpoint`.
-        body: Request model of a function, for the schema. An `Endpoint` knows its own.
-        frames: Frames of the streams of an endpoint that generates, None for others.
+        body: Request model of a function, for the schema.
+        frames: Frames of the streams of an endpoint that generates.
         load_name: Name of the endpoint in load tests, empty if they do not know its bodies.
         prompt: Field with the prompt, which load tests fill and errors name.
         in_batches: Lines of batches may ask for it.
         is_relayed: The console relays it to its servers.
         body_limit: Returns the maximum size of the body, if it is not `max_body_bytes`.
         is_listed: The schema shows it.
-        error_body: Returns the body of an error (`server.api.errors.ApiError`), in OpenAI's format if None.
+        error_body: Returns the body of an error, in OpenAI's format if None.
     """
 
     path: str
@@ -113,7 +109,6 @@ class Route:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        """Pattern of the whole path, with its escapes."""
         pieces = re.split(r"(\{\w+(?::path)?\})", self.path)
         return re.compile("".join(map(_pattern, pieces)))
 

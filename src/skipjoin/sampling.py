@@ -33,10 +33,8 @@ class Parameter:
 
     Attributes:
         low, high: Bounds of a number, or of each value of a mapping; `is_above` excludes the lower one.
-        max_items: Maximum number of items of a list or mapping.
         means: Pairs of a value of other servers and the value here that it stands for.
         own: Fields that endpoints declare and convert themselves. Otherwise all bodies have a field of this name.
-        is_openai: OpenAI's API has the parameter.
         is_of_model: A model's generation_config.json may set the default.
     """
 
@@ -95,7 +93,6 @@ class ContextLengthError(ParameterError):
 
 
 def check_ids(name: str, ids: Collection[int], vocab_size: int) -> None:
-    """Raise `ParameterError` unless all token ids are in [0, vocab_size)."""
     if ids and not 0 <= (wrong := min(ids)) <= (largest := max(ids)) < vocab_size:
         wrong = wrong if wrong < 0 else largest
         raise ParameterError(name, f"{name} must be token ids in [0, {vocab_size - 1}], got {wrong}")
@@ -106,7 +103,6 @@ def _prompt_name(param: str) -> str:
 
 
 def _check(name: str, kind: Any, value: Any, parameter: Parameter) -> Any:
-    """Return a value in its type, or raise `ParameterError`."""
     item = get_args(kind)[0] if get_origin(kind) is tuple else kind
     if get_origin(kind) is dict:
         _check_count(name, value, parameter, "tokens")
@@ -257,7 +253,6 @@ class SamplingParams:
         return replace(self, max_tokens=room, min_tokens=min(self.min_tokens, room))
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raise `ParameterError` for a token id beyond a model's vocabulary."""
         for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
             check_ids(name, ids, vocab_size)
 
@@ -285,7 +280,6 @@ class Row(NamedTuple):
 
 
 def parameters_of(params: type[SamplingParams]) -> Mapping[str, Row]:
-    """Return the table of parameters by name."""
     if params not in _FOUND:
         _FOUND[params] = _find_rows(params)
     return _FOUND[params]

@@ -55,7 +55,6 @@ class StructuredOutput:
 
     @classmethod
     def json(cls, schema: Mapping[str, Any] | str | bool, whitespace: str | None = None) -> StructuredOutput:
-        """Constrain the output to JSON texts of a schema."""
         text = schema if isinstance(schema, str) else _as_json(schema)
         return cls(kind="json", text=text, whitespace=whitespace)
 
@@ -65,7 +64,6 @@ class StructuredOutput:
 
     @classmethod
     def choice(cls, choices: list[str] | tuple[str, ...]) -> StructuredOutput:
-        """Constrain the output to one of several texts."""
         if not isinstance(choices, list | tuple) or not all(isinstance(choice, str) and choice for choice in choices):
             raise GrammarError("choice must be a list of non-empty strings")
         if not 1 <= len(choices) <= MAX_CHOICES:

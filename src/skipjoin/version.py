@@ -1,5 +1,3 @@
-"""Version, and how missing extras are installed."""
-
 from __future__ import annotations
 
 import importlib.metadata
@@ -22,7 +20,6 @@ VERSION = _installed()
 
 
 def needs(feature: str, packages: str, *extras: str) -> str:
-    """Return the sentence that a feature needs packages of extras, with the command that installs them."""
     called = f"extra{'s' if len(extras) > 1 else ''} {' and '.join(extras)}"
     return f"{feature} needs {packages} ({called}): {install_command(*extras)}"
 
@@ -30,8 +27,7 @@ def needs(feature: str, packages: str, *extras: str) -> str:
 def install_command(*extras: str, source: Path = Path(__file__).parents[2]) -> str:
     """Return a command that adds extras to this installation, from any folder.
 
-    It names what Skipjoin was installed from, because no package index has it, or the packages themselves. `source` is
-    the checkout that this file is in, if it is in one.
+    It names what Skipjoin was installed from, because no package index has it, or the packages themselves.
     """
     if (source / "pyproject.toml").is_file():
         return f"pip install -c '{source}/constraints.txt' -e '{source}[{','.join(extras)}]'"
@@ -53,7 +49,6 @@ def _origin() -> Path | None:
 
 
 def _requirements(extras: tuple[str, ...]) -> dict[str, None]:
-    """Return the requirements of extras, in order."""
     found: dict[str, None] = {}
     for line in importlib.metadata.requires(_NAME) or ():
         requirement, _, marker = map(str.strip, line.partition(";"))
@@ -64,6 +59,5 @@ def _requirements(extras: tuple[str, ...]) -> dict[str, None]:
 
 
 def _nested(requirement: str) -> Iterator[str]:
-    """Yield the extras of Skipjoin's own that an extra consists of."""
     if requirement.startswith(f"{_NAME}["):
         yield from requirement.removeprefix(f"{_NAME}[").rstrip("]").split(",")

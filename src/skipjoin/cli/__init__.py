@@ -1,7 +1,6 @@
 """Command line, one module per command.
 
-A command's module is imported when the command is asked for, and its other dependencies when it runs, so that neither
-`skipjoin --help` nor the API process loads torch.
+Modules and their dependencies are imported when they are needed, so that `skipjoin --help` does not load torch.
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ _CHUNK_BYTES = 1 << 20
 
 
 class BatchPage(NamedTuple):
-    """Batches, newest first, and whether there are older ones."""
-
     batches: list[dict[str, Any]]
     has_more: bool
 

@@ -24,8 +24,6 @@ _SPEED_S = 30.0
 
 
 class Speed:
-    """Lines and tokens per second, recently."""
-
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int, int]] = deque()
 
@@ -49,8 +47,6 @@ class _Bar(Bars):
 
 
 class Watch:
-    """Context manager that shows the progress of a batch, on stderr by default."""
-
     def __init__(self, console: Console | None = None) -> None:
         columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
         self._bars = _Bar(*columns, console=console, line=self._line, transient=False)
@@ -70,7 +66,7 @@ class Watch:
     async def follow(self, client: BatchClient, batch_id: str) -> dict[str, Any]:
         """Show a batch until it has finished, and return its final state.
 
-        If the server becomes unavailable, poll until it returns.
+        If the server becomes unavailable, wait for it.
         """
         from skipjoin.cli.server_client import ServerClientError  # noqa: PLC0415
 

@@ -31,6 +31,5 @@ def bottlenecks(groups: Groups) -> Iterator[str]:
 
 
 def bases(records: Iterable[Record]) -> Iterator[str]:
-    """Yield the source of each system's costs, with its error against measurements."""
     for basis in dict.fromkeys(map(basis_text, records)):
         yield f" {basis}"

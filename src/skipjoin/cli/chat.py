@@ -77,7 +77,6 @@ class Conversation:
 
 
 def _handle(line: str, conversation: Conversation, connection: Connection) -> bool:
-    """Handle a line, and return whether that succeeded."""
     command, _, rest = line.partition(" ")
     messages = conversation.messages
     if command == "/reset":

@@ -45,7 +45,7 @@ class Commands(typer.Typer):
 
 class _GroupedCommand(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. If a package of an extra is missing, print one line that says how to install it."""
+        """Run the command. If a package of an extra is missing, say how to install it."""
         try:
             return super().invoke(ctx)
         except ModuleNotFoundError as error:
@@ -69,11 +69,7 @@ class _GroupedCommand(TyperCommand):
 
 
 class LazyCommands(Mapping[str, Any]):
-    """Commands by name, each of which is imported when it is first asked for.
-
-    Args:
-        places: Module and attribute of each command: its function, or a `Commands` with commands of its own.
-    """
+    """Commands imported when first asked for, by module and attribute: a function, or `Commands` of its own."""
 
     def __init__(self, places: Mapping[str, tuple[str, str]]) -> None:
         self._places = places

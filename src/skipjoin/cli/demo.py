@@ -22,8 +22,6 @@ _PEER = "Peer"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """Systems, load and results of the demonstration."""
-
     recipes: Annotated[
         str,
         Option("Schedulers to compare, separated by commas.", flags=("--recipes", "--recipe"), metavar="NAMES",

@@ -118,7 +118,6 @@ def _why(reasons: Mapping[str, Any], choice: Mapping[str, Any]) -> Iterator[Text
 
 
 def _policy(choice: Mapping[str, Any]) -> Iterator[RenderableType]:
-    """Yield what the policies say about a live request."""
     if choice["place"] is None:
         return
     place, live = choice["place"] + 1, choice["live_requests"]

@@ -21,8 +21,6 @@ _GROUP = "Generation"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What to generate, and how to print it. `SamplingParams` has the bounds of sampling options."""
-
     prompt: Annotated[
         tuple[str, ...], Option("Text to complete; may be repeated.", metavar="TEXT", group=_GROUP, is_common=True)
     ]

@@ -62,7 +62,7 @@ def with_flags(text: str, flags: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Command-line options for the fields of a dataclass that have an `Option`, or only for `names`."""
+    """Options for the fields of a dataclass that have an `Option`, or only for `names`."""
 
     source: type
     names: Collection[str] | None = None

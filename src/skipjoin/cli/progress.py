@@ -13,7 +13,7 @@ LINE_EVERY_S = 5.0
 
 
 class Bars(Progress):
-    """Progress bars on a terminal, else a line on stderr now and then. Bars disappear at the end."""
+    """Progress bars on a terminal, else a line on stderr now and then."""
 
     def __init__(
         self,
@@ -34,7 +34,6 @@ class Bars(Progress):
             self.say()
 
     def say(self) -> None:
-        """Print a line now, if there are no bars."""
         if self.disable:
             self._due = time.monotonic() + self._every_s
             print(self._line(), file=self.console.file, flush=True)
@@ -55,7 +54,7 @@ def _described(task: Task) -> str:
 
 
 def stage_bars(bars: Bars) -> Callable[[str, float], None]:
-    """Return a function that shows the completed share of a stage, and prints its name when it begins."""
+    """Return a function that shows the completed share of a stage."""
     tasks: dict[str, TaskID] = {}
 
     def show(stage: str, share: float) -> None:

@@ -25,8 +25,6 @@ class ServerClientError(Exception):
 
 
 class ServerClient:
-    """Client of one server, as an asynchronous context manager. `url` is without /v1."""
-
     def __init__(self, url: str, api_key: str | None) -> None:
         self._base = url
         self._session = aiohttp.ClientSession(
@@ -66,7 +64,6 @@ class ServerClient:
             raise ServerClientError(f"{self._base} cannot be reached: {_reason(error)}", is_lost=True) from error
 
     async def events(self, path: str, method: str = "GET", **body: Any) -> AsyncIterator[tuple[str, str]]:
-        """Yield the name and data of each server-sent event of a stream."""
         async with self._answer(method, path, **body) as response:
             rest = b""
             # Not by lines, which aiohttp bounds: a snapshot is one line of some hundred kilobytes.

@@ -55,8 +55,6 @@ _CHOSEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """Recipes to run, and options of the runs."""
-
     recipes: Annotated[
         str,
         Option(

@@ -72,8 +72,6 @@ class Goal(NamedTuple):
 
 
 class SimulationReport:
-    """Writes finished runs, shows the progress of the others, and prints tables."""
-
     def __init__(self, results: ResultsFile | None, goal: Goal | None) -> None:
         self._results = results
         self._goal = goal

@@ -27,8 +27,6 @@ def _in_ms(flag: str) -> Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Workload, objectives and output file of a measurement."""
-
     lengths: Annotated[
         str,
         Option(

@@ -30,7 +30,7 @@ NAME = "random-97m"
 
 
 def write_model(folder: Path) -> Path:
-    """Write the configuration and a tokenizer with one word per id, and return their folder. It has no weights."""
+    """Write the configuration and a tokenizer with one word per id, but no weights, and return their folder."""
     target = folder / NAME
     target.mkdir()
     (target / "config.json").write_text(json.dumps(_CONFIG), encoding="utf-8")

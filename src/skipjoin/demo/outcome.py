@@ -36,7 +36,7 @@ class EngineCounts:
 
 
 def engine_counts(target: Target) -> EngineCounts:
-    """Return the counters in the server's metrics, of Skipjoin or of another server with metrics of the same name."""
+    """Return the counters of Skipjoin, or of another server with metrics of the same name."""
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     request = urllib.request.Request(f"{target.base_url}/metrics", headers=headers)
     try:
@@ -64,7 +64,7 @@ class Outcome:
 
     @property
     def background_s(self) -> float | None:
-        """Return the end of the last background job, None if one failed."""
+        """End of the last background job, None if one failed."""
         jobs = [exchange for exchange in self.exchanges if exchange.job.stream == BACKGROUND]
         ends = [job.facts.ended for job in jobs if job.failure is None and job.facts.ended is not None]
         return max(ends) if jobs and len(ends) == len(jobs) else None
@@ -76,7 +76,6 @@ class Outcome:
 
     @property
     def max_open(self) -> int:
-        """Return the maximum number of requests that were open at once."""
         changes = []
         for exchange in self.exchanges:
             if exchange.sent is not None and exchange.facts.ended is not None:
@@ -89,7 +88,7 @@ class Outcome:
 
     @property
     def waits(self) -> dict[str, float]:
-        """Return the main wait reasons with their seconds, longest first."""
+        """Main wait reasons with their seconds, longest first."""
         waits = self.counts.waits or {}
         least = _MIN_SHARE * sum(waits.values())
         longest = sorted(waits.items(), key=lambda item: item[1], reverse=True)
@@ -121,7 +120,6 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
 
 
 def headline(outcomes: Sequence[Outcome]) -> str:
-    """Return the medians of the chats' first tokens."""
     medians = [(outcome.name, outcome.chat["ttft_s"]["p50"]) for outcome in outcomes]
     return "A chat's first token (median): " + ", ".join(
         f"{name} {'none' if s is None else f'{s:.2f} s'}" for name, s in medians

@@ -49,7 +49,6 @@ class Cells(NamedTuple):
 
 
 def page(headline: str, verdict: str, svg: str, tables: Sequence[Cells], conditions: Sequence[str]) -> str:
-    """Return the page, with all text escaped and the picture embedded."""
     # Our own picture, whose texts matplotlib escapes, without the XML declaration.
     picture = Markup(svg[svg.index("<svg") :])
     template = Environment(autoescape=True).from_string(_TEMPLATE)

@@ -24,8 +24,6 @@ _MIN_TOKEN_S = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
-    """Systems and load. `peer` is another server that gets the same load."""
-
     recipes: Sequence[str]
     max_num_seqs: int = 4
     background: int = 6

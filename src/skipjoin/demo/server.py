@@ -24,8 +24,6 @@ _TAIL_LINES = 12
 
 
 class DemoServer:
-    """Server of the demonstration's model, stopped at the end of its context."""
-
     def __init__(self, model: Path, recipe: str, max_num_seqs: int) -> None:
         self.url = ""
         self._recipe = recipe

@@ -20,12 +20,11 @@ _NONE = "-"
 
 
 def figures_table(outcomes: Sequence[Outcome]) -> Cells:
-    """Return the figures of each system. TPOT is a mean; background is done when its last job is."""
     return Cells("Figures", _COLUMNS, [_figures(outcome) for outcome in outcomes])
 
 
 def waits_table(outcomes: Sequence[Outcome]) -> Cells | None:
-    """Return the seconds that all requests of each system waited, by reason, or None if no system counts them."""
+    """Return the seconds that all requests waited by reason, or None if no system counts them."""
     known = [outcome for outcome in outcomes if outcome.counts.waits is not None]
     reasons = list(dict.fromkeys(reason for item in known for reason in item.waits))
     if not reasons:
@@ -36,7 +35,6 @@ def waits_table(outcomes: Sequence[Outcome]) -> Cells | None:
 
 
 def conditions(load: MixedLoad, outcomes: Sequence[Outcome], command: str) -> list[str]:
-    """Return the conditions under which the figures were measured."""
     machine = outcomes[0].record["machine"]
     own = next((outcome for outcome in outcomes if outcome.slots is not None), None)
     model = "" if own is None else f"A random-weight Llama of 97.5M parameters in bfloat16, a batch of {own.slots}. "

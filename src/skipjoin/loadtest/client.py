@@ -45,9 +45,7 @@ _CONNECTIONS = 1 << 16
 class Exchange:
     """Job and its outcome. Times are in seconds from the start of the run.
 
-    Attributes:
-        facts: The arrival is the job's due time, so that client lag counts as latency.
-        failure: None if the response is complete.
+    The arrival of `facts` is the job's due time, so that client lag counts as latency.
     """
 
     job: WorkloadRequest
@@ -99,7 +97,7 @@ def exchange_of(number: int, job: WorkloadRequest) -> Exchange:
 
 
 class ServerGoneError(Exception):
-    """The server fails all connections."""
+    pass
 
 
 class Client:

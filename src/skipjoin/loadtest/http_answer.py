@@ -55,8 +55,6 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class Answer:
-    """Parser of the events of a completion or chat."""
-
     __slots__ = (
         "_end",
         "_parts",

@@ -65,7 +65,6 @@ class Target:
 
 
 def _routes() -> dict[str, Route]:
-    """Return the endpoints that load tests know, by name."""
     return {route.load_name: route for route in generating() if route.load_name}
 
 

@@ -1,6 +1,6 @@
-"""Program that simulates for the console: one question as JSON on standard input, JSON lines as the answer.
+"""Program that simulates for the console.
 
-The lines are `{"doing", "share"}`, then one `{"result"}` or `{"error"}`.
+It reads a question as JSON, and writes `{"doing", "share"}` lines, then one `{"result"}` or `{"error"}`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ def main() -> None:
 
 
 class _Reporter:
-    """Prints progress, not more often than every `_REPORT_S`."""
-
     def __init__(self) -> None:
         self._at = 0.0
 

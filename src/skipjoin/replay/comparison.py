@@ -31,7 +31,6 @@ class Limits:
 
     @property
     def given(self) -> dict[str, int]:
-        """Return the limits that differ from the server's."""
         return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
 
 
@@ -40,8 +39,7 @@ class Comparison(NamedTuple):
 
     Attributes:
         errors: Relative error of each figure of the second outcome to the first.
-        between_steps_s: Measured time between two steps, which simulated steps contain.
-        around_s: Median time of requests outside the engine, which simulated times contain.
+        between_steps_s, around_s: Measured times between steps and outside the engine, which simulated times contain.
     """
 
     outcomes: list[Outcome]
@@ -51,7 +49,7 @@ class Comparison(NamedTuple):
 
     @property
     def is_far(self) -> bool:
-        """Return whether the simulator is too far from the measurement to trust its absolute times."""
+        """True if the simulator is too far from the measurement to trust its absolute times."""
         return any(abs(error) > LARGE_ERROR for error in self.errors.values())
 
 
@@ -61,9 +59,7 @@ def compare(
     limits: Limits,
     on_progress: Callable[[str, float], None] = lambda doing, share: None,
 ) -> Comparison:
-    """Simulate the load under each recipe.
-
-    `found` is the answer of the server's /debug/arrivals.
+    """Simulate the load that the server's /debug/arrivals `found` under each recipe.
 
     Raises:
         ConfigError: There are too few requests, a recipe does not exist, or no request fits.

@@ -26,7 +26,6 @@ class Outcome(NamedTuple):
         return found
 
     def curve(self) -> list[float]:
-        """Return the 1st to 99th percentiles of the time to first token."""
         return _cuts(self.ttft_s, _CURVE_POINTS)
 
 
@@ -36,7 +35,6 @@ def measured(arrivals: Sequence[Mapping[str, Any]], recipe: str) -> Outcome:
 
 
 def errors(real: Outcome, simulated: Outcome) -> dict[str, float]:
-    """Return the relative error of each simulated figure."""
     of_real, of_simulated = real.figures(), simulated.figures()
     return {name: of_simulated[name] / of_real[name] - 1 for name in FIGURES if of_real[name] > 0}
 

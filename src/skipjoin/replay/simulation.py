@@ -32,7 +32,6 @@ def trace_of(arrivals: Sequence[Mapping[str, Any]]) -> Trace:
 def system_of(
     machine: Mapping[str, Any], recipe: str, limits: Mapping[str, int], params: Mapping[str, Value]
 ) -> System:
-    """Return the simulated system of a server, with another recipe and changed limits."""
     cost = LinearCost(**machine["cost"])
     parts: dict[str, Any] = {
         "kv_blocks": machine["device_blocks"],
@@ -64,7 +63,7 @@ def simulated(
     around_s: Sequence[float],
     on_share: Callable[[float], None] = lambda share: None,
 ) -> Outcome:
-    """Return the times of a simulated run, with `around_s`, the time of each request outside the engine, added.
+    """Return the times of a simulated run, with `around_s` added, the time of each request outside the engine.
 
     Raises:
         ConfigError: No request fits.

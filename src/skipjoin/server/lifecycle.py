@@ -1,8 +1,5 @@
 """Start-up, life and shutdown of the server.
 
-| exit code | meaning | |---|---| | 0 | stopped by SIGTERM or SIGINT | | 1 | the engine could not start, or died | | 2 |
-the address, or a named model, file or folder, cannot be used |
-
 The first signal drains the server: /ready and new requests get 503, running requests continue for at most
 `shutdown_timeout_s`, and batch lines return to the store. The second stops everything immediately. When the engine
 dies, all requests and /health fail with 503 for `DEATH_GRACE_S`, so that clients and probes see this.
@@ -71,11 +68,7 @@ OnProgress = Callable[[str, float], None]
 
 
 class Engines(Protocol):
-    """Engine processes of a server.
-
-    Attributes:
-        died: Set when no engine is left and none will start.
-    """
+    """Engine processes of a server. `died` is set when none is left and none will start."""
 
     died: asyncio.Event
     cause: str
@@ -108,7 +101,6 @@ def run_server(
     make_engines: MakeEngines = one_engine,
     spell: Callable[[str], str] = str,
 ) -> int:
-    """Run a server until it is stopped, and return its exit code."""
     logs.configure(server_config.log_level, server_config.log_format, spell)
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_garbage_collection())  # until requests can be served
@@ -130,8 +122,7 @@ def check_server(
     """Check what `run_server` would refuse before it loads the weights, and return 0.
 
     Raises:
-        ConfigError: If a setting, file, port or folder cannot be used, or memory does not suffice.
-        ModelError: If the model, its tokenizer or its chat template cannot be used.
+        ConfigError, ModelError: If a setting, file, port, folder or model cannot be used, or memory does not suffice.
     """
     with contextlib.ExitStack() as stack:
         settings, listeners = _prepare(stack, engine, server, forecasts)
@@ -150,7 +141,6 @@ def check_server(
 def _prepare(
     stack: contextlib.ExitStack, engine: EngineConfig, server: ServerConfig, forecasts: ForecastConfig
 ) -> tuple[Settings, list[socket.socket]]:
-    """Check the settings and open the ports, which `stack` closes."""
     settings = check_settings(engine, server, forecasts)
     check_files(engine, server)
     # Before the model is loaded, so that a port in use is reported immediately.
@@ -327,7 +317,6 @@ class Server:
         return f"{replicas} replicas, each with " if replicas > 1 else ""
 
     def _example(self, url: str) -> str:
-        """Return a command that streams an answer of limited length."""
         service, config = self._service, self._config
         path = "completions"
         prompt: dict[str, Any] = {"prompt": "Once upon a time"}

@@ -1,5 +1,3 @@
-"""Listening sockets of a server, and its limit of connections."""
-
 from __future__ import annotations
 
 import errno
@@ -64,7 +62,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket, *, is_secure: bool = False) -> str:
-    """Return the URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     scheme = "https" if is_secure else "http"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
@@ -85,7 +82,7 @@ def connection_limits(config: ServerConfig) -> ConnectionLimits:
 
 
 def raise_descriptor_limit(connections: int, engines: int) -> int:
-    """Raise the limit of open files, and return how many connections it allows (at least 1)."""
+    """Raise the limit of open files, and return how many connections it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     others = SPARE + RESERVED_DESCRIPTORS + engines * DESCRIPTORS_PER_ENGINE
     needed = connections + others

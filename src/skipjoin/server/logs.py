@@ -100,7 +100,6 @@ def fail(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Report a mistake that does not prevent the start, in the same way."""
     _report(logging.WARNING, text)
 
 

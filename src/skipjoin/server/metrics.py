@@ -1,5 +1,3 @@
-"""Prometheus metrics of the server, all with the prefix `skipjoin:`."""
-
 from __future__ import annotations
 
 import math
@@ -36,7 +34,7 @@ from skipjoin.system.machine import resident_bytes
 
 
 class Metrics(Collector):
-    """Metrics of one server. `compat="vllm"` also exports metrics under vLLM's names."""
+    """Prometheus metrics of one server. `compat="vllm"` also exports metrics under vLLM's names."""
 
     def __init__(self, compat: str = "none") -> None:
         self._in_vllm = compat == "vllm"

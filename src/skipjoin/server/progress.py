@@ -10,8 +10,6 @@ logger = logging.getLogger(__name__)
 
 
 class ProgressDisplay:
-    """Progress bars on a terminal, else a log line at the start of each stage."""
-
     def __init__(self, *, has_bars: bool = True) -> None:
         is_terminal = has_bars and sys.stderr.isatty()
         self._bars = Progress(console=Console(stderr=True), transient=True) if is_terminal else None

@@ -23,7 +23,6 @@ class Settings:
 
 
 def check_settings(engine: EngineConfig, server: ServerConfig, forecasts: ForecastConfig) -> Settings:
-    """Check settings across configurations, and add the keys from files."""
     if server.chat_template is not None and not Path(server.chat_template).is_file():
         raise ConfigError(f"chat_template {server.chat_template} is not a file")
     server = with_keys_of_files(server)
@@ -45,12 +44,7 @@ def check_settings(engine: EngineConfig, server: ServerConfig, forecasts: Foreca
 
 
 def check_files(engine: EngineConfig, server: ServerConfig) -> None:
-    """Check the files and optional packages that a server needs, before torch is imported, which takes seconds.
-
-    Raises:
-        ConfigError: If a package is missing, or a folder cannot be used.
-        ModelError: If the model's folder or configuration cannot be used.
-    """
+    """Check the files and optional packages that a server needs, before torch is imported, which takes seconds."""
     _check_batches(server)
     if server.forecast_url is not None:
         require("forecast_url", "predict")
@@ -63,7 +57,6 @@ def check_files(engine: EngineConfig, server: ServerConfig) -> None:
 
 
 def _check_batches(config: ServerConfig) -> None:
-    """Raise `ConfigError` if batches were asked for and their folder cannot be used."""
     if config.batch_db is not None:
         require("batch_db", "batches", "postgres")
     folder = batch_folder(config)
@@ -86,7 +79,6 @@ def _check_batches(config: ServerConfig) -> None:
 
 
 async def check_forecast_server(config: ServerConfig) -> None:
-    """Raise `ConfigError` if the server of --forecast-url makes no forecast."""
     # Imported only when needed, because it imports aiohttp.
     from skipjoin.server.api.length_server import KEY_VARIABLE, LengthServer  # noqa: PLC0415
 

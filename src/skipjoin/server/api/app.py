@@ -21,8 +21,6 @@ from skipjoin.version import VERSION
 
 
 class BatchRoutes(Protocol):
-    """The part of the server with files and batches."""
-
     is_enabled: bool
 
     def add_routes(self, app: FastAPI) -> None: ...
@@ -31,11 +29,7 @@ class BatchRoutes(Protocol):
 def build_app(
     service: Service, batches: BatchRoutes | None = None, streams: ConsoleStreams | None = None
 ) -> AccessGuard:
-    """Return the application of a service. Its `.app` is the FastAPI object behind the guard.
-
-    Args:
-        streams: Streams for consoles, which the caller closes when the server stops.
-    """
+    """Return the application of a service; `.app` is the FastAPI object behind the guard."""
     config = service.config
     app = new_app()
     app.state.service = service
@@ -79,7 +73,6 @@ def build_metrics_app(service: Service) -> AccessGuard:
 
 
 def new_app(**settings: Any) -> FastAPI:
-    """Return an application that answers errors in OpenAI's format."""
     app = FastAPI(
         title="Skipjoin",
         version=VERSION,
@@ -101,7 +94,6 @@ def add_routes(app: FastAPI, part: Part) -> None:
 
 
 def add_route(app: FastAPI, route: Route) -> None:
-    """Add a row of the table. Its handler finds what it needs in `app.state`."""
     named, body = resolved(route.handler), resolved(route.body)
     handler = named
     if isinstance(named, type) and issubclass(named, Endpoint):

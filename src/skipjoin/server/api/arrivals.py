@@ -19,7 +19,6 @@ class Arrival(NamedTuple):
     Attributes:
         at: Seconds since the epoch.
         ttft_s, jct_s: As the API process saw them; None without a token.
-        number: Number of the choice at the engines.
         submit_s: Time from the arrival until the choice was sent to an engine.
         first_at: Monotonic time of the first token.
     """
@@ -36,14 +35,11 @@ class Arrival(NamedTuple):
     first_at: float | None = None
 
     def public(self, around_s: float | None) -> dict[str, Any]:
-        """Return what a replay needs, with the time of the request outside the engine if it is known."""
         names = ("at", "prompt_tokens", "output_tokens", "service", "ttft_s", "jct_s")
         return {**{name: getattr(self, name) for name in names}, "around_s": around_s}
 
 
 class ArrivalLog:
-    """Keeps the arrivals of the last `KEEP_S` seconds, `MAX_ARRIVALS` at most."""
-
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._kept: deque[Arrival] = deque(maxlen=MAX_ARRIVALS)
@@ -52,7 +48,6 @@ class ArrivalLog:
         self._kept.append(arrival)
 
     def since(self, seconds: float, owner: str | None) -> list[Arrival]:
-        """Return the arrivals of the last `seconds` of a client, or of all with None, in order."""
         oldest = self._clock() - min(seconds, KEEP_S)
         found = (one for one in self._kept if one.at >= oldest and owner in (None, one.owner))
         return sorted(found, key=lambda one: one.at)

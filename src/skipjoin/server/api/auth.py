@@ -20,13 +20,12 @@ _NOT_ID = re.compile(r"[^A-Za-z0-9._:@/+=-]")
 class AccessGuard:
     """ASGI middleware that checks API key, size and origin of each request, and adds an `x-request-id` to the response.
 
-    It sets `scope["state"]["owner"]` to a hash of the key, and calls `scope["state"]["on_owner"]`, if present, with it.
-    That may raise `ApiError`.
+    It sets `scope["state"]["owner"]` to a hash of the key, and calls `scope["state"]["on_owner"]`, which may raise
+    `ApiError`, with it.
 
     Args:
         api_keys: If empty, no key is needed.
         max_header_bytes: Maximum size of the target and all headers.
-        body_limits: Maximum sizes of bodies for other routes, by method and path.
         metrics_keys: Further keys for paths of metrics.
     """
 
@@ -103,7 +102,7 @@ class AccessGuard:
         return owner or ANONYMOUS
 
     def _is_open(self, scope: Scope) -> bool:
-        """Return whether the path needs no key. Sent and routed path must both match exactly."""
+        """Return whether the path needs no key. Sent and routed path must match exactly."""
         path, raw = scope["path"], scope.get("raw_path")
         return path in self._open_paths and not scope.get("root_path") and (raw is None or raw == path.encode())
 
@@ -121,7 +120,6 @@ def _owner(headers: Iterable[tuple[bytes, bytes]], owners: Collection[str]) -> s
 
 
 def _bounded(receive: Receive, limit: int) -> Receive:
-    """Limit the actual size of the body, whatever its headers claim."""
     taken = 0
 
     async def bounded() -> Message:

@@ -1,8 +1,4 @@
-"""Protection against requests that web pages cause.
-
-A page of any site can make the browser send requests to servers on its own network. The browser names the page's site
-in Origin, asks before it sends JSON (CORS), and names the server in Host, which reveals DNS rebinding.
-"""
+"""Protection against requests that web pages cause: Origin names a page's site, and Host reveals DNS rebinding."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ _MAX_AGE_S = 600
 
 
 class SiteRules(NamedTuple):
-    """Hosts and origins of other sites that the server accepts. None accepts any.
+    """Hosts and origins that the server accepts, None for any.
 
     Localhost and IP addresses are always accepted as hosts, because no other site can have them.
     """
@@ -42,7 +38,7 @@ class SiteRules(NamedTuple):
     def of(cls, config: ServerConfig) -> SiteRules:
         """Return the rules of a server.
 
-        A local server without keys refuses pages of other sites. Where keys are needed, such pages do not have one.
+        Pages of other sites have no key, so only a local server without keys checks origins.
         """
         is_open_here = not config.api_keys and is_local(config.host)
         hosts = frozenset(name.lower() for name in config.allowed_hosts)

@@ -1,5 +1,3 @@
-"""POST /v1/chat/completions."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -127,7 +125,6 @@ class ChatFormat(OpenAiFormat):
 
 
 def _named(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its reasoning under both names by which clients know it."""
     if "reasoning_content" in message:
         message["reasoning"] = message["reasoning_content"]
     return message

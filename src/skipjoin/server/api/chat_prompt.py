@@ -1,5 +1,3 @@
-"""Prompts of conversations: the input of the model's chat template, and what a request may ask of it."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -22,7 +20,6 @@ _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"
 
 
 async def render_chat(service: Service, body: ChatRequest | TokenizeRequest) -> str:
-    """Return the text of a conversation. Raise 400 for what the model's chat template does not support."""
     tokenizer, conversations = service.tokenizer, service.conversations
     asks = body.chat_template_kwargs or (isinstance(body, ChatRequest) and body.reasoning_effort)
     variables = await service.in_thread(_variables, tokenizer, body) if asks else {}
@@ -37,7 +34,7 @@ async def render_chat(service: Service, body: ChatRequest | TokenizeRequest) -> 
 
 
 def estimate_chat(body: ChatRequest | TokenizeRequest) -> int:
-    """Estimate the number of tokens of a conversation and of its tools without rendering it."""
+    """Estimate the number of tokens without rendering."""
     texts = [text for message in body.messages or () for text in message.texts]
     for function in body.use.functions:
         texts += [function["name"], function["description"] or "", repr(function["parameters"])]
@@ -45,7 +42,6 @@ def estimate_chat(body: ChatRequest | TokenizeRequest) -> int:
 
 
 async def chat_constraint(service: Service, body: ChatRequest, prompt: str, client: str) -> StructuredOutput | None:
-    """Return the constraint of a chat request, if any. Raise as `Service.check_grammar`."""
     asked, field = structured_output(body)
     use, conversations = body.use, service.conversations
     try:
@@ -69,7 +65,6 @@ async def _check_each(service: Service, use: ToolUse, client: str) -> None:
 
 
 def _openai_message(message: Message) -> dict[str, Any]:
-    """Return what a template may use of a message."""
     found: dict[str, Any] = {"role": message.role, "content": message.plain_content}
     if message.name is not None:
         found["name"] = message.name
@@ -86,7 +81,6 @@ def _openai_message(message: Message) -> dict[str, Any]:
 
 
 def _variables(tokenizer: Tokenizer, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """Return the template's variables that the request sets."""
     known = frozenset() if tokenizer.chat_template is None else tokenizer.chat_template.variables
     given = {name: value for name, value in (body.chat_template_kwargs or {}).items() if value is not None}
     for name in given:

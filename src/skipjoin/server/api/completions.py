@@ -1,5 +1,3 @@
-"""POST /v1/completions."""
-
 from __future__ import annotations
 
 import asyncio
@@ -153,7 +151,6 @@ def _alternatives(tokenizer: Tokenizer, scored: TokenLogprob, text: str) -> dict
 
 
 def token_name(tokenizer: Tokenizer, token: int) -> str:
-    """Return a token as text, or in OpenAI's "bytes:" notation if it is not UTF-8."""
     data = tokenizer.token_bytes(token)
     try:
         return data.decode()

@@ -36,7 +36,6 @@ class ConnectionClient:
         self._count("address" if host else "proxy", client_of(host))
 
     def count_owner(self, owner: str) -> None:
-        """Count the connection for its API key. Raise `ApiError` if there are too many."""
         if owner != ANONYMOUS:
             self._count("key", owner)
         if self._is_excess:

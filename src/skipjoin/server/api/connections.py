@@ -25,9 +25,7 @@ class ConnectionLimits:
 
     Attributes:
         max_header_bytes: Maximum size of a head, and of the trailers and chunk framing of a body.
-        max_connections: At the limit, a new connection closes one that waits for its client.
-        max_per_address: For connections of an address that have not shown a key.
-        head_s: From the start of the connection or the head's first byte.
+        max_per_address: For connections that have not shown a key.
         body_s: Extended by a second for each `body_bytes_per_s` that arrive.
         write_s: For a client to read `MIN_READ_BYTES` of a response, or the rest of it.
         linger_s, linger_pause_s, linger_bytes: For the rest of a request that is dropped after an early response.
@@ -47,19 +45,13 @@ class ConnectionLimits:
 
 
 class Connection(Protocol):
-    """Connection that the limits can close."""
-
     @property
-    def is_unread(self) -> bool:
-        """True if the connection is so new that its first bytes may have arrived unread."""
-        ...
+    def is_unread(self) -> bool: ...
 
     def abort(self) -> None: ...
 
 
 class Account:
-    """Connections of one client address, one API key, or all trusted proxies."""
-
     __slots__ = ("max_open", "open", "waiting", "whose")
 
     def __init__(self, whose: tuple[Kind, str], max_open: float) -> None:
@@ -72,7 +64,7 @@ class Connections:
     """Open connections of a server.
 
     A connection waits while its client has to send data. If there are too many, the longest waiting one of the address
-    or key with the most waiting ones is closed, and `refused` called with one of `CONNECTION_REFUSALS`.
+    or key with the most waiting ones is closed.
     """
 
     def __init__(self, limits: ConnectionLimits, refused: Callable[[str], None]) -> None:
@@ -102,11 +94,7 @@ class Connections:
         return len(self._open) > self._max_open
 
     def assign(self, connection: Connection, kind: Kind, name: str) -> bool:
-        """Count a connection for an address, a key or the trusted proxies.
-
-        Returns:
-            False if the account has too many connections and none of them can be closed.
-        """
+        """Count a connection for a client. Return False if the client has too many and none of them can be closed."""
         whose = (kind, name)
         before = self._open.get(connection)
         if before is not None and before.whose == whose:
@@ -141,7 +129,6 @@ class Connections:
                 self._crowds.discard(account)
 
     def set_waiting(self, connection: Connection, *, first: bool = False) -> None:
-        """Mark a connection as waiting, and if `first` as the first to close."""
         if (account := self._open.get(connection)) is None:
             return
         waiting = account.waiting

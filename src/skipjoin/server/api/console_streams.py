@@ -6,7 +6,7 @@ from skipjoin.server.api.service import Service
 
 
 class ConsoleStreams:
-    """Snapshots and simulations. Open streams would delay the end of the server, so it closes them first."""
+    """Snapshots and simulations, whose open streams would delay the end of the server."""
 
     def __init__(self, service: Service, *, has_batches: bool = False) -> None:
         self.feed = Feed(service, has_batches=has_batches)

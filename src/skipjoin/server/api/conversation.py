@@ -1,5 +1,3 @@
-"""Messages of a conversation, and the tools that a model may call."""
-
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
@@ -16,8 +14,6 @@ MAX_TOOLS = 1024
 
 
 class TextPart(Body):
-    """Text part of a message, the only supported kind."""
-
     type: Literal["text"]
     text: str
     cache_control: Ignored = None
@@ -35,11 +31,7 @@ Content = Annotated[
 
 
 class CalledFunction(Body):
-    """Function of a call. OpenAI's client adds `parsed_arguments`.
-
-    Attributes:
-        arguments: JSON as the model wrote it. Clients leave it out or empty for a function without parameters.
-    """
+    """Function of a call. Clients leave `arguments` out or empty for a function without parameters."""
 
     name: Annotated[str, Field(max_length=MAX_LABEL)]
     arguments: str | None = None
@@ -47,8 +39,6 @@ class CalledFunction(Body):
 
 
 class ToolCall(Body):
-    """Call of a tool in an earlier message."""
-
     id: Annotated[str, Field(max_length=MAX_LABEL)]
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -73,7 +63,7 @@ def _check_no_function(call: Any) -> Any:
 
 
 class Message(Body):
-    """Message of a conversation. The message of a response can be sent back unchanged. "developer" means "system"."""
+    """Message of a conversation. "developer" means "system"."""
 
     role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_check_role)]
     # Before the content, which messages with calls may lack.
@@ -121,7 +111,6 @@ class Message(Body):
 
     @property
     def plain_content(self) -> str | list[dict[str, str]]:
-        """Content as text or as text parts, empty if it is missing."""
         content = self.content or ""
         return content if isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]
 
@@ -135,7 +124,6 @@ class Message(Body):
 
     @property
     def texts(self) -> list[str]:
-        """Texts that become part of the prompt."""
         calls = [text for call in self.tool_calls or () for text in (call.function.name, call.function.arguments or "")]
         return [self.text, self.thoughts or "", *calls]
 
@@ -143,9 +131,7 @@ class Message(Body):
 class Function(Body):
     """Function that a model may call.
 
-    Attributes:
-        parameters: JSON schema of the arguments, an object. None: there are no arguments.
-        strict: The arguments of every call match the schema. Otherwise only enforced calls do.
+    If `strict`, the arguments of every call match the schema, not only enforced ones.
     """
 
     name: Annotated[str, Field(pattern=TOOL_NAME)]
@@ -155,36 +141,26 @@ class Function(Body):
 
 
 class Tool(Body):
-    """Tool, of the only supported kind."""
-
     type: Literal["function"]
     function: Function
     cache_control: Ignored = None
 
 
 class ChosenFunction(Body):
-    """Name of a function."""
-
     name: str
 
 
 class NamedChoice(Body):
-    """Choice of one function, which must be called."""
-
     type: Literal["function"]
     function: ChosenFunction
 
 
 class AllowedTools(Body):
-    """Part of the tools, and whether one of them must be called."""
-
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS), Field(fail_fast=True)]
 
 
 class AllowedChoice(Body):
-    """Choice of a part of the tools. The prompt has all of them."""
-
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 
@@ -206,12 +182,10 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)
 
 
 def functions_of(tools: list[Tool] | None) -> list[dict[str, Any]]:
-    """Return the functions in OpenAI's form."""
     return [tool.function.model_dump() for tool in tools or ()]
 
 
 def check_names(tools: list[Tool] | None) -> list[Tool] | None:
-    """Raise ValueError if two tools have the same name."""
     names = set()
     for tool in tools or ():
         if tool.function.name in names:

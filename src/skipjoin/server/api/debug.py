@@ -1,5 +1,3 @@
-"""Routes of the console: the state of live requests, and the lives of recent ones. `--no-console` removes them."""
-
 from __future__ import annotations
 
 import math
@@ -98,7 +96,6 @@ async def explain_request(request: Request, name: str) -> Response:
 
 
 def _viewer(request: Request) -> Viewer:
-    """Return what the request's key may see. Keys without operator rights see only their own requests."""
     service = service_of(request)
     _ = service.info  # 503 while the server starts
     return viewer_of(service.config, request.state.owner)
@@ -123,7 +120,6 @@ def _number(request: Request, name: str, default: float, high: float) -> float:
 
 
 async def _streamed(events: AsyncGenerator[bytes, None]) -> Response:
-    """Return a stream of events. An error before the first one has its status."""
     first = await anext(events)
     return StreamingResponse(_all(first, events), media_type="text/event-stream", headers=_NO_BUFFERS)
 

@@ -40,7 +40,7 @@ _LONGEST_TEXT = 1000
 
 
 class ApiError(Exception):
-    """Error response. `param` is the invalid field of the request."""
+    """Error response. `param` is the invalid field."""
 
     def __init__(
         self,
@@ -65,13 +65,11 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": error}) if _is_clean(error) else _encode_replaced(error)
 
     def response(self, scope: Scope) -> Response:
-        """Return the response to a request, in the format of its endpoint."""
         route = ROUTES.get((scope["method"], scope["path"]))
         shaped = self.body if route is None or route.error_body is None else partial(route.error_body, self)
         return Response(shaped(), self.status, self.headers, "application/json")
 
     def last_response(self) -> bytes:
-        """Return the response as HTTP/1.1 that closes the connection."""
         body = self.body()
         head = (
             f"HTTP/1.1 {self.status} Refused\r\ncontent-type: application/json\r\n"
@@ -121,7 +119,6 @@ def too_many_connections(whose: str, most: float) -> ApiError:
 
 
 def from_engine(error: EngineError) -> ApiError:
-    """Return 400 for a refused request, 500 for one that crashed engines, 503 otherwise."""
     if isinstance(error, RefusedError):
         return bad_request(str(error), error.param)
     if isinstance(error, LostRequestError):
@@ -134,7 +131,7 @@ def from_engine(error: EngineError) -> ApiError:
 
 
 def deadline_exceeded() -> ApiError:
-    """Return 408 for a missed deadline. It forbids a retry, which would have the same one."""
+    """Return 408. A retry would have the same deadline."""
     return ApiError(
         408,
         "the request's deadline passed before it was done",
@@ -148,17 +145,14 @@ def too_slow() -> ApiError:
 
 
 def request_failed(why: str) -> ApiError:
-    """Return 500 for a request that the engine could not compute. It forbids a retry."""
     return ApiError(500, why, code="request_failed", headers={"x-should-retry": "false"})
 
 
 def grammar_too_expensive(why: str) -> ApiError:
-    """Return 400 for a constraint that a later token takes beyond the limits. It forbids a retry."""
     return ApiError(400, why, code="grammar_too_expensive", headers={"x-should-retry": "false"})
 
 
 def from_parameter(error: ParameterError, names: Mapping[str, str] | None = None) -> ApiError:
-    """Return 400 for a value outside its bounds. `names` are public names of fields."""
     if isinstance(error, ContextLengthError):
         return bad_request(str(error), error.param, "context_length_exceeded")
     name = (names or {}).get(error.param, error.param)

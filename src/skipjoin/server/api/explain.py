@@ -1,5 +1,3 @@
-"""Explanations of requests, as JSON: intervals of their lives with reasons, what held them up, and what would help."""
-
 from __future__ import annotations
 
 import time
@@ -17,11 +15,7 @@ from skipjoin.server.engines.messages import FindLives, LivesFound, Ready
 
 
 class Explainer:
-    """Explains requests to one caller.
-
-    Args:
-        owner: Caller whose requests alone are named; None if the caller sees all.
-    """
+    """Explains requests to `owner`, whose requests alone are named, or to a caller that sees all."""
 
     def __init__(self, service: Service, owner: str | None) -> None:
         self._index = service.index
@@ -37,7 +31,7 @@ class Explainer:
         }
 
     def holder(self, holder: Holder) -> dict[str, Any]:
-        """Return a request that held what another one waited for. Those of other clients have no id."""
+        """Return a request that another one waited for. Those of other clients have no id."""
         request = self._index.of_number(holder.number)
         is_visible = request is not None and self._owner in (None, request.owner)
         return {
@@ -53,7 +47,6 @@ class Explainer:
 
 
 def reasons_of(info: Ready) -> dict[str, Explanation]:
-    """Return all wait reasons in words, with the options of this server and the parameters of its recipe."""
     return explanations(info, OptionNames(param_names=tuple(find(info.recipe_path or info.recipe).parameters)))
 
 
@@ -74,7 +67,6 @@ async def find_lives(
 async def recent_lives(
     service: Service, owner: str | None, since_s: float, most: int, timeout_s: float
 ) -> list[dict[str, Any]]:
-    """Return the intervals of the requests of `owner`, or all with None, that lived in the last `since_s` seconds."""
     replies = await service.client.ask(lambda number, engine: FindLives(number, None, since_s, most), timeout_s)
     found = []
     for engine, reply in replies.by_engine.items():

@@ -1,8 +1,7 @@
-"""Server-sent events for consoles: snapshots of the server, shared by all of them.
+"""Server-sent events for consoles, which share snapshots of bounded size.
 
-The cost is bounded. Without a listener no snapshot is taken, and the engines record no steps. Otherwise one snapshot of
-bounded size is taken per second, or less often if that would take more than `MAX_SHARE` of the time of this process or
-an engine. A listener that reads slowly skips snapshots.
+Without a listener no snapshot is taken, and the engines record no steps. Otherwise there is one per second, or fewer
+if they took more than `MAX_SHARE` of the time of a process. A listener that reads slowly skips snapshots.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ class Feed:
     async def events(self, viewer: Viewer) -> AsyncGenerator[bytes, None]:
         """Yield a `hello` event, then `snapshot` events, as the viewer may see them.
 
-        Raises:
-            ApiError: The viewer's key, or all keys together, have the maximum of listeners already.
+        Raise 503 for too many listeners.
         """
         self._check_room(viewer.key)
         self._listeners[viewer.key] += 1
@@ -110,7 +108,6 @@ class Feed:
         }
 
     def _upcoming(self) -> asyncio.Future[Snapshot]:
-        """Return the next snapshot, and take snapshots from now on."""
         if self._next is None or self._next.done():
             self._next = asyncio.get_running_loop().create_future()
         if self._task is None or self._task.done():
@@ -129,7 +126,7 @@ class Feed:
             await asyncio.sleep(max(0.0, begin + period_s - time.monotonic()))
 
     async def _publish(self) -> float:
-        """Take and publish a snapshot, and return the longest time that it took any process."""
+        """Publish a snapshot, and return the longest time that it took any process."""
         replies = await self._service.client.ask(self._question, _TIMEOUT_S)
         begin = time.thread_time()
         states = {engine: reply for engine, reply in replies.by_engine.items() if isinstance(reply, RequestStates)}

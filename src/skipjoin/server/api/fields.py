@@ -11,8 +11,6 @@ INT64 = 2**63 - 1
 
 
 class Only:
-    """Annotation of a field that accepts only the given JSON values."""
-
     def __init__(self, *values: Any) -> None:
         self.values = values
 

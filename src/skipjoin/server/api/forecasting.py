@@ -36,12 +36,7 @@ _CLOSE_S = 10.0
 
 
 class Expectation:
-    """Expected output length of one prompt, which may be revised. Used on the event loop.
-
-    Args:
-        learn: Called with the actual length of each output.
-        ask: Requests a forecast from another server, which takes precedence.
-    """
+    """Expected output length of one prompt, which may be revised. Used on the event loop."""
 
     __slots__ = ("_ask", "_ends", "_followers", "_learn", "_question", "_requests", "_revised", "forecast", "predicted")
 

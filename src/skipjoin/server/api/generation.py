@@ -1,4 +1,4 @@
-"""Generation independent of HTTP: an endpoint turns a request body into a job, and runs the job at the engine.
+"""Generation independent of HTTP.
 
 job = await endpoint.prepare(body)
 async with endpoint.run(job) as run:
@@ -49,37 +49,23 @@ BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 
 class Format(Protocol):
-    """Formatter of one response. Its events are framed (`routes.Frames`), and may be empty or several.
-
-    Attributes:
-        has_usage: Each event of a stream has the usage so far.
-    """
+    """Formatter of one response. Its events are framed (`routes.Frames`), and may be empty or several."""
 
     id: str
     has_usage: bool
 
-    def begin(self, usage: Usage) -> bytes:
-        """Return the events before the first token, with the usage of the prompt."""
-        ...
+    def begin(self, usage: Usage) -> bytes: ...
 
-    def item(self, choice: Choice, text: str, usage: Usage | None) -> bytes:
-        """Return the events for new `text` of a choice."""
-        ...
+    def item(self, choice: Choice, text: str, usage: Usage | None) -> bytes: ...
 
-    def end(self, usage: Usage) -> bytes:
-        """Return the events after the last token."""
-        ...
+    def end(self, usage: Usage) -> bytes: ...
 
-    def error(self, error: ApiError) -> bytes:
-        """Return the last event of a stream that fails."""
-        ...
+    def error(self, error: ApiError) -> bytes: ...
 
     def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes: ...
 
 
 class Prompt(NamedTuple):
-    """Tokenized prompt, with its `text` if the client sent one."""
-
     ids: list[int]
     text: str | None
     params: SamplingParams
@@ -90,9 +76,8 @@ class Job:
     """Validated and tokenized request that holds admission slots. It must be run or closed.
 
     Attributes:
-        choices: Sequences to generate, grouped by prompt. `params`, `slots` and `expectations` have one entry for each.
+        choices: Grouped by prompt. `params`, `slots` and `expectations` have one entry for each.
         arrived: Seconds on the monotonic clock from which the deadline in `options` counts.
-        request_id: `x-request-id` of the HTTP request, if there is one.
     """
 
     choices: list[Choice]
@@ -112,10 +97,9 @@ class Job:
 
 
 class JobRun:
-    """Running job, used as a context manager and as an iterator over new text.
+    """Running job: a context manager, and an iterator over new text.
 
-    On exit the job is aborted at the engine and its admission slots are released. Entry and iteration raise `ApiError`
-    and `EngineError`.
+    Exit aborts the job and releases its slots. Entry and iteration raise `ApiError` and `EngineError`.
     """
 
     def __init__(self, job: Job, service: Service) -> None:
@@ -211,7 +195,6 @@ class JobRun:
         return form.whole(texts, self.usage())
 
     async def item(self, choice: Choice, text: str) -> bytes:
-        """Return `Format.item`, from a thread if there are many log-probabilities."""
         form = self.job.format
         usage = self.usage() if form.has_usage else None
         if len(choice.scored) > _MANY_SCORED:
@@ -243,7 +226,7 @@ class JobRun:
         self._client.abort(self._sequences)
 
     def close(self) -> None:
-        """Abort unfinished choices, release the admission slots and count the outputs. Idempotent."""
+        """Abort unfinished choices, release the slots and count the outputs. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -282,8 +265,6 @@ class JobRun:
 
 
 class Endpoint(ABC, Generic[BodyT]):
-    """Base class of generation endpoints, which convert bodies to prompts and format responses."""
-
     route: ClassVar[Route]
     body_type: type[BodyT]
 
@@ -300,12 +281,7 @@ class Endpoint(ABC, Generic[BodyT]):
         owner: str = ANONYMOUS,
         request_id: str = "",
     ) -> Job:
-        """Validate a body, reserve admission slots and tokenize its prompts.
-
-        Raises:
-            ApiError: 400 for an invalid body, 404 for another model, 429 if the queue is full, 503 if the server
-                accepts no requests. No slots are held then.
-        """
+        """Validate a body, reserve admission slots and tokenize its prompts. No slots are held after an `ApiError`."""
         service, n, param = self.service, body.n or 1, self.route.prompt
         arrived = time.monotonic() if arrived is None else arrived
         service.check_open()
@@ -354,7 +330,7 @@ class Endpoint(ABC, Generic[BodyT]):
 
     @abstractmethod
     def estimates(self, body: BodyT) -> list[int]:
-        """Return a cheap estimate of the number of tokens of each prompt."""
+        """Return cheap estimates of the prompts' tokens."""
 
     @abstractmethod
     async def tokenize(self, body: BodyT, client: str) -> list[Prompt]:
@@ -364,7 +340,6 @@ class Endpoint(ABC, Generic[BodyT]):
     def format(self, body: BodyT, options: RequestOptions) -> Format: ...
 
     def reader(self, body: BodyT, prompt: Prompt) -> MessageReader | None:
-        """Return a reader of one output as a message, or None if it is plain text."""
         return None
 
     def text_rules(self, body: BodyT) -> TextRules:
@@ -382,7 +357,6 @@ def _free(slots: Iterable[AdmissionSlot]) -> None:
 
 
 def _remaining(options: RequestOptions, arrived: float) -> RequestOptions:
-    """Replace the deadline by the remaining time. Raise 408 if it has passed."""
     if options.deadline_s is None:
         return options
     left = options.deadline_s - (time.monotonic() - arrived)

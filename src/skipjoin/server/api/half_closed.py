@@ -15,8 +15,8 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 class HalfClosedWatch:
     """Distinguishes a client that only sends nothing more from one that has disconnected.
 
-    Both end their data. A disconnected client resets the connection at the next bytes that it gets, and `on_lost` is
-    called. `provoke` sends bytes if the response has not begun.
+    The latter resets the connection at the next bytes that it gets. `provoke` sends bytes if the response has not
+    begun.
     """
 
     __slots__ = ("_loop", "_on_lost", "_provoke", "_socket", "_timer")

@@ -19,12 +19,7 @@ LAST_ANSWERS_S = 2
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn server without signal handlers, because `lifecycle` decides when the server stops.
-
-    Args:
-        trusted_proxies: Addresses and networks whose `X-Forwarded-For` names the client.
-        tls: Settings of uvicorn that begin with `ssl_`.
-    """
+    """uvicorn server without signal handlers, because `lifecycle` decides when the server stops."""
 
     def __init__(
         self,

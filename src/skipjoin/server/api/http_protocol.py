@@ -33,10 +33,9 @@ _UNREAD_S = 1.0
 
 
 class _Trailers(list[tuple[bytes, bytes]]):
-    """Replaces uvicorn's list of headers after the head is complete, and drops trailers."""
+    """Drops trailers, in place of uvicorn's list of headers after a complete head."""
 
-    def append(self, header: tuple[bytes, bytes]) -> None:
-        """Drop a trailer."""
+    def append(self, header: tuple[bytes, bytes]) -> None: ...
 
 
 _TRAILERS = _Trailers()
@@ -45,8 +44,7 @@ _TRAILERS = _Trailers()
 class BoundedProtocol(TolerantProtocol):
     """HTTP/1.1 connection with limits on sizes and times.
 
-    It limits an incomplete head (the application checks complete ones) and the framing of chunked bodies. One timer
-    runs while the client has to send, another while it has to read. For a `LingeringClose`, the protocol poses as the
+    One timer runs while the client has to send, another while it has to read. For a `LingeringClose`, this is the
     transport of uvicorn's request cycles (`write` to `resume_reading`).
     """
 
@@ -143,7 +141,7 @@ class BoundedProtocol(TolerantProtocol):
             self._note_missing_body()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether the connection stays open, for answers to requests that arrived completely."""
+        """Return whether the connection stays open, for answers to complete requests."""
         if self._lingering is None and self.pipeline and self.cycle.more_body:  # cut within its body
             del self.pipeline[0]
         last = self.pipeline[0][0] if self.pipeline else self._running
@@ -294,7 +292,6 @@ class BoundedProtocol(TolerantProtocol):
         self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Resume reading, unless received requests still wait."""
         if self.pipeline or (self._lingering is not None and self._lingering.is_exhausted):
             self.flow.read_paused = True
         elif not self._unparsed:

@@ -1,7 +1,4 @@
-"""Forecasts of output lengths by a model on another server (EconoServe section 3.3.2).
-
-They arrive while the request waits or its prompt is computed. Until then the prior serves.
-"""
+"""Forecasts of output lengths by a model on another server (EconoServe section 3.3.2). Until then the prior serves."""
 
 from __future__ import annotations
 
@@ -57,8 +54,6 @@ class NoLengthError(Exception):
 
 
 class LengthServer:
-    """Client of the server of `--forecast-url`. Create and close it on the event loop."""
-
     def __init__(self, config: ServerConfig, key: str | None = None) -> None:
         assert config.forecast_url is not None
         if key is not None and not (key.isascii() and key.isprintable()):
@@ -75,7 +70,7 @@ class LengthServer:
         )
 
     async def tokens(self, text: str) -> float:
-        """Return the predicted number of tokens of the answer, in [1, 2^20], or raise `NoLengthError`."""
+        """Return the predicted length in tokens, in [1, 2^20]."""
         body = {
             **self._model,
             "messages": [{"role": "user", "content": _INSTRUCTION + text}],
@@ -105,8 +100,6 @@ class LengthServer:
 
 
 class ForecastRequests:
-    """Concurrent requests to a length server, which it owns. Used on the event loop."""
-
     def __init__(self, server: LengthServer, metrics: Metrics) -> None:
         self._server = server
         self._metrics = metrics
@@ -116,7 +109,7 @@ class ForecastRequests:
     def ask(
         self, text_of: TextOf, prompt: Sequence[int], max_tokens: int, tell: Callable[[Forecast], None]
     ) -> asyncio.Task[None] | None:
-        """Request a forecast and pass it to `tell`. Return the task, to cancel it, or None if too many are pending."""
+        """Request a forecast for `tell`. Return the task, to cancel it, or None if too many are pending."""
         if len(self._open) >= MAX_QUESTIONS:
             self._metrics.asked("skipped")
             return None

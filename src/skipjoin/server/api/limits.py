@@ -49,8 +49,6 @@ def _retry_after(seconds: float) -> float:
 
 
 class Throughput:
-    """Recent throughput of a queue. `clock` returns the seconds in which it was not empty."""
-
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._since = clock()  # start of the window
@@ -77,8 +75,6 @@ class Throughput:
 
 
 class Pace:
-    """Duration of an engine step, averaged over the last 0.5 to 1 s."""
-
     def __init__(self, clock: Callable[[], float], steps: Callable[[], float]) -> None:
         self._clock, self._steps = clock, steps
         self._latest_s = 0.0
@@ -99,10 +95,7 @@ class Pace:
 
 
 class Runs:
-    """Predicts when running sequences finish from the lengths of recent ones.
-
-    Lengths are counted in engine steps, because their duration varies with the load.
-    """
+    """Predicts when running sequences finish, from recent lengths in engine steps, whose duration varies."""
 
     def __init__(self, clock: Callable[[], float], steps: Callable[[], float]) -> None:
         self._steps = steps
@@ -124,7 +117,6 @@ class Runs:
             self._pace.seconds()  # update the pace before the engines may become idle
 
     def seconds_until(self, count: int) -> float | None:
-        """Predict the seconds until `count` running sequences have finished; None if unknown."""
         every = -(-len(self._live) // _MAX_SAMPLES)  # sample every n-th sequence
         starts = list(islice(self._live.values(), 0, None, every or 1))
         if not (self._lengths and starts):
@@ -135,7 +127,6 @@ class Runs:
 
 
 def _remaining(lengths: Sequence[float], age: float) -> float:
-    """Predict the remaining steps of a sequence of `age` from the sorted lengths of others."""
     shorter = bisect_right(lengths, age)
     if shorter == len(lengths):
         return age - lengths[-1]
@@ -158,7 +149,7 @@ class AdmissionSlot:
         return self._tokens
 
     def resize(self, tokens: int) -> None:
-        """Replace the estimate without a check of the limits, unlike `Admission.resize`."""
+        """Replace the estimate without a check of the limits."""
         if self._open:
             self._admission.note_size(self, tokens - self._tokens)
             self._tokens = tokens
@@ -178,13 +169,10 @@ class AdmissionSlot:
 class Admission:
     """Admission control of one queue. Use it on the event loop only, so that check and count are atomic.
 
-    A quarter of either limit is reserved for real-time requests.
-
     Args:
         max_tokens: Maximum number of prompt tokens of sequences that have not run yet.
         steps: Returns the total number of engine steps. None counts one step per second.
         is_shared: True if clients share both limits fairly (see `Shares`).
-        client_kind: Name for a client in errors.
     """
 
     def __init__(
@@ -225,9 +213,6 @@ class Admission:
     ) -> list[AdmissionSlot]:
         """Reserve slots for all sequences of a request.
 
-        Args:
-            client: Client that is charged if clients share the limits.
-
         Raises:
             ApiError: 429 with an estimated Retry-After if there is no room now, 400 if there never is.
         """
@@ -264,7 +249,6 @@ class Admission:
     def resize(
         self, slots: Sequence[AdmissionSlot], prompt_tokens: Sequence[int], *, is_best_effort: bool = False
     ) -> None:
-        """Replace the estimates by the actual numbers. The slots keep their estimates if this raises."""
         _, max_tokens, whose = self._limits(is_best_effort)
         tokens, before = sum(prompt_tokens), sum(slot.tokens for slot in slots)
         if tokens > before:
@@ -298,7 +282,7 @@ class Admission:
     def _check_room(
         self, client: str, tokens: int, capacity: int, whose: str, now: float, *, instead_of: int = 0
     ) -> None:
-        """Raise 429 if `tokens` do not fit now. `instead_of` tokens are already counted and will be replaced."""
+        """Raise 429 if `tokens` do not fit in place of `instead_of`, which are already counted."""
         if (excess := self._tokens.excess(client, tokens, capacity, now, instead_of=instead_of)) > 0:
             self._metrics.rejected("tokens")
             retry_s = _retry_after(self._starts.seconds_until(excess))

@@ -7,7 +7,7 @@ from skipjoin.server.api.connections import ConnectionLimits
 
 
 class LingeringClose:
-    """Drops input of a connection that accepts no further request, so that its client reads the response.
+    """Drops further input, so that the client reads the response.
 
     A connection that is closed while bytes arrive is reset, and the client may lose unread data.
     """

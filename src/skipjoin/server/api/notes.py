@@ -10,8 +10,6 @@ _NOTE = "note"
 
 
 class Generated(Protocol):
-    """Subset of `JobRun` that the log shows. Times are in seconds on the monotonic clock."""
-
     @property
     def prompt_tokens(self) -> int: ...
     @property
@@ -24,8 +22,6 @@ class Generated(Protocol):
 
 @dataclass(slots=True)
 class Note:
-    """Facts about a finished request. `reason` is the code of the error that ended it."""
-
     run: Generated | None = None
     reason: str = ""
     status: int | None = None

@@ -1,5 +1,3 @@
-"""Formats of OpenAI's endpoints."""
-
 from __future__ import annotations
 
 import time
@@ -18,7 +16,7 @@ from skipjoin.server.api.service import Service
 
 
 class OpenAiFormat(ABC):
-    """Base class of formats whose events have the same fields as a whole response.
+    """Base class of OpenAI's formats.
 
     Attributes:
         no_usage: Usage of an event without one: null if a later event has it, as OpenAI's API does.
@@ -45,5 +43,4 @@ class OpenAiFormat(ABC):
         return OPENAI_EVENTS.frame(error.body())
 
     @abstractmethod
-    def event(self, choices: list[Any], usage: Any) -> bytes:
-        """Return an event with parts of choices."""
+    def event(self, choices: list[Any], usage: Any) -> bytes: ...

@@ -18,10 +18,7 @@ _OBJECTIVES: tuple[str, ...] = ("ttft", "tpot", "jct")
 def request_options(
     body: GenerationBody, headers: Mapping[str, str], config: ServerConfig, owner: str = "", request_id: str = ""
 ) -> RequestOptions:
-    """Return the options of a request from its body, or else its headers, or else the server's defaults.
-
-    Raise 400 for a header out of bounds, or an option that the operator does not allow.
-    """
+    """Return the options of a request from its body, or else its headers, or else the server's defaults."""
     slo, tier = body.slo or _NO_SLO, allowed_tier(body, config, owner)
     deadline_ms = body.deadline_ms if body.deadline_ms is not None else slo.deadline_ms
     if deadline_ms is None:
@@ -70,7 +67,6 @@ def allowed_tier(body: GenerationBody, config: ServerConfig, owner: str) -> Serv
 
 
 def allowed_priority(body: GenerationBody, config: ServerConfig, owner: str) -> int:
-    """Return the priority. Raise 400 if the key does not allow it."""
     asked = body.priority or 0
     low, high = bounds = config.rights_of(owner).priorities or ANY_LATER
     if not asked or low <= asked <= high:

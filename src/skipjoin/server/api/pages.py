@@ -1,4 +1,4 @@
-"""Pages for browsers: static files that need no key. All work happens in the browser, with the viewer's key."""
+"""Static files for browsers, which need no key; they work with the viewer's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from skipjoin.server.api.responses import encode
 
 
 class NamedServer(NamedTuple):
-    """Server that the pages show, and the prefix of its paths."""
-
     name: str
     path: str
 
@@ -50,7 +48,6 @@ class Page(NamedTuple):
 
 
 def read_pages(servers: Sequence[NamedServer] = (THIS_SERVER,)) -> dict[str, Page]:
-    """Return each file by its path, and the servers that the pages show."""
     pages = {path: _read(name) for path, name in PAGES.items()}
     return pages | {SERVERS_PATH: _page(encode([server._asdict() for server in servers]), "application/json")}
 

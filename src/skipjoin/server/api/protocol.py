@@ -1,7 +1,7 @@
 """Request bodies. Unknown fields are refused, so that nothing is ignored silently.
 
-Clients send some fields by default for features that this server does not have. Such a field is accepted with values
-that have no effect (`Only`, `Ignored`) and refused with any other.
+Fields that clients send by default for features that this server lacks are accepted only with values without effect
+(`Only`, `Ignored`).
 """
 
 from __future__ import annotations
@@ -37,12 +37,7 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1), Field(fail_fast=True)]
 
 
 class StreamOptions(Body):
-    """Options of a streamed response.
-
-    Attributes:
-        include_usage: True to send the usage in a last event.
-        continuous_usage_stats: True to include the usage in every event.
-    """
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -58,11 +53,7 @@ ServiceTier = Literal["auto", "default", "flex", "priority"]
 
 
 class Slo(Body):
-    """Latency objectives in milliseconds. Missed objectives do not abort a request (see `core.request.Target`).
-
-    Attributes:
-        deadline_ms: Hard deadline, an alternative to `GenerationBody.deadline_ms`.
-    """
+    """Latency objectives in milliseconds. Missed ones do not abort a request, unlike `deadline_ms`."""
 
     ttft_ms: Objective | None = None
     tpot_ms: Objective | None = None
@@ -91,7 +82,7 @@ Prompt = Annotated[
 
 
 class JsonSchema(Body):
-    """OpenAI's named schema. All schemas are enforced, whether `strict` or not. Without a schema, any JSON is valid."""
+    """OpenAI's named schema. It is enforced whether `strict` or not. Without a schema, any JSON is valid."""
 
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
     description: str | None = None
@@ -100,11 +91,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's format of a response.
-
-    Attributes:
-        json_schema: Required by the type "json_schema", and null with others.
-    """
+    """OpenAI's format of a response."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -127,7 +114,7 @@ _SamplingFields: Any = create_model("SamplingFields", __base__=Body, **sampling_
 
 
 class GenerationBody(_SamplingFields, Body):  # type: ignore[misc]
-    """Fields that all generation endpoints share. Those of sampling come from the table of parameters."""
+    """Fields that all generation endpoints share."""
 
     model: Label = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
@@ -214,12 +201,7 @@ class GenerationBody(_SamplingFields, Body):  # type: ignore[misc]
 
 
 class CompletionRequest(GenerationBody):
-    """Body of POST /v1/completions.
-
-    Attributes:
-        echo: True to start the output with the prompt, and the log-probabilities with those of the prompt.
-        max_tokens: Maximum number of output tokens. 0 is allowed with `echo`, which then only scores the prompt.
-    """
+    """Body of POST /v1/completions. With `echo`, `max_tokens` may be 0, which only scores the prompt."""
 
     prompt: Prompt
     echo: bool | None = None
@@ -298,7 +280,6 @@ class ChatRequest(GenerationBody):
 
     @cached_property
     def use(self) -> ToolUse:
-        """The tools, of which the prompt shows none if the model must not call any."""
         choice = self.tool_choice
         if choice == "none":
             return ToolUse()
@@ -314,7 +295,7 @@ class ChatRequest(GenerationBody):
 
 
 class TokenizeRequest(Body):
-    """Body of POST /tokenize with a text, or a conversation for the model's chat template."""
+    """Body of POST /tokenize with a text or a conversation."""
 
     model: Label = None
     prompt: str | None = None

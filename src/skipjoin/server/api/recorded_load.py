@@ -1,5 +1,3 @@
-"""Load of the last hour and the machine that served it, as the simulator needs them."""
-
 from __future__ import annotations
 
 import asyncio
@@ -56,6 +54,5 @@ def _clock_difference(now: float, engine_now: float) -> float:
 
 
 def _around_s(arrival: Arrival, first_tokens: Mapping[int, float]) -> float | None:
-    """Return the time of a request outside the engine: until it was sent there, and after its first token."""
     first = first_tokens.get(arrival.number)
     return None if first is None or arrival.first_at is None else arrival.submit_s + max(0.0, arrival.first_at - first)

@@ -21,8 +21,6 @@ _MAX_RECIPES = 16
 
 
 class ReplayBody(Body):
-    """Question of the console: recipes and limits to try on the recorded load."""
-
     recipes: list[str] = Field(min_length=1, max_length=_MAX_RECIPES)
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -40,19 +38,11 @@ class Replays:
         self._is_closed = False
 
     def close(self) -> None:
-        """End the simulation that runs."""
         self._is_closed = True
         self._kill()
 
     async def events(self, question: bytes) -> AsyncGenerator[bytes, None]:
-        """Yield `progress` events, then one `result` or `failed` event.
-
-        Args:
-            question: JSON for the program (`question_of`).
-
-        Raises:
-            ApiError: A simulation runs already, or the question is invalid.
-        """
+        """Yield `progress` events, then one `result` or `failed` event. Raise 503 if a simulation runs already."""
         if self._is_busy or self._is_closed:
             raise ApiError(503, "a simulation runs already: wait for its end, or cancel it", code="replay_is_running")
         self._is_busy = True

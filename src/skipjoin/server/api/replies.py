@@ -69,7 +69,7 @@ async def _disconnection(receive: Receive) -> None:
 
 
 class JsonReply(Response):
-    """JSON response, sent in pieces so that at most one of them is buffered for a client that does not read.
+    """JSON response, sent in pieces so that at most one is buffered for a client that does not read.
 
     `on_end` is called after the last byte was passed on, or sending failed.
     """
@@ -93,7 +93,6 @@ class JsonReply(Response):
 
 
 def service_of(request: Request) -> Service:
-    """Return the service of the application that handles a request."""
     found: Service = request.app.state.service
     return found
 
@@ -124,8 +123,6 @@ async def _watch(receive: Receive, run: JobRun) -> None:
 
 
 class WholeReply(Response):
-    """Response with one JSON body after the generation has finished."""
-
     def __init__(self, endpoint: Endpoint[BodyT], job: Job) -> None:
         super().__init__()
         self._endpoint, self._job = endpoint, job
@@ -140,8 +137,6 @@ class WholeReply(Response):
 
 
 class StreamReply(Response):
-    """Response that streams tokens as events. An error becomes the last one."""
-
     def __init__(self, endpoint: Endpoint[BodyT], job: Job) -> None:
         super().__init__()
         self._endpoint, self._job = endpoint, job

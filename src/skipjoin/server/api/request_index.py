@@ -15,8 +15,7 @@ class IndexedRequest:
     """HTTP request or line of a batch.
 
     Attributes:
-        request_id: `x-request-id` of the HTTP request; empty for a line of a batch.
-        owner: Hash of the client's API key.
+        request_id: `x-request-id`; empty for a line of a batch.
         choices: Index of the choice by sequence number.
         ended: Seconds on the index's clock; None while the request is live.
     """
@@ -29,8 +28,6 @@ class IndexedRequest:
 
 
 class RequestIndex:
-    """Finds requests that are live, or finished in the last `KEEP_S` seconds."""
-
     def __init__(
         self, *, keep_s: float = KEEP_S, max_finished: int = MAX_FINISHED, clock: Callable[[], float] = time.monotonic
     ) -> None:
@@ -42,7 +39,6 @@ class RequestIndex:
         self._finished: deque[IndexedRequest] = deque()
 
     def add(self, response_id: str, request_id: str, owner: str, numbers: Sequence[int]) -> IndexedRequest:
-        """Add a request whose choices have the sequence `numbers`."""
         found = IndexedRequest(response_id, request_id, owner, {number: at for at, number in enumerate(numbers)})
         for name in _names(found):
             self._by_id.setdefault(name, []).append(found)
@@ -50,24 +46,19 @@ class RequestIndex:
         return found
 
     def ended(self, request: IndexedRequest) -> None:
-        """Note that a request has finished. Further calls have no effect."""
         if request.ended is None:
             request.ended = self._clock()
             self._finished.append(request)
         self._forget_old()
 
     def find(self, name: str, owner: str | None) -> IndexedRequest | None:
-        """Return the request with this response id, or else the newest one with this `x-request-id`.
-
-        Response ids come first, because clients choose the other. `owner` None finds those of all.
-        """
+        """Return the request with this response id, or else the newest one with this `x-request-id`."""
         self._forget_old()
         named = [one for one in self._by_id.get(name, ()) if owner is None or one.owner == owner]
         by_response = [one for one in named if one.response_id == name]
         return next(reversed(by_response or named), None)
 
     def of_number(self, number: int) -> IndexedRequest | None:
-        """Return the request of a sequence."""
         return self._by_number.get(number)
 
     def _forget_old(self) -> None:

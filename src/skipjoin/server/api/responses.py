@@ -38,8 +38,6 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
-    """One output, or the next part of it in a stream."""
-
     index: int
     text: str
     logprobs: CompletionLogprobs | None
@@ -47,8 +45,6 @@ class CompletionChoice(msgspec.Struct, frozen=True):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """Response, or one event of a stream."""
-
     id: str
     created: int
     model: str
@@ -68,8 +64,6 @@ class TopLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatTokenLogprob(msgspec.Struct, frozen=True):
-    """Generated token and its most likely alternatives."""
-
     token: str
     logprob: float
     bytes: list[int]
@@ -77,8 +71,6 @@ class ChatTokenLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities of a message, or of a part of it."""
-
     content: list[ChatTokenLogprob]
     refusal: None = None
 
@@ -102,8 +94,6 @@ class ChatChoice(msgspec.Struct, frozen=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
-    """Response that is not streamed."""
-
     id: str
     created: int
     model: str
@@ -114,8 +104,6 @@ class ChatCompletion(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True):
-    """What a chunk adds to a message."""
-
     content: str | UnsetType = UNSET
     role: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
@@ -124,8 +112,6 @@ class Delta(msgspec.Struct, frozen=True):
 
 
 class ChunkChoice(msgspec.Struct, frozen=True):
-    """Next part of one output."""
-
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
@@ -133,8 +119,6 @@ class ChunkChoice(msgspec.Struct, frozen=True):
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
-    """One event of a stream."""
-
     id: str
     created: int
     model: str
@@ -158,15 +142,11 @@ class ModelCard(msgspec.Struct, frozen=True):
 
 
 class ModelList(msgspec.Struct, frozen=True):
-    """Response of GET /v1/models."""
-
     data: list[ModelCard]
     object: str = "list"
 
 
 class Tokens(msgspec.Struct, frozen=True):
-    """Response of POST /tokenize."""
-
     tokens: msgspec.Raw
     count: int
     max_model_len: int
@@ -174,15 +154,13 @@ class Tokens(msgspec.Struct, frozen=True):
 
 
 class Detokenized(msgspec.Struct, frozen=True):
-    """Response of POST /detokenize."""
-
     prompt: str
 
 
 class LoadAnswer(msgspec.Struct, frozen=True):
-    """Response of GET /load: sequences in the server, and prompt tokens of those that have not run yet.
+    """Response of GET /load.
 
-    Tokens and KV are null for a key that may not see those of others.
+    Tokens wait with sequences that have not run yet; null for keys that may not see others'.
     """
 
     server_load: int

@@ -1,5 +1,3 @@
-"""Fields of request bodies for sampling parameters, and their values as parameters."""
-
 from __future__ import annotations
 
 from collections.abc import Collection
@@ -16,18 +14,15 @@ StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
 
 def shared_rows(params: type[SamplingParams]) -> dict[str, Row]:
-    """Return the parameters of which all bodies have a field of the same name."""
     return {name: row for name, row in parameters_of(params).items() if not row.parameter.own}
 
 
 def sampling_fields(params: type[SamplingParams], *, without: Collection[str] = ()) -> dict[str, Any]:
-    """Return the definitions of these fields for `pydantic.create_model`. All may be null or left out."""
     rows = shared_rows(params).items()
     return {name: (_type_of(row) | None, None) for name, row in rows if name not in without}
 
 
 def given(body: Body, params: type[SamplingParams]) -> dict[str, Any]:
-    """Return the parameters that a body sets."""
     values = {name: (row.kind, getattr(body, name)) for name, row in shared_rows(params).items()}
     return {name: _value(kind, value) for name, (kind, value) in values.items() if value is not None}
 

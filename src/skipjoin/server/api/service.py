@@ -57,14 +57,7 @@ class Phase(Enum):
 
 
 class Service:
-    """Shared state of one server.
-
-    It accepts generation requests from `open` until `drain` or the loss of the engine.
-
-    Attributes:
-        busy: Number of generation requests over HTTP in progress.
-        conversations: Front end of chats, from `open` on.
-    """
+    """Shared state of one server, with the number of its `busy` generation requests over HTTP."""
 
     def __init__(self, config: ServerConfig, client: EngineClient, metrics: Metrics) -> None:
         self.config = config
@@ -107,12 +100,7 @@ class Service:
         *,
         sampling_defaults: Mapping[str, Any] | None = None,
     ) -> None:
-        """Accept requests, because the engine is ready.
-
-        Args:
-            keeper: Forecaster of output lengths. None disables forecasts.
-            ask: Requests forecasts from another server, which take precedence.
-        """
+        """Accept requests. Without a `keeper` there are no forecasts, and those of `ask` take precedence."""
         self._info, self._tokenizer = info, tokenizer
         self._grammars = GrammarCheck(info.folder, info.vocab_size, tokenizer.eos_token_ids)
         self._grammars.start()
@@ -129,7 +117,6 @@ class Service:
             self.phase = Phase.OPEN
 
     async def load_parser(self) -> None:
-        """Wait for the parser of outputs, which the first request that needs it loads."""
         if not self._has_parser:
             await self.in_thread(load_parser)
             self._has_parser = True
@@ -222,7 +209,6 @@ class Service:
     async def encode(
         self, text: str, param: str, *, add_special_tokens: bool = True, most: int | None = None
     ) -> list[int]:
-        """Return the token ids of a text. Raise 400 for more than `most`."""
         encode, most = self.tokenizer.encode, self.max_prompt_tokens if most is None else most
         try:
             if len(text) > _LARGE:
@@ -258,7 +244,7 @@ class Service:
             raise bad_request(f"{param} must be token ids in [0, {size - 1}], got {last}{known}", param)
 
     def room_after(self, prompt: Sequence[int], param: str) -> int:
-        """Return the number of tokens left in the context after a prompt, or raise 400."""
+        """Return the number of tokens left in the context, or raise 400."""
         context = self.info.max_model_len
         self.check_prompt(prompt, param)
         if not prompt:
@@ -280,14 +266,12 @@ class Service:
     # -- sampling -----------------------------------------------------------------------------------------
 
     async def structured_output(self, body: GenerationBody, client: str) -> StructuredOutput | None:
-        """Return the constraint of a body's fields, if any. Raise as `check_grammar`."""
         structured, field = structured_output(body)
         if structured is not None:
             await self.check_grammar(structured, field, client)
         return structured
 
     async def check_grammar(self, structured: StructuredOutput, field: str, client: str) -> None:
-        """Raise 400, which names the field, unless a grammar compiles."""
         assert self._grammars is not None
         try:
             await asyncio.wrap_future(self._grammars.submit(structured, client))
@@ -319,7 +303,7 @@ def _read_large(body: bytes, kind: type[BodyT]) -> BodyT:
 
 
 def _names(config: ServerConfig, info: Ready) -> tuple[str, ...]:
-    """Return the names of the model that requests may use, first the one that responses have."""
+    """Return the names that requests may use, first the one that responses have."""
     if config.served_model_name is not None:
         return (config.served_model_name,)
     name, path = model_id(info.model, info.folder), info.model.rstrip("/")

@@ -1,7 +1,7 @@
 """Structural check of large bodies before validation.
 
-pydantic parses a whole JSON text and reports all errors: 4 MB of unknown fields block the interpreter for half a
-second. msgspec skips untyped values (`Raw`) and stops at the first error.
+pydantic reports all errors: 4 MB of unknown fields block the interpreter for half a second. msgspec stops at the first
+error, and skips untyped values (`Raw`).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _messages(value: Raw, name: str) -> Raw:
 
 
 def _tools(value: Raw, name: str) -> Raw:
-    """Check the number and the size of tools. Their schemas are read by pydantic."""
+    """Check the number and the size of tools, whose schemas pydantic reads."""
     size = len(bytes(value))
     if size > MAX_TOOLS_BYTES:
         raise bad_request(f"{name} must have at most {MAX_TOOLS_BYTES} bytes of JSON, got {size}", name)

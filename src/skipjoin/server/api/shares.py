@@ -8,7 +8,7 @@ _EXPIRY_CHECK_S = 1.0
 
 @dataclass(slots=True)
 class _Client:
-    """Holdings of one client. `reserved` is what it was refused within its share, until `reserved_until`."""
+    """Holdings of one client. `reserved` is what it was refused within its share."""
 
     held: int = 0
     reserved: int = 0
@@ -18,8 +18,8 @@ class _Client:
 class Shares:
     """Fair shares of one capacity.
 
-    A fraction of the capacity, in [0, 1), is a reserve. The rest, divided by the number of clients with holdings or a
-    reservation, is the share of each client. A request for `amount` is
+    A fraction of the capacity is a reserve. The rest, divided by the number of clients with holdings or a reservation,
+    is the share of each client. A request is
 
     - within the share: it may use all free capacity;
     - the first of a client that holds nothing, and at most the reserve: it leaves room for others' reservations;
@@ -36,7 +36,6 @@ class Shares:
         self._next_check = 0.0
 
     def reserve_of(self, capacity: int) -> int:
-        """Return the amount that requests beyond their share leave free, at least 1 if `capacity` is 2 or more."""
         if not self._reserve or capacity < 2:
             return 0
         return max(1, int(self._reserve * capacity))
@@ -50,7 +49,7 @@ class Shares:
     def excess(self, client: str, amount: int, capacity: int, now: float, *, instead_of: int = 0) -> int:
         """Return the amount that must be freed before the client can take `amount`, not positive if it can now.
 
-        `instead_of` is what the client holds and exchanges for `amount`.
+        `instead_of` is what the client exchanges for `amount`.
         """
         self._drop_expired(now)
         mine = self._clients.get(client) or _Client()

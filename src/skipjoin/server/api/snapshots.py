@@ -35,18 +35,12 @@ _TOTALS = frozenset(["kv_cache_usage", "queued_tokens", "used_blocks", *_GAUGES,
 
 
 class Owned(NamedTuple):
-    """Part of a snapshot that only its owner and operators may see."""
-
     owner: str
     row: dict[str, Any]
 
 
 class Snapshot:
-    """State of a server at one time.
-
-    Attributes:
-        finished: Requests that finished since the previous snapshot, newest first.
-    """
+    """State of a server, with requests that `finished` since the previous snapshot, newest first."""
 
     def __init__(self, common: dict[str, Any], rows: list[Owned], finished: list[Owned]) -> None:
         self._common = common
@@ -55,12 +49,7 @@ class Snapshot:
         self._encoded: dict[tuple[str | None, bool], bytes] = {}
 
     def encoded(self, owner: str | None, *, has_totals: bool) -> bytes:
-        """Return the JSON that one viewer may see, encoded once.
-
-        Args:
-            owner: Viewer whose requests alone are shown; None for all.
-            has_totals: Whether to show figures of all requests together.
-        """
+        """Return the JSON that one viewer may see, encoded once."""
         if (owner, has_totals) not in self._encoded:
             common = self._common if has_totals else _without_totals(self._common)
             self._encoded[owner, has_totals] = encode(
@@ -87,7 +76,6 @@ def visible(parts: Iterable[Owned], owner: str | None) -> list[dict[str, Any]]:
 
 
 def take_snapshot(service: Service, replies: Mapping[ConnectedEngine, RequestStates], silent: list[int]) -> Snapshot:
-    """Return a snapshot from the replies of the engines."""
     wall, client, admission = time.time(), service.client, service.admission
     load = client.load()
     rows = [_live(one) for one in client.without_engine()[:MAX_ROWS]]

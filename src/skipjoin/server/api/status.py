@@ -1,5 +1,3 @@
-"""GET routes for health, models, load, version and metrics."""
-
 from __future__ import annotations
 
 from fastapi import Request, Response

@@ -1,5 +1,3 @@
-"""Structured outputs of request bodies: OpenAI's `response_format`, and vLLM's `structured_outputs` and `guided_*`."""
-
 from __future__ import annotations
 
 from typing import Any

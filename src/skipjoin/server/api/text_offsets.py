@@ -1,5 +1,3 @@
-"""Places of a prompt's tokens in its text."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,5 +1,3 @@
-"""POST /tokenize and /detokenize, with admission control."""
-
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -50,7 +48,6 @@ async def detokenize(request: Request) -> Response:
 async def _counted(
     service: Service, request: Request, tokens: int, param: str, work: Callable[[], Awaitable[bytes]]
 ) -> Response:
-    """Return a response that holds an admission slot until its last byte is sent."""
     client = client_of(request.state.owner, service.config)
     (slot,) = service.admission.reserve([tokens], client=client, param=param)
     try:

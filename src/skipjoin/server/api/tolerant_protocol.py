@@ -1,5 +1,3 @@
-"""uvicorn's HTTP connection, for clients that ask for an upgrade or speak HTTP/1.0."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -14,7 +12,7 @@ _BODY_HEADERS = (b"content-length", b"transfer-encoding")
 
 
 class TolerantProtocol(HttpToolsProtocol):
-    """Connection that ignores upgrades (RFC 9110, 7.8), and sends no chunks and no interim responses to HTTP/1.0.
+    """uvicorn's connection, without upgrades (RFC 9110, 7.8), and for HTTP/1.0 without chunks and interim responses.
 
     The parser takes all bytes after a head with an upgrade for another protocol, so it gets such a head a second time,
     without the upgrade.
@@ -27,7 +25,6 @@ class TolerantProtocol(HttpToolsProtocol):
         """Parse data up to the end of a head with an upgrade, and return the rest.
 
         Raises:
-            HttpParserError: If the data is not valid HTTP.
             HttpParserUpgrade: After a CONNECT request, whose connection cannot continue.
         """
         try:
@@ -56,7 +53,6 @@ class TolerantProtocol(HttpToolsProtocol):
             self.cycle.waiting_for_100_continue = False
 
     def _check_connect(self) -> None:
-        """Refuse a CONNECT request with a body, which the parser takes for data of the other protocol."""
         if any(name in _BODY_HEADERS and value != b"0" for name, value in self.headers):
             self.fault = bad_request("a CONNECT request must not have a body: leave it out")
             raise self.fault
@@ -69,7 +65,7 @@ class TolerantProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, _close_delimited(app, cycle) if _is_old(cycle) else app)
 
     def interim_response(self, cycle: RequestResponseCycle) -> bytes:
-        """Return bytes that may precede the response of a cycle without effect, or none."""
+        """Return bytes that may precede the response without effect, or none."""
         return b"" if cycle.response_started or _is_old(cycle) else b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -78,7 +74,7 @@ def _is_old(cycle: RequestResponseCycle) -> bool:
 
 
 def _close_delimited(app: Any, cycle: RequestResponseCycle) -> Any:
-    """Wrap an application so that the end of the connection ends a response without a length."""
+    """Let the end of the connection end a response without a length."""
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         is_delimited = False

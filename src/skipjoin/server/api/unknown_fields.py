@@ -1,5 +1,3 @@
-"""Undeclared fields of bodies: suggestions for their names, and removal where the operator lets them pass."""
-
 from __future__ import annotations
 
 import difflib
@@ -21,8 +19,6 @@ _MAX_LOGGED = 1024
 
 
 class UnknownFields:
-    """Removes undeclared fields from bodies, and logs each name once."""
-
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
@@ -44,7 +40,6 @@ class UnknownFields:
 
 
 def with_suggestion(error: ApiError, kind: type[BaseModel]) -> ApiError:
-    """Return an error about an undeclared field, with the most similar field if there is one."""
     parts = (error.param or "").split(".")
     similar = difflib.get_close_matches(parts[-1][:64], sorted(_fields_at(kind, parts[:-1])), 1)
     if not similar:

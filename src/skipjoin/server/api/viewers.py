@@ -11,8 +11,7 @@ class Viewer(NamedTuple):
 
     Attributes:
         owner: Whose requests alone are shown; None for all.
-        has_totals: Whether figures over all keys are shown. From their changes one could tell the lengths of a single
-            request.
+        has_totals: Whether figures over all keys are shown, from whose changes one could tell the lengths of a request.
     """
 
     key: str

@@ -40,8 +40,6 @@ _IN_ERROR_FILE = (LineState.FAILED, LineState.EXPIRED, LineState.CANCELLED)
 
 
 class BatchRows:
-    """Repository of batches, from their validation to their end."""
-
     def __init__(self, session: Session) -> None:
         self._session, self._db = session, session.db
 
@@ -76,7 +74,6 @@ class BatchRows:
             return await _one(connection, _of(owner, batch_id))
 
     async def page(self, owner: str, *, after: str | None = None, limit: int = 20) -> tuple[list[BatchRow], bool]:
-        """Return a page of batches, newest first, and whether there are more. Unknown `after` gives the first page."""
         async with self._db.reading() as connection:
             last = await seq_of(connection, batches, owner, after)
             query = page(batches, batches.c.owner == owner, last, limit + 1)
@@ -169,7 +166,6 @@ class BatchRows:
     # -- the end -------------------------------------------------------------------------------------------
 
     async def due(self) -> list[BatchRow]:
-        """Return the batches to finalize: finished, expired, or CANCELLING and validated."""
         status = batches.c.status
         ended = batches.c.completed + batches.c.failed >= batches.c.total
         over = sa.and_(status == BatchStatus.IN_PROGRESS, sa.or_(ended, batches.c.expires_at <= self._session.now()))
@@ -224,8 +220,7 @@ class BatchRows:
     ) -> BatchRow | None:
         """Add the files and end the batch in one transaction, then delete its lines and results.
 
-        Returns:
-            None if this server no longer holds the batch, so that its files must be deleted.
+        Return None if this server no longer holds the batch, so that its files must be deleted.
         """
         async with self._db.writing() as connection:
             if await self._session.held(connection, batch_id, BatchStatus.FINALIZING, BatchStatus.CANCELLING) is None:

@@ -25,8 +25,6 @@ T = TypeVar("T")
 
 
 class Blobs:
-    """Contents of files by id, below `folder`."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FILES
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="skipjoin-files")
@@ -78,7 +76,7 @@ class Blobs:
         await self._run(self.path(file_id).unlink, True)
 
     async def sweep(self, known: set[str], min_age_s: float = 0) -> int:
-        """Delete unknown and incomplete files. Another server may be writing files younger than `min_age_s`."""
+        """Delete unknown and incomplete files, unless another server may be writing them."""
         return await self._run(_sweep, self._folder, known, time.time() - min_age_s)
 
     async def _run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

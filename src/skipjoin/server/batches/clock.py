@@ -17,5 +17,4 @@ class SteadyClock:
         return self._offset + self._monotonic()
 
     def observe(self, seen: float) -> None:
-        """Advance the clock to a time from the database."""
         self._offset = max(self._offset, seen - self._monotonic())

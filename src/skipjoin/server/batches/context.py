@@ -19,8 +19,6 @@ _log = logging.getLogger(__name__)
 
 
 class BatchContext:
-    """Store and files of a server while they are open."""
-
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.on_change: Callable[[], None] = lambda: None
@@ -38,7 +36,6 @@ class BatchContext:
 
     @property
     def store(self) -> Store:
-        """Return the store. Raise 503 while it is unavailable."""
         if self._store is None:
             raise self._trouble
         return self._store

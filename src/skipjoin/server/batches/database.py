@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class Conflict(StoreUnavailable):
-    """Deadlock or serialization failure, after which the transaction can be repeated."""
+    pass
 
 
 def repeated(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
@@ -130,7 +130,6 @@ class Database:
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncConnection]:
-        """Run a transaction, committed after the block unless it raises."""
         with self._watched("writing"):
             self._check_file()
             if not self.is_sqlite:
@@ -143,7 +142,6 @@ class Database:
                     yield connection
 
     async def migrate(self) -> None:
-        """Migrate the tables, or raise `StoreError` if they are of a newer version."""
         from alembic.util import CommandError  # noqa: PLC0415 (servers without batches do without)
 
         try:
@@ -172,7 +170,7 @@ class Database:
 
     @contextmanager
     def _watched(self, kind: str) -> Iterator[None]:
-        """Log the first of consecutive failures with its cause, which is not shown to clients."""
+        """Log the first of consecutive failures with its cause, which clients do not see."""
         try:
             with _errors(self._path):
                 yield

@@ -1,5 +1,3 @@
-"""Server without files and batches, because they are disabled or their packages are not installed."""
-
 from __future__ import annotations
 
 from dataclasses import replace

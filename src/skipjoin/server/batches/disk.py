@@ -29,7 +29,7 @@ def is_full(folder: Path) -> bool:
 
 
 class Reserve:
-    """File that reserves disk space for deletions, because SQLite writes before it frees anything."""
+    """Disk space for deletions, because SQLite writes before it frees anything."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / _RESERVE_FILE

@@ -1,5 +1,3 @@
-"""Error file lines of expired and cancelled requests."""
-
 from __future__ import annotations
 
 import hashlib

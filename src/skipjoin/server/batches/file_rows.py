@@ -15,8 +15,6 @@ from skipjoin.server.batches.tables import batches, files
 
 
 class FileRows:
-    """Repository of files. `reserve` is space for deletions on a full disk."""
-
     def __init__(self, session: Session, reserve: Reserve) -> None:
         self._session, self._db, self._reserve = session, session.db, reserve
 
@@ -65,7 +63,6 @@ class FileRows:
         return found[:limit], len(found) > limit
 
     async def delete(self, owner: str, file_id: str) -> FileRow | None:
-        """Mark a file as deleted. On a full disk, use the space that is reserved for deletions."""
         if not is_id(file_id):
             return None
         try:

@@ -1,5 +1,3 @@
-"""Routes of /v1/files. A file belongs to the API key that uploaded it."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -196,7 +194,6 @@ async def find(store: Store, request: Request, file_id: str) -> FileRow:
 
 
 def not_found(file_id: str) -> ApiError:
-    """Return 404 for a missing file, or one of another key."""
     return ApiError(404, f"there is no file {file_id!r}", param="file_id")
 
 

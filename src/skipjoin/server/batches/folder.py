@@ -20,5 +20,4 @@ def batch_folder(config: ServerConfig) -> Path | None:
 
 
 def is_named(config: ServerConfig) -> bool:
-    """Return whether the operator asked for batches instead of leaving the default."""
     return config.batch_db is not None or (config.batch_dir or os.environ.get(FOLDER_VARIABLE) or NOWHERE) != NOWHERE

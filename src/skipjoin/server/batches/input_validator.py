@@ -32,7 +32,6 @@ class InputValidator:
     tries: Counter[str] = field(default_factory=Counter)
 
     async def take_new(self) -> None:
-        """Validate all waiting batches. One that fails `_MAX_TRIES` times is rejected."""
         while (row := await self._next()) is not None:
             await self._validate(row)
 

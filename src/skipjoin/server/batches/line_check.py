@@ -1,6 +1,4 @@
-"""Validation process for the lines of an input file, started by `validate`.
-
-    python -m skipjoin.server.batches.line_check FILE RULES
+"""Validation process for an input file: `python -m skipjoin.server.batches.line_check FILE RULES`.
 
 RULES is `Rules` as JSON. Each line of the output is a `Report` as JSON.
 """
@@ -27,8 +25,6 @@ _SHOWN = 80
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """Requirements on lines. Without `models`, any is allowed."""
-
     endpoint: str
     max_lines: int
     max_line_bytes: int
@@ -36,16 +32,12 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Some valid lines, or all errors."""
-
     lines: list[LinePlace] = []
     errors: list[LineError] = []
     is_finished: bool = False
 
 
 class LineFaultError(Exception):
-    """Error in a line of the input file."""
-
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.code, self.message, self.param = code, message, param

@@ -21,8 +21,6 @@ _CHUNK = 500
 
 
 class Waiting(NamedTuple):
-    """Batch with `ready` lines to run, sorted by expiry and age."""
-
     expires_at: int
     seq: int
     batch_id: str
@@ -30,8 +28,6 @@ class Waiting(NamedTuple):
 
 
 class LineRows:
-    """Repository of the lines of batches in progress."""
-
     def __init__(self, session: Session) -> None:
         self._session, self._db = session, session.db
 
@@ -111,7 +107,6 @@ class LineRows:
 
     @repeated
     async def close(self, batch_id: str, state: LineState) -> int:
-        """Move all unfinished lines of a batch to EXPIRED or CANCELLED, and return their number."""
         is_open = lines.c.state.in_([LineState.READY, LineState.RUNNING])
         async with self._db.writing() as connection:
             closed = sa.update(lines).where(lines.c.batch_id == batch_id, is_open).values(state=state, server=None)

@@ -1,5 +1,3 @@
-"""Conversion of batch lines to jobs, and of their results to lines of files."""
-
 from __future__ import annotations
 
 import hashlib
@@ -71,7 +69,7 @@ def line_options(body: GenerationBody, left_s: float, config: ServerConfig, owne
 
 
 def seeded(line: Line, params: Sequence[SamplingParams]) -> list[SamplingParams]:
-    """Add reproducible seeds, so that a rerun samples the same tokens."""
+    """Add seeds, so that a rerun samples the same tokens."""
     return [
         param if param.seed is not None else replace(param, seed=seed_of(line, choice))
         for choice, param in enumerate(params)

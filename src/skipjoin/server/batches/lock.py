@@ -11,7 +11,7 @@ LOCK_FILE = "lock"
 
 
 class FolderLock:
-    """Lock of a folder until `close` or the process's exit, `shared` by servers with one PostgreSQL database."""
+    """Lock of a folder, `shared` by servers with one PostgreSQL database."""
 
     def __init__(self, folder: Path, *, shared: bool) -> None:
         if not HAS_LOCKS:

@@ -1,5 +1,3 @@
-"""Batch objects of OpenAI's API, and the request body that creates a batch."""
-
 from __future__ import annotations
 
 import re
@@ -69,14 +67,10 @@ class InputDetails(msgspec.Struct, frozen=True):
 
 
 class OutputDetails(msgspec.Struct, frozen=True):
-    """Details of output tokens. Reasoning tokens are not counted separately."""
-
     reasoning_tokens: int = 0
 
 
 class BatchUsage(msgspec.Struct, frozen=True):
-    """Token usage of finished lines."""
-
     input_tokens: int
     output_tokens: int
     total_tokens: int
@@ -85,8 +79,6 @@ class BatchUsage(msgspec.Struct, frozen=True):
 
 
 class BatchObject(msgspec.Struct, frozen=True):
-    """Batch object. Times are Unix seconds."""
-
     id: str
     endpoint: str
     model: str | None

@@ -25,7 +25,6 @@ class OutputFinalizer:
     metrics: Metrics
 
     async def finish_due(self) -> None:
-        """Finalize all due batches, then raise the error of the first that failed."""
         failed: Exception | None = None
         for row in await self.store.batches.due():
             try:

@@ -48,12 +48,9 @@ class LineState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRow:
-    """Uploaded file or output of a batch.
+    """Uploaded file or output of a batch. `filename` is a label, never a path.
 
-    Attributes:
-        owner: Hash of its API key.
-        filename: Label, never a path.
-        deleted_at: Time from which requests no longer find the file. Its blob stays while an unfinished batch reads it.
+    After `deleted_at`, requests no longer find the file. Its blob stays while an unfinished batch reads it.
     """
 
     id: str
@@ -68,7 +65,7 @@ class FileRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineError:
-    """Reason why a batch was rejected. `line` counts from 1, or is None for the whole file."""
+    """Reason why a batch was rejected. `line` counts from 1; None is the whole file."""
 
     code: str
     message: str
@@ -78,12 +75,7 @@ class LineError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRow:
-    """Batch of requests. Token counts are those of finished lines.
-
-    Attributes:
-        failed: Number of failed lines, without expired and cancelled ones.
-        output_expires_after_s: None keeps the output files.
-    """
+    """Batch of requests. Token counts are those of finished lines, and `failed` excludes expired and cancelled ones."""
 
     id: str
     owner: str
@@ -126,11 +118,7 @@ class LinePlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """Line that this server runs.
-
-    Attributes:
-        lost: Number of attempts that ended with an engine crash.
-    """
+    """Line that this server runs. `lost` attempts ended with an engine crash."""
 
     batch_id: str
     number: int
@@ -151,8 +139,6 @@ class Line:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineResult:
-    """Result of a DONE or FAILED line. `body` is its JSON without the newline."""
-
     line: Line
     state: LineState
     body: bytes
@@ -178,27 +164,27 @@ class StoreError(Exception):
 
 
 class StoreUnavailable(StoreError):  # noqa: N818 -- a state, as in "503 unavailable"
-    """The database or the folder of the files is unreachable."""
+    pass
 
 
 class StoreDamaged(StoreUnavailable):
-    """The database is damaged and has to be restored."""
+    pass
 
 
 class NoSpace(StoreError):  # noqa: N818 -- the same
-    """The disk is full."""
+    pass
 
 
 class BlobMissing(StoreUnavailable):
-    """The content of a file is missing."""
+    pass
 
 
 class FolderLocked(StoreError):  # noqa: N818 -- the same
-    """Another server holds the folder."""
+    pass
 
 
 class QuotaExceeded(StoreError):  # noqa: N818 -- the same
-    """The owner has reached its storage limit."""
+    pass
 
 
 def is_id(text: str) -> bool:

@@ -21,8 +21,7 @@ _log = logging.getLogger(__name__)
 class ResultWriter:
     """Group commit of finished and requeued lines.
 
-    While the store fails, lines are kept and retried. Writes are idempotent. A response over the owner's `max_bytes`
-    becomes an error.
+    While the store fails, lines are kept and retried. A response over the owner's `max_bytes` becomes an error.
     """
 
     def __init__(self, store: Store, metrics: Metrics, *, max_bytes: int) -> None:
@@ -50,7 +49,7 @@ class ResultWriter:
         self._there.set()
 
     async def run(self) -> None:
-        """Write lines until `close`. Call `flush` afterwards to write the rest."""
+        """Write lines until `close`. Call `flush` afterwards."""
         retry_s = _FIRST_RETRY_S
         while not self._is_closing:
             await self._there.wait()

@@ -1,5 +1,3 @@
-"""Routes of /v1/batches."""
-
 from __future__ import annotations
 
 from fastapi import Request, Response

@@ -45,8 +45,8 @@ def is_folder_gone(blobs: Blobs, file_id: str) -> bool:
 class Runner:
     """Executor of lines, which keeps between 3/4 of `most` and `most` sequences at the engine.
 
-    Lines have their own admission queue. A line returns to the store if the queue is full, the server accepts no
-    requests, or its engine crashes. After `SUSPECT_LOST` crashes it runs alone, and after `MAX_LOST` it fails.
+    A line returns to the store if the queue is full, the server accepts no requests, or its engine crashes. After
+    `SUSPECT_LOST` crashes it runs alone, and after `MAX_LOST` it fails.
     """
 
     def __init__(self, service: Service, store: Store, blobs: Blobs, results: ResultWriter, *, most: int) -> None:

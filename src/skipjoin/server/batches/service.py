@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 class Batches:
-    """Files and batches of a server that has a folder for them. At most `most` of their sequences are in the engine."""
+    """Files and batches of a server that has a folder for them, with at most `most` sequences in the engine."""
 
     is_enabled = True
 
@@ -63,7 +63,7 @@ class Batches:
         add_routes(app, Part.BATCHES)
 
     async def open(self) -> None:
-        """Open the store and start. If the disk is full or the database unreachable, retry in the background.
+        """Open the store, or retry in the background if the disk is full or the database unreachable.
 
         Raises:
             ConfigError: If the configured folder or database cannot be used.
@@ -81,7 +81,6 @@ class Batches:
             self._opening = asyncio.create_task(self._reopen(folder))
 
     async def close(self) -> None:
-        """Requeue running lines and close the store. Idempotent."""
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.wait([self._opening])
@@ -183,15 +182,13 @@ def _work(service: Service, store: Store, blobs: Blobs, most: int) -> _Work:
 
 @dataclass(slots=True)
 class Leases:
-    """Task that renews this server's leases and updates the metrics of batches."""
-
     service: Service
     store: Store
     runner: Runner
     turn: int = 0
 
     async def renew(self) -> None:
-        """Renew the leases and stop lines that were lost. An idle server renews less often."""
+        """Renew the leases, stop lines that were lost, and update the metrics. An idle server renews less often."""
         if self.runner.live or self.turn % _IDLE_TURNS == 0:
             before = set(self.runner.live)
             held = await self.store.renew()

@@ -32,11 +32,10 @@ FOLDER_FILE = "folder-id"
 
 
 class Store:
-    """Store of one server: repositories of files, batches and lines, and this server's lease.
+    """Repositories of one server, and its lease.
 
-    Each method of a repository is one transaction, and a failed call changes nothing.
-
-    All methods raise `StoreUnavailable` while the database is unreachable and `NoSpace` while its disk is full.
+    Each method of a repository is one transaction. All raise `StoreUnavailable` while the database is unreachable and
+    `NoSpace` while its disk is full.
     """
 
     def __init__(self, database: Database, clock: SteadyClock, lock: FolderLock, reserve: Reserve) -> None:
@@ -124,7 +123,7 @@ class Store:
     async def renew(self) -> frozenset[tuple[str, int, int]]:
         """Renew this server's lease, free the lines of dead servers, and return the keys of lines still held here.
 
-        Call every few seconds. Stop all other lines, because their results are ignored.
+        Call every few seconds, and stop all other lines, whose results are ignored.
         """
         if not self._db.is_sqlite:  # on SQLite the lock is the lease
             await self._sign()

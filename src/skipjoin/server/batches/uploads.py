@@ -18,8 +18,6 @@ logging.getLogger("python_multipart").setLevel(logging.ERROR)
 
 
 class Form:
-    """Parser of multipart/form-data; `filename` is None until the file begins."""
-
     def __init__(self, content_type: str | None) -> None:
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
@@ -114,7 +112,6 @@ class Form:
 
 
 def label(name: bytes) -> str:
-    """Return a short printable file name, which is never used as a path."""
     shown = "".join(c for c in name.decode("utf-8", "replace") if c.isprintable())
     return shown[:_LONGEST_NAME] or "upload"
 

@@ -29,7 +29,7 @@ class ValidatorDied(Exception):  # noqa: N818 -- what has happened
 
 
 async def validate(path: Path, rules: Rules) -> AsyncGenerator[list[LinePlace], None]:
-    """Yield chunks of the lines of a file until `Refused` at an error. Use it in `contextlib.aclosing`."""
+    """Yield chunks of the lines of a file until `Refused`. Use it in `contextlib.aclosing`."""
     process = await asyncio.create_subprocess_exec(
         *_COMMAND,
         str(path),

@@ -1,5 +1,3 @@
-"""Detection of leaked KV blocks at run time."""
-
 from __future__ import annotations
 
 import logging
@@ -13,7 +11,7 @@ logger = logging.getLogger(__name__)
 def recover_blocks(kv: BlockLedger, *, is_idle: bool) -> int:
     """Free leaked blocks and return their number, which is 0 unless there is a bug.
 
-    `is_idle` if no request, plan or swap is in flight, so that any held block is leaked.
+    If `is_idle`, no request, plan or swap is in flight, so any held block is leaked.
 
     Raises:
         LedgerError: Two requests may write to one block, so outputs may be wrong.

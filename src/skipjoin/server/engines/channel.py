@@ -43,7 +43,6 @@ class Channel:
         return True
 
     def read(self, max_s: float = _TURN_S) -> None:
-        """Handle messages, yielding to the event loop every `max_s` seconds."""
         end = self._loop.time() + max_s
         while not self._socket.closed:
             if self._loop.time() > end:

@@ -41,7 +41,5 @@ class ConnectedEngine:
 
 
 class Replies(NamedTuple):
-    """Replies to a question by engine, without those of `silent` replicas, which did not reply in time."""
-
     by_engine: dict[ConnectedEngine, Reply]
     silent: list[int]

@@ -46,8 +46,6 @@ _DEADLINE_GRACE_S = 0.05
 
 
 class EngineLoad(NamedTuple):
-    """Total load of all engines. `usage` is the used fraction of device KV blocks."""
-
     running: int
     waiting: int
     usage: float
@@ -188,16 +186,11 @@ class EngineClient:
         on_start: Callable[[], None] | None = None,
         on_end: OnEnd | None = None,
     ) -> EngineSequence:
-        """Submit a sequence.
+        """Submit a sequence, or raise `EngineDeadError` or `NoReplicaError`.
 
         Args:
             like: Sequence with the same prompt and options, whose prefix hashes are reused.
             on_start: Called when the sequence first runs at each engine.
-            on_end: Called once with the reason and the total number of output tokens.
-
-        Raises:
-            EngineDeadError: No engine is running, and none will start.
-            NoReplicaError: No engine is running at this time.
         """
         if self.dead:
             raise EngineDeadError
@@ -231,7 +224,7 @@ class EngineClient:
             replica.send(Reforecast(sequence.id, forecast))
 
     def abort(self, sequences: list[EngineSequence]) -> None:
-        """Abort the unfinished ones of `sequences`. They get no more outputs."""
+        """Abort the unfinished ones. They get no more outputs."""
         self._end(sequences, FinishReason.ABORT)
 
     def complete(self, sequence: EngineSequence) -> None:
@@ -248,11 +241,6 @@ class EngineClient:
     # -- questions ----------------------------------------------------------------------------------------
 
     async def ask(self, make: Callable[[int, ConnectedEngine], Question], timeout_s: float) -> Replies:
-        """Ask all engines, and return their replies after at most `timeout_s`.
-
-        Args:
-            make: Returns the question with an id for an engine.
-        """
         number = next(self._questions)
         asked = {replica: replica.ask(make(number, replica)) for replica in self._replicas.values()}
         if asked:
@@ -266,11 +254,9 @@ class EngineClient:
         )
 
     def without_engine(self) -> list[LiveRequest]:
-        """Return the sequences that wait for an engine."""
         return [waiting_request(sequence) for sequence in (*self._waiting.values(), *self._isolation.held.values())]
 
     async def describe(self, timeout_s: float) -> LiveRequests:
-        """Return the unfinished sequences after at most `timeout_s`."""
         replies = await self.ask(lambda number, engine: DescribeRequests(number, has_facts=True), timeout_s)
         found = self.without_engine()
         for replica, reply in replies.by_engine.items():

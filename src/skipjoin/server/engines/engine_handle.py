@@ -30,7 +30,7 @@ STOP_S = 5.0
 
 
 class EngineStartError(RuntimeError):
-    """The engine did not start. The message has the reason."""
+    pass
 
 
 class EngineHandle:

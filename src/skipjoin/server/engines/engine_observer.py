@@ -49,7 +49,6 @@ class EngineObserver:
         cost: LinearCost | None = None,
         between_steps_s: float = 0.0,
     ) -> RequestStates:
-        """Return the states of unfinished requests in rank order. `now` is on the engine's clock."""
         lives, after, begin = self._lives, question.finished_after, time.thread_time()
         if question.has_steps:
             self._watched_until = now + WATCHED_S
@@ -100,7 +99,6 @@ def describe(core: EngineCore, now: float, rows: int | None = None, *, has_facts
 
 
 def group(requests: Iterable[Request], core: EngineCore) -> list[RequestGroup]:
-    """Return the numbers of requests and KV blocks by class, state and wait reason."""
     counts: dict[tuple[ServiceClass, str, str | None], list[int]] = {}
     for request in requests:
         held, wait = core.kv.blocks_of(request), core.wait_of(request)
@@ -145,7 +143,6 @@ def _describe(core: EngineCore, request: Request, place: int, now: float, facts:
 
 
 def state_name(core: EngineCore, request: Request) -> str:
-    """Return the state of a request, as `RequestState.state` describes it."""
     if request.last_plan >= core.scheduler.latest_plan:
         return "running"
     held = core.kv.blocks_of(request)

@@ -75,8 +75,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Loop(Protocol):
-    """Subset of `skipjoin.engine.loop.EngineLoop` that this process uses."""
-
     core: EngineCore
     on_plan: Callable[[StepPlan], object]
 
@@ -109,7 +107,7 @@ LoadEngine = Callable[[Setup, OnProgress], tuple[Loop, Ready]]
 
 
 class Recorder(Protocol):
-    """Sink of an engine's events, such as a timeline. `flush` is called when the engine becomes idle."""
+    """Sink of an engine's events. `flush` is called when the engine becomes idle."""
 
     def observe(self, events: Iterable[Event]) -> None: ...
     def flush(self) -> None: ...
@@ -117,8 +115,6 @@ class Recorder(Protocol):
 
 
 class EngineServer:
-    """Moves messages between the socket and the engine loop."""
-
     def __init__(
         self,
         socket: zmq.Socket[bytes],
@@ -271,7 +267,6 @@ class EngineServer:
 
 
 def die_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent exits. Only Linux does."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -282,8 +277,7 @@ def die_with_parent(parent: int) -> None:
 def serve_engine(load: LoadEngine) -> int:
     """Run the engine process with the `Setup` on standard input.
 
-    Returns:
-        Exit code: 0 after a `Shutdown` message, 1 after a failure or a broken link, `ORPHANED` without an API process.
+    Return 0 after a `Shutdown` message, 1 after a failure or a broken link, `ORPHANED` without an API process.
     """
     logs.configure_engine()
     setup = msgspec.json.decode(sys.stdin.buffer.read(), type=Setup)

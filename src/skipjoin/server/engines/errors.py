@@ -2,7 +2,7 @@ from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Base class of engine errors."""
+    pass
 
 
 class EngineDeadError(EngineError):
@@ -14,8 +14,6 @@ class NoReplicaError(EngineError):
 
 
 class LostRequestError(EngineError):
-    """Engines crashed while they ran the request, which is not retried."""
-
     def __init__(self, deaths: int) -> None:
         super().__init__(
             f"engines ended {deaths} times while they ran this request, which may be the cause and is not tried again"
@@ -23,7 +21,7 @@ class LostRequestError(EngineError):
 
 
 class EngineHungError(EngineError):
-    """The engine is running but makes no progress."""
+    pass
 
 
 class RefusedError(EngineError):

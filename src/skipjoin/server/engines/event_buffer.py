@@ -11,7 +11,7 @@ MAX_EVENTS = 512
 class EventBuffer:
     """Collects the events of several steps for observers.
 
-    One visit per step would cost several times as much, because each step evicts observers from the processor's caches.
+    A visit per step would cost several times as much, because steps evict observers from the processor's caches.
     """
 
     def __init__(self, observers: Sequence[Callable[[Sequence[Event]], None]] = ()) -> None:
@@ -24,7 +24,6 @@ class EventBuffer:
             self.flush()
 
     def flush(self) -> None:
-        """Pass on all events. Call before a question to an observer."""
         events, self._events = self._events, []
         for observe in self._observers if events else ():
             observe(events)

@@ -28,8 +28,6 @@ _MAX_BEATS = 1 << 16
 
 
 class Heartbeat:
-    """Engine side of the heartbeat, disabled without a pipe `fd`."""
-
     def __init__(self, fd: int | None, limit_s: float) -> None:
         self._fd = fd
         self._limit_s = limit_s
@@ -70,7 +68,6 @@ class HeartbeatReader:
         os.close(self.engine_fd)
 
     def wait(self) -> bool:
-        """Block until the first heartbeat. Return False if the engine exits without one."""
         found = bool(self._pipe.read(1))
         self._seen_at = self._clock()
         return found
@@ -91,7 +88,6 @@ class HeartbeatReader:
 
 
 def print_stacks() -> None:
-    """Print this process's stacks on a crash and on `ask_for_stacks`."""
     faulthandler.enable()
     faulthandler.register(_DUMP_SIGNAL)
 

@@ -20,15 +20,12 @@ class LiveRequest(NamedTuple):
     owner: str
 
     def row(self) -> dict[str, Any]:
-        """Return it as JSON, without what the policies say about it."""
         state = msgspec.structs.asdict(self.state)
         del state["facts"]
         return {"id": self.label, "choice": self.choice, "replica": self.replica, **state}
 
 
 class LiveRequests(NamedTuple):
-    """Unfinished sequences, without those of `silent` replicas, which did not answer in time."""
-
     requests: list[LiveRequest]
     silent: list[int]
 

@@ -1,7 +1,4 @@
-"""Messages between the API process and the engine processes, encoded as msgpack.
-
-One `StepOutputs` carries all tokens of an engine step, so the number of messages does not grow with the batch.
-"""
+"""Messages between the API process and the engine processes, encoded as msgpack."""
 
 from __future__ import annotations
 
@@ -33,12 +30,7 @@ class ListenerKey(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """Input of an engine process, as JSON on its standard input.
-
-    Attributes:
-        at: Address of the API process's local socket, or the key to its listener.
-        heartbeat_fd: None disables the heartbeat.
-    """
+    """Input of an engine process, as JSON. `at` is the address of a local socket, or the key to a listener."""
 
     config: EngineConfig
     at: str | ListenerKey
@@ -54,10 +46,9 @@ class Add(msgspec.Struct, frozen=True, tag="add", array_like=True):
     """Adds a request.
 
     Attributes:
-        id: Unique for the lifetime of the engine.
         output: Tokens from another engine, after which this engine continues.
-        age_s: Seconds since the first engine received the request. The deadline in `options` counts from then.
-        forecast: Predicted length of the whole output, including `output`.
+        age_s: Seconds since the first engine received the request, from which the deadline counts.
+        forecast: Of the whole output, including `output`.
     """
 
     id: int
@@ -70,8 +61,6 @@ class Add(msgspec.Struct, frozen=True, tag="add", array_like=True):
 
 
 class Reforecast(msgspec.Struct, frozen=True, tag="reforecast", array_like=True):
-    """Replaces the forecast of a request, unless it has finished."""
-
     id: int
     forecast: Forecast
 
@@ -87,8 +76,8 @@ class DescribeRequests(msgspec.Struct, frozen=True, tag="describe", array_like=T
     """Asks for a `RequestStates` message with this id.
 
     Attributes:
-        rows: Maximum number of requests to describe, the first in rank order; None for all.
-        finished_after: Value of `RequestStates.total_finished` after which finished requests are wanted; None for none.
+        rows: Maximum number of requests, the first in rank order; None for all.
+        finished_after: `RequestStates.total_finished` after which finished requests are wanted; None for none.
         has_steps: Whether steps are wanted, which the engine records for some seconds after such a message.
         has_facts: Whether to ask the policies about each request.
     """
@@ -103,8 +92,7 @@ class DescribeRequests(msgspec.Struct, frozen=True, tag="describe", array_like=T
 class FindLives(msgspec.Struct, frozen=True, tag="find_lives", array_like=True):
     """Asks for a `LivesFound` message with this id.
 
-    Attributes:
-        numbers: Requests to find; None for all that lived in the last `since_s` seconds, `most` at most.
+    Without `numbers`, it is for `most` requests at most that lived in the last `since_s` seconds.
     """
 
     id: int
@@ -114,7 +102,7 @@ class FindLives(msgspec.Struct, frozen=True, tag="find_lives", array_like=True):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
-    """Terminates the process immediately."""
+    pass
 
 
 ToEngine = Add | Reforecast | Abort | DescribeRequests | FindLives | Shutdown
@@ -124,8 +112,6 @@ ToEngine = Add | Reforecast | Abort | DescribeRequests | FindLives | Shutdown
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
-    """Fraction of a startup stage, from 0 to 1."""
-
     what: str
     share: float
 
@@ -134,10 +120,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     """Reports that the engine accepts requests, and describes the engine.
 
     Attributes:
-        cpu_block_bytes: Size of a CPU block. It differs from `block_bytes` if `swap_dtype` is not "auto".
-        max_num_seqs: Maximum number of requests in a step, and `max_num_batched_tokens` of tokens, for explanations.
-        recipe_path: Recipe as configured, with the absolute path of its file if it is in one; empty is `recipe`.
-        recipe_params: Its configured parameters.
+        cpu_block_bytes: Differs from `block_bytes` if `swap_dtype` is not "auto".
+        recipe_path: Recipe as configured, absolute if it is in a file; empty is `recipe`.
     """
 
     model: str
@@ -176,13 +160,11 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step", array_like=True):
     """Start or result of one engine step.
 
     Attributes:
-        ids: Distinct ids of the requests that generated a token.
-        details: Token details by index into `ids`.
-        ended: (id, `FinishReason`) of requests that finished after this step's token.
-        started: Ids of requests that run for the first time, sent before the step runs.
-        errors: Error text for the client, by id of the failed request.
+        details: By index into `ids`, the requests that generated a token.
+        started: Requests that run for the first time, sent before the step runs.
+        errors: Error text for the client, by id.
         cached: Number of prefix-cache hit tokens of `started` requests by id, if not 0.
-        refused: Ids of failed requests that exceed a limit.
+        refused: Failed requests that exceed a limit.
     """
 
     ids: list[int] = []
@@ -206,8 +188,6 @@ class PromptScores(msgspec.Struct, frozen=True, tag="scores", array_like=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
-    """Refuses a request. `text` may be shown to the client."""
-
     id: int
     param: str | None
     text: str
@@ -232,13 +212,9 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         state: "running" if it is in the latest plan, "waiting" if it has never run, "preempted" if its KV is on the
             device or dropped, "swapped" if its KV is on the CPU tier or moving.
-        is_urgent: True if it ranks before the other requests of its service class.
         wait_s: Seconds since it began to wait for `wait_reason`.
-        predicted_tokens: Predicted length of its whole output, with 80 % of outputs from `predicted_low` to
-            `predicted_high`.
-        age_s: Seconds since it arrived.
-        ttft_s: Objective of its time to first token, as `tpot_s` and `jct_s` are for the others.
-        facts: What the policies say about it, if the question asks for that.
+        predicted_tokens: Of its whole output; 80 % of outputs have `predicted_low` to `predicted_high`.
+        ttft_s, tpot_s, jct_s: Its objectives.
     """
 
     number: int
@@ -279,16 +255,12 @@ class RequestGroup(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestStates(msgspec.Struct, frozen=True, tag="states", array_like=True):
-    """Reply to the `DescribeRequests` message with the same id.
+    """Reply to the `DescribeRequests` message with the same id. Times are on the engine's clock.
 
     Attributes:
         groups: All unfinished requests, including those beyond the wanted rows.
-        now: Seconds on the engine's clock, which all times refer to.
-        total_finished: Number of requests that have finished so far.
-        finished: Wanted finished requests, newest first.
         steps: Steps since the last reply with steps.
         seconds: CPU time that the reply took.
-        cost: Cost model that matches the engine's own steps.
         between_steps_s: Mean time between consecutive steps that `cost` does not contain.
     """
 
@@ -305,12 +277,9 @@ class RequestStates(msgspec.Struct, frozen=True, tag="states", array_like=True):
 
 
 class LivesFound(msgspec.Struct, frozen=True, tag="lives", array_like=True):
-    """Reply to the `FindLives` message with the same id.
+    """Reply to the `FindLives` message with the same id. Times are on the engine's clock.
 
-    Attributes:
-        now: Seconds on the engine's clock, which all times refer to.
-        holders: Requests that ran longest while a wanted one waited, by its number.
-        standings: Standings of those wanted ones that are live.
+    `holders` are requests that ran longest while a wanted one waited, by its number.
     """
 
     id: int

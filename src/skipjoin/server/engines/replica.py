@@ -13,7 +13,7 @@ from skipjoin.system.container import oom_kills
 
 
 class EngineReplica:
-    """Replica of the engine, which is a child of this process with its own link to the API process.
+    """Parent of an engine, which has its own link to the API process.
 
     Call `place`, `start` and then `check_health`, all from one thread.
     """

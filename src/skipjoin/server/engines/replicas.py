@@ -28,11 +28,7 @@ ResultT = TypeVar("ResultT")
 
 
 class ReplicaSet:
-    """Set of `client.wanted` engines.
-
-    Args:
-        address: host:port of the Ray cluster. None starts a cluster on this machine.
-    """
+    """Set of `client.wanted` engines. `address` is host:port of the Ray cluster; None starts one on this machine."""
 
     def __init__(
         self,
@@ -172,7 +168,6 @@ class ReplicaSet:
             self._on_progress(f"replica {number}: {progress.what}", progress.share)
 
     def went_down(self, number: int, link: EngineLink, replica: ConnectedEngine | None, failure: str | None) -> None:
-        """Remove an engine that has exited. `replica` is None if it never accepted requests."""
         del self._numbers[link]
         moved = self._client.lose(replica) if replica is not None else 0
         if self._is_ending:

@@ -62,7 +62,6 @@ class OutputQueue:
             self._waiter.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Make `get` raise `error`. Later calls have no effect."""
         if self._error is None:
             self._error = error
         if self._waiter is not None and not self._waiter.done():
@@ -80,8 +79,7 @@ class EngineSequence:
         request: Its arrival is on this process's monotonic clock.
         params: With a seed, so that another engine samples the same tokens.
         has_begun: True if it has run at its current engine.
-        deaths: Number of engines that crashed while it was running.
-        stuck: Number of crashes since its last token that it may have caused.
+        deaths, stuck: Engine crashes while it ran, and those since its last token that it may have caused.
     """
 
     __slots__ = (

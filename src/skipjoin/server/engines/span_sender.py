@@ -39,7 +39,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 class SpanSender:
     """Posts spans once per second in a thread. Those that the collector does not take in time are dropped.
 
-    OpenTelemetry's variables for headers, certificates, compression and timeout apply, and those for proxies.
+    OpenTelemetry's variables for headers, certificates, compression and timeout apply.
     """
 
     def __init__(self, endpoint: str, build: Callable[[list[bytes]], bytes]) -> None:
@@ -70,7 +70,6 @@ class SpanSender:
             self._dropped += 1
 
     def close(self) -> None:
-        """Send the remaining spans, as far as the collector takes them within two seconds."""
         self._closing.set()
         self._thread.join(_CLOSE_S)
 
@@ -84,7 +83,6 @@ class SpanSender:
         self._warn(problem)
 
     def _send_all(self) -> str:
-        """Send batches until one is not accepted, and return why spans were or may be dropped."""
         problem = "does not keep up"
         while self._batch or self._waiting:
             if not self._batch:
@@ -127,5 +125,4 @@ class SpanSender:
 
 
 def _variable(name: str) -> str | None:
-    """Return a variable of OpenTelemetry's OTLP exporters: that for traces, or else that for all signals."""
     return os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or os.environ.get(f"OTEL_EXPORTER_OTLP_{name}")

@@ -1,7 +1,4 @@
-"""Detection of a stalled engine, whose requests wait although nothing is in flight.
-
-A stall is a bug of the scheduler or a policy.
-"""
+"""Detection of a stall, a bug of the scheduler or a policy: requests wait although nothing is in flight."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ RESTART_AFTER_S = 1.0
 
 
 class StallError(RuntimeError):
-    """No step can be planned, not even after all KV was dropped."""
+    pass
 
 
 class StallWatch:

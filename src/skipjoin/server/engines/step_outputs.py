@@ -9,7 +9,7 @@ from skipjoin.server.engines.messages import StepOutputs
 
 
 class StepOutputsBuilder:
-    """Builder of the `StepOutputs` messages of engine steps.
+    """Builder of the `StepOutputs` messages.
 
     Before a step that starts requests, it sends their ids, which are the suspects if the engine crashes.
     """

@@ -35,9 +35,7 @@ _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 30.0
 class Needs(NamedTuple):
     """Resources of one replica.
 
-    Attributes:
-        device: "auto", "cpu" or "cuda". An engine on a GPU takes one.
-        ranks: Number of rank processes, each with a CPU and, if GPUs are used, a GPU. With 0 the engine runs the model.
+    With `ranks`, each has a CPU and, if GPUs are used, a GPU; with 0 the engine has them.
     """
 
     cpus: int

@@ -1,4 +1,4 @@
-"""Export of request spans over OTLP/HTTP. Imported only with --otlp-traces-endpoint, which needs OpenTelemetry."""
+"""Export of request spans over OTLP/HTTP, which needs OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ class TraceWriter:
     def observe(self, events: Iterable[Event]) -> None:
         self._log.observe(events)
 
-    def flush(self) -> None:
-        """Do nothing: the thread sends spans at intervals."""
+    def flush(self) -> None: ...
 
     def close(self) -> None:
         self._sender.close()

@@ -24,9 +24,6 @@ def run_console(config: ServerConfig, servers: Mapping[str, str | None]) -> None
 
     Args:
         servers: Key by URL of the server, which only browsers of this machine use. Others send their own.
-
-    Raises:
-        ConfigError: The address cannot be used.
     """
     logs.configure("warning", "text")
     (listener,) = open_listeners(config)

@@ -28,14 +28,7 @@ class Upstream:
         self._api_key = api_key
 
     async def answer(self, request: Request, path: str) -> Response:
-        """Pass a request on, and return the answer as a stream.
-
-        Args:
-            path: Path with its escapes, which are passed on as they are.
-
-        Raises:
-            ApiError: The server cannot be reached.
-        """
+        """Pass a request on, and return the answer as a stream. `path` keeps its escapes."""
         query = f"?{request.url.query}" if request.url.query else ""
         headers = {name: request.headers[name] for name in _ASKED if name in request.headers}
         key = f"Bearer {self._api_key}" if self._api_key is not None else request.headers.get("authorization")
@@ -69,7 +62,6 @@ def _reason(error: Exception) -> str:
 
 
 def new_session() -> aiohttp.ClientSession:
-    """Return a session whose answers may last as long as a console is open."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
     return aiohttp.ClientSession(
         timeout=timeout, cookie_jar=aiohttp.DummyCookieJar(), connector=aiohttp.TCPConnector(limit=0)

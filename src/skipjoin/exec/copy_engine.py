@@ -1,5 +1,3 @@
-"""How KV blocks move between the tiers, by device and format."""
-
 from __future__ import annotations
 
 import logging
@@ -33,12 +31,7 @@ class CopyEngine(Protocol):
     """Copies whole blocks between a device pool and a CPU pool in the format of the latter."""
 
     def copy(self, direction: Direction, pairs: Pairs, last: int) -> None:
-        """Copy without the GIL, or on CUDA queue it on the current stream.
-
-        Args:
-            pairs: Blocks that exist in both pools.
-            last: Tokens in the last block.
-        """
+        """Copy without the GIL, or on CUDA queue it on the current stream. The last block has `last` tokens."""
         ...
 
 
@@ -50,8 +43,6 @@ def copy_engine(device: PagedKV, cpu: PagedKV | SwapPool) -> CopyEngine:
 
 
 class HostCopies:
-    """Copies between pools in CPU memory."""
-
     def __init__(self, device: PagedKV, cpu: PagedKV) -> None:
         self._device, self._cpu = device, cpu
         self._copy_blocks = block_copy()

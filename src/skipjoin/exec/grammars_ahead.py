@@ -19,12 +19,7 @@ _NICENESS = 10
 
 
 class MaskState(Protocol):
-    """Masks of a request.
-
-    Attributes:
-        is_slow: Whether the next mask should be computed by `MasksAhead.advance`.
-        uncharged_s: Processor time of its grammar and masks that is not charged yet.
-    """
+    """Masks of a request; see `GrammarState`."""
 
     is_slow: bool
     uncharged_s: float
@@ -44,9 +39,7 @@ class MasksAhead(Protocol):
         """Start to compute the mask after a request's output. No plan may contain the request until that is done."""
         ...
 
-    def state_of(self, request: Request) -> MaskState | None:
-        """Return the state of a request whose grammar has started."""
-        ...
+    def state_of(self, request: Request) -> MaskState | None: ...
 
     def wait(self, futures: Collection[Future[Any]], timeout_s: float, *, for_all: bool = False) -> None:
         """Wait at most `timeout_s` until the first future is done, or all of them."""

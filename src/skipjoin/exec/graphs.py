@@ -28,8 +28,6 @@ OnProgress = Callable[[float], None]
 
 
 class GraphRecorder(Protocol):
-    """Recorder of a function's device work for replay."""
-
     def record(self, run: Run) -> Run:
         """Capture `run`, which reads tensors at fixed addresses. The replay returns the same tensor each time."""
         ...
@@ -134,9 +132,8 @@ class DecodeGraphs:
     def run(self, segments: Sequence[Segment], sampled: torch.Tensor | None) -> tuple[PackedBatch, torch.Tensor]:
         """Replay the smallest fitting graph; raises as `CausalLM.check` does.
 
-        Returns:
-            The batch and its logits [len(segments), vocab_size], valid until the next call; empty before the last
-                stage.
+        Returns the batch and its logits [len(segments), vocab_size], valid until the next call; empty before the last
+        stage.
         """
         size = self._sizes[bisect_left(self._sizes, len(segments))]
         if sampled is not None:

@@ -17,11 +17,10 @@ class KVStore:
     """KV blocks of both tiers in block-major layout, so that a block moves as one contiguous copy.
 
     Args:
-        dtype: Type of the model.
         cpu_blocks: 0 allocates no CPU pool.
         of: Format of the cache.
         swap_dtype: Name of the format of blocks in the CPU tier.
-        link_bytes_per_s: Limit of the bandwidth between the tiers in each direction; None for none.
+        link_bytes_per_s: Limit of the bandwidth between the tiers in each direction.
     """
 
     def __init__(

@@ -1,5 +1,3 @@
-"""Threads that run a model, one call at a time."""
-
 from __future__ import annotations
 
 import threading
@@ -27,8 +25,6 @@ class ModelThread(Protocol):
 
 
 class OwnThread:
-    """A thread of its own."""
-
     def __init__(self, model: CausalLM, threads: int) -> None:
         self._pool = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="skipjoin-model", initializer=_begin, initargs=(model, threads)

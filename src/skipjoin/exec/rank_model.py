@@ -1,5 +1,3 @@
-"""Load a rank's share of a model: the only rank of this process, or one of several."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -28,8 +26,6 @@ OnProgress = Callable[[str, float], None]
 
 
 class RankModel(NamedTuple):
-    """Model and settings that every rank loads."""
-
     folder: str
     load: LoadSpec
     largest: LargestStep
@@ -44,10 +40,7 @@ class RankModel(NamedTuple):
 class LoadedRank:
     """A rank's weights and, after `make_pools`, its KV pools and CUDA graphs.
 
-    Args:
-        threads: CPU threads of the model.
-        group: Ranks of the model; None for a rank alone.
-        ranks_here: Number of ranks that share this machine's RAM.
+    `ranks_here` is the number of ranks that share this machine's RAM; `group` is None for a rank alone.
     """
 
     def __init__(

@@ -75,8 +75,6 @@ class MemoryBudget(NamedTuple):
 
 
 class ModelExecutor(Executor[Handle], Protocol):
-    """Executor that runs a model on one or several ranks."""
-
     @property
     def rank_specs(self) -> Sequence[RankSpec]: ...
 
@@ -97,9 +95,7 @@ class ModelExecutor(Executor[Handle], Protocol):
         ...
 
     @property
-    def ahead(self) -> MasksAhead | None:
-        """Starts grammars and computes masks outside of the steps; None without grammars."""
-        ...
+    def ahead(self) -> MasksAhead | None: ...
 
     def check(self) -> None:
         """Raise `RankError` if a rank was lost while no plan was in flight."""
@@ -143,7 +139,6 @@ def memory_budget_of(
 
     Args:
         gpu_share: Fraction of the GPU's memory for all its users, including other programs.
-        ranks_here: Number of ranks that share this machine's RAM.
         peak: Result of `measure_peak`, which must have run unless `to_load` is set.
         to_load: Bytes of weights that are not loaded yet.
     """

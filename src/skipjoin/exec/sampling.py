@@ -6,7 +6,7 @@ from skipjoin.sampling import SamplingParams
 
 
 class Sampling(NamedTuple):
-    """`Request.sampling` of model executors: the user's parameters and this request's seed."""
+    """`Request.sampling` of model executors."""
 
     params: SamplingParams
     seed: int
@@ -14,5 +14,4 @@ class Sampling(NamedTuple):
 
 
 def is_constrained(sampling: object) -> bool:
-    """Return whether a request's `sampling` has structured outputs."""
     return isinstance(sampling, Sampling) and sampling.params.structured_outputs is not None

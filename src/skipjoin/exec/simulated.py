@@ -19,7 +19,6 @@ def none(request: Request) -> int:
 
 
 def exactly() -> float:
-    """Return 1: the default `jitter`."""
     return 1.0
 
 

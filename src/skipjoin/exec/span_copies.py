@@ -1,5 +1,3 @@
-"""Moves of slots within blocks (bidirectional sharing, BROS section 5)."""
-
 from __future__ import annotations
 
 import logging
@@ -20,7 +18,7 @@ SpansKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class SpanCopies:
-    """Copies slots between blocks, on CUDA as one kernel launch if possible."""
+    """Copies slots between blocks (bidirectional sharing, BROS section 5), on CUDA as one kernel launch if possible."""
 
     def __init__(self, device: PagedKV, host: PagedKV) -> None:
         self._device = device

@@ -11,7 +11,6 @@ from skipjoin.exec.transfer import POLL_S, Copier, Ended, StreamCopier, ThreadCo
 
 
 def copier_for(store: KVStore) -> Copier:
-    """Return the copier of a store, within the bandwidth of its link."""
     device = store.device.tensor.device
     is_cuda = device.type == "cuda"
     copier: Copier = StreamCopier(store) if is_cuda else ThreadCopier(store)

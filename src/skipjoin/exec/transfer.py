@@ -1,5 +1,3 @@
-"""Asynchronous KV block moves, overlapped with steps."""
-
 from __future__ import annotations
 
 import logging
@@ -34,8 +32,7 @@ class Copier(Protocol):
     def run_blocking(self, moves: Sequence[Move]) -> Ended:
         """Execute moves before the next work of the calling thread or its stream: swap-outs first, swap-ins last.
 
-        Moves started with `begin` are not waited for. On CUDA moves are queued and finish before any slice of the step
-        runs. A failed move loses the KV of its own request only.
+        Moves started with `begin` are not waited for. A failed move loses the KV of its own request only.
         """
         ...
 

@@ -1,5 +1,3 @@
-"""Warm-up, so that no step waits for a compiler."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,7 +12,7 @@ OnProgress = Callable[[float], None]
 
 
 def warm_up(model: CausalLM, pool: PagedKV, largest: LargestStep, on_progress: OnProgress = lambda share: None) -> None:
-    """Compile the kernels of all batches that the attention back end distinguishes.
+    """Compile the kernels of all batches that the attention back end distinguishes, so that no step waits for it.
 
     Writes into block 0. All ranks of a model must call this at the same time.
     """

@@ -63,7 +63,6 @@ class Worker:
     Args:
         copier: Receives overlapped moves when their plan begins and not earlier, since they may write blocks that an
             earlier plan's moves still read.
-        grammars: Needed by requests with structured outputs.
         limit_of: Returns the state of a request's grammar, if it was started outside of the steps.
     """
 

@@ -1,5 +1,3 @@
-"""Batches: one step's work as flat tensors."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -40,8 +38,7 @@ class Segment(NamedTuple):
 class GraphBuffers:
     """Fixed device tensors for up to `capacity` decodes, so that CUDA graphs can be replayed with new contents.
 
-    Args:
-        tables: Block tables, int64 [capacity or more, width]. Several buffers may share them.
+    Several buffers may share `tables`, int64 [capacity or more, width].
     """
 
     def __init__(self, capacity: int, tables: torch.Tensor) -> None:
@@ -71,10 +68,8 @@ class PackedBatch:
     slot p % block_size, counted from the block's end if reversed.
 
     Attributes:
-        token_ids: Shape [T], as `positions`.
         slots: Shape [T], block * block_size + position in the block; -1 for padding, whose KV is not written.
-        sources: Shape [T], row of the previous step's sampled tokens, or -1 if the token is known. None if all are
-            known.
+        sources: Shape [T], row of the previous step's sampled tokens, or -1; None if all tokens are known.
         query_start: Shape [n + 1].
         context_lens: Shape [n], tokens with KV after this step; 0 for padding.
         block_tables: Shape [n, widest], padded with 0.

@@ -78,8 +78,7 @@ class CausalLM:
         """Compute the batch's tokens and write their KV into `kv`. All ranks run the same batches in the same order.
 
         Returns:
-            Logits of the batch's wanted rows, float32 [batch.num_rows, vocab_size], in `out` if given; [0, vocab_size]
-            on every stage but the last.
+            Logits of the batch's wanted rows, float32 [batch.num_rows, vocab_size]; none on every stage but the last.
 
         Raises:
             IndexError: If a token id is outside the vocabulary, on a CPU.

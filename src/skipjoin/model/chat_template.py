@@ -41,7 +41,6 @@ class Sources(NamedTuple):
 
 
 def find_template(folder: Path, settings: Mapping[str, Any]) -> Sources | None:
-    """Return the chat template of a model folder, or None without one."""
     value = settings.get("chat_template")
     if isinstance(value, list):
         value = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
@@ -60,8 +59,6 @@ def read_template(file: Path) -> str:
 
 
 class ChatTemplate:
-    """Chat template, rendered by a process that starts on demand."""
-
     def __init__(self, source: str, special: Mapping[str, str], with_tools: str | None = None) -> None:
         self.source = source if with_tools is None else f"{source}\n{with_tools}"
         self._special = dict(special)
@@ -150,7 +147,7 @@ class ChatTemplate:
 
 
 class _LimitError(Exception):
-    """A template has reached a limit."""
+    pass
 
 
 def _lacks_content(messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -11,7 +11,7 @@ from skipjoin.model.tokenizer import Tokenizer
 
 
 def format_of(tokenizer: Tokenizer, tool_format: str) -> OutputFormat | None:
-    """Return the format of a model's output, or None if it is unknown; `tool_format` as in `choose_format`."""
+    """Return the format of a model's output, or None if it is unknown."""
     template = tokenizer.chat_template
     if template is None:
         return None
@@ -30,12 +30,7 @@ def chat_text(
     functions: Sequence[Mapping[str, Any]],
     **variables: Any,
 ) -> str:
-    """Return a conversation as text; `functions` are those that the prompt shows.
-
-    Raises:
-        ModelError: As `ChatTemplate.render`.
-        MessageError: As `ChatTemplate.render`.
-    """
+    """Return a conversation as text; `functions` are those that the prompt shows. Errors as `ChatTemplate.render`."""
     tools = [template_tool(function) for function in functions]
     template = tokenizer.chat_template
     if template is not None and output_format is not None and output_format.is_prompted:

@@ -1,7 +1,4 @@
-"""Convert weights from PyTorch's older files to safetensors, at a user's request.
-
-The older files are pickles, which torch reads in its restricted mode. Nothing else in this package opens them.
-"""
+"""Convert PyTorch's older weight files, which are pickles, to safetensors. Nothing else in this package opens them."""
 
 from __future__ import annotations
 

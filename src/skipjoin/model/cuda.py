@@ -29,8 +29,6 @@ FLASH_MODULE = "flash_attn_interface"
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU's name and compute capability."""
-
     name: str
     capability: tuple[int, int]
 
@@ -168,11 +166,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def choose_device(name: str, facts: CudaFacts | None = None) -> str:
-    """Return the device for cpu, cuda, cuda:N or auto, which warns of an unusable GPU.
-
-    Raises:
-        ModelError: If the requested GPU cannot be used.
-    """
+    """Return the device for cpu, cuda, cuda:N or auto. Warns of an unusable GPU, or raises if it was requested."""
     if name == "cpu":
         return name
     asked = re.fullmatch(r"cuda(?::(\d+))?", name)

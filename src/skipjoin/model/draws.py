@@ -57,10 +57,7 @@ def draw(
 ) -> torch.Tensor:
     """Sample each row at its temperature (> 0) among the tokens that its filters keep.
 
-    Tokens of equal logits are kept or dropped together.
-
-    Args:
-        uniforms: Random number in [0, 1) of each row.
+    Tokens of equal logits are kept or dropped together. `uniforms` are in [0, 1).
     """
     scaled = logits / _column([max(param.temperature, _COLDEST) for param in params], logits)
     scaled -= scaled.amax(-1, keepdim=True)  # the maximum becomes 0, so exp cannot overflow
@@ -134,8 +131,7 @@ def _from_best(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return thresholds of top_k and top_p from the largest logits `best`, and whether those suffice, [n].
 
-    Args:
-        totals: Sums of exp over the whole rows, [n, 1].
+    `totals` are sums of exp over the whole rows, [n, 1].
     """
     width = best.shape[-1]
     order = torch.arange(width, device=best.device)
@@ -170,7 +166,6 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def _in_runs(weights: torch.Tensor) -> torch.Tensor:
-    """Split rows into runs: [n, vocab] becomes [n, runs, _RUN], padded with zeros."""
     n, vocab = weights.shape
     if missing := -vocab % _RUN:
         weights = torch.nn.functional.pad(weights, (0, missing))

@@ -1,5 +1,3 @@
-"""Threads that several clients share."""
-
 from __future__ import annotations
 
 import os
@@ -29,11 +27,7 @@ class FairThreads:
         self._is_closed = False
 
     def submit(self, client: str, work: Callable[..., ResultT], *args: object) -> Future[ResultT]:
-        """Queue a call.
-
-        Raises:
-            RuntimeError: If the threads are closed.
-        """
+        """Queue a call; raise RuntimeError if the threads are closed."""
         future: Future[ResultT] = Future()
         with self._changed:
             if self._is_closed:

@@ -70,7 +70,6 @@ def _why_no_config(folder: Path) -> str:
 
 
 def bin_files(source: Path) -> list[Path]:
-    """Return the files of a folder that `skipjoin convert` reads."""
     if (why := why_file(source)) is not None:
         raise ModelError(why)
     if not source.is_dir():
@@ -86,11 +85,7 @@ def bin_files(source: Path) -> list[Path]:
 
 
 def model_id(name: str, folder: str | Path) -> str:
-    """Return the name of a model for clients, which shows no path of this machine.
-
-    Args:
-        name: Model as it was given, and `folder`, in which it was found.
-    """
+    """Return the name of a model for clients, which shows no path of this machine. `name` is as it was given."""
     if name == MODEL_NAME or Path(name) != Path(folder):
         return name  # a hub id
     # Not resolved further: the name of a link is the name that was chosen for the model.
@@ -121,7 +116,6 @@ def resolve_folder(name_or_path: str | Path, *, weights: bool = True, from_hub: 
 
 
 def cached_folder(name: str) -> Path | None:
-    """Return the folder of a hub id that was downloaded before, or None."""
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
     from huggingface_hub.errors import HFValidationError  # noqa: PLC0415
 

@@ -1,5 +1,3 @@
-"""Sampling defaults in generation_config.json. Does not import torch."""
-
 from __future__ import annotations
 
 from pathlib import Path

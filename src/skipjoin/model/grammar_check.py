@@ -67,10 +67,7 @@ class GrammarCheck:
         self.submit(structured, client).result()
 
     def submit(self, structured: StructuredOutput, client: str = "") -> Future[None]:
-        """Start to compile a constraint; the future raises as `check` does. It is done if the constraint is known.
-
-        Canceled before the constraint is compiled, it leaves the queue.
-        """
+        """Start to compile a constraint; the future raises as `check` does. It is done if the constraint is known."""
         error = self._recall(structured, client)
         if error is None:
             return self._threads.submit(client, self._check, structured, client)

@@ -51,7 +51,6 @@ class GrammarMask:
     def start(
         self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int], salt: str = ""
     ) -> GrammarState | None:
-        """Return the state of a new request. `salt` is that of `Grammars`."""
         if params.structured_outputs is None:
             return None
         try:
@@ -91,8 +90,7 @@ class GrammarMask:
 def _compute(states: Sequence[tuple[int, GrammarState]], masks: np.ndarray, rest_s: float) -> None:
     """Compute the tokens that each grammar allows, without the GIL, and find the slow grammars.
 
-    Args:
-        rest_s: Time that the step takes besides.
+    `rest_s` is the time that the step takes besides.
     """
     if not states:
         return
@@ -121,7 +119,6 @@ class GrammarState(ProcessorState):
     """Position of one request in its grammar.
 
     Attributes:
-        eos: End-of-sequence tokens.
         mask: Tokens that the grammar allows next, if `GrammarMask.compute_ahead` has computed them.
         is_slow: Whether the next mask should be computed ahead, because the latest ones took long.
         seconds: Seconds that the masks took, in all.
@@ -221,7 +218,6 @@ class GrammarState(ProcessorState):
             self.eos.remove_from(mask)
 
     def _after_beginning(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Return the tokens after the first occurrence of `after`."""
         for at, token in enumerate(tokens, 1):
             self._recent = [*self._recent, token][-len(self._after) :]
             if tuple(self._recent) == self._after:
@@ -243,7 +239,6 @@ class GrammarState(ProcessorState):
 
 
 def too_expensive(tokens: int, limit: str) -> str:
-    """Return the error of a request that exceeds a limit after some tokens of output."""
     return f"{_SUBJECT} is too expensive after {tokens} tokens: {limit}: {_REMEDY}"
 
 

@@ -80,8 +80,6 @@ def _serve() -> None:
 
 
 class _Fork:
-    """Fork of this process that compiles grammars, one at a time."""
-
     def __init__(self, grammars: Grammars) -> None:
         self.asked = 0
         reading, request = os.pipe()
@@ -110,7 +108,6 @@ class _Fork:
 
 
 def _kind_of(code: int) -> int:
-    """Return the limit that a process reached, by its exit code."""
     if code == -signal.SIGPROF:
         return OUT_OF_TIME
     return OUT_OF_MEMORY if code == -signal.SIGABRT else TOO_DEEP

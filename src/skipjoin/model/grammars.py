@@ -45,7 +45,6 @@ class CompiledGrammar:
         is_slow: Whether the next masks should be computed outside of the steps. New grammars must prove to be quick.
         quick: Consecutive quick masks of slow requests.
         relapses: Number of times that a mask of a quick request took long.
-        was_slow: Whether a mask took long.
     """
 
     matcher: LLMatcher
@@ -85,15 +84,10 @@ class Grammars:
         self._limits = LLParserLimits(verbose_errors=False, step_max_items=max_items)
 
     def matcher(self, structured: StructuredOutput, salt: str = "") -> LLMatcher:
-        """Return a new matcher; raises as `get` does."""
         return self.get(structured, salt).matcher.deep_copy()
 
     def get(self, structured: StructuredOutput, salt: str = "") -> CompiledGrammar:
-        """Return a compiled grammar.
-
-        Raises:
-            GrammarError: If the grammar does not compile.
-        """
+        """Return a compiled grammar; raise `GrammarError` if it does not compile."""
         if (known := self.known(structured, salt)) is not None:
             return known
         # Compiling releases the GIL, and must not block other grammars.
@@ -171,11 +165,7 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int, eos: list[int]) -> LLToke
 
 
 class Grammar(NamedTuple):
-    """Grammar in llguidance's notation.
-
-    Attributes:
-        impossible: Parts of its schema that are known to allow no value.
-    """
+    """Grammar in llguidance's notation, and the parts of its schema that are known to allow no value."""
 
     text: str
     impossible: list[str]

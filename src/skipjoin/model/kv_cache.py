@@ -16,7 +16,6 @@ Where = tuple[torch.Tensor | slice, ...]
 
 
 def cache_format_of(kv_cache_dtype: str, config: ModelConfig) -> CacheFormat:
-    """Return the format of a model's cache; raise `ModelError` if it cannot have it."""
     if kv_cache_dtype not in CACHE_FORMATS:
         raise ModelError(f"kv_cache_dtype must be one of {', '.join(CACHE_FORMATS)}; got {kv_cache_dtype!r}")
     found = CACHE_FORMATS[kv_cache_dtype]
@@ -29,8 +28,7 @@ class PagedKV:
     """Paged KV cache of a rank's layers and KV heads.
 
     `tensor` is contiguous, [num_blocks, layers, 2, kv_heads, block_size, row], so that a move is one copy per block.
-    Rows are those of `of`, for numbers of type `dtype`. Blocks are not cleared on reuse, so attention must not read
-    slots beyond a sequence's length.
+    Blocks are not cleared on reuse, so attention must not read slots beyond a sequence's length.
     """
 
     def __init__(
@@ -68,7 +66,7 @@ class PagedKV:
         return self.tensor[0].numel() * self.tensor.element_size()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return strided views of this cache's layer `index`, [num_blocks, block_size, kv_heads, head_dim] each.
+        """Return strided views of layer `index`, [num_blocks, block_size, kv_heads, head_dim] each.
 
         Only back ends that are `readers` of the format may read them.
         """
@@ -106,8 +104,7 @@ class PagedKV:
 class SwapPool:
     """Blocks in CPU memory in a format other than the cache's, as rows of bytes.
 
-    `tensor` is uint8 [num_blocks, block_bytes], and `shape` of a block (heads, block_size, head_dim), with the heads of
-    keys and values of all layers.
+    `shape` of a block is (heads, block_size, head_dim), with the heads of keys and values of all layers.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""CPU memory in huge pages, for weights and the KV cache.
-
-With pages of 4 kB, address translation takes much of the time of reading them.
-"""
+"""CPU memory in huge pages: with pages of 4 kB, address translation takes much of the time of reading it."""
 
 from __future__ import annotations
 

@@ -20,8 +20,6 @@ from skipjoin.model.weights import Matrix, Weights
 
 @dataclass(slots=True)
 class LayerInputs:
-    """Values shared by the layers of one forward pass."""
-
     batch: PackedBatch
     kv: PagedKV
     attention: AttentionBackend
@@ -158,8 +156,6 @@ class Embedding:
 
 
 class Rotary:
-    """Cosines and sines of all positions."""
-
     def __init__(self, config: ModelConfig, device: torch.device | str) -> None:
         assert config.rope is not None
         positions = torch.arange(config.max_positions, dtype=torch.float32)
@@ -169,8 +165,6 @@ class Rotary:
 
 
 class SelfAttention:
-    """Self-attention, with optional q/k norms and rotation."""
-
     def __init__(
         self,
         builder: Builder,

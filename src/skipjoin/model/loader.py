@@ -44,10 +44,7 @@ def load_model(
     progress: Progress | None = None,
     group: Group | None = None,
 ) -> CausalLM:
-    """Load a model. The device becomes the calling thread's current device.
-
-    Args:
-        group: Load the shard of this group's rank; None for the whole model.
+    """Load a model, or the shard of this group's rank. The device becomes the calling thread's current device.
 
     Raises:
         ModelError: If the model cannot run.

@@ -34,8 +34,6 @@ class ProcessorState:
 
 
 class LogitsProcessor(Protocol):
-    """Adjusts logits in place, for all rows of a batch that it concerns at once."""
-
     def start(
         self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]
     ) -> ProcessorState | None:
@@ -52,9 +50,7 @@ class TokenLimit(Protocol):
 
     def start(
         self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]
-    ) -> ProcessorState | None:
-        """Return the state of a new request without output, or None if any token may come at any time."""
-        ...
+    ) -> ProcessorState | None: ...
 
     def masks(self, states: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
         """Return the allowed tokens of active states, and whether each output must end here, bool [len(states)].

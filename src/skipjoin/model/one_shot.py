@@ -1,7 +1,4 @@
-"""One-shot all-reduce of small tensors over the GPUs of one machine.
-
-NCCL's rings take several times as long for the few kilobytes of a decode step.
-"""
+"""One-shot all-reduce on one machine, several times as fast as NCCL's rings for the few kilobytes of a decode."""
 
 from __future__ import annotations
 
@@ -21,8 +18,6 @@ _DTYPES, _STEP = (torch.bfloat16, torch.float32), 16
 
 
 class OneShotSum:
-    """All-reduce over ranks that make the same calls in the same order."""
-
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         # Each rank may see a single GPU as number 0, and torch would take them for the same one.
         os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")

@@ -19,8 +19,8 @@ _REGISTER_FLAGS = 1 | 2
 def page_locked_bytes(size: int) -> tuple[torch.Tensor, Callable[[], None]]:
     """Return `size` zero bytes, and a function that unlocks them once no copy uses them.
 
-    Locks memory in place if possible, else uses torch's page-locked memory, whose size is rounded up to a power of two.
-    As a last resort, memory is not locked, which makes steps wait for copies.
+    Locks memory in place if possible, because torch rounds the size of its page-locked memory up to a power of two.
+    Memory that cannot be locked makes steps wait for copies.
     """
     memory = _mapped(size)
     if _lock(memory):

@@ -100,7 +100,6 @@ def _part(total: int, rank: int, size: int) -> range:
 
 
 def check_shards(config: ModelConfig, tp_size: int, pp_size: int) -> None:
-    """Raise `ModelError` unless heads and the MLP's width divide evenly."""
     heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.intermediate_size
     rules: list[tuple[Callable[[int], bool], str]] = [
         (lambda size: 1 <= size <= heads, f"be in [1, {heads}], the number of the model's attention heads"),
@@ -131,10 +130,8 @@ def _nearest(size: int, fitting: Sequence[int]) -> str:
 class Group(Protocol):
     """Communication of a rank with the other ranks of its model.
 
-    All make the same calls in the same order. A rank whose call raises has failed.
-
-    Attributes:
-        waited_s: Total seconds spent waiting for the previous stage.
+    All make the same calls in the same order. A rank whose call raises has failed. `waited_s` is the total time spent
+    waiting for the previous stage.
     """
 
     shard: Shard
@@ -168,8 +165,6 @@ class GroupError(Exception):
 
 
 class Alone:
-    """Group of a single rank."""
-
     shard = WHOLE
     waited_s = 0.0
 

@@ -1,5 +1,3 @@
-"""Entry points by which installed packages register model families and weight formats."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -9,11 +7,11 @@ _loaded: set[EntryPoint] = set()
 
 
 class PluginError(Exception):
-    """An installed package's entry point cannot be used."""
+    pass
 
 
 def load_plugins(group: str, is_registered: Callable[[object], bool], must_name: str) -> None:
-    """Load the entry points of a group, each once.
+    """Load the entry points of a group of installed packages, each once.
 
     Args:
         is_registered: Returns whether loading an entry point's object has registered it.

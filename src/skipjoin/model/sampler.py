@@ -29,11 +29,10 @@ Alternatives = tuple[tuple[int, float], ...]
 
 
 class SamplingState:
-    """Sampling state of one request, advanced once by each accepted output token.
+    """Sampling state of one request.
 
     Attributes:
         length: Number of output tokens accepted so far; stays 0 without `reads_output`.
-        limit: State of the limit of tokens. None: any token may come.
         reads_output: Whether the next token depends on the output tokens, and not on their number alone.
     """
 
@@ -85,11 +84,7 @@ class Sampled(NamedTuple):
 
 
 class _Limits(NamedTuple):
-    """Rows with a limit of tokens, ascending, and their masks, int32 [len(rows), words].
-
-    Attributes:
-        ending: Rows whose output must end.
-    """
+    """Rows with a limit of tokens, ascending, their masks, int32 [len(rows), words], and the rows that must end."""
 
     rows: list[int]
     masks: np.ndarray
@@ -118,8 +113,6 @@ def joined(parts: Sequence[SampledTokens]) -> SampledTokens | None:
 
 
 class JoinedReports(CpuCopy[list[Sampled]]):
-    """Samples of several copies, concatenated."""
-
     def __init__(self, parts: Sequence[CpuCopy[list[Sampled]]]) -> None:
         self._parts = parts
 
@@ -139,10 +132,9 @@ class Sampler:
     """Samples next tokens.
 
     Args:
-        find_thresholds: Implements top_k and top_p; None searches the largest logits, which makes the CPU wait for a
-            GPU.
+        find_thresholds: Implements top_k and top_p; None makes the CPU wait for a GPU.
         processors: Applied in this order; None for those of `SamplingParams`.
-        limit: Applied after them. None limits no request.
+        limit: Applied after them.
     """
 
     def __init__(
@@ -166,7 +158,7 @@ class Sampler:
         *,
         limit: ProcessorState | None = None,
     ) -> SamplingState:
-        """Return the state of a new request without output; `limit` is that of its limit, if it has started."""
+        """Return the state of a new request; `limit` is that of its limit, if it has started."""
         made = enumerate(processor.start(params, prompt, eos_token_ids) for processor in self._processors)
         adjustments = tuple((number, state) for number, state in made if state is not None)
         if limit is None and self._limit is not None:
@@ -175,13 +167,10 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> SampledTokens:
-        """Sample one token per row.
+        """Sample one token per row of logits, float32 [len(rows), vocab_size], which may be changed.
 
         Reported logprobs are those of the unmodified logits. On CUDA the CPU does not wait for the device, unless
         `find_thresholds` does.
-
-        Args:
-            logits: float32 [len(rows), vocab_size]. May be changed.
         """
         if logits.shape != (len(rows), self.vocab_size):
             raise ValueError(f"logits are {tuple(logits.shape)}; the rows need {(len(rows), self.vocab_size)}")
@@ -289,7 +278,6 @@ def _first(values: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _likeliest_of(logits: torch.Tensor, limits: _Limits) -> torch.Tensor:
-    """Return the first likeliest token of each row within its limit."""
     if not limits.rows:
         return _argmax(logits)
     best = mask_ops(logits.device).best_allowed(logits, limits.rows, limits.masks)

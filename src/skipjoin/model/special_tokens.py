@@ -26,10 +26,9 @@ class SpecialTokens(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path, settings: Mapping[str, Any]) -> SpecialTokens:
-        """Return the tokens of a folder.
+        """Return the tokens of a folder, with tokenizer_config.json as `settings`.
 
-        The file of older versions of transformers counts only if `settings`, the content of tokenizer_config.json,
-        lacks `added_tokens_decoder`. It then takes precedence.
+        The file of older versions of transformers counts only without `added_tokens_decoder`. It then takes precedence.
         """
         given = dict(settings)
         if "added_tokens_decoder" not in given and (folder / _MAP).is_file():
@@ -58,7 +57,6 @@ def _text(token: Any) -> str | None:
 
 
 def _added(tokens: Iterable[Any]) -> tuple[tokenizers.AddedToken, ...]:
-    """Return the special ones of tokens that are given as texts, or as texts with flags."""
     found = []
     for token in tokens:
         flags = token if isinstance(token, Mapping) else {}

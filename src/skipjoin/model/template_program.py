@@ -1,8 +1,7 @@
-"""Program that renders chat templates for `ChatTemplate`.
+"""Program that renders chat templates for `ChatTemplate`: frames on standard input, first the template.
 
-It reads frames: first the template, then conversations. It imports nothing of this package, to start faster. Templates
-come with downloaded models, so they run in Jinja's sandbox. Jinja cannot bound the time of `'x' * 10**10`, but the
-kernel can.
+It imports nothing of this package, to start faster. Templates come with downloaded models, so they run in Jinja's
+sandbox. Jinja cannot bound the time of `'x' * 10**10`, but the kernel can.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ def write_frame(file: IO[bytes], kind: int, content: bytes) -> None:
 
 
 def read_frame(file: IO[bytes]) -> tuple[int, bytes]:
-    """Read one frame; raise EOFError if the file ends before the frame does."""
     kind, size = _HEAD.unpack(_read(file, _HEAD.size))
     return kind, _read(file, size)
 

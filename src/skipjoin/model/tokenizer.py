@@ -1,7 +1,4 @@
-"""Tokenization, chat templates, and incremental detokenization.
-
-Imports torch only if a folder lacks tokenizer.json, and transformers converts older files.
-"""
+"""Tokenizers. Imports torch only if a folder lacks tokenizer.json, and transformers converts older files."""
 
 from __future__ import annotations
 
@@ -82,8 +79,6 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 
 class TooManyTokensError(ValueError):
-    """A text has more tokens than allowed. `found` describes their number."""
-
     def __init__(self, found: str) -> None:
         super().__init__(f"the text has {found} tokens")
         self.found = found
@@ -168,7 +163,6 @@ class Tokenizer:
         return frozenset(i for i in map(self.backend.token_to_id, texts) if i in self.special_ids)
 
     def has_special(self, text: str) -> bool:
-        """Return whether a text contains that of a special token."""
         return any(self._added[i] in text for i in self.special_ids)
 
     def chat_text(
@@ -211,7 +205,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 class Detokenizer:
     """Converter of one output to text, token by token, in time and memory that do not grow with its length.
 
-    Text is returned once and never changed: a character whose bytes span tokens is held back until its last byte.
+    A character whose bytes span tokens is held back until its last byte. Special tokens are skipped unless `kept`.
     """
 
     def __init__(
@@ -221,7 +215,6 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         kept: frozenset[int] = frozenset(),
     ) -> None:
-        """Create the converter; `kept` are special tokens that are not skipped."""
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids - kept if skip_special_tokens else frozenset()
         # Only the last ids matter; skipped ones give no context.
@@ -266,7 +259,6 @@ class Detokenizer:
         return new
 
     def hidden(self, token_id: int) -> str:
-        """Return the text of a token that is skipped, or an empty text."""
         return self._tokenizer.token_text(token_id) if token_id in self._skipped else ""
 
     def finish(self) -> str:

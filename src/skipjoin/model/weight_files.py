@@ -1,5 +1,3 @@
-"""Weight files of a model folder. Files outside the folder are rejected."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -26,9 +24,7 @@ Progress = Callable[[int, int], None]
 class ModelFiles:
     """A model folder before its weights are read.
 
-    Attributes:
-        config: Content of config.json.
-        has_weights: False if only the weights' configuration is here, because they are on the hub or not needed.
+    `has_weights` is False if only the weights' configuration is here, because they are on the hub or not needed.
     """
 
     folder: Path
@@ -51,8 +47,6 @@ class ModelFiles:
 
 
 class Source(NamedTuple):
-    """What a format needs to open weights; `seed` is of random ones."""
-
     files: ModelFiles
     spec: LoadSpec
     config: ModelConfig
@@ -92,7 +86,6 @@ def check_inside(folder: Path, name: str) -> None:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """Return the weight files of a folder without an index."""
     files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
     for file in files:
         check_inside(folder, file.name)

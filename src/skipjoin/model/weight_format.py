@@ -1,4 +1,4 @@
-"""Weight formats: which one a model folder has, and what it does. Does not import torch until weights are opened."""
+"""Weight formats. Does not import torch until weights are opened."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ class WeightFormat(ABC):
 
     Attributes:
         patterns: Files that hold the weights, which are downloaded from the hub.
-        load_format: Value of the option for which this format may be chosen; None for all.
-        quantization: Likewise.
+        load_format: Value of the option for which this format may be chosen; None for all. Likewise `quantization`.
     """
 
     name: str
@@ -43,12 +42,10 @@ class WeightFormat(ABC):
     quantization: str = "none"
 
     @abstractmethod
-    def matches(self, files: ModelFiles) -> bool:
-        """Return whether this format can open the weights of these files."""
+    def matches(self, files: ModelFiles) -> bool: ...
 
     @abstractmethod
-    def open(self, source: Source) -> Weights:
-        """Return the tensors and their products, or raise `ModelError`."""
+    def open(self, source: Source) -> Weights: ...
 
     def check(self, files: ModelFiles) -> None:  # noqa: B027 (most formats need none)
         """Raise `ModelError` for what is wrong with files that it matches, as far as names and indexes show."""
@@ -61,11 +58,7 @@ class WeightFormat(ABC):
         return "float32"
 
     def product_bytes(self, outputs: int, inputs: int, itemsize: int) -> int:
-        """Return the minimum bytes of a product's weights, for checks of the memory before they are loaded.
-
-        Args:
-            itemsize: Bytes of a number of the model's type.
-        """
+        """Return the minimum bytes of a product's weights, for checks of the memory before they are loaded."""
         return outputs * inputs * itemsize
 
 
@@ -121,8 +114,6 @@ def _find(files: ModelFiles, spec: LoadSpec) -> WeightFormat | None:
 
 @weight_format
 class Safetensors(WeightFormat):
-    """Plain numbers in safetensors files, in the order of a registered family's tensors."""
-
     name = "safetensors"
 
     def matches(self, files: ModelFiles) -> bool:

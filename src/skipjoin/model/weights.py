@@ -1,5 +1,3 @@
-"""Tensors of a model and the products of its weights, by format."""
-
 from __future__ import annotations
 
 import hashlib
@@ -43,10 +41,7 @@ class Weights(ABC):
 
     @abstractmethod
     def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
-        """Return a tensor of whole shape `shape`, or the given rows or columns, contiguous.
-
-        Its numbers have the model's type and are on its device.
-        """
+        """Return a tensor of whole shape `shape`, or the given rows or columns, contiguous, on the model's device."""
 
     def linear(
         self,
@@ -59,12 +54,7 @@ class Weights(ABC):
         gated: bool = False,
         activation: str | None = None,
     ) -> Linear:
-        """Make one product of matrices with the same input by concatenating their rows.
-
-        Args:
-            columns: This rank's columns; None for all.
-            gated: See `LayerOps.gated_linear`.
-        """
+        """Make one product of matrices with the same input by concatenating their rows; `columns` are this rank's."""
         weight = [self.take(f"{one.name}.weight", one.out, inputs, rows=one.rows, columns=columns) for one in matrices]
         shifts = [self.take(f"{one.name}.bias", one.out, rows=one.rows) for one in matrices] if bias else []
         shift = _join(shifts) if bias else None
@@ -79,7 +69,6 @@ class Weights(ABC):
         gated: bool = False,
         activation: str | None = None,
     ) -> Linear:
-        """Make a product of [out, in] numbers that were taken."""
         return ops.gated_linear(weight, bias) if gated else ops.linear(weight, bias, activation)
 
 
@@ -125,8 +114,6 @@ class PlannedWeights(Weights):
 
 
 class PlannedProduct:
-    """`Linear` of which only the bytes are known."""
-
     def __init__(self, weight_bytes: int) -> None:
         self.weight_bytes = weight_bytes
 
@@ -138,8 +125,6 @@ class PlannedProduct:
 
 
 class Int8Weights(Weights):
-    """Weights whose products have 8-bit codes with a scale per output."""
-
     label = "int8"
 
     def __init__(self, plain: Weights) -> None:
@@ -166,11 +151,7 @@ class Int8Weights(Weights):
 
 
 class SafetensorsFiles:
-    """A folder's safetensors files, opened as needed.
-
-    Attributes:
-        where: File of each tensor.
-    """
+    """A folder's safetensors files, opened as needed. `where` has the file of each tensor."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -182,7 +163,6 @@ class SafetensorsFiles:
             return self._open(self.where[name]).get_slice(name)
 
     def read(self, name: str, wanted: tuple[slice, ...] | None) -> torch.Tensor:
-        """Return a part of a tensor, or the whole tensor without `wanted`."""
         with self._errors(name):
             file = self._open(self.where[name])
             tensor: torch.Tensor = (

@@ -56,7 +56,7 @@ _SETTINGS = {
 
 
 class ClusterError(Exception):
-    """The cluster cannot be used; the message gives a remedy."""
+    pass
 
 
 class Cluster:

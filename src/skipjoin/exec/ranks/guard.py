@@ -21,8 +21,6 @@ _ROUNDS, _ROUND_S = 20, 0.1
 
 
 class ProcessGuard:
-    """On Linux, ensures that no process that writes into the folder outlives this one."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None

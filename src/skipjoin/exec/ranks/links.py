@@ -1,7 +1,4 @@
-"""Authenticated TCP connections between an engine and its ranks.
-
-A failure is detected within seconds. A message is its length followed by its bytes; nothing is pickled.
-"""
+"""Authenticated TCP connections between an engine and its ranks. Nothing is pickled."""
 
 from __future__ import annotations
 

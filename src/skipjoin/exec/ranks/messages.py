@@ -33,8 +33,6 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class KnownTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Generated tokens of a request that were not sent before."""
-
     request: int
     tokens: list[int]
 
@@ -87,16 +85,12 @@ class MaskMessage(msgspec.Struct, frozen=True, tag="mask", array_like=True, gc=F
 
 
 class StepMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """State of a slice's request after its mask; see `MaskState`."""
-
     slice: int
     is_slow: bool
     seconds: float
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", array_like=True, gc=False):
-    """A rank's result of a plan; see `StepResult`."""
-
     plan: int
     checksum: bytes
     tokens: list[int | None]
@@ -112,14 +106,10 @@ class Done(msgspec.Struct, frozen=True, tag="done", array_like=True, gc=False):
 
 
 class MaskBegun(msgspec.Struct, frozen=True, tag="begun", array_like=True, gc=False):
-    """The work of a `MaskMessage` has begun."""
-
     request: int
 
 
 class MaskDone(msgspec.Struct, frozen=True, tag="masked", array_like=True, gc=False):
-    """Answer to a `MaskMessage`; see `MaskState`."""
-
     request: int
     is_slow: bool
     seconds: float

@@ -1,7 +1,4 @@
-"""Reachable machines of a Ray cluster.
-
-A connection attempt detects an unreachable node in seconds, while Ray may take a minute or more.
-"""
+"""Reachable machines of a Ray cluster. Ray may take a minute or more to detect an unreachable one."""
 
 from __future__ import annotations
 

@@ -136,8 +136,6 @@ class PlanWriter:
 
 
 class MaskOrder(NamedTuple):
-    """`MaskMessage` on a rank."""
-
     number: int
     request: Request
 

@@ -31,11 +31,7 @@ class Rank:
     """Answers every plan, in order, from one thread. Masks ahead of the steps are answered when they are computed.
 
     A rank that fails leaves the group, so that ranks waiting for it fail immediately. It computes nothing afterward,
-    because its KV no longer matches.
-
-    Args:
-        grammars: Used on ranks that sample.
-        send: Sends an encoded `FromRank`. Called by one thread at a time.
+    because its KV no longer matches. `send` is called by one thread at a time.
     """
 
     def __init__(

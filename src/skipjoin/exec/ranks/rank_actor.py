@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 
 class RankPlace(NamedTuple):
-    """Location of a rank's process, and the versions of its packages."""
-
     node: str
     ip: str
     versions: dict[str, str]
@@ -67,7 +65,6 @@ class RankActor:
         return address
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the `RankProcess`, which exists from the first call on."""
         return getattr(self._created(), method)(*arguments)
 
     def _created(self) -> RankProcess:

@@ -20,7 +20,6 @@ class RankMaskState:
         future: The latest order, which is running while all ranks work on it that have not answered.
         waiting: Ranks that have not answered it.
         begun: Ranks that have begun to work on it.
-        answers: Those of the others, as of `MaskState`.
     """
 
     is_slow: bool = False
@@ -40,7 +39,6 @@ class RankMasks:
     """`MasksAhead` on ranks. A mask is computed when it is on all ranks that sample.
 
     Args:
-        ranks: Ranks that sample.
         send: Sends all ranks the order to compute a request's mask, and returns the request's number.
         receive: Receives the messages that have come. Given a rank, waits for its next one at most some seconds.
     """

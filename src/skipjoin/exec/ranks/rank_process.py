@@ -32,8 +32,7 @@ class RankProcess:
     """Model, pools and connection of a rank, in its own process.
 
     Call order: `load`, `make_pools`, `forget_graphs` if one rank has none, `serve`. `progress` may be called during
-    `load`, and `touch` and `transfers` after `make_pools`. Rank 0 of several has `store_socket`, at which all ranks
-    meet.
+    `load`. Rank 0 of several has `store_socket`, at which all ranks meet.
     """
 
     def __init__(self, ip: str, store_socket: socket.socket | None = None) -> None:

@@ -1,5 +1,3 @@
-"""Ranks of a model: started with Ray, and restarted together when one is lost."""
-
 from __future__ import annotations
 
 import logging
@@ -38,8 +36,6 @@ _WINDOW_S, _BREATH_S = 600.0, 1.0
 
 
 class GroupSizes(NamedTuple):
-    """Tensor-parallel ranks per stage, and pipeline stages."""
-
     tp: int
     pp: int
 
@@ -79,7 +75,6 @@ class RankGroup:
         return self._executor
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Return the results of a method of each `RankProcess`."""
         return self._answers([actor.call.remote(method, *arguments) for actor in self._actors])
 
     def close(self) -> None:

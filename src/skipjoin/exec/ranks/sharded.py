@@ -60,17 +60,11 @@ class _OnWay:
 
 
 class ShardedExecutor:
-    """Executor that broadcasts plans to ranks.
+    """Executor that broadcasts plans to ranks, which are in rank order.
 
     A move has landed once it has landed on every rank, and failed if it failed on any. With pipeline stages, use
-    `Scheduler(depth=stages, overlap=False)`: no slice may await a token.
-
-    Args:
-        links: In rank order.
-        timeout_s: Time limit for a plan, from the call of `result`.
-
-    Attributes:
-        ahead: Masks outside of the steps.
+    `Scheduler(depth=stages, overlap=False)`: no slice may await a token. `timeout_s` limits a plan, from the call of
+    `result`.
     """
 
     def __init__(self, links: Sequence[RankLink], *, tp_size: int, timeout_s: float) -> None:

@@ -49,15 +49,12 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Rotate queries and keys, in place, if `cos_sin` is given, write the new KV into its slots, then attend.
 
-        Query head h reads KV head h * kv_heads // heads.
+        Query head h reads KV head h * kv_heads // heads. Returns [T, heads * head_dim], contiguous.
 
         Args:
-            query: Shape [T, heads, head_dim], any strides with head_dim innermost.
-            key: Shape [T, kv_heads, head_dim], likewise, as `value`.
+            query: Shape [T, heads, head_dim], any strides with head_dim innermost. Likewise `key` and `value`, with
+                kv_heads.
             window: Number of latest tokens attended to, including the token itself; 0 for all.
             cos_sin: float32 [positions, rotary_dim], cosines of the pairs (i, i + rotary_dim / 2), then their sines.
-
-        Returns:
-            Shape [T, heads * head_dim], contiguous.
         """
         ...

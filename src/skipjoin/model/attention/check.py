@@ -1,5 +1,3 @@
-"""Self-test of attention back ends against the reference."""
-
 from __future__ import annotations
 
 import torch
@@ -37,11 +35,7 @@ def agrees(
     of: CacheFormat = AUTO,
     plain: bool = False,
 ) -> bool:
-    """Return whether `backend` matches the reference, for plain segments only if `plain`.
-
-    Args:
-        of: Format of the cache.
-    """
+    """Return whether `backend` matches the reference, for plain segments only if `plain`."""
     generator = torch.Generator().manual_seed(0)
     config = ModelConfig.from_dict(_SHAPE)
     caches = [PagedKV(12, 4, config, dtype, device, of=of) for _ in range(2)]

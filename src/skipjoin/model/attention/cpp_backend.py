@@ -1,5 +1,3 @@
-"""Attention in compiled code, for CPUs."""
-
 from __future__ import annotations
 
 import ctypes

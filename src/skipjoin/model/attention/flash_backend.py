@@ -1,5 +1,3 @@
-"""Attention by FlashAttention 3, an optional library for Hopper GPUs, with Triton kernels for the rest."""
-
 from __future__ import annotations
 
 import inspect
@@ -43,8 +41,7 @@ def library() -> Any:
 class _Index:
     """Index tensors for the library, int32; `schedules` are its work distribution by window.
 
-    Attributes:
-        rows: Tokens of the segments that the library serves, int64; None for all.
+    `rows` are tokens of the segments that the library serves, int64; None for all.
     """
 
     batch: PackedBatch
@@ -58,7 +55,7 @@ class _Index:
 
 
 class FlashAttention(TritonAttention):
-    """FlashAttention 3 back end.
+    """Attention by FlashAttention 3, an optional library for Hopper GPUs.
 
     Triton writes the KV, and attends for what the library does not support: other sizes and types, and segments that
     are reversed, as in shared blocks. Index values of other batches are used only on the device, so
@@ -137,7 +134,6 @@ class FlashAttention(TritonAttention):
         return out
 
     def _index_of(self, batch: PackedBatch, layer: int) -> _Index:
-        """Return the index of one forward pass; see `_Plan.work_of` of the Triton back end."""
         known = self._index
         if known is None or known.batch is not batch or layer <= known.layer:
             known = _new_index(batch, layer)

@@ -1,5 +1,3 @@
-"""Attention in plain torch operations: the reference for every other back end."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""Attention in Triton kernels for CUDA, or in Triton's interpreter for tests."""
-
 from __future__ import annotations
 
 import functools
@@ -63,6 +61,11 @@ class TritonAttention:
     """Triton attention for equal strides of keys and values, and heads up to 256 values.
 
     Kernels and grids do not depend on the contents of index tensors, so a CUDA graph can replay a batch of decodes.
+
+    Args:
+        table: Kernel sizes; None for the device's table on disk.
+        processors: Multiprocessors to use; None for all.
+        invariant: Use the same sizes for all batches, so that a sequence's result does not depend on the others.
     """
 
     name = "triton"
@@ -70,13 +73,6 @@ class TritonAttention:
     def __init__(
         self, table: TunedTable | None = None, processors: int | None = None, *, invariant: bool = False
     ) -> None:
-        """Create the back end.
-
-        Args:
-            table: Kernel sizes; None for the device's table on disk.
-            processors: Multiprocessors to use; None for all.
-            invariant: Use the same sizes for all batches, so that a sequence's result does not depend on the others.
-        """
         self._table, self._processors = table, processors
         self._invariant = invariant
         if invariant:
@@ -113,11 +109,7 @@ class TritonAttention:
         scale: float,
         window: int,
     ) -> None:
-        """Write the rows of `out`, [T, heads, head_dim], of the segments `among`, the same for each batch.
-
-        Args:
-            among: Indexes in ascending order; None for all segments.
-        """
+        """Write the rows of `out`, [T, heads, head_dim], of the segments `among`, ascending; None for all."""
         cache = (*kv.layer(layer), kv.scales(layer))
         # Compared by identity; holding the batch keeps its identity from being reused.
         if self._planned is None or self._planned.batch is not batch:

@@ -10,8 +10,6 @@ from skipjoin.model.ops.base import Norm
 
 
 class RotaryDecoder:
-    """Embedding, layers with rotary positions and final norm, or a stage's part of these."""
-
     EMBEDDING: str
     OUTPUT: str
 

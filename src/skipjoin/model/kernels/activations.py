@@ -1,5 +1,3 @@
-"""Fused operations between the two products of an MLP."""
-
 from __future__ import annotations
 
 import torch
@@ -14,7 +12,6 @@ _BLOCK, _WARPS = 1024, 4
 def silu_and_mul_kernel(
     x: tl.tensor, out: tl.tensor, width: tl.tensor, x_stride: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
-    """Compute silu of the first `width` values times the next; a program has one row and BLOCK columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -42,7 +39,6 @@ def bias_and_activation_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Compute the activation in place; a program has one row and BLOCK columns."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     held = x + tl.program_id(0).to(tl.int64) * x_stride + column
@@ -63,13 +59,7 @@ def bias_and_activation_kernel(
 
 
 def bias_and_activation(x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-    """Compute activation(x + bias) in place, with arithmetic in float32. Fused as in ALISE section 3.3.
-
-    Args:
-        x: Shape [n, width], strided in the first dimension.
-        bias: Shape [width].
-        activation: A `ModelConfig.activation`.
-    """
+    """Compute activation(x + bias) in place, [n, width], with arithmetic in float32. Fused as in ALISE section 3.3."""
     rows, width = x.shape
     bias_and_activation_kernel[(rows, triton.cdiv(width, _BLOCK))](
         x,

@@ -1,5 +1,3 @@
-"""Quantization of KV blocks on their way to page-locked CPU memory and back; see `model.ops.block_quant`."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,5 +1,3 @@
-"""Protection of Triton's cache, from which it loads compiled libraries."""
-
 from __future__ import annotations
 
 import functools
@@ -14,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 def protect_triton_cache() -> None:
-    """Move Triton's cache to a folder of this process if another user can change it."""
+    """Move Triton's cache of compiled libraries to a folder of this process if another user can change it."""
     if not is_trusted(_triton_cache(), "Triton's cache"):
         folder = _own_folder().path
         os.environ["TRITON_CACHE_DIR"] = str(folder)

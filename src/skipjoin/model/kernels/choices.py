@@ -47,11 +47,7 @@ class Shape(NamedTuple):
 
 
 def decode_choice(shape: Shape, work: int) -> tuple[str, str, Sequence[object], list[dict[str, int]]]:
-    """Return the arguments of `TunedTable.find` for decodes.
-
-    Args:
-        work: Number of sequences times KV heads.
-    """
+    """Return the arguments of `TunedTable.find` for decodes; `work` is the number of sequences times KV heads."""
     bucket = 1
     while bucket < work:  # powers of four share one choice
         bucket *= 4

@@ -149,8 +149,8 @@ def _decode(
         SCALED: The cache has int8 codes. Scores are multiplied by the key's scale, and weights by the value's.
         DOT: Compute the group's scores with tensor cores. Otherwise, for a group of one, multiply and add with one
             softmax per row, so that threads exchange data only at the end.
-        STAGES: Number of tiles of keys and values in flight, minus one. With DOT it is a launch option, because a loop
-            option would also delay loads of the block table. Without DOT, only a loop that sets it is pipelined.
+        STAGES: Tiles of keys and values in flight, minus one. With DOT it is a launch option, because a loop option
+            would also delay loads of the block table. Without DOT, only a loop that sets it is pipelined.
     """
     kv_head = tl.program_id(0)
     tokens = tl.arange(0, BLOCK_N)
@@ -335,12 +335,9 @@ def decode_attention(
     processors: int,
     config: Mapping[str, int],
 ) -> None:
-    """Attend for the tokens of the segments in `work`.
+    """Attend for the tokens of the segments in `work`, and write their rows of `out`, [T, heads, head_dim], contiguous.
 
-    Args:
-        out: Shape [T, heads, head_dim], contiguous; only the segments' rows are written.
-        keys: One layer of the cache, with the new tokens written, as `values`.
-        scales: See `kv_write`.
+    Keys and values are one layer of the cache, with the new tokens written.
     """
     heads, dim = query.shape[1:]
     kv_heads, block_size = keys.shape[2], keys.shape[1]

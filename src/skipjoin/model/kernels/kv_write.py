@@ -1,5 +1,3 @@
-"""Rotation of queries and keys, fused with writing KV into the paged cache."""
-
 from __future__ import annotations
 
 import torch
@@ -20,11 +18,7 @@ _ROUND = tl.constexpr(12582912.0)
 def _rotated(
     source: tl.tensor, seen: tl.tensor, cos: tl.tensor, sin: tl.tensor, PAIRS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return both halves of rotated heads in float32.
-
-    Args:
-        source: Pointers to the first half, [heads, pairs].
-    """
+    """Return both halves of rotated heads in float32; `source` points to the first half, [heads, pairs]."""
     first = tl.load(source, mask=seen, other=0.0).to(tl.float32)
     second = tl.load(source + PAIRS, mask=seen, other=0.0).to(tl.float32)
     return first * cos - second * sin, second * cos + first * sin
@@ -80,11 +74,7 @@ def _kv_write(
     BLOCK_REST: tl.constexpr,
     SCALED: tl.constexpr,
 ) -> None:
-    """Rotate and write TILE heads. A program is (token, tile), with tiles of key-value heads first.
-
-    Args:
-        SCALED: The cache has int8 codes, and scales.
-    """
+    """Rotate and write TILE heads. A program is (token, tile), with tiles of key-value heads first."""
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     kv_tiles: tl.constexpr = (KV_HEADS + TILE - 1) // TILE
@@ -159,8 +149,7 @@ def kv_write(
     """Write `key`, rotated if `cos_sin` is given, and `value` to their slots, and rotate `query` in place.
 
     Args:
-        query: Shape [T, heads, head_dim]; head_dim is innermost in all tensors.
-        key: Shape [T, kv_heads, head_dim], as `value`.
+        query: Shape [T, heads, head_dim]; head_dim is innermost in all tensors. Likewise `key` and `value`.
         keys: Shape [num_blocks, block_size, kv_heads, head_dim], with the same strides as `values`.
         scales: Of keys and values of an int8 cache, [num_blocks, block_size, kv_heads].
         slots: int64 [T]; -1 writes nothing.

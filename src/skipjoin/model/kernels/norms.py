@@ -1,5 +1,3 @@
-"""Row normalization, fused with the preceding addition to the residual stream."""
-
 from __future__ import annotations
 
 import torch
@@ -36,11 +34,9 @@ def norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Normalize ROWS rows of WIDTH values in a program; see `normalize`.
+    """Normalize ROWS rows of WIDTH values in a program.
 
-    Args:
-        x: Row r begins at (r // HEADS) * x_stride + (r % HEADS) * head_stride.
-        BLOCK: Next power of two from WIDTH.
+    Row r of `x` begins at (r // HEADS) * x_stride + (r % HEADS) * head_stride.
     """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK)[None, :]

@@ -1,5 +1,3 @@
-"""Addresses and loads of tokens' rows in the cache, for the attention kernels."""
-
 from __future__ import annotations
 
 import inspect
@@ -62,11 +60,8 @@ def token_rows(
 ) -> tl.tensor:
     """Return element offsets of tokens in a layer's cache.
 
-    Tokens after `last` get its row, which holds finite values, so that their loads need no mask.
-
-    Args:
-        slot_step: Elements between consecutive slots in the sequence's direction. The base pointer is at a block's
-            first slot in that direction.
+    Tokens after `last` get its row, which holds finite values, so that their loads need no mask. `slot_step` is the
+    elements between consecutive slots in the sequence's direction, from a block's first slot in that direction.
     """
     slot = tl.minimum(index, last) % BLOCK_SIZE
     return blocks.to(tl.int64) * block_stride + slot * slot_step

@@ -45,13 +45,7 @@ def _tiles(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Continue the softmax over keys [low, high).
-
-    Args:
-        own: Positions of the rows, [rows].
-        MASKED: Some rows do not attend to all of these keys.
-        SCALED: See `_decode`.
-    """
+    """Continue the softmax over keys [low, high) for rows at positions `own`."""
     tokens = tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_D)
     last = tl.maximum(context - 1, 0)
@@ -169,12 +163,10 @@ def _prefill(
 
 
 def prefill_configs(group: int, dim: int, itemsize: int, rows: int, *, wgmma: bool = True) -> list[dict[str, int]]:
-    """Return candidate sizes, the default first.
+    """Return candidate sizes, the default first; `rows` are queries of the longest segment times heads of a group.
 
-    Args:
-        rows: Queries of the longest segment times heads of a group.
-        wgmma: Whether products read their operands from shared memory, as on compute capability 9.0. Otherwise operands
-            are in registers too, and the same tiles would spill.
+    With `wgmma`, products read their operands from shared memory, as on compute capability 9.0. Otherwise operands
+    are in registers too, and the same tiles would spill.
     """
     if itemsize > 2:  # exact products without tensor cores
         sizes = [(32, 32, 4, 2)] if dim <= 64 else [(16, 16, 4, 2)]
@@ -218,11 +210,7 @@ def prefill_attention(
 ) -> None:
     """Attend for the tokens of `tiles`, made by `query_tiles` with config["BLOCK_M"] // (heads per KV head).
 
-    Args:
-        out: Shape [T, heads, head_dim], contiguous; only the tiles' rows are written.
-        query: Shape [T, heads, head_dim].
-        keys: One layer of the cache, with the new tokens written, as `values`.
-        scales: See `kv_write`.
+    The rest is as in `decode_attention`.
     """
     heads, dim = query.shape[1:]
     kv_heads, block_size = keys.shape[2], keys.shape[1]

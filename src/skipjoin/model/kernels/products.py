@@ -1,7 +1,4 @@
-"""Batch-invariant matrix products: rows do not depend on the number of rows.
-
-One tile size and one order of additions serve all batches, unlike in cuBLAS.
-"""
+"""Batch-invariant matrix products: one tile size and one order of additions for all batches, unlike in cuBLAS."""
 
 from __future__ import annotations
 
@@ -63,13 +60,7 @@ def tiles(outs: int, itemsize: int) -> dict[str, int]:
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return x @ weight.T + bias, [n, out].
-
-    Args:
-        x: Shape [n, in], strided in the first dimension.
-        weight: Shape [out, in], contiguous.
-        bias: Shape [out].
-    """
+    """Return x @ weight.T + bias, [n, out]; `x` may be strided in the first dimension."""
     rows, (outs, inputs) = x.shape[0], weight.shape
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
     sizes = tiles(outs, x.element_size())

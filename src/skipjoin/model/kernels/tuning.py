@@ -1,7 +1,4 @@
-"""Kernel size tuning: measured once per device and kept on disk.
-
-triton.autotune cannot run in the interpreter, and measures inside the step that first needs a kernel.
-"""
+"""Kernel size tuning. triton.autotune cannot run in the interpreter, and measures in the step that needs a kernel."""
 
 from __future__ import annotations
 
@@ -65,11 +62,7 @@ def table_path(device: str, version: str) -> Path:
 
 
 class TunedTable:
-    """Size choices of one device.
-
-    Args:
-        path: File of the choices. If it is None, or another user can change it, nothing is read or written.
-    """
+    """Size choices of one device, kept in the file `path` unless it is None or another user can change it."""
 
     def __init__(self, path: Path | None, timer: Timer = cuda_ms) -> None:
         self._path = path if path is not None and is_trusted(path, "the table of kernel sizes") else None

@@ -36,12 +36,7 @@ class Linear(Protocol):
 
 
 class AttentionParts(NamedTuple):
-    """Self-attention, with optional q/k norms and rotation.
-
-    Attributes:
-        layer: Index in this rank's cache.
-        cos_sin: As in `AttentionBackend.attend`.
-    """
+    """Self-attention of layer `layer` in this rank's cache, with optional q/k norms and rotation."""
 
     qkv: Linear
     output: Linear

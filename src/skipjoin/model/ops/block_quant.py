@@ -1,5 +1,3 @@
-"""Conversion of KV blocks on their way to CPU memory and back, in a `SwapFormat`."""
-
 from __future__ import annotations
 
 import ctypes
@@ -95,12 +93,10 @@ class StagedQuantizer(ABC):
         """Return rows of blocks on the device; the last block has `last` tokens."""
 
     @abstractmethod
-    def from_rows(self, device: PagedKV, host: SwapPool, target: Sequence[int], rows: torch.Tensor) -> None:
-        """Write rows to blocks."""
+    def from_rows(self, device: PagedKV, host: SwapPool, target: Sequence[int], rows: torch.Tensor) -> None: ...
 
 
 def new_rows(host: SwapPool, device: PagedKV, count: int) -> torch.Tensor:
-    """Return memory on the device for rows."""
     return torch.empty((count, host.block_bytes), dtype=torch.uint8, device=device.tensor.device)
 
 

@@ -24,8 +24,6 @@ _SEAL_BYTES = len(sealed(b""))
 
 
 class Choices:
-    """Chosen ways by shape of the library `name`."""
-
     def __init__(self, name: str) -> None:
         self._path = cache_folder() / f"products-{name}.json"
         self._known: dict[str, str] = {}

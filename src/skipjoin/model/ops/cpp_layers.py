@@ -1,5 +1,3 @@
-"""All layers of a step in one call of compiled code."""
-
 from __future__ import annotations
 
 import ctypes
@@ -20,12 +18,7 @@ _LINE = 64
 
 
 class LayerShape(NamedTuple):
-    """What the layers must have in common.
-
-    Attributes:
-        widths: Widths of the outputs in the order of `StepCall`.
-        heads: Query heads, KV heads and their size.
-    """
+    """What layers must share: widths of outputs in the order of `StepCall`, query heads, KV heads, head size."""
 
     widths: tuple[int, ...]
     heads: tuple[int, int, int]
@@ -41,7 +34,7 @@ def shape_of(parts: LayerParts, call: LayerCall) -> LayerShape:
 
 
 class CppLayers:
-    """`FusedLayers` in compiled code. Not thread-safe, as `CppOps`."""
+    """`FusedLayers` in one call of compiled code. Not thread-safe, as `CppOps`."""
 
     def __init__(
         self,

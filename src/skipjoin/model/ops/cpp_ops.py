@@ -1,5 +1,3 @@
-"""Layer operations in compiled code, for CPUs."""
-
 from __future__ import annotations
 
 import ctypes
@@ -48,12 +46,11 @@ def has_dtype(library: ctypes.CDLL, dtype: torch.dtype) -> bool:
 
 
 class CppOps:
-    """Compiled layer operations. Not thread-safe: products share one scratch buffer."""
+    """Compiled layer operations; `way` None takes the fastest. Not thread-safe: products share one scratch buffer."""
 
     name = "cpp"
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, way: str | None = None) -> None:
-        """Bind the library's functions; `way` None takes the fastest."""
         for name, (arguments, result) in _SIGNATURES.items():
             getattr(library, name).argtypes = arguments
             getattr(library, name).restype = result
@@ -134,8 +131,6 @@ class CppOps:
 
 
 class CppRMSNorm(TorchRMSNorm):
-    """Compiled RMS norm."""
-
     def __init__(self, ops: CppOps, weight: torch.Tensor, eps: float) -> None:
         super().__init__(weight, eps)
         self._ops = ops

@@ -26,7 +26,6 @@ class MaskOps(NamedTuple):
 
 
 def mask_ops(device: torch.device) -> MaskOps:
-    """Return the fastest operations on masks for a device."""
     return _on_cpu() if device.type == "cpu" else TORCH_MASK_OPS
 
 
@@ -88,6 +87,6 @@ def _biases(logits: torch.Tensor, masks: np.ndarray) -> torch.Tensor:
 
 @functools.cache
 def _bias_of_bytes(device: torch.device) -> torch.Tensor:
-    """Return the bias of each bit of each byte, float32 [256, 8]: 0 for an allowed token, else -inf."""
+    """Return the bias of each bit of each byte, float32 [256, 8]."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return to_device(torch.from_numpy(np.where(bits, np.float32(0), np.float32(-np.inf))), device)

@@ -1,5 +1,3 @@
-"""Layer operations in plain torch: the reference."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,5 +1,3 @@
-"""Layer operations on an NVIDIA GPU: torch's products (cuBLAS), with Triton kernels in between."""
-
 from __future__ import annotations
 
 import torch
@@ -13,7 +11,7 @@ from skipjoin.model.ops.torch_ops import TorchActivatedLinear, TorchLinear, Torc
 
 
 class TritonOps(TorchOps):
-    """Triton layer operations on the current CUDA device. Rows wider than `MAX_WIDTH` use torch."""
+    """torch's products (cuBLAS), with Triton kernels in between, on the current CUDA device."""
 
     name = path = "triton"
 
@@ -40,8 +38,6 @@ class TritonActivatedLinear(TorchActivatedLinear):
 
 
 class TritonGatedLinear(TorchLinear):
-    """Gate and up projections in one product, then one kernel."""
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return silu_and_mul(super().__call__(x))
 
@@ -88,7 +84,5 @@ class InvariantActivated(InvariantLinear):
 
 
 class InvariantGated(InvariantLinear):
-    """Gate and up projections in one product, then one kernel."""
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return silu_and_mul(super().__call__(x))

@@ -8,11 +8,6 @@ MODEL_NAME = "tally"
 
 
 def builtin_model_path() -> Path:
-    """Return the folder of the built-in model in Hugging Face format.
-
-    Raises:
-        FileNotFoundError: The package was installed without the model's files.
-    """
     folder = Path(__file__).resolve().parent / MODEL_NAME
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"the built-in model is missing from {folder}; install the package again")

@@ -43,8 +43,6 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Parts that a driver needs. `seed` is for requests without their own."""
-
     core: EngineCore
     executor: ModelExecutor
     info: EngineInfo

@@ -9,8 +9,6 @@ from skipjoin.exec.base import Executor, Handle
 
 
 class StepDriver:
-    """Drives `core` over `executor`, with as many plans in flight as the scheduler allows."""
-
     def __init__(
         self,
         core: EngineCore,

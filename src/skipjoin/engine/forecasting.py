@@ -29,8 +29,6 @@ _NOWHERE = "none"
 
 
 class Predicted(Protocol):
-    """Forecast; `interval` is the 80 % prediction interval in tokens."""
-
     @property
     def forecast(self) -> Forecast: ...
     @property
@@ -40,8 +38,6 @@ class Predicted(Protocol):
 
 
 class Forecaster(Protocol):
-    """Subset of `skipjoin.forecast.Forecaster`."""
-
     @property
     def batch(self) -> int: ...
     def encode(self, prompts: Sequence[Sequence[int]]) -> Sequence[Any]: ...
@@ -52,8 +48,6 @@ class Forecaster(Protocol):
 
 
 class OwnerForecasters(Protocol):
-    """Subset of `skipjoin.forecast.owners.OwnerForecasters`."""
-
     def predict(self, owner: str, prompt: Any, max_tokens: int) -> Predicted: ...
     def prior(self, owner: str, max_tokens: int) -> Forecast: ...
     def learn(self, owner: str, predicted: Any, tokens: int, *, exact: bool) -> None: ...
@@ -73,8 +67,7 @@ def is_exact(reason: FinishReason) -> bool:
 class ForecastKeeper:
     """Forecaster with persistent state. One thread owns it and calls `save_if_due` periodically.
 
-    Args:
-        owners: None if all requests share one forecaster.
+    Without `owners`, all requests share one forecaster.
     """
 
     def __init__(
@@ -102,7 +95,6 @@ class ForecastKeeper:
         return self.forecaster.encode(prompts)
 
     def predict(self, prompt: Any, max_tokens: int, owner: str = "") -> Predicted:
-        """Return the forecast of a prompt of `encode`."""
         if self._owners is None:
             return self.forecaster.predict(prompt, max_tokens)
         return self._owners.predict(owner, prompt, max_tokens)
@@ -212,12 +204,7 @@ def open_keeper(
     owners: int = 0,
     threads: int | None = None,
 ) -> ForecastKeeper:
-    """Open the forecaster with its saved state.
-
-    Args:
-        owners: 0 if all share one forecaster.
-        threads: Threads of torch for an encoder of texts; None leaves them as they are.
-    """
+    """Open the forecaster with its saved state; `owners` is 0 if all share one forecaster."""
     # Imported lazily: it imports numpy, which an API process does not need.
     from skipjoin.forecast import default_folder, make_forecaster, make_owner_forecasters  # noqa: PLC0415
 

@@ -55,7 +55,6 @@ class GrammarWaits:
             request.awaits_grammar = state is not None and state.is_slow
 
     def on_result(self, result: StepResult) -> None:
-        """Start to compute the masks after a plan's tokens."""
         self._mask_wait_s = min(_MASK_WAIT_S, _MASK_WAIT_SHARE * result.seconds)
         for request in _constrained(result.plan.slices):
             if (state := self._state_of(request)) is None or request.finish_reason is not None:
@@ -72,7 +71,6 @@ class GrammarWaits:
             self._live.on_finished(request)
 
     def restart(self) -> None:
-        """Start all grammars again after a restart of the executor."""
         self._live = LiveConstraints()
         self._pending.clear()
         self._begun.clear()
@@ -91,7 +89,6 @@ class GrammarWaits:
             self._start(request)
 
     def release_masks(self) -> None:
-        """Let requests run that no longer wait, after a short time for masks."""
         self._wait([future for future, one in self._pending.items() if one.planned], self._mask_wait_s, for_all=True)
         self.release()
 

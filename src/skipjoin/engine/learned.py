@@ -22,7 +22,6 @@ _log = logging.getLogger(__name__)
 
 
 def state_file(folder: str, model: str, recipe: str) -> Path:
-    """Return the file of a model's and recipe's state."""
     digest = hashlib.sha256(f"{model}\n{recipe}".encode()).hexdigest()[:12]
     name = re.sub(r"[^\w.-]+", "-", model)[-40:].strip("-.") or "model"
     return Path(folder) / f"{name}-schedule-{digest}.json"
@@ -55,7 +54,6 @@ class LearnedKeeper:
         self._saved = self._learned.notes
 
     def save_if_due(self) -> None:
-        """Start a save if something was learned at least `SAVE_EVERY_S` ago."""
         if self._learned.notes == self._saved:
             return
         now = self._clock()

@@ -36,7 +36,6 @@ class LiveConstraints:
         return False
 
     def admitted(self) -> list[Request]:
-        """Return the requests that need no longer wait."""
         admitted = []
         while self._changed:
             client = self._clients[self._changed.pop()]

@@ -28,8 +28,7 @@ _COMPILE_WAIT_S = 0.001
 class EngineLoop:
     """Accepts requests and returns their events step by step. Not thread-safe: one thread owns it.
 
-    Attributes:
-        on_plan: Called with every plan before it runs.
+    `on_plan` is called with every plan before it runs.
     """
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
@@ -120,7 +119,6 @@ class EngineLoop:
 
     @property
     def between_steps_s(self) -> float:
-        """Mean gap between consecutive steps, in seconds."""
         return self._times.between_s
 
     @property

@@ -1,5 +1,3 @@
-"""Stop strings in the text of an output, and in the content of a message."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,9 +15,7 @@ class _Hit(NamedTuple):
 class StopStrings:
     """Finds the first stop string in a text, and holds back text that may begin one.
 
-    Args:
-        special: Stop strings that contain special tokens. They are also found where the text leaves tokens out.
-        include: Show the stop string.
+    Stop strings that contain `special` tokens are also found where the text leaves tokens out.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool, special: Sequence[str] = ()) -> None:
@@ -33,9 +29,7 @@ class StopStrings:
     def add(self, text: str, *, hidden: str = "", is_early: bool = False) -> str:
         """Add text and return what may be shown now; empty once a stop string was `found`.
 
-        Args:
-            hidden: Special token before the text, which is left out of it.
-            is_early: Stop strings that end here do not count.
+        `hidden` is a special token before the text. With `is_early`, stop strings that end here do not count.
         """
         if self.found:
             return ""

@@ -1,5 +1,3 @@
-"""Detokenization of output: incremental text, stop strings and logprobs."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -47,6 +45,10 @@ class TextRules:
 class Choice:
     """One sequence's output as it grows.
 
+    Args:
+        text: The prompt as the client spelled it, or None for token ids.
+        reader: Reads the text as a message. Stop strings without special tokens then count in its content only.
+
     Attributes:
         tokens: Includes those of a stop string and the end-of-sequence token.
         echoed: The prompt as the text begins with it; empty without `TextRules.echo`.
@@ -80,12 +82,6 @@ class Choice:
         *,
         reader: MessageReader | None = None,
     ) -> None:
-        """Create the choice.
-
-        Args:
-            text: The prompt as the client spelled it, or None for token ids.
-            reader: Reads the text as a message. Stop strings without special tokens then count in its content only.
-        """
         self.index = index
         self.prompt = prompt
         self.tokens = 0

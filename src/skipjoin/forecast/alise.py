@@ -39,7 +39,6 @@ class Alise:
 
     @property
     def entries(self) -> int:
-        """Maximum number of prompts in the index."""
         return self._index.entries
 
     def begin(self, decoder: Mlp, tuning: Tuning, vectors: Array, tokens: Array) -> None:

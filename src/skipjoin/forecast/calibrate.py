@@ -1,5 +1,3 @@
-"""Online calibration: events forecast with a probability of 80 % happen in 80 % of cases."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

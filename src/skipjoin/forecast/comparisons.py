@@ -59,8 +59,6 @@ class ProxyClassifier:
 
 
 class HeadOnly:
-    """The linear head of `Learned` alone."""
-
     name = "head"
 
     def __init__(self) -> None:

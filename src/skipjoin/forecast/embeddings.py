@@ -91,7 +91,6 @@ def _read(file: Path, name: str) -> Array:
 
 
 def projection(width: int, most: int = _MAX_WIDTH) -> Array:
-    """Return the matrix that projects an encoder's vectors to at most `most` dimensions."""
     if width <= most:
         return np.eye(width, dtype=np.float32)
     drawn = np.random.default_rng(width).standard_normal((width, most), dtype=np.float32)

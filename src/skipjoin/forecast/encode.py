@@ -29,13 +29,7 @@ def words(text: str) -> list[int]:
 
 
 class Hashed(NamedTuple):
-    """Sparse features of a prompt.
-
-    Attributes:
-        ids: int32, below `FEATURES`.
-        weights: float32.
-        hashes: Number of leading features that stand for tokens.
-    """
+    """Sparse features of a prompt, of which the first `hashes` stand for tokens; `ids` are below `FEATURES`."""
 
     ids: Array
     weights: Array
@@ -84,8 +78,7 @@ def _length_features(tokens: int) -> tuple[Array, Array]:
 class Encoder(Protocol):
     """Encoder of prompts as vectors. Its `name` identifies them in stored states.
 
-    Attributes:
-        batch: Number of prompts up to which encoding them together is cheaper than one after the other.
+    `batch` is the number of prompts up to which encoding them together is cheaper than one after the other.
     """
 
     name: str

@@ -70,7 +70,6 @@ class Forecaster:
         return self.predict(encoded, max_tokens)
 
     def encode(self, prompts: Sequence[Sequence[int]]) -> list[Prompt]:
-        """Return what `predict` needs of each prompt. An encoder with batches encodes several together faster."""
         read = prompts if self._read is None else [self._read(prompt) for prompt in prompts]
         features = [hashed(prompt) for prompt in read]
         vectors = self.encoder.encode(prompts, features).astype(np.float16)
@@ -100,10 +99,7 @@ class Forecaster:
             return self._prior.mass(), self._prior.requests
 
     def learn(self, predicted: Predicted, tokens: int, *, exact: bool) -> None:
-        """Learn from a request that finished after `tokens` (at least 1) output tokens.
-
-        `exact` is False if it was cut off, so that `tokens` is a lower bound.
-        """
+        """Learn from a request that finished after `tokens` >= 1 output tokens; not `exact` if it was cut off."""
         end = length_bin(tokens)
         with self._lock:
             self.stats.learned(predicted.forecast.tokens, predicted.interval, tokens, exact or tokens >= predicted.most)

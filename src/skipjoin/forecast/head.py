@@ -20,8 +20,6 @@ REPLAYED, _REPLAYS = 2000, 2
 
 
 class Example(NamedTuple):
-    """Sparse features (`ids` and `weights`, (n,) each) and the end of the output."""
-
     ids: Array
     weights: Array
     end: int

@@ -32,7 +32,6 @@ class VectorIndex:
         return self._size
 
     def add(self, vector: Array, tokens: int, exact: bool) -> None:
-        """Add a prompt and its output length; not `exact` if the output was cut off."""
         now = self._clock()
         self._forget(now - self._max_age_s)
         index = (self._oldest + self._size) % self.entries

@@ -32,7 +32,6 @@ def mass_of(hazards: Array) -> Array:
 
 
 def hazards_of(mass: Array) -> Array:
-    """Return the hazard of each bin, in [1e-9, 1 - 1e-9]."""
     reached = np.cumsum(mass[::-1])[::-1]
     return np.asarray(np.clip(mass / np.maximum(reached, 1e-300), _LEAST, 1 - _LEAST))
 

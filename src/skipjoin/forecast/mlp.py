@@ -27,7 +27,7 @@ class Estimate(NamedTuple):
 class Mlp:
     """Model log length = w2 . relu(w1 x + b1) + b2, trained online with Adam on squared errors.
 
-    A request that was cut off counts only if it got longer than predicted. `fit` trains on a recorded trace.
+    A request that was cut off counts only if it got longer than predicted.
     """
 
     def __init__(self, width: int) -> None:

@@ -27,13 +27,9 @@ class Guess(NamedTuple):
 
 
 class Model(Protocol):
-    """Predicts output lengths and learns from finished requests."""
-
     name: str
 
-    def guess(self, prompt: Prompt, prior: Prior) -> Guess:
-        """Return the distribution of the output length."""
-        ...
+    def guess(self, prompt: Prompt, prior: Prior) -> Guess: ...
 
     def learn(self, prompt: Prompt, guess: Guess, tokens: int, end: int, exact: bool) -> None:
         """Learn that the predicted output ended after `tokens` tokens, in bin `end`; not `exact` if it was cut off."""
@@ -104,8 +100,6 @@ def part_of(state: Mapping[str, Array], name: str) -> dict[str, Array]:
 
 
 class PriorOnly:
-    """Distribution of recent lengths, whatever the prompt."""
-
     name = "prior"
 
     def guess(self, prompt: Prompt, prior: Prior) -> Guess:

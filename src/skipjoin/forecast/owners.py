@@ -22,10 +22,6 @@ class OwnerForecasters:
 
     A new forecaster starts from a distribution shared with owners in memory. One owner changes it by at most 1/2 in
     total variation, and by at most 1/(m + 2) besides `m` owners with many requests.
-
-    Args:
-        make: Returns the forecaster of an owner, given the hazards of the shared distribution.
-        folder: Folder of the states; None does not save them.
     """
 
     def __init__(self, make: Callable[[str, Array], Forecaster], folder: Path | None = None) -> None:
@@ -35,7 +31,6 @@ class OwnerForecasters:
         self._lock = threading.Lock()  # guards the two above, so that `prior` does not wait for a search or a file
 
     def predict(self, owner: str, prompt: Prompt, max_tokens: int) -> Predicted:
-        """Return the forecast of a prompt that any of the forecasters encoded; they share the encoder."""
         return self._of(owner).predict(prompt, max_tokens)
 
     def learn(self, owner: str, predicted: Predicted, tokens: int, *, exact: bool) -> None:

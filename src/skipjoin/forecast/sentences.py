@@ -29,7 +29,6 @@ TextOf = Callable[[Sequence[int]], str]
 
 
 def folder_of(name: str) -> Path:
-    """Return the folder of an encoder: that of an installed package, or `name` itself."""
     if name != MINILM:
         return Path(name)
     found = find_spec(_PACKAGE)
@@ -67,7 +66,6 @@ class SentenceEncoder:
     """Encoder that averages the last hidden states of a model such as BERT on the CPU.
 
     Args:
-        threads: Threads of torch in this process; None leaves them as they are.
         remembered: Number of texts whose vectors are kept, for simulations that replay a trace. In a server, a client
             could notice by the time that another client had sent a text.
     """

@@ -11,9 +11,7 @@ _KEPT = 0.995
 class Stats:
     """Total counts and recent averages, which are 0 before any request.
 
-    Attributes:
-        known: Finished requests whose length is known, because they ended by themselves or at max_tokens.
-        covered: Known requests inside their 80 % interval.
+    The length of `known` requests is known, because they ended by themselves or at max_tokens.
     """
 
     forecasts: Counter[str] = field(default_factory=Counter)

@@ -43,17 +43,12 @@ _log = logging.getLogger(__name__)
 
 
 class StateError(Exception):
-    """Unusable state, with the reason as text."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Identity of a state.
-
-    Attributes:
-        owner: Hash of the API key whose requests were learned; empty for all.
-        base: Digest of the trained state that learning started from, if any.
-    """
+    """Identity of a state; `owner` and `base` as in `Forecaster`."""
 
     served: str
     forecaster: str
@@ -117,7 +112,6 @@ def write_state(folder: Path, identity: Identity, arrays: dict[str, Array], **fi
 
 
 def described_field(folder: Path, field: str) -> str | None:
-    """Return a field of a state's description, or None if it cannot be read."""
     try:
         return str(read_description(folder).get(field))
     except (StateError, OSError):

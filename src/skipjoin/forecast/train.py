@@ -45,8 +45,6 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Training:
-    """What training found. `decoder_error` is that of the decoder alone on the held-out rows."""
-
     rows: int
     held_out: int
     epochs: int
@@ -110,7 +108,6 @@ def _encoded(forecaster: Forecaster, samples: Sequence[Sample], progress: Progre
 
 
 def _decoder(known: _Rows, unseen: _Rows, progress: Progress) -> tuple[Mlp, int]:
-    """Return the decoder of the best epoch, and that epoch."""
     decoder, drawn = Mlp(known.vectors.shape[1]), np.random.default_rng(0)
     best, state, found = np.inf, decoder.state(), 0
     for epoch in range(1, _MAX_EPOCHS + 1):

@@ -16,7 +16,6 @@ _ENCODER = "forecast_encoder"
 
 
 def write_trained(folder: Path, forecaster: Forecaster, encoder: str, about: dict[str, Any]) -> None:
-    """Write a trained state; `encoder` is the value of `forecast_encoder`, and `about` what training found."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_state(folder, forecaster.identity, forecaster.arrays(), **{_TRAINED: {_ENCODER: encoder} | about})
@@ -61,7 +60,6 @@ class Trained:
         return replace(config, forecaster=forecaster, forecast_encoder=encoder)
 
     def start(self, forecaster: Forecaster) -> None:
-        """Restore the state in a forecaster that was made for it."""
         own = forecaster.identity
         try:
             check_description(

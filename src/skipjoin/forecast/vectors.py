@@ -20,9 +20,7 @@ class Vectors(Protocol):
         """Store a vector, replacing any at that index."""
         ...
 
-    def drop(self, index: int) -> None:
-        """Clear an occupied index."""
-        ...
+    def drop(self, index: int) -> None: ...
 
     def search(self, vector: Array, count: int) -> tuple[Array, Array]:
         """Return indices of up to `count` most similar vectors in any order, and their cosines, (n,) each.
@@ -31,9 +29,7 @@ class Vectors(Protocol):
         """
         ...
 
-    def state(self, indices: Array) -> dict[str, Array]:
-        """Return the arrays to save for these vectors."""
-        ...
+    def state(self, indices: Array) -> dict[str, Array]: ...
 
     def restore(self, state: Mapping[str, Array], kept: int, same: bool) -> Array:
         """Restore the last `kept` vectors of a `state` of the `same` capacity or another, and return their indices."""
@@ -69,8 +65,6 @@ def _stored(state: Mapping[str, Array], width: int) -> Array:
 
 
 class ExactVectors:
-    """Matrix store that scores all vectors with one product."""
-
     def __init__(self, entries: int, width: int) -> None:
         self._matrix: Array = np.zeros((entries, width), np.float32)
         self._used = 0  # end of the indices ever filled

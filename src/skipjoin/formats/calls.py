@@ -40,8 +40,6 @@ class JoinedCall:
 
 
 class Joined(NamedTuple):
-    """Content, reasoning, and calls by number."""
-
     content: str
     reasoning: str
     calls: dict[int, JoinedCall]
@@ -96,8 +94,7 @@ class CallsReader:
 
     Attributes:
         count: Number of calls so far, with those of earlier regions.
-        is_other: Whether the held text is not a call.
-        held: Text without a head so far.
+        held: Text without a head so far, which is not a call if `is_other`.
     """
 
     def __init__(

@@ -13,9 +13,7 @@ from skipjoin.structured_output import StructuredOutput
 class Vocabulary(Protocol):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
-    def ids_of(self, texts: Sequence[str]) -> frozenset[int]:
-        """Return the ids of those texts that are special tokens."""
-        ...
+    def ids_of(self, texts: Sequence[str]) -> frozenset[int]: ...
 
 
 class Constraints:

@@ -18,7 +18,6 @@ def no_tools(param: str) -> str:
 
 
 def template_tool(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a function as a tool for the template."""
     return {
         "type": "function",
         "function": {

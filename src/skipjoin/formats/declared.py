@@ -34,8 +34,7 @@ class UnknownTemplateError(ValueError):
 def declared_format(template: Any, known: OutputFormat | None) -> OutputFormat:
     """Return the format that a response template declares.
 
-    Args:
-        known: Format of the chat template, which completes what is not declared.
+    What it does not declare is that of `known`, the format of the chat template.
 
     Raises:
         UnknownTemplateError: If it is not of the subset that can be read while tokens arrive, and enforced.
@@ -108,7 +107,6 @@ def _calls(field: Mapping[str, Any], known: Calls | None) -> Calls:
 
 
 def _is_of(row: Calls, before: str, kind: str) -> bool:
-    """Return whether a row of the table begins calls so, and has arguments of this kind."""
     is_kind = row.tags is not None if kind == "xml-inline" else row.has_own_strings
     return is_kind and "".join(row.before.split()) == "".join(before.split())
 
@@ -127,7 +125,6 @@ def _opening(field: Mapping[str, Any], path: str) -> tuple[str, str | None]:
 
 
 def _mark(field: Mapping[str, Any], name: str, path: str, default: str | None = None) -> str:
-    """Return a delimiter as text."""
     value, pattern = field.get(name, default), field.get(f"{name}_pattern")
     if isinstance(value, list) and len(value) == 1:
         (value,) = value

@@ -35,7 +35,6 @@ class Marks:
     """Writer of grammar rules. Marks that are special tokens become token rules, which no text matches."""
 
     def __init__(self, output_format: OutputFormat, id_of: Callable[[str], int | None]) -> None:
-        """Create the writer; `id_of` returns the id of a text that is a special token."""
         self._ids = {mark: found for mark in output_format.markers if (found := id_of(mark)) is not None}
         self._split = (
             re.compile("|".join(map(re.escape, sorted(self._ids, key=len, reverse=True)))) if self._ids else None

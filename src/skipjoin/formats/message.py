@@ -1,5 +1,3 @@
-"""Splits an output into content, reasoning and tool calls while it is generated."""
-
 from __future__ import annotations
 
 import secrets
@@ -32,14 +30,13 @@ def new_call_id(output_format: OutputFormat) -> str:
 
 
 class MessageReader:
-    """Reader of one message.
+    """Reader of one message, which splits it into content, reasoning and tool calls while it is generated.
 
     The joined parts do not depend on how the text is cut into pieces. Output that does not follow the format is content
     unless it is a call.
 
     Args:
         schemas: Schemas of the functions' arguments, for formats that do not write JSON.
-        is_thinking: The prompt ends with the start of the reasoning.
         new_id: Returns the id of the next call. None for random ids.
     """
 
@@ -79,7 +76,6 @@ class MessageReader:
         return self._read(self._parser.feed(text))
 
     def finish(self) -> list[Part]:
-        """Return the rest; nothing may be fed afterwards."""
         self._is_finished = True
         parts = self._read(self._parser.finalize()[1])
         if self._reader is not None:

@@ -16,7 +16,6 @@ _RESULT, _END_OF_RESULT = "<tool_response>\n", "\n</tool_response>"
 
 
 def prompted_format(known: OutputFormat | None) -> OutputFormat:
-    """Return the format of a model whose own format has no calls, or is not known."""
     if known is None:
         return replace(_MARKED, name="json", think=None, is_prompted=True)
     markers = tuple(dict.fromkeys((*known.markers, *_MARKED.markers)))
@@ -28,8 +27,7 @@ def prompted_messages(
 ) -> list[dict[str, Any]]:
     """Return a conversation without tools: calls, results and the description of functions are text.
 
-    Args:
-        has_system: The template has messages of the system. Otherwise the first one of the user has the description.
+    Without `has_system`, the first message of the user has the description.
     """
     found: list[dict[str, Any]] = []
     is_result = False  # the last message has results, which go on with the next ones, because templates want turns

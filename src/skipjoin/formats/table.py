@@ -22,7 +22,7 @@ _JSON_HEAD = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Think:
-    """Reasoning of a format: its delimiters as text, and as patterns with the white space around them."""
+    """Delimiters of reasoning as text, and as patterns with the white space around them."""
 
     open: str
     close: str
@@ -99,7 +99,6 @@ class OutputFormat:
     is_prompted: bool = False
 
     def response_template(self, *, reads_calls: bool) -> dict[str, Any]:
-        """Return the response template. All values are text, so reading never fails."""
         fields: dict[str, Any] = {CONTENT: _TEXT, **(self.extra or {})}
         if self.think is not None:
             fields[REASONING] = {
@@ -346,7 +345,6 @@ def find_format(template: str) -> OutputFormat | None:
 
 
 def unknown_calls() -> str:
-    """Return the error for tools if the template's format of calls is unknown."""
     names = ", ".join(known.name for known in FORMATS if known.calls is not None)
     return (
         "this model's chat template writes calls in a format that is not known. Known are "

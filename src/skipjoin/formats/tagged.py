@@ -123,13 +123,11 @@ def _value_rule(own: str, schema: Any, shared: dict[str, Any], close: str, *, is
 
 
 def _text_rule(name: str, close: str) -> str:
-    """Return the rule of any text that ends with the first `close`."""
     is_token = close.startswith("<[")  # which no text contains
     return f"{name}{'' if is_token else '[lazy]'}: /(.|\\n)*/ {close}"
 
 
 def _options(schema: Any) -> list[Any]:
-    """Return the only values of a schema, or an empty list."""
     if not isinstance(schema, Mapping):
         return []
     found = schema.get("enum", [schema["const"]] if "const" in schema else [])

@@ -1,5 +1,3 @@
-"""What a chat template expects of messages: found by rendering short conversations, and applied to every message."""
-
 from __future__ import annotations
 
 import hashlib
@@ -38,7 +36,7 @@ class TemplateInput:
         no_content: What stands for the text of a message that has only calls.
         has_text_arguments: Arguments of calls are JSON as text, not objects.
         takes_text: Arguments may be text, such as those of a call that was cut off.
-        id_length: Number of letters and digits in ids of calls. None: any id.
+        id_length: As in `Calls`.
     """
 
     parts: frozenset[str] = frozenset()
@@ -152,7 +150,6 @@ def find_input(render: Render) -> TemplateInput:
 
 
 def _conversation(role: str) -> list[dict[str, Any]]:
-    """Return a short conversation with a message of a role, whose content is its mark."""
     user, assistant = ({"role": name, "content": _MARKS[name]} for name in ("user", "assistant"))
     if role == "system":
         return [{"role": "system", "content": _MARKS["system"]}, user]
@@ -172,7 +169,6 @@ def _shows(render: Render, form: TemplateInput, role: str) -> bool:
 
 
 def _wants_parts(render: Render, form: TemplateInput, role: str) -> bool:
-    """Return whether the template writes the content of a role only if it is a list of parts."""
     as_parts = replace(form, parts=form.parts | {role})
     return not _shows(render, form, role) and _shows(render, as_parts, role)
 

@@ -24,8 +24,7 @@ _CONTROL, _QUOTED = re.compile(r"[\x00-\x1f\x7f]"), re.compile(r'["\\\\]')
 def one_spelling(objects: Sequence[tuple[dict[str, Any], str]], refuse: Callable[[str, str], None]) -> dict[str, Any]:
     """Exclude other spellings of property names from schemas, in place. Return the compiler's options for it.
 
-    Args:
-        refuse: Called with the path of a schema for which there is no way, and the reason.
+    `refuse` is called with the path of a schema for which there is no way, and the reason.
     """
     named: list[tuple[dict[str, Any], str, list[str]]] = []
     hard: list[tuple[dict[str, Any], str, list[str]]] = []
@@ -53,7 +52,7 @@ def one_spelling(objects: Sequence[tuple[dict[str, Any], str]], refuse: Callable
 
 @cache
 def _has_exact_keys() -> bool:
-    """Return whether the compiler can do without such escapes in names, which it can from 1.8 on."""
+    """Return whether the compiler can do without such escapes in names."""
     major, minor = version("llguidance").split(".")[:2]
     return (int(major), int(minor)) >= (1, 8)
 
@@ -63,7 +62,6 @@ def _names(given: Any) -> list[str]:
 
 
 def _none_of(names: list[str]) -> str:
-    """Return a regular expression of all texts except some."""
     tree: dict[str, Any] = {}
     for name in names:
         at = tree

@@ -15,12 +15,7 @@ _REMOVE = "no grammar expresses it; remove it"
 
 
 class Enforced(NamedTuple):
-    """Keywords that every output follows.
-
-    Attributes:
-        example: Schema with the keyword.
-        good, bad: A value that is allowed and one that is not.
-    """
+    """Keywords that every output follows, with an example of a schema, and values that it allows and does not."""
 
     names: tuple[str, ...]
     meaning: str
@@ -30,21 +25,12 @@ class Enforced(NamedTuple):
 
 
 class Ignored(NamedTuple):
-    """Keywords without an effect on outputs."""
-
     names: tuple[str, ...]
     meaning: str
 
 
 class Refused(NamedTuple):
-    """Keyword that is an error, unless it constrains nothing.
-
-    Attributes:
-        remedy: What is wrong, and what to do.
-        is_idle: Returns whether the keyword of a schema constrains nothing, and is ignored.
-        idle: Values for which it does.
-        idle_example: Schema in which it constrains nothing.
-    """
+    """Keyword that is an error, unless it constrains nothing, as `is_idle` tells of a schema, and `idle` in words."""
 
     name: str
     remedy: str
@@ -55,7 +41,6 @@ class Refused(NamedTuple):
 
 
 def is_anything(schema: Any) -> bool:
-    """Return whether a schema allows every value."""
     return schema is True or (isinstance(schema, Mapping) and not schema.keys() - ANNOTATIONS)
 
 
@@ -76,7 +61,6 @@ def _is_empty(value: Any) -> bool:
 
 
 def _names_any(schema: Any) -> bool:
-    """Return whether a schema allows every string."""
     if isinstance(schema, Mapping) and schema.get("type") == "string":
         schema = {key: value for key, value in schema.items() if key != "type"}
     return is_anything(schema)

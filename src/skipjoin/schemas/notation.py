@@ -19,7 +19,6 @@ class Notation:
     is_lenient: bool = False
 
     def options(self) -> dict[str, Any]:
-        """Return the options of the compiler."""
         spaces: dict[str, Any] = (
             {"whitespace_flexible": False} if self.whitespace is None else {"whitespace_pattern": self.whitespace}
         )

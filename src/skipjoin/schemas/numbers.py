@@ -234,5 +234,4 @@ def _below(bound: Fraction, *, is_open: bool) -> str:
 
 
 def _short(digits: str) -> str:
-    """Return a regular expression of digits that counts repeated ones."""
     return _REPEATED.sub(lambda found: f"{found[1]}{{{len(found[0])}}}", digits)

@@ -38,7 +38,6 @@ _MEANINGS = (
 
 
 def reason(error: str, impossible: list[str] | None = None) -> str:
-    """Return a compiler's error on one line, as the end of a sentence."""
     # The compiler quotes the lines of the grammar around an error.
     text = " ".join(re.sub(r"\n\s*\d+ \| .*", "", error.removesuffix("<non-verbose/>"), flags=re.DOTALL).split())
     text = re.sub(r"^at \d+\(\d+\): failed to compile JSON schema: ", "", text)

@@ -24,14 +24,13 @@ _PLACES = frozenset({"$defs", "definitions", "$schema", "$id", "$anchor", "id", 
 
 
 class _ImpossibleError(Exception):
-    """A schema allows no value."""
+    pass
 
 
 class Rules(NamedTuple):
     """Part of a grammar in llguidance's variant of Lark: an expression, and lines of the rules that it names.
 
-    Attributes:
-        impossible: Parts of the schema that allow no value.
+    `impossible` are parts of the schema that allow no value.
     """
 
     expression: str
@@ -40,7 +39,6 @@ class Rules(NamedTuple):
 
 
 def schema_of(text: str) -> Any:
-    """Return the schema of a text; raise `GrammarError` for malformed JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -73,13 +71,11 @@ class _Writer:
 
     @cached_property
     def _space(self) -> str:
-        """Return the expression of white space between tokens; empty for none."""
         if self._notation.whitespace is None:
             return ""
         return self._rule(self._terminal(f"{_slashed(self._notation.whitespace)} & /(?s:.)+/") + "?")
 
     def value(self, node: Any, path: str) -> str:
-        """Return the expression of a schema's values."""
         if node is False:
             raise _ImpossibleError(f"{path} allows no value")
         if not self._is_odd(node):
@@ -142,7 +138,6 @@ class _Writer:
         return f"%json {_json({**node, **shared, 'x-guidance': options})}"
 
     def _definitions(self, node: Any) -> dict[str, Any]:
-        """Return the definitions that a part of the schema refers to."""
         found: dict[str, Any] = {}
         waiting, seen = list(_refs_in(node)), set[str]()
         while waiting:
@@ -248,7 +243,6 @@ class _Writer:
         return found[0] if len(found) == 1 else self._rule(" | ".join(found))
 
     def _literal(self, value: Any) -> str:
-        """Return the text of a value, with white space between its tokens."""
         if isinstance(value, dict):
             members = [self._member(key, self._literal(item)) for key, item in value.items()]
             return self._joined("{", members, "}")
@@ -374,7 +368,6 @@ def _quoted(text: str) -> str:
 
 
 def _slashed(pattern: str) -> str:
-    """Return a regular expression of a grammar."""
     found, is_escaped = [], False
     for char in pattern:
         found.append(r"\/" if char == "/" and not is_escaped else r"\n" if char == "\n" else char)

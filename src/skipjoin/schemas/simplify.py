@@ -36,11 +36,9 @@ _MAX_REFERENCES = 8
 
 
 class Simplified(NamedTuple):
-    """Schema that means the same, without keywords that the compiler does not have.
+    """Schema that means the same; `impossible` is why parts of it allow no value.
 
-    Attributes:
-        schema: May have `NUMBER` and `LITERALS`.
-        impossible: Why parts of it allow no value.
+    It has no keywords that the compiler does not have, but may have `NUMBER` and `LITERALS`.
     """
 
     schema: Any
@@ -102,7 +100,6 @@ class _Simplifier:
         return out
 
     def _parts(self, node: dict[str, Any], path: str, depth: int) -> dict[str, Any]:
-        """Copy a schema without annotations, and simplify the schemas in it."""
         out: dict[str, Any] = {}
         for key, value in node.items():
             at = f"{path}/{_escaped(key)}"
@@ -162,7 +159,6 @@ class _Simplifier:
             )
 
     def _name_properties(self, out: dict[str, Any]) -> None:
-        """Write `propertyNames` of a list of names as `properties`."""
         names = out.get("propertyNames")
         for _ in range(_MAX_REFERENCES):
             if not (isinstance(names, dict) and isinstance(names.get("$ref"), str)):
@@ -335,7 +331,6 @@ def target_of(schema: Any, ref: str) -> Any:
 
 
 def unescaped(step: str) -> str:
-    """Return the key that a step of a reference names."""
     return step.replace("~1", "/").replace("~0", "~")
 
 

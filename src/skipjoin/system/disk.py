@@ -8,7 +8,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def is_full_error(error: OSError) -> bool:
-    """Return whether a write failed because its disk, quota or largest file is full."""
     return error.errno in _FULL
 
 
@@ -23,10 +22,8 @@ def has_space(folder: Path, n_bytes: int) -> bool:
 
 
 def no_space(folder: Path) -> str:
-    """Return the error text of a full disk."""
     return f"disk full: no space is left in the folder {folder}; free some, or name another folder"
 
 
 def why_not_written(error: OSError, path: Path) -> str:
-    """Return why a file cannot be written, with the folder if its disk is full."""
     return no_space(path.absolute().parent) if is_full_error(error) else error.strerror or str(error)

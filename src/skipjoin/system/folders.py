@@ -1,5 +1,3 @@
-"""Folders that other users cannot change."""
-
 from __future__ import annotations
 
 import functools

@@ -6,10 +6,7 @@ from contextlib import contextmanager
 
 
 def resume_garbage_collection() -> None:
-    """Collect once, make all objects that remain permanent, and enable garbage collection.
-
-    Later collections need not visit the objects that a program made while it started.
-    """
+    """Collect once, and make what remains permanent, so that later collections need not visit it."""
     gc.collect()
     gc.freeze()
     gc.enable()

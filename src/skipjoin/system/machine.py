@@ -1,5 +1,3 @@
-"""Machine description for results, without host names and paths."""
-
 from __future__ import annotations
 
 import os

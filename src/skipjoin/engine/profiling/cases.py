@@ -15,8 +15,6 @@ _BASES = (2, 5, 7, 11)
 
 
 class Limits(NamedTuple):
-    """Limits of a step; `positions` is per request, and `kv_tokens` over all requests."""
-
     tokens: int
     requests: int
     positions: int

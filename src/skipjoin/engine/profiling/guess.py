@@ -1,5 +1,3 @@
-"""Estimate step costs from the model's size and typical device speeds."""
-
 from __future__ import annotations
 
 import dataclasses

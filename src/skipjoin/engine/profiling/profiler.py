@@ -58,8 +58,6 @@ _NOT_SHAPE = ("eos_token_ids", "bos_token_id", "pad_token_id", "dtype_name")
 
 
 class Effort(NamedTuple):
-    """Limits of a measurement: approximate seconds, and the relative error at which it stops early."""
-
     seconds: float
     precision: float
 

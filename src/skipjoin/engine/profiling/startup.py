@@ -78,7 +78,6 @@ def measure(
 
 
 def poor_fit(profile: Profile) -> str:
-    """Return what is wrong with a profile that `is_poor`."""
     return (
         f"the step costs fit their measurements poorly (median error {profile.errors.median:.0%}), because other "
         "programs use this machine, or its speed varies"

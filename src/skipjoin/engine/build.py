@@ -53,7 +53,6 @@ class Engine:
 
 
 def assemble(config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Engine:
-    """Load the model, size the KV pools and build the scheduler; raise `ModelError` or `ConfigError`."""
     loaded = load(config, on_progress)
     try:
         return engine_around(loaded, config, on_progress)

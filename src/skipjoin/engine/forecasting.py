@@ -87,7 +87,6 @@ class ForecastKeeper:
 
     @property
     def batch(self) -> int:
-        """Number of prompts up to which encoding them together is cheaper than one after the other."""
         return self.forecaster.batch
 
     def encode(self, prompts: Sequence[Sequence[int]]) -> Sequence[Any]:
@@ -122,7 +121,6 @@ class ForecastKeeper:
         return None if self._due == math.inf else max(0.0, self._due - self._clock())
 
     def save_if_due(self) -> None:
-        """Save if due. Failures log one warning until saving works again."""
         if self._clock() >= self._due:
             self._write()
 
@@ -185,7 +183,6 @@ def _check_folders(config: ForecastConfig) -> None:
 
 
 def state_folder(config: ForecastConfig | None) -> str | None:
-    """Return the folder of all learned states, or None if they are not kept."""
     if config is None or config.forecast_dir == _NOWHERE:
         return None
     if config.forecast_dir is not None:

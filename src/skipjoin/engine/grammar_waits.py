@@ -79,7 +79,6 @@ class GrammarWaits:
             self.add(request)
 
     def release(self, timeout_s: float = 0.0) -> None:
-        """Let requests run that no longer wait, after at most `timeout_s` until the first one is."""
         self._wait(self._pending, timeout_s)
         for future in [future for future in self._pending if future.done()]:
             self._release(future)
@@ -129,5 +128,4 @@ class GrammarWaits:
 
 
 def _constrained(slices: Iterable[Slice]) -> list[Request]:
-    """Return the requests whose next token the slices sample from a grammar."""
     return [slice_.request for slice_ in slices if slice_.samples and is_constrained(slice_.request.sampling)]

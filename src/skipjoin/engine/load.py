@@ -62,7 +62,6 @@ def check_load(config: EngineConfig) -> tuple[ModelConfig, int]:
 def _check_memory(
     config: EngineConfig, spec: LoadSpec, files: ModelFiles, model_config: ModelConfig, max_len: int
 ) -> None:
-    """Raise `ConfigError` if this machine has too little memory, apart from that of steps."""
     sizes = config.tensor_parallel_size, config.pipeline_parallel_size
     models = [planned_model(files, model_config, spec, Shard.of_rank(rank, *sizes)) for rank in range(config.ranks)]
     if config.ranks > 1 and models[0].device.type == "cuda":

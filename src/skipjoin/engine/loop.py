@@ -57,10 +57,9 @@ class EngineLoop:
         output: Sequence[int] = (),
         age_s: float = 0.0,
     ) -> None:
-        """Add a request.
+        """Add a request, whose `params` must have a number as `max_tokens`.
 
         Args:
-            params: Must have a number as `max_tokens`; see `SamplingParams.resolved`.
             output: Tokens that another engine has generated for it.
             age_s: Seconds since it arrived at the first engine, from which its deadline counts.
 
@@ -137,10 +136,6 @@ class EngineLoop:
         """Fill the pipeline, commit its oldest plan and return the events in order.
 
         If a rank is lost, all ranks restart and requests continue from their known tokens; see `RankLosses`.
-
-        Raises:
-            RankError: If the restart fails.
-            OutOfStepError: If a rank did not receive the plans as they were sent.
         """
         try:
             self._release_compiled()

@@ -22,7 +22,6 @@ class StepTimes:
         self._ended: float | None = None
 
     def step_ended(self, now: float, seconds: float, compute_s: float, shape: StepShape) -> None:
-        """Take the end of a step. `compute_s` is its duration without moves."""
         kept = 1.0 if self._last is None else math.exp(-(now - self._last) / _MEMORY_S)
         self._steps = kept * self._steps + 1
         self._seconds = kept * self._seconds + compute_s
@@ -38,7 +37,6 @@ class StepTimes:
 
     @property
     def between_s(self) -> float:
-        """Mean time between consecutive steps that the steps themselves do not take."""
         return self._gap_s / self._gaps if self._gaps else 0.0
 
     def matched(self, cost: LinearCost) -> LinearCost:

@@ -80,7 +80,6 @@ class StopStrings:
         return shown
 
     def _places(self) -> Sequence[int]:
-        """Return the places in the text of the characters that are not hidden."""
         if not self._hidden:
             return range(len(self._text))
         return [place for place in range(len(self._text)) if not any(place in span for span in self._hidden)]
@@ -114,7 +113,6 @@ class Answer:
         self._is_last = False
 
     def add(self, text: str, *, is_early: bool, is_last: bool) -> str:
-        """Add text and return what of it may be shown as the model writes it; arguments are those of `StopStrings`."""
         self._unread.append(text)
         self._is_last = is_last
         if self._content is None:

@@ -12,8 +12,6 @@ from skipjoin.sampling import TokenDetail, TokenLogprob
 
 
 class Output(NamedTuple):
-    """Increment of one sequence. `is_refused` is whether the error is a limit that the request exceeds."""
-
     choice: int = 0
     token: int | None = None
     detail: TokenDetail | None = None
@@ -26,10 +24,7 @@ class Output(NamedTuple):
 class TextRules:
     """How a request's tokens become text.
 
-    Attributes:
-        min_tokens: Number of tokens after which stop strings count.
-        kept: Special tokens that are part of the text nevertheless.
-        score_only: Return prompt logprobs and no tokens.
+    Stop strings count after `min_tokens`. `score_only` returns prompt logprobs and no tokens.
     """
 
     stop: tuple[str, ...] = ()
@@ -51,8 +46,6 @@ class Choice:
 
     Attributes:
         tokens: Includes those of a stop string and the end-of-sequence token.
-        echoed: The prompt as the text begins with it; empty without `TextRules.echo`.
-        scored: Log-probabilities that were not taken yet.
         offsets: For each generated token of `scored`, the index in the text at which it begins.
     """
 
@@ -139,7 +132,6 @@ class Choice:
         return scored
 
     def take_parts(self, text: str) -> list[Part]:
-        """Return what `text`, the latest text, adds to the message."""
         if self.answer is not None:
             return self.answer.take_parts()
         return [Part(text)] if text else []

@@ -41,9 +41,7 @@ class Executor(Protocol[HandleT_co]):
     which is kept from its first slice to `on_finished`.
     """
 
-    def submit(self, plan: StepPlan, now: float) -> HandleT_co:
-        """Submit a plan at `now` seconds on the driver's clock."""
-        ...
+    def submit(self, plan: StepPlan, now: float) -> HandleT_co: ...
 
     def on_finished(self, request: Request) -> None:
         """Free a request's state after the plans submitted before. Called once for each request, started or not."""

@@ -19,8 +19,6 @@ _NICENESS = 10
 
 
 class MaskState(Protocol):
-    """Masks of a request; see `GrammarState`."""
-
     is_slow: bool
     uncharged_s: float
 
@@ -49,10 +47,8 @@ class MasksAhead(Protocol):
 class GrammarsAhead:
     """`MasksAhead` on threads of this process, on which clients take turns.
 
-    All methods but `state_of` are called from one thread.
-
-    Args:
-        on_begin: Called on one of the threads with each request that they work for.
+    All methods but `state_of` are called from one thread. `on_begin` is called on one of the threads with each request
+    that they work for.
     """
 
     def __init__(self, mask: GrammarMask, on_begin: Callable[[Request], object] = lambda request: None) -> None:

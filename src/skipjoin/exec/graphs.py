@@ -132,8 +132,7 @@ class DecodeGraphs:
     def run(self, segments: Sequence[Segment], sampled: torch.Tensor | None) -> tuple[PackedBatch, torch.Tensor]:
         """Replay the smallest fitting graph; raises as `CausalLM.check` does.
 
-        Returns the batch and its logits [len(segments), vocab_size], valid until the next call; empty before the last
-        stage.
+        The logits are valid until the next call, and empty before the last stage.
         """
         size = self._sizes[bisect_left(self._sizes, len(segments))]
         if sampled is not None:
@@ -152,7 +151,6 @@ class DecodeGraphs:
 
 
 def replays(model: CausalLM) -> bool:
-    """Return whether attention grids depend on shapes only."""
     return model.attention.name in ("triton", "triton-invariant", "flash")
 
 
@@ -165,7 +163,6 @@ def graph_bytes(model: CausalLM, sizes: Sequence[int], peak: int) -> int:
 def record_graphs(
     model: CausalLM, pool: PagedKV, sizes: Sequence[int], longest: int, on_progress: OnProgress = lambda share: None
 ) -> DecodeGraphs | None:
-    """Capture decode steps of up to `sizes` requests; warn and return None on failure."""
     try:
         recorder = CudaRecorder(model.device)
         return DecodeGraphs(model, pool, recorder, sizes=sizes, longest=longest, on_progress=on_progress)

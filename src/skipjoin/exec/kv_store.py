@@ -16,11 +16,7 @@ from skipjoin.model.parallel import WHOLE, Shard
 class KVStore:
     """KV blocks of both tiers in block-major layout, so that a block moves as one contiguous copy.
 
-    Args:
-        cpu_blocks: 0 allocates no CPU pool.
-        of: Format of the cache.
-        swap_dtype: Name of the format of blocks in the CPU tier.
-        link_bytes_per_s: Limit of the bandwidth between the tiers in each direction.
+    `link_bytes_per_s` limits the bandwidth between the tiers in each direction.
     """
 
     def __init__(
@@ -54,7 +50,6 @@ class KVStore:
         self._engine = copy_engine(self.device, self.cpu)
 
     def link_seconds(self, move: Move) -> float:
-        """Return the minimum seconds of a move between the tiers."""
         if self.link_bytes_per_s is None or self.cpu is None:
             return 0.0
         return move.blocks(self.device.block_size) * self.cpu.block_bytes / self.link_bytes_per_s
@@ -81,7 +76,6 @@ class KVStore:
 
 
 def _check(side: str, blocks: Sequence[int], pool: PagedKV | SwapPool) -> None:
-    """Check blocks, because copies address memory directly."""
     if blocks and not 0 <= min(blocks) <= max(blocks) < pool.num_blocks:
         wrong = next(block for block in blocks if not 0 <= block < pool.num_blocks)
         raise ValueError(f"{side} of a move must lie in [0, {pool.num_blocks}), got block {wrong}")

@@ -32,8 +32,6 @@ _GREEDIEST = SamplingParams(
 
 
 class Peaks(NamedTuple):
-    """Peak device bytes of any step and of decode-only steps, apart from weights and KV."""
-
     all: int = 0
     decodes: int = 0
 

@@ -40,7 +40,7 @@ class RankModel(NamedTuple):
 class LoadedRank:
     """A rank's weights and, after `make_pools`, its KV pools and CUDA graphs.
 
-    `ranks_here` is the number of ranks that share this machine's RAM; `group` is None for a rank alone.
+    `ranks_here` is the number of ranks that share this machine's RAM.
     """
 
     def __init__(

@@ -32,12 +32,7 @@ _TRANSFER_RUNS = 12
 
 
 class RankSpec(NamedTuple):
-    """A rank's share of a model.
-
-    Attributes:
-        block_bytes: Bytes of one device KV block with the rank's layers and heads.
-        attention_width: Query heads of all its layers times the head dimension.
-    """
+    """A rank's share of a model; `attention_width` is the query heads of all its layers times the head dimension."""
 
     stage: int
     weight_bytes: int
@@ -85,9 +80,7 @@ class ModelExecutor(Executor[Handle], Protocol):
 
     def touch(self, blocks: int) -> None: ...
 
-    def transfers(self, seconds: float) -> dict[Direction, Transfer]:
-        """Measure moves per direction, within about `seconds`."""
-        ...
+    def transfers(self, seconds: float) -> dict[Direction, Transfer]: ...
 
     @property
     def grammars(self) -> Grammars | None:
@@ -138,7 +131,6 @@ def memory_budget_of(
     """Return the memory available to this rank's KV pools.
 
     Args:
-        gpu_share: Fraction of the GPU's memory for all its users, including other programs.
         peak: Result of `measure_peak`, which must have run unless `to_load` is set.
         to_load: Bytes of weights that are not loaded yet.
     """

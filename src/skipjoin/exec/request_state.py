@@ -10,10 +10,7 @@ from skipjoin.sampling import TokenLogprob
 class RequestState:
     """State of a request in a worker, apart from its KV. Preemption does not change it.
 
-    Attributes:
-        sampling: None on a rank that does not sample.
-        scores: Prompt logprobs until the first output token.
-        is_dropped: Whether a slice was dropped, so that the KV has a hole.
+    `scores` are prompt logprobs until the first output token. A dropped slice left a hole in the KV.
     """
 
     sampling: SamplingState | None

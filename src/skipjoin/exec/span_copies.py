@@ -32,7 +32,6 @@ class SpanCopies:
             self._launch(host, device, torch.tensor([[0], [0], [0], [1]]))
 
     def copy(self, target: PagedKV, source: PagedKV, move: Move) -> None:
-        """Execute a move; raise ValueError if a span is outside its block, or the token counts differ."""
         size = self._device.block_size
         if len(move.spans) != len(move.source) or sum(span.slots for span in move.spans) != move.tokens:
             raise ValueError(f"{len(move.spans)} spans of {len(move.source)} blocks do not hold {move.tokens} tokens")

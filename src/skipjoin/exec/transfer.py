@@ -45,7 +45,7 @@ class Copier(Protocol):
         ...
 
     def close(self) -> None:
-        """Drop moves that have not started and wait for the running one. Call no method afterward."""
+        """Drop moves that have not started and wait for the running one."""
         ...
 
 

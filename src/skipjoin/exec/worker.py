@@ -30,8 +30,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class InFlightStep:
-    """Plan whose work is queued on the device, or done on a CPU."""
-
     plan: StepPlan
     start: Mark
     ended: Ended
@@ -96,12 +94,7 @@ class Worker:
         return self.finish(self.begin(plan))
 
     def begin(self, plan: StepPlan) -> InFlightStep:
-        """Queue a plan's work.
-
-        Raises:
-            ValueError: If this rank cannot run the plan.
-            GroupError: If another rank is lost.
-        """
+        """Queue a plan's work; raise ValueError if this rank cannot run it, and GroupError if another rank is lost."""
         if self._copier is None and (plan.blocking or plan.overlapped):
             raise ValueError(f"plan {plan.id} moves KV blocks, but there is no CPU pool")
         waited = self.model.group.waited_s
@@ -156,7 +149,7 @@ class Worker:
         )
 
     def on_finished(self, request: Request) -> None:
-        """Free a request's state, if it ever ran. Call from the thread of `begin`."""
+        """Free a request's state. Call from the thread of `begin`."""
         self._states.pop(request, None)
 
     def is_done(self, in_flight: InFlightStep) -> bool:

@@ -35,13 +35,9 @@ def make_forecaster(
     remembered: int = 0,
     read: Read | None = None,
 ) -> Forecaster:
-    """Return a forecaster that starts from `forecast_state` or untrained; `learned` if the configuration names none.
+    """Return a forecaster that starts from `forecast_state` or untrained.
 
-    Args:
-        folder: Folder of the served model, for its embeddings.
-        text_of: Returns the text of a prompt's tokens, for encoders of texts and trained states.
-        threads, remembered: See `SentenceEncoder`.
-        read: Returns the tokens of a prompt that are hashed, if not its own. A trained state decides it otherwise.
+    `read` returns the tokens of a prompt that are hashed, if not its own. A trained state decides it otherwise.
     """
     trained = None if config.forecast_state is None else Trained.open(config.forecast_state)
     if trained is not None:

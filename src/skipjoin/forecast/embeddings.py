@@ -76,7 +76,6 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _read(file: Path, name: str) -> Array:
-    """Return a (vocabulary, width) matrix as float32, read in parts and projected if wide."""
     with file.open("rb") as source:
         size = int.from_bytes(source.read(8), "little")
         described = json.loads(source.read(size))[name]

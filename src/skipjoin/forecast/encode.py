@@ -37,7 +37,6 @@ class Hashed(NamedTuple):
 
 
 def hashed(prompt: Sequence[int]) -> Hashed:
-    """Return features of a prompt's tokens, token pairs, first tokens and length."""
     ids, counts = np.unique(_hashes(_seen(prompt)) >> np.uint64(64 - HASH_BITS), return_counts=True)
     weights = 1.0 + np.log(counts)
     weights /= max(1.0, float(np.linalg.norm(weights)))

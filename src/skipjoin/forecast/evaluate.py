@@ -31,8 +31,6 @@ Progress = Callable[[str, float], None]
 
 
 class Sample(NamedTuple):
-    """Prompt tokens, output length, and length of a second output to the same prompt (0 if none)."""
-
     prompt: Sequence[int]
     tokens: int
     second: int = 0

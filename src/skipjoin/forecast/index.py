@@ -10,8 +10,6 @@ from skipjoin.forecast.vectors import vectors_of
 
 
 class Found(NamedTuple):
-    """Similar prompts: cosine similarity, output tokens and whether the length is exact, (n,) each."""
-
     similarity: Array
     tokens: Array
     exact: Array

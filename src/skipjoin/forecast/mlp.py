@@ -18,8 +18,6 @@ _BATCH = 32
 
 
 class Estimate(NamedTuple):
-    """Expected natural log of the length, and the recent standard deviation around it."""
-
     log_tokens: float
     spread: float
 
@@ -47,7 +45,6 @@ class Mlp:
         return Estimate(float(self.logs(x[None])[0]), float(np.sqrt(self._variance)))
 
     def logs(self, x: Array) -> Array:
-        """Return the expected log lengths, (n,), of (n, width) vectors."""
         return self._forward(x)[1]
 
     def _forward(self, x: Array) -> tuple[Array, Array]:
@@ -64,7 +61,6 @@ class Mlp:
         self._step(x[None], hidden, errors)
 
     def epoch(self, x: Array, logs: Array, drawn: np.random.Generator) -> None:
-        """Train once on each of (n, width) vectors with log lengths (n,), in random order and small batches."""
         order = drawn.permutation(len(x))
         for start in range(0, len(order), _BATCH):
             rows = order[start : start + _BATCH]
@@ -72,7 +68,6 @@ class Mlp:
             self._step(x[rows], hidden, expected - logs[rows])
 
     def expect_errors(self, errors: Array) -> None:
-        """Set the deviation of estimates from `errors` of logs of rows that were not learned."""
         self._variance = float(np.mean(errors**2))
 
     def _step(self, x: Array, hidden: Array, errors: Array) -> None:

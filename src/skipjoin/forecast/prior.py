@@ -46,7 +46,6 @@ class Prior:
         self._regress()
 
     def _regress(self) -> None:
-        """Restore the weight of the first guess, so that bins never reached keep its hazards."""
         lost = (1 - _KEPT) * _FIRST_WEIGHT
         self._reached += lost
         self._ended += lost * self._first

@@ -48,8 +48,6 @@ class StateError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Identity of a state; `owner` and `base` as in `Forecaster`."""
-
     served: str
     forecaster: str
     encoder: str
@@ -76,7 +74,6 @@ def default_folder() -> Path:
 def save_state(
     parent: Path, identity: Identity, arrays: dict[str, Array], counts: dict[str, int], *, quiet: bool = False
 ) -> bool:
-    """Replace the state, and return whether that succeeded. A failure keeps the old one."""
     folder = identity.folder(parent)
     if not is_own(folder):
         return False
@@ -98,7 +95,6 @@ def is_own(folder: Path) -> bool:
 
 
 def write_state(folder: Path, identity: Identity, arrays: dict[str, Array], **fields: Any) -> None:
-    """Replace the state in a folder; `fields` are added to its description. Raises OSError."""
     content = save(arrays)
     digest = hashlib.sha256(content).hexdigest()
     name = f"arrays-{digest[:16]}.safetensors"
@@ -124,10 +120,7 @@ def _is_orphan(file: Path) -> bool:
 
 
 def load_state(parent: Path, identity: Identity, restore: Callable[[dict[str, Array]], None]) -> bool:
-    """Pass the arrays of this identity to `restore`, and return whether that succeeded.
-
-    An unusable state, also if `restore` raises ValueError or KeyError, is moved aside.
-    """
+    """Pass the arrays of this identity to `restore`. An unusable state is moved aside."""
     folder = identity.folder(parent)
     if not is_own(folder):
         return False

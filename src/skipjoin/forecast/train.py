@@ -30,12 +30,7 @@ _MOST = 1 << 20
 
 
 class Choice(NamedTuple):
-    """k and s0, with their figures on the held-out rows.
-
-    Attributes:
-        retrieved: Share of the rows for which similar prompts are found.
-        error: Mean absolute error of the log length.
-    """
+    """k and s0. Similar prompts are found for the share `retrieved`; `error` is that of log lengths."""
 
     neighbors: int
     threshold: float
@@ -66,12 +61,10 @@ class _Rows(NamedTuple):
 
 
 def is_held_out(group: str) -> bool:
-    """Return whether rows of a group, such as a conversation or equal prompts, are held out."""
     return crc32(group.encode()) % _HELD_OUT == 0
 
 
 def train_online(forecaster: Forecaster, samples: Sequence[Sample], progress: Progress) -> None:
-    """Teach a forecaster each row after predicting it, as a server does."""
     for index, sample in enumerate(samples, 1):
         forecaster.learn(forecaster.forecast(sample.prompt, _MOST), sample.tokens, exact=True)
         progress("rows", index / len(samples))

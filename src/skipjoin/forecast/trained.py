@@ -49,7 +49,6 @@ class Trained:
         return dict(self.described[_TRAINED])
 
     def configure(self, config: ForecastConfig) -> ForecastConfig:
-        """Return the configuration with the forecaster and the encoder of the state."""
         forecaster, encoder = str(self.described.get("forecaster")), str(self.about.get(_ENCODER))
         for name, own, given in (
             ("forecaster", forecaster, config.forecaster),

@@ -16,9 +16,7 @@ EXACT_ENTRIES = 10_000
 class Vectors(Protocol):
     """Store of unit vectors, each at an integer index."""
 
-    def put(self, index: int, vector: Array) -> None:
-        """Store a vector, replacing any at that index."""
-        ...
+    def put(self, index: int, vector: Array) -> None: ...
 
     def drop(self, index: int) -> None: ...
 

@@ -18,12 +18,7 @@ _CLOSERS = "]},;`"
 
 
 class Part(NamedTuple):
-    """Part of a message: text, reasoning, or part of a call.
-
-    Attributes:
-        call: Number of the call from 0. None: `text` belongs to the content, or to the reasoning.
-        name: Function of a call that begins with this part.
-    """
+    """Part of a message: text, reasoning, or part of the call number `call`, which begins with its `name`."""
 
     text: str
     call: int | None = None
@@ -65,7 +60,6 @@ class _JsonValue:
         self._depth, self._in_string, self._is_escaped = 0, False, False
 
     def end(self, text: str) -> int | None:
-        """Return the index after the value, or None if it is incomplete."""
         at = 0
         while True:
             if self._is_escaped:
@@ -90,11 +84,7 @@ class CallsReader:
     """Reader of a region that may contain several calls.
 
     A call begins when its name and the start of its arguments are known. Text that never becomes a call is returned as
-    content when the region closes.
-
-    Attributes:
-        count: Number of calls so far, with those of earlier regions.
-        held: Text without a head so far, which is not a call if `is_other`.
+    content when the region closes. `count` includes the calls of earlier regions.
     """
 
     def __init__(
@@ -138,7 +128,6 @@ class CallsReader:
         return parts
 
     def after(self, mark: str) -> str | None:
-        """Return the text after a mark that follows the last call, or None if there is none yet."""
         _, found, rest = self.held.partition(mark)
         return rest if found else None
 
@@ -206,7 +195,6 @@ class CallsReader:
 
 
 def _as_json(text: str) -> str:
-    """Convert arguments with string marks and unquoted keys to JSON; return others unchanged."""
     from transformers.utils.chat_parsing.content_parsers import parse_content  # noqa: PLC0415 - takes two seconds
 
     options = {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]}

@@ -35,7 +35,6 @@ class Constraints:
         must_call: bool,
         answer: StructuredOutput | None = None,
     ) -> StructuredOutput:
-        """Constrain the output to messages with calls; arguments are those of `calls_grammar`."""
         return calls_grammar(
             self._format,
             self._marks,

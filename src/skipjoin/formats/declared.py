@@ -116,7 +116,6 @@ def _unknown(path: str) -> NoReturn:
 
 
 def _opening(field: Mapping[str, Any], path: str) -> tuple[str, str | None]:
-    """Return the text before the name of a call, and that after it, or None if the name is not in the opening."""
     pattern = field.get("open_pattern")
     if not isinstance(pattern, str):
         return _mark(field, "open", path), None

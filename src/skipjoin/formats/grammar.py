@@ -63,12 +63,7 @@ def calls_grammar(
     answer: StructuredOutput | None = None,
     must_call: bool = False,
 ) -> StructuredOutput:
-    """Return the grammar of messages with calls of some functions.
-
-    Args:
-        is_thinking: The prompt ends with the start of the reasoning.
-        answer: Constraint of a message without calls. None allows any text.
-    """
+    """Return the grammar of messages with calls of some functions; others follow `answer`."""
     calls = output_format.calls
     assert calls is not None
     trigger = "" if calls.is_bare else calls.trigger
@@ -95,7 +90,6 @@ def calls_grammar(
 def after_reasoning(
     output_format: OutputFormat, marks: Marks, structured: StructuredOutput, *, is_thinking: bool
 ) -> StructuredOutput:
-    """Return a constraint that begins after the reasoning, which the output may or may not have."""
     rules = _answer(structured)
     line = f"answer: {marks.rule(output_format.answer)} ({rules.expression})"
     return _grammar(output_format, marks, "answer", [line, *rules.lines], is_thinking)

@@ -19,7 +19,6 @@ def load_parser() -> None:
 
 
 def is_thinking(output_format: OutputFormat, prompt: str) -> bool:
-    """Return whether a prompt ends with the start of the reasoning."""
     think = output_format.think
     return think is not None and prompt.rstrip().endswith(think.open.rstrip())
 

@@ -40,7 +40,6 @@ def read_tagged(calls: Calls, text: str, schemas: Mapping[str, Mapping[str, Any]
 
 
 def json_text(value: Any) -> str:
-    """Return a value as JSON; raise ValueError for numbers and texts that JSON cannot have."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     text.encode()
     return text
@@ -66,7 +65,6 @@ def _patterns(tags: Tags) -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 
 def _value(text: str, schema: Any) -> Any:
-    """Return a value by its schema, or without one as JSON where it can be nothing else."""
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     is_text = kind == "string" or text in _options(schema)
     is_json = kind is not None or _SCALARS.fullmatch(text) or text[:1] in ("{", "[")
@@ -83,11 +81,7 @@ def _value(text: str, schema: Any) -> Any:
 def tagged_arguments(
     tags: Tags, name: str, schema: dict[str, Any], rule: Callable[[str], str], *, is_strict: bool
 ) -> tuple[str, list[str]]:
-    """Return the rule of a function's arguments, and further lines, whose names begin with `name`.
-
-    Raises:
-        GrammarError: If a strict function has a keyword that cannot be enforced.
-    """
+    """Return the rule of a function's arguments, and further lines, whose names begin with `name`."""
     properties = _properties(schema)
     required = found if isinstance(found := schema.get("required"), list) else []
     shared: dict[str, Any] = {keyword: schema[keyword] for keyword in ("$defs", "definitions") if keyword in schema}

@@ -47,7 +47,6 @@ class TemplateInput:
     id_length: int | None = None
 
     def messages(self, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages of OpenAI's form in the template's form; raise `MessageError`."""
         return [self._message(f"messages.{number}", message) for number, message in enumerate(given)]
 
     def _message(self, path: str, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,7 +86,6 @@ class TemplateInput:
         return found if call.get("id") is None else {"id": self._call_id(call["id"]), **found}
 
     def _arguments(self, path: str, given: Any) -> Any:
-        """Return arguments, which clients may send as text or as an object; those of no argument may be empty."""
         text = "{}" if given is None or (isinstance(given, str) and not given.strip()) else given
         if not isinstance(text, str):
             return json.dumps(text, ensure_ascii=False) if self.has_text_arguments else text

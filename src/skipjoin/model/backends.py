@@ -45,12 +45,7 @@ def implementations(
     invariant: bool = False,
     of: CacheFormat = AUTO,
 ) -> Implementations:
-    """Choose compiled operations on a CPU and Triton kernels on a GPU where they work, and torch elsewhere.
-
-    Args:
-        invariant: Results of a sequence must not depend on the rest of the batch.
-        of: Format of the KV cache.
-    """
+    """Choose compiled operations on a CPU and Triton kernels on a GPU where they work, and torch elsewhere."""
     if invariant:
         if device.type != "cuda" or attention not in ("auto", "triton"):
             raise ModelError(f"batch_invariant needs device cuda and attention triton, got {device.type}, {attention}")
@@ -159,7 +154,6 @@ def _flash_failure(dtype: torch.dtype, device: torch.device) -> str | None:
 
 @functools.cache
 def _triton_failure(dtype: torch.dtype, device: torch.device, of: CacheFormat) -> str | None:
-    """Return why the Triton kernels are unusable, or None; compiles them, which may take seconds."""
     try:
         from skipjoin.model.attention.triton_backend import check_triton_attention  # noqa: PLC0415
 

@@ -70,12 +70,10 @@ class PackedBatch:
     Attributes:
         slots: Shape [T], block * block_size + position in the block; -1 for padding, whose KV is not written.
         sources: Shape [T], row of the previous step's sampled tokens, or -1; None if all tokens are known.
-        query_start: Shape [n + 1].
         context_lens: Shape [n], tokens with KV after this step; 0 for padding.
         block_tables: Shape [n, widest], padded with 0.
         logit_rows: Shape [rows], tokens whose logits are wanted. None for all T.
         row_starts: Rows of segment i are row_starts[i]:row_starts[i + 1].
-        starts: Per segment, on the CPU, as `lengths`.
         directed: Indexes of the reversed segments.
     """
 
@@ -113,7 +111,7 @@ class PackedBatch:
         return self.num_tokens == len(self.lengths)
 
     def fill_in(self, sampled: torch.Tensor) -> None:
-        """Insert tokens sampled by the previous step, of shape [rows], where they are awaited."""
+        """Insert tokens sampled by the previous step where they are awaited."""
         if self.sources is not None:
             found = sampled[self.sources.clamp(min=0)]
             self.token_ids.copy_(torch.where(self.sources < 0, self.token_ids, found))
@@ -127,7 +125,6 @@ class PackedBatch:
         *,
         graph_buffers: GraphBuffers | None = None,
     ) -> PackedBatch:
-        """Pack segments in the given order; raise ValueError if they do not fit `graph_buffers`."""
         n = len(segments)
         if n and graph_buffers is None and all(map(_is_plain_decode, segments)):
             return cls._of_decodes(segments, block_size, torch.device(device))

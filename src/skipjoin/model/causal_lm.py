@@ -16,8 +16,6 @@ from skipjoin.model.weights import Weights
 
 
 class CausalLM:
-    """Loaded model, or one rank's shard of it, on one device."""
-
     def __init__(
         self,
         config: ModelConfig,
@@ -77,8 +75,7 @@ class CausalLM:
     def forward(self, batch: PackedBatch, kv: PagedKV, out: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the batch's tokens and write their KV into `kv`. All ranks run the same batches in the same order.
 
-        Returns:
-            Logits of the batch's wanted rows, float32 [batch.num_rows, vocab_size]; none on every stage but the last.
+        Return logits of the batch's wanted rows, float32; none on every stage but the last.
 
         Raises:
             IndexError: If a token id is outside the vocabulary, on a CPU.
@@ -120,6 +117,6 @@ class CausalLM:
 
     @torch.inference_mode()
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the logits [n, vocab_size] of rows of `wanted_rows`; all ranks of the stage must call it."""
+        """Return the logits of rows of `wanted_rows`; all ranks of the stage must call it."""
         assert self._output is not None
         return self.group.gather(self._output(rows), self._vocabulary)

@@ -74,12 +74,10 @@ class ChatTemplate:
 
     @property
     def input(self) -> TemplateInput:
-        """The form of messages without tools. The first use starts the template's process."""
         return self._input(self._renderer)
 
     @property
     def variables(self) -> frozenset[str]:
-        """The variables that the template reads. The first use starts its process."""
         return self._renderer.variables() | self._tool_renderer.variables()
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
@@ -110,7 +108,6 @@ class ChatTemplate:
             raise ModelError(f"messages must be of JSON values: {error}") from error
 
     def _input(self, renderer: _Renderer) -> TemplateInput:
-        """Return what a template expects, or the usual form if it reaches a limit."""
         if renderer.input is None:
 
             def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str | None:

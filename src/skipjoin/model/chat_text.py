@@ -11,7 +11,6 @@ from skipjoin.model.tokenizer import Tokenizer
 
 
 def format_of(tokenizer: Tokenizer, tool_format: str) -> OutputFormat | None:
-    """Return the format of a model's output, or None if it is unknown."""
     template = tokenizer.chat_template
     if template is None:
         return None
@@ -30,7 +29,7 @@ def chat_text(
     functions: Sequence[Mapping[str, Any]],
     **variables: Any,
 ) -> str:
-    """Return a conversation as text; `functions` are those that the prompt shows. Errors as `ChatTemplate.render`."""
+    """Return a conversation as text; `functions` are those that the prompt shows."""
     tools = [template_tool(function) for function in functions]
     template = tokenizer.chat_template
     if template is not None and output_format is not None and output_format.is_prompted:

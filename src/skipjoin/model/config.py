@@ -66,7 +66,6 @@ class ModelConfig:
     """Shape of a decoder-only model.
 
     Attributes:
-        head_dim: num_heads * head_dim need not be hidden_size.
         windows: Attention window of each layer in tokens, the current one included; 0 for full attention.
         dtype_name: Type of the weights, or None if config.json leaves it to the weight files.
         embed_dim: Width of the token embedding: hidden_size except in OPT-350m.

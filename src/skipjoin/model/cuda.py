@@ -35,12 +35,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class CudaFacts:
-    """Facts that decide whether and how models run on CUDA.
-
-    Attributes:
-        archs: Compiled targets of torch's kernels, such as "sm_90".
-        compiler: C compiler with which Triton builds launchers.
-    """
+    """Facts that decide whether and how models run on CUDA; `compiler` is that with which Triton builds launchers."""
 
     runtime: str = ""
     cards: tuple[Card, ...] = ()
@@ -166,7 +161,6 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def choose_device(name: str, facts: CudaFacts | None = None) -> str:
-    """Return the device for cpu, cuda, cuda:N or auto. Warns of an unusable GPU, or raises if it was requested."""
     if name == "cpu":
         return name
     asked = re.fullmatch(r"cuda(?::(\d+))?", name)

@@ -57,7 +57,7 @@ def draw(
 ) -> torch.Tensor:
     """Sample each row at its temperature (> 0) among the tokens that its filters keep.
 
-    Tokens of equal logits are kept or dropped together. `uniforms` are in [0, 1).
+    Tokens of equal logits are kept or dropped together.
     """
     scaled = logits / _column([max(param.temperature, _COLDEST) for param in params], logits)
     scaled -= scaled.amax(-1, keepdim=True)  # the maximum becomes 0, so exp cannot overflow
@@ -129,10 +129,7 @@ def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
 def _from_best(
     best: torch.Tensor, totals: torch.Tensor, k: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return thresholds of top_k and top_p from the largest logits `best`, and whether those suffice, [n].
-
-    `totals` are sums of exp over the whole rows, [n, 1].
-    """
+    """Return thresholds of top_k and top_p from the largest logits `best`, and whether those suffice."""
     width = best.shape[-1]
     order = torch.arange(width, device=best.device)
     sums = best.double().exp_().masked_fill_(order >= k, 0).cumsum(-1)
@@ -150,7 +147,7 @@ def _from_best(
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return the index at which each row's running sum passes the fraction `uniforms`: int64 [n]."""
+    """Return the index at which each row's running sum passes the fraction `uniforms`."""
     padded = _in_runs(weights)
     runs = padded.shape[1]
     run_ends = padded.sum(-1, dtype=torch.float64).cumsum(-1)

@@ -27,7 +27,6 @@ class FairThreads:
         self._is_closed = False
 
     def submit(self, client: str, work: Callable[..., ResultT], *args: object) -> Future[ResultT]:
-        """Queue a call; raise RuntimeError if the threads are closed."""
         future: Future[ResultT] = Future()
         with self._changed:
             if self._is_closed:
@@ -41,7 +40,6 @@ class FairThreads:
         return future
 
     def close(self) -> None:
-        """Cancel the waiting calls, and wait for those in progress."""
         with self._changed:
             self._is_closed = True
             waiting = [future for queue in self._queues.values() for future, _ in queue]

@@ -76,7 +76,6 @@ def family_named(name: str) -> Family:
 
 
 def find_architecture(names: list[Any], model_type: str | None) -> tuple[str, Family]:
-    """Return the first supported architecture and its family; `model_type` counts if `names` is empty."""
     _register_own()
     if (found := _find(names, model_type)) is None:
         load_plugins(

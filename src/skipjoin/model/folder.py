@@ -36,7 +36,6 @@ def check_model(name: str, load_format: str = "auto", *, has_tokenizer: bool = T
 
 
 def model_files(name: str, load_format: str = "auto") -> ModelFiles:
-    """Return the files of a model, without its weights if it is on the hub. Errors as `check_model`."""
     is_local = name == MODEL_NAME or Path(name).is_dir()
     folder = None if is_local else cached_folder(name)
     return _checked(folder or model_folder(name, "dummy"), load_format, has_weights=is_local and load_format != "dummy")
@@ -127,7 +126,6 @@ def cached_folder(name: str) -> Path | None:
 
 
 def _no_model(name: str, path: Path, *, from_hub: bool) -> str | None:
-    """Return why a name can be neither that of a folder nor a hub id, with the remedy."""
     if (why := why_file(path)) is not None:
         return why
     if ":" in name:
@@ -143,7 +141,6 @@ def _no_model(name: str, path: Path, *, from_hub: bool) -> str | None:
 
 
 def _similar(path: Path) -> str:
-    """Return what a mistyped path probably means, as the end of an error, or an empty text."""
     if missing := next((one for one in reversed(path.parents) if not one.is_dir()), None):
         return f": {missing} does not exist" if path.is_absolute() else ""
     try:

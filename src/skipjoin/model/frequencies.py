@@ -8,7 +8,7 @@ from skipjoin.model.rope import RopeSettings
 
 
 def inverse_frequencies(rope: RopeSettings) -> torch.Tensor:
-    """Return the radians per position of each pair, float32 [rope.rotary_dim / 2].
+    """Return the radians per position of each pair.
 
     Each operation rounds to float32 in the order of Hugging Face's implementation: at position 100,000, one rounding
     less turns a pair by up to 0.006.

@@ -59,15 +59,11 @@ class GrammarCheck:
             self._threads.submit("", self._start)
 
     def check(self, structured: StructuredOutput, client: str = "") -> None:
-        """Compile a constraint, unless it is known. Releases the GIL.
-
-        Raises:
-            GrammarError: If it does not compile within the limits.
-        """
+        """Compile a constraint, unless it is known; raise `GrammarError` beyond the limits. Releases the GIL."""
         self.submit(structured, client).result()
 
     def submit(self, structured: StructuredOutput, client: str = "") -> Future[None]:
-        """Start to compile a constraint; the future raises as `check` does. It is done if the constraint is known."""
+        """Start to compile a constraint. The future is done if the constraint is known."""
         error = self._recall(structured, client)
         if error is None:
             return self._threads.submit(client, self._check, structured, client)

@@ -88,10 +88,7 @@ class GrammarMask:
 
 
 def _compute(states: Sequence[tuple[int, GrammarState]], masks: np.ndarray, rest_s: float) -> None:
-    """Compute the tokens that each grammar allows, without the GIL, and find the slow grammars.
-
-    `rest_s` is the time that the step takes besides.
-    """
+    """Compute the tokens that each grammar allows, without the GIL, and find the slow grammars."""
     if not states:
         return
     first, size, threads = masks.ctypes.data, masks.strides[0], threads_here()
@@ -121,7 +118,6 @@ class GrammarState(ProcessorState):
     Attributes:
         mask: Tokens that the grammar allows next, if `GrammarMask.compute_ahead` has computed them.
         is_slow: Whether the next mask should be computed ahead, because the latest ones took long.
-        seconds: Seconds that the masks took, in all.
         uncharged_s: Seconds of its masks and grammar that are not charged yet.
     """
 
@@ -206,7 +202,7 @@ class GrammarState(ProcessorState):
         return grammar.quick < (_QUICK_MASKS << grammar.relapses if grammar.was_slow else _FIRST_MASKS)
 
     def settle(self, mask: np.ndarray) -> None:
-        """Apply the rules of ending to the allowed tokens, int32 [words], of which none may remain."""
+        """Apply the rules of ending to the allowed tokens, of which none may remain."""
         if self.matcher.is_error():
             self._note_error()
         params = self._params

@@ -114,7 +114,6 @@ def _kind_of(code: int) -> int:
 
 
 def _compile_all(grammars: Grammars, requests: IO[bytes], answers: IO[bytes]) -> NoReturn:
-    """Compile grammars within the limits, and end this process. The kernel kills the process when its time is up."""
     try:
         resource.setrlimit(resource.RLIMIT_STACK, (_MAX_STACK_BYTES, _MAX_STACK_BYTES))
         memory = _address_space() + MAX_MEMORY_BYTES
@@ -132,7 +131,6 @@ def _compile_all(grammars: Grammars, requests: IO[bytes], answers: IO[bytes]) ->
 
 
 def _error_of(grammars: Grammars, structured: StructuredOutput) -> bytes:
-    """Compile a grammar and its first mask. Return why it is rejected; empty if it is not."""
     try:
         matcher = grammars.compiled(structured)
         matcher.compute_bitmask()

@@ -43,7 +43,6 @@ class CompiledGrammar:
     Attributes:
         matcher: Copied by each request, and never advanced.
         is_slow: Whether the next masks should be computed outside of the steps. New grammars must prove to be quick.
-        quick: Consecutive quick masks of slow requests.
         relapses: Number of times that a mask of a quick request took long.
     """
 
@@ -58,11 +57,7 @@ class Grammars:
     """Compiles grammars, and keeps the recent ones. Thread-safe.
 
     Salts separate the users of compiled grammars, because the time to the first token reveals whether a grammar is
-    compiled.
-
-    Args:
-        load_tokenizer: Called once, when the vocabulary is first needed.
-        max_items: Maximum number of the parser's items in one mask.
+    compiled. `max_items` bounds the parser's items in one mask.
     """
 
     def __init__(
@@ -87,7 +82,6 @@ class Grammars:
         return self.get(structured, salt).matcher.deep_copy()
 
     def get(self, structured: StructuredOutput, salt: str = "") -> CompiledGrammar:
-        """Return a compiled grammar; raise `GrammarError` if it does not compile."""
         if (known := self.known(structured, salt)) is not None:
             return known
         # Compiling releases the GIL, and must not block other grammars.
@@ -105,12 +99,11 @@ class Grammars:
             return compiled
 
     def _evict(self) -> None:
-        """Forget the oldest grammar of the salt that has the most."""
         ((most, _),) = Counter(salt for salt, _ in self._compiled).most_common(1)
         del self._compiled[next(key for key in self._compiled if key[0] == most)]
 
     def compiled(self, structured: StructuredOutput) -> LLMatcher:
-        """Compile a grammar, without keeping it; raises as `get` does."""
+        """Compile a grammar without keeping it; raise `GrammarError` if it does not compile."""
         vocabulary, grammar = self.vocabulary, llguidance_grammar(structured)
         compiled = LLMatcher(vocabulary, grammar.text, limits=self._limits, log_level=0)
         if compiled.is_error():
@@ -165,14 +158,11 @@ def _vocabulary(tokenizer: Tokenizer, vocab_size: int, eos: list[int]) -> LLToke
 
 
 class Grammar(NamedTuple):
-    """Grammar in llguidance's notation, and the parts of its schema that are known to allow no value."""
-
     text: str
     impossible: list[str]
 
 
 def llguidance_grammar(structured: StructuredOutput) -> Grammar:
-    """Return the grammar in llguidance's notation; raise `GrammarError` for malformed JSON."""
     text = structured.text
     if structured.kind == "regex":
         return Grammar(LLMatcher.grammar_from_regex(text), [])

@@ -66,10 +66,7 @@ class PagedKV:
         return self.tensor[0].numel() * self.tensor.element_size()
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return strided views of layer `index`, [num_blocks, block_size, kv_heads, head_dim] each.
-
-        Only back ends that are `readers` of the format may read them.
-        """
+        """Return strided views [num_blocks, block_size, kv_heads, head_dim], for `readers` of the format only."""
         return self._layers[index]
 
     def scales(self, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -82,12 +79,10 @@ class PagedKV:
             stored[where] = self.format.quantize(new)
 
     def read(self, index: int, where: Where, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of a layer's blocks, or blocks and slots, `where`; those of a format as `dtype`."""
         keys, values = (self.format.dequantize(part[where], self._head_dim, dtype) for part in self._rows[index])
         return keys, values
 
     def block_view(self) -> torch.Tensor:
-        """Return [num_blocks, elements per block]."""
         return self.tensor.view(self.num_blocks, -1)
 
     def head_view(self) -> torch.Tensor:
@@ -129,7 +124,6 @@ class SwapPool:
 
 
 def _by_layer(tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return keys and values of each layer, [num_blocks, block_size, kv_heads, ...]."""
     return [(tensor[:, i, 0].transpose(1, 2), tensor[:, i, 1].transpose(1, 2)) for i in range(tensor.shape[1])]
 
 

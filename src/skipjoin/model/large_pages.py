@@ -14,7 +14,6 @@ _ALIGN = 64
 
 
 def large_page_bytes(size: int) -> torch.Tensor:
-    """Return `size` zero bytes, in huge pages if possible."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(size, dtype=torch.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -25,8 +24,6 @@ def large_page_bytes(size: int) -> torch.Tensor:
 
 
 class Arena:
-    """Allocator of byte tensors from large chunks, each freed with the arena and its last tensor."""
-
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._used = 0

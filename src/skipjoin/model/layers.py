@@ -54,12 +54,7 @@ class Builder:
         gated: bool = False,
         activation: str | None = None,
     ) -> Linear:
-        """Fuse matrices with the same input into one product by concatenating their rows.
-
-        Args:
-            outs: Rows of each whole matrix.
-            rows: This rank's rows (Megatron's column parallelism); None for all.
-        """
+        """Fuse matrices with the same input; `outs` are their rows as a whole, and `rows` this rank's (Megatron)."""
         names = [names] if isinstance(names, str) else names
         matrices = [Matrix(*one) for one in zip(names, outs, rows or map(range, outs), strict=True)]
         self.parameters += sum(len(one.rows) for one in matrices) * inputs
@@ -89,7 +84,6 @@ class Builder:
         return SummedLinear(linear, self.group, begins, ends) if self.shard.tp_size > 1 else linear
 
     def finish_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """Make a product of a tensor that was taken."""
         self.parameters += weight.numel()
         return self._counted(self.weights.product(self.ops, weight, bias))
 
@@ -190,7 +184,7 @@ class SelfAttention:
         )
 
     def add_to(self, x: torch.Tensor, total: torch.Tensor, step: LayerInputs, then: Norm | None = None) -> torch.Tensor:
-        """Add the attention over `x` to `total`, both [T, hidden]; return as `Linear.add_to` does."""
+        """Add the attention over `x` to `total`; return as `Linear.add_to` does."""
         of = self.parts
         qkv = of.qkv(x).view(-1, of.heads + 2 * of.kv_heads, of.dim)
         query, key, value = qkv.split([of.heads, of.kv_heads, of.kv_heads], dim=1)
@@ -214,8 +208,6 @@ class Layer(Protocol):
 
 
 class SequentialLayer:
-    """`Layer` of attention and then an MLP of two products, each after its norm."""
-
     def __init__(self, norm: Norm, attention: SelfAttention, mlp_norm: Norm, up: Linear, down: Linear) -> None:
         self.norm = norm
         self._attention, self._mlp_norm, self._up, self._down = attention, mlp_norm, up, down
@@ -230,7 +222,6 @@ class SequentialLayer:
 
 
 def advance(layers: Sequence[Layer], x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
-    """Run [T, hidden] through the layers, in place."""
     normed = layers[0].norm(x)
     for layer, following in pairwise(layers):
         normed = layer(x, normed, step, following.norm)
@@ -239,6 +230,6 @@ def advance(layers: Sequence[Layer], x: torch.Tensor, step: LayerInputs) -> torc
 
 
 def fused(builder: Builder, layers: Sequence[Layer], norm: Norm | None) -> FusedLayers | None:
-    """Return `advance` of these layers and then `norm` in one call, or None if the operations cannot do that."""
+    """Return `advance` and then `norm` in one call, or None if the operations cannot do that."""
     parts = [layer.parts for layer in layers if isinstance(layer, SequentialLayer)]
     return builder.ops.fused(parts, norm, builder.attention) if len(parts) == len(layers) else None

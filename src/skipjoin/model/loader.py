@@ -1,5 +1,3 @@
-"""Load a model. Reads safetensors only: nothing here unpickles."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -29,7 +27,6 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def read_config(files: ModelFiles, spec: LoadSpec) -> ModelConfig:
-    """Return a folder's configuration, with the type of most weights if config.json names none."""
     config = ModelConfig.from_folder(files.folder)
     if config.dtype_name is not None:
         return config
@@ -44,10 +41,9 @@ def load_model(
     progress: Progress | None = None,
     group: Group | None = None,
 ) -> CausalLM:
-    """Load a model, or the shard of this group's rank. The device becomes the calling thread's current device.
+    """Load a model, or the shard of this group's rank; raise `ModelError` if it cannot run.
 
-    Raises:
-        ModelError: If the model cannot run.
+    The device becomes the calling thread's current device.
     """
     has_weights = spec.load_format != "dummy"
     files = ModelFiles.of(resolve_folder(name_or_path, weights=has_weights), has_weights=has_weights)
@@ -68,7 +64,7 @@ def load_model(
 
 
 def planned_model(files: ModelFiles, config: ModelConfig, spec: LoadSpec, shard: Shard = WHOLE) -> CausalLM:
-    """Return a model whose tensors have shapes but no memory, to learn its sizes. Errors as `load_model`.
+    """Return a model whose tensors have shapes but no memory, to learn its sizes.
 
     Its weights take no more bytes than those of the loaded model, which may be padded.
     """

@@ -26,8 +26,7 @@ class ProcessorState:
     error: str = ""
     is_over_limit: bool = False
 
-    def accept(self, tokens: Sequence[int]) -> None:
-        """Advance by the next output tokens. Each is passed once, in order."""
+    def accept(self, tokens: Sequence[int]) -> None: ...
 
     def is_active(self, length: int) -> bool:
         return True
@@ -37,11 +36,11 @@ class LogitsProcessor(Protocol):
     def start(
         self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]
     ) -> ProcessorState | None:
-        """Return the state of a new request without output, or None if its logits are never adjusted."""
+        """Return the state of a new request, or None if its logits are never adjusted."""
         ...
 
     def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, Any]]) -> None:
-        """Adjust rows of the logits, float32 [n, vocab]; `rows` are row numbers, ascending, with active states."""
+        """Adjust rows of the logits, float32 [n, vocab], in place; `rows` ascend, and have active states."""
         ...
 
 
@@ -53,7 +52,7 @@ class TokenLimit(Protocol):
     ) -> ProcessorState | None: ...
 
     def masks(self, states: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the allowed tokens of active states, and whether each output must end here, bool [len(states)].
+        """Return the allowed tokens of active states, and whether each output must end here.
 
         The tokens, at least one for each state, are packed bits, int32 [len(states), words]. The next call may
         overwrite them.
@@ -147,8 +146,6 @@ class _OutputState(ProcessorState):
 
 
 class MinTokens:
-    """Bans end-of-sequence and stop tokens before `min_tokens` output tokens."""
-
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 

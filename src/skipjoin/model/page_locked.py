@@ -1,5 +1,3 @@
-"""Page-locked CPU memory, which a GPU copies without the CPU, overlapped with kernels."""
-
 from __future__ import annotations
 
 import contextlib

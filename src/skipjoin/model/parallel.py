@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Tensor rank `tp_rank` of `tp_size` in stage `pp_rank` of `pp_size`."""
-
     tp_rank: int = 0
     tp_size: int = 1
     pp_rank: int = 0
@@ -130,8 +128,7 @@ def _nearest(size: int, fitting: Sequence[int]) -> str:
 class Group(Protocol):
     """Communication of a rank with the other ranks of its model.
 
-    All make the same calls in the same order. A rank whose call raises has failed. `waited_s` is the total time spent
-    waiting for the previous stage.
+    All make the same calls in the same order. A rank whose call raises has failed.
     """
 
     shard: Shard
@@ -155,9 +152,7 @@ class Group(Protocol):
 
     def receive(self, x: torch.Tensor) -> None: ...
 
-    def close(self) -> None:
-        """Leave the group: ranks that wait for this one get an error."""
-        ...
+    def close(self) -> None: ...
 
 
 class GroupError(Exception):
@@ -188,7 +183,5 @@ class Alone:
 
 
 class Unconnected(Alone):
-    """Group of a rank that never runs, for its sizes."""
-
     def __init__(self, shard: Shard) -> None:
         self.shard = shard

@@ -11,12 +11,7 @@ class PluginError(Exception):
 
 
 def load_plugins(group: str, is_registered: Callable[[object], bool], must_name: str) -> None:
-    """Load the entry points of a group of installed packages, each once.
-
-    Args:
-        is_registered: Returns whether loading an entry point's object has registered it.
-        must_name: What the entry points must name, for errors.
-    """
+    """Load the entry points of a group of installed packages, each once."""
     for point in entry_points(group=group):
         if point in _loaded:
             continue

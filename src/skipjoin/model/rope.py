@@ -36,7 +36,7 @@ class RopeSettings:
     attention_factor: float = 1.0
 
     def context(self, max_positions: int) -> int:
-        """Return the context length in tokens of a model with this `max_position_embeddings`.
+        """Return the context length of a model with this `max_position_embeddings`.
 
         Linear and YaRN scaling extend the original length by `factor`, whether or not config.json says so. Llama 3
         states the extended length.
@@ -53,12 +53,7 @@ class RopeSettings:
 
 
 def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, default_share: float) -> RopeSettings:
-    """Parse the rotary settings of a config.json, in the older (`rope_theta`, `rope_scaling`) or newer form.
-
-    Raises:
-        ValueError: If a scaling is not in `SCALINGS` or a number is out of bounds.
-        KeyError: If a scaling lacks a parameter.
-    """
+    """Parse the rotary settings of a config.json, in the older (`rope_theta`, `rope_scaling`) or newer form."""
     older, newer = _object(raw, "rope_scaling"), _object(raw, "rope_parameters")
     # Model cards say to add `rope_scaling`, also to a file in the newer form.
     nested = {**newer, **older}

@@ -69,8 +69,6 @@ class SamplingState:
 
 
 class SampleRow(NamedTuple):
-    """Request whose next token is sampled, after `length` output tokens."""
-
     state: SamplingState
     length: int
 
@@ -99,7 +97,7 @@ _NO_LIMITS = _Limits([], np.empty((0, 0), np.int32))
 
 
 class SampledTokens(NamedTuple):
-    """Tokens of all rows, int64 [rows] on the device, and their report in transit to the CPU."""
+    """Tokens, int64 [rows] on the device, and their report in transit to the CPU."""
 
     tokens: torch.Tensor
     report: CpuCopy[list[Sampled]]
@@ -133,8 +131,7 @@ class Sampler:
 
     Args:
         find_thresholds: Implements top_k and top_p; None makes the CPU wait for a GPU.
-        processors: Applied in this order; None for those of `SamplingParams`.
-        limit: Applied after them.
+        processors: Applied in this order, before `limit`; None for those of `SamplingParams`.
     """
 
     def __init__(
@@ -158,7 +155,6 @@ class Sampler:
         *,
         limit: ProcessorState | None = None,
     ) -> SamplingState:
-        """Return the state of a new request; `limit` is that of its limit, if it has started."""
         made = enumerate(processor.start(params, prompt, eos_token_ids) for processor in self._processors)
         adjustments = tuple((number, state) for number, state in made if state is not None)
         if limit is None and self._limit is not None:
@@ -167,11 +163,7 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> SampledTokens:
-        """Sample one token per row of logits, float32 [len(rows), vocab_size], which may be changed.
-
-        Reported logprobs are those of the unmodified logits. On CUDA the CPU does not wait for the device, unless
-        `find_thresholds` does.
-        """
+        """Sample one token per row of float32 logits, which may change. Logprobs are those of the unmodified logits."""
         if logits.shape != (len(rows), self.vocab_size):
             raise ValueError(f"logits are {tuple(logits.shape)}; the rows need {(len(rows), self.vocab_size)}")
         if not rows:
@@ -228,11 +220,7 @@ def prompt_logprobs(
     k: int,
     logits_of: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
 ) -> CpuCopy[list[PromptLogprob]]:
-    """Compute the logprobs of `targets` and `k` alternatives, one target per row.
-
-    Args:
-        logits_of: Maps at most `_SCORED_ROWS` rows to logits [rows, vocab]; by default the rows are logits.
-    """
+    """Compute the logprobs of `targets` and `k` alternatives; `logits_of` maps `_SCORED_ROWS` rows at most."""
     if not len(targets):
         return CpuCopy([], lambda _: [])
     index = send(targets, rows.device, torch.int64)[:, None]

@@ -13,12 +13,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 class SpecialTokens(NamedTuple):
-    """Special tokens of a folder.
-
-    Attributes:
-        named: Texts by the names that chat templates use, such as eos_token.
-        declared: Tokens with flags, which replace those of tokenizer.json.
-    """
+    """Special tokens of a folder: `named` by the names of chat templates; `declared` replace tokenizer.json's."""
 
     named: dict[str, str]
     declared: tuple[tokenizers.AddedToken, ...]

@@ -85,12 +85,6 @@ class TooManyTokensError(ValueError):
 
 
 class Tokenizer:
-    """A model's vocabulary, special tokens and chat template.
-
-    Attributes:
-        response_template: The model's own description of its output format, as transformers has it.
-    """
-
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
@@ -124,11 +118,7 @@ class Tokenizer:
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Return the token ids of a text. Releases the GIL.
-
-        Raises:
-            TooManyTokensError: If there are more than `most` tokens.
-        """
+        """Return the token ids of a text; raise `TooManyTokensError` beyond `most`. Releases the GIL."""
         if most is not None and (least := self.fewest_tokens(text)) > most:
             raise TooManyTokensError(f"at least {least}")
         (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -159,7 +149,6 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False, most=most)
 
     def ids_of(self, texts: Iterable[str]) -> frozenset[int]:
-        """Return the ids of those texts that are special tokens."""
         return frozenset(i for i in map(self.backend.token_to_id, texts) if i in self.special_ids)
 
     def has_special(self, text: str) -> bool:
@@ -180,7 +169,6 @@ class Tokenizer:
         return _BYTE_TOKEN.fullmatch(self.backend.id_to_token(token_id) or "") is not None
 
     def token_text(self, token_id: int) -> str:
-        """Return one token as text; incomplete characters become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -234,7 +222,6 @@ class Detokenizer:
         return self._tokenizer.decode(self._ids, skip_special_tokens=False) if self._ids else ""
 
     def _complete(self, text: str) -> str:
-        """Return `text` without the end that later tokens may still turn into characters."""
         if self._tokenizer.byte_level:
             return text.removesuffix(_REPLACEMENT)
         return text.rstrip(_REPLACEMENT)
@@ -262,7 +249,6 @@ class Detokenizer:
         return self._tokenizer.token_text(token_id) if token_id in self._skipped else ""
 
     def finish(self) -> str:
-        """Return the text held back. No token may be added afterward."""
         rest = self._decode()[self._given :]
         self._given += len(rest)
         return rest

@@ -22,10 +22,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model folder before its weights are read.
-
-    `has_weights` is False if only the weights' configuration is here, because they are on the hub or not needed.
-    """
+    """A model folder before its weights are read, which may be on the hub, or not needed."""
 
     folder: Path
     config: Mapping[str, Any]

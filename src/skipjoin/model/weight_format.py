@@ -73,7 +73,6 @@ def weight_format(cls: FormatT) -> FormatT:
 
 
 def format_of(files: ModelFiles, spec: LoadSpec) -> WeightFormat:
-    """Return the format of a model's weights; raise `ModelError` if there is none, or its files are damaged."""
     for field in ("load_format", "quantization"):
         known = dict.fromkeys(getattr(one, field) for one in _formats.values())
         names = [name for name in known if name is not None]
@@ -138,8 +137,6 @@ class Safetensors(WeightFormat):
 
 @weight_format
 class Dummy(WeightFormat):
-    """Random numbers, which need only config.json."""
-
     name = load_format = "dummy"
     patterns = ()
 
@@ -247,7 +244,6 @@ def why_refused(files: ModelFiles) -> str | None:
 
 
 def why_file(path: Path) -> str | None:
-    """Return why a path is not that of a model folder, if it is one of a file or of a GGUF model."""
     if path.suffix.lower() == ".gguf":
         return f"{path} is a GGUF file, {_GGUF_REMEDY}"
     if path.is_file():

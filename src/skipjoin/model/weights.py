@@ -196,7 +196,6 @@ class SafetensorsFiles:
 
 
 def stored_dtype(folder: Path) -> str:
-    """Return the type of most elements of the weight files, of which only headers are read."""
     elements: Counter[str] = Counter()
     files = SafetensorsFiles(folder)
     for name in files.where:
@@ -228,7 +227,7 @@ class FolderWeights(Weights):
         rows: range | None = None,
         columns: range | None = None,
     ) -> torch.Tensor:
-        """Return a tensor, or a part of it, as it is stored; its type must be one of `types`, named as in the file."""
+        """Return a tensor as it is stored; its type must be one of `types`, named as in the file."""
         where = self._files.where
         if not self.has(name):
             raise ModelError(f"{self._folder} has no tensor {name!r}")

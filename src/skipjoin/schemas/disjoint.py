@@ -64,7 +64,6 @@ def _type_of(value: Any) -> str:
 
 
 def _constants(node: dict[str, Any]) -> set[str] | None:
-    """Return the only values of a schema, as texts that are equal if the values are."""
     values = node.get("enum", [node["const"]] if "const" in node else None)
     return {json.dumps(_whole(value), sort_keys=True) for value in values} if isinstance(values, list) else None
 

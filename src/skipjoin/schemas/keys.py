@@ -52,7 +52,6 @@ def one_spelling(objects: Sequence[tuple[dict[str, Any], str]], refuse: Callable
 
 @cache
 def _has_exact_keys() -> bool:
-    """Return whether the compiler can do without such escapes in names."""
     major, minor = version("llguidance").split(".")[:2]
     return (int(major), int(minor)) >= (1, 8)
 

@@ -30,7 +30,7 @@ class Ignored(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """Keyword that is an error, unless it constrains nothing, as `is_idle` tells of a schema, and `idle` in words."""
+    """Keyword that is an error, unless it constrains nothing."""
 
     name: str
     remedy: str
@@ -45,7 +45,6 @@ def is_anything(schema: Any) -> bool:
 
 
 def types_of(schema: Schema) -> set[str]:
-    """Return the types of a schema's values; with number, also integer."""
     given = schema.get("type", TYPES)
     given = [given] if isinstance(given, str) else given
     types = {item for item in given if isinstance(item, str)} if isinstance(given, list | tuple) else set(TYPES)

@@ -85,7 +85,6 @@ class NumberRange:
 
     @property
     def is_exact_in_doubles(self) -> bool:
-        """Return whether the compiler has the same numbers."""
         bounds = [bound for bound in (self.low, self.high) if bound is not None]
         if any(abs(bound) >= EXACT_BELOW for bound in bounds):
             return False
@@ -135,7 +134,6 @@ def text_of(value: Fraction) -> str:
 
 
 def _decimal(value: Fraction) -> tuple[int, int]:
-    """Return the coefficient and the number of decimals of a positive number."""
     digits = 0
     denominator = value.denominator
     for prime in (2, 5):

@@ -28,10 +28,7 @@ class _ImpossibleError(Exception):
 
 
 class Rules(NamedTuple):
-    """Part of a grammar in llguidance's variant of Lark: an expression, and lines of the rules that it names.
-
-    `impossible` are parts of the schema that allow no value.
-    """
+    """Part of a grammar in llguidance's variant of Lark: an expression, and lines of the rules that it names."""
 
     expression: str
     lines: list[str]

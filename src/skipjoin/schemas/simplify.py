@@ -174,7 +174,7 @@ class _Simplifier:
         del out["propertyNames"]
 
     def _one_of(self, node: dict[str, Any], out: dict[str, Any]) -> dict[str, Any]:
-        """Return the schema with `anyOf` if its alternatives exclude each other. The order of keywords matters."""
+        """Write `anyOf` if the alternatives exclude each other. The order of keywords matters."""
         if not are_disjoint(node["oneOf"], lambda ref: target_of(self._given, ref)):
             return out
         return {"anyOf" if key == "oneOf" else key: value for key, value in out.items()}
@@ -304,7 +304,6 @@ def _described(numbers: NumberRange) -> str:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two JSON values are equal; true and 1 are not."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     return bool(one == other)

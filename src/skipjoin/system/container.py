@@ -32,7 +32,6 @@ def free_memory(root: Path = ROOT) -> int | None:
 
 
 def oom_kills(root: Path = ROOT) -> int:
-    """Return the number of out-of-memory kills in this cgroup, or else on the machine."""
     for folder, kind in _folders(root, "memory"):
         with suppress(OSError, ValueError, KeyError):
             return _table(folder / _VERSIONS[kind].kills)["oom_kill"]

@@ -14,7 +14,6 @@ def resume_garbage_collection() -> None:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection, for code that leaves few reference cycles."""
     was = gc.isenabled()
     gc.disable()
     try:

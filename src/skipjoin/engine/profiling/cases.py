@@ -27,7 +27,6 @@ class Case(NamedTuple):
 
 
 def cases(limits: Limits, per_kind: int) -> list[Case]:
-    """Return the smallest step, then up to `per_kind` steps of each kind, interleaved."""
     found: dict[SliceShapes, bool] = {((0, 1),): False}
     if limits.tokens < 2 or limits.positions < 2:
         kinds: tuple[Callable[[Limits, list[float]], SliceShapes], ...] = (_decodes,)

@@ -77,7 +77,6 @@ class _Measured(NamedTuple):
 
 
 def profile_key(name: str, config: ModelConfig, rank_specs: Sequence[RankSpec], version: str) -> ProfileKey:
-    """Return the profile key of this model; only the last component of a folder is kept."""
     spec, stages = rank_specs[0], by_stage(rank_specs)
     return ProfileKey(
         model=Path(name).resolve().name if Path(name).is_dir() else name,

@@ -37,7 +37,6 @@ def profile_model(config: EngineConfig, effort: Effort, on_progress: OnProgress 
 
 
 def start_cost(config: EngineConfig, loaded: Loaded, on_progress: OnProgress) -> LinearCost:
-    """Return the costs of the profile, with transfers at the limit of the link, which profiles do not contain."""
     cost = _profiled_cost(config, loaded, on_progress)
     if (limit := bytes_per_s(config.swap_bandwidth_gbps)) is None:
         return cost

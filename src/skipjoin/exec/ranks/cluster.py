@@ -113,7 +113,6 @@ class Cluster:
 
     @classmethod
     def join(cls, address: str) -> Cluster:
-        """Join the cluster at host:port; raise `ClusterError` on failure or if it requires no token."""
         host, _, port = address.rpartition(":")
         if not (host and port.isdecimal() and 0 < int(port) < 65536):
             raise ClusterError(f"ray_address must be host:port of a running Ray cluster, got {address!r}")
@@ -144,7 +143,6 @@ class Cluster:
         return cls(address, ray.util.get_node_ip_address())
 
     def close(self) -> None:
-        """Disconnect and stop this process's processes; a private cluster stops too."""
         if not self._is_ours:
             return
         import_ray().shutdown()
@@ -155,7 +153,6 @@ class Cluster:
 
 @contextmanager
 def _private_settings() -> Iterator[None]:
-    """Secure a cluster that this process starts, overriding the environment."""
     constants: Any = import_module("ray._private.ray_constants")
     had_several = constants.ENABLE_RAY_CLUSTER
     constants.ENABLE_RAY_CLUSTER = False  # Ray read the variable when it was imported
@@ -168,7 +165,6 @@ def _private_settings() -> Iterator[None]:
 
 @contextmanager
 def _environment(ours: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables, which Ray reads when it is imported."""
     raylet: Any = import_module("ray._raylet")
 
     def reread() -> None:

@@ -33,8 +33,6 @@ _NUMBER = struct.Struct("<I")
 
 
 class RankListener:
-    """Accepts one connection from each rank, on the interface with address `ip`."""
-
     def __init__(self, ip: str) -> None:
         self._listener = socket.create_server((ip, 0), family=socket.AF_INET6 if ":" in ip else socket.AF_INET)
         self.address: Address = self._listener.getsockname()[:2]
@@ -71,7 +69,6 @@ class RankListener:
             threading.Thread(target=self._greet, args=(accepted, greeted), daemon=True).start()
 
     def _greet(self, accepted: socket.socket, greeted: SimpleQueue[tuple[Connection, int]]) -> None:
-        """Authenticate a connection within `_GREETING_S`, however slowly it sends."""
         guard = accepted.dup()  # has its own file descriptor, which no other connection can reuse meanwhile
         clock = threading.Timer(_GREETING_S, _cut, (guard,))
         clock.start()

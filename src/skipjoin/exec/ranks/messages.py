@@ -19,8 +19,6 @@ FIRST_CHECKSUM = bytes(CHECKSUM_BYTES)
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Request that is sent before the first plan that uses it; its `number` is never reused."""
-
     number: int
     id: int
     prompt: list[int]
@@ -64,8 +62,6 @@ class MovePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class PlanMessage(msgspec.Struct, frozen=True, tag="plan", array_like=True, gc=False):
-    """Encoded plan; `ended` are requests finished since the previous plan, which this one does not use."""
-
     id: int
     slices: list[SlicePart]
     blocking: list[MovePart] = []

@@ -16,8 +16,6 @@ _NAME_LABEL = "ray.io/node-id"
 
 
 class Node(NamedTuple):
-    """Node of a Ray cluster; `has` are its total resources, free or not."""
-
     name: str
     ip: str
     port: int

@@ -38,8 +38,6 @@ class _SentState:
 
 
 class PlanWriter:
-    """Writes plan messages for ranks that read all of them in order."""
-
     def __init__(self) -> None:
         self.checksum = FIRST_CHECKSUM
         self._sent: dict[Request, _SentState] = {}
@@ -63,7 +61,6 @@ class PlanWriter:
         return self._sealed(message)
 
     def write_mask(self, request: Request) -> tuple[int, bytes]:
-        """Return a request's number, and the order to compute the mask after its output."""
         new: list[NewRequest] = []
         known: list[KnownTokens] = []
         ended, self._ended = self._ended, []
@@ -157,7 +154,6 @@ class PlanReader:
         self._next_move = 0
 
     def read(self, message: bytes) -> StepPlan | MaskOrder:
-        """Decode the next message; raise OutOfStepError for any other."""
         sent, body = message[:CHECKSUM_BYTES], message[CHECKSUM_BYTES:]
         found = checksum_after(self.checksum, body)
         if sent != found:

@@ -14,13 +14,7 @@ Answers = list[tuple[bool, float]]
 
 @dataclass(eq=False, slots=True)
 class RankMaskState:
-    """`MaskState` on all ranks that sample.
-
-    Attributes:
-        future: The latest order, which is running while all ranks work on it that have not answered.
-        waiting: Ranks that have not answered it.
-        begun: Ranks that have begun to work on it.
-    """
+    """`MaskState` on all ranks that sample. `future` is running while all ranks work on it that have not answered."""
 
     is_slow: bool = False
     uncharged_s: float = 0.0

@@ -204,10 +204,7 @@ def _ips(nodes: Sequence[Node]) -> str:
 class RankedExecutor:
     """`ModelExecutor` on several ranks, or on one rank in a separate process.
 
-    Args:
-        pools_for: Chooses the KV blocks of the first ranks; restarts reuse its result.
-        address: host:port of the cluster; None to start a private one.
-        max_restarts: Maximum number of restarts within ten minutes.
+    `pools_for` chooses the KV blocks of the first ranks; restarts reuse its result.
     """
 
     def __init__(

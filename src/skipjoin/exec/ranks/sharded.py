@@ -22,8 +22,6 @@ _LOOK_S = 0.1
 
 
 class RankLink(Protocol):
-    """Connection to one rank, which answers each plan, in order."""
-
     def send(self, message: bytes) -> None:
         """Queue a message without blocking; a lost rank raises in `receive`, not here."""
         ...

@@ -30,7 +30,7 @@ class AttentionBackend(Protocol):
     ) -> Sequence[tuple[tuple[int, ...], int]]:
         """Return batches that together need every kernel version that a batch within the limits can need.
 
-        A batch is (lengths of the segments, blocks of the tables). `positions` bounds a sequence.
+        A batch is (lengths of the segments, blocks of the tables).
         """
         ...
 

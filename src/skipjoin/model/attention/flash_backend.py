@@ -39,11 +39,6 @@ def library() -> Any:
 
 @dataclass(slots=True)
 class _Index:
-    """Index tensors for the library, int32; `schedules` are its work distribution by window.
-
-    `rows` are tokens of the segments that the library serves, int64; None for all.
-    """
-
     batch: PackedBatch
     rows: torch.Tensor | None
     tables: torch.Tensor

@@ -68,7 +68,6 @@ class TorchAttention:
 
 
 def rotate(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
-    """Apply rotary embedding in place to [n, heads, head_dim] views; `cos_sin` as in `AttentionBackend.attend`."""
     pairs = cos_sin.shape[-1] // 2
     cos, sin = cos_sin[positions].unsqueeze(1).split(pairs, dim=-1)
     for x in (query, key):
@@ -103,7 +102,6 @@ def _cached(
 def _decode(
     query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: torch.Tensor, *, scale: float, window: int
 ) -> torch.Tensor:
-    """Attend with queries [n, heads, dim], keys and values [n, slots, kv_heads, dim]."""
     n, heads, dim = query.shape
     kv_heads = k.shape[2]
     position = torch.arange(k.shape[1], device=query.device)
@@ -121,7 +119,7 @@ def _decode(
 def _chunk(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: int, *, scale: float, window: int
 ) -> torch.Tensor:
-    """Attend with one sequence's tokens, [n, heads, dim]; keys and values are [start + n, kv_heads, dim]."""
+    """Attend with one sequence's tokens; keys and values are [start + n, kv_heads, dim]."""
     mask = None
     if start or window:
         own = torch.arange(start, start + len(query), device=query.device)[:, None]

@@ -31,7 +31,6 @@ class _Plan:
 
     Attributes:
         segments: Indexes of the attending segments of one token; None for all of the batch.
-        tiles: Tiles of the other segments' queries.
         work: Work lists of the decodes in this pass, by window.
     """
 
@@ -109,7 +108,7 @@ class TritonAttention:
         scale: float,
         window: int,
     ) -> None:
-        """Write the rows of `out`, [T, heads, head_dim], of the segments `among`, ascending; None for all."""
+        """Write the rows of `out` of the segments `among`, ascending; None for all."""
         cache = (*kv.layer(layer), kv.scales(layer))
         # Compared by identity; holding the batch keeps its identity from being reused.
         if self._planned is None or self._planned.batch is not batch:

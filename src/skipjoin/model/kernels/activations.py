@@ -22,7 +22,7 @@ def silu_and_mul_kernel(
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """Map [n, 2 * width], gate before up, to silu(gate) * up, [n, width], with arithmetic in float32."""
+    """Map [n, 2 * width], gate before up, to silu(gate) * up, with arithmetic in float32."""
     rows, width = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     silu_and_mul_kernel[(rows, triton.cdiv(width, _BLOCK))](x, out, width, x.stride(0), BLOCK=_BLOCK, num_warps=_WARPS)
@@ -59,7 +59,7 @@ def bias_and_activation_kernel(
 
 
 def bias_and_activation(x: torch.Tensor, bias: torch.Tensor | None, activation: str) -> torch.Tensor:
-    """Compute activation(x + bias) in place, [n, width], with arithmetic in float32. Fused as in ALISE section 3.3."""
+    """Compute activation(x + bias) in place, with arithmetic in float32. Fused as in ALISE section 3.3."""
     rows, width = x.shape
     bias_and_activation_kernel[(rows, triton.cdiv(width, _BLOCK))](
         x,

@@ -44,10 +44,7 @@ def _copy(
 def copy_blocks(target: torch.Tensor, source: torch.Tensor, target_ids: torch.Tensor, source_ids: torch.Tensor) -> None:
     """Copy row source_ids[i] of `source` to row target_ids[i] of `target`, for all i, on the current stream.
 
-    Pools are [blocks, elements] of one type with contiguous rows. Ids are int64 [n] on the device, not checked.
-
-    Raises:
-        ValueError: If the rows have different sizes.
+    Rows are contiguous. Ids are int64 [n] on the device, not checked.
     """
     if target.shape[1:] != source.shape[1:] or target.dtype != source.dtype:
         raise ValueError(f"rows of {source.dtype} {source.shape[1]} do not fit {target.dtype} {target.shape[1]}")
@@ -90,14 +87,8 @@ def _copy_slots(
 def copy_spans(target: torch.Tensor, source: torch.Tensor, spans: torch.Tensor) -> None:
     """Copy slots of `source` to the same slots of `target`, for all heads, on the current stream.
 
-    Pools are contiguous [blocks, heads, block_size, head_dim] of one type. Both may be one pool if no block is both
-    read and written.
-
-    Args:
-        spans: Target blocks, source blocks, first slots and counts, int64 [4, n] on the device, not checked.
-
-    Raises:
-        ValueError: If the blocks have different shapes.
+    Pools are contiguous [blocks, heads, block_size, head_dim]. Both may be one if no block is both read and written.
+    Spans are target blocks, source blocks, first slots and counts, int64 [4, n] on the device, not checked.
     """
     if target.shape[1:] != source.shape[1:] or target.dtype != source.dtype:
         raise ValueError(f"blocks of {source.dtype} {source.shape[1:]} do not fit {target.dtype} {target.shape[1:]}")

@@ -60,7 +60,6 @@ def _quantize(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
-    """Quantize heads, which are split among the programs. Each reads a head's tokens twice, ROWS at a time."""
     channel = tl.arange(0, WIDTH)
     rows = tl.arange(0, ROWS)
     row_bytes = heads * DIM * (TOKENS + 4)

@@ -20,7 +20,6 @@ def protect_triton_cache() -> None:
 
 
 def _triton_cache() -> Path:
-    """Return the cache folder as Triton finds it, without importing Triton."""
     if folder := os.environ.get("TRITON_CACHE_DIR"):
         return Path(folder)
     return Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache")

@@ -28,12 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class Shape(NamedTuple):
-    """Attention shape that a kernel is compiled for.
-
-    Attributes:
-        group: Query heads per KV head.
-        wgmma: See `prefill_configs`; the same for all entries of a device's table.
-    """
+    """Attention shape that a kernel is compiled for; `group` is the query heads per KV head."""
 
     dtype: torch.dtype
     group: int
@@ -64,7 +59,6 @@ def prefill_choice(shape: Shape, longest: int) -> tuple[str, str, Sequence[objec
 def distinct_batches(
     group: int, kv_heads: int, block_size: int, seqs: int, positions: int
 ) -> list[tuple[tuple[int, ...], int]]:
-    """Return the fewest batches that use all kernel versions; see `AttentionBackend.versions`."""
     widest = -(-positions // block_size)
     bucket, most = 1, 0
     batches: list[tuple[int, ...]] = []
@@ -82,7 +76,6 @@ def distinct_batches(
 def tune_attention(
     table: TunedTable, shape: Shape, kv_heads: int, device: torch.device, processors: int, cache_bytes: int
 ) -> None:
-    """Measure the choices for this shape that `table` lacks, on CUDA devices."""
     bench = _Bench(table, shape, kv_heads, device, cache_bytes)
     for measure, sizes in ((bench.decode, _DECODES), (bench.prefill, _PROMPTS)):
         for size in sizes:

@@ -52,7 +52,7 @@ def max_chunks(slots: int) -> int:
 
 @triton.jit
 def _chunks(context: tl.tensor, window: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return (first key, keys, keys per chunk, chunks), with at least one chunk."""
+    """Return (first key, keys, keys per chunk, chunks)."""
     low = tl.where(window > 0, tl.maximum(context - window, 0), 0)
     keys = context - low
     size = tl.maximum(tl.cdiv(tl.cdiv(keys, _MAX_CHUNKS), _CHUNK_KEYS), 1) * _CHUNK_KEYS
@@ -146,7 +146,6 @@ def _decode(
     adjacent. A sequence with one chunk is written to `out`, partial results to `sums` and `stats`.
 
     Args:
-        SCALED: The cache has int8 codes. Scores are multiplied by the key's scale, and weights by the value's.
         DOT: Compute the group's scores with tensor cores. Otherwise, for a group of one, multiply and add with one
             softmax per row, so that threads exchange data only at the end.
         STAGES: Tiles of keys and values in flight, minus one. With DOT it is a launch option, because a loop option
@@ -335,10 +334,7 @@ def decode_attention(
     processors: int,
     config: Mapping[str, int],
 ) -> None:
-    """Attend for the tokens of the segments in `work`, and write their rows of `out`, [T, heads, head_dim], contiguous.
-
-    Keys and values are one layer of the cache, with the new tokens written.
-    """
+    """Attend for the tokens of the segments in `work`, and write their rows of `out`, which is contiguous."""
     heads, dim = query.shape[1:]
     kv_heads, block_size = keys.shape[2], keys.shape[1]
     count, most = work.sequences.shape[0], work.items.shape[0]

@@ -18,7 +18,6 @@ _ROUND = tl.constexpr(12582912.0)
 def _rotated(
     source: tl.tensor, seen: tl.tensor, cos: tl.tensor, sin: tl.tensor, PAIRS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return both halves of rotated heads in float32; `source` points to the first half, [heads, pairs]."""
     first = tl.load(source, mask=seen, other=0.0).to(tl.float32)
     second = tl.load(source + PAIRS, mask=seen, other=0.0).to(tl.float32)
     return first * cos - second * sin, second * cos + first * sin
@@ -153,8 +152,6 @@ def kv_write(
         keys: Shape [num_blocks, block_size, kv_heads, head_dim], with the same strides as `values`.
         scales: Of keys and values of an int8 cache, [num_blocks, block_size, kv_heads].
         slots: int64 [T]; -1 writes nothing.
-        positions: int64 [T].
-        cos_sin: float32 [positions, rotary_dim].
     """
     tokens, heads, dim = query.shape
     kv_heads, block_size = keys.shape[2], keys.shape[1]

@@ -34,10 +34,6 @@ def norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Normalize ROWS rows of WIDTH values in a program.
-
-    Row r of `x` begins at (r // HEADS) * x_stride + (r % HEADS) * head_stride.
-    """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < WIDTH)
@@ -81,7 +77,7 @@ def normalize(
     Args:
         x: Shape [n, width], or [n, heads, width] contiguous in the last dimension.
         centre: Normalize by mean and variance instead of the root mean square.
-        product: Shape [n, width], contiguous; added to `x` first, in place.
+        product: Contiguous; added to `x` first, in place.
     """
     heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     rows, width = x.shape[0] * heads, x.shape[-1]

@@ -61,7 +61,7 @@ def token_rows(
     """Return element offsets of tokens in a layer's cache.
 
     Tokens after `last` get its row, which holds finite values, so that their loads need no mask. `slot_step` is the
-    elements between consecutive slots in the sequence's direction, from a block's first slot in that direction.
+    elements between consecutive slots in the sequence's direction.
     """
     slot = tl.minimum(index, last) % BLOCK_SIZE
     return blocks.to(tl.int64) * block_stride + slot * slot_step
@@ -69,7 +69,6 @@ def token_rows(
 
 @triton.jit
 def load_scales(scales: tl.tensor, rows: tl.tensor) -> tl.tensor:
-    """Load the scales of int8 rows at offsets `rows` in bytes; each follows the codes of its row."""
     return tl.load(scales + rows // 4)
 
 
@@ -77,7 +76,6 @@ def load_scales(scales: tl.tensor, rows: tl.tensor) -> tl.tensor:
 def load_rows(
     base: tl.tensor, rows: tl.tensor, columns: tl.tensor, DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ) -> tl.tensor:
-    """Load values [len(rows), BLOCK_D], with zeros beyond DIM."""
     pointers = base + rows[:, None] + columns[None, :]
     if BLOCK_D > DIM:
         return tl.load(pointers, mask=(columns < DIM)[None, :], other=0.0)

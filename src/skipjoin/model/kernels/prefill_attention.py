@@ -1,5 +1,3 @@
-"""Causal attention of segments of any length over the paged cache."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -208,10 +206,7 @@ def prefill_attention(
     window: int,
     config: Mapping[str, int],
 ) -> None:
-    """Attend for the tokens of `tiles`, made by `query_tiles` with config["BLOCK_M"] // (heads per KV head).
-
-    The rest is as in `decode_attention`.
-    """
+    """Attend for the tokens of `tiles`, made by `query_tiles` with config["BLOCK_M"] // (heads per KV head)."""
     heads, dim = query.shape[1:]
     kv_heads, block_size = keys.shape[2], keys.shape[1]
     _prefill[(kv_heads, tiles.shape[0])](

@@ -28,7 +28,6 @@ def product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Compute a tile of rows and outputs. Programs that start together read the same weights."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     place = tl.arange(0, BLOCK_K)
@@ -60,7 +59,6 @@ def tiles(outs: int, itemsize: int) -> dict[str, int]:
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return x @ weight.T + bias, [n, out]; `x` may be strided in the first dimension."""
     rows, (outs, inputs) = x.shape[0], weight.shape
     out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
     sizes = tiles(outs, x.element_size())

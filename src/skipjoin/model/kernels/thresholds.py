@@ -43,7 +43,6 @@ def _counts(
 def _sums(
     row: tl.tensor, vocab: tl.tensor, first: tl.tensor, second: tl.tensor, third: tl.tensor, BLOCK: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return sums of the values' exponentials instead of `_counts`."""
     one = tl.zeros((BLOCK,), tl.float32)
     two = tl.zeros((BLOCK,), tl.float32)
     three = tl.zeros((BLOCK,), tl.float32)

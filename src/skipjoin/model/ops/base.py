@@ -17,7 +17,7 @@ class Norm(Protocol):
         ...
 
     def after(self, product: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        """Add `product` to `total` in place and return the norm of the sum. All are [n, width] and contiguous."""
+        """Add `product` to `total` in place and return the norm of the sum. All are contiguous."""
         ...
 
 
@@ -26,18 +26,14 @@ class Linear(Protocol):
 
     weight_bytes: int
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply [n, in] to [n, out]."""
-        ...
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
-        """Add the plain product to contiguous `total`, [n, out]. Return `then(total)`, or `total` without `then`."""
+        """Add the plain product to contiguous `total`. Return `then(total)`, or `total` without `then`."""
         ...
 
 
 class AttentionParts(NamedTuple):
-    """Self-attention of layer `layer` in this rank's cache, with optional q/k norms and rotation."""
-
     qkv: Linear
     output: Linear
     qk_norms: tuple[Norm, Norm] | None
@@ -51,8 +47,6 @@ class AttentionParts(NamedTuple):
 
 
 class LayerParts(NamedTuple):
-    """Layer of attention and then an MLP, each after a norm and added to the residual stream."""
-
     norm: Norm
     attention: AttentionParts
     mlp_norm: Norm
@@ -82,7 +76,7 @@ class LayerOps(Protocol):
         ...
 
     def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """Prepare weights [2 * out, in], gate before up, for silu(gate) * up, [n, out]."""
+        """Prepare weights [2 * out, in], gate before up, for silu(gate) * up."""
         ...
 
     def rms_norm(self, weight: torch.Tensor, eps: float) -> Norm: ...

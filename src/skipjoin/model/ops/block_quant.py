@@ -36,7 +36,6 @@ class BlockQuantizer(Protocol):
 
 @functools.cache
 def block_quantizer(of: SwapFormat) -> BlockQuantizer:
-    """Return the fastest quantizer for pools in CPU memory."""
     library = load_library() if of.has_kernels else None
     return TorchQuantizer() if library is None else CompiledQuantizer(library)
 
@@ -89,8 +88,7 @@ class StagedQuantizer(ABC):
             self.from_rows(device, host, target[at:end], rows)
 
     @abstractmethod
-    def to_rows(self, host: SwapPool, device: PagedKV, source: Sequence[int], last: int) -> torch.Tensor:
-        """Return rows of blocks on the device; the last block has `last` tokens."""
+    def to_rows(self, host: SwapPool, device: PagedKV, source: Sequence[int], last: int) -> torch.Tensor: ...
 
     @abstractmethod
     def from_rows(self, device: PagedKV, host: SwapPool, target: Sequence[int], rows: torch.Tensor) -> None: ...
@@ -107,8 +105,6 @@ def _parts(host: SwapPool, blocks: int) -> Iterator[tuple[int, int]]:
 
 
 class TorchQuantizer(StagedQuantizer):
-    """Quantizer in torch operations: the reference and fallback."""
-
     def to_rows(self, host: SwapPool, device: PagedKV, source: Sequence[int], last: int) -> torch.Tensor:
         return host.format.quantize(device.head_view()[send(source, device.tensor.device)], last)
 

@@ -60,7 +60,7 @@ def libraries() -> Iterator[ctypes.CDLL]:
 
 
 def shipped() -> list[Path]:
-    """Return the wheel's libraries for this processor, fastest first. A pure wheel or a source tree has none."""
+    """Return the wheel's libraries for this processor, fastest first."""
     found = [one for one in VARIANTS.get(platform.machine(), ()) if one.needs <= cpu_features()]
     return [file for one in found if (file := _FOLDER / one.file).is_file()]
 
@@ -117,7 +117,6 @@ def _is_there(library: Path) -> bool:
 
 
 def will_compile() -> bool:
-    """Return whether the next `load_library` compiles, which takes up to a minute."""
     try:
         return not (shipped() or _place(_NATIVE)[0].is_file())
     except OSError:
@@ -125,7 +124,6 @@ def will_compile() -> bool:
 
 
 def _place(target: Sequence[str]) -> tuple[Path, str]:
-    """Return the library's file for a processor, and the compiler; raise OSError without one."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
     if compiler is None:
         raise OSError("no C++ compiler found (g++, c++ or clang++, or set CXX)")
@@ -152,7 +150,6 @@ def _own_folder() -> OwnFolder:
 
 
 def library_id(library: ctypes.CDLL) -> str:
-    """Return a name that depends on the library's code and on the processor."""
     return hashlib.sha256(Path(library._name).read_bytes() + _cpu().encode()).hexdigest()[:16]
 
 

@@ -59,7 +59,6 @@ class StepCall(ctypes.Structure):
 
 
 def check_sizes(library: ctypes.CDLL, sizes: Mapping[str, type[ctypes.Structure]]) -> None:
-    """Raise OSError unless the library's functions of these names return the sizes of the structures."""
     for name, structure in sizes.items():
         function = getattr(library, name)
         function.restype = c_int64

@@ -61,7 +61,6 @@ class Choices:
 
 
 def fastest(ways: Sequence[str], seconds: Callable[[str, int], float]) -> str:
-    """Return the way whose times have the smallest product."""
     least = {(way, rows): math.inf for rows in ROWS for way in ways}
     for rows in ROWS:
         for _ in range(_RUNS):

@@ -211,12 +211,10 @@ class CppLinear:
         ops.library.skipjoin_linear(ops.type, call)
 
     def call(self) -> LinearCall:
-        """Return a call without the arguments that depend on the inputs."""
         return LinearCall(None, 0, 0, *self._arguments, None, self._gated, 0, self._activation, None, 0, self._way)
 
 
 def _layer_call(parts: LayerParts) -> LayerCall | None:
-    """Return the call of a layer, or None if it has parts that are not compiled."""
     attention = parts.attention
     norms = [parts.norm, parts.mlp_norm, *(attention.qk_norms or ())]
     linears = [attention.qkv, attention.output, parts.up, parts.down]

@@ -87,6 +87,5 @@ def _biases(logits: torch.Tensor, masks: np.ndarray) -> torch.Tensor:
 
 @functools.cache
 def _bias_of_bytes(device: torch.device) -> torch.Tensor:
-    """Return the bias of each bit of each byte, float32 [256, 8]."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return to_device(torch.from_numpy(np.where(bits, np.float32(0), np.float32(-np.inf))), device)

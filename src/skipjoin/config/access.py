@@ -173,7 +173,6 @@ ConfigT = TypeVar("ConfigT", bound=AccessConfig)
 
 
 def check_certificates(config: AccessConfig) -> None:
-    """Raise `ConfigError` if the files of TLS cannot be used."""
     if config.ssl_certfile is None:
         return
     try:

@@ -354,7 +354,6 @@ class ServerConfig(BatchConfig):
         )
 
     def default_ms(self, name: str, *, is_urgent: bool) -> float | None:
-        """Return the default of ttft, tpot or jct."""
         default: float | None = getattr(self, f"slo_{name}_ms")
         if not is_urgent or name == "jct":
             return default

@@ -1,1 +1,1 @@
-"""Subscribers to core events: the same figures, metrics and traces in the simulator and in the server."""
+"""Subscribers to core events, equal in simulator and server."""

@@ -19,7 +19,6 @@ class Standing(NamedTuple):
 
 
 def standing(request: Request, live: Collection[Request], ordering: Ordering, facts: Sequence[Fact]) -> Standing:
-    """Return the standing of one of the live requests, in time that grows with their number."""
     rank, own = ordering.rank, ordering.rank(request)
     return Standing(sum(rank(other) < own for other in live), len(live), facts)
 
@@ -77,7 +76,6 @@ def explained(
 
 
 def facts_of(facts: Sequence[Fact]) -> list[dict[str, Any]]:
-    """Return the facts of policies as JSON."""
     return [fact._asdict() for fact in facts]
 
 

@@ -35,7 +35,6 @@ class FinishedLives:
         return self._lives.get(number)
 
     def since(self, since: float, now: float) -> Iterator[Life]:
-        """Yield the lives that ended after `since`, newest first."""
         self._forget_old(now)
         for life in reversed(self._lives.values()):
             if life.ended is not None and life.ended < since:

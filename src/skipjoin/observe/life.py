@@ -101,7 +101,6 @@ class Life:
             self.omitted_s[state] = self.omitted_s.get(state, 0.0) + ((begin if end is None else end) - begin)
 
     def close(self, now: float) -> None:
-        """End the current interval, if there is one, and remove it if it is empty."""
         if self.intervals and self.intervals[-1].end is None:
             last = self.intervals.pop()
             if now > last.begin:
@@ -132,7 +131,6 @@ def new_life(request: Request) -> Life:
 
 
 def append(intervals: list[Interval], interval: Interval) -> None:
-    """Append an interval, or extend the last one if nothing changed."""
     last = intervals[-1] if intervals else None
     if (
         last is not None
@@ -155,7 +153,6 @@ def current_prediction(request: Request) -> Prediction | None:
 
 
 def _prediction(forecast: Forecast, generated: int, most: int) -> Prediction:
-    """Return the forecast of an output that has `generated` tokens and goes on, of at most `most`."""
     least = min(generated + 1, most)
     mass = forecast.mass
     mean = mean_from(mass, least) if mass else None

@@ -24,8 +24,6 @@ from skipjoin.observe.tail import TailReasons
 
 
 class _LiveRecord:
-    """Life of a live request, and since when it shares the tail's reason, or None while it does not."""
-
     __slots__ = ("in_tail_since", "life", "preempted", "request")
 
     def __init__(self, request: Request, life: Life, now: float) -> None:

@@ -17,7 +17,7 @@ class Metric(NamedTuple):
         in_vllm: True if vLLM has a metric of this name and meaning.
         vllm_sum: Label values whose sum is vLLM's metric, which has no such label.
         is_share: Engines are aggregated by mean instead of sum.
-        by_class: The metric has an additional label `class` with the values `CLASSES`; vLLM has the sum over classes.
+        by_class: The metric has an additional label `class`; vLLM has the sum over classes.
     """
 
     name: str
@@ -36,10 +36,9 @@ class Metric(NamedTuple):
         return len(self.buckets) + 2 if self.kind == "histogram" else max(1, len(self.values))
 
     def zero(self) -> list[float]:
-        """Return the initial row.
+        """Return the initial row: one number per label value, for each of `CLASSES` in turn.
 
-        A row has one number per label value. A histogram has the count of each bucket, the count above the last bucket,
-        and the sum. With classes, the rows are concatenated in the order of `CLASSES`.
+        A histogram has the count of each bucket, the count above the last bucket, and the sum.
         """
         return [0] * (self.width * (len(CLASSES) if self.by_class else 1))
 

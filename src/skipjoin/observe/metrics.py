@@ -90,8 +90,7 @@ class _ClassCounts:
     def _judge_end(self, facts: RequestFacts, now: float) -> None:
         """Count objectives that are decided when a request finishes.
 
-        A missing token counts as a missed objective. An aborted request misses only the objectives that had passed by
-        then.
+        A missing token counts as missed. An aborted request misses only the objectives that had passed by then.
         """
         target = facts.target
         if facts.is_complete:
@@ -181,18 +180,14 @@ class EngineMetrics:
             gaps.clear()
 
     def shares(self, *, cached: int, cached_on_cpu: int, shared: int, lent: int) -> None:
-        """Set the block gauges that no event reports.
-
-        Args:
-            lent: Bidirectional blocks, in which each owner has its own slots.
-        """
+        """Set the block gauges that no event reports."""
         self._rows["kv_cached_blocks"][0] = cached
         self._rows["kv_cpu_cached_blocks"][0] = cached_on_cpu
         self._rows["kv_shared_blocks"][0] = shared
         self._rows["kv_lent_blocks"][0] = lent
 
     def measured(self, figures: Mapping[str, Sequence[float]]) -> None:
-        """Set the figures of the recipe's own, see `core.policy.Measured`."""
+        """Set the figures of the recipe's own."""
         for name, values in figures.items():
             self._rows[name][:] = values
 

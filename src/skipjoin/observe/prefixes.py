@@ -35,7 +35,6 @@ class PrefixCounts(NamedTuple):
     Attributes:
         queried: Prompt tokens of requests at their first admission.
         regained: Cached tokens at later admissions, after an eviction.
-        hit_on_cpu: Part of `hit` that was in CPU memory.
     """
 
     queried: int = 0

@@ -36,12 +36,7 @@ class EngineLimits(Protocol):
 
 
 class OptionNames(NamedTuple):
-    """Options that remedies name.
-
-    Attributes:
-        params: Option of the recipe's parameters, which are `param_names`.
-        objectives: Option of the objectives of requests without their own; empty if there is none.
-    """
+    """Options that remedies name."""
 
     recipe: str = "--recipe"
     params: str = "--set"
@@ -57,7 +52,6 @@ _STEP_TOKENS = ("chunk_tokens", "forward_tokens")
 
 
 def explanations(info: EngineLimits, options: OptionNames = _OPTIONS) -> dict[str, Explanation]:
-    """Return the explanations of all reasons, with the limits of this server's engines."""
     count = "" if info.max_num_seqs is None else f"{info.max_num_seqs} "
     slots = "" if info.max_num_seqs is None else f" (now {info.max_num_seqs})"
     tokens = "" if info.max_num_batched_tokens is None else f" (now {info.max_num_batched_tokens})"
@@ -146,5 +140,4 @@ def explanations(info: EngineLimits, options: OptionNames = _OPTIONS) -> dict[st
 
 
 def words_of(reasons: Mapping[str, Explanation]) -> dict[str, dict[str, str]]:
-    """Return reasons in words as JSON."""
     return {str(name): reason._asdict() for name, reason in reasons.items()}

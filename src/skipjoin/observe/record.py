@@ -20,9 +20,7 @@ _NEAR_TARGET = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Latency objectives of real-time requests in seconds; None means no objective.
-
-    A request's own target takes precedence over these.
+    """Latency objectives of real-time requests in seconds; None means no objective. A request's own target wins.
 
     Attributes:
         jct_scale: Sets a JCT target per request instead of `jct_s`: this multiple of its output's time at light load
@@ -66,8 +64,6 @@ def summarize(
 
 @dataclass(slots=True)
 class _Part:
-    """Subset of a run's requests: the accepted ones, and the number of others by kind."""
-
     facts: list[RequestFacts] = field(default_factory=list)
     rejected: Counter[Kind] = field(default_factory=Counter)
     errors: Counter[Kind] = field(default_factory=Counter)
@@ -234,10 +230,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def _attained(part: _Part, now: float, slo: Slo) -> Record:
-    """Return the share of real-time requests that met each objective, and the goodput.
+    """Return the share of real-time requests that met each objective, and the rate of those that met all.
 
-    The denominator includes rejected and failed requests. A request without an objective meets it. Goodput is the rate
-    of requests that met all objectives.
+    The denominator includes rejected and failed requests. A request without an objective meets it.
     """
     facts = part.facts
     total = len(facts) + part.rejected.total() + part.errors.total()
@@ -288,7 +283,6 @@ def _breakdown(facts: Sequence[RequestFacts], now: float) -> dict[str, float]:
 
 
 def _waits(facts: Sequence[RequestFacts]) -> dict[str, float]:
-    """Return mean seconds per request by wait reason; reasons that did not occur are omitted."""
     total: Counter[str] = Counter()
     for fact in facts:
         total.update({reason.value: seconds for reason, seconds in fact.wait_s().items() if seconds})

@@ -16,10 +16,7 @@ class _Reservation(NamedTuple):
 
 
 class ReservationUse:
-    """Statistics of nested reservations, reserve blocks and groups (EconoServe section 3.2).
-
-    A group consists of requests that reserve at the same time with equal `Reserved.group`.
-    """
+    """Statistics of nested reservations, reserve blocks and groups (EconoServe section 3.2)."""
 
     def __init__(self) -> None:
         self.hosted = 0

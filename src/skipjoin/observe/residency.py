@@ -1,4 +1,4 @@
-"""Which requests are live, running and on the CPU tier, and the KV that left or came: folded once from core events."""
+"""Where requests and their KV are, and the KV that left or came: folded once from core events."""
 
 from __future__ import annotations
 
@@ -26,10 +26,6 @@ class Residency:
     """Where the requests of an engine and their KV are, and how often and how much that changed.
 
     Moves count when they have landed, so those that fail count nowhere.
-
-    Args:
-        block_size: Tokens of a block.
-        block_bytes: Size of one block in CPU memory, over all layers.
 
     Attributes:
         cpu_blocks: Blocks on the CPU tier of live requests that do not run.
@@ -59,17 +55,14 @@ class Residency:
         }
 
     def observe(self, event: Event) -> None:
-        """Process one event."""
         if (handle := self.handlers.get(type(event))) is not None:
             handle(event)
 
     @property
     def preempted(self) -> dict[str, int]:
-        """Number of preemptions by name, of both classes."""
         return {how.name.lower(): sum(counts[how] for counts in self.preemptions) for how in Preemption}
 
     def clear(self) -> None:
-        """Release references to requests."""
         self.live.clear()
         self.running.clear()
         self.cpu_blocks.clear()

@@ -7,11 +7,7 @@ from skipjoin.core.step import Direction, Move
 
 
 class SharedEndUse:
-    """Statistics of bidirectional blocks and their checkpoints.
-
-    Attributes:
-        slots: Token slots checkpointed before another request overwrote them (lazy checkpoints).
-    """
+    """Statistics of bidirectional blocks and their checkpoints."""
 
     def __init__(self) -> None:
         self.slots = 0
@@ -43,7 +39,7 @@ class SharedEndUse:
         self._saved.clear()
 
     def kv(self, seconds: float, slot_bytes: float) -> dict[str, Any]:
-        """Return the sharing fields of a record's `kv`, over `seconds` and with `slot_bytes` per token."""
+        """Return the sharing fields of a record's `kv`, with `slot_bytes` per token."""
         return {
             "shared_blocks_mean": self._lent_block_s / seconds,
             "checkpointed_slots": self.slots,

@@ -1,7 +1,4 @@
-"""Spans of traced requests, folded from core events: the request, its queueing, prefill and decode, and preemptions.
-
-Their times are those of `RequestFacts`, so a trace and a record of the same request agree.
-"""
+"""Spans of traced requests, folded from core events. Their times are those of `RequestFacts`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ class TailReasons:
             self._changes.append((now, reason.value))
 
     def intervals(self, since: float, until: float | None, preempted: str) -> list[Interval]:
-        """Return the intervals of a request that was in the tail since then; None is until now."""
         found: list[Interval] = []
         end = until
         for begin, reason in reversed(self._changes):

@@ -62,7 +62,6 @@ class TraceFile:
             self._lead = ",\n"
 
     def close(self) -> None:
-        """Terminate the array, but leave the file open."""
         self.flush()
         self._file.write("\n]\n")
         self._file.flush()
@@ -101,12 +100,9 @@ class Timeline:
     """Trace writer of one engine, driven by core events.
 
     There is one lane per batch slot, one for steps and one per copy direction. A request has one span per uninterrupted
-    phase, in the lowest free slot. Moves share a plan's time in proportion to their blocks. Spans show execution time,
-    which with several plans in flight is later than the decision. With pipeline stages, each stage has a lane with its
-    part of every step and with bubbles, drawn as early as its lane, the decision and the next stage allow.
-
-    A span's `left` says why it ended: a `FinishReason`, a `Preemption`, "caught up" (decode follows in the same slot),
-    "lost in a restart" or "still running" (at `close`).
+    phase, in the lowest free slot. Moves share a plan's time in proportion to their blocks. With pipeline stages, each
+    stage has a lane with its part of every step and with bubbles, drawn as early as its lane, the decision and the next
+    stage allow. A span's `left` says why it ended.
 
     Args:
         file: Text file, which `close` leaves open. Methods that write to it raise OSError on failure.

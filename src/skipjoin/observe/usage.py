@@ -29,12 +29,7 @@ POINTS = 240
 
 
 class Point(NamedTuple):
-    """Sample of the series.
-
-    Attributes:
-        kv_used: Share of the device's KV that computed tokens fill, 0 to 1.
-        kv_allocated: Share of the device's KV that is held or reserved, 0 to 1.
-    """
+    """Sample of the series; KV in shares of the device's, as `EngineUsage` defines them."""
 
     time_s: float
     kv_used: float
@@ -218,10 +213,7 @@ class EngineUsage:
             self._reside(move.request, self._on_cpu.pop(move.request, 0))
 
     def _fail(self, event: MoveFailed) -> None:
-        """Restore the KV of a failed overlapped swap-out.
-
-        Other failed moves lose KV, and the request is preempted next.
-        """
+        """Restore the KV of a failed overlapped swap-out. Other failed moves lose KV, and preempt the request next."""
         move, request = event.move, event.move.request
         if move.direction is Direction.OUT and request is not None and request in self._on_cpu:
             self._reside(request, self._resident.get(request, 0) + move.tokens)

@@ -42,7 +42,6 @@ class WaitTimes:
 
     Attributes:
         freed: When it became eligible; None while it waits in the tail (`mark` is set) or for its own reason.
-        reason, since: Its own reason and when that began.
     """
 
     __slots__ = ("freed", "mark", "reason", "seconds", "since")
@@ -98,11 +97,7 @@ class WaitLog:
         return times
 
     def resumed(self, times: WaitTimes, waited: Mapping[WaitReason, float], now: float) -> None:
-        """Add a request that comes from another engine's log.
-
-        Args:
-            waited: Seconds by reason since it left that log.
-        """
+        """Add a request that comes from another engine's log, which it left `waited` seconds by reason ago."""
         for reason, seconds in waited.items():
             self._add(times, _INDEX[reason], seconds)
         times.freed = None

@@ -1,1 +1,1 @@
-"""Scheduling policies, one module per policy kind."""
+"""Scheduling policies."""

@@ -27,8 +27,6 @@ class _Job:
     """State of a request.
 
     Attributes:
-        cell: Its place in the order.
-        cls: Class of its forecast.
         place: Bin of the lengths that it may still get, or NOT_BEGUN.
         leaves_at: Number of known tokens at which it leaves the bin.
         due: Number of the first step in which it may leave the bin.
@@ -52,9 +50,6 @@ class Adaptive(Callbacks):
     at most `overtaking_s` / (R + margin), where keys that differ by less than the margin do not preempt. So no request
     overtakes one that arrived more than `overtaking_s` before it, except for its first token. First tokens precede only
     while they and recomputation take at most `first_share` of the time, and until a TTFT objective is missed.
-
-    Args:
-        index: Learned index, which the orderings of an engine share.
     """
 
     def __init__(self, index: GittinsIndex, *, overtaking_s: float, first_share: float) -> None:
@@ -316,7 +311,6 @@ class Adaptive(Callbacks):
                 self._sorted.close(cell)
 
     def _sort(self) -> None:
-        """Sort again after a change of keys, or of which cells precede all others."""
         self._sorted.reset((cell for cell in self._cells.values() if not self._is_first(cell)), self._aging.per_s)
 
     def _retune(self, now: float) -> None:

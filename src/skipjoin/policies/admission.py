@@ -6,12 +6,7 @@ from skipjoin.core.request import Request
 
 
 class OnDemand:
-    """Reserves blocks for the known tokens; further blocks are allocated as the request grows.
-
-    Args:
-        watermark: Share in [0, 1) of the device's blocks that an admission must leave for the growth of running
-            requests.
-    """
+    """Reserves blocks for the known tokens; further blocks are allocated as the request grows."""
 
     is_decode_invariant = True
 

@@ -17,9 +17,9 @@ _RATE = 0.3
 class Aging:
     """Weight of age against the index: key = base(log index) + per_s x arrival.
 
-    Where the indices of waiting requests and of new ones are alike, ordering by them gains nothing, so age decides.
-    Where they differ much, age counts little. New requests count as much as waiting ones, because a queue may hold only
-    long requests that short new ones should overtake.
+    Where the indices of waiting requests and of new ones are alike, ordering by them gains nothing, so age decides. New
+    requests count as much as waiting ones, because a queue may hold only long requests that short new ones should
+    overtake.
 
     Args:
         overtaking_s: Seconds of age that outweigh any difference of indices by `MARGIN`.
@@ -51,9 +51,8 @@ class Aging:
         """Derive the time constant.
 
         Args:
-            indices: Log index of each cell.
-            waiting: Number of its waiting requests.
-            ages: Typical age of its requests in seconds.
+            indices: Log index of each cell; `waiting` and `ages` have its number of requests and their typical age in
+                seconds.
             new: Log indices of new requests, and how often they occur.
         """
         self._top = max(indices, default=self._top)
@@ -70,7 +69,6 @@ class Aging:
 
 
 def _shares(weights: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the weights, scaled to a sum of 1."""
     weights = list(weights)
     total = math.fsum(weight for _, weight in weights)
     return [(index, weight / total) for index, weight in weights]

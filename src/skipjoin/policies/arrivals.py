@@ -13,8 +13,8 @@ _DEVIATIONS = 2.0
 class ArrivalHistory:
     """Estimator of the prompt tokens that may arrive within a time window (FastServe section 4.2).
 
-    Arrivals are a renewal process with exponentially weighted moments of gaps and prompt lengths. The estimate is the
-    mean plus two standard deviations.
+    Arrivals are a renewal process with exponentially weighted moments. The estimate is the mean plus two standard
+    deviations.
     """
 
     def __init__(self) -> None:

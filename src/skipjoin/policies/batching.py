@@ -80,10 +80,7 @@ class WholeBuilder:
 
 
 class TargetForward:
-    """Adds every decode that is offered, and prompts up to the forward size that saturates the device.
-
-    Decodes fill the KV cache and prompts fill the compute (EconoServe section 3.3.1).
-    """
+    """Adds every decode, and prompts up to the forward size that saturates the device (EconoServe section 3.3.1)."""
 
     is_decode_invariant = True
 

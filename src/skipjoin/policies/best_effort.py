@@ -32,7 +32,6 @@ _LIMIT_RATE = 0.2
 
 
 def is_under_way(request: Request) -> bool:
-    """Return whether refusing the request lets newcomers pass. No newcomer overtakes another one."""
     # One that never ran may have planned tokens by a prefix-cache hit, and is a newcomer still.
     return request.planned > 0 and (request.last_plan != NEVER or request.evictions > 0)
 

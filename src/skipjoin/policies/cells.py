@@ -20,12 +20,11 @@ _BELOW_ALL: Key = (-math.inf, 0.0, 0)
 
 
 class Cell:
-    """Requests of one kind and bin, in arrival order.
+    """Requests of one kind and bin, oldest first.
 
     Attributes:
         is_fresh: Whether its requests have a claim to an early first token.
         base: Part of the sort key that its requests share; smaller is better.
-        entries: Its requests, oldest first.
     """
 
     __slots__ = ("base", "entries", "is_fresh", "kind", "place")
@@ -55,16 +54,12 @@ class Cell:
 
 
 def by_arrival(cells: Iterable[Cell]) -> Iterator[Request]:
-    """Iterate lazily over the requests of the cells by arrival."""
     lists = [cell.entries for cell in cells]
     return (entry[2] for entry in (lists[0] if len(lists) == 1 else heapq.merge(*lists)))
 
 
 class SortedCells:
-    """Requests of cells by base + `per_s` x arrival, ties by arrival and id, sorted as far as they have been read.
-
-    The sorted part follows requests that join and leave. So only what is read for the first time is sorted.
-    """
+    """Requests of cells by base + `per_s` x arrival, ties by arrival and id, sorted as far as they have been read."""
 
     def __init__(self, per_s: float) -> None:
         self._cells: list[Cell] = []
@@ -75,7 +70,6 @@ class SortedCells:
         self._limit: Key | None = None
 
     def reset(self, cells: Iterable[Cell], per_s: float) -> None:
-        """Start again with other cells, or after their bases or `per_s` changed."""
         self._cells, self._per_s = list(cells), per_s
         self._keys, self._requests = [], []
         self._limit = _BELOW_ALL if self._cells else None

@@ -16,13 +16,9 @@ class LinearCost:
     """Cost model that is linear in a step's shape, above a floor (BROS section 4.2, ALISE section 3.2). In seconds.
 
     A step takes floor + max(weights, prefill_token x tokens + decode x requests) + attention_pair x pairs +
-    context_token x KV tokens.
-
-    Attributes:
-        weights: Time to read the weights, which overlaps with the arithmetic of few tokens.
-        prefill_token: Per token of a slice longer than one token; `attention_pair` per query-key pair of such slices.
-        decode: Per decoding request; `context_token` per KV token that these read.
-        block: Per KV block moved.
+    context_token x KV tokens. `weights` is the time to read the weights, which overlaps with the arithmetic of few
+    tokens. A slice of one token is a decode; pairs are the query-key pairs of longer ones, KV tokens those that decodes
+    read.
     """
 
     floor: float
@@ -130,7 +126,6 @@ class TrackedCost:
         return self._cost.transfer(blocks)
 
     def learn(self, shape: StepShape, seconds: float) -> None:
-        """Update the margin with a measured step."""
         self._margin.learn(self.step(shape), seconds)
 
 

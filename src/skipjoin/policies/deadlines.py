@@ -37,7 +37,6 @@ class NextTokens:
         return self._schedule[request]
 
     def measure(self, now: float) -> dict[str, list[float]]:
-        """Return how many real-time requests are in time, and how many are late."""
         late = sum(due < now for due in self._due.values())
         return {"deadline_requests": [len(self._due) - late, late]}
 
@@ -185,8 +184,8 @@ _TIERS = (
 class StartedFirst(Callbacks):
     """Ordering of best-effort requests without preemption.
 
-    Started requests come first, so that their KV is freed. Among those, requests that lost no KV precede the others,
-    which minimizes swapping (BROS section 4.2). Ties are broken by deadline, then by arrival.
+    Started requests come first, so that their KV is freed, and of those the ones that lost no KV, which minimizes
+    swapping (BROS section 4.2). Ties are broken by deadline, then by arrival.
     """
 
     is_decode_invariant = True

@@ -34,9 +34,7 @@ class Dispatch(Protocol):
 
     ignores_tokens: bool
 
-    def choose(self, request: Request) -> int:
-        """Return the number of the replica for the request."""
-        ...
+    def choose(self, request: Request) -> int: ...
 
     def observe(self, replica: int, events: Sequence[Event]) -> None: ...
 
@@ -71,11 +69,7 @@ class _Prices:
 
 
 class _Left:
-    """Remaining work of a request.
-
-    Attributes:
-        tokens: Expected number of further output tokens, of `token_s` seconds each.
-    """
+    """Remaining work: expected number of further output tokens, of `token_s` seconds each."""
 
     __slots__ = ("has_token", "keys", "prefill_s", "replica", "token_s", "tokens")
 
@@ -184,9 +178,8 @@ class LeastWork:
 class PrefixAware(LeastWork):
     """Chooses the replica with the least work, minus the prefill time that its cached prefixes save the request.
 
-    Among equals the longest cached prefix wins, then the first replica. Saved time counts once where several unfinished
-    requests share the prefix, because another replica that computes it once serves all later ones, and `OWN_WEIGHT`
-    times otherwise.
+    Saved time counts once where several unfinished requests share the prefix, because another replica that computes it
+    once serves all later ones, and `OWN_WEIGHT` times otherwise.
     """
 
     def __init__(
@@ -265,11 +258,7 @@ def make_dispatch(
 ) -> Dispatch:
     """Return the dispatch policy `name`, one of `DISPATCH_RULES`.
 
-    `least-work` and `prefix-aware` learn lengths from finished requests, as in the server. `least-work-oracle` takes
-    them from `oracle`.
-
-    Raises:
-        ValueError: The name is unknown.
+    `least-work-oracle` takes lengths from `oracle`; the others learn them from finished requests, as in the server.
     """
     if name == "round-robin":
         return RoundRobin(replicas)

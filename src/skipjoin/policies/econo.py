@@ -61,10 +61,7 @@ class PaddedLengths:
         self._lengths = lengths
 
     def kv_tokens(self, request: Request, generated: int, *, nested: bool = False) -> int:
-        """Return the total KV tokens of a request that continues after `generated` output tokens.
-
-        The KV of the last token is never computed. `nested` selects the length for a nested reservation.
-        """
+        """Return the total KV tokens of a request that continues after `generated` output tokens."""
         padded = math.ceil(self._lengths(request) * (1 + (self._nested_padding if nested else self._padding)))
         total = padded if padded > generated else generated + _overrun(generated)
         return len(request.prompt) + min(total, request.max_tokens) - 1
@@ -80,24 +77,19 @@ def _overrun(generated: int) -> int:
 
 
 class QueueOrder(Protocol):
-    """Order of the waiting requests in both queues."""
+    """Order of the waiting requests in both queues; see `Value`."""
 
     @property
-    def revision(self) -> int:
-        """Revision of the keys, as in `Value`."""
-        ...
+    def revision(self) -> int: ...
 
     def key(self, request: Request, known: int, phase: Phase, now: float) -> tuple[Any, ...]:
         """Return the key of a request in its phase's queue, smallest first, with ties by arrival.
 
-        Waiting decodes with equal keys form a group and reserve KV together as far as it suffices (EconoServe section
-        3.3.2).
+        Decodes with equal keys form a group and reserve KV together as far as it suffices (EconoServe section 3.3.2).
         """
         ...
 
-    def until(self, request: Request, known: int, now: float) -> float:
-        """Return when, after `now`, time alone changes the key, or inf."""
-        ...
+    def until(self, request: Request, known: int, now: float) -> float: ...
 
     def is_overdue(self, request: Request, now: float) -> bool:
         """Return whether the request precedes all others of its phase because of its age."""
@@ -134,9 +126,8 @@ class ByObjective:
 
     Args:
         time_ranges_s: Ascending boundaries between ranges of slack.
-        kv_range: Width of ranges of held KV, in tokens.
-        length_range: Width of length ranges, in tokens.
-        longest_first: Whether the longest length comes first, as in the paper, or the shortest.
+        kv_range, length_range: Width of ranges in tokens.
+        longest_first: As in the paper; otherwise the shortest length comes first.
         overdue_s: Age in seconds from which requests precede all others, so that none starves.
     """
 
@@ -282,11 +273,7 @@ class Tasks:
 
 
 class TwoQueues(Valued):
-    """Ordering by `Tasks`, which finds the prompts that fit by binary search (EconoServe section 3.4).
-
-    Args:
-        index: Index of prompts without KV.
-    """
+    """Ordering by `Tasks`, which finds the prompts that fit in `index` by binary search (EconoServe section 3.4)."""
 
     is_decode_invariant = True
 

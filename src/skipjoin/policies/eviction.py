@@ -163,7 +163,7 @@ class Spill(Swap):
     """Swaps out only the missing number of blocks, the last ones of best-effort requests (BROS section 5.2).
 
     A victim waits until all of its KV can be on the device again. Best-effort requests with KV on the CPU tier come
-    first: they wait already. Real-time requests are evicted last, and as a whole.
+    first, because they wait already. Real-time requests are evicted last, and as a whole.
     """
 
     is_decode_invariant = True
@@ -273,17 +273,13 @@ class ProactiveSwap(Swap):
     def may_move_ahead(self, request: Request) -> bool:
         """Return whether the request may be swapped out with an overlapped move. Its prompt must be complete.
 
-        Such a move need not beat recomputation, because it takes no step's time. If only KV that is slow to recompute
-        moved, short requests would stay on the device while older ones wait behind the limited pace of drops.
+        Such a move need not beat recomputation. If only KV that is slow to recompute moved, short requests would stay
+        on the device while older ones wait behind the limited pace of drops.
         """
         return request.known - request.computed <= 1
 
     def link_room(self, direction: Direction, kv: KVAccounts, tiers: Tiered) -> int:
-        """Return how many blocks may still start to move in `direction`.
-
-        This is what the link moves within the lead time, so that transfers do not queue. It is positive if nothing is
-        in transit, so that one request can always move.
-        """
+        """Return how many blocks may still start to move in `direction` without queueing, positive on an idle link."""
         seconds = self._cost.transfer(1)
         within = int(_LEAD_STEPS * self._step_s / seconds) if seconds > 0 else kv.device_total
         return max(1, within) - tiers.blocks_in_transit[direction]
@@ -305,10 +301,7 @@ class ProactiveSwap(Swap):
         return sum(kv.blocks_for(request.known) for request in new if request.finish_reason is None)
 
     def _awaited(self, ordering: Ordering, kv: KVAccounts, now: float, free: int) -> int:
-        """Return the blocks needed by requests without KV that precede every request with KV.
-
-        The result is limited to a share of the device. With that much free, it is 0, since nothing has to move.
-        """
+        """Return the blocks needed by requests without KV that precede every request with KV; 0 if `free` suffices."""
         most = int(_MAX_SPARE * kv.device_total)
         if free >= most:
             return 0

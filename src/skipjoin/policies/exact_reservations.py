@@ -23,8 +23,8 @@ PROMPTS = Account("prompts")
 class Hosts:
     """Finds parent requests, whose unused reserved KV can hold another request until it finishes (KVC pipelining).
 
-    A nested request needs `blocks` blocks for `steps` steps, and the growth of the parent request in that time must
-    fit as well. Nested requests may host others. The parent request with the fewest unused blocks is chosen.
+    A nested request needs `blocks` blocks for `steps` steps, and the growth of the parent request in that time must fit
+    as well. The parent request with the fewest unused blocks is chosen.
     """
 
     def __init__(self, buffer: float) -> None:
@@ -155,8 +155,6 @@ class _Wanted(NamedTuple):
     """Reservation that a decode asks for in every step until it is granted, for `target` tokens and a forecast.
 
     Attributes:
-        tokens, blocks: Size of a reservation of its own.
-        nested_tokens, nested_blocks: Size of a nested reservation.
         need: Unused blocks that a parent request must have.
     """
 

@@ -21,8 +21,7 @@ def decode_alone(cost: CostModel, context: int) -> float:
 def scaled_jct(cost: CostModel, scale: float, prompt: int) -> Callable[[float], float]:
     """Return the JCT objective in seconds as a function of the output tokens L: scale x (t_p + t_g x L).
 
-    t_p is the prefill of `prompt` tokens and t_g a decode step at that context, both without other requests (EconoServe
-    section 4).
+    t_p is the prefill of `prompt` tokens and t_g a decode step at that context (EconoServe section 4).
     """
     prefill_s, decode_s = prefill_alone(cost, prompt), decode_alone(cost, prompt)
     return lambda tokens: scale * (prefill_s + decode_s * tokens)
@@ -51,11 +50,9 @@ class ExecutionTime:
         return self._revision
 
     def prefill(self, tokens: int) -> float:
-        """Return the seconds of a prefill, as of the revision last read."""
         return self.t0 * tokens
 
     def decode(self, context: int) -> float:
-        """Return the seconds of a decode step at `context` tokens, as of the revision last read."""
         return self.alpha * context + self.beta
 
     def _fit(self) -> None:

@@ -1,7 +1,4 @@
-"""Fair sharing between clients by service received, with a limit on the step time that clients cause each other.
-
-See the Virtual Token Counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024).
-"""
+"""Virtual Token Counter of "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024)."""
 
 from __future__ import annotations
 
@@ -44,8 +41,8 @@ class _Client:
 
     Attributes:
         number: Decreases with each arriving client, so that the latest is first among equal counters.
-        distance: Number of whole leads ahead of the client with the least service.
-        is_apart: Whether no other client has this distance.
+        distance: Number of whole leads ahead of the client with the least service; `is_apart` if no other client has
+            it.
     """
 
     number: int

@@ -7,13 +7,7 @@ _BURST_S = 2.0
 
 
 class FirstTokenPace:
-    """Gate that gives new requests at most a share of the time, with bursts.
-
-    While it is open, requests without output precede all others. While it is closed, they rank by index and age.
-
-    Args:
-        share: Maximum share of time, above 0 and at most 1.
-    """
+    """Gate that gives requests without output precedence for at most a `share` of the time in (0, 1], with bursts."""
 
     def __init__(self, share: float) -> None:
         if not 0 < share <= 1:
@@ -22,7 +16,6 @@ class FirstTokenPace:
         self._until = -math.inf  # time at which the used time has been paid for
 
     def spend(self, seconds: float, now: float) -> None:
-        """Record that first tokens took `seconds`."""
         self._until = max(self._until, now - _BURST_S) + seconds / self._share
 
     def is_open(self, now: float) -> bool:

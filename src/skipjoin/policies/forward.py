@@ -12,12 +12,8 @@ _STRIDE = 1.2
 def saturating_tokens(cost: CostModel, most: int, *, share: float = 0.9) -> int:
     """Return the target forward size (EconoServe section 2.1).
 
-    This is the smallest number of prompt tokens in a step whose tokens per second reach `share` of the best rate. The
-    best rate is taken over a geometric grid up to `most`, and the result is found by bisection. It is exact if the rate
-    never falls with the size.
-
-    Raises:
-        ValueError: `most` is below 1, or the share is not in (0, 1].
+    This is the smallest number of prompt tokens in a step whose tokens per second reach `share` of the best rate on a
+    geometric grid up to `most`. It is exact if the rate never falls with the size.
     """
     if most < 1:
         raise ValueError(f"most must be at least 1 token, got {most}")

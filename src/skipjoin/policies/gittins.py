@@ -32,9 +32,8 @@ class Kind(NamedTuple):
     """What the index of a request depends on besides its bin.
 
     Attributes:
-        cls: Class of its forecast.
         octave: Octave of its prompt's length.
-        cap: Bin of its `max_tokens`, in which it ends at the latest.
+        cap: Bin of its `max_tokens`.
         steps: Octave of its JCT objective in decode steps without other requests; None without an objective.
     """
 
@@ -102,7 +101,6 @@ class GittinsIndex:
         return True
 
     def log_index(self, kind: Kind, place: int) -> float:
-        """Return the logarithm of the index of a request that has reached the bin `place`."""
         key = (kind, place)
         if (found := self._found.get(key)) is None:
             found = self._found[key] = math.log(max(_MIN_INDEX, self._index(kind, place)))

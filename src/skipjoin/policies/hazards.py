@@ -47,8 +47,8 @@ def merged(mass: Sequence[float]) -> list[float]:
 class Hazards:
     """Counts of requests by the bins that they leave, either to the next bin or because they end.
 
-    Each request counts once per bin it leaves, at the time it leaves. So the estimate does not depend on which requests
-    a scheduler favors, unlike one that learns at the end of requests and sees short ones first.
+    Each request counts when it leaves a bin. So the estimate does not depend on which requests a scheduler favors,
+    unlike one that learns at the end of requests and sees short ones first.
     """
 
     __slots__ = ("ended", "reached")
@@ -58,7 +58,6 @@ class Hazards:
         self.ended = [0.0] * bins
 
     def note(self, place: int, *, ended: bool) -> None:
-        """Count a request that left the bin `place`."""
         self.reached[place] = self.reached[place] * _KEPT + 1.0
         self.ended[place] = self.ended[place] * _KEPT + ended
 

@@ -17,10 +17,7 @@ _NEVER = _Uses(-1, -1)
 
 
 class HeldPrefixes:
-    """Prefix-cache keys that each replica probably holds, as an LRU model bounded by its blocks.
-
-    The model follows the dispatched requests and does not query the replicas.
-    """
+    """LRU model of the prefix-cache keys that each replica holds, fed by the dispatched requests."""
 
     def __init__(self) -> None:
         self.uses = 0
@@ -54,11 +51,7 @@ class HeldPrefixes:
         return found | dict.fromkeys(_bits(left), len(keys)) if keys else found
 
     def count_shared(self, replica: int, keys: Sequence[Key], held: int, use: int) -> int:
-        """Return how many leading keys a replica used at least twice after the use number `use`.
-
-        Args:
-            held: Number of leading keys that it holds; each was used whenever a later one was.
-        """
+        """Return how many of the `held` leading keys a replica used at least twice after the use number `use`."""
         uses = self._held[replica]
         return bisect_left(keys, True, hi=held, key=lambda key: uses[key].before <= use)
 

@@ -59,7 +59,7 @@ class LengthModel:
 
     Attributes:
         notes: Number of times a request left a bin.
-        skill: Score of each of `EXPERTS`: the decayed sum of log-likelihoods.
+        skill: Decayed sum of log-likelihoods of each of `EXPERTS`.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,6 @@ class LengthModel:
         self.notes += 1
 
     def refresh(self) -> None:
-        """Use what was learned since the last refresh."""
         self._tables.clear()
         self._experts.clear()
 
@@ -113,7 +112,6 @@ class LengthModel:
         return found
 
     def weights(self) -> list[float]:
-        """Return the share of each of `EXPERTS` in the mixture."""
         best = max(self.skill)
         shares = [math.exp(score - best) for score in self.skill]
         total = math.fsum(shares)

@@ -15,10 +15,7 @@ Needs = Callable[[Request, KVAccounts], Sequence[int]]
 
 
 class NeedIndex:
-    """Waiting requests by each of their needs, and in rank order among those of equal need.
-
-    Finding the first request that fits costs a bisection and one comparison for each distinct need within the limits.
-    """
+    """Waiting requests by each of their needs, and in rank order among those of equal need."""
 
     def __init__(self, needs: Needs) -> None:
         self._needs = needs
@@ -28,7 +25,6 @@ class NeedIndex:
         self._placed: dict[Request, tuple[Any, Sequence[int]]] = {}
 
     def put(self, request: Request, key: Any) -> None:
-        """Add the request, or change its rank and needs."""
         self.discard(request)
         self._new[request] = key
 

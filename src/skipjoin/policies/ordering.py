@@ -17,11 +17,7 @@ BEST_EFFORT_WAIT_S = 60.0
 
 
 class FixedKey(Callbacks):
-    """Ordering by a constant key, smallest first, with ties by arrival.
-
-    Args:
-        key: Returns a comparable value.
-    """
+    """Ordering by a constant, comparable key, smallest first, with ties by arrival."""
 
     is_decode_invariant = True
 

@@ -31,9 +31,8 @@ class Packing:
 
     The most urgent real-time request joins unconditionally, others by urgency within the limit. Best-effort requests
     follow while slots and time remain; otherwise each may replace the least urgent real-time request if that can wait
-    for another step. Prompts are cut to the remaining time. A step has up to `cap` best-effort requests, which doubles
-    with each step without real-time requests, up to `max_seqs`, and resets to `base` when these exceed the time. The
-    paper caps both classes.
+    for another step. A step has up to `cap` best-effort requests, which doubles with each step without real-time
+    requests, up to `max_seqs`, and resets to `base` when these exceed the time. The paper caps both classes.
     """
 
     def __init__(
@@ -86,10 +85,7 @@ class Packing:
             yield Fact("batch cap", self.cap, "requests", meaning)
 
     def _limit(self, urgent: Sequence[tuple[Request, int]], context: StepContext) -> float:
-        """Return the slack of the most urgent request that can still meet its deadline.
-
-        If all would be late even alone, the limit is the default TPOT.
-        """
+        """Return the slack of the most urgent request that can still meet its deadline, else the default TPOT."""
         if not urgent:
             return inf
         due, cost = self.next_tokens.due, self.cost
@@ -101,17 +97,10 @@ class Packing:
         return self.next_tokens.default.tpot_s
 
     def start_of(self, context: StepContext) -> float:
-        """Return when the step starts, after the plans in flight."""
         return context.now + len(context.in_flight) * self.mean_s * self.cost.margin
 
 
 class Pack:
-    """Batch of one `Packing` step.
-
-    Attributes:
-        chosen: Requests chosen but not yet taken, with their tokens.
-    """
-
     def __init__(self, rules: Packing, context: StepContext, limit: float) -> None:
         self.chosen: dict[Request, int] = {}
         self._rules = rules

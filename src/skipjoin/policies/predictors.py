@@ -59,10 +59,7 @@ _FIRST_GUESS = 128
 
 
 class LearnedLength:
-    """Mean length of recently finished requests that were longer than the current output, each capped at max_tokens.
-
-    For skewed lengths, a request that has generated much is likely to generate much more.
-    """
+    """Mean length of recently finished requests that were longer than the current output, each capped at max_tokens."""
 
     def __init__(self) -> None:
         self._weights = [0.0] * _BUCKETS

@@ -13,8 +13,8 @@ _request_of: Callable[[tuple[Any, Request]], Request] = itemgetter(1)
 class Ranking:
     """Requests by key, smallest first. Keys must be comparable and distinct, so end them with the request's id.
 
-    Stable keys are in a sorted list. Volatile keys, which change in the next step, are sorted on every read, which is
-    cheap while they are few and nearly sorted.
+    Volatile keys, which change in the next step, are sorted on every read, which is cheap while they are few and nearly
+    sorted.
     """
 
     def __init__(self) -> None:

@@ -12,9 +12,9 @@ from skipjoin.policies.execution import ExecutionTime
 class RemainingTime:
     """Value function of the least remaining work in seconds: uncached tokens plus predicted output (ALISE section 3.1).
 
-    With true lengths this is SRPT. A request that outgrows its predicted length is predicted to get twice as long,
-    repeatedly, up to its `max_tokens`. Every `aging_s` seconds since its arrival count like e times less remaining
-    work. As all requests age alike, the key does not change while the request waits.
+    A request that outgrows its predicted length is predicted to get twice as long, repeatedly, up to its `max_tokens`.
+    Every `aging_s` seconds since its arrival count like e times less remaining work. As all requests age alike, the key
+    does not change while the request waits.
     """
 
     def __init__(

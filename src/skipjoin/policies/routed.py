@@ -16,7 +16,6 @@ class Routed(Callbacks):
     """Base of an ordering that keeps each request in one of several orderings, to which it forwards everything."""
 
     def inner(self, request: Request) -> Ordering:
-        """Return the ordering of a request."""
         raise NotImplementedError
 
     def inners(self) -> Iterable[Ordering]:

@@ -20,8 +20,6 @@ _SLICE_S = 1e-9
 
 
 class _Loads:
-    """Additive loads of slices: the seconds that they add to a step."""
-
     def __init__(self, cost: CostModel) -> None:
         self.revision = cost.revision
         overlapped = cost.step(_BESIDE)
@@ -58,8 +56,7 @@ class EvenStages(BatcherWrapper):
 
     Args:
         max_seqs, max_tokens: What fits all stages together.
-        cuts: Whether prompts may be cut to the share. A lone prompt is cut so that its chunks pipeline through the
-            stages.
+        cuts: Whether prompts may be cut to the share, a lone one so that its chunks pipeline through the stages.
         holds_back: Whether new requests may be skipped, too.
     """
 

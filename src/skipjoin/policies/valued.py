@@ -20,20 +20,16 @@ class Value(Protocol):
     """Value function of requests: the smaller the key, the higher the rank.
 
     It is pure: keys follow from the arguments, the request and `revision`. An eviction, which keeps known tokens and
-    removes computed ones, must not make a key smaller. A value may be `core.policy.Explaining`.
+    removes computed ones, must not make a key smaller.
     """
 
     @property
     def revision(self) -> int:
-        """Changes when earlier results no longer hold, as in a cost model. Read in every step."""
+        """Changes when earlier results no longer hold. Read in every step."""
         ...
 
     def key(self, request: Request, known: int, now: float) -> tuple[Any, ...]:
-        """Return the key without tie-breakers.
-
-        Args:
-            known: Tokens of the request, including one just sampled.
-        """
+        """Return the key without tie-breakers, at `known` tokens, including one just sampled."""
         ...
 
     def until(self, request: Request, now: float) -> float:

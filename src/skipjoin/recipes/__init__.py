@@ -1,7 +1,4 @@
-"""Serving systems by name, each a composition of policies.
-
-A recipe is a decorated function in a module of this package, a file of the user, or an installed package.
-"""
+"""Serving systems by name: decorated functions of this package, of a user's file, or of an installed package."""
 
 from skipjoin.policies.fairness import OUTPUT_WEIGHT
 from skipjoin.policies.ordering import BEST_EFFORT_WAIT_S

@@ -1,5 +1,3 @@
-"""Recipe `adaptive`, the default: ordering by learned output lengths."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace

@@ -37,8 +37,6 @@ def sarathi(s: Settings, p: ChunkParams) -> Policies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OracleParams(Params):
-    """Source of true output lengths."""
-
     oracle: Oracle = "none"
 
 

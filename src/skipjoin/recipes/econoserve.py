@@ -43,8 +43,6 @@ class ReservationParams(Params):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupParams(ReservationParams):
-    """Parameters of groups of decodes that start and finish together."""
-
     length_range: LengthRange = 32
     admission: Annotated[
         str,

@@ -15,7 +15,7 @@ from skipjoin.recipes.registry import EngineLimits, Params, Settings, recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueParams(Params):
-    """Parameters of feedback queues (FastServe section 4.1); for the bound see `policies.starvation.min_bound`."""
+    """Parameters of feedback queues (FastServe section 4.1)."""
 
     starvation_s: Annotated[
         float | None,

@@ -68,7 +68,6 @@ def staged(s: Settings, batcher: Batcher, max_tokens: int, *, cuts: bool) -> Bat
 
 
 def fair(s: Settings, make: Callable[[], Ordering]) -> Callable[[], Ordering]:
-    """Return `make`, or a factory of fair orderings if fairness between clients is enabled."""
     weight, limits = s.fair_output_weight, s.limits
     if weight is None:
         return make

@@ -112,22 +112,13 @@ class Recipe:
         return settings_of(self.params)
 
     def read(self, given: Mapping[str, Value]) -> Params:
-        """Return the parameters with the given values.
-
-        Raises:
-            ConfigError: A parameter is unknown, invalid, or given in the recipe's name, too.
-        """
         check_names([self], given)
         if twice := next((name for name in given if name in self.fixed), None):
             raise ConfigError(f"{twice} is given twice: in recipe {self.name} and separately")
         return self.params(**{**self.fixed, **given})
 
     def fix(self, texts: Iterable[str]) -> Recipe:
-        """Return the recipe with these parameters in its name.
-
-        Raises:
-            ConfigError: A parameter is unknown, repeated or invalid.
-        """
+        """Return the recipe with these parameters in its name."""
         found = read_assignments([self], texts, "a parameter in brackets")
         self.params(**found)
         ordered = {name: found[name] for name in self.parameters if name in found}
@@ -198,10 +189,8 @@ def recipes_of(module: str) -> dict[str, Recipe]:
 def find(name: str) -> Recipe:
     """Return the recipe of a name, such as `bros`, `./my_policy.py:edf` or `fastserve[eviction=recompute,paced=off]`.
 
-    It is built in, in a file, which runs once per process, or in an installed package.
-
-    Raises:
-        ConfigError: There is no such recipe (the error lists those that exist), or it has no such parameter.
+    It is built in, in a file, which runs once per process, or in an installed package. If there is none, the
+    `ConfigError` lists those that exist.
     """
     base, texts = spelling.split(name)
     recipe = _find(base)

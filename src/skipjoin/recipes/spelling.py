@@ -26,9 +26,6 @@ def split(name: str) -> tuple[str, list[str]]:
     """Return the recipe without its brackets, and the texts of its parameters.
 
     A comma separates parameters only where another one follows, because values may contain commas.
-
-    Raises:
-        ConfigError: The bracket is not closed, or a parameter is missing.
     """
     base, bracket, inside = name.strip().rpartition("[")
     if not bracket or ("]" in inside and not inside.endswith("]")):  # brackets inside a path

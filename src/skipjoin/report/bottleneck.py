@@ -26,8 +26,7 @@ NOTHING = "nothing"
 def limit_of(records: Sequence[Record]) -> tuple[str, float] | None:
     """Return the limit that requests wait for most, and the share of their latency in which they wait for any limit.
 
-    Without such waits the limit is "compute" if most steps saturate the machine, else `NOTHING`. Return None for
-    records without waits.
+    Without such waits the limit is "compute" if most steps saturate the machine, else `NOTHING`.
     """
     known = [record for record in records if record.get("wait_s") is not None and record["jct_s"]["mean"]]
     if not known:

@@ -152,7 +152,6 @@ def _nearest(record: Record, field: str) -> str:
 
 
 def fields_of(record: Record) -> list[str]:
-    """Return the numeric fields of a record, as bounds and plots name them."""
     return sorted(_numeric_fields(record, ""))
 
 

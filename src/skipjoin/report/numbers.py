@@ -13,7 +13,6 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def amount(value: float | str, unit: str) -> str:
-    """Return a value with its unit; seconds as a duration."""
     if isinstance(value, str):
         return value
     if unit == "s":
@@ -23,7 +22,6 @@ def amount(value: float | str, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration with up to three significant digits."""
     for unit, length_s in (("µs", 1e-6), ("ms", 1e-3)):
         # The rounded number decides, so that 999.7 ms is 1 s.
         text = number(seconds / length_s)

@@ -40,8 +40,6 @@ class ClosedStream:
 
 
 class ClosedArrivals(Arrivals):
-    """Arrivals merged with those of closed streams."""
-
     def __init__(self, requests: Iterable[Request], streams: Sequence[ClosedStream]) -> None:
         super().__init__(requests)
         self._streams: dict[int, ClosedStream] = {}  # stream of each request in flight, by id

@@ -27,11 +27,9 @@ class StalledError(RuntimeError):
 class Replica:
     """One engine on the virtual clock.
 
-    Predictable decode-only steps are simulated together while policies are stable (`EngineCore.decode`).
-
     Args:
         decision_s: Virtual time between each decision and the start of its step.
-        on_result: Called with each result after its commit. Steps predicted together have none.
+        on_result: Called with each result after its commit. Decode-only steps that are simulated together have none.
     """
 
     def __init__(

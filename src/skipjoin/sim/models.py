@@ -1,5 +1,3 @@
-"""Catalog of simulated models."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -18,7 +16,6 @@ class ModelShape:
         gated: The MLP has three matrices (SwiGLU) instead of two.
         tied: The output head is the embedding table.
         parameter_bytes: Size of a weight, an activation and a KV element.
-        kv_cache_dtype: Name of a format of the KV cache.
     """
 
     name: str
@@ -58,7 +55,6 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self._row_bytes
 
     def cpu_block_bytes(self, block_size: int, swap_dtype: str = "auto") -> int:
-        """Return the size of a KV block in CPU memory."""
         shape = 2 * self.layers * self.kv_heads, block_size, self.head_dim
         return SWAP_FORMATS[swap_dtype].block_bytes(shape, self._row_bytes)
 

@@ -63,9 +63,6 @@ class RooflineCost:
     Args:
         block_size, swap_dtype: Format of blocks in CPU memory. Quantization is faster than the link and costs nothing.
         link_bytes_per_s: Limit of each GPU's link to CPU memory; None for none.
-
-    Raises:
-        ConfigError: If the model cannot be split over the group.
     """
 
     # Costs are constant during a simulation, and exact.

@@ -1,8 +1,4 @@
-"""Skipjoin's schedulers inside vLLM: `--scheduler-cls skipjoin.vllm.Scheduler`.
-
-vLLM allocates KV blocks, runs the model and answers clients; Skipjoin decides which requests run in each step. vLLM's
-scheduler class is not a stable interface, so each release is tested (`compat.py`).
-"""
+"""Skipjoin's schedulers inside vLLM: `--scheduler-cls skipjoin.vllm.Scheduler`."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ class Batch:
         left: Requests that cannot run, although the plan contains them.
 
     Attributes:
-        running: Requests that vLLM runs already, in the order of the plan.
-        joining: The others.
+        running: Requests that vLLM runs already, in the order of the plan; `joining` has the others.
         tokens: Number of tokens of each request, by vLLM's id.
         cuts: The same of requests that stop before their last known token.
     """

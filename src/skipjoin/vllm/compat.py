@@ -176,7 +176,6 @@ REFUSED = (
 
 
 def check_features(config: Any) -> None:
-    """Raise `ConfigError` if a `VllmConfig` uses a feature of `REFUSED`."""
     for feature in REFUSED:
         if feature.is_on(config):
             raise ConfigError(
@@ -187,7 +186,6 @@ def check_features(config: Any) -> None:
 
 
 def chooses_scheduler(config: Any) -> bool:
-    """Return whether a `VllmConfig` names Skipjoin's scheduler."""
     chosen = config.scheduler_config.scheduler_cls
     name = chosen if isinstance(chosen, str) else f"{chosen.__module__}.{chosen.__qualname__}" if chosen else ""
     return name in SCHEDULERS
@@ -200,7 +198,6 @@ def check_tier(config: Any) -> None:
 
 
 def check_kv_groups(kv_cache_config: Any) -> None:
-    """Raise `ConfigError` unless all layers share one pool of blocks of attention KV."""
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1 or getattr(kv_cache_config, "has_mamba_layers", False):
         kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups})) or "none"

@@ -20,8 +20,7 @@ class Pool(Protocol):
     @property
     def free(self) -> int: ...
 
-    def held(self, request: Request) -> int:
-        """Return the number of blocks that the request holds."""
+    def held(self, request: Request) -> int: ...
 
     def shared(self, request: Request) -> int:
         """Return the number of blocks that the request and others hold."""
@@ -44,8 +43,6 @@ class Count:
 
 @dataclass(eq=False, slots=True)
 class CountedBlocks:
-    """What one request holds; see `HeldBlocks`."""
-
     reservation: Reservation
     device: Count
     room: int = 0

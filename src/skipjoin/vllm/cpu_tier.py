@@ -18,22 +18,14 @@ class Copies:
 
 @dataclass(slots=True)
 class StepCopies(KVConnectorMetadata):
-    """Copies of one step.
-
-    Attributes:
-        blocking: Saves come first, because loads may overwrite their blocks.
-        overlapped: Copies that may take until the next step begins.
-    """
+    """Copies of one step; the overlapped ones may take until the next step begins."""
 
     blocking: Copies = field(default_factory=Copies)
     overlapped: Copies = field(default_factory=Copies)
 
 
 class CpuTier(KVConnectorBase_V1):
-    """CPU tier for the KV of requests that wait.
-
-    `--kv-transfer-config '{"kv_connector": "CpuTier", "kv_connector_module_path": "skipjoin.vllm", "kv_role":
-    "kv_both", "kv_connector_extra_config": {"cpu_gb": 4}}'`. Only Skipjoin's scheduler uses it.
+    """CPU tier for the KV of requests that wait, for Skipjoin's scheduler only.
 
     Attributes:
         copies: Copies of the next step, in the scheduler's process.

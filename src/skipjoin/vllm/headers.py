@@ -24,11 +24,7 @@ _PATHS = frozenset(route.path for route in generating()) | {"/v1/messages"}
 
 
 class RequestHeaders:
-    """ASGI middleware: `--middleware skipjoin.vllm.RequestHeaders`.
-
-    The headers are `x-slo-ttft-ms`, `x-slo-tpot-ms`, `x-slo-jct-ms`, `x-service-tier` and `x-program-id`. Values in the
-    body's `vllm_xargs` win. Requests without these headers pass unread.
-    """
+    """ASGI middleware that reads scheduling options from headers: `--middleware skipjoin.vllm.RequestHeaders`."""
 
     def __init__(self, app: App) -> None:
         self._app = app

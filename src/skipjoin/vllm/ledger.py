@@ -208,7 +208,6 @@ class CountingLedger(BlockLedger):
         held.room = min(blocks * self.block_size, request.reserved_tokens) if is_here else 0
 
     def _shared(self, request: Request) -> int:
-        """Return how many of the request's blocks others hold too, in the engine or in the adopted hit."""
         if request.prefix is None:
             return 0
         if self._pool.held(request):

@@ -79,7 +79,6 @@ class RequestLives:
         self.observe((Arrived(request, now),))
 
     def generated(self, request: Request, now: float) -> None:
-        """Record the first token."""
         self.observe((Token(request, now, request.output[0], None),))
 
     def finished(self, request: Request, reason: FinishReason, now: float) -> None:

@@ -45,7 +45,6 @@ class Tally:
         return dropped
 
     def described(self) -> str:
-        """Return a summary for the log."""
         per_step = 1e6 / max(1, self.steps)
         return (
             f"{self.steps} steps, {self.preempted[Preemption.PAUSE]} requests paused, "

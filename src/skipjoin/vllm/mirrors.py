@@ -13,11 +13,7 @@ from skipjoin.vllm.requests import finish_reason, mirror_of
 
 
 class Mirrors(dict[str, Request]):
-    """Requests of the planner by vLLM's ids, which its forecasts and lives follow.
-
-    Args:
-        caches: Whether prefix caching is on.
-    """
+    """Requests of the planner by vLLM's ids, which its forecasts and lives follow."""
 
     def __init__(
         self,

@@ -51,11 +51,7 @@ class PluginOptions:
 
 
 def read_options(additional_config: object) -> PluginOptions:
-    """Return the options in `--additional-config`.
-
-    Raises:
-        ConfigError: A name is unknown, or a value is out of bounds.
-    """
+    """Return the options in `--additional-config`."""
     given = additional_config.get(KEY, {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(given, Mapping):
         raise ConfigError(f"--additional-config: {KEY} must be an object, got {given!r}")

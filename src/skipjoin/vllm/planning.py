@@ -28,11 +28,6 @@ def make_ledger(manager: Any, group: Any, tier: Any) -> tuple[CountingLedger, Le
 
 
 def make_core(options: PluginOptions, config: Any, ledger: CountingLedger, cost: LearningCost) -> ForeignScheduler:
-    """Return the scheduler of the core for a `VllmConfig`.
-
-    Raises:
-        ConfigError: The recipe needs what vLLM does not have; the error names the recipe.
-    """
     limits, overlaps = config.scheduler_config, bool(config.scheduler_config.async_scheduling)
     depth = config.max_concurrent_batches
     settings = Settings(

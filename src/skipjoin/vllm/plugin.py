@@ -42,7 +42,6 @@ def register() -> None:
 
 
 def _check_release() -> None:
-    """Raise `ConfigError` unless vLLM has what the scheduler imports and uses."""
     try:
         releases, _ = (import_module(f"skipjoin.vllm.{name}") for name in ("releases", "scheduler"))
     except ImportError as error:

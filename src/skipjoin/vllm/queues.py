@@ -7,7 +7,7 @@ from vllm.v1.request import Request
 
 
 class Store(dict[Request, None], RequestQueue):
-    """Waiting requests, whose order the planner decides. Removal takes constant time."""
+    """Waiting requests, whose order the planner decides."""
 
     def add_request(self, request: Request) -> None:
         self[request] = None

@@ -19,7 +19,6 @@ CAN_CUT_PROMPTS = hasattr(AsyncScheduler, "_reserve_prefill_lookahead")
 
 
 def check_release() -> None:
-    """Raise `ConfigError` if methods of vLLM's scheduler class are missing or take other arguments."""
     optional = {name: call for name, call in compat.OPTIONAL.items() if hasattr(AsyncScheduler, name)}
     compat.check_attributes(AsyncScheduler, {**compat.METHODS, **optional}, VERSION)
     # A dict may be created without them.

@@ -29,12 +29,7 @@ _FOUND_BY_ENGINE = FoundByEngine()
 
 
 def mirror_of(request: Any, number: int, now: float, *, max_model_len: int, caches: bool) -> Request:
-    """Return the planner's request for a request of vLLM.
-
-    Args:
-        number: Unique id.
-        caches: Whether prefix caching is on.
-    """
+    """Return the planner's request for a request of vLLM, with a unique number."""
     prompt = request.prompt_token_ids or range(request.num_prompt_tokens)
     extra = request.sampling_params.extra_args if request.sampling_params is not None else None
     return Request(

@@ -46,8 +46,6 @@ class Flight(NamedTuple):
 
 
 class Scheduler(AnyScheduler):
-    """Scheduler of vLLM that runs a recipe of Skipjoin."""
-
     clock: Callable[[], float] = staticmethod(time.monotonic)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -165,7 +163,6 @@ class Scheduler(AnyScheduler):
         self._core.events.clear()
 
     def _drop(self, request: Any, now: float) -> None:
-        """Let vLLM drop the KV that the plan takes from a request."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
         elif request in self.kv_holding_waiting:
@@ -190,7 +187,6 @@ class Scheduler(AnyScheduler):
         return batch
 
     def _park_all(self) -> list[VllmRequest]:
-        """Run nothing, as there is no plan."""
         for request in self.running:
             self._park(request)
         self.running = []
@@ -286,7 +282,6 @@ class Scheduler(AnyScheduler):
             self._forget_events()
 
     def _cut(self, cuts: dict[str, int]) -> None:
-        """Let vLLM cut prompts as the plan does."""
         self._cuts = cuts
         # vLLM calls this for each request, so the method is replaced only in steps that cut prompts.
         if cuts:
@@ -295,7 +290,6 @@ class Scheduler(AnyScheduler):
             self.__dict__.pop("_reserve_prefill_lookahead", None)
 
     def _reserve_cut(self, request: VllmRequest, computed: int, tokens: int) -> int:
-        """Return the number of tokens to run, of those that vLLM would run."""
         tokens = super()._reserve_prefill_lookahead(request, computed, tokens)
         return min(tokens, self._cuts.get(request.request_id, tokens))
 

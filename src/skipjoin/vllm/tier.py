@@ -124,7 +124,6 @@ class CountedTier(Tiered):
     receive = expect
 
     def is_pending(self, move: Move) -> bool:
-        """Return whether a request still depends on the move."""
         return move.request is not None and self._moves.get(move.request) is move
 
     def is_moving(self, request: Request | None) -> bool:
@@ -133,8 +132,8 @@ class CountedTier(Tiered):
     def release(self, request: Request) -> None:
         """Free the request's CPU-tier blocks, if it has any.
 
-        A copy in transit may still read or write them. Copies run in the order of their plans, so it does that before a
-        later one.
+        A copy in transit may use them still. Copies run in the order of their plans, so it does that before a later
+        one.
         """
         if (move := self._moves.get(request)) is not None:
             self._end(move)

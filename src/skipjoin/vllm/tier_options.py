@@ -21,11 +21,6 @@ class TierOptions:
 
     @classmethod
     def read(cls, config: Any) -> TierOptions:
-        """Return the options of a `VllmConfig`.
-
-        Raises:
-            ConfigError: A name is unknown, or a value is out of bounds.
-        """
         given = config.kv_transfer_config.kv_connector_extra_config or {}
         if not isinstance(given, Mapping):
             raise ConfigError(f"{_KEY} must be an object, got {given!r}")
@@ -39,18 +34,13 @@ class TierOptions:
             raise ConfigError(f"{_KEY}: {error}") from error
 
     def blocks(self, block_bytes: int) -> int:
-        """Return the number of blocks that fit.
-
-        Raises:
-            ConfigError: None does.
-        """
+        """Return the number of blocks that fit. Raise `ConfigError` if none does."""
         found = int(self.cpu_gb * 1e9 / block_bytes)
         if found < 1:
             raise ConfigError(f"{_KEY}: cpu_gb must hold a block of {block_bytes / 1e9:g} GB, got {self.cpu_gb:g}")
         return found
 
     def block_s(self, block_bytes: int) -> float:
-        """Return the seconds that a block takes."""
         return block_bytes / (self.link_gb_s * 1e9)
 
 

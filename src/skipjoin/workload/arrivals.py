@@ -1,5 +1,3 @@
-"""Arrival processes with a mean rate of one request per second."""
-
 from __future__ import annotations
 
 import random

@@ -27,10 +27,7 @@ def in_bounds(field: str, value: float | None, *, above: float = 0.0, most: floa
 
 
 class FieldTexts(dict[str, str]):
-    """Texts by field name, parsed from text such as `name=batch,lengths=uniform:512-1024,32-128,share=0.5`.
-
-    A comma separates fields only if a word and = follow it.
-    """
+    """Texts by field name, parsed from text such as `name=batch,lengths=uniform:512-1024,32-128,share=0.5`."""
 
     def __init__(self, what: str, text: str, *, known: Sequence[str], needed: Sequence[str]) -> None:
         super().__init__()

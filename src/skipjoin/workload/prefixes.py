@@ -49,7 +49,6 @@ class SharedPrefix:
 
 
 def parse_shared_prefix(text: str) -> SharedPrefix:
-    """Parse "TOKENS" or "TOKENS:GROUPS", such as "1000:20"."""
     parts = text.split(":")
     try:
         return SharedPrefix(*map(int, parts))

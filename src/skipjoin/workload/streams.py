@@ -21,18 +21,13 @@ MAX_IN_FLIGHT = 1_000_000
 
 
 class ClosedMode(StrEnum):
-    """Submission rule of a closed-loop stream."""
-
     BATCH = "batch"  # `size` jobs, once all earlier ones have finished (BROS section 7.1)
     REFILL = "refill"  # one job for each that finishes
 
 
 @dataclass(frozen=True)
 class Closed:
-    """Closed-loop stream with at most `size` requests in flight.
-
-    Its first jobs are submitted at 0, and none after the workload's duration.
-    """
+    """Closed-loop stream with at most `size` requests in flight, the first at 0."""
 
     name: str
     lengths: Lengths
@@ -117,11 +112,7 @@ class Stream:
 
 
 def parse_stream(text: str) -> Stream:
-    """Parse a stream such as `name=batch,lengths=uniform:512-1024,32-128,arrivals=poisson,share=0.5,class=best-effort`.
-
-    name, lengths and share are required. Defaults are arrivals=poisson, priority=0 and class=real-time. Streams without
-    key= belong to one client. prefix=1000:20 is as in `parse_shared_prefix`.
-    """
+    """Parse a stream such as `name=batch,lengths=uniform:512-1024,32-128,share=0.5,class=best-effort`."""
     fields = FieldTexts("stream", text, known=STREAM_FIELDS, needed=("name", "lengths", "share"))
     return Stream(
         fields["name"],
@@ -136,10 +127,7 @@ def parse_stream(text: str) -> Stream:
 
 
 def parse_closed(text: str) -> Closed:
-    """Parse a stream such as `name=be,lengths=uniform:512-1024,32-128,size=128,mode=batch,class=best-effort`.
-
-    name, lengths and size are required. Defaults are mode=batch, priority=0 and class=real-time.
-    """
+    """Parse a stream such as `name=be,lengths=uniform:512-1024,32-128,size=128,mode=batch,class=best-effort`."""
     fields = FieldTexts("closed", text, known=CLOSED_FIELDS, needed=("name", "lengths", "size"))
     return Closed(
         fields["name"],

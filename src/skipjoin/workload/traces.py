@@ -130,17 +130,9 @@ def read_trace(
 ) -> Trace:
     """Read a trace from a CSV file, or from JSONL if the name ends in .jsonl; a further .gz means gzip.
 
-    CSV requires prompt_tokens and output_tokens. JSONL can have the texts prompt and output instead, whose words and
-    punctuation marks are counted, or Mooncake's timestamp, input_length and output_length.
-
-    Optional columns:
-    - arrival_s: seconds, or an ISO 8601 date and time, UTC by default, ascending. All rows have it or none.
-    - context_tokens: length of the whole prompt, of which prompt_tokens is only the last part.
-    - deadline_s, priority, class (real-time or best-effort), ttft_s, tpot_s and jct_s.
-    - hash_ids: ids of consecutive parts of the prompt, of `hash_tokens` tokens each except the last. Equal ids after
-      equal ids mean equal text. CSV separates ids by commas or blanks.
-
-    Other columns are kept: see `Trace.check_columns`. None and "auto" mean to detect units.
+    `docs/simulate.md` has the columns, besides context_tokens: the length of the whole prompt, if prompt_tokens counts
+    its last part. arrival_s is in seconds, or an ISO 8601 date and time, UTC by default. Equal hash_ids after equal ids
+    mean equal text; CSV separates ids by commas or blanks.
     """
     path = Path(path)
     try:

@@ -1,5 +1,3 @@
-"""Workloads: requests drawn from distributions or replayed from a trace."""
-
 from __future__ import annotations
 
 import heapq
@@ -69,7 +67,6 @@ class Synthetic:
     def draw(
         self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None
     ) -> list[WorkloadRequest]:
-        """Return jobs as in `Workload`. Exactly one of `duration_s` and `limit` is required."""
         rate = in_bounds("rate_rps", rate_rps)
         _check_extent(self, duration_s, limit)
         streams = (

@@ -7,7 +7,6 @@ from skipjoin.report.plots.style import legend, log_where_wide, look, new_figure
 
 
 def draw_distributions(path: Path, label: str, series: Mapping[str, Sequence[float]]) -> None:
-    """Write a picture with one line per entry of `series`."""
     with styled():
         figure = new_figure(4.8, 3.2)
         axes = figure.add_subplot()

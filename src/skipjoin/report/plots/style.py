@@ -108,7 +108,6 @@ def legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str], tit
 
 
 def note(figure: Figure, texts: Sequence[str]) -> None:
-    """Add small lines below the axes."""
     if texts:
         width = round(figure.get_figwidth() * 72 / _CHARACTER_PT)
         lines = [textwrap.fill(text, width) for text in texts[:_MAX_NOTES]]

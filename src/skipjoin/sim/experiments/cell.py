@@ -63,7 +63,6 @@ class Cell:
 
     @property
     def shards(self) -> int:
-        """Number of shards, which depends only on the number of replicas of each kind."""
         system = self.system
         shards = -(-system.replicas // REPLICAS_PER_SHARD)
         return min(shards, system.prefill_replicas, system.decode_replicas) if system.prefill_replicas else shards

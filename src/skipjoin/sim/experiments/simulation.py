@@ -52,7 +52,7 @@ class ShardResult(NamedTuple):
 class Run:
     """Run of a cell: shards that can be simulated separately, and the record.
 
-    Requests are assigned to replicas (prefill replicas, if any) round robin, and belong to the shard of that replica.
+    Requests belong to the shard of their replica (prefill replica, if any), which is assigned round robin.
     """
 
     def __init__(self, cell: Cell) -> None:
@@ -139,10 +139,7 @@ class Run:
         return record
 
     def requests(self, shards: Sequence[ShardResult]) -> Iterator[Record]:
-        """Yield a line per accepted request in order of their ends, then the rejected ones of the workload.
-
-        Times are in seconds from the start of the run.
-        """
+        """Yield a line per accepted request in order of their ends, then the rejected ones of the workload."""
         for one in (fact for shard in shards for fact in shard.facts):
             yield {
                 "stream": one.stream,

@@ -1,5 +1,3 @@
-"""Parallel simulation of cells, and of the shards of one run, in worker processes."""
-
 from __future__ import annotations
 
 import math
@@ -109,10 +107,7 @@ class BoundSearch(ABC):
 
 
 class RateSearch(BoundSearch):
-    """Search for the maximum rate at which a bound holds, within 2 %.
-
-    It stops at 100,000 and 0.0001 requests per second, or at a rate without arrivals.
-    """
+    """Search for the maximum rate at which a bound holds, within 2 %."""
 
     _harder_above = True
 
@@ -133,10 +128,7 @@ class RateSearch(BoundSearch):
 
 
 class ReplicaSearch(BoundSearch):
-    """Search for the minimum number of replicas at which a bound holds, exact up to 100 and within 1 % above.
-
-    It stops if the bound fails at 10,000 replicas or at one per request.
-    """
+    """Search for the minimum number of replicas at which a bound holds, exact up to 100 and within 1 % above."""
 
     _harder_above = False
 
@@ -177,7 +169,7 @@ OnRequests = Callable[[int, Cell, Iterable[Record]], None]
 def sweep(
     plans: Sequence[SweepPlan], processes: int, watcher: SweepWatcher, *, on_requests: OnRequests | None = None
 ) -> None:
-    """Run all cells, and raise the exception of a failed run.
+    """Run all cells in worker processes, and raise the exception of a failed run.
 
     An interrupt ends the sweep at once; cells that were reported as `done` remain so.
     """

@@ -1,5 +1,3 @@
-"""The example recipe of CONTRIBUTING.md works."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""Documentation: links resolve, named files and tests exist, the site builds and its examples run."""
-
 from __future__ import annotations
 
 import os
@@ -111,7 +109,6 @@ def test_hand_written_pages_stay_short(folder: str, limit: int) -> None:
 
 
 def commands_of(page: Path) -> Iterator[str]:
-    """Yield the commands of the blocks of a page that have no language, without comments."""
     for block in re.findall(r"^```\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
         for line in re.sub(r"\\\n", " ", block).splitlines():
             yield re.sub(r"(^|\s)# .*", "", line).strip()

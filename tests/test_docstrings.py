@@ -1,5 +1,3 @@
-"""Examples in docstrings of public names."""
-
 from __future__ import annotations
 
 import doctest

@@ -1,5 +1,3 @@
-"""Optional dependencies: the base installation imports none, and features without them say what to install."""
-
 from __future__ import annotations
 
 import re
@@ -106,7 +104,6 @@ OPTIONS = (
 
 
 def names_of(command: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the names of a command and of all below it."""
     if not (below := getattr(command, "commands", {})):
         yield prefix.strip()
     for name, one in below.items():

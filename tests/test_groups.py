@@ -1,5 +1,3 @@
-"""Distribution of tests over processes."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Imports between packages follow the module map of docs/architecture.md."""
-
 from __future__ import annotations
 
 import ast
@@ -409,8 +407,6 @@ LAZY = (
 
 
 class Import(NamedTuple):
-    """An import of one module, by its dotted name."""
-
     file: Path
     line: int
     module: str

@@ -1,5 +1,3 @@
-"""The lock files pin all requirements with hashes and match the constraints; all licenses are allowed."""
-
 from __future__ import annotations
 
 import hashlib
@@ -132,7 +130,6 @@ def test_locks_cover_the_requirements_of_their_distributions(lock: dict) -> None
 
 
 def installs() -> list[str]:
-    """Return the pip options of each installation in the Makefile."""
     lines = (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()
     assert not any(
         "pip install" in line for line in lines if "INSTALL :=" not in line and not re.search("audit|release", line)

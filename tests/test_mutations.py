@@ -1,5 +1,3 @@
-"""`make mutations` applies its mutations and detects whether tests catch them."""
-
 from __future__ import annotations
 
 import ast

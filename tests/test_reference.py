@@ -1,5 +1,3 @@
-"""The generated pages of docs/reference are current and describe every option, metric and recipe once."""
-
 from __future__ import annotations
 
 import re
@@ -24,7 +22,6 @@ PAGES = reference.pages()
 
 
 def rows(page: str) -> list[list[str]]:
-    """Return the cells of all table rows of a page."""
     return [line.strip("| ").split(" | ") for line in PAGES[page].splitlines() if line.startswith("| ")]
 
 

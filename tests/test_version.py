@@ -1,5 +1,3 @@
-"""The installation commands that error messages suggest."""
-
 from __future__ import annotations
 
 import importlib.metadata

@@ -1,5 +1,3 @@
-"""The word list of `tools/words.txt` and its check."""
-
 from __future__ import annotations
 
 from importlib import import_module

@@ -1,5 +1,3 @@
-"""The files in deploy/ satisfy the tools of their formats, as far as these are installed."""
-
 from __future__ import annotations
 
 import re
@@ -64,7 +62,6 @@ def test_unit_is_valid_and_hardened(tmp_path: Path) -> None:
 
 
 def rendered(*values: str) -> dict[str, Any]:
-    """Return the chart's documents by kind."""
     done = run("helm", "template", "llm", CHART, "--kube-version", "1.31.0", *values)
     assert done.returncode == 0, done.stderr
     return {document["kind"]: document for document in yaml.safe_load_all(done.stdout) if document}

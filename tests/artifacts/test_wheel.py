@@ -1,5 +1,3 @@
-"""The wheel of `make release` works in a bare environment: no compiler, no Git, nothing but what pip installs."""
-
 from __future__ import annotations
 
 import json
@@ -46,7 +44,6 @@ def environment(bare: Path, tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def server(bare: Path, environment: dict[str, str], tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """Run the server; yield its URL and log."""
     log = tmp_path / "log"
     command = [str(bare / "bin/skipjoin"), "serve", "tally", "--port", "0", "--profile", "off"]
     with (

@@ -1,5 +1,3 @@
-"""`benchmarks/harness.py`: options, statistics, rounds and records of the benchmark scripts."""
-
 from __future__ import annotations
 
 import argparse

@@ -1,5 +1,3 @@
-"""Figures of `benchmarks/papers/alise`: their code runs, and their results agree with settings and claims."""
-
 from __future__ import annotations
 
 import gzip

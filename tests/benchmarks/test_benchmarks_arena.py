@@ -1,5 +1,3 @@
-"""`benchmarks/arena`: its grid, its rivals and its figures."""
-
 from __future__ import annotations
 
 import json

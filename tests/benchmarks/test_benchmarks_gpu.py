@@ -1,5 +1,3 @@
-"""The GPU benchmark: rehearsals run, records have the documented fields, and failed parts do not affect others."""
-
 from __future__ import annotations
 
 import importlib.util
@@ -65,7 +63,6 @@ def test_rehearsals_of_kernels_and_recipes_report_their_measurements(tmp_path: P
 
 
 def rehearsal(out: Path, parts: str) -> dict[str, Any]:
-    """Return the record of a rehearsal without faults."""
     command = [sys.executable, str(FOLDER / "run.py"), "--rehearse", "--out", str(out), "--parts", parts]
     ran = subprocess.run([*command, "--minutes", "1"], capture_output=True, text=True, check=False, timeout=120)
     assert ran.returncode == 0, ran.stdout + ran.stderr

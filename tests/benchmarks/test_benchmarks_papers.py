@@ -1,5 +1,3 @@
-"""Every figure of `benchmarks/papers` is documented, and its record agrees with its settings and README."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""`benchmarks/performance/structured_output`: a sample of its schemas."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The built-in model: its files, its tokenizer and its answers to prompts held out of training."""
-
 from __future__ import annotations
 
 import json

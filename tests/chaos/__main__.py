@@ -13,7 +13,6 @@ from support.rounds import limited, parser
 
 
 def main() -> int:
-    """Return 1 if a round found a failure."""
     options = parser("chaos", __doc__, 10.0)
     options.add_argument("--world", action="append", help="only rounds of this kind of server; may be repeated")
     args = options.parse_args()

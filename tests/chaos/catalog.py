@@ -1,5 +1,3 @@
-"""Requests to the built-in model with deterministic outputs: greedy and seeded ones."""
-
 from __future__ import annotations
 
 import random
@@ -31,7 +29,6 @@ class Entry(NamedTuple):
 
 
 def entry(number: int) -> Entry:
-    """Return the request of a number below `SIZE`."""
     draw = random.Random(f"catalog/{number}")
     path = (CHAT, COMPLETIONS)[number % 2]
     body = {"max_tokens": draw.randint(4, LONGEST_OUTPUT), **_prompt(path, draw), **_sampling(draw)}
@@ -47,7 +44,6 @@ def entry(number: int) -> Entry:
 
 
 def numbers(path: str) -> Sequence[int]:
-    """Return the numbers of the requests to one path."""
     return [number for number in range(SIZE) if entry(number).path == path]
 
 

@@ -1,5 +1,3 @@
-"""Clients that send the planned requests and record the outcomes."""
-
 from __future__ import annotations
 
 import asyncio
@@ -31,15 +29,7 @@ class Choice:
 
 @dataclass
 class Outcome:
-    """Outcome of a request.
-
-    Attributes:
-        status: HTTP status, or None without an answer.
-        error: Code of the error that ended the request.
-        cut: Why the connection was closed or refused.
-        has_left: Whether the client closed the connection.
-        wrong: Violation of the protocol.
-    """
+    """Outcome of a request."""
 
     ask: Ask
     status: int | None = None
@@ -58,7 +48,6 @@ class Outcome:
 
     @property
     def end(self) -> str:
-        """Kind of outcome, in one word."""
         if self.is_complete:
             return "complete"
         return "left" if self.has_left else "cut" if self.cut is not None else str(self.error)
@@ -71,11 +60,7 @@ class Outcome:
 
 
 class Clients:
-    """Clients of a round.
-
-    Attributes:
-        events: Number of stream events received by all clients.
-    """
+    """Clients of a round."""
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         self.url = url
@@ -89,7 +74,6 @@ class Clients:
         )
 
     async def close(self) -> None:
-        """Close all connections."""
         await self._session.close()
 
     async def ask(self, ask: Ask) -> Outcome:
@@ -150,14 +134,12 @@ class Clients:
 
 
 async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[str]:
-    """Yield the data of server-sent events."""
     async for line in answer.content:
         if line.strip():
             yield line.decode().strip().removeprefix("data: ")
 
 
 def take_event(outcome: Outcome, data: str) -> None:
-    """Add a stream event to an outcome."""
     if outcome.is_done or outcome.error is not None:
         outcome.wrong = f"an event after the end: {data[:200]}"
     elif data == _DONE:
@@ -173,7 +155,6 @@ def take_event(outcome: Outcome, data: str) -> None:
 
 
 def take_whole(outcome: Outcome, body: Any) -> None:
-    """Add an unstreamed answer to an outcome."""
     if "error" in body:
         outcome.error = str(body["error"]["code"])
         return

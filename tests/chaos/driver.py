@@ -1,5 +1,3 @@
-"""Runs rounds: starts a server, runs the load with a fault in the middle, and checks the results."""
-
 from __future__ import annotations
 
 import asyncio
@@ -51,18 +49,13 @@ def possible_worlds() -> tuple[World, ...]:
 
 
 class References:
-    """Cached reference answers of an idle server.
-
-    Attributes:
-        known: Text and finish reason of each choice, by number of the entry.
-    """
+    """Cached reference answers of an idle server."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
         self.known: dict[int, dict[int, tuple[str, str]]] = {}
 
     async def learn(self, numbers: set[int]) -> None:
-        """Request the missing references one after another."""
         async with aiohttp.ClientSession() as session:
             for number in sorted(numbers - self.known.keys()):
                 asked = entry(number)
@@ -76,22 +69,14 @@ class References:
 
 @dataclass
 class Play:
-    """Results of a round.
-
-    Attributes:
-        batch: Id of its batch, or None if the server did not accept one.
-    """
+    """Results of a round."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     batch: str | None = None
 
 
 class Driver:
-    """Runs rounds one after another, with one server for each block while it lives.
-
-    Attributes:
-        seen: Counts of outcomes and of preemption, by name.
-    """
+    """Runs rounds one after another, with one server for each block while it lives."""
 
     def __init__(self, references: References) -> None:
         self.seen: Counter[str] = Counter()
@@ -101,7 +86,6 @@ class Driver:
         self._block = -1
 
     async def run(self, this: Round) -> list[str]:
-        """Run a round and return its failures."""
         found = await self.stop() if this.block != self._block else []
         self._block = this.block
         await self._references.learn({ask.number for ask in this.asks} | set(this.lines))
@@ -137,7 +121,6 @@ class Driver:
         return {"api": self._served.api, **engines}
 
     def log_tail(self) -> str:
-        """Return the end of the server's log."""
         return "" if self._served is None else self._served.log_tail()
 
     # -- a round --------------------------------------------------------------------------------------------------
@@ -174,7 +157,6 @@ class Driver:
         return found
 
     async def _ready(self, this: Round) -> Served:
-        """Return a server of the round's world once all of its engines are ready."""
         if self._place is None:
             self._place = Place(this.world)
         if self._served is None:
@@ -202,7 +184,6 @@ class Driver:
 
     @staticmethod
     async def _is_exiting(served: Served, fault: Fault) -> bool:
-        """Return whether the server has exited or will exit."""
         if not fault.may_survive:
             return bool(fault.ends)
         return served.process.poll() is not None or (await served.get("/health"))[0] != 200
@@ -219,12 +200,10 @@ class Driver:
 
 
 def _options(this: Round) -> tuple[str, ...]:
-    """Return the command-line options of a round's server."""
     return *this.world.options, "--recipe", this.recipe
 
 
 async def _play(served: Served, this: Round, fault: Fault) -> Play:
-    """Run the load with the fault in the middle of it."""
     play, clients = Play(), Clients(served.url)
     play.outcomes = clients.outcomes
     try:
@@ -243,7 +222,6 @@ async def _play(served: Served, this: Round, fault: Fault) -> Play:
 
 
 async def _inject(served: Served, this: Round, fault: Fault, clients: Clients) -> None:
-    """Wait for the time of the fault and inject it."""
     end = time.monotonic() + this.late_s
     while clients.events < this.at and time.monotonic() < end:
         await asyncio.sleep(0.005)
@@ -253,7 +231,6 @@ async def _inject(served: Served, this: Round, fault: Fault, clients: Clients) -
 
 @asynccontextmanager
 async def driver() -> AsyncIterator[Driver]:
-    """Create a driver and its reference server."""
     with reference_server() as reference:
         found = Driver(References(reference))
         try:

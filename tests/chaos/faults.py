@@ -27,11 +27,7 @@ _STUTTER_S = 0.05
 
 
 class Scene(NamedTuple):
-    """Target of a fault.
-
-    Attributes:
-        length_s: Duration of a temporary fault.
-    """
+    """Target of a fault."""
 
     served: Served
     draw: random.Random
@@ -69,7 +65,6 @@ async def _nothing(scene: Scene) -> None:
 
 
 async def _pause(scene: Scene, some: list[psutil.Process]) -> None:
-    """Suspend a random process for a while."""
     victim = scene.draw.choice(some)
     victim.suspend()
     try:
@@ -133,7 +128,6 @@ async def _little_memory(scene: Scene) -> None:
 
 
 async def _full_disk(scene: Scene) -> None:
-    """Fill the disk of the batches for a while."""
     disk = scene.served.place.disk
     assert disk is not None
     try:

@@ -121,11 +121,7 @@ def _texts(outcome: Outcome, reference: Mapping[int, tuple[str, str]]) -> str | 
 
 
 def batch(lines: Sequence[int], found: Any, references: References) -> Iterator[str]:
-    """Check that every line has exactly one answer, which matches the reference.
-
-    Args:
-        found: Lines of the output file.
-    """
+    """Check that every line has exactly one answer, which matches the reference."""
     if sorted(one["custom_id"] for one in found) != sorted(str(index) for index in range(len(lines))):
         yield f"of {len(lines)} lines the output has {[one['custom_id'] for one in found]}"
         return
@@ -180,11 +176,7 @@ async def _busy(served: Served) -> list[str]:
 def metrics(
     before: Metrics, after: Metrics, outcomes: Sequence[Outcome], lines: Sequence[Outcome], fault: Fault
 ) -> Iterator[str]:
-    """Check that the server's counts in a round match what clients saw.
-
-    Args:
-        lines: Answers of the batch.
-    """
+    """Check that the server's counts in a round match what clients saw."""
     complete = [one for one in (*outcomes, *lines) if one.is_complete]
     incomplete = [one for one in outcomes if not one.is_complete]
     done, unknown = sum(_choices(one) for one in complete), sum(_choices(one) for one in incomplete)
@@ -214,11 +206,7 @@ def metrics(
 
 
 def grown(before: Metrics, after: Metrics, metric: str, *labels: str) -> float:
-    """Return by how much a counter grew.
-
-    Args:
-        labels: Values of the last label that count, or none for all.
-    """
+    """Return by how much a counter grew."""
     return sum(
         value - before.get(name, 0)
         for name, value in after.items()
@@ -235,5 +223,4 @@ def _choices(outcome: Outcome) -> int:
 
 
 def parse_lines(text: str) -> list[Any]:
-    """Parse the lines of an output file."""
     return [json.loads(line) for line in text.splitlines()]

@@ -1,5 +1,3 @@
-"""Generates a round from a seed and its number, deterministically."""
-
 from __future__ import annotations
 
 import random
@@ -22,14 +20,7 @@ RECIPES = tuple(
 
 @dataclass(frozen=True)
 class World:
-    """Kind of server.
-
-    Attributes:
-        options: Command-line options.
-        small_disk: Whether batches are on a disk of a few megabytes.
-        needs_ray: Whether there is more than one engine or rank.
-        faults: Names of possible faults.
-    """
+    """Kind of server."""
 
     name: str
     options: tuple[str, ...] = ()
@@ -124,7 +115,6 @@ class Round:
 
     @property
     def replay(self) -> str:
-        """Command that runs this round alone."""
         return f"PYTHONPATH=tests python -m chaos --seed {self.seed} --round {self.number} --rounds 1"
 
     def __str__(self) -> str:
@@ -133,7 +123,6 @@ class Round:
 
 
 def plan(seed: int, number: int) -> Round:
-    """Return the round of this number."""
     block = random.Random(f"block/{seed}/{number // BLOCK}")
     order = random.Random(f"worlds/{seed}").sample(WORLDS, len(WORLDS))
     world = order[number // BLOCK % len(order)]

@@ -1,5 +1,3 @@
-"""`skipjoin serve` of the built-in model with a small KV pool: its processes, state and leftovers."""
-
 from __future__ import annotations
 
 import asyncio
@@ -48,11 +46,7 @@ Metrics = dict[str, float]
 
 
 class Place:
-    """Folders shared by the servers of one run: batches, which the next server resumes, and temporary files.
-
-    Attributes:
-        disk: Small disk with the batches, or None.
-    """
+    """Folders shared by the servers of one run: batches, which the next server resumes, and temporary files."""
 
     def __init__(self, world: World) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="skipjoin-chaos-"))
@@ -66,7 +60,6 @@ class Place:
         return [] if self.disk is None else self.disk.enter
 
     def close(self) -> None:
-        """Remove everything."""
         if self.disk is not None:
             self.disk.close()
         shutil.rmtree(self.root)
@@ -93,8 +86,6 @@ def lacks_mounts() -> str | None:
 
 
 class Launched:
-    """Server that was started, ready or not."""
-
     def __init__(self, place: Place, *options: str, pools: tuple[str, ...] = _POOLS) -> None:
         self.place = place
         self.mark = Mark()
@@ -111,18 +102,15 @@ class Launched:
         self.api = psutil.Process(self.process.pid)
 
     def log_tail(self) -> str:
-        """Return the end of the log."""
         text = (self.place.root / "log").read_text(errors="replace")
         return "\n".join(text.splitlines()[-40:])
 
     # -- processes ------------------------------------------------------------------------------------------------
 
     def engines(self) -> list[psutil.Process]:
-        """Return the engine processes, oldest first."""
         return self._named(lambda process: "engine_process" in " ".join(process.cmdline()))
 
     def ranks(self) -> list[psutil.Process]:
-        """Return the rank actors."""
         return self._named(lambda process: "RankActor" in process.name())
 
     def replicas(self) -> list[psutil.Process]:
@@ -140,25 +128,18 @@ class Launched:
     # -- exit -----------------------------------------------------------------------------------------------------
 
     async def wait(self, seconds: float = END_S) -> int:
-        """Wait until the server exits and return its exit code."""
         return await asyncio.to_thread(self.process.wait, seconds)
 
     async def stop(self) -> int:
-        """Stop the server with SIGTERM and return its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return await self.wait()
 
     def files(self) -> set[str]:
-        """Return the names of the temporary files."""
         return {path.name for path in self.place.temporary.iterdir()}
 
     async def leftovers(self, allowed: Callable[[str], bool] = lambda name: False) -> list[str]:
-        """Return the processes and temporary files that remain after the server has exited.
-
-        Args:
-            allowed: Returns whether a file of this name may remain.
-        """
+        """Return the processes and temporary files that remain after the server has exited."""
         end = time.monotonic() + GONE_S
         while (found := self._leftovers(allowed)) and time.monotonic() < end:
             await asyncio.sleep(0.1)
@@ -172,7 +153,6 @@ class Launched:
         return found + [f"file {name}" for name in sorted(self.files()) if not allowed(name)]
 
     def close(self) -> None:
-        """Kill all processes of the server."""
         for process in [self.process, *self.mark.processes()]:
             with suppress(psutil.Error, OSError):
                 process.kill()
@@ -183,14 +163,7 @@ class Launched:
 
 
 class Served(Launched):
-    """Running server.
-
-    Args:
-        headers: Headers of the requests of `get`, such as an API key.
-
-    Attributes:
-        idle_usage: What the server had open when it was first idle.
-    """
+    """Running server."""
 
     def __init__(
         self, place: Place, *options: str, pools: tuple[str, ...] = _POOLS, headers: Mapping[str, str] | None = None
@@ -221,7 +194,6 @@ class Served(Launched):
             return 0, None
 
     async def metrics(self) -> Metrics:
-        """Return the samples of /metrics by name and labels."""
         status, text = await self.get("/metrics")
         assert status == 200, f"/metrics answers {status}"
         return {

@@ -32,14 +32,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of a process in MiB at one time.
-
-    Attributes:
-        at_s: Seconds since the beginning.
-        requests: Number of requests since the beginning.
-        anonymous: Resident memory without file-backed pages.
-        resident: Resident memory.
-    """
+    """Memory of a process in MiB at one time."""
 
     at_s: float
     requests: int
@@ -51,7 +44,6 @@ class Memory:
 
 
 def quiet_rounds(seed: int) -> Iterator[Round]:
-    """Yield rounds without faults, all on one server."""
     for number in itertools.count():
         yield replace(plan(seed, number), block=0, world=WORLDS[0], recipe="fastserve", fault="none")
 
@@ -69,7 +61,6 @@ def main() -> int:
 
 
 async def soak(rounds: Iterable[Round]) -> int:
-    """Run quiet rounds and return the exit code."""
     noted: dict[str, list[Memory]] = {}
     requests, begin = 0, time.monotonic()
 
@@ -85,7 +76,6 @@ async def soak(rounds: Iterable[Round]) -> int:
 
 
 def note(noted: dict[str, list[Memory]], found: Driver, now: float, requests: int) -> None:
-    """Append the current memory of each process."""
     for name, process in found.processes().items():
         resident, files = resident_bytes(process)
         noted.setdefault(name, []).append(Memory(now, requests, (resident - files) / _MIB, resident / _MIB))

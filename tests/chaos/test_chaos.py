@@ -1,5 +1,3 @@
-"""A short run of `make test-chaos`, and tests that its checks detect failures."""
-
 from __future__ import annotations
 
 import asyncio

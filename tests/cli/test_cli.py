@@ -1,5 +1,3 @@
-"""The command line interface."""
-
 from __future__ import annotations
 
 import json
@@ -39,7 +37,6 @@ def skipjoin(*args: object) -> subprocess.CompletedProcess[str]:
 
 
 def invoke(*args: object) -> Result:
-    """Run a command in this process, which is faster."""
     return CliRunner().invoke(app, list(map(str, args)))
 
 

@@ -1,5 +1,3 @@
-"""Recipes of an installed package, declared as entry points of the group `skipjoin.recipes`."""
-
 from __future__ import annotations
 
 import json
@@ -47,7 +45,6 @@ def plain(s: Settings):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the package, and return its directory."""
     points = {"by-prompt": f"{MODULE}:by_prompt"}
     files = project("prompt-lab", {MODULE: SOURCE}, {"skipjoin.recipes": points})
     return install(files, tmp_path_factory.mktemp("lab"))

@@ -1,5 +1,3 @@
-"""Commands of operators: check, env, pull, list and completion."""
-
 from __future__ import annotations
 
 import json

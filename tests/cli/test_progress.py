@@ -1,5 +1,3 @@
-"""Progress where stderr is no terminal."""
-
 from __future__ import annotations
 
 from io import StringIO

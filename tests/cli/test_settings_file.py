@@ -1,5 +1,3 @@
-"""Settings from a file and from the environment, and their precedence."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -27,7 +25,6 @@ dtype: float32
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Settings of each call of `run_server`."""
     found: list[dict[str, Any]] = []
 
     def run_server(engine: Any, server: Any, forecasts: Any, **_: Any) -> int:

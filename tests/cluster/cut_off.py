@@ -104,7 +104,6 @@ def _namespaces() -> list[str]:
 
 
 def _missing_requirement() -> str | None:
-    """Return which requirement this machine does not meet, or None."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:
         return "network namespaces need root on Linux"
     for program in ("ip", "unshare", "nsenter"):
@@ -130,12 +129,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 class Rehearsal:
-    """Runs the test inside the namespaces.
-
-    Args:
-        folder: Folder for the files of all processes.
-        forgets: Whether Ray declares the second machine dead.
-    """
+    """Runs the test inside the namespaces."""
 
     def __init__(self, folder: Path, forgets: bool) -> None:
         self.folder, self.forgets = folder, forgets
@@ -143,7 +137,6 @@ class Rehearsal:
         self.url = f"http://{HERE}:{HTTP_PORT}"
 
     def run(self) -> int:
-        """Run the test and return the exit code."""
         try:
             self._lay_cable()
             with self._cluster() as second, self._server() as server:
@@ -282,7 +275,6 @@ class Rehearsal:
             self.say(f"{name} exited within {seconds:.1f} s")
 
     def _ranks(self, ip: str) -> list[psutil.Process]:
-        """Return the ranks on a machine."""
         network = os.readlink(f"/proc/{self._there.pid if ip == THERE else 'self'}/ns/net")
         found = []
         for process in psutil.process_iter():
@@ -301,19 +293,15 @@ class Process:
             self._popen = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT)
 
     def log(self) -> str:
-        """Return the output so far."""
         return self._log.read_text()
 
     def lines(self, words: str) -> list[str]:
-        """Return the output lines that contain `words`."""
         return [line for line in self.log().splitlines() if words in line]
 
     def runs(self) -> bool:
-        """Return whether the process is alive."""
         return self._popen.poll() is None
 
     def end(self) -> float:
-        """Stop the process and return the seconds that this took."""
         begin = time.monotonic()
         assert self._popen.stdin is not None
         self._popen.stdin.close()
@@ -327,8 +315,6 @@ class Process:
 
 
 class Stream(threading.Thread):
-    """Thread that reads a streamed completion."""
-
     def __init__(self, url: str, body: dict[str, Any]) -> None:
         super().__init__(daemon=True)
         self.text = ""
@@ -337,7 +323,6 @@ class Stream(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Read the stream to its end."""
         body = {**self._body, "stream": True}
         with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=START_S) as response:
             for line in response.iter_lines():
@@ -359,7 +344,6 @@ class Stream(threading.Thread):
 
 
 def _program(name: str) -> str:
-    """Return the path of a program installed with this Python."""
     return str(Path(sys.executable).with_name(name))
 
 

@@ -1,5 +1,3 @@
-"""API keys of a server: sources, validation, and the warning about a server without keys."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -31,7 +29,6 @@ class Started:
 
 @pytest.fixture
 def configs(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
-    """Configurations of the servers that `serve` starts."""
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(Started, "configs", [], raising=False)
     monkeypatch.setattr(lifecycle, "Server", Started)

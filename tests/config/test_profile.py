@@ -1,5 +1,3 @@
-"""Profile files, their cache, and their use by an engine."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -167,7 +165,6 @@ def test_profile_cache_is_in_the_users_cache_folder_by_default(monkeypatch: pyte
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[ProfileKey]:
-    """Replace the measurement by `PROFILE`, and return the keys for which an engine measured."""
     keys: list[ProfileKey] = []
 
     def measure(executor: object, config: object, key: ProfileKey, *rest: object, **named: object) -> Profile:
@@ -237,7 +234,6 @@ def test_profile_off_uses_default_costs(measured: list[ProfileKey], cache: Path)
 
 
 def own_key() -> ProfileKey:
-    """Return the profile key of the engine that `start` starts."""
     found: list[ProfileKey] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(startup, "cached_profile", lambda key: found.append(key) or PROFILE)

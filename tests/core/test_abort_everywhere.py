@@ -31,7 +31,6 @@ def always(move: Move) -> bool:
 
 
 def token_of(request: Request, position: int) -> int:
-    """Return a token that differs by request and position."""
     return request.id * 1000 + position
 
 
@@ -65,7 +64,6 @@ class Scene:
         return cls(stepper, eviction, victim)
 
     def outrank(self, prompt: int) -> None:
-        """Add a request that ranks before all others."""
         self.stepper.add(make(9, prompt, 3, priority=-1))
 
     def fill_slots(self, prompt: int = 8) -> None:
@@ -321,7 +319,6 @@ def at_the_end_of_its_reservation() -> Scene:
 
 
 def satisfied() -> Scene:
-    """Have the last token in flight."""
     scene = Scene.begin()
     for _ in range(19):
         scene.stepper.step()
@@ -370,13 +367,11 @@ def scenes(reach: Callable[[], Scene]) -> Iterator[Scene]:
 
 
 def others_of(scene: Scene) -> dict[int, list[int]]:
-    """Return the tokens of the other requests."""
     return {number: tokens for number, tokens in scene.stepper.tokens.items() if number != VICTIM}
 
 
 @cache
 def undisturbed(reach: Callable[[], Scene]) -> dict[int, list[int]]:
-    """Return the tokens of the other requests if none is aborted or fails."""
     scene = reach()
     scene.stepper.drain()
     return others_of(scene)

@@ -1,5 +1,3 @@
-"""Order of the events of each request, and their agreement with the plans."""
-
 from __future__ import annotations
 
 import random

@@ -1,5 +1,3 @@
-"""Restart of the executor: plans in flight and all KV are lost, but no token is lost, repeated or changed."""
-
 from __future__ import annotations
 
 import io
@@ -28,7 +26,6 @@ PIPELINES = [(1, False, 1), (2, True, 1), (3, False, 1)]
 
 
 def disturbed(world: World, probability: float) -> Stepper:
-    """Run a load, with a restart in place of the end of a step at the given probability."""
     draw = random.Random(5)
     stepper = Stepper(world.core())
     todo = load(3, 12, priorities=(-1, 0, 7))

@@ -16,7 +16,6 @@ SHRINK_S = 60.0
 
 
 def main() -> int:
-    """Return 1 if there was a finding."""
     options = parser("core_fuzz", __doc__, 60.0)
     options.add_argument("--recipe", action="append", choices=sorted(RECIPES), help="run this recipe; may be repeated")
     args = options.parse_args()

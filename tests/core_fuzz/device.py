@@ -1,5 +1,3 @@
-"""Model of the worker that knows the content of every KV slot."""
-
 from __future__ import annotations
 
 from collections import deque
@@ -28,11 +26,7 @@ Pool = list[list[int]]
 
 
 class FindingError(AssertionError):
-    """The core broke an invariant.
-
-    Args:
-        kind: The invariant in one or two words. Findings of one kind likely have one cause.
-    """
+    """The core broke an invariant."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(f"{kind}: {text}")
@@ -73,7 +67,6 @@ class Device:
         self.clear()
 
     def clear(self) -> None:
-        """Lose all content, as in a restart."""
         self._device: Pool = [[GARBAGE] * self._size for _ in range(self._kv.device_total)]
         self._cpu: Pool = [[GARBAGE] * self._size for _ in range(self._kv.cpu_total)]
         self._transit: deque[_Copy] = deque()
@@ -218,7 +211,6 @@ class Device:
         return ""
 
     def _write(self, request: Request, tags: list[int], blocks: Sequence[int], start: int, end: int) -> None:
-        """Write the tags from `start` to `end`, or garbage if there are none."""
         size, device, reverse = self._size, self._device, request.reverse
 
         def slot_of(position: int) -> tuple[list[int], int]:
@@ -250,7 +242,6 @@ class Device:
         return value if self._is_exact or move.direction is Direction.WITHIN else -abs(value)
 
     def _copy(self, move: Move, fails: Fails) -> bool:
-        """Run a blocking move and return whether it failed."""
         has_failed = fails(move)
         for source, target, slot in self._pairs(move):
             target[slot] = GARBAGE if has_failed else self._carried(move, source[slot])
@@ -308,7 +299,6 @@ class Device:
 
 
 def salted(salt: int) -> bytes:
-    """Return the salt as prefixes take it."""
     return bytes((salt,))
 
 

@@ -1,5 +1,3 @@
-"""Random cases: a world, a load and a driver with faults, all drawn from one seed."""
-
 from __future__ import annotations
 
 import random
@@ -34,7 +32,6 @@ MAX_ROUNDS = 60
 
 
 def world_of(draw: random.Random, recipes: Sequence[str]) -> World:
-    """Return a world of one of the recipes."""
     name = draw.choice(recipes)
     recipe = RECIPES[name]
     depth, overlap, stages = draw.choice(PIPELINES)
@@ -96,11 +93,7 @@ def with_promotions(draw: random.Random, world: World) -> World:
 
 
 class Player:
-    """Draws calls and makes them.
-
-    Attributes:
-        calls: Calls made so far.
-    """
+    """Draws calls and makes them."""
 
     def __init__(self, seed: str, recipes: Sequence[str]) -> None:
         draw = self._draw = random.Random(seed)
@@ -222,12 +215,10 @@ class Player:
 
     @property
     def case(self) -> Case:
-        """Return the calls so far as a case."""
         return Case(self.world, tuple(self.calls))
 
 
 def play(seed: str, recipes: Sequence[str]) -> tuple[Player, FindingError | None]:
-    """Play the case of a seed, and return the finding if there is one."""
     player = Player(seed, recipes)
     try:
         player.play()

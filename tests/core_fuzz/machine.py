@@ -1,5 +1,3 @@
-"""A world, calls on an engine core in it, and the invariants that each call must keep."""
-
 from __future__ import annotations
 
 import traceback
@@ -35,8 +33,6 @@ MAX_PLANS, MAX_PLANS_PER_TOKEN = 500, 10
 
 @dataclass(frozen=True)
 class World:
-    """Settings of a run, apart from its calls."""
-
     recipe: str
     depth: int = 1
     overlap: bool = False
@@ -85,7 +81,7 @@ class Ask(NamedTuple):
     """A request.
 
     Args:
-        text: Which text its prompt begins with, and the number of tokens of it; the test_policies are its own.
+        text: Which text its prompt begins with, and the number of tokens of it; the others are its own.
         salt: Requests with the same salt share KV; None shares with none.
         forecast: Expected output tokens; 0 stands for no forecast.
         resumed: Number of output tokens that it arrives with.
@@ -107,7 +103,6 @@ class Ask(NamedTuple):
     keeps_kv: bool = False
 
     def tokens(self) -> list[int]:
-        """Return its prompt."""
         which, common = self.text
         common = min(common, self.prompt)
         own = 1000 * (self.id + 1)
@@ -139,8 +134,6 @@ class Ask(NamedTuple):
 
 
 class Add(NamedTuple):
-    """Add a request."""
-
     ask: Ask
 
 
@@ -172,14 +165,10 @@ class Finish(NamedTuple):
 
 
 class Abort(NamedTuple):
-    """Abort a request."""
-
     id: int
 
 
 class Reforecast(NamedTuple):
-    """Change the forecast of a request."""
-
     id: int
     tokens: float
 
@@ -191,8 +180,6 @@ class Release(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Let time pass."""
-
     seconds: float
 
 
@@ -205,18 +192,12 @@ Call = Add | Expect | Start | Finish | Abort | Reforecast | Release | Pass | Res
 
 @dataclass(frozen=True)
 class Case:
-    """A world and the calls in it."""
-
     world: World
     calls: tuple[Call, ...]
 
 
 class Machine:
-    """An engine core with a model of the device. Calls that no longer make sense after shrinking do nothing.
-
-    Attributes:
-        reads: Number of slots that slices have read.
-    """
+    """An engine core with a model of the device. Calls that no longer make sense after shrinking do nothing."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -266,7 +247,6 @@ class Machine:
         self._take_events()
 
     def _call_for_request(self, call: Abort | Reforecast | Release) -> None:
-        """Make a call about one request."""
         number = call.id
         match call:
             case Abort():
@@ -420,7 +400,6 @@ class Machine:
 
 
 def crash(error: Exception) -> FindingError:
-    """Return the finding for an error of the core."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "skipjoin" in frame.filename]
     place = frames[-1].name if frames else "?"
     finding = FindingError(f"{type(error).__name__} in {place}", str(error))
@@ -428,7 +407,6 @@ def crash(error: Exception) -> FindingError:
 
 
 def replay(case: Case) -> FindingError | None:
-    """Make the calls, run all requests to their end, and return the finding if there is one."""
     try:
         machine = Machine(case.world)
     except ValueError:

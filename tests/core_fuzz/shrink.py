@@ -1,5 +1,3 @@
-"""Shrinks failing cases and prints them as programs."""
-
 from __future__ import annotations
 
 import time
@@ -62,7 +60,6 @@ def _fewer_calls(case: Case, fails: Callable[[Case], bool], end: float) -> Case:
 def _first_that_fails(
     case: Case, simpler: Callable[[Case], Iterator[Case]], fails: Callable[[Case], bool], end: float
 ) -> Case:
-    """Replace the case by a simpler one that still fails, until there is none."""
     found = True
     while found and time.monotonic() < end:
         found = False

@@ -1,5 +1,3 @@
-"""A short run of the core fuzzer, and bugs that it must find."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -45,7 +43,6 @@ def test_the_same_seed_gives_the_same_plans() -> None:
 
 
 def first_finding(recipes: list[str], count: int = 3000) -> tuple[Case, str]:
-    """Return the first of `count` cases with a finding, and its kind."""
     for number in range(count):
         player, finding = play(f"{SEED}/{number}", recipes)
         if finding is not None:
@@ -87,12 +84,10 @@ def frees_the_source_of_a_move(patch: pytest.MonkeyPatch) -> None:
 
 
 def ignores_failed_moves(patch: pytest.MonkeyPatch) -> None:
-    """Treat failed moves as landed."""
     patch.setattr(KVLedger, "fail", KVLedger.land)
 
 
 def leaks_blocks(patch: pytest.MonkeyPatch) -> None:
-    """Leak the last of the blocks that a request frees."""
     give_back = KVLedger._give_back
     patch.setattr(KVLedger, "_give_back", lambda self, held, blocks: give_back(self, held, blocks[:-1]))
 

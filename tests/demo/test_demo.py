@@ -1,5 +1,3 @@
-"""`skipjoin demo`, against a stub and with a real server of a small model."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""Inference for asyncio: outputs equal those of `LLM`, and closed streams leave nothing behind."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""A request waits for its grammar and its slow masks alone, and leaves nothing behind."""
-
 from __future__ import annotations
 
 import gc
@@ -185,7 +183,6 @@ def test_other_requests_run_while_a_mask_is_computed(loop: EngineLoop, monkeypat
 
 
 def compiled_texts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the list to which the text of each constraint that is compiled is added."""
     texts: list[str] = []
     compiled = Grammars.compiled
 

@@ -1,5 +1,3 @@
-"""What policies learn survives their engine."""
-
 from __future__ import annotations
 
 import json

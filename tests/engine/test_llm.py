@@ -1,5 +1,3 @@
-"""Generation with `LLM` and the built-in model."""
-
 from __future__ import annotations
 
 import json

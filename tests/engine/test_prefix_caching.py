@@ -1,5 +1,3 @@
-"""Prefix caching reuses KV of earlier prompts without changing outputs."""
-
 from __future__ import annotations
 
 import random
@@ -40,7 +38,6 @@ def prompt_of(seed: int, tokens: int) -> list[int]:
 
 
 def full_blocks(prompt: list[int]) -> int:
-    """Return the number of tokens in full blocks before the last token."""
     return (len(prompt) - 1) // BLOCK * BLOCK
 
 

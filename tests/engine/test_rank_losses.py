@@ -1,5 +1,3 @@
-"""A request that crashes its ranks in every step fails alone, and the engine continues."""
-
 from __future__ import annotations
 
 from types import SimpleNamespace

@@ -37,11 +37,6 @@ class HarshStore(KVStore):
     """KV store that overwrites with NaN whatever no request may read any more.
 
     Overwritten are the sources of completed moves and the targets of failed ones.
-
-    Args:
-        fails: Selects the moves that fail.
-        delay_s: Minimum duration of a copy.
-        keeps: Selects the blocks to leave unchanged; see `Keeps`.
     """
 
     fails: Callable[[Move], bool] = staticmethod(lambda move: False)
@@ -67,7 +62,6 @@ class HarshStore(KVStore):
         move: Move,
         keeps: Keeps = keeps_nothing,
     ) -> None:
-        """Overwrite the slots of `blocks` that the move covers."""
         on_cpu = pool is self.cpu
         if not move.spans:
             spoil(pool.block_view(), [block for block in blocks if not keeps(block, False, on_cpu)])
@@ -82,9 +76,6 @@ class LateCopier:
     """Copier that completes each move only after `calls` calls of `landed`.
 
     That is the latest moment at which the source must be intact and the target untouched.
-
-    Attributes:
-        max_on_way: Maximum number of moves in flight.
     """
 
     def __init__(self, store: KVStore, calls: int) -> None:

@@ -79,11 +79,7 @@ def tiny_model(
 
 
 class Rotating(Callbacks):
-    """Rank the least recently scheduled request first, so that a full batch changes at every step.
-
-    Args:
-        has_classes: Whether real-time requests outrank all others.
-    """
+    """Rank the least recently scheduled request first, so that a full batch changes at every step."""
 
     def __init__(self, *, has_classes: bool = False) -> None:
         self._has_classes = has_classes
@@ -176,12 +172,7 @@ def make_core(
     overlap: bool = False,
     stages: int = 1,
 ) -> EngineCore:
-    """Return an engine core that rotates its requests through `slots` slots.
-
-    Args:
-        chunk: Maximum number of tokens per step; None disables chunked prefill.
-        stages: Number of pipeline stages that share the batches; with several, prompts are cut into chunks.
-    """
+    """Return an engine core that rotates its requests through `slots` slots."""
     tokens = chunk or 10_000
     batcher: Batcher = Greedy(slots, tokens, chunked=chunk is not None)
     if stages > 1:
@@ -259,8 +250,6 @@ def findable(core: EngineCore) -> Keeps:
 
 
 class Closable(Executor, Protocol):
-    """Executor that can be closed."""
-
     def close(self) -> None: ...
 
 

@@ -95,11 +95,7 @@ def make_rank(
 
 
 class ThreadLink:
-    """Link to a rank on a thread.
-
-    Args:
-        alter: Changes messages before the rank receives them.
-    """
+    """Link to a rank on a thread."""
 
     def __init__(
         self, make: Callable[[Callable[[bytes], None]], Rank], alter: Callable[[bytes], bytes] = lambda message: message
@@ -137,8 +133,6 @@ class ThreadLink:
 def thread_executor(
     tp: int, pp: int, family: str, alter: Callable[[int], Callable[[bytes], bytes]] | None = None, **store: Any
 ) -> ShardedExecutor:
-    """Return an executor over threads; see `ThreadLink` for `alter`, which depends on the rank, and `make_rank`."""
-
     def link(group: Group) -> ThreadLink:
         altered = alter(group.shard.rank) if alter else lambda message: message
         return ThreadLink(lambda send: make_rank(group, send, family, **store), altered)
@@ -213,8 +207,6 @@ def _adds_rows_alike(group: TorchGroup, rows: int, dtype: torch.dtype) -> bool:
 
 
 class ProcessLink:
-    """Link to a rank's process over a pipe, without pickling."""
-
     def __init__(self, process: multiprocessing.process.BaseProcess, connection: Connection) -> None:
         self.process, self._connection = process, connection
 
@@ -262,7 +254,6 @@ class Processes:
             assert link.receive(START_S) == b"ready"
 
     def check_collectives(self) -> list[bytes]:
-        """Return the result of `check_collectives` of every rank."""
         for link in self.links:
             link._connection.send_bytes(b"c")
         return [link.receive(PLAN_S) for link in self.links]
@@ -276,7 +267,6 @@ class Processes:
 
 @contextmanager
 def processes(tp: int, pp: int, folder: Path) -> Iterator[Processes]:
-    """Yield running processes and terminate them afterwards."""
     started = Processes(tp, pp, folder)
     try:
         yield started

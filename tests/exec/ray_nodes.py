@@ -29,14 +29,7 @@ _MAX_ERROR_CHARS = 2000  # characters, enough for the end of a traceback
 
 
 class Nodes:
-    """Client of the cluster's process.
-
-    Args:
-        has_token: Whether the cluster requires a token.
-
-    Attributes:
-        address: Address at which this process and its children join the cluster.
-    """
+    """Client of the cluster's process."""
 
     def __init__(self, folder: Path, *, has_token: bool = True) -> None:
         # Ray reads the token once per process, and this one may have used a cluster before.
@@ -68,13 +61,11 @@ class Nodes:
             raise
 
     def add(self, cpus: int) -> str:
-        """Add a node with `cpus` CPUs and return its name."""
         name: str = self._ask({"add": cpus})["name"]
         self.cpus[name] = cpus
         return name
 
     def lose(self, name: str) -> None:
-        """Kill a node's processes."""
         self._ask({"lose": name})
         del self.cpus[name]
 
@@ -90,12 +81,10 @@ class Nodes:
             self.add(more)
 
     def processes(self, name: str = "") -> list[psutil.Process]:
-        """Return the processes on the cluster's nodes whose names contain `name`."""
         children = psutil.Process(self._process.pid).children(recursive=True)
         return [child for child in children if child.is_running() and name in child.name()]
 
     def close(self) -> None:
-        """Stop all nodes."""
         everything = self.processes()
         assert self._process.stdin is not None
         assert self._process.stdout is not None

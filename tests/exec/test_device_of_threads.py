@@ -62,8 +62,6 @@ def test_kernels_are_checked_and_models_loaded_on_the_configured_device(
 
 def test_the_model_thread_launches_on_the_model_device(monkeypatch: pytest.MonkeyPatch, current: Current) -> None:
     class Worker:
-        """Worker that returns the device on which its kernels would run."""
-
         def __init__(self, *args: object, **options: object) -> None:
             pass
 

@@ -1,5 +1,3 @@
-"""Memory that an engine keeps of aborted requests: one batch, besides KV pools of fixed size."""
-
 from __future__ import annotations
 
 import gc

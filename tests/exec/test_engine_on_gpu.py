@@ -1,5 +1,3 @@
-"""The engine on a GPU produces the tokens of the CPU under any preemption and pipelining."""
-
 from __future__ import annotations
 
 import pytest
@@ -79,7 +77,6 @@ def outputs(
 
 
 def on_cpu(family: str, requests: list[Request]) -> list[list[int]]:
-    """Run the requests one by one on the CPU with memory for all."""
     model = tiny_model(family)
     executor = LocalExecutor(model, make_store(model, 200, 0, BLOCK_SIZE), grammars=GRAMMARS)
     core = make_core(Recompute(), device_blocks=200, slots=1)

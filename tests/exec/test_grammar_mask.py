@@ -1,5 +1,3 @@
-"""Constrained requests follow their grammar, end where it says, and fail alone."""
-
 from __future__ import annotations
 
 import json

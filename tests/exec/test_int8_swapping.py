@@ -1,5 +1,3 @@
-"""Int8 KV on the CPU tier changes only swapped requests, and only slightly; on both tiers, swapping changes nothing."""
-
 from __future__ import annotations
 
 import random
@@ -75,11 +73,7 @@ def served(
     fails: Sequence[Direction] = (),
     **options: int,
 ) -> tuple[Scores, set[int]]:
-    """Run the requests and return their scores and the ids of those swapped in.
-
-    Args:
-        fails: Directions in which half of the moves fail.
-    """
+    """Run the requests and return their scores and the ids of those swapped in."""
     pools = options["device_blocks"], options.get("cpu_blocks", 0)
     store = make_store(model, *pools, fails=Fails(*fails), swap_dtype=swap_dtype)
     executor = LocalExecutor(model, store, copier=None if late is None else LateCopier(store, late))
@@ -186,8 +180,6 @@ def test_int8_blocks_take_less_than_two_thirds_of_bfloat16(block_size: int) -> N
 
 
 class Broken:
-    """Quantizer that cannot be compiled."""
-
     def quantize(self, *arguments: object) -> None:
         raise RuntimeError("no such instruction")
 

@@ -1,5 +1,3 @@
-"""Forced preemption at step boundaries never changes a request's tokens."""
-
 from __future__ import annotations
 
 import random
@@ -154,7 +152,6 @@ MIN_COUNT = 3
 
 
 def forced(case: str, family: str, attention: str = "auto", **int8: str) -> tuple[EngineCore, LocalExecutor]:
-    """Return the core and the executor of a case; `int8` as in `tiny_model`."""
     options = dict(FORCED[case])
     fails = options.pop("fails", lambda: lambda move: False)
     return engine(tiny_model(family, attention, **int8), options.pop("eviction")(), fails=fails(), **options)
@@ -199,11 +196,7 @@ def outputs_alone(
     attention: str = "auto",
     **int8: str,
 ) -> list[list[int]]:
-    """Return each request's output in an engine of its own.
-
-    Args:
-        int8: Arguments of `tiny_model`.
-    """
+    """Return each request's output in an engine of its own."""
     outputs = []
     for request in mixed_requests(eos, common):
         run(*engine(tiny_model(family, attention, **int8), Recompute(), device_blocks=60), [request])

@@ -1,5 +1,3 @@
-"""GPU memory reserved for steps, and the errors when it is not enough, on a simulated GPU."""
-
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -26,15 +24,7 @@ LARGEST = LargestStep(tokens=37, seqs=6, positions=20)
 
 
 class FakeGpu:
-    """Replacement of torch.cuda.
-
-    Args:
-        free: Free bytes that the device reports.
-        total: Total bytes that the device reports.
-
-    Attributes:
-        calls: Names of the functions called, in order.
-    """
+    """Replacement of torch.cuda."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, free: int = 70 * GIB, total: int = 80 * GIB) -> None:
         self.free, self.total = free, total
@@ -65,7 +55,6 @@ class FakeGpu:
 
 
 def gpu_model() -> CausalLM:
-    """Return a model that reports a GPU as its device."""
     model = tiny_model("llama")
     facts = {"device": CUDA, "dtype": model.dtype, "kv_format": model.kv_format, "config": model.config}
     return cast(CausalLM, SimpleNamespace(**facts, shard=model.shard, weight_bytes=GIB))

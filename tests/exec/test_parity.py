@@ -59,7 +59,6 @@ def of_engine(depth: int) -> MakeScheduler:
 
 
 def of_simulator(depth: int) -> MakeScheduler:
-    """Return what a simulation makes of `--pipeline-depth`."""
     (system,) = Machine(model="opt-13b").systems("fcfs", pipeline_depth=depth)
     return partial(system.scheduler, receives_kv=False)
 
@@ -106,13 +105,7 @@ def trace() -> list[Request]:
 
 
 class Run:
-    """One trace run through an executor.
-
-    Attributes:
-        made: Plans with their time, slices and moves.
-        longest: Maximum number of steps during which one move was in flight.
-        max_in_flight: Maximum number of plans in flight.
-    """
+    """One trace run through an executor."""
 
     def __init__(self, recipe: str, executor: SimulatedExecutor, cpu_blocks: int, scheduler: MakeScheduler) -> None:
         core = EngineCore(scheduler(policies_of(recipe), KVLedger(BLOCKS, cpu_blocks, BLOCK_SIZE)))

@@ -1,5 +1,3 @@
-"""Profiles of real steps: which steps are measured and what the profile contains. Speed is not tested."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

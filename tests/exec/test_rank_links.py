@@ -1,5 +1,3 @@
-"""Connections between an engine and its ranks while unrelated clients connect as well."""
-
 from __future__ import annotations
 
 import socket

@@ -1,5 +1,3 @@
-"""Ranks compile grammars and compute slow masks outside of the steps, under the limits of a single process."""
-
 from __future__ import annotations
 
 import threading
@@ -55,7 +53,6 @@ def drain(loop: EngineLoop) -> list[Finished]:
 
 
 def outputs(loop: EngineLoop) -> list[list[int]]:
-    """Return the outputs of free and constrained requests."""
     for request in mixed_requests():
         assert isinstance(request.sampling, Sampling)
         loop.add(request.id, request.prompt, request.sampling.params)

@@ -64,7 +64,6 @@ def config(tp: int, pp: int, **settings: Any) -> EngineConfig:
 
 
 def ranks() -> list[psutil.Process]:
-    """Return the rank processes on this machine."""
     found = []
     for one in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # it may have exited since
@@ -164,7 +163,6 @@ def test_cluster_processes_listen_on_loopback_only() -> None:
 
 @pytest.fixture(scope="module")
 def expected() -> Outputs:
-    """Return the tokens of one process."""
     engine = assemble(config(1, 1, recipe="fcfs"))
     try:
         return Session(engine).run()

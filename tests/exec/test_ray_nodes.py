@@ -1,5 +1,3 @@
-"""A model over the nodes of a running cluster: placement of ranks, rejected settings and lost nodes."""
-
 from __future__ import annotations
 
 import os
@@ -61,7 +59,6 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def expected() -> Outputs:
-    """Return the tokens of one process."""
     engine = assemble(config(1, 1, recipe="fcfs"))
     try:
         return Session(engine).run()
@@ -74,7 +71,6 @@ def start(cluster: Nodes, tp: int, pp: int, **settings: Any) -> Engine:
 
 
 def node_names(engine: Engine) -> list[str]:
-    """Return the node name of each rank."""
     return [place.node for place in engine.executor._live.places]
 
 

@@ -1,5 +1,3 @@
-"""A worker creates a request's state once, advances it once per token, and frees it once, under any preemption."""
-
 from __future__ import annotations
 
 from collections import Counter, deque

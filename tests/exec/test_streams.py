@@ -33,11 +33,7 @@ DEVICE_BLOCKS, CPU_BLOCKS, BLOCK_SIZE = 28, 40, 4
 
 
 class Streams:
-    """Work on streams, executed one item at a time in any order that events allow.
-
-    Attributes:
-        model: The stream of the steps.
-    """
+    """Work on streams, executed one item at a time in any order that events allow."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
         self.draw = random.Random(seed)
@@ -55,15 +51,12 @@ class Streams:
         self.current = before
 
     def turn(self) -> None:
-        """Execute one item of any stream that is not blocked."""
         ready = [stream for stream in self.all if stream.can_go_on]
         if ready:
             self.draw.choice(ready).work.popleft()()
 
 
 class FakeEvent:
-    """Event that is done once its stream has reached it."""
-
     def __init__(self) -> None:
         self.is_done = False
 
@@ -78,11 +71,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """Work in order.
-
-    Attributes:
-        awaited: The events that an item of work waits for.
-    """
+    """Work in order."""
 
     def __init__(self, streams: Streams) -> None:
         self.work: deque[Callable[[], Any]] = deque()
@@ -140,11 +129,7 @@ def lazy_store(streams: Streams) -> LazyStore:
 
 
 class Device:
-    """Executes plans as the worker does, all on streams.
-
-    Attributes:
-        wrong: Descriptions of values that a slice read but that were not its own.
-    """
+    """Executes plans as the worker does, all on streams."""
 
     def __init__(self, streams: Streams) -> None:
         self.store = lazy_store(streams)
@@ -181,7 +166,6 @@ class Device:
 
 
 def serve(core: WatchedCore, device: Device, requests: list[Request], streams: Streams) -> int:
-    """Run all requests to completion and return the number of moves."""
     flying: deque[tuple[StepPlan, Ended, FakeEvent]] = deque()
     now, moves = 0.0, 0
     while requests or core.requests or flying:
@@ -304,7 +288,6 @@ def test_kernel_copies_many_short_runs_only(monkeypatch: pytest.MonkeyPatch, cap
     store.device.block_view().copy_(source)
 
     def copied(rows: list[int], to: list[int]) -> bool:
-        """Return whether exactly these blocks were copied."""
         assert store.cpu is not None
         pool = store.cpu.block_view()
         pool.fill_(-1)

@@ -1,5 +1,3 @@
-"""Moves of KV blocks: what is copied and reported, and that nothing waits for them unnecessarily."""
-
 from __future__ import annotations
 
 import logging
@@ -52,13 +50,11 @@ def move(direction: Direction, source: list[int], target: list[int], block_size:
 
 
 def pools(store: KVStore) -> dict[Direction, torch.Tensor]:
-    """Return the source pool of each direction."""
     assert store.cpu is not None
     return {OUT: store.device.block_view(), IN: store.cpu.block_view()}
 
 
 def wait_for(copier: Copier, count: int) -> Ended:
-    """Wait until `count` moves have completed and return them."""
     ended = Ended([], [])
     deadline = time.perf_counter() + LONG_S
     while len(ended.landed) + len(ended.failed) < count and time.perf_counter() < deadline:
@@ -81,7 +77,6 @@ def copier(store: HarshStore) -> Iterator[ThreadCopier]:
 
 
 def random_blocks(draw: random.Random, total: int, count: int) -> list[int]:
-    """Return random blocks of a pool, in runs or scattered."""
     first = draw.randrange(total)
     return draw.choice([[(first + i) % total for i in range(count)], draw.sample(range(total), count)])
 

@@ -1,5 +1,3 @@
-"""The warm-up compiles every version of the kernels that later steps need."""
-
 from __future__ import annotations
 
 import os

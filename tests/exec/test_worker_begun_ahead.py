@@ -1,5 +1,3 @@
-"""Plans that begin before earlier ones finish, and steps that exceed the device's memory."""
-
 from __future__ import annotations
 
 import copy
@@ -72,7 +70,6 @@ def test_log_probabilities_belong_to_their_step(attention: str) -> None:
     tolerance = 1e-5 if model.ops.name == "torch" else 0.0
 
     def scores(depth: int) -> tuple[list[tuple[int, int]], list[float]]:
-        """Return the requests and tokens, and their log-probabilities."""
         sampling = Sampling(SamplingParams(temperature=0, logprobs=2, prompt_logprobs=1), 3, ())
         requests = [Request(i, 0.0, [5 * i + 1] * (9 + i), 6, sampling=sampling) for i in range(3)]
         events, _ = ahead(model, requests, depth=depth, chunk=5)

@@ -1,5 +1,3 @@
-"""Plans as messages: ranks decode the plans that were made from few bytes, and detect differences."""
-
 from __future__ import annotations
 
 import random

@@ -1,5 +1,3 @@
-"""Models on several processes produce the tokens of one process under any preemption."""
-
 from __future__ import annotations
 
 import os

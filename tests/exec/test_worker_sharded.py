@@ -1,5 +1,3 @@
-"""The sharded executor behaves as one rank does, whatever is forced, aborted or reported."""
-
 from __future__ import annotations
 
 import logging
@@ -288,11 +286,7 @@ def test_a_rank_with_altered_plans_computes_nothing(caplog: pytest.LogCaptureFix
 
 
 class LaterStage:
-    """Group of a second stage whose first stage is slow.
-
-    Args:
-        at_receive: Called when the stage begins to wait.
-    """
+    """Group of a second stage whose first stage is slow."""
 
     WAIT_S = 0.2
 

@@ -1,5 +1,3 @@
-"""Prompt encoders and the search for similar vectors."""
-
 from __future__ import annotations
 
 import json

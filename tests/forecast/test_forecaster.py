@@ -1,5 +1,3 @@
-"""Properties of forecasters: predictions, learning, state and bounds."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Owners learn from their own requests only, and one owner has a bounded effect on the shared forecasts."""
-
 from __future__ import annotations
 
 import json
@@ -58,7 +56,6 @@ def test_requests_of_one_owner_do_not_change_the_forecasts_of_another(kind: str)
 
 
 def total_variation(before: np.ndarray, after: np.ndarray) -> float:
-    """Return the total variation distance of two distributions."""
     return float(np.abs(before - after).sum() / 2)
 
 

@@ -1,5 +1,3 @@
-"""`skipjoin predict`: evaluate, export and reset."""
-
 from __future__ import annotations
 
 import gzip

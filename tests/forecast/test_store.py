@@ -1,5 +1,3 @@
-"""Forecaster state on disk: complete, private, and discarded safely when damaged."""
-
 from __future__ import annotations
 
 import errno
@@ -26,7 +24,6 @@ def make(served: str = "model", entries: int = 50) -> Forecaster:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """Return the folder of a saved state below `tmp_path`."""
     forecaster = make()
     for _ in range(30):
         forecaster.learn(forecaster.forecast(PROMPT, 4096), 700, exact=True)

@@ -1,5 +1,3 @@
-"""`skipjoin predict train`: what it writes, what servers and simulations do with it, and what it may not see."""
-
 from __future__ import annotations
 
 import json

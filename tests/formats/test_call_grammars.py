@@ -1,5 +1,3 @@
-"""Grammars of calls accept what the readers of the same formats read, and nothing else."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Formats that checkpoints declare, compared with the parser of transformers."""
-
 from __future__ import annotations
 
 import itertools

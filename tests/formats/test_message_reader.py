@@ -1,5 +1,3 @@
-"""Outputs of all formats, cut into pieces in all ways."""
-
 from __future__ import annotations
 
 import itertools
@@ -38,8 +36,6 @@ ARGUMENTS = '{"city": "a}\\"{b", "n": [1, {"x": null}]}'
 
 @dataclass
 class Read:
-    """What was read from an output."""
-
     content: str = ""
     reasoning: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
@@ -52,7 +48,6 @@ def read(
     is_thinking: bool = False,
     schemas: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Read:
-    """Join the parts of an output."""
     numbers = itertools.count()
     reader = MessageReader(
         output_format,

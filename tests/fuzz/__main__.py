@@ -12,7 +12,6 @@ from support.rounds import limited, parser
 
 
 def main() -> int:
-    """Return 1 if a round found a failure."""
     options = parser("fuzz", __doc__, 5.0)
     options.add_argument("--case", type=int, help="run only this case or story of the rounds")
     args = options.parse_args()

@@ -1,5 +1,3 @@
-"""Bytes of one connection and the allowed answers."""
-
 from __future__ import annotations
 
 import json
@@ -52,8 +50,6 @@ class Case:
 
 @dataclass
 class Answer:
-    """Response as read so far."""
-
     status: int
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
@@ -64,11 +60,7 @@ class Answer:
 
 
 def wrong_with(case: Case, answer: Answer, is_last: bool) -> str | None:
-    """Return what is wrong with an answer, or None.
-
-    Args:
-        is_last: Whether the answer is the last one of its connection.
-    """
+    """Return what is wrong with an answer, or None."""
     marker = answer.headers.get("x-request-id", "")
     if marker.startswith(HIDDEN):
         return "bytes inside a request were answered as a request"
@@ -86,7 +78,6 @@ def wrong_with(case: Case, answer: Answer, is_last: bool) -> str | None:
 
 
 def as_bytes(text: str | bytes) -> bytes:
-    """Return the text of a head as bytes."""
     return text if isinstance(text, bytes) else text.encode()
 
 
@@ -102,12 +93,10 @@ JSON = ("Content-Type", "application/json")
 
 
 def post(path: str, body: bytes, headers: Headers = (JSON,), *, key: str | None = CLIENTS[0]) -> bytes:
-    """Return a complete POST request."""
     return head("POST", path, [*headers, ("Content-Length", str(len(body)))], key=key) + body
 
 
 def chunked(data: bytes, size: int) -> bytes:
-    """Return data in chunked encoding without the last chunk."""
     return b"".join(
         b"%x\r\n%s\r\n" % (len(data[at : at + size]), data[at : at + size]) for at in range(0, len(data), size)
     )

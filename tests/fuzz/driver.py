@@ -1,5 +1,3 @@
-"""Runs rounds on one server: concurrent cases and stories alongside a canary, and then invariants."""
-
 from __future__ import annotations
 
 import asyncio
@@ -59,8 +57,6 @@ class Watch:
 
 
 class Fuzzer:
-    """Runs rounds on a server, one after another."""
-
     def __init__(self, served: Served) -> None:
         self.served = served
         address = urlsplit(served.url)
@@ -80,7 +76,6 @@ class Fuzzer:
         return f"{self.cases} cases, {self.canary_answers} answers of the canary, {stall}, {peaks}"
 
     async def run(self, this: Round) -> list[str]:
-        """Run a round and return its failures, each with the command that repeats it."""
         if not self._expected:
             self._expected = await self._canary_text()
         before, alone = await self.served.metrics(), self._anonymous()
@@ -206,11 +201,7 @@ class Fuzzer:
             await asyncio.sleep(_PAUSE_S)
 
     async def _canary_text(self) -> str:
-        """Return the canary's text.
-
-        Raises:
-            ValueError: The request failed.
-        """
+        """Return the canary's text."""
         ask = Ask(_CANARY, {"stream": True, "service_tier": "priority"}, "read", 0, 0.0)
         clients = Clients(self.served.url, {"Authorization": f"Bearer {CANARY}"})
         try:
@@ -246,7 +237,6 @@ def server() -> Iterator[Served]:
 
 
 async def fuzz(rounds: Iterable[Round]) -> list[str]:
-    """Run rounds until one of them fails, and return its failures. Report each round."""
     with server() as served:
         fuzzer = Fuzzer(served)
         for this in rounds:

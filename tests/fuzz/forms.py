@@ -1,5 +1,3 @@
-"""Multipart bodies of uploads: odd boundaries, headers, parts and lengths."""
-
 from __future__ import annotations
 
 import random
@@ -23,7 +21,6 @@ _LINE = b'{"custom_id":"a","method":"POST","url":"/v1/completions","body":{"prom
 
 
 def form_case(draw: random.Random) -> Case:
-    """Return an upload, usually with a fault."""
     boundary = "b" if draw.random() < 0.7 else draw.choice(_BOUNDARIES)
     parts = _parts(draw)
     mark = b"--" + as_bytes(boundary)
@@ -63,7 +60,6 @@ def form_case(draw: random.Random) -> Case:
 
 
 def _parts(draw: random.Random) -> list[tuple[bytes, bytes]]:
-    """Return headers and content of each part."""
     parts = [_field("purpose", b"batch"), _file(draw)]
     for _ in range(draw.choice((0, 1, 1, 2))):
         at = draw.randrange(len(parts) + 1)

@@ -1,5 +1,3 @@
-"""JSONL files of batches, with valid and invalid lines and line ends."""
-
 from __future__ import annotations
 
 import json

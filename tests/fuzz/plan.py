@@ -1,5 +1,3 @@
-"""Generates a round from a seed and its number, deterministically."""
-
 from __future__ import annotations
 
 import random
@@ -34,28 +32,21 @@ CASES, STORIES = len(_MAKERS), 4
 
 @dataclass(frozen=True)
 class Round:
-    """Cases and stories that run concurrently.
-
-    Attributes:
-        only: Number of the only case or story to run, or None for all. Stories are numbered after the cases.
-    """
+    """Cases and stories that run concurrently."""
 
     seed: int
     number: int
     only: int | None = None
 
     def cases(self) -> list[tuple[int, Case]]:
-        """Return the round's cases with their numbers, in random order."""
         order = random.Random(f"order/{self.seed}/{self.number}").sample(range(CASES), CASES)
         return [(index, _MAKERS[index](self._draw(index))) for index in order if self.only in (None, index)]
 
     def stories(self) -> list[tuple[int, random.Random]]:
-        """Return the random generators of the round's stories, with their numbers."""
         some = range(CASES, CASES + STORIES)
         return [(index, self._draw(index)) for index in some if self.only in (None, index)]
 
     def replay(self, index: int | None = None) -> str:
-        """Return the command that repeats the round, or one of its cases."""
         case = "" if index is None else f" --case {index}"
         return f"PYTHONPATH=tests python -m fuzz --seed {self.seed} --round {self.number} --rounds 1{case}"
 

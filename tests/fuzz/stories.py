@@ -1,5 +1,3 @@
-"""Stories: sequences of calls on files and batches with several keys, some of them concurrent."""
-
 from __future__ import annotations
 
 import asyncio
@@ -48,7 +46,6 @@ class Http:
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_BATCH_S))
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._session.close()
 
     async def ask(self, key: str, method: str, path: str, **options: Any) -> tuple[int, Any]:
@@ -62,14 +59,12 @@ class Http:
             return answer.status, json.loads(body) if found.get("content-type") == "application/json" else body
 
     async def upload(self, key: str, data: bytes) -> str | None:
-        """Upload a file and return its id, or None if it is rejected."""
         form = aiohttp.FormData({"purpose": "batch"})
         form.add_field("file", io.BytesIO(data), filename="lines.jsonl")  # aiohttp warns about more than 1 MiB of bytes
         status, body = await self.ask(key, "POST", "/v1/files", data=form)
         return str(body["id"]) if status == 200 else None
 
     async def final(self, key: str, batch: str) -> Any:
-        """Wait until a batch is final and return it."""
         end = time.monotonic() + _BATCH_S
         while (found := (await self.ask(key, "GET", f"/v1/batches/{batch}"))[1])["status"] not in _FINAL:
             if time.monotonic() > end:
@@ -80,7 +75,6 @@ class Http:
 
 
 async def story(url: str, draw: random.Random) -> list[str]:
-    """Run a batch, with or without concurrent calls, and return failures."""
     key, other = draw.sample(CLIENTS, 2)
     path = draw.choice((COMPLETIONS, CHAT))
     http = Http(url)
@@ -111,12 +105,7 @@ def _batch(draw: random.Random, path: str, file: str) -> dict[str, Any]:
 
 
 async def _disturb(http: Http, draw: random.Random, keys: tuple[str, str], ids: tuple[str, str]) -> None:
-    """Make a random call about a file or its batch, with its owner's key or another one, which must not find it.
-
-    Args:
-        keys: The owner's key and the other one.
-        ids: Ids of the file and the batch.
-    """
+    """Make a random call about a file or its batch, with its owner's key or another one, which must not find it."""
     (key, other), (file, batch) = keys, ids
     await asyncio.sleep(draw.uniform(0, 0.3))
     owner = draw.choice((key, key, other))
@@ -140,7 +129,6 @@ async def _disturb(http: Http, draw: random.Random, keys: tuple[str, str], ids: 
 
 
 async def _check_end(http: Http, key: str, batch: Any) -> None:
-    """Check the counts and files of a final batch."""
     counts = batch["request_counts"]
     found = {}
     for name in ("output_file_id", "error_file_id"):
@@ -162,7 +150,6 @@ async def _check_end(http: Http, key: str, batch: Any) -> None:
 
 
 async def delete_files(url: str) -> list[str]:
-    """Delete all files of all clients, and return failures."""
     http = Http(url)
     try:
         for key in CLIENTS:

@@ -1,5 +1,3 @@
-"""Runs a case on a socket and checks its answers."""
-
 from __future__ import annotations
 
 import asyncio
@@ -17,11 +15,7 @@ HANG_S, PATIENCE_S, CLOSE_S = 60.0, 1.0, 12.0
 
 
 class _Reader(asyncio.Protocol):
-    """Client side of a connection, which parses the answers.
-
-    Attributes:
-        failure: Description of invalid HTTP, or None.
-    """
+    """Client side of a connection, which parses the answers."""
 
     def __init__(self) -> None:
         self.answers: list[Answer] = []
@@ -74,7 +68,6 @@ class _Reader(asyncio.Protocol):
             self.answers[-1].is_complete = True
 
     async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
-        """Wait until a condition is true, and return whether it is."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not condition():
@@ -84,7 +77,6 @@ class _Reader(asyncio.Protocol):
 
 
 async def play(case: Case, host: str, port: int) -> list[str]:
-    """Run a case and return failures."""
     loop = asyncio.get_running_loop()
     transport, reader = await loop.create_connection(_Reader, host, port)
     try:

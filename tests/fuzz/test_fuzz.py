@@ -1,5 +1,3 @@
-"""A short run of `make fuzz`, and tests that its checks detect failures."""
-
 from __future__ import annotations
 
 import asyncio

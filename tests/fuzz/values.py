@@ -1,5 +1,3 @@
-"""JSON bodies that the schemas of the endpoints allow, with odd values in random places."""
-
 from __future__ import annotations
 
 import json
@@ -120,7 +118,6 @@ def body(draw: random.Random, path: str) -> bytes:
 
 
 def broken(draw: random.Random, data: bytes) -> bytes:
-    """Return data with an error in its encoding or syntax."""
     at = draw.randrange(len(data) + 1)
     return draw.choice(
         (

@@ -59,7 +59,6 @@ def _any_target(draw: random.Random) -> str:
 
 
 def heads(draw: random.Random) -> Case:
-    """Return a request without a body and with an odd head."""
     method, target = draw.choice(METHODS), _any_target(draw)
     is_usual = draw.random() < 0.3
     lines = [f"{method} {target} HTTP/1.1".encode("latin-1"), b"Host: localhost"]
@@ -163,7 +162,6 @@ _AMBIGUOUS = (
 
 
 def chunks(draw: random.Random) -> Case:
-    """Return a chunked body with odd framing."""
     data = encoded(COMPLETIONS)
     size = b"%x" % len(data)
     framed = draw.choice(
@@ -244,14 +242,12 @@ def forbidden_trailers(draw: random.Random) -> Case:
 
 
 def key_in_trailers(draw: random.Random) -> Case:
-    """Return a request whose key is in a trailer."""
     key = b"Authorization: Bearer " + CLIENTS[0].encode() + b"\r\n"
     path = draw.choice((COMPLETIONS, CHAT, "/v1/models", "/detokenize"))
     return Case("a key in trailers", (_chunked_post(path, key, None, b"\r\n"),), answers=1, is_locked=True)
 
 
 def many_trailers(draw: random.Random) -> Case:
-    """Return more trailers than a head may have."""
     line = draw.choice((b"A:\r\n", b"A: b\r\n", b"x-%d: y\r\n" % draw.randrange(99), b"A: " + b"y" * 900 + b"\r\n"))
     path, key = draw.choice((("/health", None), ("/v1/models", CLIENTS[1])))
     block = line * (MANY_TRAILERS // 16 // len(line))
@@ -260,7 +256,6 @@ def many_trailers(draw: random.Random) -> Case:
 
 
 def endless_trailer(draw: random.Random) -> Case:
-    """Return a trailer with an endless name or value."""
     path = draw.choice(("/health", COMPLETIONS, "/v1/models"))
     start = _chunked_post(path, draw.choice((b"A: ", b"")), CLIENTS[0])
     return Case("an endless trailer", (start, *[b"y" * (MANY_TRAILERS // 16)] * 16), must_close=True)
@@ -306,7 +301,6 @@ def leaving(draw: random.Random) -> Case:
 
 
 def slow(draw: random.Random) -> Case:
-    """Return a request that is sent byte by byte."""
     path = draw.choice((CHAT, COMPLETIONS, "/tokenize"))
     data = post(path, encoded(path), key=draw.choice(CLIENTS))
     return Case(

@@ -1,5 +1,3 @@
-"""`skipjoin bench` as a user runs it, against a stub and against a real server of the built-in model."""
-
 from __future__ import annotations
 
 import asyncio
@@ -238,7 +236,6 @@ def test_an_interrupt_keeps_finished_runs(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """Yield the address of a server of the built-in model."""
     command = [
         SKIPJOIN,
         "serve",

@@ -1,5 +1,3 @@
-"""The load client: times and counts, every kind of error, and an open loop that a slow server does not delay."""
-
 from __future__ import annotations
 
 import asyncio
@@ -40,8 +38,6 @@ def jobs(count: int, *, gap_s: float = 0.002, tokens: int = 3) -> list[WorkloadR
 def go(
     url: str, jobs: Sequence[WorkloadRequest], *, timeout_s: float | None = None, **target: Any
 ) -> tuple[ClientRun, float]:
-    """Run the jobs against a server and return the run and its seconds."""
-
     async def run() -> tuple[ClientRun, float]:
         async with Client(Target(base_url=url, model="stub", **target), timeout_s=timeout_s) as client:
             started = ClientRun(client, jobs, Bodies(client.target, "0"))

@@ -42,12 +42,7 @@ TARGETS = {
 
 
 def compiled(path: str) -> Path:
-    """Return the library for a path of `TARGETS`, building it if it is missing.
-
-    Raises:
-        OSError: There is no compiler.
-        subprocess.SubprocessError: It does not know the flags.
-    """
+    """Return the library for a path of `TARGETS`, building it if it is missing."""
     flags, _ = TARGETS[path]
     if path == "avx512-bf16" and not build.cpu_features() >= TILES_NEEDS:
         flags = INSTRUCTIONS  # without tiles, code for AMX takes this path, and test_ops_amx.py needs it
@@ -64,10 +59,6 @@ def emulated_library(folder: Path) -> ctypes.CDLL:
     """Return the library with AMX instructions, whose calls, `syscall` above all, resolve to the emulator first.
 
     A copy in `folder` is loaded, because this process may have loaded the library without the emulator.
-
-    Raises:
-        OSError: There is no compiler.
-        subprocess.SubprocessError: It does not know AMX.
     """
     library = shutil.copy(quick_library(INSTRUCTIONS), folder / "instructions.so")
     compiler, emulated = shutil.which("g++") or shutil.which("clang++"), folder / "emulated.so"

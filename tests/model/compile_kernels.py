@@ -56,8 +56,6 @@ _MIN_IN_FLIGHT = 8
 
 
 class Recorder:
-    """Replacement of a kernel that records its arguments."""
-
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.calls = kernel, []
 
@@ -113,7 +111,6 @@ def compiled(
 def _calls(
     dtype: torch.dtype, cache: str, shape: str, every: bool, wgmma: bool
 ) -> Iterator[tuple[str, dict, Recorder]]:
-    """Yield kernel name, config and recorded call."""
     heads, kv_heads, dim, rotary = SHAPES[shape]
     kernels, group, itemsize = recorded(), heads // kv_heads, dtype.itemsize
     segments = [Segment([0] * 16, 0, list(range(16))), Segment([0], 40, list(range(32)))]
@@ -158,7 +155,6 @@ def dumped(kernel: Any) -> tuple[str, str]:
 
 
 def loops(sass: str) -> Iterator[list[str]]:
-    """Yield the instructions of each innermost loop."""
     code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
     branches = [(re.search(r"\bBRA(?:\.U)? .*?0x([0-9a-f]+)", text), end) for end, text in code]
     found = [(int(to[1], 16), end) for to, end in branches if to and int(to[1], 16) < end]

@@ -84,7 +84,6 @@ def make_reference(name: str) -> transformers.PreTrainedModel:
 
 
 def save_reference(name: str, folder: Path) -> transformers.PreTrainedModel:
-    """Save `make_reference(name)` to `folder` as safetensors and return it."""
     model = make_reference(name)
     model.save_pretrained(folder)
     return model
@@ -132,7 +131,6 @@ class PagedRunner:
             self.done[i] += count
 
     def run(self, between: Callable[[], None] = lambda: None) -> list[torch.Tensor]:
-        """Return the logits of all tokens of each sequence."""
         while any(done < len(s) for done, s in zip(self.done, self.sequences, strict=True)):
             self.step()
             between()

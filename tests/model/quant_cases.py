@@ -21,7 +21,6 @@ SLACK = 1e-4
 def pools(
     dtype: torch.dtype, block_size: int, dim: int, *, layers: int = 2, device: str = "cpu"
 ) -> tuple[PagedKV, SwapPool]:
-    """Return a device pool and a quantized pool full of ones."""
     config = ModelConfig.from_dict(
         {
             "model_type": "llama",
@@ -86,11 +85,7 @@ def without_subnormals(x: torch.Tensor) -> torch.Tensor:
 
 
 def check_bound(before: torch.Tensor, after: torch.Tensor, last: int) -> None:
-    """Assert the error bound of `Int8Channels`.
-
-    Args:
-        last: Number of tokens in the last block.
-    """
+    """Assert the error bound of `Int8Channels`."""
     assert after.isfinite().all()
     x, y = before.double(), after.double()
     valid = torch.ones(x.shape[:3], dtype=torch.bool)

@@ -1,5 +1,3 @@
-"""The FlashAttention 3 backend with a fake library: its arguments and when it is chosen."""
-
 from __future__ import annotations
 
 import dataclasses
@@ -28,11 +26,7 @@ GPU = torch.device("cuda")
 
 
 class Library(types.ModuleType):
-    """Fake of the two functions of FlashAttention 3, in dense float64.
-
-    Attributes:
-        calls: Arguments of each call.
-    """
+    """Fake of the two functions of FlashAttention 3, in dense float64."""
 
     def __init__(self) -> None:
         super().__init__("flash_attn_interface")

@@ -1,5 +1,3 @@
-"""The torch backend against dense float64 arithmetic, and the compiled one on bidirectional blocks."""
-
 from __future__ import annotations
 
 import pytest
@@ -35,8 +33,6 @@ def test_attention_equals_dense_arithmetic(backend, mix, window, ends):
 
 def test_self_test_detects_wrong_backends():
     class Wrong(TorchAttention):
-        """Backend that ignores the window or the rotation."""
-
         def __init__(self, forgets: str) -> None:
             self.forgets = forgets
 

@@ -1,5 +1,3 @@
-"""Triton attention against dense float64 arithmetic, on a GPU or in the interpreter."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""Selection of devices and backends from simulated CUDA facts, with the resulting warnings."""
-
 from __future__ import annotations
 
 import logging
@@ -28,7 +26,6 @@ ON_CARD = torch.device("cuda")
 
 
 def facts(*cards: Card, **changes) -> CudaFacts:
-    """Return facts of a working machine with the given changes."""
     known = {"runtime": "13.0", "cards": cards or (HOPPER,), "present": True, "driver": "580.65", "archs": ARCHS}
     return CudaFacts(**known | {"triton": "3.6.0", "compiler": "/usr/bin/gcc"} | changes)
 
@@ -239,8 +236,6 @@ def test_unsupported_backends_are_rejected(attention, device, message):
 
 
 class FakeCuda:
-    """Replacement of torch.cuda in `cuda_facts`."""
-
     def __init__(self, monkeypatch, *, cards=(), warning="", error="") -> None:
         self.cards, self.warning, self.error = cards, warning, error
         monkeypatch.setattr(torch.version, "cuda", "13.0")

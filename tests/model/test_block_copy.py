@@ -1,5 +1,3 @@
-"""Block copies by address transfer every byte and change none outside, at any size and alignment."""
-
 from __future__ import annotations
 
 import ctypes

@@ -1,5 +1,3 @@
-"""Int8 KV blocks: the error bound, independence of other slots, and agreement of all implementations."""
-
 from __future__ import annotations
 
 import pytest

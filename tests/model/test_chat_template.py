@@ -1,5 +1,3 @@
-"""Hostile chat templates fail promptly, and the caller continues."""
-
 from __future__ import annotations
 
 import json

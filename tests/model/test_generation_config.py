@@ -1,5 +1,3 @@
-"""Sampling defaults of a model folder."""
-
 from __future__ import annotations
 
 import json

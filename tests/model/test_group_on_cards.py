@@ -58,13 +58,7 @@ def test_leaving_an_nccl_group_does_not_wait_for_lost_ranks(
 
 
 class FakeGpus:
-    """Fake GPUs with equal tensors, so that the sum of two is twice a tensor.
-
-    Args:
-        wrong: Error of the one-shot kernel's sums.
-        refuses: Whether symmetric memory is unavailable.
-        other_works: Whether the other rank's probe succeeds.
-    """
+    """Fake GPUs with equal tensors, so that the sum of two is twice a tensor."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, wrong=0.0, refuses=False, other_works=True, gpus=2) -> None:
         from torch.distributed import _symmetric_memory as symmetric  # noqa: PLC0415

@@ -1,5 +1,3 @@
-"""Model families of installed packages: the guide's package works as published, and errors name the package."""
-
 from __future__ import annotations
 
 import re
@@ -39,7 +37,6 @@ PROMPTS = [[7, 5, 300, 2, 11], [500, 3]]
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unregister the families of a test afterwards."""
     family._register_own()
     monkeypatch.setattr(family, "_families", dict(family._families))
     monkeypatch.setattr(plugins, "_loaded", set())
@@ -47,7 +44,6 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def guide_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder in which the guide's package is installed."""
     blocks = re.findall(r"```(?:toml|python)\n# (\S+)\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     assert [name for name, _ in blocks] == ["pyproject.toml", "skipjoin_stablelm.py"]
     return install(dict(blocks), tmp_path_factory.mktemp("guide"))

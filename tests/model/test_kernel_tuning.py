@@ -1,5 +1,3 @@
-"""The table of tuned kernel sizes: measured with a fake timer, saved, and harmless when damaged."""
-
 from __future__ import annotations
 
 import contextlib

@@ -37,8 +37,6 @@ ATTENTION = ["kv_write", "share_out", "decode", "reduce", "prefill", "product"]
 
 
 class Outputs(NamedTuple):
-    """Outputs of compile_kernels.py, compile_ops.py and compile_copies.py."""
-
     attention: str
     thresholds: str
     copies: str

@@ -1,5 +1,3 @@
-"""Packed batches and the layout of the paged cache."""
-
 from __future__ import annotations
 
 import dataclasses

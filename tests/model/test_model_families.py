@@ -1,5 +1,3 @@
-"""Every family computes the logits and greedy tokens of transformers."""
-
 from __future__ import annotations
 
 import pytest

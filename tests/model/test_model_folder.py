@@ -1,5 +1,3 @@
-"""Names of models, and what a folder lacks, before anything is loaded."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Loading of model folders in all supported layouts, and errors for unusable ones."""
-
 from __future__ import annotations
 
 import json

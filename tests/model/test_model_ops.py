@@ -1,5 +1,3 @@
-"""Compiled operations and attention against torch: odd shapes, uninitialized memory, two threads and no compiler."""
-
 from __future__ import annotations
 
 import ctypes
@@ -224,7 +222,6 @@ def test_choice_of_operations():
 
 @pytest.fixture
 def fresh(caplog):
-    """Reset the warnings so far."""
     build.say_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         yield caplog

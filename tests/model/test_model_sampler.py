@@ -1,5 +1,3 @@
-"""Sampling follows the right distribution and depends on seed and position only, not on the batch."""
-
 from __future__ import annotations
 
 import math
@@ -20,8 +18,6 @@ LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(1)) * 3
 
 
 class Row(NamedTuple):
-    """A request with its output so far."""
-
     params: SamplingParams
     seed: int
     prompt: Sequence[int]

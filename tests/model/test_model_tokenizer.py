@@ -1,5 +1,3 @@
-"""Tokenizers of both common kinds, incremental detokenization and chat templates."""
-
 from __future__ import annotations
 
 import json

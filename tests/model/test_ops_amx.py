@@ -66,7 +66,6 @@ def with_instructions() -> ctypes.CDLL:
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory) -> tuple[ctypes.CDLL, ctypes.CDLL]:
-    """Return the library with AMX instructions and the one with plain arithmetic instead."""
     try:
         made = [
             with_instructions() if has_tiles_here() else emulated_library(tmp_path_factory.mktemp("emulated")),

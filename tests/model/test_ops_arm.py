@@ -1,5 +1,3 @@
-"""The compiled operations on 64-bit ARM, by Debian's cross compiler and emulator."""
-
 from __future__ import annotations
 
 import shutil

@@ -1,5 +1,3 @@
-"""Choice among the libraries that a wheel contains."""
-
 from __future__ import annotations
 
 import platform

@@ -1,5 +1,3 @@
-"""Threads of the compiled operations: forked processes, concurrent callers, and sleep while idle."""
-
 from __future__ import annotations
 
 import logging

@@ -22,14 +22,7 @@ SHAPE = TINY | {"num_attention_heads": 2, "max_position_embeddings": 8}
 
 
 class FakeRuntime:
-    """Fake CUDA runtime.
-
-    Args:
-        code: Return code of registration, or the error it raises.
-
-    Attributes:
-        locked: Sizes by address.
-    """
+    """Fake CUDA runtime."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> None:
         self.code = code

@@ -1,5 +1,3 @@
-"""Every family computes the same logits on several ranks as on one."""
-
 from __future__ import annotations
 
 import pytest

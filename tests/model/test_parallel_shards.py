@@ -1,5 +1,3 @@
-"""Shards of ranks, sizes that fit a model, and reading of a rank's own weights only."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -149,11 +147,7 @@ def test_read_and_random_parts_equal_slices_of_whole_tensors(tmp_path, part):
 
 
 class CpuCopy:
-    """File that counts the elements read of each tensor.
-
-    Args:
-        wholes: Names of tensors that were read whole.
-    """
+    """File that counts the elements read of each tensor."""
 
     def __init__(self, file, read: Counter[str], wholes: set[str]) -> None:
         self._file, self._read, self._wholes = file, read, wholes

@@ -1,5 +1,3 @@
-"""Masks remove exactly the tokens outside them, from exactly their rows, and the best other token is found."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Copies of many small blocks in one launch, against plain indexing."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""The kernels that quantize KV blocks are bit-identical to torch's operations."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""top_k and top_p thresholds by bisection, against the sorted logits."""
-
 from __future__ import annotations
 
 import pytest

@@ -36,11 +36,7 @@ class _Program(ctypes.Structure):
 
 
 def withhold() -> None:
-    """Deny this process and its children permission to use tiles.
-
-    Raises:
-        OSError: The kernel rejects filters.
-    """
+    """Deny this process and its children permission to use tiles."""
     instructions = (_Instruction * len(_FILTER))(*_FILTER)
     program, libc = _Program(len(_FILTER), instructions), ctypes.CDLL(None, use_errno=True)
     for arguments in ((_PR_SET_NO_NEW_PRIVS, 1, 0), (_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program))):

@@ -1,5 +1,3 @@
-"""Reservations and their parents, derived from events and compared with the ledger."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable

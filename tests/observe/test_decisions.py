@@ -1,5 +1,3 @@
-"""Bucketed decision times, compared with the exact times."""
-
 from __future__ import annotations
 
 from statistics import fmean

@@ -1,5 +1,3 @@
-"""Lives of requests: intervals cover a life without gaps, and the current one is what the scheduler reports."""
-
 from __future__ import annotations
 
 from itertools import pairwise

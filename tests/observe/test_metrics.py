@@ -1,5 +1,3 @@
-"""Metrics agree with the requests in every recipe and keep no finished ones."""
-
 from __future__ import annotations
 
 import gc
@@ -241,12 +239,7 @@ def test_finish_reasons_are_counted_separately() -> None:
 
 
 def objectives_of(request: Request, end: Callable[[Stepper], object] | None = None) -> dict[str, list[str]]:
-    """Return the attained and missed objectives of a request.
-
-    Args:
-        request: Runs in steps of 10 ms.
-        end: Called after the third step.
-    """
+    """Return the attained and missed objectives of a request."""
     stepper = Stepper(World().core())
     stepper.add(request)
     for _ in range(3):

@@ -1,5 +1,3 @@
-"""Figures of the record."""
-
 from __future__ import annotations
 
 import statistics

@@ -1,5 +1,3 @@
-"""Figures of requests follow from the events and mean the same in every recipe."""
-
 from __future__ import annotations
 
 from collections import defaultdict

@@ -1,5 +1,3 @@
-"""Spans of a request agree with its record."""
-
 from __future__ import annotations
 
 from dataclasses import replace

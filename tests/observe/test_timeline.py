@@ -1,5 +1,3 @@
-"""A timeline shows every step, token, copy and finished request of a run exactly once."""
-
 from __future__ import annotations
 
 import io
@@ -34,12 +32,10 @@ PREEMPTIONS = {how.value for how in Preemption}
 
 @cache
 def run_of(world: World) -> Run:
-    """Run a load that exceeds the world's memory."""
     return run(world, load(7, 24, rate=200.0))
 
 
 def trace_of(events: Iterable[Event]) -> list[dict[str, Any]]:
-    """Return the entries of the trace with exact times."""
     file = io.StringIO()
     timeline = Timeline(file)
     timeline.observe(events)

@@ -29,13 +29,11 @@ def usage_of(world: World) -> EngineUsage:
 
 
 def swapped(usage: EngineUsage) -> tuple[int, int]:
-    """Return the bytes that were swapped out and in."""
     kv = usage.kv()
     return kv["swapped_out_bytes"], kv["swapped_in_bytes"]
 
 
 def failing(share: float) -> Callable[[Move], bool]:
-    """Return a predicate by which `share` of the moves fail at random."""
     draw = random.Random(11)
     return lambda move: draw.random() < share
 
@@ -98,7 +96,6 @@ def test_used_kv_is_the_computed_kv_on_the_device(
 
 
 def events_of(stepper: Stepper) -> list[Event]:
-    """Return the events since the last call."""
     events, stepper.events = stepper.events, []
     return events
 

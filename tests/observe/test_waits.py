@@ -1,5 +1,3 @@
-"""Wait reasons: their seconds add up, and each reason occurs in the situation made for it."""
-
 from __future__ import annotations
 
 from collections import defaultdict

@@ -1,5 +1,3 @@
-"""The ordering of `adaptive`: what it learns, how it ranks, and what later requests cannot take from earlier ones."""
-
 from __future__ import annotations
 
 import json
@@ -31,7 +29,6 @@ LAST = BINS - 1
 
 
 def learned(lengths: Sequence[int], forecasts: Sequence[Forecast | None] | None = None) -> LengthModel:
-    """Return a model that saw requests of these lengths one after another."""
     model = LengthModel()
     for number, length in enumerate(lengths):
         cls = model.expect(forecasts[number] if forecasts else None)
@@ -352,7 +349,6 @@ def test_recomputation_uses_the_share_of_first_tokens() -> None:
 
 
 def run_all(ordering: Adaptive, requests: Sequence[Request]) -> None:
-    """Compute a step of the requests."""
     slices = [Slice(one, one.computed, one.known - one.computed, True, False, ()) for one in requests]
     ordering.on_scheduled(slices, 0.0)
     for request in requests:

@@ -1,5 +1,3 @@
-"""Invariants that the scheduler requires of every admission policy."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Estimates of the tokens that will arrive: what raises them and what is forgotten."""
-
 from __future__ import annotations
 
 import math
@@ -23,7 +21,6 @@ class Arrivals:
         self._prompts = cycle(prompts)
 
     def arrive(self, gaps: Iterable[float]) -> Arrivals:
-        """Record one arrival after each gap."""
         for gap in gaps:
             self.now += gap
             self._count += 1
@@ -35,7 +32,6 @@ class Arrivals:
 
 
 def gamma_gaps(seed: int, mean: float, cv: float) -> Iterable[float]:
-    """Yield the gaps of a Gamma process endlessly."""
     draw = random.Random(seed)
     while True:
         yield draw.gammavariate(1 / cv**2, mean * cv**2)

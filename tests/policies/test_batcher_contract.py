@@ -1,5 +1,3 @@
-"""Invariants that the scheduler requires of every batcher."""
-
 from __future__ import annotations
 
 import random
@@ -51,8 +49,6 @@ every_batcher = pytest.mark.parametrize("batcher", BATCHERS.values(), ids=BATCHE
 
 
 class ChangingCost:
-    """Cost model whose floor changes."""
-
     def __init__(self) -> None:
         self.revision = 0
         self.margin = 1.0

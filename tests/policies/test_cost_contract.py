@@ -1,5 +1,3 @@
-"""Invariants that policies and the simulated executor require of every cost model."""
-
 from __future__ import annotations
 
 import math

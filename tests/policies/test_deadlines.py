@@ -1,5 +1,3 @@
-"""Real-time requests ordered by the deadline of their next token, alongside best-effort requests."""
-
 from __future__ import annotations
 
 from skipjoin.core.request import Request, Target

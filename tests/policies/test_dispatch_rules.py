@@ -1,5 +1,3 @@
-"""Dispatch by least work and by prefixes, as work finishes and replicas join and leave; and length predictions."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""The rate at which admissions may drop the KV of others (`Swap`), and the recipe parameters that set it."""
-
 from __future__ import annotations
 
 import math
@@ -23,7 +21,6 @@ COST = LinearCost(floor=1e-9, prefill_token=1.0, decode=1.0, block=1e-9)
 
 
 def holder(kv: KVLedger, number: int, tokens: int, priority: int = 0) -> Request:
-    """Return a request with `tokens` computed tokens of KV on the device."""
     request = make(number, tokens, 10, priority=priority)
     kv.grow(request, tokens)
     request.computed = request.planned = tokens

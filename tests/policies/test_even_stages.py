@@ -1,5 +1,3 @@
-"""Pipeline stages: the plans in flight share the work, every stage has one, and no request starves."""
-
 from __future__ import annotations
 
 import math
@@ -37,7 +35,6 @@ def staged(recipe: str, stages: int, **settings: object) -> Stepper:
 
 
 def fill(stepper: Stepper) -> list[StepPlan]:
-    """Start plans until there are no more, and return those in flight."""
     while stepper.start() is not None:
         pass
     return list(stepper.core.plans)
@@ -51,7 +48,6 @@ def added(cost: CostModel, plan: StepPlan) -> float:
 
 
 def largest(cost: CostModel, plans: list[StepPlan]) -> float:
-    """Return the seconds that the largest slice of the plans adds."""
     return max(added(cost, StepPlan(0, (piece,))) for plan in plans for piece in plan.slices)
 
 
@@ -270,7 +266,6 @@ def test_a_plan_has_its_share_of_the_work_or_all_of_it(seed: int, stages: int, r
 
 
 def make_slice(request: Request) -> Slice:
-    """Return a slice with all pending tokens of the request."""
     return Slice(request, request.planned, request.pending, True, False, ())
 
 

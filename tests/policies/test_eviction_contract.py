@@ -1,5 +1,3 @@
-"""Invariants that the scheduler requires of every eviction policy."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -27,7 +25,6 @@ every_policy = pytest.mark.parametrize("build", POLICIES.values(), ids=POLICIES.
 
 
 def holders(kv: KVLedger, sizes: list[int]) -> list[Request]:
-    """Return decoding requests that hold that many blocks each."""
     requests = []
     for number, blocks in enumerate(sizes):
         request = make(number, blocks * kv.block_size)
@@ -39,7 +36,6 @@ def holders(kv: KVLedger, sizes: list[int]) -> list[Request]:
 
 
 def by_number(requests: list[Request]) -> Ranks:
-    """Return an ordering by id with all requests live."""
     ordering = Ranks({request.id: request.id for request in requests})
     for request in requests:
         ordering.on_arrived(request, 0.0)

@@ -21,8 +21,6 @@ from support.load import make
 
 
 class Clients:
-    """Clients whose requests run as each test requires."""
-
     def __init__(self) -> None:
         self.ordering = Fair(Fcfs, lead=100, output_weight=2.0)
         self._next = 0
@@ -34,7 +32,6 @@ class Clients:
         return request
 
     def run(self, request: Request, tokens: int, start: int = 0) -> None:
-        """Compute `tokens` tokens; those after the prompt are sampled one by one."""
         for at in range(start, start + tokens) if start >= 30 else (start,):
             width = 1 if start >= 30 else tokens
             self.ordering.on_scheduled([Slice(request, at, width, at + width >= 30, False, ())], 0.0)
@@ -113,14 +110,12 @@ COST = LinearCost(floor=8.0, prefill_token=1.0, decode=1.0)
 
 
 def begun(number: int, client: str, *, best_effort: bool = False) -> Request:
-    """Return a decoding request."""
     request = make(number, 21, client=client, best_effort=best_effort)
     request.planned = request.computed = 20
     return request
 
 
 def step(live: list[Request], offered: list[Request]) -> list[object]:
-    """Return the verdicts of one step on the offered requests."""
     batcher = FairSteps(
         LimitedBestEffort(Greedy(100, 1000, chunked=True), COST, lambda request: request.is_best_effort)
     )

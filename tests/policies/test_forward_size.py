@@ -1,5 +1,3 @@
-"""The target forward size: the smallest number of tokens near the best throughput."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -27,7 +27,6 @@ def limited(*live: Request, now: float = 0.0, default: Target = NO_TARGET) -> Li
 
 
 def begun(number: int, pending: int = 1) -> Request:
-    """Return a best-effort request that has KV."""
     request = make(number, 20 + pending, best_effort=True)
     request.planned = request.computed = 20
     return request

@@ -1,5 +1,3 @@
-"""Invariants that the scheduler requires of every ordering."""
-
 from __future__ import annotations
 
 import math
@@ -150,8 +148,6 @@ every_ordering = pytest.mark.parametrize("build", ORDERINGS.values(), ids=ORDERI
 
 
 class Simulation:
-    """Calls an ordering as the engine does, without an engine."""
-
     def __init__(self, ordering: Ordering) -> None:
         self.ordering = ordering
         self.now = 0.0
@@ -215,7 +211,6 @@ OPERATIONS = st.lists(
 
 
 def apply(simulation: Simulation, operation: str, number: int) -> None:
-    """Apply one operation if it is possible now."""
     if operation == "arrive":
         simulation.arrive(1 + number, 1 + number % 9)
     elif operation == "wait":

@@ -1,5 +1,3 @@
-"""Steps that end before the next token of a real-time request is due and are filled with best-effort requests."""
-
 from __future__ import annotations
 
 import random
@@ -27,8 +25,6 @@ DEFAULT = Target(ttft_s=0.4, tpot_s=0.2)
 
 
 class Case:
-    """`Packing` with the requests that it is offered at time 0."""
-
     def __init__(
         self,
         max_seqs: int = 8,
@@ -63,7 +59,6 @@ class Case:
         return request
 
     def pack(self, in_flight: Sequence[StepPlan] = ()) -> dict[Request, int]:
-        """Return the tokens of each request in the next step; every request is offered."""
         ranked = sorted(self.urgent, key=self.tokens.due) + self.others
         candidates = [(request, request.pending) for request in ranked]
         context = StepContext(

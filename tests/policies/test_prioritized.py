@@ -1,5 +1,3 @@
-"""Strict priorities: a lower number runs first and may preempt, whatever resource is short."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -171,7 +169,6 @@ def swaps_ahead(world: World) -> bool:
 
 
 def plans_until(stepper: Stepper, number: int, most: int = 10) -> int:
-    """Return the number of plans until one runs the request."""
     for plans in range(1, most + 1):
         while (plan := stepper.start()) is None:
             stepper.finish()

@@ -73,7 +73,6 @@ class Setup:
         self.requests.append(request)
 
     def arrive(self, prompt: int) -> None:
-        """Notify the policy of an arrival."""
         self.eviction.on_arrived(make(1000, prompt), self.now)
 
     def step(self) -> tuple[list[int], list[int]]:
@@ -88,7 +87,6 @@ class Setup:
         return [turns[request.id] for request in out], [turns[request.id] for request in back]
 
     def land(self) -> None:
-        """Complete all moves in transit."""
         for move in self._transit:
             self.kv.land(move)
         self._transit = []

@@ -1,5 +1,3 @@
-"""Remaining time as a value: exceeded forecasts, aging, and estimates of when requests run."""
-
 from __future__ import annotations
 
 import math
@@ -23,7 +21,6 @@ COST = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-3, context_token=1e-
 
 
 def forecasted(tokens: float, number: int = 0, *, arrival: float = 0.0, prompt: int = 10) -> Request:
-    """Return a request with a forecast whose prompt is computed."""
     request = make(number, prompt, 10_000, arrival=arrival, forecast=Forecast(tokens, "test"))
     request.computed = prompt
     return request

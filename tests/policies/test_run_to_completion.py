@@ -1,5 +1,3 @@
-"""Static batches: membership, the start of the next batch, and termination."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -53,7 +51,6 @@ def stepper(policies: Policies, **world: int) -> Stepper:
 
 
 def ran(stepper: Stepper) -> list[int]:
-    """Run one plan and return the ids of its requests."""
     return [piece.request.id for piece in stepper.step().slices]
 
 

@@ -1,5 +1,3 @@
-"""The arithmetic of the bound on waiting; `tests/recipes/test_waiting_bound.py` tests that it holds."""
-
 from __future__ import annotations
 
 import math

@@ -76,7 +76,6 @@ class Scenario:
     fails_slices_of: int | None = None
 
     def run(self) -> Run:
-        """Run the scenario to its end."""
         draw = random.Random(7)
         sent = load(**{"seed": 3, "count": 14, "prompts": (1, 30), "outputs": (2, 14)} | self.requests)  # type: ignore[arg-type]
         for request in sent:
@@ -132,7 +131,6 @@ SCENARIOS = {
 
 
 def text_of(done: Run) -> str:
-    """Return the run as text, with a line for each event."""
     blocks: dict[Request, Sequence[int]] = {}
     lines = [f"{event.now:.6f}  {line}" for event in done.events for line in _lines(event, blocks)]
     return "\n".join([*lines, f"{done.end:.6f}  end", ""])
@@ -207,7 +205,6 @@ def _numbers(numbers: Sequence[int]) -> str:
 
 
 def recorded(name: str) -> str:
-    """Return the recorded text of a scenario."""
     return (FOLDER / f"{name}.txt").read_text()
 
 

@@ -1,5 +1,3 @@
-"""In every recipe, urgent requests run before default ones, and these before best-effort ones."""
-
 from __future__ import annotations
 
 import pytest

@@ -112,7 +112,6 @@ class Seen:
         return list(found.values())
 
     def mean(self, name: str) -> float:
-        """Return the mean of a distribution of the record."""
         return float(self.record[name]["mean"])
 
     def assert_served(self) -> None:

@@ -1,5 +1,3 @@
-"""Under every recipe, competing clients get equal service, and unused shares go to other clients."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -37,7 +35,6 @@ def world(recipe: str, weight: float | None) -> World:
 
 
 def flood(client: str, count: int, first_id: int, *, output: int, at: float = 0.0) -> list[Request]:
-    """Return requests that all arrive at once."""
     return [make(first_id + number, 20, output, arrival=at, client=client) for number in range(count)]
 
 
@@ -112,7 +109,6 @@ class ChatFinishedError(Exception):
 
 
 def chat_s(recipe: str, others: list[Request]) -> float:
-    """Return the seconds that a chat takes alongside these requests."""
     chat = make(10_000, 20, 40, arrival=0.3, client="chat")
     params = (("ttft_s", 1000.0), ("tpot_s", 1000.0))
     world = World(recipe, device_blocks=20_000, max_seqs=256, fair_output_weight=WEIGHT, params=params, cost=STEEP)

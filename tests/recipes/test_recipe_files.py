@@ -1,5 +1,3 @@
-"""Recipes in files of users."""
-
 from __future__ import annotations
 
 import re

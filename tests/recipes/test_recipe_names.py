@@ -1,5 +1,3 @@
-"""Names of recipes: parameters in brackets, lists of names, and former names."""
-
 from __future__ import annotations
 
 import re

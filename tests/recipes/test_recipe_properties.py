@@ -51,7 +51,6 @@ def drawn() -> list[Request]:
 
 @cache
 def served(world: World) -> Run:
-    """Return the world's run of `drawn`."""
     return run(world, drawn())
 
 
@@ -192,7 +191,6 @@ def test_plans_do_not_depend_on_lengths_that_are_not_known_yet(recipe: str) -> N
 
 
 def failing(seed: int, share: float) -> Callable[[Move], bool]:
-    """Return a predicate that fails a random share of moves."""
     draw = random.Random(seed)
     return lambda move: draw.random() < share
 

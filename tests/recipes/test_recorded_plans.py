@@ -1,5 +1,3 @@
-"""Decisions stay as recorded, step by step, in runs that together cover every mechanism."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

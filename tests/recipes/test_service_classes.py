@@ -1,5 +1,3 @@
-"""Service classes under every recipe: all requests finish, and real time comes first without starving best effort."""
-
 from __future__ import annotations
 
 from itertools import count

@@ -1,5 +1,3 @@
-"""Why requests wait, in random worlds of every recipe: the reason agrees with slots, tokens and KV of the step."""
-
 from __future__ import annotations
 
 import random

@@ -68,7 +68,6 @@ def floods(sent: int, first: int, draw: random.Random) -> tuple[int, int]:
 
 
 def takes_all_tokens(sent: int, first: int, draw: random.Random) -> tuple[int, int]:
-    """Send prompts that take all tokens of a step."""
     return MAX_LEN - 2, 2
 
 
@@ -88,7 +87,6 @@ def fills_the_device(sent: int, first: int, draw: random.Random) -> tuple[int, i
 
 
 def sends_random_requests(sent: int, first: int, draw: random.Random) -> tuple[int, int]:
-    """Send random requests."""
     prompt = draw.randint(1, MAX_LEN - 1)
     return prompt, draw.randint(1, MAX_LEN - prompt)
 
@@ -125,7 +123,6 @@ class Duel:
         self._draw = random.Random(self.seed)
 
     def run(self, seconds: float) -> float:
-        """Run until `seconds` and return the longest wait."""
         while self.now < seconds:
             self._send()
             while (plan := self.core.start_step(self.now)) is not None:
@@ -172,9 +169,6 @@ def duels(deep: set[tuple[str, int]]) -> pytest.MarkDecorator:
     """Run a test for every mode, number of plans in flight and number of stages.
 
     `make test` has half of the adversaries, which alternate.
-
-    Args:
-        deep: Modes and stages for which `make test` has two plans in flight as well.
     """
     cases = []
     for number, mode in enumerate(MODES):

@@ -1,5 +1,3 @@
-"""The bottleneck that waits reveal."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Bounds on fields of records, and the maximum rate for which they hold."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Plots of results: their contents, warnings about omitted records, and reproducible bytes."""
-
 from __future__ import annotations
 
 from itertools import pairwise

@@ -1,5 +1,3 @@
-"""Files of result records: complete after every append, never overwritten by accident, with precise errors."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Regular expressions of ranges of numbers match the numbers in them, and no others."""
-
 from __future__ import annotations
 
 import re
@@ -27,7 +25,6 @@ RANGES = st.builds(NumberRange, BOUND, BOUND, st.booleans(), st.booleans(), STEP
 
 
 def texts_near(*numbers: Fraction | None) -> set[str]:
-    """Return texts of numbers near those given, of several notations."""
     found = {"0", "-0", "0.0", "7", "-10", "0.10", "123456.5"}
     for number in numbers:
         for digits in (0, 1, 3):

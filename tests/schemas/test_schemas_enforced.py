@@ -1,5 +1,3 @@
-"""Outputs under a schema's grammar follow the schema exactly, and what cannot be enforced is refused in words."""
-
 from __future__ import annotations
 
 import json
@@ -57,7 +55,6 @@ def allows(found: LLMatcher, text: str) -> bool:
 
 
 def sample(found: LLMatcher, draw: random.Random, limit: int = 60) -> str | None:
-    """Return a random text of a grammar, or None if it is longer than the limit."""
     tokenizer, grammars = tally()
     found, tokens = found.deep_copy(), list[int]()
     while len(tokens) < limit and not found.is_stopped():

@@ -15,19 +15,16 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 def line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> bytes:
-    """Return one line of an input file."""
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body}).encode()
 
 
 def upload(client: openai.OpenAI, lines: Iterable[bytes], name: str = "requests.jsonl") -> str:
-    """Upload the lines as a file and return its id."""
     return client.files.create(file=(name, b"\n".join(lines) + b"\n"), purpose="batch").id
 
 
 def submit(
     client: openai.OpenAI, lines: Iterable[bytes], url: str = COMPLETIONS, window: str = "24h", **more: Any
 ) -> Batch:
-    """Create a batch of the lines."""
     return client.batches.create(
         input_file_id=upload(client, lines),
         endpoint=url,  # type: ignore[arg-type]

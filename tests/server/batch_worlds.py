@@ -33,18 +33,13 @@ class Clock:
 
 @dataclass
 class StoreLocation:
-    """Location in which stores are opened.
-
-    Attributes:
-        url: URL of a PostgreSQL database, or None for SQLite.
-    """
+    """Location in which stores are opened."""
 
     folder: Path
     url: str | None
     clock: Clock = field(default_factory=Clock)
 
     async def open(self) -> Store:
-        """Open a store, which the caller closes or kills."""
         return await Store.open(self.url, self.folder, clock=self.clock)
 
     @asynccontextmanager
@@ -102,7 +97,6 @@ def places(numbers: Sequence[int]) -> list[LinePlace]:
 async def add_batch(
     store: Store, *, owner: str = OWNER, lines: int = 3, window_s: int = 3600, **fields: object
 ) -> BatchRow:
-    """Add a batch, validate it and start it."""
     row = await store.batches.add(new_batch(store, owner=owner, window_s=window_s, **fields))
     assert await store.batches.take_unvalidated() == row
     assert await store.batches.add_lines(row.id, places(range(1, lines + 1)))

@@ -89,13 +89,11 @@ def postgres() -> Iterator[Postgres]:
 
 @pytest.fixture
 def postgres_location(postgres: Postgres, tmp_path: Path) -> StoreLocation:
-    """Store location on a new PostgreSQL database."""
     return StoreLocation(tmp_path / "shared", postgres.new_database())
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
 def location(request: pytest.FixtureRequest, tmp_path: Path) -> StoreLocation:
-    """Store location on each kind of database."""
     if request.param == "sqlite":
         return StoreLocation(tmp_path / "own", None)
     return request.getfixturevalue("postgres_location")

@@ -21,12 +21,7 @@ from skipjoin.server.metrics import Metrics
 
 
 class LocalSupervisor:
-    """`ReplicaSupervisor` without Ray, in this process.
-
-    Attributes:
-        is_paused: Dead replicas are not replaced while this is set.
-        failures: Number of consecutive failed starts.
-    """
+    """`ReplicaSupervisor` without Ray, in this process."""
 
     def __init__(self) -> None:
         self.replicas: list[EngineReplica] = []
@@ -96,12 +91,10 @@ class LocalReplicas(ReplicaSet):
 
     @property
     def engines(self) -> list[psutil.Process]:
-        """Live engine processes, oldest first."""
         return sorted(filter(_is_engine, psutil.Process().children()), key=psutil.Process.create_time)
 
 
 def _is_engine(child: psutil.Process) -> bool:
-    """Return whether a process is a live engine."""
     try:
         return child.status() != psutil.STATUS_ZOMBIE and "simulated_engine" in str(child.cmdline())
     except psutil.NoSuchProcess:  # it may exit during the checks

@@ -61,7 +61,6 @@ def _settings(words: list[str]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the server and return its exit code."""
     kind, folder, *rest = sys.argv[1:]
     if kind == "model":
         engine = EngineConfig(model=folder, kv_cache_gib=0.01, threads=1, profile="off")

@@ -74,10 +74,6 @@ class ScriptedEngine:
     """Stands in for an engine process: the n-th output token repeats the n-th token of the prompt.
 
     It runs one step in each iteration of the event loop.
-
-    Attributes:
-        asked: Ids of debug questions, which the test answers.
-        paused: Steps run only when `step` is called.
     """
 
     def __init__(self, client: EngineClient) -> None:
@@ -95,7 +91,6 @@ class ScriptedEngine:
         self.replica = self.client.join(ready, self.send)
 
     def tell(self, message: FromEngine) -> None:
-        """Send a message to the client."""
         assert self.replica is not None
         self.client.receive(self.replica, message)
 
@@ -115,7 +110,6 @@ class ScriptedEngine:
             self.asked.append(message.id)
 
     def die(self) -> None:
-        """Disconnect and lose all requests."""
         assert self.replica is not None
         self.live.clear()
         self.client.lose(self.replica)
@@ -127,7 +121,6 @@ class ScriptedEngine:
             asyncio.get_running_loop().call_later(0.01 if self.paused else 0, self._iterate)
 
     def step(self) -> None:
-        """Generate one token of each request."""
         ids, tokens, details, ended, started = [], [], {}, [], []
         for request_id, (add, count) in list(self.live.items()):
             token = add.prompt[count % len(add.prompt)]
@@ -187,7 +180,6 @@ class Api:
         self.http = httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
     async def complete(self, **body: Any) -> httpx.Response:
-        """POST to /v1/completions, with a default prompt."""
         return await self.http.post("/v1/completions", json={"prompt": "abcdef", **body})
 
     async def chat(self, **body: Any) -> httpx.Response:
@@ -209,11 +201,7 @@ MakeApi = Callable[..., contextlib.AbstractAsyncContextManager[Api]]
 
 
 class ServerProcess:
-    """Server in its own process, over the simulated engine or a real one.
-
-    Args:
-        enter: Prefix of the server's command.
-    """
+    """Server in its own process, over the simulated engine or a real one."""
 
     def __init__(self, command: list[str], enter: Sequence[str] = ()) -> None:
         self.process: ForkedServer | subprocess.Popen[str]
@@ -237,7 +225,6 @@ class ServerProcess:
         self.errors.extend(self.process.stderr)
 
     def engines(self) -> list[psutil.Process]:
-        """Return the live engine processes, oldest first."""
         found = []
         for child in self.api.children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -265,7 +252,6 @@ class ServerProcess:
         raise AssertionError(f"the server does not become idle: {load}")
 
     def stop(self) -> None:
-        """Stop the server in any state, and check that no process remains."""
         started = self.api.children(recursive=True) if self.process.poll() is None else [self.engine]
         if self.process.poll() is None:
             self.process.terminate()
@@ -294,6 +280,5 @@ def simulated_server(
     enter: Sequence[str] = (),
     **settings: Any,
 ) -> ServerProcess:
-    """Start a server over the simulated engine."""
     options = [f"{name}={value}" for name, value in settings.items()]
     return ServerProcess(["simulated", str(folder), str(step_s), str(blocks), str(context), *options], enter)

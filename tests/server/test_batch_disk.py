@@ -1,5 +1,3 @@
-"""Files and batches on a full disk and with a corrupt database."""
-
 from __future__ import annotations
 
 import asyncio
@@ -55,7 +53,6 @@ class Client:
         return {file["id"] for file in self.ask("GET", "/v1/files").json()["data"]}
 
     def wait_for_files(self) -> None:
-        """Wait until the files API is available."""
         end = time.monotonic() + 60
         while self.ask("GET", "/v1/files").status_code != 200:
             assert time.monotonic() < end
@@ -63,7 +60,6 @@ class Client:
 
 
 def storage_error(answer: httpx.Response) -> str:
-    """Return the error message of an answer that reports a full disk."""
     assert answer.status_code == 503, answer.text
     error = answer.json()["error"]
     assert error["code"] == "insufficient_storage"
@@ -107,8 +103,6 @@ def test_server_starts_on_full_disk_and_recovers_when_space_is_freed(
 
 
 class Server:
-    """API with a batch folder."""
-
     def __init__(self, api: Api) -> None:
         self.http = api.http
         self.batches = Batches(api.service, most=4)

@@ -1,5 +1,3 @@
-"""/v1/files: upload, download, ownership, quotas and expiry."""
-
 from __future__ import annotations
 
 import asyncio
@@ -300,7 +298,6 @@ async def served(world: Files) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def large_form(size: int) -> tuple[dict[str, str], AsyncIterator[bytes]]:
-    """Return headers and body of an upload of a file of `size` bytes."""
     head, tail = PURPOSE + PART.removesuffix(b"{}\r\n"), b"\r\n--b--\r\n"
     block = b"x" * 9_999 + b"\n"
 

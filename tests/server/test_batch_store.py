@@ -1,5 +1,3 @@
-"""The batch store on SQLite and PostgreSQL: commits are durable, and every line finishes exactly once."""
-
 from __future__ import annotations
 
 import asyncio
@@ -85,12 +83,7 @@ async def settle(store: Store, row_id: str, owner: str = OWNER) -> tuple[BatchSt
 
 
 class Model:
-    """Reference model of the store, checked after each of a random sequence of calls and server deaths.
-
-    Attributes:
-        taken: All lines ever taken, most of them stale.
-        held: Server and attempt of each running line.
-    """
+    """Reference model of the store, checked after each of a random sequence of calls and server deaths."""
 
     def __init__(self, location: StoreLocation, seed: int) -> None:
         self.location = location

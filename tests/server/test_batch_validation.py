@@ -1,5 +1,3 @@
-"""Validation of input files: which lines are rejected, with which errors, without blocking the event loop."""
-
 from __future__ import annotations
 
 import asyncio
@@ -36,7 +34,6 @@ async def check(path: Path) -> list[LinePlace]:
 
 
 def errors_of(content: bytes) -> list[LineError]:
-    """Validate a file in this process and return its errors."""
     rules = Rules(endpoint="/v1/completions", max_lines=50, max_line_bytes=4000, models=("tiny", "tiny-folder"))
     return list(reports(BytesIO(content), rules))[-1].errors
 

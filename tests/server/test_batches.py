@@ -1,5 +1,3 @@
-"""Batches on the built-in model, through the official client."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Batches survive every kind of server exit: no line is lost or answered twice."""
-
 from __future__ import annotations
 
 import asyncio
@@ -38,7 +36,6 @@ Start = Callable[..., ServerProcess]
 
 @pytest.fixture
 def start(tokenizer_folder: Path, tmp_path: Path) -> Iterator[Start]:
-    """Return a function that starts servers on one batch folder."""
     started: list[ServerProcess] = []
 
     def begin(step_s: float = STEP_S, **settings: object) -> ServerProcess:

@@ -1,5 +1,3 @@
-"""The batch runner over a scripted engine in this process."""
-
 from __future__ import annotations
 
 import asyncio

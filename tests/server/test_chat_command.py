@@ -1,5 +1,3 @@
-"""`skipjoin chat`, over standard input and output."""
-
 from __future__ import annotations
 
 import pytest

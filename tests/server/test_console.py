@@ -1,5 +1,3 @@
-"""The console in a browser: every view under load, a request from arrival to end, and inert hostile text."""
-
 from __future__ import annotations
 
 import json

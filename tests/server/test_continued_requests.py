@@ -1,5 +1,3 @@
-"""Requests resumed on another engine give the same tokens, scores and finish reason as uninterrupted ones."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -41,8 +39,6 @@ PARAMS: list[dict[str, Any]] = [
 
 
 class Outcome(NamedTuple):
-    """Output of a request."""
-
     tokens: list[int]
     details: list[TokenDetail]
     reason: str
@@ -57,7 +53,6 @@ def engine() -> Iterator[EngineLoop]:
 
 
 def run(loop: EngineLoop, params: SamplingParams, output: list[int], events: list[Event] | None = None) -> Outcome:
-    """Run a request to its end and return its output. Append all its events to `events`."""
     loop.add(len(events or ()) + 1, PROMPT, params, output=output, age_s=1.5 if output else 0.0)
     tokens: list[int] = []
     details: list[TokenDetail] = []

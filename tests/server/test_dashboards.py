@@ -1,5 +1,3 @@
-"""The dashboard and the alerts query metrics that a server exports, and Prometheus accepts their expressions."""
-
 from __future__ import annotations
 
 import importlib.util

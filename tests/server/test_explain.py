@@ -1,5 +1,3 @@
-"""Explanations of live and recent requests: by both of their ids, from arrival to end, and to their owners only."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""GET /debug/events: bounded cost, one snapshot for all listeners, and only what a viewer may see."""
-
 from __future__ import annotations
 
 import asyncio
@@ -117,7 +115,6 @@ async def test_viewers_see_their_own_requests_and_operators_see_all(make_api: Ma
 
 
 def figures(part: Any) -> list[float]:
-    """Return all numbers in a part of a snapshot."""
     if isinstance(part, dict | list):
         return [number for one in (part.values() if isinstance(part, dict) else part) for number in figures(one)]
     return [part] if isinstance(part, int | float) else []

@@ -1,5 +1,3 @@
-"""Forecasts run outside the event loop: requests wait for them briefly, late ones follow, lengths are learned."""
-
 from __future__ import annotations
 
 import asyncio
@@ -84,7 +82,6 @@ def forecast_of(prompt: Sequence[int]) -> Forecast:
 
 
 async def metrics_of(api: Api) -> dict[str, float]:
-    """Return the metrics of forecasts, by name and label value."""
     text = (await api.http.get("/metrics")).text
     return {
         " ".join([sample.name.removeprefix("skipjoin:"), *sample.labels.values()]): sample.value
@@ -261,11 +258,7 @@ def test_every_forecast_source_has_a_metric_label() -> None:
 
 
 class Disk:
-    """Simulated disk that counts saves and warnings.
-
-    Attributes:
-        seconds: Duration of a save by the simulated clock.
-    """
+    """Simulated disk that counts saves and warnings."""
 
     def __init__(self) -> None:
         self.now = 0.0

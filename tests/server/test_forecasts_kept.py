@@ -1,5 +1,3 @@
-"""Output lengths learned from traffic survive every kind of server exit."""
-
 from __future__ import annotations
 
 import signal

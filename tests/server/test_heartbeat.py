@@ -1,5 +1,3 @@
-"""Heartbeats of an engine process, and descriptions of its exit."""
-
 from __future__ import annotations
 
 import os

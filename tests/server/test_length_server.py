@@ -1,5 +1,3 @@
-"""Length forecasts by another server: answers update running requests, and no request waits for them."""
-
 from __future__ import annotations
 
 import asyncio
@@ -61,11 +59,7 @@ async def babbles() -> web.StreamResponse:
 
 
 class Predictor(OpenAiStub):
-    """Server that gives each of its replies once, and then repeats the last one.
-
-    Attributes:
-        cancelled: Number of questions whose client disconnected.
-    """
+    """Server that gives each of its replies once, and then repeats the last one."""
 
     def __init__(self, *replies: Reply) -> None:
         super().__init__(self._answer)
@@ -93,12 +87,10 @@ async def outcomes(api: Api) -> dict[str, float]:
 
 
 def by_url(api: Api) -> dict[int, Forecast]:
-    """Return the forecasts by URL that updated requests, by request id."""
     return {one.id: one.forecast for one in api.engine.reforecasts if one.forecast.source == "url"}
 
 
 async def wait_for_outcomes(api: Api, number: int) -> dict[str, float]:
-    """Return the outcomes once `number` of them are known."""
     end = time.monotonic() + 10
     while sum((found := await outcomes(api)).values()) < number:
         assert time.monotonic() < end

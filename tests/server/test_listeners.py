@@ -1,5 +1,3 @@
-"""Listening sockets of a server, and the limit of open files."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Pages for browsers: open to all, and without anything from another host."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""`skipjoin console`: the pages of several servers in a process of its own, which relays what they ask."""
-
 from __future__ import annotations
 
 import contextlib
@@ -27,7 +25,6 @@ WAIT_MS = 60_000
 
 @contextlib.contextmanager
 def console(*options: str) -> Iterator[str]:
-    """Run a console, and yield its URL."""
     command = [sys.executable, "-m", "skipjoin", "console", "--port", "0", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

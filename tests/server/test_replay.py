@@ -1,5 +1,3 @@
-"""`skipjoin replay`: recorded arrivals, simulated for the server as it is and for other recipes and limits."""
-
 from __future__ import annotations
 
 import asyncio

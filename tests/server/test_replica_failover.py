@@ -1,5 +1,3 @@
-"""Engines die and restart while requests run: clients see the same output as without failures."""
-
 from __future__ import annotations
 
 import asyncio
@@ -30,8 +28,6 @@ PROMPT = [7, 8, 9, 10]
 
 
 class Clock:
-    """Settable clock."""
-
     def __init__(self) -> None:
         self.now = 100.0
 
@@ -63,12 +59,10 @@ class World:
         return self.client.submit(self.mailbox, index, prompt, params, on_end=on_end, **options)
 
     def engine_in_use(self) -> ScriptedEngine:
-        """Return the engine that runs the only request."""
         (engine,) = [engine for engine in self.engines if engine.live]
         return engine
 
     def take_outputs(self) -> list[Output]:
-        """Return and clear the outputs received so far."""
         items, self.mailbox._items = self.mailbox._items, []
         return items
 

@@ -1,5 +1,3 @@
-"""Engine processes over encrypted links are killed, suspended and rejected without losing requests."""
-
 from __future__ import annotations
 
 import asyncio
@@ -39,7 +37,6 @@ PROMPT = [65, 66, 67, 68, 69]
 async def generate(
     replicas: LocalReplicas, tokens: int, options: RequestOptions = DEFAULT_OPTIONS, **fields: Any
 ) -> list[int]:
-    """Run one request and return its tokens."""
     mailbox, found = OutputQueue(), []
     params = SamplingParams(max_tokens=tokens, ignore_eos=True, **fields)
     replicas.client.submit(mailbox, 0, PROMPT, params, options=options)

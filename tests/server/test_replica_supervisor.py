@@ -1,5 +1,3 @@
-"""The replica supervisor over a scripted Ray: which replicas it replaces, when, and what it reports."""
-
 from __future__ import annotations
 
 import logging
@@ -23,8 +21,6 @@ class RayError(Exception):
 
 
 class RayTaskError(RayError):
-    """Raised for a call that raised `cause`."""
-
     def __init__(self, cause: Exception) -> None:
         super().__init__()
         self.cause = cause
@@ -39,8 +35,6 @@ class Call:
 
 
 class Actor:
-    """Actor that records its calls."""
-
     def __init__(self, labels: dict[str, str] | None) -> None:
         self.labels = labels
         self.calls: list[Call] = []
@@ -100,7 +94,6 @@ class World:
         actor.is_killed = True
 
     def check(self, seconds: float = 0.0) -> str | None:
-        """Check once and then every `CHECK_S` for `seconds`, and return the report of the last check."""
         trouble = self.supervisor.check()
         end = self.now + seconds
         while self.now < end:
@@ -122,7 +115,6 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    """World of two replicas, which run on nodes a and b."""
     made = World(monkeypatch)
     for actor, node in zip(list(made.actors), "ab", strict=True):
         made.bring_up(actor, node)

@@ -1,5 +1,3 @@
-"""Replicas on Ray: engines, replicas and the API process are killed while streams run."""
-
 from __future__ import annotations
 
 import json
@@ -39,11 +37,7 @@ BODIES = (CHAT, SEEDED, CONSTRAINED)
 
 
 class Reader(threading.Thread):
-    """Thread that reads a streamed chat.
-
-    Attributes:
-        events: Number of events received, each of which has one or more tokens.
-    """
+    """Thread that reads a streamed chat."""
 
     def __init__(self, url: str, body: dict[str, Any]) -> None:
         super().__init__(daemon=True)
@@ -86,7 +80,6 @@ def alive(server: ServerProcess) -> int:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    """Server with two replicas of the built-in model."""
     pytest.importorskip("ray")
     found = ServerProcess(["model", "tally", "replicas=2"])
     yield found

@@ -1,5 +1,3 @@
-"""The server log: one line per request, and a timestamp on every line."""
-
 from __future__ import annotations
 
 import asyncio
@@ -36,7 +34,6 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, dict[str, object]
 
 
 def logged(api: Api) -> httpx.AsyncClient:
-    """Return a client of the same application behind the request log."""
     return httpx.AsyncClient(transport=httpx.ASGITransport(RequestLog(api.app)), base_url="http://localhost")
 
 

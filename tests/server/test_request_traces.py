@@ -1,5 +1,3 @@
-"""Traces reach an OpenTelemetry collector and continue those of clients."""
-
 from __future__ import annotations
 
 import threading

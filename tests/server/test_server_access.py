@@ -1,5 +1,3 @@
-"""API keys, size limits and attempts to bypass them, at the application and on the wire."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The API over a scripted engine: requests, responses, errors and cleanup."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Protection against cross-site requests from browsers: Host, Origin, Content-Type and CORS."""
-
 from __future__ import annotations
 
 import json

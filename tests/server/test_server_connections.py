@@ -36,19 +36,7 @@ def anyio_backend() -> tuple[str, dict[str, bool]]:
 
 
 class World:
-    """Server whose application reads the body, except for `/early`, and answers with `size` bytes.
-
-    Args:
-        keys: Accepted API keys, or none if no key is needed.
-        proxies: Addresses of trusted proxies.
-
-    Attributes:
-        started: Number of requests received.
-        finished: Number of bytes of each complete answer.
-        headers: Headers of the last request after its body was read.
-        body: Body of the last request.
-        refused: Number of connections that the server refused, by reason.
-    """
+    """Server whose application reads the body, except for `/early`, and answers with `size` bytes."""
 
     def __init__(self, size: int = 2, *, keys: Sequence[str] = (), proxies: Sequence[str] = ()) -> None:
         self.size = size
@@ -486,7 +474,6 @@ async def test_connection_answered_early_is_drained_and_closed() -> None:
     async with World().serve(linger_s=1, linger_pause_s=0.3, linger_bytes=MB) as world:
 
         async def send(part: bytes, pause_s: float) -> int:
-            """Return the number of bytes sent until the connection is closed."""
             stream = await world.connect(early)
             assert b"connection: close" in await ok(stream)
             assert await is_closed(stream)  # for writing

@@ -1,5 +1,3 @@
-"""GET /debug/requests: the state of each request over all replicas. `test_server_access` tests authentication."""
-
 from __future__ import annotations
 
 import asyncio
@@ -35,7 +33,6 @@ from support.watch import Stepper, World
 
 
 def state(number: int, **fields: Any) -> RequestState:
-    """Return the state of a new request, with changed fields."""
     empty = {"computed_tokens": 0, "device_blocks": 0, "cpu_blocks": 0, "wait_reason": None, "wait_s": None}
     rank = {"service": ServiceClass.REAL_TIME, "is_urgent": False, "priority": 0}
     base = {"state": "waiting", **rank, "place": 0, "prompt_tokens": 8, "output_tokens": 0, **empty}

@@ -1,5 +1,3 @@
-"""GPU memory of a server whose engine is killed."""
-
 from __future__ import annotations
 
 import time
@@ -45,6 +43,5 @@ def test_killed_engine_leaves_no_gpu_memory(place: Place) -> None:
 
 
 def free_bytes() -> int:
-    """Return the free memory of the first GPU."""
     free, _ = torch.cuda.mem_get_info(0)
     return int(free)

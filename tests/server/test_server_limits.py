@@ -1,5 +1,3 @@
-"""Unit tests of the queue limits and of Retry-After."""
-
 from __future__ import annotations
 
 import contextlib
@@ -20,8 +18,6 @@ from skipjoin.server.metrics import Metrics
 
 
 class Clock:
-    """Manually advanced clock."""
-
     def __init__(self) -> None:
         self.now = 0.0
 

@@ -1,5 +1,3 @@
-"""/metrics: names, and values that agree with client measurements."""
-
 from __future__ import annotations
 
 import json
@@ -37,7 +35,6 @@ Numbers = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
 def names(text: str) -> list[str]:
-    """Return name, type and label names of each metric family."""
     found = []
     for family in text_string_to_metric_families(text):
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
@@ -60,7 +57,6 @@ def scrape(server: ServerProcess) -> Numbers:
 
 
 def sent(snapshot: Snapshot) -> Stats:
-    """Return the message of a snapshot after serialization."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(Stats(7, snapshot)), type=FromEngine)  # type: ignore[return-value]
 
 
@@ -336,7 +332,6 @@ def test_outputs_are_sent_before_the_next_step_is_planned() -> None:
 
 @pytest.fixture(scope="module")
 def recorded(tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, Path]]:
-    """A new server and its timeline."""
     path = tmp_path_factory.mktemp("timeline") / "trace.json"
     path.write_text("what was there before")
     server = simulated_server(tokenizer_folder, 0.001, BLOCKS, metrics_compat="vllm", timeline=path)

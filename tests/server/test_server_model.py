@@ -1,5 +1,3 @@
-"""End-to-end tests with both processes and a model with random weights."""
-
 from __future__ import annotations
 
 import json

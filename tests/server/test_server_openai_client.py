@@ -1,5 +1,3 @@
-"""OpenAI's Python client with a server process."""
-
 from __future__ import annotations
 
 import contextlib

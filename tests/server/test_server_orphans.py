@@ -1,5 +1,3 @@
-"""A killed server with a rank on Ray leaves no processes or files."""
-
 from __future__ import annotations
 
 import asyncio

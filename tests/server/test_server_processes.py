@@ -1,5 +1,3 @@
-"""Servers with real processes: disconnects, shutdown, failures and a soak test."""
-
 from __future__ import annotations
 
 import asyncio
@@ -35,8 +33,6 @@ LONG = {"prompt": "abc", "max_tokens": 500, "stream": True}
 
 
 class Stream(threading.Thread):
-    """A streamed completion that a thread reads."""
-
     def __init__(self, server: ServerProcess, **fields: Any) -> None:
         super().__init__(daemon=True)
         self.lines: list[str] = []
@@ -57,7 +53,6 @@ class Stream(threading.Thread):
         self.begun.set()
 
     def last(self) -> Any:
-        """Wait for the end of the stream and return its last event."""
         self.join(60)
         assert not self.is_alive()
         return self.lines[-1] if self.lines[-1] == "[DONE]" else json.loads(self.lines[-1])
@@ -221,8 +216,6 @@ def test_second_signal_exits_immediately(start_server: StartServer) -> None:
 
 
 class KilledAtOnce:
-    """Engines that have died when `kill` returns."""
-
     def __init__(self, *arguments: Any) -> None:
         self.died, self.cause = asyncio.Event(), "killed"
 

@@ -1,5 +1,3 @@
-"""Fair shares of the queue between API keys."""
-
 from __future__ import annotations
 
 import asyncio
@@ -210,12 +208,7 @@ def test_counts_of_all_keys_return_to_zero(actions: list[tuple[str, str, int]]) 
 
 @pytest.mark.parametrize(("others", "min_accurate"), [({"b": 5.0}, 0.95), ({"b": 0.1}, 0.75), ({"b": 1.0}, 0.75)])
 def test_retry_after_of_a_key_over_its_share_is_accurate(others: dict[str, float], min_accurate: float) -> None:
-    """Freed slots go to other keys within their share first.
-
-    Args:
-        others: Arrival rates of the other keys, as multiples of the capacity.
-        min_accurate: Minimum fraction of refusals whose Retry-After is long enough.
-    """
+    """Freed slots go to other keys within their share first."""
     queue, draw = Queue(), random.Random(3)
     rates = {"flood": 5.0, **others}
     made: deque[tuple[int, str]] = deque()

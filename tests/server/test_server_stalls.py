@@ -1,5 +1,3 @@
-"""Large bodies and slow readers neither block the event loop nor exhaust memory."""
-
 from __future__ import annotations
 
 import asyncio

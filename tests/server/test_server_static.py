@@ -1,5 +1,3 @@
-"""The source deserializes no code and opens no socket to all addresses."""
-
 from __future__ import annotations
 
 import ast

@@ -1,5 +1,3 @@
-"""Structured outputs over HTTP: notations, limits, and constraints that cannot be enforced."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Stop strings and detokenized output of one sequence."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -26,7 +24,6 @@ from skipjoin.server.api.text_offsets import prompt_offsets
 
 
 def first_complete(text: str, stops: list[str]) -> tuple[int, int] | None:
-    """Return the start and end of the stop string that is complete first."""
     ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     return (min(ends)[1], min(ends)[0]) if ends else None
 

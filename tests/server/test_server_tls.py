@@ -1,5 +1,3 @@
-"""TLS: requests, streams, refused bodies and certificates of clients."""
-
 from __future__ import annotations
 
 import shutil
@@ -16,7 +14,6 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs o
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return a certificate for 127.0.0.1, signed by itself, and its key."""
     folder = tmp_path_factory.mktemp("tls")
     files = folder / "cert.pem", folder / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]

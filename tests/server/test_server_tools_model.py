@@ -1,5 +1,3 @@
-"""Enforced tool calls with a model of random weights, whose output would otherwise be noise."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Validation of a server's settings before it starts."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Bidirectional block sharing (BROS section 5) over HTTP does not change outputs."""
-
 from __future__ import annotations
 
 import asyncio
@@ -30,7 +28,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def serving(folder: Path, *options: str) -> Iterator[str]:
-    """Run a server and yield its URL."""
     command = [str(SKIPJOIN), "serve", str(folder), *OPTIONS, *options]
     with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as server:
         try:

@@ -1,5 +1,3 @@
-"""Constrained outputs of a real model are valid, and the same after a server is killed in the middle of them."""
-
 from __future__ import annotations
 
 import json
@@ -38,8 +36,6 @@ MESSAGES: Any = [{"role": "user", "content": "hello"}]
 
 
 class Answer(BaseModel):
-    """Structure that the client derives a schema from."""
-
     color: Literal["red", "green"]
     level: Literal[1, 2, 3]
 

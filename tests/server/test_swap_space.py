@@ -1,5 +1,3 @@
-"""A server reports the size of its CPU pool."""
-
 from __future__ import annotations
 
 import subprocess

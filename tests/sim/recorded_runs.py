@@ -79,12 +79,7 @@ RUNS = {
 
 
 def record_hashes(run: str, *options: str) -> dict[str, str]:
-    """Return the hash of each record of a run, by the recipe's label and seed.
-
-    Args:
-        run: A key of `RUNS`.
-        options: Further command-line options.
-    """
+    """Return the hash of each record of a run, by the recipe's label and seed."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "records.json"
         done = CliRunner().invoke(app, ["simulate", *RUNS[run].split(), *options, "--out", str(out)])

@@ -1,5 +1,3 @@
-"""Several replicas on one virtual clock."""
-
 from __future__ import annotations
 
 import pytest

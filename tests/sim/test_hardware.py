@@ -1,5 +1,3 @@
-"""The catalogs of models and GPUs: published sizes and accepted spellings."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""The roofline cost model, compared with the papers' figures and with the invariants of every cost model."""
-
 from __future__ import annotations
 
 import statistics
@@ -21,12 +19,10 @@ def cost(model: str, hardware: str, efficiency: Efficiency | None = None) -> Roo
 
 
 def decodes(count: int, context: int) -> StepShape:
-    """Return a step in which `count` requests of `context` tokens decode."""
     return StepShape(decodes=count, context=count * context)
 
 
 def prefill(tokens: int) -> StepShape:
-    """Return a step that computes a whole prompt."""
     return StepShape(prefill=tokens, attention=tokens * (tokens + 1) // 2)
 
 

@@ -1,5 +1,3 @@
-"""The simulated link between the tiers: when moves finish and which result reports them."""
-
 from __future__ import annotations
 
 import pytest
@@ -18,7 +16,6 @@ FAST = LinearCost(floor=1.0, prefill_token=0.0, block=0.02)
 
 
 def move(direction: Direction, blocks: int, number: int = 0) -> Move:
-    """Return a move of that many blocks; `number` distinguishes moves."""
     ids = tuple(range(number, number + blocks))
     return Move(direction, make(99), ids, ids, blocks)
 

@@ -1,5 +1,3 @@
-"""The simulated executor with stages: several plans in flight and results in order."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -22,8 +20,6 @@ COST = LinearCost(floor=1.0, prefill_token=0.5, block=0.25)
 
 
 def plan(number: int, tokens: int = 0, *, blocking: int = 0, overlapped: int = 0) -> StepPlan:
-    """Return a prefill of `tokens` tokens with moves of that many blocks."""
-
     def moves(count: int) -> tuple[Move, ...]:
         ids = tuple(range(count))
         return (Move(Direction.OUT, make(99), ids, ids, count),) if count else ()

@@ -1,5 +1,3 @@
-"""Disaggregated prefill and decode: separate replicas connected by a network."""
-
 from __future__ import annotations
 
 from collections import Counter, defaultdict
@@ -35,12 +33,7 @@ WORLD = World("fcfs", cpu_blocks=400)
 
 @dataclass
 class Recorder(SplitWatcher):
-    """Records a run.
-
-    Attributes:
-        prompt_tokens: Number of prompt tokens computed, by replica.
-        output: Output tokens, by request.
-    """
+    """Records a run."""
 
     events: list[tuple[int, Event]] = field(default_factory=list)
     handovers: list[Handover] = field(default_factory=list)

@@ -1,5 +1,3 @@
-"""Timing of the simulator on its virtual clock."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -101,8 +99,6 @@ def test_a_run_can_end_early() -> None:
 
 
 class Refusing:
-    """Batcher that refuses every request."""
-
     def open(self, context: StepContext) -> Refusing:
         return self
 

@@ -22,8 +22,6 @@ from support.watch import World
 
 
 class Invariant(Protocol):
-    """A bound that a run must keep."""
-
     def check(self, run: BoundedRun, plan: StepPlan, begin: float, events: Sequence[Event]) -> None:
         """Check the state after a step, which began at `begin` and ends now."""
         ...

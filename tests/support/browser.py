@@ -28,7 +28,6 @@ class Watched:
             self.problems.append(f"{message.text} ({message.location.get('url')})")
 
     def barriers(self) -> list[str]:
-        """Return serious findings of axe."""
         from axe_playwright_python.sync_playwright import Axe  # noqa: PLC0415
 
         found = Axe().run(self.page).response["violations"]

@@ -32,12 +32,7 @@ class Outcome(NamedTuple):
 def outcomes_of(
     commands: Sequence[Sequence[str]], prelude: str = "", environment: Mapping[str, str] = MappingProxyType({})
 ) -> list[Outcome]:
-    """Run commands that end by themselves, one after another.
-
-    Args:
-        prelude: Code that runs before `skipjoin` is imported.
-        environment: Variables in addition to those of this process.
-    """
+    """Run commands that end by themselves, one after another."""
     program = [sys.executable, "-c", prelude + _PROGRAM, json.dumps(commands)]
     environment = {**os.environ, **environment}
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=280, check=False)

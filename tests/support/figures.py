@@ -21,7 +21,6 @@ def run_figure(evaluation: str, figure: str, out: Path, *options: str) -> dict[s
 
 
 def figure_module(evaluation: str, figure: str) -> ModuleType:
-    """Import the `run.py` of a figure."""
     path = BENCHMARKS / "papers" / evaluation / figure / "run.py"
     spec = importlib.util.spec_from_file_location(f"{evaluation}_{figure}", path)
     assert spec is not None

@@ -40,11 +40,7 @@ def project(
 
 
 def install(files: Mapping[str, str], folder: Path) -> Path:
-    """Install a project below `folder` without a network, and return the directory for `sys.path` or PYTHONPATH.
-
-    Args:
-        files: The project's files by path, of which one is pyproject.toml (`project`). Its backend is setuptools.
-    """
+    """Install a project below `folder` without a network, and return the directory for `sys.path` or PYTHONPATH."""
     source, site = folder / "source", folder / "site"
     for path, text in files.items():
         (source / path).parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,6 @@ class Mark:
         return {**os.environ, _NAME: self._value}
 
     def processes(self, name: str = "") -> list[psutil.Process]:
-        """Return the marked processes whose names contain `name`."""
         found = []
         for process in psutil.process_iter():
             try:

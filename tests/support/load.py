@@ -26,7 +26,6 @@ def make(
     client: str = "",
     **rest: Any,
 ) -> Request:
-    """Return a request with a prompt of `prompt` tokens."""
     options = RequestOptions(
         service=ServiceClass.BEST_EFFORT if best_effort else ServiceClass.REAL_TIME,
         priority=priority,

@@ -30,7 +30,6 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def stream(request: web.Request, *chunks: bytes) -> web.StreamResponse:
-    """Respond with a stream of chunks."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     for chunk in chunks:
@@ -39,7 +38,6 @@ async def stream(request: web.Request, *chunks: bytes) -> web.StreamResponse:
 
 
 def whole(tokens: int) -> tuple[bytes, ...]:
-    """Return the chunks of a complete response."""
     return (*[token()] * (tokens - 1), token("length"), usage(tokens), DONE)
 
 
@@ -48,15 +46,7 @@ async def complete(stub: OpenAiStub, request: web.Request, body: dict[str, Any])
 
 
 class OpenAiStub:
-    """Server that runs within a `with` statement.
-
-    Args:
-        handler: Responds to completions.
-        metrics: Text of /metrics, which is not found if it is empty.
-
-    Attributes:
-        bodies: Bodies of all completions so far.
-    """
+    """Server that runs within a `with` statement."""
 
     def __init__(self, handler: Handler = complete, *, api_key: str | None = None, metrics: str = "") -> None:
         self.bodies: list[dict[str, Any]] = []

@@ -13,7 +13,6 @@ _BODY = b"[" + b'{"a":1},' * 20_000 + b"1]"
 
 
 def slowness() -> float:
-    """Return the current slowdown of this machine, at least 1."""
     return max(1.0, statistics.median(_seconds() for _ in range(5)) / _USUAL_S)
 
 

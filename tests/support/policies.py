@@ -61,13 +61,7 @@ def told_by(policy: object, request: Request, now: float = 0.0, kv: KVLedger | N
 
 
 class Ranks(Callbacks):
-    """An ordering by numbers that a test sets; requests with equal numbers rank equal, in order of id.
-
-    Attributes:
-        numbers: Rank by request id.
-        read: Number of requests taken from `ranked`, over all calls.
-        found: Ids of the requests that `fitting` finds.
-    """
+    """An ordering by numbers that a test sets; requests with equal numbers rank equal, in order of id."""
 
     def __init__(self, numbers: dict[int, int]) -> None:
         self.numbers = numbers
@@ -128,15 +122,7 @@ def whole(request: Request, target: int, kv: KVLedger) -> Allocation:
 
 
 class Scripted(Callbacks):
-    """An admission policy that answers by request id, and grants other requests all that they may ever need.
-
-    Attributes:
-        answers: May change at any time.
-        asked: Request id and target of each question.
-
-    Args:
-        keeps: Numbers of blocks to fund accounts with.
-    """
+    """An admission policy that answers by request id, and grants other requests all that they may ever need."""
 
     def __init__(self, answers: dict[int, Answer], keeps: dict[Account, int] | None = None) -> None:
         self.answers = answers
@@ -197,8 +183,6 @@ class LendAlongside(LendAll):
 
 
 class DropTails(SpillAll):
-    """Drops only the missing blocks of victims."""
-
     how = Preemption.DROP
 
 

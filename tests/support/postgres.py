@@ -61,7 +61,6 @@ class Postgres:
         self._process.wait(30)
 
     def new_database(self) -> str:
-        """Create an empty database and return its URL."""
         self._count += 1
         name = f"test{self._count}"
         asyncio.run(self._execute(f"CREATE DATABASE {name}"))

@@ -37,7 +37,6 @@ class Queues:
         return self.mlfq.level(request)
 
     def drop(self, request: Request) -> None:
-        """Drop the KV of a request."""
         request.computed = request.planned = 0
         self.mlfq.on_preempted(request, self.now)
 

@@ -20,10 +20,8 @@ __all__ = ["RECIPES", "SPELLED", "build", "label_of", "own"]
 
 
 def build(label: str, settings: Settings, given: Mapping[str, Value] | None = None) -> Policies:
-    """Build the policies of the recipe with this label."""
     return RECIPES[label].build(settings, given or {})
 
 
 def own(label: str, given: Mapping[str, Value]) -> dict[str, Value]:
-    """Return those of the given parameters that the recipe with this label has and does not fix."""
     return recipes.own(SPELLED[label], given)

@@ -13,7 +13,6 @@ T = TypeVar("T")
 
 
 def parser(prog: str, text: str | None, minutes: float) -> argparse.ArgumentParser:
-    """Return a parser with the options of all drivers."""
     made = argparse.ArgumentParser(prog=prog, description=text, formatter_class=argparse.RawTextHelpFormatter)
     made.add_argument("--seed", type=int, default=secrets.randbelow(10**6), help="of all rounds (default: a new one)")
     made.add_argument("--round", type=int, default=0, help="the first one (default: 0)")
@@ -23,7 +22,6 @@ def parser(prog: str, text: str | None, minutes: float) -> argparse.ArgumentPars
 
 
 def limited(rounds: Iterator[T], count: int | None, minutes: float) -> Iterator[T]:
-    """Yield `count` of the rounds, or None for as many as begin in time."""
     end = time.monotonic() + 60 * minutes
     for this in itertools.islice(rounds, count):
         if count is None and time.monotonic() > end:

@@ -12,11 +12,7 @@ _CHUNK = b"x" * (64 << 10)
 
 
 class SmallDisk:
-    """A disk mounted on a folder, visible only to commands that begin with `enter`.
-
-    Raises:
-        OSError: The disk cannot be mounted.
-    """
+    """A disk mounted on a folder, visible only to commands that begin with `enter`."""
 
     def __init__(self, folder: Path, size: str) -> None:
         if shutil.which("unshare") is None or shutil.which("nsenter") is None:
@@ -37,17 +33,14 @@ class SmallDisk:
         self._filler = self.seen / "filler"
 
     def fill(self) -> None:
-        """Fill the disk completely."""
         with self._filler.open("ab", buffering=0) as file:
             for size in (len(_CHUNK), 1):
                 _write_all(file.fileno(), _CHUNK[:size])
 
     def empty(self) -> None:
-        """Free the space that `fill` used."""
         self._filler.unlink()
 
     def close(self) -> None:
-        """Unmount the disk."""
         self._process.kill()
         self._process.wait()
         assert self._process.stdout is not None
@@ -55,7 +48,6 @@ class SmallDisk:
 
 
 def _write_all(file: int, data: bytes) -> None:
-    """Write the data repeatedly until the disk is full."""
     try:
         while True:
             os.write(file, data)

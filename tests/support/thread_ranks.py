@@ -18,8 +18,6 @@ TIMEOUT_S = 30.0
 
 
 class Meeting:
-    """Shared state of all ranks of one model."""
-
     def __init__(self, tp_size: int, pp_size: int) -> None:
         self.tp_size, self.pp_size = tp_size, pp_size
         self.barriers = [threading.Barrier(tp_size) for _ in range(pp_size)]
@@ -27,14 +25,11 @@ class Meeting:
         self.inboxes = [queue.SimpleQueue[torch.Tensor | None]() for _ in range(tp_size * pp_size)]
 
     def groups(self) -> list[ThreadGroup]:
-        """Return the group of each rank."""
         ranks = range(self.tp_size * self.pp_size)
         return [ThreadGroup(Shard.of_rank(rank, self.tp_size, self.pp_size), self) for rank in ranks]
 
 
 class ThreadGroup:
-    """Fake of `Group` that counts the calls of each operation in `calls`."""
-
     def __init__(self, shard: Shard, meeting: Meeting) -> None:
         self.shard = shard
         self.waited_s = 0.0
@@ -79,7 +74,6 @@ class ThreadGroup:
             inbox.put(None)
 
     def _exchange(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of all ranks of the stage."""
         barrier, table = self._meeting.barriers[self.shard.pp_rank], self._meeting.tables[self.shard.pp_rank]
         table[self.shard.tp_rank] = x.clone()
         try:

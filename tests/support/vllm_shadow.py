@@ -39,8 +39,6 @@ init_none_hash(sha256)
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings of vLLM in one run."""
-
     recipe: str = "fastserve"
     is_async: bool = False
     runner: int = 1
@@ -59,7 +57,6 @@ class Setup:
 
 
 def write_model(folder: Path) -> Path:
-    """Write the configuration of a small model."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -80,7 +77,6 @@ def write_model(folder: Path) -> Path:
 
 
 def tier_config(**extra: float) -> KVTransferConfig:
-    """Return the configuration of the CPU tier."""
     return KVTransferConfig(
         kv_connector="CpuTier",
         kv_connector_module_path="skipjoin.vllm",
@@ -90,7 +86,6 @@ def tier_config(**extra: float) -> KVTransferConfig:
 
 
 def engine_config(model: Path, setup: Setup, *, seqs: int, tokens: int, blocks: int) -> Any:
-    """Return a `VllmConfig`."""
     chosen = {"recipe": setup.recipe, "forecaster": "none", "params": dict(setup.params)}
     more: dict[str, Any] = {"enable_lora": True, "max_loras": setup.loras} if setup.loras else {}
     if setup.cpu_blocks:
@@ -117,7 +112,6 @@ def engine_config(model: Path, setup: Setup, *, seqs: int, tokens: int, blocks: 
 
 
 def make_scheduler(config: Any, *, cls: type = Scheduler, runner: int = 1) -> Any:
-    """Return a scheduler over as many blocks as the configuration has."""
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
     groups = [KVCacheGroupSpec(["layer"], spec)]
     kv = KVCacheConfig(num_blocks=config.cache_config.num_gpu_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
@@ -128,14 +122,12 @@ def make_scheduler(config: Any, *, cls: type = Scheduler, runner: int = 1) -> An
 
 
 def make_request(name: str, prompt: list[int], max_tokens: int, *, caching: bool = False, **more: Any) -> Request:
-    """Return a request that ends at `max_tokens`."""
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=more.pop("extra_args", None))
     hasher = get_request_block_hasher(BLOCK_SIZE, sha256) if caching else None
     return Request(name, prompt, params, None, block_hasher=hasher, **more)
 
 
 def next_token(tokens: list[int]) -> int:
-    """Return the token that the runner samples; it depends on the tokens before it."""
     return hash((len(tokens), tuple(tokens[-3:]))) % 400 + 20
 
 
@@ -239,11 +231,7 @@ class ShadowRunner:
 
 @dataclass
 class ShadowWorld:
-    """Random requests, aborts, pauses, sleeps and resets on one scheduler.
-
-    Attributes:
-        ends: Names of requests in the order in which they finished.
-    """
+    """Random requests, aborts, pauses, sleeps and resets on one scheduler."""
 
     model: Path
     setup: Setup
@@ -267,7 +255,6 @@ class ShadowWorld:
         self.flights: list[tuple[Any, Any]] = []
 
     def jobs(self, count: int = 30) -> list[tuple[int, Request]]:
-        """Return requests with the steps in which they arrive."""
         draw, caching = self.draw, self.setup.caching
         common = [draw.randrange(20, 400) for _ in range(100)]
         found = []

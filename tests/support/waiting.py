@@ -11,7 +11,6 @@ PATIENCE_S = 120.0
 
 
 def wait_until(condition: Callable[[], object], seconds: float = PATIENCE_S) -> float:
-    """Wait for a condition and return the seconds that this took."""
     begin = time.monotonic()
     while not condition():
         assert time.monotonic() - begin < seconds, f"the condition does not hold after {seconds:g} s"
@@ -20,7 +19,6 @@ def wait_until(condition: Callable[[], object], seconds: float = PATIENCE_S) -> 
 
 
 async def until(condition: Callable[[], object], seconds: float = PATIENCE_S) -> None:
-    """Wait for a condition while other tasks run."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.002)

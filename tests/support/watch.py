@@ -33,13 +33,6 @@ class World:
     """Settings of a run, apart from its requests.
 
     The pools are small, so that the loads of `support.load` cause evictions.
-
-    Attributes:
-        eviction: Eviction policy; None keeps the recipe's own.
-        stages: Pipeline stages; with more than one, `depth` should be as large.
-        cost: Cost model of the policies.
-        machine: Cost model of simulated steps and transfers; None uses `cost`.
-        params: Parameters of the recipe, by name.
     """
 
     recipe: str = "fastserve"
@@ -60,7 +53,6 @@ class World:
     params: tuple[tuple[str, Value], ...] = ()
 
     def policies(self) -> Policies:
-        """Return the recipe's policies with this world's eviction policy."""
         limits = EngineLimits(
             requests=None,
             max_len=self.device_blocks * self.block_size,
@@ -83,19 +75,13 @@ class World:
         return policies if self.eviction is None else replace(policies, eviction=self.eviction())
 
     def core(self, policies: Policies | None = None, *, scheduler: type[Scheduler] = Scheduler) -> WatchedCore:
-        """Return a watched core of this world."""
         kv = KVLedger(self.device_blocks, self.cpu_blocks, self.block_size)
         return WatchedCore(scheduler(policies or self.policies(), kv, depth=self.depth, overlap=self.overlap))
 
 
 @dataclass(frozen=True)
 class NewcomerEviction:
-    """An eviction of a running request that only newcomers can have caused.
-
-    Attributes:
-        newcomers: Ids of the requests that can have caused it.
-        tokens: Number of tokens generated until then, by request id.
-    """
+    """An eviction of a running request that only newcomers can have caused."""
 
     victim: int
     newcomers: tuple[int, ...]
@@ -110,11 +96,6 @@ class WatchedCore(EngineCore):
     """An engine core that checks every plan, and after every decision that no block is leaked or doubled.
 
     A decision follows every step, so that a step that leaks a block is found by the next one.
-
-    Attributes:
-        trace: All plans with their times.
-        plans: Plans in flight, oldest first.
-        newcomer_evictions: In order of time.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -315,8 +296,6 @@ def plan_value(plan: StepPlan) -> Any:
 
 @dataclass
 class Run:
-    """A finished run."""
-
     core: WatchedCore
     requests: list[Request]
     end: float
@@ -335,7 +314,6 @@ SLICE_ERROR = "too large for the device"
 
 
 def fail_slices(result: StepResult, fails_slice: Callable[[Slice], bool]) -> StepResult:
-    """Return the result with some of its slices failed."""
     errors = {index: SLICE_ERROR for index, piece in enumerate(result.plan.slices) if fails_slice(piece)}
     if not errors:
         return result
@@ -363,12 +341,7 @@ def run(
     fails: Callable[[Move], bool] = never,
     fails_slice: Callable[[Slice], bool] = lambda piece: False,
 ) -> Run:
-    """Run the requests to their end on the virtual clock, and check every plan and that all blocks are free then.
-
-    Args:
-        fails: Whether a move fails.
-        fails_slice: Whether the executor fails a slice.
-    """
+    """Run the requests to their end on the virtual clock, and check every plan and that all blocks are free then."""
     todo = list(requests)
     core = core or world.core()
     events: list[Event] = []
@@ -380,14 +353,7 @@ def run(
 
 
 class Stepper:
-    """A driver with which a test starts and finishes single plans. `late`, `fails` and `fails_slice` may change.
-
-    Attributes:
-        tokens: Generated tokens by request id, as events report them.
-        late: Number of plans beyond its own that finish before an overlapped move ends.
-        fails: Whether a move fails.
-        fails_slice: Whether the executor fails a slice.
-    """
+    """A driver with which a test starts and finishes single plans. `late`, `fails` and `fails_slice` may change."""
 
     def __init__(self, core: WatchedCore, sample: Callable[[Request, int], int] = position_as_token) -> None:
         self.core = core
@@ -405,7 +371,6 @@ class Stepper:
             self.core.add(request, self.now)
 
     def start(self) -> StepPlan | None:
-        """Decide one plan."""
         plan = self.core.start_step(self.now)
         self._take()
         return plan
@@ -426,7 +391,6 @@ class Stepper:
         return plan
 
     def step(self) -> StepPlan:
-        """Start one plan and finish the oldest."""
         plan = self.start()
         assert plan is not None
         self.finish()

@@ -49,7 +49,6 @@ def is_variant(label: str) -> bool:
 
 
 def exhaustive(*values: Any) -> Any:
-    """Return a test parameter that only `make test-all` runs."""
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
@@ -79,7 +78,6 @@ def worlds(
     *,
     parts: int = 1,
 ) -> Any:
-    """Return a test parameter `world` for each combination; `parts` as in `combinations`."""
     return [
         pytest.param(
             world_of(recipe, pipeline, name), id=f"{recipe}-{'-'.join(map(str, pipeline))}-{name}", marks=marks

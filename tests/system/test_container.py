@@ -1,5 +1,3 @@
-"""Memory and CPU limits of a container, read from copies of the kernel's files."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -13,7 +11,6 @@ NO_LIMIT = str((1 << 63) - 4096)
 
 
 def system(root: Path, own: str, mounts: list[str], files: dict[str, str]) -> Path:
-    """Create and return a root folder whose process is in the cgroups `own`."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(own)
     (root / "proc/self/mountinfo").write_text("\n".join(mounts))
@@ -24,7 +21,6 @@ def system(root: Path, own: str, mounts: list[str], files: dict[str, str]) -> Pa
 
 
 def folder(path: str, limit: str, used: int, cache: int, kills: int = 0, *, version: int) -> dict[str, str]:
-    """Return the memory files of one cgroup."""
     if version == 2:
         names = ("memory.max", "memory.current", "inactive_file", "memory.events")
     else:

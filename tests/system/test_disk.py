@@ -1,5 +1,3 @@
-"""Full disks are named with their folder."""
-
 from __future__ import annotations
 
 import errno

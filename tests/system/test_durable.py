@@ -1,5 +1,3 @@
-"""Files stay intact after power losses, full disks and killed writers."""
-
 from __future__ import annotations
 
 import os

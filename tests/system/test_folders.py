@@ -1,5 +1,3 @@
-"""Locations of the user's files."""
-
 from __future__ import annotations
 
 import os
@@ -17,8 +15,6 @@ from skipjoin.system import folders
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """Remove the home folder, and return the folder for temporary files."""
-
     def home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 

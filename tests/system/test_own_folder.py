@@ -1,5 +1,3 @@
-"""Temporary folders of processes that were killed."""
-
 from __future__ import annotations
 
 import os

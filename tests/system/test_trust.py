@@ -1,5 +1,3 @@
-"""Caches that another user can change are not trusted."""
-
 from __future__ import annotations
 
 import json
@@ -150,8 +148,6 @@ def test_new_folders_are_private_under_any_umask(tmp_path: Path) -> None:
 
 
 class Compiler:
-    """Fake C++ compiler with recognizable output."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runs = 0
         monkeypatch.setattr(build.shutil, "which", lambda name: "/usr/bin/" + name)

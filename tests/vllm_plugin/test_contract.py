@@ -1,5 +1,3 @@
-"""The scheduler against vLLM, with a runner that checks every KV slot instead of a model."""
-
 from __future__ import annotations
 
 import os
@@ -89,7 +87,6 @@ def test_the_shadow_runner_finds_wrong_kv(model: Path) -> None:
 
 
 def finished(scheduler: Any, shadow: ShadowRunner) -> list[Any]:
-    """Run one step, and return the outputs of the requests that finished in it."""
     output = scheduler.schedule()
     results = scheduler.update_from_output(output, shadow.run(output)).values()
     return [one for outputs in results for one in outputs.outputs if one.finish_reason is not None]

@@ -23,8 +23,6 @@ from support.watch import World
 
 @dataclass
 class FakePool:
-    """A pool whose counts the test sets."""
-
     total: int = 40
     block_size: int = 4
     free: int = 40
@@ -43,7 +41,6 @@ class FakePool:
 
 
 def described(event: Event) -> tuple[object, ...]:
-    """Return an event without block numbers."""
     return (type(event).__name__, *map(plain, event))
 
 
@@ -60,7 +57,6 @@ def plain(part: object) -> object:
 
 
 def events_of(world: World, ledger: BlockLedger) -> list[tuple[object, ...]]:
-    """Return all events of a run of 80 requests."""
     events: list[Event] = []
     core = EngineCore(Scheduler(world.policies(), ledger, depth=world.depth, overlap=world.overlap))
     requests = load(7, 80, outputs=(1, 30), best_effort=0.3)

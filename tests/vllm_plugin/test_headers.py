@@ -1,5 +1,3 @@
-"""Scheduling headers of vLLM's server."""
-
 from __future__ import annotations
 
 import asyncio

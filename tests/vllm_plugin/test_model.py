@@ -1,5 +1,3 @@
-"""A small model on vLLM's CPU backend: outputs of preempted requests equal those of requests that run alone."""
-
 from __future__ import annotations
 
 import os

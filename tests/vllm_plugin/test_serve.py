@@ -1,5 +1,3 @@
-"""A server of vLLM with two data-parallel engines on CPUs, as an operator sees it."""
-
 from __future__ import annotations
 
 import json
@@ -39,18 +37,13 @@ ENVIRONMENT = {
 
 @dataclass
 class Server:
-    """A running server.
-
-    Attributes:
-        metrics: Port of the first engine's metrics. The second one has the next.
-    """
+    """A running server."""
 
     port: int
     metrics: int
     log: Path
 
     def complete(self, engine: int, name: str, tokens: int) -> dict[str, Any]:
-        """Return the response of a completion that an engine generates."""
         body = {"prompt": [7] * 20, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
         headers = {"content-type": "application/json", "x-request-id": name, "x-data-parallel-rank": str(engine)}
         url = f"http://127.0.0.1:{self.port}/v1/completions"
@@ -96,7 +89,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def ports(count: int) -> list[int]:
-    """Return free consecutive ports."""
     while True:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))

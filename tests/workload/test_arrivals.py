@@ -1,5 +1,3 @@
-"""Arrivals: mean rate, variation, bursts, and the syntax of options."""
-
 from __future__ import annotations
 
 import random

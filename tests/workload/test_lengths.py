@@ -1,5 +1,3 @@
-"""Lengths: the built-in tables compared with their sources, and the syntax of options."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Traces: accepted formats, and errors that name the line and column."""
-
 from __future__ import annotations
 
 import csv
@@ -30,7 +28,6 @@ def read(folder: Path, text: str, name: str = "trace.csv") -> Trace:
 
 
 def error_of(folder: Path, text: str, name: str = "trace.csv") -> str:
-    """Return the error for a file with this text, without the name of its folder."""
     with pytest.raises(ConfigError) as caught:
         read(folder, text, name)
     return str(caught.value).replace(f"{folder}{os.sep}", "")

@@ -1,5 +1,3 @@
-"""Workloads: a seed determines the jobs, a longer duration only adds jobs, and rates only stretch time."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Plans that an engine with its own allocator changes."""
-
 from __future__ import annotations
 
 import pytest
@@ -14,7 +12,6 @@ from support.watch import WatchedCore, World
 
 
 def started(world: World, *requests: Request) -> tuple[WatchedCore, StepPlan]:
-    """Return a core with these requests, and the plan of its first step."""
     core = world.core(scheduler=ForeignScheduler)
     for request in requests:
         core.add(request, 0.0)

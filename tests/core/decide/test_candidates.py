@@ -1,5 +1,3 @@
-"""Candidates of a step that batchers see: requests that could run, and the blocks that they would take."""
-
 from __future__ import annotations
 
 from skipjoin.core.context import StepContext
@@ -15,8 +13,6 @@ from support.watch import Stepper, World
 
 
 class Recording(Greedy):
-    """Records the candidates that it is offered."""
-
     def open(self, context: StepContext) -> BatchBuilder:
         self.seen = [request for request, _ in context.candidates]
         return super().open(context)

@@ -27,12 +27,7 @@ DEPTHS = pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), 
 
 
 class Scene:
-    """A stepper with blocks of 4 tokens, requests ranked by id, and an admission policy that a test scripts.
-
-    Args:
-        keeps: Number of blocks of the account.
-        eviction: Eviction policy; None drops the KV of victims.
-    """
+    """A stepper with blocks of 4 tokens, requests ranked by id, and an admission policy that a test scripts."""
 
     def __init__(
         self,
@@ -56,7 +51,6 @@ class Scene:
         self.stepper.add(*requests)
 
     def ran(self) -> list[int]:
-        """Run a step and return the ids of the requests in it."""
         return [piece.request.id for piece in self.stepper.step().slices]
 
     def drain(self) -> None:
@@ -76,7 +70,6 @@ class Scene:
 
 
 def granting(blocks: int, tokens: int | None = None, parent: Owner = None, *, draws: Account | None = None) -> Answer:
-    """Answer with a grant of `blocks` blocks in all, which must be available at once."""
     return lambda *_: Allocation(blocks, blocks, tokens=tokens, parent=parent, draws=draws)
 
 
@@ -156,11 +149,6 @@ def nesting(
     """Run a parent request and one whose reservation is nested in that of the parent.
 
     The parent has reserved 10 blocks and holds 2. The nested request has reserved 4 of them for 16 tokens, and holds 2.
-
-    Args:
-        account: Whether the parent's own reservation lies in an account, which has the whole pool.
-        output: Maximum output tokens of the nested request; 8 fit in its reservation.
-        cpu: Blocks of the CPU tier.
     """
     parent, nested = make(0, 8, 30), make(1, 8, output)
     owner = KEPT if account else None

@@ -17,7 +17,6 @@ from support.watch import Stepper, WatchedCore
 def queue(
     batcher: Batcher, length: int, blocks: int = 1000, admission: AdmissionPolicy | None = None
 ) -> tuple[Stepper, Ranks]:
-    """Queue `length` requests of one block each, ranked by id."""
     ordering = Ranks({number: number for number in range(length)})
     policies = Policies(ordering, batcher, admission or OnDemand(0.0), Recompute())
     stepper = Stepper(WatchedCore(Scheduler(policies, KVLedger(blocks, 0, 4))))

@@ -17,7 +17,6 @@ STOP = 0
 
 
 def stopping(request: Request, position: int) -> int:
-    """Return a token that depends on request and position; one in nine is the stop token."""
     return (request.id * 7 + position * 5) % 9
 
 

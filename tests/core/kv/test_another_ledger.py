@@ -136,7 +136,6 @@ def plain(part: Any) -> Any:
 
 
 def events_of(world: World, ledger: BlockLedger, best_effort: float) -> list[Event]:
-    """Return all events of a run of 80 requests."""
     events: list[Event] = []
     core = EngineCore(Scheduler(world.policies(), ledger, depth=world.depth, overlap=world.overlap))
     requests = load(7, 80, outputs=(1, 30), best_effort=best_effort)

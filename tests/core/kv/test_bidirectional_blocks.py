@@ -1,5 +1,3 @@
-"""Bidirectional block sharing: each request reads its own KV, in any order of calls."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -109,7 +107,6 @@ class SharingMachine:
         self.kv.release(request)
 
     def finish(self, some: int, *, fails: bool = False) -> None:
-        """End the oldest `some` moves."""
         ended, self.transit = self.transit[:some], self.transit[some:]
         lost: dict[Request, int] = {}
         if fails:
@@ -145,7 +142,6 @@ def test_no_request_reads_kv_of_another_one() -> None:
 
 
 def disturb(seed: int, seen: Counter[tuple[Direction, bool]]) -> None:
-    """Make random calls, and count the moves that they cause in `seen`."""
     draw, machine = Random(seed), SharingMachine()
     indices = range(REQUESTS)
     for _ in range(600):
@@ -169,7 +165,6 @@ def disturb(seed: int, seen: Counter[tuple[Direction, bool]]) -> None:
 
 
 def filled(kv: KVLedger, number: int, tokens: int, *, reverse: bool) -> Request:
-    """Return a request whose first `tokens` tokens are computed on the device."""
     request = request_of(number, reverse=reverse)
     kv.grow(request, tokens)
     request.computed = request.planned = tokens
@@ -177,7 +172,6 @@ def filled(kv: KVLedger, number: int, tokens: int, *, reverse: bool) -> Request:
 
 
 def fill(kv: KVLedger, request: Request, tokens: int) -> list[Move]:
-    """Compute the request's first `tokens` tokens, and return the moves that this causes."""
     moves = [*kv.sharing.take_back(request, tokens)]
     kv.grow(request, tokens)
     moves += kv.sharing.take_slots(request, tokens)

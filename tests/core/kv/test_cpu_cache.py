@@ -1,5 +1,3 @@
-"""Prefix-cache hits on the CPU tier."""
-
 from __future__ import annotations
 
 import pytest
@@ -44,7 +42,6 @@ def stepper(
 
 
 def text(number: int) -> range:
-    """Return the tokens of seven blocks and one token more."""
     return range(1000 * number, 1000 * number + 7 * BLOCK + 1)
 
 
@@ -53,7 +50,6 @@ def on_cpu(steps: Stepper) -> list[int]:
 
 
 def computed(kv: KVLedger, number: int, of: int) -> Request:
-    """Return a request that holds the KV of a text and has offered it to the cache."""
     request = request_for(number, text(of))
     kv.grow(request, 28)
     request.computed = request.planned = 28

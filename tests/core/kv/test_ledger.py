@@ -1,5 +1,3 @@
-"""Block accounting of the ledger: no block leaks or has two owners, and misuse is an error."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
@@ -105,7 +103,6 @@ class LedgerMachine(RuleBasedStateMachine):
             assert held.room == min(len(held.device) * BLOCK, request.reserved_tokens)
 
     def ancestors(self, parent: Owner) -> set[Request]:
-        """Return the parent, if it is a request, and all requests in whose reservations its own is nested."""
         found: set[Request] = set()
         one: Owner = parent
         while isinstance(one, Request):
@@ -366,7 +363,6 @@ TestLedgerMachine.settings = settings(stateful_step_count=50)
 
 
 def blocks_of(kv: KVLedger, number: int, tokens: int) -> Request:
-    """Return a request whose `tokens` tokens are computed on the device."""
     request = make(number, tokens)
     kv.grow(request, tokens)
     request.computed = request.planned = tokens
@@ -558,7 +554,6 @@ def test_a_blocking_move_frees_blocks_immediately_and_an_overlapped_one_when_it_
 
 
 def on_cpu(kv: KVLedger, number: int, tokens: int) -> Request:
-    """Return a request whose KV has moved out."""
     request = blocks_of(kv, number, tokens)
     kv.land(kv.move_out(request, blocking=True))
     return request

@@ -17,7 +17,6 @@ BLOCK = 4
 
 
 def records(count: int) -> tuple[Reservations, dict[Request, RequestBlocks]]:
-    """Return records of requests that hold two blocks each."""
     tree, held = Reservations(20), dict[Request, RequestBlocks]()
     for number in range(count):
         request, device = make(number), [2 * number, 2 * number + 1]

@@ -1,5 +1,3 @@
-"""Automatic prefix caching: cache hits, waiting for KV that another request computes, and cache keys."""
-
 from __future__ import annotations
 
 from collections import Counter

@@ -1,5 +1,3 @@
-"""Reservations alone: numbers of blocks, without allocation."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -15,7 +13,6 @@ PROMPTS = Account("prompts")
 
 
 def nested() -> tuple[Reservations, list[Reservation]]:
-    """Return three reservations, each nested in the one before."""
     tree, requests = Reservations(BLOCKS), [make(number) for number in range(3)]
     opened = [tree.open(request, []) for request in requests]
     for request, parent, blocks in zip(requests, (None, *requests), (10, 6, 2), strict=False):

@@ -1,5 +1,3 @@
-"""Swapping between the tiers: moves that outlast steps, failed moves, and requests that wait for them."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Closed streams in simulated runs: when jobs are submitted, which jobs, and what records say about them."""
-
 from __future__ import annotations
 
 import math
@@ -46,7 +44,6 @@ def cell(
 
 
 def closed_facts(one: Cell) -> list[RequestFacts]:
-    """Return the facts of the closed stream's requests in the order of their jobs."""
     simulated = Run(one)
     facts = [fact for shard in range(one.shards) for fact in simulated.shard(shard).facts if fact.stream == "be"]
     return sorted(facts, key=lambda fact: (fact.arrival, fact.id))

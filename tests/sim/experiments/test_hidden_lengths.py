@@ -34,7 +34,6 @@ class ShortOutputEndsError(Exception):
 
 
 def workload(output: int) -> Replay:
-    """Return thirty requests, the first of which has an output of this length."""
     draw = random.Random(0)
     others = [TraceRow(number * 0.05, draw.randint(8, 200), draw.randint(4, 120)) for number in range(1, 30)]
     return Replay(Trace("lengths", (TraceRow(0.0, 40, output), *others)))

@@ -1,5 +1,3 @@
-"""Answers of `skipjoin simulate`: combined bounds, bottlenecks, and what the figures rest on."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -35,7 +35,6 @@ KINDS = ("count to five", "tell a long story of the sea")
 def predicted(
     text: str, jobs: Sequence[WorkloadRequest] = JOBS, workload: Workload = SHAREGPT, seed: int = 0
 ) -> list[float]:
-    """Return the forecast of each job."""
     predictor = parse_predictor(text).make(workload, jobs, seed)
     requests = (Request(number, 0.0, [0], 2048) for number in range(len(jobs)))
     return [predictor.forecast(request).forecast.tokens for request in requests]
@@ -52,7 +51,6 @@ def texts(**columns: Column) -> Replay:
 
 
 def prediction(text: str | None, workload: Workload, recipe: str = "alise") -> dict[str, Any]:
-    """Run the workload and return the record's `prediction`."""
     system = replace(SYSTEM, recipe=recipe, predictor=text)
     found: dict[str, Any] = run(Cell(system, workload, Extent(None, None, 0)))["prediction"]
     return found

@@ -1,5 +1,3 @@
-"""One simulated run: what its record reports, and that it depends on its arguments only."""
-
 from __future__ import annotations
 
 import math
@@ -255,7 +253,6 @@ def test_batched_simulation_of_steps_changes_no_recipe(recipe: str) -> None:
 
 
 def cramped(recipe: str, rate_rps: float, until_s: float) -> Cell:
-    """Return a run in which KV is short at the higher rates."""
     system = replace(
         SYSTEM,
         recipe=SPELLED[recipe],
@@ -323,7 +320,6 @@ GIB = 1 << 30
 
 
 def settings_of(machine: Machine, **settings: Any) -> dict[str, Any]:
-    """Return the settings that the record of a system on this machine reports."""
     (system,) = machine.systems("fastserve", **settings)
     return system.describe()
 

@@ -1,5 +1,3 @@
-"""Records of disaggregated runs, in which some replicas only prefill."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Sweeps in parallel processes, searches, and the `simulate` command."""
-
 from __future__ import annotations
 
 import json
@@ -35,8 +33,6 @@ SMALL = ["--model", "opt-13b", "--kv-gib", "11", "--lengths", "uniform:8-64,4-16
 
 
 class Collector:
-    """Collects the cells and records of a sweep."""
-
     def __init__(self) -> None:
         self.cells: dict[int, Cell] = {}
         self.records: dict[int, Record] = {}
@@ -132,8 +128,6 @@ def test_a_search_finds_the_fewest_replicas(needed: int, start: int, requests: i
 
 
 class Fixed:
-    """A workload of `requests` requests without content."""
-
     best_effort = None
     closed = ()
 

@@ -1,5 +1,3 @@
-"""Prompts with common prefixes: the hits of a simulated run and what its record reports."""
-
 from __future__ import annotations
 
 import json

@@ -18,313 +18,83 @@ IMPURE = {"asyncio", "time", "random", "logging", "threading", "socket"}
 PURE_STDLIB = set(sys.stdlib_module_names) - IMPURE
 
 # For each package or module under skipjoin, the parts of skipjoin that it may import. Name a package itself to allow
-# imports within it. A name does not cover subpackages that have their own rule.
-ALLOWED: dict[str, set[str]] = {
-    "__main__": {"cli"},
-    "core": {"core", "core.decide", "core.kv.interface", "core.kv.reservations"},
-    "core.kv": {"core.kv", "core.prefixes", "core.request", "core.step"},
-    "core.decide": {"core", "core.decide", "core.kv.interface", "core.kv.reservations"},
-    "policies": {
-        "core",
-        "core.kv.interface",
-        "core.kv.reservations",
-        "policies",
-    },
-    "extras": {"options", "version"},
-    "kv_format": set(),
-    "options": set(),
-    "policy": {
-        "core",
-        "core.kv.interface",
-        "options",
-        "policies",
-        "recipes",
-    },
-    "recipes": {"core", "options", "policies", "recipes"},
-    "routes": {"config"},  # for type checkers
-    "sampling": {"structured_output"},
-    "structured_output": set(),
-    "system": {"system"},
-    "version": set(),
-    "config": {"kv_format", "config", "config.access", "config.key_files", "options", "recipes"},
-    "config.access": {"config.key_files", "options"},
-    "config.key_files": {"options"},
-    "config.profile": {"config", "policies.cost", "system.disk", "system.durable", "system.folders"},
-    "observe": {"core", "core.kv.reservations", "observe"},
-    "workload": {"config", "core", "observe", "options", "workload"},
-    "report": {"config", "report", "system.disk"},
-    "sim": {"kv_format", "config", "core", "exec.base", "exec.simulated", "observe", "policies", "recipes", "sim"},
-    "sim.experiments": {
-        "kv_format",
-        "config",
-        "config.profile",
-        "core",
-        "core.decide.scheduler",
-        "core.kv.ledger",
-        "exec.simulated",
-        "forecast",
-        "observe",
-        "options",
-        "policies",
-        "recipes",
-        "report",
-        "sim",
-        "sim.experiments",
-        "system.garbage",
-        "version",
-        "workload",
-    },
-    "loadtest": {"config", "core", "loadtest", "observe", "options", "routes", "system.machine", "version", "workload"},
-    "demo": {"config", "demo", "loadtest", "observe", "report", "system.disk", "workload"},
-    "replay": {"config", "core", "options", "policies", "recipes", "replay", "sim.experiments", "workload"},
-    "forecast": {"config", "core.forecast", "forecast", "options", "system.durable", "system.folders", "version"},
-    "exec.base": {"core"},
-    "exec.simulated": {"core", "exec.base"},
-    "exec": {
-        "kv_format",
-        "config.profile",
-        "core",
-        "exec",
-        "exec.base",
-        "model",
-        "policies.cost",
-        "sampling",
-        "system.container",
-        "system.machine",
-        "version",
-    },
-    "exec.ranks": {
-        "config.profile",
-        "core",
-        "exec",
-        "exec.base",
-        "exec.ranks",
-        "model",
-        "sampling",
-        "system.container",
-        "system.garbage",
-        "version",
-    },
-    "model": {
-        "kv_format",
-        "builtin",
-        "formats",
-        "model",
-        "sampling",
-        "schemas",
-        "structured_output",
-        "system.container",
-        "system.disk",
-        "system.durable",
-        "system.folders",
-        "system.own_folder",
-    },
-    "builtin": set(),
-    "formats": {"formats", "schemas", "structured_output"},
-    "schemas": {"schemas", "structured_output"},
-    "engine": {
-        "kv_format",
-        "builtin",
-        "config",
-        "config.profile",
-        "core",
-        "core.decide.scheduler",
-        "core.kv.interface",
-        "core.kv.ledger",
-        "engine",
-        "exec",
-        "exec.base",
-        "exec.ranks",
-        "forecast",
-        "formats",
-        "model",
-        "options",
-        "policies",
-        "recipes",
-        "sampling",
-        "structured_output",
-        "system.durable",
-        "system.machine",
-        "version",
-    },
-    "async_llm": {"chat", "core", "engine", "formats", "llm_arguments", "local_engine", "sampling"},
-    "llm": {"chat", "core", "formats", "llm_arguments", "local_engine", "recipes", "sampling", "structured_output"},
-    "llm_arguments": {"chat", "core", "formats", "sampling"},
-    "local_engine": {
-        "chat",
-        "config",
-        "core",
-        "engine",
-        "formats",
-        "model",
-        "options",
-        "sampling",
-        "structured_output",
-    },
-    "chat": {"formats", "model.chat_text", "model.tokenizer", "sampling", "structured_output"},
-    "server.engines": {
-        "kv_format",
-        "config",
-        "core",
-        "core.kv.interface",
-        "core.kv.block_pool",
-        "engine",
-        "exec.ranks.cluster",
-        "exec.ranks.nodes",
-        "model.config",
-        "model.folder",
-        "observe",
-        "options",
-        "policies",
-        "recipes",
-        "sampling",
-        "server.engines",
-        "server.logs",
-        "server.metrics",
-        "system.container",
-        "system.disk",
-        "system.garbage",
-        "system.machine",
-        "system.own_folder",
-        "version",
-    },
-    "server.api": {
-        "chat",
-        "config",
-        "config.access",
-        "config.key_files",
-        "core",
-        "engine.forecasting",
-        "engine.text",
-        "formats",
-        "model.config",
-        "model.folder",
-        "model.grammar_check",
-        "model.tokenizer",
-        "observe",
-        "recipes",
-        "routes",
-        "sampling",
-        "server.api",
-        "server.engines",
-        "server.metrics",
-        "structured_output",
-        "version",
-    },
-    "server.relay": {
-        "config",
-        "config.access",
-        "routes",
-        "server.api",
-        "server.listeners",
-        "server.logs",
-        "server.relay",
-    },
-    "server.batches": {
-        "config",
-        "core.request",
-        "routes",
-        "sampling",
-        "server.api",
-        "server.batches",
-        "server.engines.errors",
-        "server.metrics",
-        "system.disk",
-        "system.folders",
-        "system.locks",
-        "version",
-    },
-    "server": {
-        "config",
-        "config.access",
-        "core",
-        "engine.forecasting",
-        "extras",
-        "model.config",
-        "model.folder",
-        "model.generation_config",
-        "model.tokenizer",
-        "observe",
-        "recipes",
-        "server",
-        "server.api",
-        "server.batches",
-        "server.engines",
-        "system.garbage",
-        "system.machine",
-    },
-    "vllm": {
-        "core",
-        "core.decide.scheduler",
-        "core.kv.block_pool",
-        "core.kv.interface",
-        "core.kv.reservations",
-        "forecast",
-        "observe",
-        "options",
-        "policies",
-        "recipes",
-        "routes",
-        "version",
-        "vllm",
-    },
-    "cli": {
-        "kv_format",
-        "builtin",
-        "cli",
-        "config",
-        "config.profile",
-        "core.request",
-        "demo",
-        "engine",
-        "extras",
-        "forecast",
-        "llm",
-        "loadtest",
-        "local_engine",
-        "model",
-        "observe",
-        "options",
-        "policies",
-        "recipes",
-        "replay",
-        "report",
-        "sampling",
-        "server",
-        "server.batches",
-        "server.engines",
-        "server.logs",
-        "server.relay",
-        "sim",
-        "sim.experiments",
-        "system.container",
-        "system.disk",
-        "system.durable",
-        "system.folders",
-        "system.garbage",
-        "system.machine",
-        "version",
-        "workload",
-    },
+# imports within it. A name does not cover subpackages that have their own rule. `routes` imports
+# for type checkers only.
+RULES = """
+__main__: cli
+core: core core.decide core.kv.interface core.kv.reservations
+core.kv: core.kv core.prefixes core.request core.step
+core.decide: core core.decide core.kv.interface core.kv.reservations
+policies: core core.kv.interface core.kv.reservations policies
+extras: options version
+kv_format:
+options:
+policy: core core.kv.interface options policies recipes
+recipes: core options policies recipes
+routes: config
+sampling: structured_output
+structured_output:
+system: system
+version:
+config: config config.access config.key_files kv_format options recipes
+config.access: config.key_files options
+config.key_files: options
+config.profile: config policies.cost system.disk system.durable system.folders
+observe: core core.kv.reservations observe
+workload: config core observe options workload
+report: config report system.disk
+sim: config core exec.base exec.simulated kv_format observe policies recipes sim
+sim.experiments: config config.profile core core.decide.scheduler core.kv.ledger exec.simulated forecast kv_format
+    observe options policies recipes report sim sim.experiments system.garbage version workload
+loadtest: config core loadtest observe options routes system.machine version workload
+demo: config demo loadtest observe report system.disk workload
+replay: config core options policies recipes replay sim.experiments workload
+forecast: config core.forecast forecast options system.durable system.folders version
+exec.base: core
+exec.simulated: core exec.base
+exec: config.profile core exec exec.base kv_format model policies.cost sampling system.container system.machine
+    version
+exec.ranks: config.profile core exec exec.base exec.ranks model sampling system.container system.garbage version
+model: builtin formats kv_format model sampling schemas structured_output system.container system.disk system.durable
+    system.folders system.own_folder
+builtin:
+formats: formats schemas structured_output
+schemas: schemas structured_output
+engine: builtin config config.profile core core.decide.scheduler core.kv.interface core.kv.ledger engine exec
+    exec.base exec.ranks forecast formats kv_format model options policies recipes sampling structured_output
+    system.durable system.machine version
+async_llm: chat core engine formats llm_arguments local_engine sampling
+llm: chat core formats llm_arguments local_engine recipes sampling structured_output
+llm_arguments: chat core formats sampling
+local_engine: chat config core engine formats model options sampling structured_output
+chat: formats model.chat_text model.tokenizer sampling structured_output
+server.engines: config core core.kv.block_pool core.kv.interface engine exec.ranks.cluster exec.ranks.nodes kv_format
+    model.config model.folder observe options policies recipes sampling server.engines server.logs server.metrics
+    system.container system.disk system.garbage system.machine system.own_folder version
+server.api: chat config config.access config.key_files core engine.forecasting engine.text formats model.config
+    model.folder model.grammar_check model.tokenizer observe recipes routes sampling server.api server.engines
+    server.metrics structured_output version
+server.relay: config config.access routes server.api server.listeners server.logs server.relay
+server.batches: config core.request routes sampling server.api server.batches server.engines.errors server.metrics
+    system.disk system.folders system.locks version
+server: config config.access core engine.forecasting extras model.config model.folder model.generation_config
+    model.tokenizer observe recipes server server.api server.batches server.engines system.garbage system.machine
+vllm: core core.decide.scheduler core.kv.block_pool core.kv.interface core.kv.reservations forecast observe options
+    policies recipes routes version vllm
+cli: builtin cli config config.profile core.request demo engine extras forecast kv_format llm loadtest local_engine
+    model observe options policies recipes replay report sampling server server.batches server.engines server.logs
+    server.relay sim sim.experiments system.container system.disk system.durable system.folders system.garbage
+    system.machine version workload
+"""
+ALLOWED = {
+    name: set(parts.split())
+    for name, parts in (rule.split(":") for rule in RULES.replace("\n    ", " ").strip().splitlines())
 }
 # Parts that import only the standard library and skipjoin, and use neither clocks nor random numbers.
 PURE = {"core", "core.kv", "core.decide", "options", "policies", "policy", "recipes"}
 STDLIB_ONLY = {
-    "config.access",
-    "config.key_files",
-    "config.profile",
-    "sim",
-    "sim.experiments",
-    "system",
-    "workload",
-    "observe",
-    "config",
-    "extras",
-    "routes",
-    "sampling",
-    "version",
-    "exec.base",
-    "exec.simulated",
+    *("config", "config.access", "config.key_files", "config.profile", "exec.base", "exec.simulated", "extras"),
+    *("observe", "routes", "sampling", "sim", "sim.experiments", "system", "version", "workload"),
 }
 # The layers of `core`. A module imports only from its own layer and those above it in this table.
 CORE_LAYERS = (
@@ -341,59 +111,10 @@ CORE_LAYERS = (
 # The modules of `core/kv` that implement one ledger. `reservations` and `block_pool` define types for every ledger.
 PARTS = ("shared_blocks", "prefix_cache", "cpu_cache", "request_blocks", "transfers")
 LEDGER = {f"skipjoin.core.kv.{name}" for name in ("ledger", *PARTS)}
-# Parts that must not import the server.
-BELOW_SERVER = {
-    "core",
-    "core.kv",
-    "core.decide",
-    "extras",
-    "options",
-    "routes",
-    "sampling",
-    "system",
-    "version",
-    "builtin",
-    "engine",
-    "exec.ranks",
-    "async_llm",
-    "chat",
-    "llm",
-    "llm_arguments",
-    "local_engine",
-    "policies",
-    "policy",
-    "recipes",
-    "observe",
-    "forecast",
-    "workload",
-    "loadtest",
-    "demo",
-    "replay",
-    "report",
-    "sim",
-    "sim.experiments",
-    "exec",
-    "exec.base",
-    "exec.simulated",
-    "model",
-    "config",
-    "config.access",
-    "config.key_files",
-    "config.profile",
-    "vllm",
-}
 # Modules of `server.api` that prepare and run requests for any transport, such as HTTP or batch files.
 WITHOUT_HTTP = {
-    "chat",
-    "completions",
-    "forecasting",
-    "generation",
-    "limits",
-    "openai_format",
-    "options",
-    "protocol",
-    "responses",
-    "service",
+    *("chat", "completions", "forecasting", "generation", "limits", "openai_format", "options", "protocol"),
+    *("responses", "service"),
 }
 # Paths in which marked imports may be inside functions: optional back ends, the package itself, whose import must stay
 # light, the command line, whose help must start quickly, code that needs Ray or vLLM, the engine process, which imports
@@ -483,22 +204,17 @@ def imports() -> list[Import]:
     return [found for file in FILES for found in imports_of(file)]
 
 
+def of_part(part: str, *, skipjoin: bool) -> list[Import]:
+    found = [found for found in imports() if part_of(found.file) == part]
+    return [one for one in found if (one.module.split(".")[0] == "skipjoin") is skipjoin]
+
+
 def broken(rule: str, found: list[Import]) -> str:
     return rule + ":\n" + "\n".join(map(str, found))
 
 
 def test_imports_are_found() -> None:
-    assert {
-        "core.kv",
-        "core.decide",
-        "policies",
-        "recipes",
-        "sim",
-        "sim.experiments",
-        "exec.base",
-        "exec.simulated",
-        "config",
-    } <= set(map(part_of, FILES))
+    assert {"core.kv", "core.decide", "policies", "sim.experiments", "exec.base"} <= set(map(part_of, FILES))
     assert len(imports()) > 50
 
 
@@ -508,34 +224,15 @@ def test_every_package_has_a_rule() -> None:
 
 @pytest.mark.parametrize("part", ALLOWED)
 def test_package_imports_only_what_its_rule_allows(part: str) -> None:
-    wrong = [
-        found
-        for found in imports()
-        if part_of(found.file) == part
-        and found.module.split(".")[0] == "skipjoin"
-        and not is_allowed(found.module, ALLOWED[part])
-    ]
+    wrong = [found for found in of_part(part, skipjoin=True) if not is_allowed(found.module, ALLOWED[part])]
     assert not wrong, broken(f"{part} may import {sorted(ALLOWED[part])} of skipjoin", wrong)
 
 
-@pytest.mark.parametrize("part", sorted(PURE))
-def test_scheduling_packages_import_no_clocks_or_third_party_code(part: str) -> None:
-    wrong = [
-        found
-        for found in imports()
-        if part_of(found.file) == part and found.module.split(".")[0] not in PURE_STDLIB | {"skipjoin"}
-    ]
-    assert not wrong, broken(f"{part} imports the standard library without {sorted(IMPURE)}", wrong)
-
-
-@pytest.mark.parametrize("part", sorted(STDLIB_ONLY))
+@pytest.mark.parametrize("part", sorted(PURE | STDLIB_ONLY))
 def test_light_packages_import_only_the_standard_library(part: str) -> None:
-    wrong = [
-        found
-        for found in imports()
-        if part_of(found.file) == part and found.module.split(".")[0] not in sys.stdlib_module_names | {"skipjoin"}
-    ]
-    assert not wrong, broken(f"{part} imports the standard library only", wrong)
+    names = PURE_STDLIB if part in PURE else sys.stdlib_module_names
+    wrong = [found for found in of_part(part, skipjoin=False) if found.module.split(".")[0] not in names]
+    assert not wrong, broken(f"{part} imports the standard library only, pure parts without {sorted(IMPURE)}", wrong)
 
 
 def test_core_depends_on_the_ledger_interface_only() -> None:
@@ -563,9 +260,9 @@ def layer(file: Path) -> str:
     return file.relative_to(PACKAGE / "core").with_suffix("").parts[0]
 
 
-def test_lower_packages_do_not_import_the_server() -> None:
-    wrong = [found for found in imports() if part_of(found.file) in BELOW_SERVER and is_within(found.module, "server")]
-    assert not wrong, broken("only the command line imports the server", wrong)
+def test_only_the_command_line_may_import_the_server() -> None:
+    users = {part for part, names in ALLOWED.items() if any(name.split(".")[0] == "server" for name in names)}
+    assert {part for part in users if part.split(".")[0] != "server"} == {"cli"}
 
 
 def test_generation_modules_do_not_import_http_frameworks() -> None:

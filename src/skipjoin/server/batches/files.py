@@ -63,9 +63,7 @@ async def read_file(request: Request, file_id: str) -> Response:
 async def delete_file(request: Request, file_id: str) -> Response:
     """Delete a file. Batches that read it continue."""
     context = context_of(request)
-    row = await context.store.files.delete(owner_of(request), file_id)
-    if row is None:
-        raise not_found(file_id)
+    row = _found(await context.store.files.delete(owner_of(request), file_id), file_id)
     with suppress(StoreError):  # the file is deleted, and the periodic task will remove its content
         await sweep(context.store, context.blobs)
     return json_response({"id": row.id, "object": "file", "deleted": True})
@@ -186,15 +184,14 @@ def limit_of(query: Mapping[str, str], *, most: int, default: int) -> int:
     return int(text)
 
 
-async def find(store: Store, request: Request, file_id: str) -> FileRow:
-    row = await store.files.get(owner_of(request), file_id)
+async def find(store: Store, request: Request, file_id: str, param: str = "file_id") -> FileRow:
+    return _found(await store.files.get(owner_of(request), file_id), file_id, param)
+
+
+def _found(row: FileRow | None, file_id: str, param: str = "file_id") -> FileRow:
     if row is None:
-        raise not_found(file_id)
+        raise ApiError(404, f"there is no file {file_id!r}", param=param)
     return row
-
-
-def not_found(file_id: str) -> ApiError:
-    return ApiError(404, f"there is no file {file_id!r}", param="file_id")
 
 
 async def sweep(store: Store, blobs: Blobs) -> None:

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-import msgspec
 from pydantic import Field
 
 from skipjoin.server.api.errors import bad_request
 from skipjoin.server.api.fields import Body
-from skipjoin.server.batches.records import BatchRow, BatchStatus, LineError
+from skipjoin.server.batches.records import BatchRow
 
 # OpenAI's bounds of metadata and of the expiry of output files.
 _MAX_KEYS, _LONGEST_KEY, _LONGEST_VALUE = 16, 64, 512
@@ -49,85 +48,27 @@ def window_s(text: str) -> int:
     return seconds
 
 
-class ErrorList(msgspec.Struct, frozen=True):
-    data: tuple[LineError, ...]
-    object: str = "list"
-
-
-class RequestCounts(msgspec.Struct, frozen=True):
-    """Numbers of lines. Expired and cancelled lines count neither as completed nor as failed."""
-
-    total: int
-    completed: int
-    failed: int
-
-
-class InputDetails(msgspec.Struct, frozen=True):
-    cached_tokens: int = 0
-
-
-class OutputDetails(msgspec.Struct, frozen=True):
-    reasoning_tokens: int = 0
-
-
-class BatchUsage(msgspec.Struct, frozen=True):
-    input_tokens: int
-    output_tokens: int
-    total_tokens: int
-    input_tokens_details: InputDetails = InputDetails()
-    output_tokens_details: OutputDetails = OutputDetails()
-
-
-class BatchObject(msgspec.Struct, frozen=True):
-    id: str
-    endpoint: str
-    model: str | None
-    input_file_id: str
-    completion_window: str
-    status: BatchStatus
-    output_file_id: str | None
-    error_file_id: str | None
-    created_at: int
-    in_progress_at: int | None
-    expires_at: int
-    finalizing_at: int | None
-    completed_at: int | None
-    failed_at: int | None
-    expired_at: int | None
-    cancelling_at: int | None
-    cancelled_at: int | None
-    metadata: dict[str, str] | None
-    errors: ErrorList | None
-    request_counts: RequestCounts
-    usage: BatchUsage
-    object: str = "batch"
-
-
-class BatchList(msgspec.Struct, frozen=True):
-    data: list[BatchObject]
-    has_more: bool
-    first_id: str | None
-    last_id: str | None
-    object: str = "list"
-
-
 # Fields that row and object have in common.
-_SAME = tuple(name for name in BatchObject.__struct_fields__ if name in BatchRow.__dataclass_fields__)
-_CHANGED = ("metadata", "errors")
+_SAME = (
+    *("id", "endpoint", "model", "input_file_id", "completion_window", "status", "output_file_id", "error_file_id"),
+    *("created_at", "in_progress_at", "expires_at", "finalizing_at", "completed_at", "failed_at", "expired_at"),
+    *("cancelling_at", "cancelled_at", "metadata"),
+)
 
 
-def batch_object(row: BatchRow) -> BatchObject:
-    same = {name: getattr(row, name) for name in _SAME if name not in _CHANGED}
+def batch_object(row: BatchRow) -> dict[str, Any]:
+    """Return OpenAI's object of a batch. Expired and cancelled lines count neither as completed nor as failed."""
     tokens = row.prompt_tokens, row.completion_tokens
-    return BatchObject(
-        **same,
-        metadata=None if row.metadata is None else dict(row.metadata),
-        errors=ErrorList(row.errors) if row.errors else None,
-        request_counts=RequestCounts(row.total, row.completed, row.failed),
-        usage=BatchUsage(*tokens, sum(tokens), InputDetails(row.cached_tokens)),
-    )
-
-
-def batch_list(rows: list[BatchRow], has_more: bool) -> BatchList:
-    first, last = (rows[0].id, rows[-1].id) if rows else (None, None)
-    return BatchList([batch_object(row) for row in rows], has_more, first, last)
+    return {
+        **{name: getattr(row, name) for name in _SAME},
+        "errors": {"object": "list", "data": row.errors} if row.errors else None,
+        "request_counts": {"total": row.total, "completed": row.completed, "failed": row.failed},
+        "usage": {
+            "input_tokens": tokens[0],
+            "output_tokens": tokens[1],
+            "total_tokens": sum(tokens),
+            "input_tokens_details": {"cached_tokens": row.cached_tokens},
+            "output_tokens_details": {"reasoning_tokens": 0},  # not counted separately
+        },
+        "object": "batch",
+    }

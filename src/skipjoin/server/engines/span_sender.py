@@ -11,10 +11,12 @@ import urllib.request
 from collections import deque
 from collections.abc import Callable
 from http.client import HTTPException
+from typing import Generic, TypeVar
 
 from opentelemetry.util.re import parse_env_headers
 
 logger = logging.getLogger(__name__)
+SpansT = TypeVar("SpansT")  # spans of one request
 
 _INTERVAL_S = 1.0
 # Requests whose spans one message has: about 600 KiB.
@@ -36,13 +38,13 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-class SpanSender:
+class SpanSender(Generic[SpansT]):
     """Posts spans once per second in a thread. Those that the collector does not take in time are dropped.
 
     OpenTelemetry's variables for headers, certificates, compression and timeout apply.
     """
 
-    def __init__(self, endpoint: str, build: Callable[[list[bytes]], bytes]) -> None:
+    def __init__(self, endpoint: str, build: Callable[[list[SpansT]], bytes]) -> None:
         self._endpoint = endpoint
         self._build = build
         self._headers = {"Content-Type": "application/x-protobuf"}
@@ -55,15 +57,15 @@ class SpanSender:
         if (certificate := _variable("CLIENT_CERTIFICATE")) is not None:
             context.load_cert_chain(certificate, _variable("CLIENT_KEY"))
         self._opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context), _NoRedirects)
-        self._waiting: deque[bytes] = deque()
-        self._batch: list[bytes] = []  # taken from the queue and not accepted yet
+        self._waiting: deque[SpansT] = deque()
+        self._batch: list[SpansT] = []  # taken from the queue and not accepted yet
         self._dropped = 0
         self._warned_at: float | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
         self._thread.start()
 
-    def put(self, spans: bytes) -> None:
+    def put(self, spans: SpansT) -> None:
         if len(self._waiting) < _MAX_WAITING:
             self._waiting.append(spans)
         else:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, InstrumentationScope, KeyValue
+from opentelemetry.proto.resource.v1 import resource_pb2
+from opentelemetry.proto.trace.v1 import trace_pb2
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.sampling import Decision
@@ -17,17 +21,13 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from skipjoin.core.events import Event
 from skipjoin.core.request import Request
 from skipjoin.observe.spans import Span, SpanLog
-from skipjoin.server.engines.otlp import (
-    SpanIds,
-    encode_attribute,
-    encode_frequent_attribute,
-    encode_request,
-    encode_span,
-)
 from skipjoin.server.engines.span_sender import SpanSender
 from skipjoin.version import VERSION
 
 _NS = 1_000_000_000
+# `SpanFlags`: whether the parent is in another process is known, and it is.
+_KNOWN = trace_pb2.SPAN_FLAGS_CONTEXT_HAS_IS_REMOTE_MASK
+_REMOTE = _KNOWN | trace_pb2.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK
 
 
 class TraceWriter:
@@ -41,11 +41,12 @@ class TraceWriter:
         named = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": "skipjoin"}
         resource = Resource.create({"service.version": VERSION, "service.instance.id": str(os.getpid()), **named})
         described = {key: value for key, value in resource.attributes.items() if isinstance(value, str)}
+        self._resource = resource_pb2.Resource(attributes=_attributes(described))
         self._sampler = TracerProvider(resource=resource, shutdown_on_exit=False).sampler
         self._propagator = TraceContextTextMapPropagator()
-        self._model = encode_attribute("gen_ai.request.model", model)
+        self._model = model
         self._random = random.Random()
-        self._sender = SpanSender(endpoint, partial(encode_request, described, "skipjoin", VERSION))
+        self._sender = SpanSender(endpoint, self._encode)
         self._log = SpanLog(self._export)
 
     def observe(self, events: Iterable[Event]) -> None:
@@ -61,8 +62,7 @@ class TraceWriter:
         assert given is not None
         context = self._propagator.extract({"traceparent": given.parent}) if given.parent else None
         client = get_current_span(context).get_span_context()
-        ids = self._random.randbytes(16 + 8 * len(spans))
-        trace, parent = ids[:16], None
+        trace, parent = self._random.randbytes(16), b""
         if client.is_valid:
             trace, parent = client.trace_id.to_bytes(16), client.span_id.to_bytes(8)
         whole, *parts = spans
@@ -71,24 +71,44 @@ class TraceWriter:
             return
         offset = time.time_ns() - time.monotonic_ns()
 
-        def nanoseconds(seconds: float) -> int:
-            return round(seconds * _NS) + offset
+        def encoded(span: Span, parent: bytes, **more: Any) -> trace_pb2.Span:
+            return trace_pb2.Span(
+                trace_id=trace,
+                span_id=self._random.randbytes(8),
+                parent_span_id=parent,
+                name=span.name,
+                start_time_unix_nano=round(span.begin * _NS) + offset,
+                end_time_unix_nano=round(span.end * _NS) + offset,
+                **more,
+            )
 
-        root = ids[16:24]
-        attributes = encode_attribute("gen_ai.request.id", given.request_id) + self._model + _encode(whole)
-        times = nanoseconds(whole.begin), nanoseconds(whole.end)
-        encoded = [encode_span(whole.name, SpanIds(trace, root, parent), *times, attributes, is_server=True)]
-        for at, part in enumerate(parts, start=3):
-            own = SpanIds(trace, ids[8 * at : 8 * at + 8], root)
-            encoded.append(encode_span(part.name, own, nanoseconds(part.begin), nanoseconds(part.end), _encode(part)))
-        self._sender.put(b"".join(encoded))
-
-
-def _encode(span: Span) -> bytes:
-    # Numbers with a fraction are hardly ever equal.
-    return b"".join(
-        [
-            (encode_attribute if type(value) is float else encode_frequent_attribute)(key, value)
-            for key, value in span.attributes.items()
+        own = {"gen_ai.request.id": given.request_id, "gen_ai.request.model": self._model, **whole.attributes}
+        kind, flags = trace_pb2.Span.SPAN_KIND_SERVER, _REMOTE if parent else _KNOWN
+        root = encoded(whole, parent, kind=kind, flags=flags, attributes=_attributes(own))
+        kind = trace_pb2.Span.SPAN_KIND_INTERNAL
+        inner = [
+            encoded(part, root.span_id, kind=kind, flags=_KNOWN, attributes=_attributes(part.attributes))
+            for part in parts
         ]
-    )
+        self._sender.put([root, *inner])
+
+    def _encode(self, batch: list[list[trace_pb2.Span]]) -> bytes:
+        scope = InstrumentationScope(name="skipjoin", version=VERSION)
+        scoped = trace_pb2.ScopeSpans(scope=scope, spans=[span for spans in batch for span in spans])
+        whole = trace_pb2.ResourceSpans(resource=self._resource, scope_spans=[scoped])
+        message: bytes = ExportTraceServiceRequest(resource_spans=[whole]).SerializeToString()
+        return message
+
+
+def _attributes(values: Mapping[str, Any]) -> list[KeyValue]:
+    return [KeyValue(key=key, value=_value(value)) for key, value in values.items()]
+
+
+def _value(value: Any) -> AnyValue:
+    if isinstance(value, str):
+        return AnyValue(string_value=value)
+    if isinstance(value, int):
+        return AnyValue(int_value=value)
+    if isinstance(value, float):
+        return AnyValue(double_value=value)
+    return AnyValue(array_value=ArrayValue(values=map(_value, value)))

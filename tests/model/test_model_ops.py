@@ -23,6 +23,7 @@ from skipjoin.model.large_pages import Arena
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, random_model
 from skipjoin.model.ops import build
+from skipjoin.model.ops.base import GATED
 from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps, has_dtype
 from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchOps, activated
 
@@ -58,7 +59,7 @@ def assert_near(ours: torch.Tensor, expected: torch.Tensor) -> None:
 def test_linear(dtype, outputs, inputs):
     ops = CppOps(LIBRARY, dtype)
     weight, bias = drawn(dtype, 2 * outputs, inputs, seed=1), drawn(dtype, 2 * outputs, seed=2)
-    plain, with_bias, gated = ops.linear(weight, None), ops.linear(weight, bias), ops.gated_linear(weight, bias)
+    plain, with_bias, gated = ops.linear(weight, None), ops.linear(weight, bias), ops.linear(weight, bias, GATED)
     activations = [(name, ops.linear(weight, bias, name), ops.linear(weight, None, name)) for name in ACTIVATIONS]
     for rows in (1, 2, 7, 12, 13, 24, 25, 64, 300):
         x = drawn(dtype, rows, inputs + 3)[:, :inputs]

@@ -30,6 +30,7 @@ from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.loader import random_model
 from skipjoin.model.ops import build, choice
+from skipjoin.model.ops.base import GATED
 from skipjoin.model.ops.check import check_ops, rows_are_independent
 from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps, has_dtype
 from skipjoin.model.ops.torch_ops import TorchOps
@@ -121,7 +122,7 @@ def test_rows_are_bit_identical_in_every_batch(library, dtype, is_int8):
         linears = [
             ops.linear(weight, bias, is_int8=is_int8),
             ops.linear(weight, bias, "gelu", is_int8=is_int8),
-            ops.gated_linear(weight, None, is_int8=is_int8),
+            ops.linear(weight, None, GATED, is_int8=is_int8),
         ]
 
         def results(rows: slice) -> list[torch.Tensor]:
@@ -205,7 +206,7 @@ def test_int8_weights_are_scaled_per_output(library, dtype):
     pairs = [
         (ops.linear(weight, bias, is_int8=True)(x), plain.linear(rounded, bias.double())(x.double())),
         (ops.linear(weight, None, "gelu", is_int8=True)(x), plain.linear(rounded, None, "gelu")(x.double())),
-        (ops.gated_linear(weight, bias, is_int8=True)(x), plain.gated_linear(rounded, bias.double())(x.double())),
+        (ops.linear(weight, bias, GATED, is_int8=True)(x), plain.linear(rounded, bias.double(), GATED)(x.double())),
     ]
     ops.linear(weight, bias, is_int8=True).add_to(x, total)
     pairs.append((total, drawn(dtype, 20, 150, seed=3).double() + pairs[0][1]))

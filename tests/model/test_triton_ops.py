@@ -18,6 +18,7 @@ from skipjoin.model.kernels import norms
 from skipjoin.model.kernels.activations import bias_and_activation, silu_and_mul
 from skipjoin.model.kernels.norms import normalize
 from skipjoin.model.load_spec import LoadSpec
+from skipjoin.model.ops.base import GATED
 from skipjoin.model.ops.build import load_library
 from skipjoin.model.ops.check import check_ops
 from skipjoin.model.ops.cpp_ops import CppOps
@@ -227,7 +228,7 @@ def test_kernels_at_real_sizes_on_gpu(case):
 def test_kernels_in_a_cuda_graph(case):
     ops = TritonOps()
     linear, norm = ops.linear(drawn(case, 512, 1024), None), ops.rms_norm(drawn(case, 512, seed=1), 1e-5)
-    gated = ops.gated_linear(drawn(case, 2048, 512, seed=2), None)
+    gated = ops.linear(drawn(case, 2048, 512, seed=2), None, GATED)
     up = ops.linear(drawn(case, 2048, 1024, seed=5), drawn(case, 2048, seed=6), "relu")
     x, total = drawn(case, 7, 1024, seed=3), drawn(case, 7, 512, seed=4)
 

@@ -21,7 +21,7 @@ from skipjoin.model.config import ModelError
 from skipjoin.model.folder import check_model, model_files
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, planned_model, read_config
-from skipjoin.model.ops.base import LayerOps, Linear, Norm
+from skipjoin.model.ops.base import GATED, LayerOps, Linear, Norm
 from skipjoin.model.weight_files import ModelFiles, Source
 from skipjoin.model.weight_format import Safetensors
 from skipjoin.model.weights import FolderWeights, Matrix, Weights
@@ -57,17 +57,16 @@ class NibbleWeights(FolderWeights):
         *,
         bias: bool,
         columns: range | None = None,
-        gated: bool = False,
         activation: str | None = None,
     ) -> Linear:
         if not self.has(f"{matrices[0].name}.codes"):
-            return super().linear(ops, matrices, inputs, bias=bias, columns=columns, gated=gated, activation=activation)
+            return super().linear(ops, matrices, inputs, bias=bias, columns=columns, activation=activation)
         sizes = {"codes": (inputs // 2, "U8"), "ranges": (2, "F32")}
         codes, ranges = (
             torch.cat([self.stored(f"{m.name}.{part}", m.out, width, types=(kind,)) for m in matrices])
             for part, (width, kind) in sizes.items()
         )
-        return NibbleLinear(codes, ranges, gated)
+        return NibbleLinear(codes, ranges, activation == GATED)
 
 
 class NibbleLinear:

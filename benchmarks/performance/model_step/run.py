@@ -30,6 +30,7 @@ from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.loader import random_model
+from skipjoin.model.ops.base import GATED
 from skipjoin.model.ops.cpp_ops import CppOps
 from skipjoin.model.sampler import Sampled, Sampler, SampleRow
 from skipjoin.sampling import SamplingParams
@@ -102,7 +103,7 @@ class Parts:
             (
                 ops.linear(matrix(3 * hidden, hidden), None),
                 ops.linear(matrix(hidden, hidden), None),
-                ops.gated_linear(matrix(2 * inner, hidden), None),
+                ops.linear(matrix(2 * inner, hidden), None, GATED),
                 ops.linear(matrix(hidden, inner), None),
             )
             for _ in range(config.num_layers)

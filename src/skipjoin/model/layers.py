@@ -51,16 +51,13 @@ class Builder:
         bias: bool,
         *,
         rows: Sequence[range] | None = None,
-        gated: bool = False,
         activation: str | None = None,
     ) -> Linear:
         """Fuse matrices with the same input; `outs` are their rows as a whole, and `rows` this rank's (Megatron)."""
         names = [names] if isinstance(names, str) else names
         matrices = [Matrix(*one) for one in zip(names, outs, rows or map(range, outs), strict=True)]
         self.parameters += sum(len(one.rows) for one in matrices) * inputs
-        return self._counted(
-            self.weights.linear(self.ops, matrices, inputs, bias=bias, gated=gated, activation=activation)
-        )
+        return self._counted(self.weights.linear(self.ops, matrices, inputs, bias=bias, activation=activation))
 
     def summed_linear(
         self,

@@ -51,25 +51,18 @@ class Weights(ABC):
         *,
         bias: bool,
         columns: range | None = None,
-        gated: bool = False,
         activation: str | None = None,
     ) -> Linear:
         """Make one product of matrices with the same input by concatenating their rows; `columns` are this rank's."""
         weight = [self.take(f"{one.name}.weight", one.out, inputs, rows=one.rows, columns=columns) for one in matrices]
         shifts = [self.take(f"{one.name}.bias", one.out, rows=one.rows) for one in matrices] if bias else []
         shift = _join(shifts) if bias else None
-        return self.product(ops, _join(weight), shift, gated=gated, activation=activation)
+        return self.product(ops, _join(weight), shift, activation)
 
     def product(
-        self,
-        ops: LayerOps,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        gated: bool = False,
-        activation: str | None = None,
+        self, ops: LayerOps, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
     ) -> Linear:
-        return ops.gated_linear(weight, bias) if gated else ops.linear(weight, bias, activation)
+        return ops.linear(weight, bias, activation)
 
 
 def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -101,8 +94,10 @@ class PlannedWeights(Weights):
         own = sum(len(one.rows) for one in matrices), inputs if columns is None else len(columns)
         return self._planned(found, *own)
 
-    def product(self, ops: LayerOps, weight: torch.Tensor, bias: torch.Tensor | None, **options: Any) -> Linear:
-        found = super().product(ops, weight, bias, **options)
+    def product(
+        self, ops: LayerOps, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
+    ) -> Linear:
+        found = super().product(ops, weight, bias, activation)
         return self._planned(found, *weight.shape) if self._is_rounded else found
 
     def _planned(self, found: Linear, outputs: int, inputs: int) -> Linear:
@@ -134,20 +129,10 @@ class Int8Weights(Weights):
         return self._plain.take(name, *shape, rows=rows, columns=columns)
 
     def product(
-        self,
-        ops: LayerOps,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        gated: bool = False,
-        activation: str | None = None,
+        self, ops: LayerOps, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
     ) -> Linear:
         assert isinstance(ops, CppOps)
-        return (
-            ops.gated_linear(weight, bias, is_int8=True)
-            if gated
-            else ops.linear(weight, bias, activation, is_int8=True)
-        )
+        return ops.linear(weight, bias, activation, is_int8=True)
 
 
 class SafetensorsFiles:

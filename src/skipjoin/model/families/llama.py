@@ -11,6 +11,7 @@ from skipjoin.model.config import ModelError, activation, rope
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
 from skipjoin.model.layers import Builder, Rotary, SelfAttention, SequentialLayer
+from skipjoin.model.ops.base import GATED
 
 
 def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def _layer(builder: Builder, index: int, rotary: Rotary) -> SequentialLayer:
     )
     width, own = config.intermediate_size, shard.columns(config)
     gate_up = [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"]
-    up = builder.linear(gate_up, (width, width), hidden, config.mlp_bias, rows=(own, own), gated=True)
+    up = builder.linear(gate_up, (width, width), hidden, config.mlp_bias, rows=(own, own), activation=GATED)
     down = builder.summed_linear(f"{name}.mlp.down_proj", hidden, width, config.mlp_bias, columns=own)
     norm = builder.rms_norm(f"{name}.input_layernorm", hidden)
     return SequentialLayer(norm, attention, builder.rms_norm(f"{name}.post_attention_layernorm", hidden), up, down)

@@ -10,6 +10,9 @@ from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.kv_cache import PagedKV
 
+# Activation of weights [2 * out, in], gate before up: silu(gate) * up.
+GATED = "silu_and_mul"
+
 
 class Norm(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,10 +76,6 @@ class LayerOps(Protocol):
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> Linear:
         """Prepare [out, in] weights, which it may keep, with an activation after the bias (ALISE section 3.3)."""
-        ...
-
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """Prepare weights [2 * out, in], gate before up, for silu(gate) * up."""
         ...
 
     def rms_norm(self, weight: torch.Tensor, eps: float) -> Norm: ...

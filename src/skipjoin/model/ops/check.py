@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from skipjoin.model.ops.base import LayerOps
+from skipjoin.model.ops.base import GATED, LayerOps
 from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchOps
 
 
@@ -21,8 +21,7 @@ def check_ops(ops: LayerOps, dtype: torch.dtype, device: torch.device | str = "c
         after_layer = linear.add_to(x, sums[2], of.layer_norm(68, weight[:, 0].contiguous(), bias, 1e-5))
         return [
             linear(x),
-            of.gated_linear(weight, bias)(x),
-            *(of.linear(weight, bias, name)(x) for name in ACTIVATIONS),
+            *(of.linear(weight, bias, name)(x) for name in (GATED, *ACTIVATIONS)),
             of.rms_norm(weight[0], 1e-5)(x),
             of.rms_norm(weight[0, :40], 1e-5)(heads[:, 1:4]),
             of.layer_norm(70, None, None, 1e-5)(x),
@@ -41,5 +40,5 @@ def rows_are_independent(ops: LayerOps, dtype: torch.dtype) -> bool:
     """Return whether a product's row has the same bits in any batch."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 70, generator=generator).to(dtype) for n in (64, 68))
-    linears = (ops.linear(weight, None), ops.gated_linear(weight, None))
+    linears = (ops.linear(weight, None), ops.linear(weight, None, GATED))
     return all(torch.equal(linear(x[-n:]), linear(x)[-n:]) for linear in linears for n in (1, 17, 33))

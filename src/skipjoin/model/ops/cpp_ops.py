@@ -10,7 +10,7 @@ import torch
 
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.large_pages import Arena
-from skipjoin.model.ops.base import FusedLayers, LayerParts, Norm
+from skipjoin.model.ops.base import GATED, FusedLayers, LayerParts, Norm
 from skipjoin.model.ops.build import library_id, path_of
 from skipjoin.model.ops.calls import LayerCall, LinearCall, check_sizes
 from skipjoin.model.ops.choice import WAYS, Choices
@@ -109,10 +109,7 @@ class CppOps:
         *,
         is_int8: bool = False,
     ) -> CppLinear:
-        return CppLinear(self, weight, bias, activation, gated=False, is_int8=is_int8)
-
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_int8: bool = False) -> CppLinear:
-        return CppLinear(self, weight, bias, None, gated=True, is_int8=is_int8)
+        return CppLinear(self, weight, bias, activation, is_int8=is_int8)
 
     def rms_norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return CppRMSNorm(self, weight, eps)
@@ -159,10 +156,11 @@ class CppLinear:
         bias: torch.Tensor | None,
         activation: str | None,
         *,
-        gated: bool,
         is_int8: bool,
     ) -> None:
-        self._ops, self._gated, self._activation = ops, int(gated), _ACTIVATIONS.index(activation)
+        gated = activation == GATED
+        self._ops, self._gated = ops, int(gated)
+        self._activation = 0 if gated else _ACTIVATIONS.index(activation)
         self._n, self._k = weight.shape
         self.is_int8, panel = is_int8, ops.library.skipjoin_panel()
         packed_bytes = ops.library.skipjoin_packed_bytes(ops.type, self._n, self._k, self._gated, int(is_int8))

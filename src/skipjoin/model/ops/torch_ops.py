@@ -7,52 +7,44 @@ import torch
 import torch.nn.functional as F
 
 from skipjoin.model.attention.base import AttentionBackend
-from skipjoin.model.ops.base import FusedLayers, LayerParts, Linear, Norm
+from skipjoin.model.ops.base import GATED, FusedLayers, LayerParts, Norm
 
 # Values of `ModelConfig.activation`.
 ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
 
 
 class TorchLinear:
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.weight = weight
-        self.bias = bias
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> None:
+        self.weight, self.bias, self.activation = weight, bias, activation
         self.weight_bytes = sum(t.nbytes for t in (weight, bias) if t is not None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return activated(self.activation, self.product(x))
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
 
     def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
         if then is not None:
-            return then.after(F.linear(x, self.weight, self.bias), total)
+            return then.after(self.product(x), total)
         if self.bias is None and total.is_cuda:
             total.addmm_(x, self.weight.t())  # the product's accumulator starts with the total
         else:
-            total.add_(F.linear(x, self.weight, self.bias))
+            total.add_(self.product(x))
         return total
 
 
-class TorchActivatedLinear(TorchLinear):
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> None:
-        super().__init__(weight, bias)
-        self.activation = activation
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return activated(self.activation, super().__call__(x))
-
-
-def activated(name: str, x: torch.Tensor) -> torch.Tensor:
+def activated(name: str | None, x: torch.Tensor) -> torch.Tensor:
+    if name is None:
+        return x
+    if name == GATED:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
     if name == "relu":
         return F.relu(x, inplace=True)
     if name == "silu":
         return F.silu(x, inplace=True)
     return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
-
-
-class TorchGatedLinear(TorchLinear):
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = super().__call__(x).chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
 
 
 class TorchRMSNorm:
@@ -87,10 +79,7 @@ class TorchOps:
         return nullcontext()
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
-        return TorchLinear(weight, bias) if activation is None else TorchActivatedLinear(weight, bias, activation)
-
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return TorchGatedLinear(weight, bias)
+        return TorchLinear(weight, bias, activation)
 
     def rms_norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return TorchRMSNorm(weight, eps)

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from skipjoin.model.kernels.activations import bias_and_activation, silu_and_mul
 from skipjoin.model.kernels.norms import MAX_WIDTH, normalize
 from skipjoin.model.kernels.products import product
-from skipjoin.model.ops.base import Linear, Norm
-from skipjoin.model.ops.torch_ops import TorchActivatedLinear, TorchLinear, TorchOps
+from skipjoin.model.ops.base import GATED, Norm
+from skipjoin.model.ops.torch_ops import TorchLinear, TorchOps
 
 
 class TritonOps(TorchOps):
@@ -16,10 +16,7 @@ class TritonOps(TorchOps):
     name = path = "triton"
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
-        return TorchLinear(weight, bias) if activation is None else TritonActivatedLinear(weight, bias, activation)
-
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return TritonGatedLinear(weight, bias)
+        return TritonLinear(weight, bias, activation)
 
     def rms_norm(self, weight: torch.Tensor, eps: float) -> Norm:
         if weight.numel() > MAX_WIDTH:
@@ -32,14 +29,16 @@ class TritonOps(TorchOps):
         return TritonNorm(weight, bias, eps, centre=True)
 
 
-class TritonActivatedLinear(TorchActivatedLinear):
+class TritonLinear(TorchLinear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return bias_and_activation(F.linear(x, self.weight), self.bias, self.activation)
+        if self.activation is None:
+            return self.product(x)
+        if self.activation == GATED:
+            return silu_and_mul(self.product(x))
+        return bias_and_activation(self.unbiased(x), self.bias, self.activation)
 
-
-class TritonGatedLinear(TorchLinear):
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return silu_and_mul(super().__call__(x))
+    def unbiased(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
 
 
 class TritonNorm:
@@ -57,32 +56,16 @@ class InvariantOps(TritonOps):
     """Batch-invariant `TritonOps`: the rows of products do not depend on the batch."""
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
-        return InvariantLinear(weight, bias) if activation is None else InvariantActivated(weight, bias, activation)
-
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return InvariantGated(weight, bias)
+        return InvariantLinear(weight, bias, activation)
 
 
-class InvariantLinear(TorchLinear):
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+class InvariantLinear(TritonLinear):
+    def product(self, x: torch.Tensor) -> torch.Tensor:
         return product(x, self.weight, self.bias)
 
+    def unbiased(self, x: torch.Tensor) -> torch.Tensor:
+        return product(x, self.weight, None)
+
     def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
-        found = product(x, self.weight, self.bias)
-        if then is not None:
-            return then.after(found, total)
-        return total.add_(found)
-
-
-class InvariantActivated(InvariantLinear):
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> None:
-        super().__init__(weight, bias)
-        self.activation = activation
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return bias_and_activation(product(x, self.weight, None), self.bias, self.activation)
-
-
-class InvariantGated(InvariantLinear):
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return silu_and_mul(super().__call__(x))
+        found = self.product(x)
+        return total.add_(found) if then is None else then.after(found, total)

@@ -108,8 +108,7 @@ def decoding_in_flight() -> Scene:
 def in_flight_with_a_stage_free() -> Scene:
     scene = Scene.begin(depth=2, max_seqs=2)
     for _ in range(3):
-        while scene.stepper.start() is not None:
-            pass
+        scene.stepper.fill()
         scene.stepper.finish()
     scene.stepper.start()
     assert scene.victim.in_flight

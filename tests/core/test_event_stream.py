@@ -179,9 +179,6 @@ def test_details_of_the_sampler_reach_the_token_events() -> None:
     assert details == {0: None, 1: "log-probability"}
 
 
-# -- ends of requests -------------------------------------------------------------------------------------------------
-
-
 def end_reasons(stepper: Stepper) -> dict[int, FinishReason]:
     return {e.request.id: e.reason for e in stepper.events if isinstance(e, Finished)}
 
@@ -265,9 +262,6 @@ def test_a_request_with_one_prompt_token_and_one_output_token_finishes() -> None
     stepper.add(make(0, 1, 1))
     stepper.drain()
     assert stepper.tokens == {0: [1]}
-
-
-# -- invalid requests and calls ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))

@@ -6,20 +6,15 @@ import random
 
 import pytest
 
-from skipjoin.core.decide.scheduler import Scheduler
-from skipjoin.core.events import Preempted, Preemption, Restarted
+from skipjoin.core.events import Restarted
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.policy import Policies
-from skipjoin.core.request import FinishReason
 from skipjoin.core.step import StepResult
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.observe.timeline import Timeline
 from skipjoin.observe.usage import EngineUsage
-from skipjoin.policies.admission import OnDemand
-from skipjoin.policies.batching import Greedy
 from support.load import load, make
-from support.policies import SOME_SYSTEMS, SYSTEMS, OnCall, Ranks
-from support.watch import Stepper, WatchedCore, World
+from support.policies import SOME_SYSTEMS, SYSTEMS
+from support.watch import Stepper, World
 from support.worlds import worlds
 
 PIPELINES = [(1, False, 1), (2, True, 1), (3, False, 1)]
@@ -45,7 +40,7 @@ def disturbed(world: World, probability: float) -> Stepper:
 
 
 # All KV is lost, whatever evicted it before, so each recipe has half of the eviction policies.
-@pytest.mark.parametrize("world", worlds(SYSTEMS, PIPELINES, parts=2))
+@pytest.mark.parametrize("world", worlds(SYSTEMS, PIPELINES, parts=4))
 def test_requests_get_the_same_tokens_whenever_the_executor_restarts(world: World) -> None:
     stepper = disturbed(world, 0.05)
     stepper.core.assert_all_free()
@@ -76,40 +71,6 @@ def test_observers_follow_restarts(world: World) -> None:
     assert len(drawn) == restarts
     spans = [entry for entry in json.loads(file.getvalue()) if entry["name"] == "decode"]
     assert sum(span["args"]["generated"] for span in spans) <= sum(map(len, stepper.tokens.values()))
-
-
-def test_kv_on_the_cpu_tier_and_in_transit_is_lost_too() -> None:
-    eviction = OnCall()
-    policies = Policies(Ranks({0: 0, 1: 1, 2: 2}), Greedy(8, 1000, chunked=True), OnDemand(0.0), eviction)
-    core = WatchedCore(Scheduler(policies, KVLedger(20, 20, 4)))
-    stepper = Stepper(core)
-    requests = [make(number, 8, 6) for number in range(3)]
-    stepper.add(*requests)
-    stepper.step()
-    stepper.late = 3
-    eviction.out = requests[1:]
-    stepper.step()
-    assert core.kv.is_moving
-    stepper.start()
-    stepper.restart()
-    lost = [event for event in stepper.events if isinstance(event, Preempted)][-3:]
-    assert sorted(event.request.id for event in lost) == [0, 1, 2]
-    assert {event.how for event in lost} == {Preemption.DROP}
-    stepper.drain()
-    assert [stepper.tokens[number] for number in range(3)] == [list(range(8, 14))] * 3
-
-
-def test_a_request_aborted_in_flight_holds_no_blocks_after_a_restart() -> None:
-    stepper = Stepper(World().core())
-    request, other = make(0, 8, 6), make(1, 8, 6)
-    stepper.add(request, other)
-    stepper.start()
-    assert stepper.core.abort(0, stepper.now)
-    stepper.restart()
-    assert list(stepper.core.kv.holders()) == []
-    stepper.drain()
-    assert request.finish_reason is FinishReason.ABORT
-    assert stepper.tokens == {1: list(range(8, 14))}
 
 
 def test_results_from_before_a_restart_are_refused() -> None:

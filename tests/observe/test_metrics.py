@@ -196,31 +196,6 @@ def test_gauges_follow_the_engine(eviction: type[Recompute], overlap: bool) -> N
     assert metrics.snapshot().row("kv_cache_usage_perc") == [0]
 
 
-def test_latencies_of_two_requests_in_one_slot() -> None:
-    """The second request waits for the only slot."""
-    world = World("fcfs", device_blocks=4, block_size=4, max_seqs=1)
-    stepper = Stepper(world.core())
-    stepper.add(make(0, 4, 3), make(1, 4, 1))
-    stepper.drain()
-    metrics = metrics_of(world)
-    metrics.observe(stepper.events)
-    found = metrics.snapshot()
-    sums = {
-        "time_to_first_token_seconds": 0.01 + 0.04,
-        "inter_token_latency_seconds": 0.01 + 0.01,
-        "request_time_per_output_token_seconds": 0.01,
-        "e2e_request_latency_seconds": 0.03 + 0.04,
-        "request_queue_time_seconds": 0.00 + 0.03,
-        "request_prefill_time_seconds": 0.01 + 0.01,
-        "request_decode_time_seconds": 0.02 + 0.00,
-        "request_inference_time_seconds": 0.03 + 0.01,
-        "iteration_tokens_total": 4 + 1 + 1 + 4,
-    }
-    counts = dict.fromkeys(sums, 2) | {"request_time_per_output_token_seconds": 1, "iteration_tokens_total": 4}
-    for name, total in sums.items():
-        assert count_and_sum(found, name) == (counts[name], pytest.approx(total)), name
-
-
 def test_finish_reasons_are_counted_separately() -> None:
     stepper = Stepper(World(max_seqs=2).core())
     stepper.add(make(0, 8, 9), make(1, 8, 9, deadline=0.015), make(2, 8, 9, deadline=0.005), make(3, 8, 9))

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import statistics
+from statistics import fmean
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skipjoin.observe.decisions import DecisionTimes
 from skipjoin.observe.record import Slo, percentile, summarize
 from skipjoin.observe.requests import Kind, RequestFacts
 
@@ -89,3 +91,18 @@ def test_percentiles_match_the_statistics_module(values: list[float]) -> None:
     for percent in (1, 50, 95, 99):
         assert percentile(values, percent) == pytest.approx(cuts[percent - 1])
     assert (percentile(values, 0), percentile(values, 100)) == (values[0], values[-1])
+
+
+@given(st.lists(st.floats(1e-7, 10.0), min_size=1, max_size=300))
+def test_the_summary_covers_all_schedulers(seconds: list[float]) -> None:
+    schedulers = [DecisionTimes() for _ in range(3)]
+    for number, one in enumerate(seconds):
+        schedulers[number % 3].add(one)
+    found = DecisionTimes.summary(schedulers)
+    assert found["mean"] == pytest.approx(1000 * fmean(seconds))
+    # The longest time after the longest 1 % are left out.
+    assert found["p99"] == pytest.approx(1000 * sorted(seconds, reverse=True)[len(seconds) // 100], rel=0.022)
+
+
+def test_the_summary_without_decisions_is_none() -> None:
+    assert DecisionTimes.summary([DecisionTimes()]) == {"mean": None, "p99": None}

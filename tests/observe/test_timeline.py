@@ -21,7 +21,7 @@ from skipjoin.observe.stages import StageUse
 from skipjoin.observe.timeline import Timeline
 from skipjoin.sim.driver import Replica, simulate
 from support.load import load, make
-from support.policies import SOME_SYSTEMS, SwapAll, UnitCost
+from support.policies import SOME_SYSTEMS, UnitCost
 from support.watch import Run, Stepper, World, run
 from support.worlds import PIPELINES, worlds
 
@@ -213,8 +213,7 @@ def test_parts_with_inconsistent_times_do_not_overlap() -> None:
     draw = random.Random(3)
     events: list[Event] = []
     for _ in range(60):
-        while stepper.start() is not None:
-            pass
+        stepper.fill()
         stepper.finish()
     for event in stepper.events:
         if isinstance(event, Computed):
@@ -253,31 +252,6 @@ def test_the_timeline_shows_finish_reasons(overlap: bool) -> None:
     assert last[2][0] == "deadline"
     assert set(last) == {0, 1, 2}
     assert tokens[1] == 0
-
-
-def test_the_timeline_of_a_swap() -> None:
-    """A decoding request is preempted by a more important one and resumes later."""
-    world = World("fcfs", eviction=SwapAll, device_blocks=6, block_size=4, max_seqs=4)
-    stepper = Stepper(world.core())
-    stepper.add(make(0, 16, 6, priority=1))
-    stepper.step()
-    stepper.step()
-    stepper.add(make(1, 16, 2))
-    stepper.drain()
-    entries = trace_of(stepper.events)
-    found = [(s["name"], s["args"]) for s in spans(entries) if s["name"] != "step"]
-    phases = [(name, args["left"]) for name, args in found if args["request"] == 0 and name in PHASES]
-    assert phases == [("prefill", "caught up"), ("decode", Preemption.SWAP.value), ("decode", "length")]
-    assert [args for name, args in found if name == "out"] == [{"request": 0, "blocks": 5, "when": "blocking"}]
-    assert [args for name, args in found if name == "in"] == [{"request": 0, "blocks": 5, "when": "blocking"}]
-    counters = [entry for entry in entries if entry["ph"] == "C"]
-    shown = {
-        name: [entry["args"]["value"] for entry in counters if entry["name"] == name]
-        for name in {entry["name"] for entry in counters}
-    }
-    assert shown["KV blocks held"] == [4, 5, 4, 5, 6, 0]
-    assert shown["requests running"] == [1, 0]
-    assert shown["requests waiting"] == [0, 1, 0]
 
 
 def test_requests_that_still_run_at_the_end_have_spans() -> None:

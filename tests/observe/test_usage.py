@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from skipjoin.core.events import Computed, Event, Moved, MoveFailed, Planned
+from skipjoin.core.events import Computed, Event, Moved, Planned
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.core.step import LINK, Direction, Move
@@ -93,58 +93,6 @@ def test_used_kv_is_the_computed_kv_on_the_device(
     assert (kv["recomputed_tokens"] > 0) or (moves and not fails)
     assert (kv["swapped_out_bytes"] > 0) == (moves and fails < 1)
     assert kv["swapped_in_bytes"] <= kv["swapped_out_bytes"]
-
-
-def events_of(stepper: Stepper) -> list[Event]:
-    events, stepper.events = stepper.events, []
-    return events
-
-
-@pytest.mark.parametrize("direction", LINK)
-@pytest.mark.parametrize("when", ["blocking", "overlapped"])
-def test_a_failed_move_moves_no_bytes_and_loses_its_kv(direction: Direction, when: str) -> None:
-    """Request 1 has 9 tokens and is swapped out and in; one of the moves fails. Request 0 keeps the engine busy, and
-    request 2 takes all memory."""
-    eviction = OnCall()
-    world = World("fcfs", eviction=lambda: eviction, device_blocks=12)
-    stepper, usage = Stepper(world.core()), usage_of(world)
-    request = make(1, 8, 20)
-    stepper.add(make(0, 8, 30), request)
-    stepper.step()
-    stepper.step()
-
-    def move(current: Direction) -> None:
-        stepper.fails = (lambda move: True) if current is direction else (lambda move: False)
-        if when == "overlapped":
-            eviction.out = eviction.back = [request]
-        elif current is Direction.OUT:
-            stepper.add(make(2, 30, 2, priority=-1))
-        stepper.step()
-        while current is Direction.IN and when == "blocking" and request.finish_reason is None and not done():
-            stepper.step()
-
-    def done() -> bool:
-        return any(
-            isinstance(event, Moved | MoveFailed) and event.move.direction is Direction.IN for event in stepper.events
-        )
-
-    usage.observe(events_of(stepper))
-    used = usage._used
-    assert used == 2 * 9
-    move(Direction.OUT)
-    if direction is Direction.IN:
-        move(Direction.IN)
-    usage.observe(events_of(stepper))
-    assert usage._used == sum(on_device(stepper.core.kv, one) for one in stepper.core.kv.holders())
-    keeps_kv = direction is Direction.OUT and when == "overlapped"
-    assert (request.computed == 9) == keeps_kv
-    out_bytes, in_bytes = swapped(usage)
-    assert ((out_bytes > 0), in_bytes) == (direction is Direction.IN, 0)
-    stepper.fails = lambda move: False
-    stepper.drain()
-    usage.observe(events_of(stepper))
-    assert usage._used == 0
-    assert (usage.recomputed_tokens >= 9) == (not keeps_kv)
 
 
 def test_plans_that_only_wait_are_not_steps() -> None:

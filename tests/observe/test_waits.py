@@ -7,22 +7,18 @@ from itertools import product
 import pytest
 
 from papers.fastserve.static import RunToCompletion, WholeMaximum
-from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.events import Arrived, Computed, Finished, Planned, Started, Waited
-from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.policy import Policies
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Slice, StepPlan, StepResult
 from skipjoin.core.waits import WaitReason
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.waits import REASONS
-from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
-from skipjoin.policies.eviction import Defer, Recompute
+from skipjoin.policies.eviction import Defer
 from support.load import load, make
-from support.policies import EVICTIONS, OnCall, Ranks, UnitCost
-from support.watch import Run, Stepper, WatchedCore, World, run
+from support.policies import EVICTIONS, OnCall, UnitCost
+from support.watch import Run, Scene, World, run
 
 PIPELINES = [(1, False, 1), (2, True, 1), (2, False, 2)]
 WORLDS = [
@@ -101,11 +97,8 @@ class Setup:
     """An engine whose requests are ranked by id and whose wait reasons are read after a step."""
 
     def __init__(self, *, blocks: int = 100, host: int = 0, depth: int = 1, **policies: object) -> None:
-        self.ordering = Ranks({number: number for number in range(9)})
-        defaults = {"batcher": Greedy(8, 100, chunked=True), "admission": OnDemand(0.0), "eviction": Recompute()}
-        combined = Policies(self.ordering, **{**defaults, **policies})  # type: ignore[arg-type]
-        kv = KVLedger(blocks, host, 4)
-        self.stepper = Stepper(WatchedCore(Scheduler(combined, kv, depth=depth, overlap=depth > 1)))
+        numbers = {number: number for number in range(9)}
+        self.stepper = Scene(numbers, blocks=blocks, cpu=host, depth=depth, **policies)  # type: ignore[arg-type]
 
     def add(self, *requests: Request) -> None:
         self.stepper.add(*requests)

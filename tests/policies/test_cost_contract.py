@@ -67,8 +67,6 @@ def test_linear_cost_refuses_negative_terms(bad: dict[str, float]) -> None:
         LinearCost(**{"floor": 1.0, "prefill_token": 1.0, **bad})
 
 
-# -- learning ---------------------------------------------------------------------------------------------------------
-
 # Steps as an engine runs them: decodes, prompts, chunks of prompts, and mixes.
 REAL_SHAPES = st.builds(
     lambda decodes, mean, tokens, start: StepShape(
@@ -213,9 +211,6 @@ def test_steps_do_not_change_the_transfer_cost() -> None:
     cost = LearningCost(COST)
     teach(cost, scaled(TRUTH, [3.0] * 6), 100)
     assert cost.transfer(7) == COST.transfer(7)
-
-
-# -- shapes -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_shape_counts_prefill_attention_pairs_and_decode_context() -> None:

@@ -129,8 +129,6 @@ def test_the_chosen_replica_has_the_least_work(kind: type[LeastWork], actions: l
             live = {req: replica for req, replica in live.items() if replica != which}
 
 
-# -- prefixes ---------------------------------------------------------------------------------------------------
-
 BLOCK = 4
 
 
@@ -269,9 +267,6 @@ def test_a_prefix_adds_no_more_work_to_a_replica_than_it_saves(actions: list[tup
     for replica in present:
         rule.leave(replica)
     assert not rule._held._holders
-
-
-# -- lengths ----------------------------------------------------------------------------------------------------
 
 
 def learned(*lengths: int) -> LearnedLength:

@@ -35,8 +35,7 @@ def staged(recipe: str, stages: int, **settings: object) -> Stepper:
 
 
 def fill(stepper: Stepper) -> list[StepPlan]:
-    while stepper.start() is not None:
-        pass
+    stepper.fill()
     return list(stepper.core.plans)
 
 
@@ -49,9 +48,6 @@ def added(cost: CostModel, plan: StepPlan) -> float:
 
 def largest(cost: CostModel, plans: list[StepPlan]) -> float:
     return max(added(cost, StepPlan(0, (piece,))) for plan in plans for piece in plan.slices)
-
-
-# -- running requests -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", SYSTEMS)  # without memory pressure, as the others differ in eviction only
@@ -80,32 +76,10 @@ def test_running_requests_spread_over_all_stages(recipe: str, stages: int, more:
         stepper.finish()
 
 
-def test_remaining_requests_are_rebalanced_after_others_finish() -> None:
-    """All requests of one plan are aborted; those of the other plan are split between both."""
-    stepper = staged("fcfs", 2)
-    stepper.add(*(make(number, 8, 40) for number in range(12)))
-    while not all(request.output for request in stepper.core.requests.values()):
-        fill(stepper)
-        stepper.finish()
-    first, second = fill(stepper)
-    assert (len(first.slices), len(second.slices)) == (6, 6)
-    for piece in first.slices:
-        stepper.core.abort(piece.request.id, stepper.now)
-    sizes = []
-    for _ in range(4):
-        sizes.append([len(plan.slices) for plan in fill(stepper)])
-        stepper.finish()
-    assert sizes[-1] == [3, 3]
-    assert sizes[-2] == [3, 3]
-
-
 def test_slices_without_cost_are_balanced_by_number() -> None:
     stepper = staged("fcfs", 3, cost=LinearCost(floor=0.02, prefill_token=0.0))
     stepper.add(*(make(number, 8, 9) for number in range(9)))
     assert [len(plan.slices) for plan in fill(stepper)] == [3, 3, 3]
-
-
-# -- prompts ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", CUTTING)
@@ -164,9 +138,6 @@ def test_prompts_are_not_held_back_while_a_static_batch_forms() -> None:
     stepper.finish()
     assert [len(plan.slices) for plan in fill(stepper)] == [3, 3]
     stepper.drain()
-
-
-# -- no starvation ----------------------------------------------------------------------------------------------------
 
 
 # Recipes that pack are left out: they delay requests whose next token is not due yet.

@@ -158,8 +158,7 @@ def settled(world: World, *low: tuple[int, int]) -> Stepper:
     stepper = Stepper(world.core())
     stepper.add(*(make(number, prompt, most, priority=1) for number, (prompt, most) in enumerate(low)))
     for _ in range(4):
-        while stepper.start() is not None:
-            pass
+        stepper.fill()
         stepper.finish()
     return stepper
 

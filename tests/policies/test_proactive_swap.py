@@ -204,9 +204,6 @@ def test_swaps_follow_the_order_of_turns(holders: list[Holder], spare: int, devi
         assert left, "the request that runs next must stay"
 
 
-# -- the link ---------------------------------------------------------------------------------------------------------
-
-
 def test_moves_are_limited_to_two_steps_of_the_link() -> None:
     """That is ten blocks here: the third move starts while two of the ten remain."""
     slow = replace(COST, block=0.2)
@@ -244,9 +241,6 @@ def test_cheap_transfers_are_left_to_the_step_that_needs_them() -> None:
     )
 
 
-# -- requests that are not moved --------------------------------------------------------------------------------------
-
-
 def test_an_unfinished_prefill_is_not_swapped_out_ahead() -> None:
     setup = Setup(Holder(1), Holder(2), Holder(3), Holder(4), Holder(5, pending=2))
     assert setup.step() == ([4], [])
@@ -267,9 +261,6 @@ def test_the_last_request_stays_on_the_device_however_short_blocks_are() -> None
     setup = Setup(Holder(1, 10), Holder(2, 10))
     setup.arrive(prompt=70)
     assert setup.step() == ([2], [])
-
-
-# -- progress ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("blocks", [4, 19, 20])

@@ -118,9 +118,6 @@ def test_the_quantile_of_a_forecast_distribution_is_used_if_present() -> None:
     assert ForecastQuantile(0.3)(make(0, 10, 5, forecast=Forecast(110, "test", tuple(mass)))) == 5
 
 
-# -- wait times ---------------------------------------------------------------------------------------------------
-
-
 WORK = st.lists(st.tuples(st.floats(-1e5, 1e5), st.floats(0.01, 100)), min_size=1, max_size=600)
 
 

@@ -46,20 +46,9 @@ def static(
     )
 
 
-def stepper(policies: Policies, **world: int) -> Stepper:
-    return Stepper(World(**world).core(policies))
-
-
-def ran(stepper: Stepper) -> list[int]:
-    return [piece.request.id for piece in stepper.step().slices]
-
-
 def table(done: Run) -> list[tuple[float, dict[int, int]]]:
     """Return the start of each step and the tokens that it computes of each request."""
     return [(now, {piece[0]: piece[2] for piece in plan[1]}) for now, plan in done.trace]
-
-
-# -- membership ---------------------------------------------------------------------------------------------------
 
 
 def test_the_next_batch_begins_after_the_longest_member_finished() -> None:
@@ -78,49 +67,6 @@ def test_the_next_batch_begins_after_the_longest_member_finished() -> None:
         (17.0, {3: 2}),
         (19.0, {3: 1}),
     ]
-
-
-def test_a_request_that_arrives_while_the_batch_forms_joins_it() -> None:
-    world = World(cost=UnitCost())
-    requests = [make(0, 3, 5), make(1, 3, 4, arrival=2.0), make(2, 3, 2, arrival=8.0)]
-    done = run(world, requests, core=world.core(static(3, 5)))
-    assert table(done) == [
-        (0.0, {0: 3}),
-        (3.0, {0: 1, 1: 3}),
-        (7.0, {0: 1, 1: 1}),  # the queue is empty, so the batch is complete
-        (9.0, {0: 1, 1: 1}),
-        (11.0, {0: 1, 1: 1}),
-        (13.0, {2: 3}),
-        (16.0, {2: 1}),
-    ]
-
-
-def test_a_higher_priority_waits_for_the_batch_and_is_first_in_the_next() -> None:
-    one = stepper(static(2))
-    one.add(make(0, 4, 3), make(1, 4, 3, priority=1), make(2, 4, 1, priority=1))
-    assert ran(one) == [0, 1]
-    one.add(make(3, 4, 1, priority=-1))
-    assert [ran(one) for _ in range(3)] == [[0, 1], [0, 1], [3, 2]]
-
-
-def test_a_preempted_member_stays_a_member() -> None:
-    """There are ten blocks of four tokens, and the first request grows into those of the second. The second resumes
-    before all newcomers, even more important ones, and no request joins meanwhile."""
-    one = stepper(static(3, admission=OnDemand(0.0)), device_blocks=10)
-    first, second = make(0, 20, 12), make(1, 20, 6)
-    one.add(first, second)
-    assert [ran(one), ran(one)] == [[0, 1], [0]]
-    assert (second.evictions, second.planned) == (1, 0)
-    one.add(make(2, 4, 1, priority=-1), make(3, 4, 1))
-    while first.finish_reason is None:
-        assert ran(one) == [0]
-    while second.finish_reason is None:
-        assert ran(one) == [1]
-    assert ran(one) == [2, 3]
-    one.core.assert_all_free()
-
-
-# -- any load -----------------------------------------------------------------------------------------------------
 
 
 def assert_static(events: list[Event], max_seqs: int) -> None:
@@ -184,8 +130,7 @@ def test_aborts_never_delay_other_requests(eviction: str) -> None:
     requests = load(3, 40)
     one.add(*requests)
     for number in range(0, 40, 2):
-        while one.start() is not None:
-            pass
+        one.fill()
         one.finish()
         one.core.abort(number, one.now)
     one.drain()

@@ -223,9 +223,6 @@ def test_settings_that_are_not_positive_are_refused(bad: dict[str, float]) -> No
         SkipJoinMlfq(COST, **bad)  # type: ignore[arg-type]
 
 
-# -- a cost model that learns -----------------------------------------------------------------------------------------
-
-
 def slow_down(cost: LearningCost, times: float) -> None:
     """Make the cost model learn that every step takes `times` as long as before."""
     before = cost.current

@@ -6,17 +6,12 @@ no KV is evicted without need, and the order by objectives meets more of them.
 
 from __future__ import annotations
 
-import math
-import random
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from functools import cache
 from statistics import fmean
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from skipjoin.core.events import Event, Finished, Planned, Preempted, Preemption, Reserved
 from skipjoin.core.forecast import Forecast
@@ -31,11 +26,9 @@ from skipjoin.sim.experiments.system import System
 from skipjoin.workload.request import WorkloadRequest
 from skipjoin.workload.workload import Workload, synthetic
 from support.load import load, make
-from support.policies import EVICTIONS
 from support.recipes import SPELLED
 from support.simulated import SYSTEM
-from support.watch import Stepper, WatchedCore, World
-from support.worlds import PIPELINES
+from support.watch import Stepper, World
 
 VARIANTS = ("econoserve", "econoserve-sdo", "econoserve-sd", "econoserve-d")
 # Half of the requests are long, with 64 + 960 tokens, and half of them short, with 16 + 100.
@@ -151,9 +144,6 @@ def seen(
     return found
 
 
-# -- nesting ----------------------------------------------------------------------------------------------------------
-
-
 def test_nesting_runs_requests_whose_kv_exceeds_the_pool_without_swapping() -> None:
     """The final footprints of concurrent requests exceed the pool, which reservations alone never allow."""
     nesting, alone = seen("econoserve"), seen("econoserve-sdo")
@@ -189,9 +179,6 @@ def test_hosted_requests_that_exceed_their_forecast_are_evicted_and_finish() -> 
     assert wrong.record["kv"]["swapped_in_bytes"] == wrong.record["kv"]["swapped_out_bytes"] > 0
 
 
-# -- groups -----------------------------------------------------------------------------------------------------------
-
-
 def test_gated_admission_forms_larger_groups() -> None:
     """Decodes then accumulate until a group completes, instead of being admitted one by one."""
     workload, extent = synthetic("uniform:4-16,8-128", "poisson"), Extent(200.0, None, 1, limit=400)
@@ -217,9 +204,6 @@ def test_members_of_a_group_begin_and_end_together(recipe: str) -> None:
     assert fmean(map(len, different.groups)) < 1.2
 
 
-# -- steps ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("recipe", VARIANTS)
 def test_prompts_fill_steps_while_the_reserve_has_room(recipe: str) -> None:
     """Steps reach 0.9 of the forward size that saturates the device; a prompt is cut to the remaining tokens."""
@@ -227,7 +211,10 @@ def test_prompts_fill_steps_while_the_reserve_has_room(recipe: str) -> None:
     params = (("reserve", 0.5), ("forward_tokens", target))
     stepper = Stepper(World(recipe, device_blocks=80, max_seqs=64, params=params).core())
     core, full = stepper.core, 0
-    stepper.add(*predicted(load(2, 60, rate=1e6, prompts=(1, 60), outputs=(1, 20)), 0.0))
+    requests = load(2, 60, rate=1e6, prompts=(1, 60), outputs=(1, 20))
+    for request in requests:
+        request.forecast = Forecast(max(1.0, request.max_tokens), "test")
+    stepper.add(*requests)
     while core.requests:
         plan = stepper.start()
         assert plan is not None
@@ -239,9 +226,6 @@ def test_prompts_fill_steps_while_the_reserve_has_room(recipe: str) -> None:
         stepper.finish()
     core.assert_all_free()
     assert full > 10
-
-
-# -- preemption -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", VARIANTS[:2])
@@ -278,9 +262,6 @@ def test_a_request_beyond_its_reservation_draws_on_the_reserve_then_pauses_then_
     assert [len(stepper.tokens[number]) for number in range(4)] == [80] * 4
 
 
-# -- objectives -------------------------------------------------------------------------------------------------------
-
-
 def test_order_by_objectives_meets_more_of_them_and_reserves_most_of_the_kv() -> None:
     overload, slo = Extent(12.0, 30.0, 1), Slo(jct_scale=2.0)
 
@@ -295,106 +276,3 @@ def test_order_by_objectives_meets_more_of_them_and_reserves_most_of_the_kv() ->
         kv = one.record["kv"]
         assert kv["used_mean"] <= 0.65, (name, kv)
         assert kv["allocated_mean"] >= 0.88, (name, kv)
-
-
-# -- any world --------------------------------------------------------------------------------------------------------
-
-
-def predicted(requests: list[Request], sigma: float, seed: int = 0) -> list[Request]:
-    """Give the requests forecasts: the true length times a log-normal factor of median 1."""
-    draw = random.Random(seed)
-    for request in requests:
-        request.forecast = Forecast(max(1.0, request.max_tokens * math.exp(sigma * draw.gauss(0, 1))), "test")
-    return requests
-
-
-class FrugalCore(WatchedCore):
-    """A watched core that also checks that no decision reserves more blocks than are available."""
-
-    def start_step(self, now: float) -> StepPlan | None:
-        available = self.kv.available
-        plan = super().start_step(now)
-        assert self.kv.available >= min(0, available), "a decision reserves blocks that are not available"
-        return plan
-
-
-WORLDS = dict(
-    recipe=st.sampled_from(VARIANTS),
-    pipeline=st.sampled_from([*PIPELINES, (3, False, 1)]),
-    eviction=st.sampled_from([None, *sorted(EVICTIONS)]),
-    seed=st.integers(0, 10**6),
-    device_blocks=st.integers(25, 80),
-    cpu_blocks=st.sampled_from([0, 20, 80]),
-    sigma=st.sampled_from([0.0, 0.5, 2.0]),
-    reserve=st.sampled_from([0.0, 0.1, 0.5]),
-    padding=st.sampled_from([0.0, 0.5]),
-    probability=st.sampled_from([0.0, 0.02, 0.2]),
-)
-
-
-def disturbed(
-    *,
-    recipe: str,
-    pipeline: tuple[int, bool, int],
-    eviction: str | None,
-    seed: int,
-    device_blocks: int,
-    cpu_blocks: int,
-    sigma: float,
-    reserve: float,
-    padding: float,
-    probability: float,
-) -> Stepper:
-    """Run to the end with random events between calls, each at the given probability.
-
-    An event changes a forecast, aborts a request, or loses all KV on the device.
-    """
-    depth, overlap, stages = pipeline
-    params = (("padding", padding), ("reserve", reserve))
-    world = World(
-        recipe,
-        depth,
-        overlap,
-        EVICTIONS[eviction] if eviction else None,
-        device_blocks,
-        cpu_blocks,
-        max_seqs=10,
-        stages=stages,
-        params=params,
-    )
-    core = FrugalCore(world.core().scheduler)
-    stepper, draw = Stepper(core), random.Random(seed)
-    todo = predicted(load(seed, 16, prompts=(1, 30), outputs=(1, 60), priorities=(0, seed % 2)), sigma, seed)
-
-    def disturb() -> None:
-        if core.requests and draw.random() < probability:
-            request = draw.choice([*core.requests.values()])
-            core.reforecast(request.id, Forecast(draw.choice([1, 10, 10, 1e6]), "test"), stepper.now)
-        if core.requests and draw.random() < probability / 4:
-            core.abort(draw.choice([*core.requests]), stepper.now)
-        if draw.random() < probability / 20:
-            stepper.restart()
-
-    while todo or core.requests or core.plans or core.kv.is_moving:
-        if todo and draw.random() < 0.3:
-            stepper.add(todo.pop(0))
-        while stepper.start() is not None:
-            disturb()
-        stepper.late = draw.choice([0, 0, 3])
-        if core.plans:
-            stepper.finish()
-        disturb()
-    assert stepper.start() is None  # takes the last events
-    core.assert_all_free()
-    return stepper
-
-
-@given(st.fixed_dictionaries(WORLDS))
-def test_all_requests_finish_under_random_events(world: dict[str, Any]) -> None:
-    """Every request that is not aborted gets all its tokens."""
-    stepper = disturbed(**world)
-    ends = {event.request: event.reason for event in stepper.events if isinstance(event, Finished)}
-    assert len(ends) == 16
-    for request, reason in ends.items():
-        assert request.output == list(range(len(request.prompt), len(request.prompt) + len(request.output)))
-        assert reason is (FinishReason.LENGTH if len(request.output) == request.max_tokens else FinishReason.ABORT)

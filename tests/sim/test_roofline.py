@@ -40,9 +40,6 @@ COSTS: list[CostModel] = [
 every_cost = pytest.mark.parametrize("cost", COSTS, ids=["one GPU", "two servers", "tensor", "pipeline"])
 
 
-# -- the papers' figures --------------------------------------------------------------------------------------
-
-
 def test_opt_13b_decodes_in_25_to_30_ms_on_an_a100() -> None:
     """FastServe section 6.1 has a latency bound of 0.3 s for ten iterations. The reference simulation has 24.9 ms."""
     opt = cost("opt-13b", "a100-40gb")
@@ -84,9 +81,6 @@ def test_faster_memory_decodes_faster() -> None:
         for name in sorted(DEVICES, key=lambda name: DEVICES[name].memory_bytes_per_s)
     ]
     assert times == sorted(times, reverse=True)
-
-
-# -- arithmetic and bytes -------------------------------------------------------------------------------------
 
 
 def test_a_step_is_the_sum_of_its_terms() -> None:
@@ -148,9 +142,6 @@ def test_the_gpus_share_the_transfer_of_a_block() -> None:
     assert cost("opt-13b", "h100-80gb", bare).transfer(100) == pytest.approx(one / 2)
 
 
-# -- invariants that policies and the simulated executor require ----------------------------------------------
-
-
 @every_cost
 @given(one=SHAPES, more=SHAPES)
 def test_step_cost_is_monotonic_and_subadditive(cost: CostModel, one: StepShape, more: StepShape) -> None:
@@ -168,9 +159,6 @@ def test_transfer_cost_is_monotonic_and_subadditive(cost: CostModel, count: int,
 def test_efficiencies_out_of_bounds_are_refused(bad: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=f"^efficiency: {next(iter(bad))} must be in"):
         Efficiency(**bad)
-
-
-# -- capacity -------------------------------------------------------------------------------------------------
 
 
 def test_kv_pools_match_the_papers() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -11,17 +11,20 @@ from typing import Any, NamedTuple
 from core_fuzz.device import Device
 from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
-from skipjoin.core.events import Event, Token
+from skipjoin.core.events import Event, Preempted, Preemption, Token
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.reservations import Owner
-from skipjoin.core.policy import CostModel, EvictionPolicy, Policies
+from skipjoin.core.policy import AdmissionPolicy, Batcher, CostModel, EvictionPolicy, Policies
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle, never, position_as_token
 from skipjoin.options import Value
+from skipjoin.policies.admission import OnDemand
+from skipjoin.policies.batching import Greedy
+from skipjoin.policies.eviction import Recompute
 from skipjoin.recipes import EngineLimits, Settings
 from skipjoin.sim.driver import Replica, simulate
-from support.policies import COST
+from support.policies import COST, Ranks
 from support.recipes import build, own
 
 # One entry per plan: its time, and the plan with request ids in place of requests.
@@ -111,7 +114,9 @@ class WatchedCore(EngineCore):
         # With a full pipeline the scheduler decides nothing; only deadlines may end requests then.
         is_full = len(self.plans) >= self.scheduler.depth
         before = {} if is_full else {one: _State.of(one, self.kv, latest) for one in self.requests.values()}
+        available = self.kv.available
         plan = super().start_step(now)
+        assert self.kv.available >= min(0, available), "a decision reserves blocks that are not available"
         if is_full and len(self.requests) == live:
             assert plan is None
             return None
@@ -396,6 +401,15 @@ class Stepper:
         self.finish()
         return plan
 
+    def ran(self) -> list[int]:
+        """Run a step and return the ids of its requests."""
+        return [piece.request.id for piece in self.step().slices]
+
+    def fill(self) -> None:
+        """Start plans until the pipeline is full or no request can run."""
+        while self.start() is not None:
+            pass
+
     def restart(self) -> None:
         """Restart the executor, which loses all KV and all plans in flight."""
         self._transit.clear()
@@ -405,8 +419,7 @@ class Stepper:
     def drain(self, max_steps: int = 10_000) -> None:
         """Keep the pipeline full until every request has finished, and check that all blocks are free."""
         for _ in range(max_steps):
-            while self.start() is not None:
-                pass
+            self.fill()
             if not self.core.plans:
                 break
             self.finish()
@@ -417,3 +430,33 @@ class Stepper:
             self.events.append(event)
             if isinstance(event, Token):
                 self.tokens.setdefault(event.request.id, []).append(event.token)
+
+
+class Scene(Stepper):
+    """A stepper with blocks of four tokens, an ordering that a test sets, and policies that it may replace."""
+
+    def __init__(
+        self,
+        numbers: Mapping[int, int],
+        *,
+        blocks: int,
+        cpu: int = 0,
+        is_exact: bool = True,
+        depth: int = 1,
+        overlap: bool | None = None,
+        batcher: Batcher | None = None,
+        admission: AdmissionPolicy | None = None,
+        eviction: EvictionPolicy | None = None,
+    ) -> None:
+        self.ordering, self.kv = Ranks(numbers), KVLedger(blocks, cpu, 4, is_exact=is_exact)
+        policies = Policies(
+            self.ordering,
+            batcher or Greedy(8, 1000, chunked=True),
+            admission or OnDemand(0.0),
+            eviction or Recompute(),
+        )
+        overlap = depth == 2 if overlap is None else overlap
+        super().__init__(WatchedCore(Scheduler(policies, self.kv, depth=depth, overlap=overlap)))
+
+    def preempted(self) -> list[tuple[int, Preemption]]:
+        return [(event.request.id, event.how) for event in self.events if isinstance(event, Preempted)]

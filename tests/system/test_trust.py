@@ -144,9 +144,6 @@ def test_new_folders_are_private_under_any_umask(tmp_path: Path) -> None:
         make_private(tmp_path / "file")
 
 
-# -- caches of the engine ----------------------------------------------------------------------------------------
-
-
 class Compiler:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runs = 0

@@ -1,15 +1,25 @@
 from __future__ import annotations
 
+from papers.fastserve.static import WholeMaximum
 from skipjoin.core.context import StepContext
-from skipjoin.core.policy import BatchBuilder, EvictionPolicy, Policies
+from skipjoin.core.policy import (
+    ALL_HELD,
+    HELD,
+    NEWCOMERS_HELD,
+    AdmissionPolicy,
+    BatchBuilder,
+    Batcher,
+    EvictionPolicy,
+    Policies,
+)
 from skipjoin.core.request import Request
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.eviction import Spill
 from skipjoin.policies.ordering import Fcfs, Prioritized
 from support.load import make
-from support.policies import COST, LendAlongside
-from support.watch import Stepper, World
+from support.policies import COST, LendAlongside, Verdicts
+from support.watch import Scene, Stepper, World
 
 
 class Recording(Greedy):
@@ -100,3 +110,47 @@ def test_newcomers_leave_the_blocks_that_a_swapped_out_request_waits_for() -> No
     assert stepper.core.kv.available == 1 < stepper.core.kv.cpu_footprint(last)
     stepper.step()
     assert [request.id for request in batcher.seen] == [10, 0]
+
+
+def queue(batcher: Batcher, length: int, blocks: int = 1000, admission: AdmissionPolicy | None = None) -> Scene:
+    scene = Scene({number: number for number in range(length)}, blocks=blocks, batcher=batcher, admission=admission)
+    scene.add(*(make(number, 2, 2) for number in range(length)))
+    return scene
+
+
+def test_requests_run_in_rank_order() -> None:
+    scene = queue(Greedy(3, 100, chunked=False), 9)
+    assert scene.ran() == [0, 1, 2]
+
+
+def test_the_queue_is_read_until_all_slots_are_taken() -> None:
+    scene = queue(Greedy(3, 100, chunked=False), 500)
+    scene.ran()
+    assert scene.ordering.read == 4
+
+
+def test_held_skips_one_request_and_admits_later_ones() -> None:
+    scene = queue(Verdicts({1: HELD}), 4)
+    assert scene.ran() == [0, 2, 3]
+
+
+def test_newcomers_held_ends_reading_the_queue_but_holders_run() -> None:
+    batcher = Verdicts({0: HELD, 1: HELD, 3: ALL_HELD})
+    scene = queue(batcher, 500)
+    assert scene.ran() == [2]
+    batcher.verdicts = {0: NEWCOMERS_HELD}
+    scene.ordering.read = 0
+    assert scene.ran() == [2]
+    assert scene.ordering.read == 1
+
+
+def test_a_full_device_ends_reading_the_queue() -> None:
+    for admission in (OnDemand(0.0), WholeMaximum()):
+        scene = queue(Greedy(100, 1000, chunked=False), 500, blocks=3, admission=admission)
+        assert scene.ran() == [0, 1, 2]
+        assert scene.ordering.read == 4
+
+
+def test_no_plan_is_made_without_requests() -> None:
+    scene = queue(Greedy(3, 100, chunked=False), 0)
+    assert scene.start() is None

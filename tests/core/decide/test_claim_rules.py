@@ -9,25 +9,24 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from skipjoin.core.decide.scheduler import Scheduler
-from skipjoin.core.events import Admitted, Preempted, Preemption, Reserved
+from skipjoin.core.events import Admitted, Preemption, Reserved
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.reservations import Account, Owner
-from skipjoin.core.policy import Allocation, Deferral, EvictionPolicy, Policies
+from skipjoin.core.policy import Allocation, Deferral, EvictionPolicy
 from skipjoin.core.request import UNLIMITED, Request
 from skipjoin.core.waits import WaitReason
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.eviction import Recompute, Vacate
 from support.load import make
-from support.policies import COST, Answer, OnCall, Ranks, Scripted, SwapAll
-from support.watch import Stepper, WatchedCore, nested_in
+from support.policies import COST, Answer, OnCall, Scripted, SwapAll
+from support.watch import Scene, nested_in
 
 KEPT = Account("kept")
 DEPTHS = pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), (2, True)])
 
 
-class Scene:
-    """A stepper with blocks of 4 tokens, requests ranked by id, and an admission policy that a test scripts."""
+class Claims(Scene):
+    """A scene of requests ranked by id, with an admission policy that a test scripts."""
 
     def __init__(
         self,
@@ -42,31 +41,28 @@ class Scene:
         overlap: bool = False,
     ) -> None:
         self.admission = Scripted(answers, {KEPT: keeps} if keeps else None)
-        self.ordering = Ranks({number: number for number in range(300)})
-        self.kv = KVLedger(blocks, cpu, 4)
-        policies = Policies(self.ordering, Greedy(slots, 10_000, chunked=True), self.admission, eviction or Recompute())
-        self.stepper = Stepper(WatchedCore(Scheduler(policies, self.kv, depth=depth, overlap=overlap)))
+        super().__init__(
+            {number: number for number in range(300)},
+            blocks=blocks,
+            cpu=cpu,
+            batcher=Greedy(slots, 10_000, chunked=True),
+            admission=self.admission,
+            eviction=eviction,
+            depth=depth,
+            overlap=overlap,
+        )
 
-    def add(self, *requests: Request) -> None:
-        self.stepper.add(*requests)
-
-    def ran(self) -> list[int]:
-        return [piece.request.id for piece in self.stepper.step().slices]
-
-    def drain(self) -> None:
-        self.stepper.drain()
+    def drain(self, max_steps: int = 10_000) -> None:
+        super().drain(max_steps)
         for request in self.ordering.numbers:
-            tokens = self.stepper.tokens.get(request)
+            tokens = self.tokens.get(request)
             assert tokens is None or tokens == list(range(tokens[0], tokens[0] + len(tokens)))
 
     def claims(self, number: int) -> Iterator[tuple[Owner, int, int]]:
         """Yield for each grant of the request its parent, its blocks in all, and the blocks drawn from an account."""
-        for event in self.stepper.events:
+        for event in self.events:
             if isinstance(event, Reserved) and event.request.id == number:
                 yield event.parent, event.blocks, event.drawn
-
-    def preempted(self) -> list[tuple[int, Preemption]]:
-        return [(event.request.id, event.how) for event in self.stepper.events if isinstance(event, Preempted)]
 
 
 def granting(blocks: int, tokens: int | None = None, parent: Owner = None, *, draws: Account | None = None) -> Answer:
@@ -87,7 +83,7 @@ def test_a_reservation_is_renewed_at_the_first_token_beyond_it(depth: int, overl
     def in_parts(request: Request, target: int, kv: KVLedger) -> Allocation:
         return Allocation(now=2, blocks=2, tokens=6) if target <= 6 else Allocation(now=4, blocks=4, tokens=13)
 
-    scene = Scene({0: in_parts}, blocks=20, depth=depth, overlap=overlap)
+    scene = Claims({0: in_parts}, blocks=20, depth=depth, overlap=overlap)
     scene.add(make(0, 5, 9), make(1, 5, 9))
     scene.drain()
     # The KV of the last token is never computed, so 13 of its 14 tokens are.
@@ -97,7 +93,7 @@ def test_a_reservation_is_renewed_at_the_first_token_beyond_it(depth: int, overl
 
 
 def test_a_request_keeps_its_kv_while_its_reservation_is_not_renewed() -> None:
-    scene = Scene({0: granting(3, 9)}, blocks=20)
+    scene = Claims({0: granting(3, 9)}, blocks=20)
     paused = make(0, 8, 6)
     scene.add(paused, make(1, 8, 9))
     assert [scene.ran() for _ in range(2)] == [[0, 1]] * 2
@@ -118,7 +114,7 @@ def test_a_request_keeps_its_kv_while_its_reservation_is_not_renewed() -> None:
 
 @pytest.mark.parametrize(("how", "passes"), [(Deferral.REQUEST, True), (Deferral.NEWCOMERS, False)])
 def test_requests_that_fit_pass_a_refused_one(how: Deferral, passes: bool) -> None:
-    scene = Scene({number: refusing(how) for number in range(1, 150)}, blocks=1000, slots=300)
+    scene = Claims({number: refusing(how) for number in range(1, 150)}, blocks=1000, slots=300)
     scene.add(make(0, 4, 4))
     assert scene.ran() == [0]
     scene.add(*(make(number, 4, 4) for number in range(1, 200)))
@@ -130,7 +126,7 @@ def test_requests_that_fit_pass_a_refused_one(how: Deferral, passes: bool) -> No
 
 
 def test_a_refusal_that_ends_admission_does_not_affect_requests_that_hold_kv() -> None:
-    scene = Scene({}, blocks=100)
+    scene = Claims({}, blocks=100)
     scene.add(make(1, 4, 8), make(2, 4, 8))
     assert scene.ran() == [1, 2]
     scene.admission.answers[0] = refusing(Deferral.NEWCOMERS)
@@ -145,7 +141,7 @@ def test_a_refusal_that_ends_admission_does_not_affect_requests_that_hold_kv() -
 
 def nesting(
     *, account: bool = False, blocks: int = 12, output: int = 8, cpu: int = 0, eviction: EvictionPolicy | None = None
-) -> tuple[Scene, Request, Request]:
+) -> tuple[Claims, Request, Request]:
     """Run a parent request and one whose reservation is nested in that of the parent.
 
     The parent has reserved 10 blocks and holds 2. The nested request has reserved 4 of them for 16 tokens, and holds 2.
@@ -153,7 +149,7 @@ def nesting(
     parent, nested = make(0, 8, 30), make(1, 8, output)
     owner = KEPT if account else None
     answers = {0: granting(10, None, owner), 1: granting(4, 16, parent), 9: granting(8, None, owner)}
-    scene = Scene(answers, blocks=blocks, cpu=cpu, keeps=blocks if account else 0, eviction=eviction)
+    scene = Claims(answers, blocks=blocks, cpu=cpu, keeps=blocks if account else 0, eviction=eviction)
     scene.add(parent, nested)
     assert scene.ran() == [0, 1]
     assert scene.kv.reservations.parent_of(nested) is parent
@@ -173,16 +169,16 @@ def test_a_nested_reservation_takes_no_available_blocks() -> None:
     assert scene.preempted() == []
 
 
-def end(scene: Scene, parent: Request) -> None:
+def end(scene: Claims, parent: Request) -> None:
     parent.max_total_tokens = parent.known + 1
     scene.ran()
 
 
-def abort(scene: Scene, parent: Request) -> None:
-    scene.stepper.core.abort(parent.id, scene.stepper.now)
+def abort(scene: Claims, parent: Request) -> None:
+    scene.core.abort(parent.id, scene.now)
 
 
-def evict(scene: Scene, parent: Request) -> None:
+def evict(scene: Claims, parent: Request) -> None:
     """Let a higher-ranked request take the parent's blocks."""
     scene.ordering.numbers[9] = -1
     scene.add(make(9, 8, 3))
@@ -193,7 +189,7 @@ def evict(scene: Scene, parent: Request) -> None:
 @pytest.mark.parametrize("account", [False, True])
 @pytest.mark.parametrize("how", [(end, Recompute), (abort, Recompute), (evict, Recompute), (evict, SwapAll)])
 def test_a_nested_request_goes_on_in_the_grandparent_when_its_parent_is_released(
-    how: tuple[Callable[[Scene, Request], None], Callable[[], EvictionPolicy]], account: bool
+    how: tuple[Callable[[Claims, Request], None], Callable[[], EvictionPolicy]], account: bool
 ) -> None:
     end_parent, eviction = how
     scene, parent, nested = nesting(account=account, cpu=20, eviction=eviction())
@@ -209,13 +205,13 @@ def test_a_nested_request_goes_on_in_the_grandparent_when_its_parent_is_released
 
 
 def test_an_account_gets_its_blocks_again_after_a_nested_request() -> None:
-    scene = Scene({0: granting(3, None, KEPT)}, blocks=10, keeps=4)
+    scene = Claims({0: granting(3, None, KEPT)}, blocks=10, keeps=4)
     request = make(0, 8, 4)
     scene.add(request, make(1, 8, 16))
     assert scene.ran() == [0, 1]
     assert (scene.kv.available, scene.kv.reservations.unused(KEPT)) == (0, 1)
     assert nested_in(scene.kv, KEPT) == [request]
-    while 0 in scene.stepper.core.requests:
+    while 0 in scene.core.requests:
         scene.ran()
     assert (scene.kv.available, scene.kv.reservations.unused(KEPT)) == (0, 4)
     scene.drain()
@@ -254,7 +250,7 @@ def test_a_parent_takes_available_blocks_before_it_evicts_its_nested_request() -
 
 
 def test_blocks_that_are_not_available_are_drawn_from_an_account() -> None:
-    scene = Scene({0: granting(4, 10)}, blocks=10, keeps=4, eviction=Vacate(COST))
+    scene = Claims({0: granting(4, 10)}, blocks=10, keeps=4, eviction=Vacate(COST))
     scene.add(make(0, 8, 12), make(1, 6, 2))
     assert scene.ran() == [0, 1]
     assert (scene.kv.available, scene.kv.reservations.unused(KEPT)) == (10 - 4 - 4 - 2, 4)
@@ -275,7 +271,7 @@ def test_blocks_that_are_not_available_are_drawn_from_an_account() -> None:
 
 
 def test_nothing_is_drawn_from_an_account_with_too_few_blocks() -> None:
-    scene = Scene({0: granting(4, 10)}, blocks=8, keeps=2)
+    scene = Claims({0: granting(4, 10)}, blocks=8, keeps=2)
     scene.add(make(0, 8, 20), make(1, 4, 4))
     scene.ordering.numbers[0] = 400  # it may evict no other request
     assert [scene.ran() for _ in range(3)] == [[1, 0]] * 3
@@ -292,20 +288,20 @@ def test_nothing_is_drawn_from_an_account_with_too_few_blocks() -> None:
 @pytest.mark.parametrize("how", Deferral)
 def test_requests_run_one_at_a_time_if_every_reservation_is_refused(how: Deferral, depth: int, overlap: bool) -> None:
     """Each runs to its end, in order, with the blocks that the account keeps."""
-    scene = Scene(dict.fromkeys(range(3), refusing(how)), blocks=6, keeps=3, depth=depth, overlap=overlap)
+    scene = Claims(dict.fromkeys(range(3), refusing(how)), blocks=6, keeps=3, depth=depth, overlap=overlap)
     requests = [make(number, 9, 14) for number in range(3)]
     scene.add(*requests)
     scene.drain()
-    ran = [[piece[0] for piece in plan[1]] for _, plan in scene.stepper.core.trace]
+    ran = [[piece[0] for piece in plan[1]] for _, plan in scene.core.trace]
     assert all(len(numbers) == 1 for numbers in ran)
     assert sorted(ran) == ran
-    assert [len(scene.stepper.tokens[number]) for number in range(3)] == [14] * 3
+    assert [len(scene.tokens[number]) for number in range(3)] == [14] * 3
     assert all(request.evictions == 0 for request in requests)
 
 
 def test_a_forced_request_takes_the_blocks_of_one_that_cannot_run() -> None:
     """Two requests fill the pool and are granted no more: the first takes the blocks of the second, and both finish."""
-    scene = Scene({0: granting(3, 12), 1: granting(3, 12)}, blocks=6)
+    scene = Claims({0: granting(3, 12), 1: granting(3, 12)}, blocks=6)
     requests = [make(0, 12, 8), make(1, 12, 8)]
     scene.add(*requests)
     assert scene.ran() == [0, 1]
@@ -317,9 +313,9 @@ def test_a_forced_request_takes_the_blocks_of_one_that_cannot_run() -> None:
 
 
 def test_no_request_is_forced_while_another_runs() -> None:
-    scene = Scene({1: refusing(Deferral.REQUEST)}, blocks=20)
+    scene = Claims({1: refusing(Deferral.REQUEST)}, blocks=20)
     scene.add(make(0, 4, 6), make(1, 4, 3))
-    while 0 in scene.stepper.core.requests:
+    while 0 in scene.core.requests:
         assert scene.ran() == [0]
     assert scene.ran() == [1]
     scene.drain()
@@ -331,7 +327,7 @@ def test_no_request_is_forced_while_another_runs() -> None:
 @pytest.mark.parametrize("limit", [None, 20])
 def test_a_reservation_ends_with_a_swap_out_and_is_requested_again(limit: int | None) -> None:
     eviction = OnCall()
-    scene = Scene({1: granting(5, limit)}, blocks=12, cpu=12, eviction=eviction)
+    scene = Claims({1: granting(5, limit)}, blocks=12, cpu=12, eviction=eviction)
     request = make(1, 8, 10)
     scene.add(make(0, 8, 20), request)
     scene.ran()
@@ -349,13 +345,13 @@ def test_a_reservation_ends_with_a_swap_out_and_is_requested_again(limit: int | 
     assert scene.kv.cpu_footprint(request) == 0
     assert len(list(scene.claims(1))) == 1 + (limit is not None)
     scene.drain()
-    assert sum(isinstance(event, Admitted) and event.request is request for event in scene.stepper.events) == 1
+    assert sum(isinstance(event, Admitted) and event.request is request for event in scene.events) == 1
 
 
 def test_kv_is_swapped_into_a_nested_reservation() -> None:
     eviction = OnCall()
     parent, nested = make(0, 8, 30), make(1, 8, 10)
-    scene = Scene({0: granting(10), 1: granting(3, 10)}, blocks=13, cpu=12, eviction=eviction)
+    scene = Claims({0: granting(10), 1: granting(3, 10)}, blocks=13, cpu=12, eviction=eviction)
     scene.add(parent, nested)
     scene.ran()
     eviction.out = [nested]
@@ -374,8 +370,8 @@ def test_kv_is_swapped_into_a_nested_reservation() -> None:
 
 def test_a_restart_ends_all_reservations_and_all_are_requested_again() -> None:
     scene, parent, nested = nesting(account=True)
-    scene.stepper.start()
-    scene.stepper.restart()
+    scene.start()
+    scene.restart()
     unused = scene.kv.reservations.unused(KEPT)
     assert (scene.kv.available, unused, parent.reserved_tokens, nested.reserved_tokens) == (12, 0, UNLIMITED, UNLIMITED)
     assert scene.ran() == [0, 1]

@@ -11,21 +11,12 @@ from skipjoin.core.policy import HELD, Policies
 from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.step import StepResult
 from skipjoin.policies.admission import OnDemand
-from skipjoin.policies.batching import Greedy
 from skipjoin.policies.eviction import Recompute
 from support.load import make
 from support.policies import LendAll, Ranks, Verdicts
-from support.watch import Stepper, WatchedCore, World
+from support.watch import Scene, Stepper, World
 
 DEPTHS = pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), (2, True)])
-
-
-def sharing(depth: int, overlap: bool, *, blocks: int = 10, ranks: dict[int, int]) -> tuple[Stepper, Ranks]:
-    """Return a stepper in which requests rank by `ranks` and best-effort ones lend their blocks."""
-    ordering = Ranks(ranks)
-    policies = Policies(ordering, Greedy(8, 1000, chunked=True), OnDemand(0.0), LendAll())
-    core = WatchedCore(Scheduler(policies, KVLedger(blocks, 200, 4), depth=depth, overlap=overlap))
-    return Stepper(core), ordering
 
 
 @DEPTHS
@@ -42,21 +33,19 @@ def test_a_promoted_owner_runs_when_its_borrower_fills_the_device(depth: int, ov
 
 @DEPTHS
 def test_an_owner_that_ranks_first_again_runs_before_its_borrower_finishes(depth: int, overlap: bool) -> None:
-    stepper, ordering = sharing(depth, overlap, ranks={0: 1, 1: 0})
+    stepper = Scene({0: 1, 1: 0}, blocks=10, cpu=200, eviction=LendAll(), depth=depth, overlap=overlap)
     stepper.add(make(0, 34, 6, best_effort=True))
     while stepper.core.requests[0].pending > 1:
         stepper.step()
     stepper.add(make(1, 26, 14))
     while len(stepper.tokens.get(1, ())) < 2:
-        while stepper.start() is not None:
-            pass
+        stepper.fill()
         stepper.finish()
     assert stepper.core.kv.sharing.lent_blocks
     owned = len(stepper.tokens.get(0, ()))
-    ordering.numbers[0] = -1
+    stepper.ordering.numbers[0] = -1
     for _ in range(3 * depth):
-        while stepper.start() is not None:
-            pass
+        stepper.fill()
         stepper.finish()
     assert len(stepper.tokens[0]) > owned
     assert 1 in stepper.core.requests

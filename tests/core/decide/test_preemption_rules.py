@@ -13,30 +13,23 @@ from typing import Any
 import pytest
 
 from skipjoin.core.decide.evict import Choice, Evictor
-from skipjoin.core.decide.scheduler import Scheduler
-from skipjoin.core.events import Preempted, Preemption
+from skipjoin.core.events import Preemption
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.reservations import Reservations
-from skipjoin.core.policy import Allocation, Eviction, EvictionPolicy, Policies
+from skipjoin.core.policy import Allocation, Eviction, EvictionPolicy
 from skipjoin.core.request import Request
-from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.eviction import Defer, Recompute
 from support.load import load, make
-from support.policies import DropTails, Ranks, SpillAll, SwapAll
-from support.watch import Stepper, WatchedCore, World, run
+from support.policies import DropTails, SpillAll, SwapAll
+from support.watch import Scene, Stepper, World, run
 from support.worlds import exhaustive
 
 
-def scene(
-    numbers: dict[int, int], *, blocks: int, cpu: int = 0, slots: int = 8, chunk: int = 1000
-) -> tuple[Stepper, Ranks]:
-    """Rank requests by `numbers` and run `chunk` tokens a step; victims are swapped out if there is a CPU tier."""
-    ordering = Ranks(numbers)
-    eviction = SwapAll() if cpu else Recompute()
-    policies = Policies(ordering, Greedy(slots, chunk, chunked=True), OnDemand(0.0), eviction)
-    core = WatchedCore(Scheduler(policies, KVLedger(blocks, cpu, 4)))
-    return Stepper(core), ordering
+def scene(numbers: dict[int, int], *, blocks: int, cpu: int = 0, slots: int = 8, chunk: int = 1000) -> Scene:
+    """Run `chunk` tokens a step; victims are swapped out if there is a CPU tier."""
+    eviction, batcher = SwapAll() if cpu else Recompute(), Greedy(slots, chunk, chunked=True)
+    return Scene(numbers, blocks=blocks, cpu=cpu, batcher=batcher, eviction=eviction)
 
 
 class DisplaceAll(SwapAll):
@@ -47,22 +40,22 @@ class DisplaceAll(SwapAll):
 
 
 def ran(stepper: Stepper) -> set[int]:
-    return {piece.request.id for piece in stepper.step().slices}
+    return set(stepper.ran())
 
 
 def test_requests_of_equal_rank_do_not_evict_each_other() -> None:
-    stepper, _ = scene({0: 5, 1: 5}, blocks=4)
+    stepper = scene({0: 5, 1: 5}, blocks=4)
     stepper.add(make(0, 8, 5))
     ran(stepper)
     stepper.add(make(1, 8, 5))
     for _ in range(4):
         assert ran(stepper) == {0}
     stepper.drain()
-    assert not any(isinstance(event, Preempted) for event in stepper.events)
+    assert not stepper.preempted()
 
 
 def test_a_higher_ranked_request_evicts() -> None:
-    stepper, _ = scene({0: 5, 1: 4}, blocks=4)
+    stepper = scene({0: 5, 1: 4}, blocks=4)
     stepper.add(make(0, 8, 5))
     ran(stepper)
     stepper.add(make(1, 8, 5))
@@ -71,7 +64,7 @@ def test_a_higher_ranked_request_evicts() -> None:
 
 
 def test_an_eviction_examines_only_the_holders_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    stepper, _ = scene({number: number for number in range(51)}, blocks=100, slots=100)
+    stepper = scene({number: number for number in range(51)}, blocks=100, slots=100)
     stepper.add(*(make(number, 6, 5) for number in range(1, 51)))
     ran(stepper)
     reservations, examined = stepper.core.scheduler.kv.reservations, []
@@ -92,9 +85,7 @@ def test_an_eviction_examines_only_the_holders_that_it_needs(monkeypatch: pytest
 def test_a_victim_takes_the_cpu_blocks_of_a_lower_ranked_request_if_they_suffice(
     tokens_away: int, cpu: int, ways: dict[int, Preemption]
 ) -> None:
-    ordering, kv = Ranks({0: 9, 1: 5, 2: 1}), KVLedger(4, cpu, 4)
-    policies = Policies(ordering, Greedy(8, 1000, chunked=True), OnDemand(0.0), DisplaceAll())
-    stepper = Stepper(WatchedCore(Scheduler(policies, kv)))
+    stepper = Scene({0: 9, 1: 5, 2: 1}, blocks=4, cpu=cpu, eviction=DisplaceAll())
     stepper.add(make(0, tokens_away))
     ran(stepper)
     stepper.add(make(1, 12))
@@ -102,7 +93,7 @@ def test_a_victim_takes_the_cpu_blocks_of_a_lower_ranked_request_if_they_suffice
     stepper.events.clear()
     stepper.add(make(2, 12))
     assert ran(stepper) == {2}
-    assert {event.request.id: event.how for event in stepper.events if isinstance(event, Preempted)} == ways
+    assert dict(stepper.preempted()) == ways
     stepper.drain()
 
 
@@ -135,7 +126,7 @@ def test_skipping_returns_that_must_fail_changes_no_plan(recipe: str, monkeypatc
 
 
 def test_no_request_is_evicted_for_a_newcomer_that_would_still_not_fit() -> None:
-    stepper, _ = scene({0: 1, 1: 5, 2: 3}, blocks=8)
+    stepper = scene({0: 1, 1: 5, 2: 3}, blocks=8)
     first, low = make(0, 16, 5), make(1, 8, 5)
     stepper.add(first, low)
     ran(stepper)
@@ -148,7 +139,7 @@ def test_no_request_is_evicted_for_a_newcomer_that_would_still_not_fit() -> None
 @pytest.mark.parametrize("cpu", [0, 8])
 def test_a_running_request_is_evicted_for_a_newcomer_only_after_a_token(cpu: int) -> None:
     """This holds again after each eviction, whether its KV is recomputed or swapped in."""
-    stepper, _ = scene({0: 5, **dict.fromkeys(range(1, 9), 1)}, blocks=4, chunk=4, cpu=cpu)
+    stepper = scene({0: 5, **dict.fromkeys(range(1, 9), 1)}, blocks=4, chunk=4, cpu=cpu)
     victim = make(0, 9, 5)
     stepper.add(victim)
     assert ran(stepper) == {0}
@@ -165,7 +156,7 @@ def test_a_running_request_is_evicted_for_a_newcomer_only_after_a_token(cpu: int
 
 def test_a_paused_request_without_a_token_can_be_evicted() -> None:
     """Otherwise a request paused in its prompt would keep out higher-ranked ones forever."""
-    stepper, _ = scene({0: 5, 1: 1, 2: 2}, blocks=8, chunk=4)
+    stepper = scene({0: 5, 1: 1, 2: 2}, blocks=8, chunk=4)
     paused = make(0, 12, 3)
     stepper.add(paused)
     assert ran(stepper) == {0}
@@ -180,7 +171,7 @@ def test_a_paused_request_without_a_token_can_be_evicted() -> None:
 
 def test_growth_evicts_the_lowest_ranked_request_even_before_its_first_token() -> None:
     """A running request must be able to grow, so fresh requests are protected from newcomers only."""
-    stepper, _ = scene({0: 1, 1: 2}, blocks=5, chunk=6)
+    stepper = scene({0: 1, 1: 2}, blocks=5, chunk=6)
     fresh = make(1, 12, 3)
     stepper.add(make(0, 5, 9), fresh)
     assert ran(stepper) == {0, 1}
@@ -199,17 +190,15 @@ def test_two_requests_that_outrank_each_other_in_turn_both_finish(
 
     Here the request that does not run outranks the other at once, and only one of them fits.
     """
-    ordering = Ranks({0: 1, 1: 1})
-    policies = Policies(ordering, Greedy(8, 5, chunked=True), OnDemand(0.0), eviction())
-    stepper = Stepper(WatchedCore(Scheduler(policies, KVLedger(6, 6, 4), depth=depth, overlap=overlap)))
+    batcher = Greedy(8, 5, chunked=True)
+    stepper = Scene({}, blocks=6, cpu=6, batcher=batcher, eviction=eviction(), depth=depth, overlap=overlap)
     requests = [make(0, 13, 9), make(1, 13, 9)]
     stepper.add(*requests)
     for _ in range(1000):
         for request in requests:
             runs = request.last_plan >= stepper.core.scheduler.latest_plan
-            ordering.numbers[request.id] = 2 if runs else 1
-        while stepper.start() is not None:
-            pass
+            stepper.ordering.numbers[request.id] = 2 if runs else 1
+        stepper.fill()
         if not stepper.core.plans:
             break
         stepper.finish()
@@ -222,8 +211,7 @@ def test_two_requests_that_outrank_each_other_in_turn_both_finish(
 
 
 def test_with_deferred_eviction_newcomers_wait_and_growth_evicts() -> None:
-    policies = Policies(Ranks({0: 5, 1: 6, 2: 1}), Greedy(8, 1000, chunked=True), OnDemand(0.0), Defer())
-    stepper = Stepper(WatchedCore(Scheduler(policies, KVLedger(6, 0, 4))))
+    stepper = Scene({0: 5, 1: 6, 2: 1}, blocks=6, eviction=Defer())
     first, second = make(0, 8, 9), make(1, 8, 9)
     stepper.add(first, second)
     assert ran(stepper) == {0, 1}
@@ -238,7 +226,7 @@ def test_with_deferred_eviction_newcomers_wait_and_growth_evicts() -> None:
 
 
 def test_no_request_ranked_below_an_evicted_one_takes_new_blocks_in_that_step() -> None:
-    stepper, _ = scene({0: 1, 1: 5, 2: 6}, blocks=8)
+    stepper = scene({0: 1, 1: 5, 2: 6}, blocks=8)
     stepper.add(make(1, 24, 3))
     ran(stepper)
     # Request 0 needs 5 blocks and evicts request 1; request 2 would fit into the remaining 3.
@@ -248,7 +236,7 @@ def test_no_request_ranked_below_an_evicted_one_takes_new_blocks_in_that_step() 
 
 
 def test_a_newcomer_that_does_not_fit_blocks_those_behind_it() -> None:
-    stepper, _ = scene({0: 1, 1: 2, 2: 3}, blocks=8)
+    stepper = scene({0: 1, 1: 2, 2: 3}, blocks=8)
     stepper.add(make(0, 16, 5))
     ran(stepper)
     stepper.add(make(1, 20, 2), make(2, 4, 2))
@@ -258,12 +246,12 @@ def test_a_newcomer_that_does_not_fit_blocks_those_behind_it() -> None:
 
 def test_a_request_that_cannot_be_swapped_in_yet_blocks_its_equals_behind_it() -> None:
     """Otherwise a succession of small newcomers would take the blocks that it waits for."""
-    stepper, _ = scene({0: 1, **dict.fromkeys(range(1, 40), 5)}, blocks=8, cpu=8)
+    stepper = scene({0: 1, **dict.fromkeys(range(1, 40), 5)}, blocks=8, cpu=8)
     stepper.add(make(1, 24, 6))
     ran(stepper)
     stepper.add(make(0, 20, 4))
     assert ran(stepper) == {0}
-    assert [event.how for event in stepper.events if isinstance(event, Preempted)] == [Preemption.SWAP]
+    assert stepper.preempted() == [(1, Preemption.SWAP)]
     for number in range(2, 40):
         stepper.add(make(number, 4, 4))
         if 1 in ran(stepper):
@@ -280,8 +268,8 @@ class NoReservation:
 
 
 def test_a_request_that_cannot_grow_yet_blocks_those_behind_it() -> None:
-    policies = Policies(Ranks({0: 1, 1: 5, 2: 6}), Greedy(8, 13, chunked=True), NoReservation(), Recompute())
-    stepper = Stepper(WatchedCore(Scheduler(policies, KVLedger(8, 0, 4))))
+    batcher = Greedy(8, 13, chunked=True)
+    stepper = Scene({0: 1, 1: 5, 2: 6}, blocks=8, batcher=batcher, admission=NoReservation())
     stepper.add(make(0, 13, 6))
     ran(stepper)
     stepper.add(make(1, 24, 2))
@@ -292,18 +280,18 @@ def test_a_request_that_cannot_grow_yet_blocks_those_behind_it() -> None:
 
 
 def test_kv_is_dropped_when_the_cpu_tier_is_full() -> None:
-    stepper, _ = scene({0: 5, 1: 1}, blocks=4, cpu=1)
+    stepper = scene({0: 5, 1: 1}, blocks=4, cpu=1)
     stepper.add(make(0, 12, 4))
     ran(stepper)
     stepper.add(make(1, 12, 2))
     assert ran(stepper) == {1}
-    assert [event.how for event in stepper.events if isinstance(event, Preempted)] == [Preemption.DROP]
+    assert stepper.preempted() == [(0, Preemption.DROP)]
     stepper.drain()
 
 
 def test_swapped_kv_is_swapped_in_before_the_step_and_dropped_kv_is_recomputed() -> None:
     for cpu in (0, 8):
-        stepper, _ = scene({0: 5, 1: 1}, blocks=4, cpu=cpu)
+        stepper = scene({0: 5, 1: 1}, blocks=4, cpu=cpu)
         stepper.add(make(0, 12, 4))
         ran(stepper)
         stepper.add(make(1, 12, 1))
@@ -315,7 +303,7 @@ def test_swapped_kv_is_swapped_in_before_the_step_and_dropped_kv_is_recomputed()
 
 
 def test_paused_requests_keep_their_blocks() -> None:
-    stepper, ordering = scene({0: 5, 1: 1}, blocks=20, slots=1)
+    stepper = scene({0: 5, 1: 1}, blocks=20, slots=1)
     paused = make(0, 8, 5)
     stepper.add(paused)
     ran(stepper)
@@ -323,8 +311,8 @@ def test_paused_requests_keep_their_blocks() -> None:
     stepper.add(make(1, 8, 3))
     assert ran(stepper) == {1}
     assert stepper.core.kv.blocks_of(paused).table == table
-    assert [event.how for event in stepper.events if isinstance(event, Preempted)] == [Preemption.PAUSE]
-    ordering.numbers[0] = 0
+    assert stepper.preempted() == [(0, Preemption.PAUSE)]
+    stepper.ordering.numbers[0] = 0
     assert ran(stepper) == {0}
     stepper.drain()
 
@@ -335,8 +323,7 @@ def test_an_eviction_is_delayed_by_at_most_the_pipeline_depth(depth: int, overla
     stepper = Stepper(world.core())
     stepper.add(*(make(number, 8, 20, priority=1) for number in range(4)))
     for _ in range(6):
-        while stepper.start() is not None:
-            pass
+        stepper.fill()
         stepper.finish()
     stepper.add(make(9, 40, 3, priority=0))
     plans = 0

@@ -3,18 +3,15 @@ from __future__ import annotations
 import pytest
 
 from core.kv.test_prefixes import BLOCK, cached, request_for
-from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.events import Admitted, Moved
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.policy import EvictionPolicy, Policies
+from skipjoin.core.policy import EvictionPolicy
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction
-from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.eviction import Recompute
 from support.load import make
-from support.policies import Ranks
-from support.watch import Stepper, WatchedCore
+from support.watch import Scene, Stepper
 
 DEVICE = 12
 
@@ -34,11 +31,8 @@ def stepper(
     eviction: EvictionPolicy | None = None,
     depth: int = 1,
 ) -> Stepper:
-    policies = Policies(
-        Ranks(dict.fromkeys(range(100), 0)), Greedy(8, 64, chunked=True), OnDemand(0.0), eviction or Recompute()
-    )
-    kv = KVLedger(device, cpu, BLOCK, is_exact=is_exact)
-    return Stepper(WatchedCore(Scheduler(policies, kv, depth=depth, overlap=depth == 2)))
+    ranks, batcher = dict.fromkeys(range(100), 0), Greedy(8, 64, chunked=True)
+    return Scene(ranks, blocks=device, cpu=cpu, is_exact=is_exact, batcher=batcher, eviction=eviction, depth=depth)
 
 
 def text(number: int) -> range:

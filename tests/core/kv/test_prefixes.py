@@ -7,20 +7,15 @@ from typing import Any
 import pytest
 
 from skipjoin.core.decide.candidates import MAX_BEHIND_S
-from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.events import Admitted
 from skipjoin.core.kv.block_pool import BlockPool
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.policy import Policies
 from skipjoin.core.prefixes import ContentPrefix, NamedPrefix
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.waits import WaitReason
-from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
-from skipjoin.policies.eviction import Recompute
 from support.load import make
-from support.policies import Ranks
-from support.watch import Stepper, WatchedCore
+from support.watch import Scene, Stepper
 
 BLOCK = 4
 TEXT = range(100, 200)
@@ -28,10 +23,8 @@ TEXT = range(100, 200)
 
 def stepper(blocks: int = 100, *, max_tokens: int = 64, depth: int = 1) -> Stepper:
     """Return a stepper that ranks requests by id and cuts prompts into chunks of `max_tokens`."""
-    policies = Policies(
-        Ranks(dict.fromkeys(range(100), 0)), Greedy(8, max_tokens, chunked=True), OnDemand(0.0), Recompute()
-    )
-    return Stepper(WatchedCore(Scheduler(policies, KVLedger(blocks, 0, BLOCK), depth=depth, overlap=depth > 1)))
+    ranks, batcher = dict.fromkeys(range(100), 0), Greedy(8, max_tokens, chunked=True)
+    return Scene(ranks, blocks=blocks, batcher=batcher, depth=depth)
 
 
 def request_for(

@@ -24,7 +24,7 @@ from support.recipes import SPELLED
 from support.simulated import SYSTEM, WORKLOAD, repeatable
 from support.worlds import checkered
 
-BATCH, REFILL = ClosedMode
+_, REFILL = ClosedMode
 SIZE, DURATION_S = 6, 8.0
 STREAM = parse_closed(f"name=be,lengths=uniform:8-200,4-64,size={SIZE},class=best-effort")
 SYSTEMS = {

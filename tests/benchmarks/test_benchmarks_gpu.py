@@ -1,31 +1,20 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from skipjoin.sim.models import model_shape
+from support.scripts import load
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "performance" / "gpu"
 
 
-def module(name: str) -> ModuleType:
-    """Import a file of the benchmark under a unique name, because other benchmarks have files of the same name."""
-    spec = importlib.util.spec_from_file_location(f"gpu_{name}", FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
-
-
-RUN, FLOOR = module("run"), module("floor")
+RUN, FLOOR = load("benchmarks/performance/gpu/run.py"), load("benchmarks/performance/gpu/floor.py")
 
 
 def test_rehearsals_are_marked_and_report_their_measurements(tmp_path: Path) -> None:

@@ -2,32 +2,20 @@ from __future__ import annotations
 
 import json
 import random
-import sys
-from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from skipjoin.builtin import MODEL_NAME, builtin_model_path
+from support.scripts import load
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-TOOLS = Path(__file__).resolve().parents[2] / "tools"
+# The generator of the tasks that the model was trained with.
+tasks = load("tools/builtin_tasks.py")
 TO_TWELVE = "3, 4, 5, 6, 7, 8, 9, 10, 11, 12"
-
-
-@pytest.fixture(scope="module")
-def tasks() -> ModuleType:
-    """Return the module of the task generator that the model was trained with, a tool of the repository."""
-    sys.path.insert(0, str(TOOLS))
-    try:
-        import builtin_tasks  # noqa: PLC0415 - only importable with the tools folder on the path
-    finally:
-        sys.path.remove(str(TOOLS))
-    return builtin_tasks
 
 
 @pytest.fixture(scope="module")
@@ -161,30 +149,30 @@ def test_long_answers_stop(model: LlamaForCausalLM, tokenizer: PreTrainedTokeniz
     assert answers(model, tokenizer, ["Count from 1 to 150"], room=600) == [expected]
 
 
-def held_out(tasks: ModuleType, family: str, count: int) -> list[Any]:
+def held_out(family: str, count: int) -> list[Any]:
     rng = random.Random(7)
     return [tasks.draw_task(rng, family, held_out=True) for _ in range(count)]
 
 
 def test_most_held_out_prompts_are_answered_exactly(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, tasks: ModuleType
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     for family in tasks.FAMILIES:
-        chosen = [task for task in held_out(tasks, family, 40) if len(task.answer) <= 120][:12]
+        chosen = [task for task in held_out(family, 40) if len(task.answer) <= 120][:12]
         got = answers(model, tokenizer, [task.prompt for task in chosen], room=128)
         wrong = [(task.prompt, answer) for task, answer in zip(chosen, got, strict=True) if answer != task.answer]
         assert len(wrong) <= 1, wrong
 
 
-def test_training_excludes_held_out_tasks(tasks: ModuleType) -> None:
+def test_training_excludes_held_out_tasks() -> None:
     rng = random.Random(0)
     seen = {tasks.draw_task(rng).prompt for _ in range(5000)}
     for family in tasks.FAMILIES:
-        assert seen.isdisjoint(task.prompt for task in held_out(tasks, family, 100))
+        assert seen.isdisjoint(task.prompt for task in held_out(family, 100))
     assert tasks.Task(("count", 3, 12), "", "").held_out
 
 
-def test_reported_accuracy_is_high(tasks: ModuleType) -> None:
+def test_reported_accuracy_is_high() -> None:
     report = json.loads((builtin_model_path() / "accuracy.json").read_text())
     with_tools = {name: report.pop(name) for name in ("tool call", "tool result", "no tool fits")}
     assert [*report] == [*tasks.FAMILIES, "Count from 3 to 12", "Weather in Oslo", "12 plus 30"]

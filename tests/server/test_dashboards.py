@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
@@ -12,6 +11,8 @@ import httpx
 import pytest
 import yaml
 from server_worlds import ServerProcess
+
+from support.scripts import load
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -34,11 +35,7 @@ def alert_queries() -> list[str]:
 
 
 def test_dashboard_is_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("dashboard", ROOT / "tools/dashboard.py")
-    assert spec is not None
-    assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    tool = load("tools/dashboard.py")
     assert tool.OUT.read_text() == tool.text(), "run python tools/dashboard.py"
 
 

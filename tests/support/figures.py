@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
+import io
 import json
-import subprocess
+import runpy
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+
+from support.scripts import load
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def run_figure(evaluation: str, figure: str, out: Path, *options: str) -> dict[str, Any]:
-    command = [sys.executable, str(BENCHMARKS / "papers" / evaluation / figure / "run.py"), "--out", str(out), *options]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    """Run a figure's program in this process, which saves its imports, and return its result."""
+    path = BENCHMARKS / "papers" / evaluation / figure / "run.py"
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.setattr(sys, "argv", [str(path), "--out", str(out), *options])
+        runpy.run_path(str(path), run_name="__main__")
+    signal.signal(signal.SIGTERM, handler)
     return json.loads((out / "result.json").read_text(encoding="utf-8"))
 
 
 def figure_module(evaluation: str, figure: str) -> ModuleType:
-    path = BENCHMARKS / "papers" / evaluation / figure / "run.py"
-    spec = importlib.util.spec_from_file_location(f"{evaluation}_{figure}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(f"benchmarks/papers/{evaluation}/{figure}/run.py")
 
 
 def assert_documented(evaluation: str, figures: Sequence[str]) -> None:

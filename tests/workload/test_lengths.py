@@ -2,12 +2,10 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
-from types import ModuleType
 
 import pytest
 from hypothesis import given
@@ -15,25 +13,16 @@ from hypothesis import strategies as st
 
 from skipjoin.config import ConfigError
 from skipjoin.workload.lengths import BUILT_IN, QuantileTable, parse_lengths, read_table
+from support.scripts import load
 
 TRACES = os.environ.get("SKIPJOIN_TRACES")
 DRAWS = 50_000
 SIDES = ("prompt", "output")
 # The paper does not say which rows of LMSYS-Chat-1M it used; the table has the distribution of the measured rows.
 FAR_FROM_PUBLISHED = {("lmsys", "output"): 0.13}
+# It made the tables.
+tool = load("tools/make_length_tables.py")
 every_table = pytest.mark.parametrize("name", BUILT_IN)
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    """Return the tool that made the tables, which is in the repository but not in the package."""
-    tools = str(Path(__file__).resolve().parents[2] / "tools")
-    sys.path.insert(0, tools)
-    try:
-        import make_length_tables  # noqa: PLC0415 - only importable with the tools folder on the path
-    finally:
-        sys.path.remove(tools)
-    return make_length_tables
 
 
 def sample(text: str, count: int = DRAWS, seed: int = 0) -> list[tuple[int, int]]:
@@ -50,7 +39,7 @@ def distance(one: Sequence[int], other: Sequence[int]) -> float:
 
 
 @every_table
-def test_a_table_has_the_moments_and_quantiles_of_its_source(name: str, tool: ModuleType) -> None:
+def test_a_table_has_the_moments_and_quantiles_of_its_source(name: str) -> None:
     measured, drawn = read_table(name)["measured"], tool.moments(sample(name))
     for side, exact in zip(SIDES, parse_lengths(name).mean(), strict=True):
         assert exact == pytest.approx(measured[side]["mean"], rel=0.005)
@@ -81,7 +70,7 @@ def test_a_table_names_its_source(name: str) -> None:
     assert table["published"]["where"]
 
 
-def test_a_table_preserves_the_joint_distribution(tool: ModuleType) -> None:
+def test_a_table_preserves_the_joint_distribution() -> None:
     """Outputs grow with the prompt, so the pairs must match and not only the two marginals."""
     pairs = [(prompt, 10 * prompt + step) for prompt in range(1, 401) for step in range(10)]
     table = tool.make_table(pairs, tool.SOURCES["alpaca"])
@@ -96,7 +85,7 @@ def test_a_table_preserves_the_joint_distribution(tool: ModuleType) -> None:
 @pytest.mark.shared
 @pytest.mark.skipif(TRACES is None, reason="SKIPJOIN_TRACES names no folder")
 @every_table
-def test_a_table_matches_its_source_file(name: str, tool: ModuleType) -> None:
+def test_a_table_matches_its_source_file(name: str) -> None:
     pairs, drawn = tool.read_pairs(Path(str(TRACES)) / tool.SOURCES[name].file), sample(name)
     for value_of in (lambda pair: pair[0], lambda pair: pair[1], sum, lambda pair: pair[0] - pair[1]):
         # 1.63 * sqrt(1 / 10,000 + 1 / 50,000) = 0.018 bounds the distance of two samples of one distribution.

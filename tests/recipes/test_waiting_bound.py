@@ -7,30 +7,23 @@ next step that runs it.
 
 from __future__ import annotations
 
-import math
 import random
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import pytest
 
-from skipjoin.core.decide.scheduler import Scheduler
-from skipjoin.core.engine import EngineCore
-from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.prefixes import ContentPrefix
+from skipjoin.core.events import Event
 from skipjoin.core.request import Request
-from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle
-from skipjoin.options import Value
+from skipjoin.core.step import StepPlan
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Prioritized
 from skipjoin.policies.starvation import WorstCase, min_bound, starvation_within
-from skipjoin.recipes import Settings
-from support.load import make
+from support.bounds import BoundedRun
 from support.policies import COST
-from support.recipes import build
+from support.watch import World
 
 MAX_LEN, BLOCK_SIZE = 64, 4
 LIMITS = WorstCase(
@@ -95,68 +88,75 @@ ADVERSARIES = (floods, takes_all_tokens, starves_all, waits_for_promotions, fill
 
 
 @dataclass
-class Duel:
-    """An engine and its adversary. `longest` is the longest wait so far in seconds, including unfinished waits."""
+class LongestWait:
+    """The longest wait so far. With `of_best`, waits count only while no live request has a better priority."""
 
-    recipe: str
-    limits: WorstCase
-    adversary: Adversary
-    starvation_s: float
-    seed: int = 0
+    of_best: bool = False
+    seconds: float = 0.0
+    since: dict[Request, float] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        limits = self.limits
-        settings = Settings(limits.cost, limits.max_seqs, limits.max_tokens, stages=limits.stages)
-        options: dict[str, Value] = {
-            "promotion": ("first-queue", "one-quantum")[self.seed % 2],
-            "order": ("arrival", "shortest-prefill")[self.seed // 2 % 2],
-        }
-        policies = build(self.recipe, settings, {"starvation_s": self.starvation_s, "paced": False, **options})
-        kv = KVLedger(limits.device_blocks, limits.cpu_blocks, limits.block_size)
-        scheduler = Scheduler(policies, kv, depth=limits.depth, overlap=limits.depth > limits.stages)
-        self.core = EngineCore(scheduler)
-        self.longest = self.now = 0.0
-        self._executor = SimulatedExecutor(limits.cost, stages=limits.stages)
-        self._in_flight: deque[SimulatedHandle] = deque()
-        self._since: dict[Request, float] = {}
-        self._sent = 0
-        self._draw = random.Random(self.seed)
+    def check(self, run: BoundedRun, plan: StepPlan, begin: float, events: Sequence[Event]) -> None:
+        for piece in plan.slices:
+            self.seconds = max(self.seconds, self.of(piece.request, run.now))
+            self.since[piece.request] = run.now
+        best = min((request.options.priority for request in run.live), default=0)
+        for request in run.live if self.of_best else ():
+            if request.options.priority > best:
+                self.since[request] = run.now
 
-    def run(self, seconds: float) -> float:
-        while self.now < seconds:
-            self._send()
-            while (plan := self.core.start_step(self.now)) is not None:
-                self._in_flight.append(self._executor.submit(plan, self.now))
-            self.core.take_events()
-            self.now = max(self.now, self._in_flight[0].ready_at)
-            self._settle(self._in_flight.popleft())
-        waits = [self.now - since for since in self._since.values()]
-        self.longest = max(self.longest, *waits)
-        return self.longest
+    def of(self, request: Request, now: float) -> float:
+        return now - self.since.get(request, request.arrival)
 
-    def _send(self) -> None:
-        while len(self.core.requests) < self.limits.requests:
-            prompt, tokens = self.adversary(self._sent, self._in_first_queue(), self._draw)
-            request = make(self._sent, prompt, tokens, arrival=self.now)
-            self._sent += 1
-            self._since[request] = self.now
-            self.core.add(request, self.now)
 
-    def _in_first_queue(self) -> int:
-        ordering = self.core.scheduler.policies.ordering
-        assert isinstance(ordering, Prioritized)
-        queues = ordering._bands.get((False, True, 0))
-        assert queues is None or isinstance(queues, SkipJoinMlfq)
-        asked = [request for request in self.core.requests.values() if request.options.priority == 0]
-        return sum(queues.level(request) == 0 for request in asked) if queues else 0
+def longest_wait(
+    seconds: float,
+    recipe: str,
+    limits: WorstCase,
+    adversary: Adversary,
+    starvation_s: float,
+    *,
+    seed: int = 0,
+    mixed_s: float = 0.0,
+    send: Callable[[BoundedRun], None] | None = None,
+) -> float:
+    """Let an adversary replace finished requests, until `mixed_s` every other one by one of a better priority."""
+    draw, waits = random.Random(seed), LongestWait(of_best=mixed_s > 0)
 
-    def _settle(self, handle: SimulatedHandle) -> None:
-        result = handle.result()
-        for piece in result.plan.slices:
-            self.longest = max(self.longest, self.now - self._since[piece.request])
-            self._since[piece.request] = self.now
-        self.core.finish_step(result, self.now)
-        self._since = {request: since for request, since in self._since.items() if request.finish_reason is None}
+    def replace_finished(run: BoundedRun) -> None:
+        while len(run.live) < limits.requests:
+            priority = -1 if run.count % 2 and run.now < mixed_s else 0
+            run.add(*adversary(run.count, in_first_queue(run), draw), priority=priority)
+
+    world = World(
+        recipe,
+        limits.depth,
+        limits.depth > limits.stages,
+        device_blocks=limits.device_blocks,
+        cpu_blocks=limits.cpu_blocks,
+        block_size=limits.block_size,
+        max_seqs=limits.max_seqs,
+        max_tokens=limits.max_tokens,
+        starvation_s=starvation_s,
+        stages=limits.stages,
+        cost=limits.cost,
+        params=(
+            ("paced", False),
+            ("promotion", ("first-queue", "one-quantum")[seed % 2]),
+            ("order", ("arrival", "shortest-prefill")[seed // 2 % 2]),
+        ),
+    )
+    run = BoundedRun(world, send or replace_finished, [waits])
+    run.run(lambda: run.now >= seconds)
+    return max(waits.seconds, *(waits.of(request, run.now) for request in run.live))
+
+
+def in_first_queue(run: BoundedRun) -> int:
+    ordering = run.core.scheduler.policies.ordering
+    assert isinstance(ordering, Prioritized)
+    queues = ordering._bands.get((False, True, 0))
+    assert queues is None or isinstance(queues, SkipJoinMlfq)
+    asked = [request for request in run.live if request.options.priority == 0]
+    return sum(queues.level(request) == 0 for request in asked) if queues else 0
 
 
 def extremes(mode: str, depth: int, requests: int, slots: int, stages: int = 1) -> tuple[str, WorstCase]:
@@ -190,8 +190,7 @@ def test_no_wait_exceeds_the_minimum_bound(mode: str, depth: int, stages: int, s
     bound = min_bound(limits)
     for seed in seeds:
         adversary = ADVERSARIES[seed]
-        duel = Duel(recipe, limits, adversary, starvation_within(bound, limits), seed)
-        longest = duel.run(1.1 * bound)
+        longest = longest_wait(1.1 * bound, recipe, limits, adversary, starvation_within(bound, limits), seed=seed)
         assert longest <= bound, f"{adversary.__name__}: a wait takes {longest / bound:.0%} of the bound"
 
 
@@ -204,7 +203,7 @@ def test_a_promoted_request_runs_within_the_time_that_the_bound_allows_for(
     for seed in seeds:
         adversary = ADVERSARIES[seed]
         alpha = 0.15 * limits.stay_s
-        longest = Duel(recipe, limits, adversary, alpha, seed).run(1.5 * limits.stay_s)
+        longest = longest_wait(1.5 * limits.stay_s, recipe, limits, adversary, alpha, seed=seed)
         allowed = alpha + limits.stay_s + limits.around_s
         assert longest <= allowed, f"{adversary.__name__}: a wait takes {longest / allowed:.0%} of what is allowed for"
 
@@ -220,7 +219,7 @@ def test_the_bound_is_within_a_factor_of_ten_of_real_waits() -> None:
     limits = replace(LIMITS, cost=cost, requests=12, max_seqs=1, device_blocks=16)
     bound = min_bound(limits)
     alpha = starvation_within(bound, limits)
-    longest = Duel("fastserve-recompute", limits, recomputes_in_turn, alpha).run(1.3 * bound)
+    longest = longest_wait(1.3 * bound, "fastserve-recompute", limits, recomputes_in_turn, alpha)
     share = (longest - alpha) / (bound - alpha)
     assert 0.1 <= share <= 1, f"the worst wait takes {share:.0%} of what the bound allows beyond the threshold"
 
@@ -228,7 +227,7 @@ def test_the_bound_is_within_a_factor_of_ten_of_real_waits() -> None:
 def test_without_promotion_a_flood_starves_a_long_request() -> None:
     recipe, limits = extremes("recompute", 1, 4, 1)
     bound = min_bound(limits)
-    assert Duel(recipe, limits, floods, 1e6).run(3 * bound) > 2 * bound
+    assert longest_wait(3 * bound, recipe, limits, floods, 1e6) > 2 * bound
 
 
 @pytest.mark.parametrize(("blocks", "long", "short"), [(20, (36, 28), (12, 7)), (17, (50, 14), (4, 4))])
@@ -238,32 +237,7 @@ def test_swapped_requests_run_though_running_ones_leave_no_room_for_overlapped_m
     """Short requests, each replaced when finished, always hold some blocks, and run no later than the long one."""
     cost = replace(COST, attention_pair=3e-5, block=5e-4)
     limits = replace(LIMITS, cost=cost, requests=3, device_blocks=blocks, cpu_blocks=20, moves_overlapped=True)
-    assert Duel("fastserve", limits, lambda sent, *_: long if sent == 0 else short, 1.0).run(15.0) < 1.5
-
-
-class UnequalDuel(Duel):
-    """Sends every other request with a better priority at first, and none later.
-
-    The wait of a request counts only while no live one has a better priority.
-    """
-
-    mixed_s = math.inf
-
-    def _send(self) -> None:
-        while len(self.core.requests) < self.limits.requests:
-            prompt, tokens = self.adversary(self._sent, self._in_first_queue(), self._draw)
-            is_better = self._sent % 2 and self.now < self.mixed_s
-            request = make(self._sent, prompt, tokens, arrival=self.now, priority=-1 if is_better else 0)
-            self._sent += 1
-            self._since[request] = self.now
-            self.core.add(request, self.now)
-
-    def _settle(self, handle: SimulatedHandle) -> None:
-        super()._settle(handle)
-        best = min(request.options.priority for request in self.core.requests.values())
-        for request in self._since:
-            if request.options.priority > best:
-                self._since[request] = self.now
+    assert longest_wait(15.0, "fastserve", limits, lambda sent, *_: long if sent == 0 else short, 1.0) < 1.5
 
 
 @pytest.mark.parametrize("mode", ["recompute", "reactive", "proactive"])
@@ -271,33 +245,22 @@ def test_the_bound_holds_for_the_best_live_priority(mode: str) -> None:
     recipe, limits = extremes(mode, 1, 4, 2)
     bound = min_bound(limits)
     for seed, adversary in enumerate(ADVERSARIES):
-        duel = UnequalDuel(recipe, limits, adversary, starvation_within(bound, limits), seed)
-        duel.mixed_s = 0.7 * bound
-        longest = duel.run(1.75 * bound)
+        alpha = starvation_within(bound, limits)
+        longest = longest_wait(1.75 * bound, recipe, limits, adversary, alpha, seed=seed, mixed_s=0.7 * bound)
         assert longest <= bound, f"{adversary.__name__}: a wait takes {longest / bound:.0%} of the bound"
 
 
-class LeadDuel(Duel):
-    """Sends a long prompt, the same one again as soon as the first is being computed, and a flood.
+def follows_a_leader(run: BoundedRun) -> None:
+    """Send a long prompt, the same one again as soon as the first is being computed, and a flood.
 
     The flood leaves one token of each step. The last request waits for the leader's prefix unless its turn has come.
     """
-
-    def _send(self) -> None:
-        live, limits = self.core.requests.values(), self.limits
-        long = [one for one in live if len(one.prompt) > limits.max_tokens]
-        flood = limits.max_tokens - 1
-        if not self._sent or (len(long) == 1 and long[0].computed >= 2):
-            self._ask([7] * (limits.max_len - 24), 4)
-        while len(live) + (len(long) < 2) < limits.requests:
-            self._ask(range(10_000 + self._sent * flood, 10_000 + (self._sent + 1) * flood), 1)
-
-    def _ask(self, prompt: Sequence[int], tokens: int) -> None:
-        prefix = ContentPrefix(self.limits.block_size)
-        request = Request(self._sent, self.now, prompt, tokens, prefix=prefix)
-        self._sent += 1
-        self._since[request] = self.now
-        self.core.add(request, self.now)
+    world = run.world
+    flood, long = world.max_tokens - 1, [one for one in run.live if len(one.prompt) > world.max_tokens]
+    if not run.count or (len(long) == 1 and long[0].computed >= 2):
+        run.add([7] * 488, 4)
+    while len(run.live) + (len(long) < 2) < 3:
+        run.add(range(10_000 + run.count * flood, 10_000 + (run.count + 1) * flood), 1)
 
 
 @pytest.mark.parametrize(("mode", "depth", "stages"), [("recompute", 1, 1), ("proactive", 2, 1), ("proactive", 2, 2)])
@@ -317,5 +280,6 @@ def test_the_bound_holds_behind_a_shared_prefix(mode: str, depth: int, stages: i
         stages=stages,
     )
     bound = min_bound(limits)
-    longest = LeadDuel(recipe, limits, floods, starvation_within(bound, limits)).run(min(1.3 * bound, 4.0))
+    alpha = starvation_within(bound, limits)
+    longest = longest_wait(min(1.3 * bound, 4.0), recipe, limits, floods, alpha, send=follows_a_leader)
     assert longest <= bound, f"a wait takes {longest / bound:.0%} of the bound"

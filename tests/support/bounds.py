@@ -54,10 +54,12 @@ class BoundedRun:
     def live(self) -> list[Request]:
         return list(self.core.requests.values())
 
-    def add(self, prompt: int, output: int, **options: object) -> Request:
-        own = 10_000 * (self.count + 1)
-        tokens = [*range(min(self.shares, prompt)), *range(own, own + prompt - min(self.shares, prompt))]
-        prefix = ContentPrefix(self.world.block_size) if self.shares else None
+    def add(self, prompt: int | Sequence[int], output: int, **options: object) -> Request:
+        """Add a request with a prompt, or with one of this length."""
+        own, tokens = 10_000 * (self.count + 1), prompt
+        if isinstance(prompt, int):
+            tokens = [*range(min(self.shares, prompt)), *range(own, own + prompt - min(self.shares, prompt))]
+        prefix = ContentPrefix(self.world.block_size) if self.shares or tokens is prompt else None
         request = Request(self.count, self.now, tokens, output, options=RequestOptions(**options), prefix=prefix)
         self.count += 1
         self.core.add(request, self.now)

@@ -19,7 +19,7 @@ from chaos.catalog import entry
 from chaos.clients import Clients, Outcome
 from chaos.faults import FAULTS, Fault, Scene, interrupt_start
 from chaos.plan import WORLDS, Round, World
-from chaos.served import START_S, Launched, Place, Served, lacks_mounts, reference_server
+from chaos.served import START_S, Launched, Place, Served, lacks_mounts, serving
 
 _T = TypeVar("_T")
 
@@ -231,7 +231,8 @@ async def _inject(served: Served, this: Round, fault: Fault, clients: Clients) -
 
 @asynccontextmanager
 async def driver() -> AsyncIterator[Driver]:
-    with reference_server() as reference:
+    # An idle server with a large KV pool gives the reference answers.
+    with serving("--recipe", "fcfs", pools=("--kv-cache-gib", "0.05", "--swap-space", "0")) as reference:
         found = Driver(References(reference))
         try:
             yield found

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -213,14 +213,14 @@ class Served(Launched):
 
 
 @contextmanager
-def reference_server() -> Iterator[Served]:
-    """Start an idle server with a large KV pool for reference answers."""
-    place = Place(World("reference"))
-    try:
-        served = Served(place, "--recipe", "fcfs", pools=("--kv-cache-gib", "0.05", "--swap-space", "0"))
-        try:
+def serving(*options: str, keys: str = "", operator: str = "", pools: tuple[str, ...] = _POOLS) -> Iterator[Served]:
+    """Run a server of its own, with the text of a key file and the operator's key if it needs keys."""
+    with closing(Place(World("alone"))) as place:
+        if keys:
+            file = place.root / "keys"
+            file.touch(0o600)
+            file.write_text(keys)
+            options = (*options, "--api-key-file", str(file))
+        headers = {"Authorization": f"Bearer {operator}"} if operator else None
+        with closing(Served(place, *options, pools=pools, headers=headers)) as served:
             yield served
-        finally:
-            served.close()
-    finally:
-        place.close()

@@ -51,8 +51,6 @@ def test_rounds_are_deterministic() -> None:
     assert {entry(number).path for number in range(0, SIZE, 2)} != {entry(number).path for number in range(1, SIZE, 2)}
 
 
-# -- tests of the checks ------------------------------------------------------------------------------------------
-
 NUMBER = next(number for number in range(SIZE) if entry(number).path == COMPLETIONS and entry(number).choices == 1)
 REFERENCES = {NUMBER: {0: ("one two", "length")}}
 

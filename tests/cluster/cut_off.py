@@ -14,25 +14,23 @@ Everything runs in a new PID namespace, so that no process survives it.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.leftovers import Mark
+from support.streams import Stream
 
 SKIPPED = 77
 # From the address range reserved for network benchmarks (RFC 2544).
@@ -177,7 +175,7 @@ class Rehearsal:
 
     def _cut_in_mid_stream(self, server: Process, expected: list[str]) -> None:
         """Disconnect the cable during streams, and check detection, restart and output."""
-        streams = [Stream(self.url, body) for body in BODIES]
+        streams = [Completion(self.url, body) for body in BODIES]
         _until(lambda: all(len(stream.text) > MIN_CHARACTERS for stream in streams), START_S, "streams begin")
         self._plug(False)
         cut = time.monotonic()
@@ -206,7 +204,7 @@ class Rehearsal:
         assert ready - detected < REBUILD_S, f"the restart took {ready - detected:.1f} s"
 
     def _stream_all(self) -> list[str]:
-        return [stream.result() for stream in [Stream(self.url, body) for body in BODIES]]
+        return [stream.result() for stream in [Completion(self.url, body) for body in BODIES]]
 
     # -- the machines -----------------------------------------------------------------------------------------
 
@@ -314,33 +312,19 @@ class Process:
         return time.monotonic() - begin
 
 
-class Stream(threading.Thread):
+class Completion(Stream):
     def __init__(self, url: str, body: dict[str, Any]) -> None:
-        super().__init__(daemon=True)
-        self.text = ""
-        self._url, self._body = url, body
-        self._reason: str | None = None
-        self.start()
+        super().__init__(f"{url}/v1/completions", body, START_S)
 
-    def run(self) -> None:
-        body = {**self._body, "stream": True}
-        with httpx.stream("POST", f"{self._url}/v1/completions", json=body, timeout=START_S) as response:
-            for line in response.iter_lines():
-                data = line.removeprefix("data: ")
-                if data in ("", "[DONE]"):
-                    continue
-                event = json.loads(data)
-                if "error" in event:
-                    self._reason = event["error"]["message"]
-                    return
-                self.text += event["choices"][0]["text"]
-                self._reason = event["choices"][0]["finish_reason"]
+    @property
+    def text(self) -> str:
+        return "".join(event["choices"][0]["text"] for event in self.events() if "choices" in event)
 
     def result(self) -> str:
         """Wait for the end and return the text with its finish reason."""
-        self.join(START_S)
-        assert not self.is_alive(), "a stream does not finish"
-        return f"{self.text} ({self._reason})"
+        self.last()
+        last = self.events()[-1]
+        return f"{self.text} ({last['choices'][0]['finish_reason'] if 'choices' in last else last['error']['message']})"
 
 
 def _program(name: str) -> str:

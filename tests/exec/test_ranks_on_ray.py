@@ -31,6 +31,7 @@ from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.sampling import SamplingParams
 from skipjoin.structured_output import StructuredOutput
 from support.recipes import SPELLED
+from support.waiting import wait_until
 from support.worlds import exhaustive
 
 pytestmark = pytest.mark.ray
@@ -73,10 +74,7 @@ def ranks() -> list[psutil.Process]:
 
 
 def wait_until_gone(seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while ranks():
-        assert time.monotonic() < deadline, ranks()
-        time.sleep(0.05)
+    wait_until(lambda: not ranks(), seconds)
 
 
 # Has more tokens than the outputs.
@@ -125,9 +123,6 @@ class Session:
 
     def count(self, kind: type) -> int:
         return sum(isinstance(event, kind) for event in self.events)
-
-
-# -- a private cluster admits only this process and its children ------------------------------------------------------
 
 
 def test_other_users_cannot_enter_the_cluster_folder(cluster: Cluster) -> None:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+
+from support.waiting import wait_until
 
 pytest.importorskip("ray")
 
@@ -50,10 +52,7 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not ray.is_initialized()
     if "cluster" in request.fixturenames:
         cluster: Nodes = request.getfixturevalue("cluster")
-        deadline = time.monotonic() + 30
-        while remaining := cluster.processes("RankActor"):
-            assert time.monotonic() < deadline, remaining
-            time.sleep(0.05)
+        wait_until(lambda: not cluster.processes("RankActor"), 30)
         assert len(cluster.processes("raylet")) == 1 + len(cluster.cpus)
 
 
@@ -91,9 +90,6 @@ def test_ranks_of_a_stage_share_a_node(cluster: Nodes, expected: Outputs) -> Non
         assert Session(engine).run() == expected
     finally:
         engine.executor.close()
-
-
-# -- nodes that are lost ----------------------------------------------------------------------------------------------
 
 
 def test_lost_nodes_are_replaced(
@@ -186,9 +182,6 @@ def test_nodes_that_refuse_connections_are_silent() -> None:
     assert away_from([]) == {}
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
-
-
 def test_nodes_must_have_the_same_versions(cluster: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.have(1, 1)
     ours = ranks.versions()
@@ -235,8 +228,6 @@ def test_cluster_start_failure_reports_the_cause(tmp_path: Path) -> None:
         Nodes(long)
 
 
-# -- replicas ---------------------------------------------------------------------------------------------------------
-
 SERVE = "import sys; from skipjoin.cli import app; sys.argv[0] = 'skipjoin'; app()"
 
 
@@ -250,15 +241,15 @@ def test_replicas_leave_lost_nodes_and_exit_with_their_server(cluster: Nodes) ->
         try:
             assert server.stdout is not None
             (url,) = (line.split(" at ")[1].split()[0] for line in server.stdout.readlines(1) if line[:5] == "Ready")
-            until(lambda: replicas_alive(url) == 2)
+            wait_until(lambda: replicas_alive(url) == 2)
             cluster.lose(next(iter(cluster.cpus)))
-            until(lambda: replicas_alive(url) == 1)
+            wait_until(lambda: replicas_alive(url) == 1)
             cluster.add(1)
-            until(lambda: replicas_alive(url) == 2)
+            wait_until(lambda: replicas_alive(url) == 2)
             assert len(cluster.processes("EngineReplica")) == 2
         finally:
             server.kill()
-    until(lambda: not cluster.processes("EngineReplica") and not engines(cluster))
+    wait_until(lambda: not cluster.processes("EngineReplica") and not engines(cluster))
 
 
 def replicas_alive(url: str) -> int:
@@ -272,16 +263,6 @@ def engines(cluster: Nodes) -> list[psutil.Process]:
         with suppress(psutil.NoSuchProcess):
             found += [process] if "engine_process" in " ".join(process.cmdline()) else []
     return found
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-# -- termination ------------------------------------------------------------------------------------------------------
 
 
 def test_a_process_exits_when_its_connection_closes() -> None:

@@ -4,8 +4,8 @@ import asyncio
 import itertools
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -15,8 +15,8 @@ import psutil
 from chaos import invariants
 from chaos.catalog import SIZE, entry
 from chaos.clients import Clients
-from chaos.plan import Ask, World
-from chaos.served import Place, Served
+from chaos.plan import Ask
+from chaos.served import Served, serving
 from chaos.soak import Memory, growth, resident_bytes
 from fuzz.case import CANARY, CHAT, KEYS, OPERATOR
 from fuzz.plan import Round
@@ -219,25 +219,9 @@ def alarm_of(log: str) -> str | None:
     return None if found is None else log[max(0, found.start() - _SHOWN) : found.end() + _SHOWN]
 
 
-@contextmanager
-def server() -> Iterator[Served]:
-    """Start a server with API keys and small KV pools."""
-    place = Place(World("fuzz"))
-    try:
-        file = place.root / "keys"
-        file.write_text("\n".join([*(key for key in KEYS if key != OPERATOR), "[operator=yes]", OPERATOR]))
-        file.chmod(0o600)
-        served = Served(place, "--api-key-file", str(file), headers={"Authorization": f"Bearer {OPERATOR}"})
-        try:
-            yield served
-        finally:
-            served.close()
-    finally:
-        place.close()
-
-
 async def fuzz(rounds: Iterable[Round]) -> list[str]:
-    with server() as served:
+    keys = [*(key for key in KEYS if key != OPERATOR), "[operator=yes]", OPERATOR]
+    with serving(keys="\n".join(keys), operator=OPERATOR) as served:
         fuzzer = Fuzzer(served)
         for this in rounds:
             begin = time.monotonic()

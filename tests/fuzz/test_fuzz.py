@@ -52,8 +52,6 @@ def test_all_endpoints_are_fuzzed(tmp_path: Path) -> None:
     assert len(paths) > 15
 
 
-# -- tests of the checks ------------------------------------------------------------------------------------------
-
 ID = {"x-request-id": "a"}
 JSON = {**ID, "content-type": "application/json"}
 STREAM = {**ID, "content-type": "text/event-stream; charset=utf-8"}

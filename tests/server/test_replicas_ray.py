@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +16,7 @@ from skipjoin.server.engines.supervisor import Needs, check_room
 from skipjoin.version import install_command
 from support.commands import outcomes_of
 from support.sockets import assert_only_local
+from support.streams import Stream
 from support.waiting import wait_until
 from support.worlds import exhaustive
 
@@ -36,41 +35,23 @@ SEEDED = CHAT | {"temperature": 1.1, "seed": 9, "n": 2, "min_tokens": 200, "max_
 BODIES = (CHAT, SEEDED, CONSTRAINED)
 
 
-class Reader(threading.Thread):
-    """Thread that reads a streamed chat."""
-
+class Reader(Stream):
     def __init__(self, url: str, body: dict[str, Any]) -> None:
-        super().__init__(daemon=True)
-        self.events = 0
-        self._choices: dict[int, list[Any]] = {}
-        self._last = ""
-        self._url, self._body = url, body
-        self.start()
-
-    def run(self) -> None:
-        with httpx.stream("POST", f"{self._url}/v1/chat/completions", json=self._body, timeout=60) as response:
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    self._take(json.loads(line[6:]))
-                self._last = line or self._last
-
-    def _take(self, event: Any) -> None:
-        (choice,) = event["choices"]
-        self.events += 1
-        seen = self._choices.setdefault(choice["index"], ["", [], None])
-        seen[0] += choice["delta"].get("content", "")
-        for token in (choice["logprobs"] or {"content": []})["content"]:
-            seen[1].append(
-                (token["token"], round(token["logprob"], 2), [top["token"] for top in token["top_logprobs"]])
-            )
-        seen[2] = choice["finish_reason"]
+        super().__init__(f"{url}/v1/chat/completions", body)
 
     def end(self) -> dict[int, list[Any]]:
         """Wait for the end, and return text, scored tokens and finish reason of every choice."""
-        self.join(60)
-        assert not self.is_alive()
-        assert self._last == "data: [DONE]", self._last
-        return self._choices
+        assert self.last() == "[DONE]"
+        choices: dict[int, list[Any]] = {}
+        for event in self.events():
+            (choice,) = event["choices"]
+            seen = choices.setdefault(choice["index"], ["", [], None])
+            seen[0] += choice["delta"].get("content", "")
+            for token in (choice["logprobs"] or {"content": []})["content"]:
+                tops = [top["token"] for top in token["top_logprobs"]]
+                seen[1].append((token["token"], round(token["logprob"], 2), tops))
+            seen[2] = choice["finish_reason"]
+        return choices
 
 
 def alive(server: ServerProcess) -> int:
@@ -106,14 +87,14 @@ def test_streams_are_unchanged_by_kills(
     wait_until(lambda: alive(server) == 2)
     moved = server.metric("requests_moved_total")
     readers = [Reader(server.url, body) for body in BODIES * 2]
-    wait_until(lambda: all(reader.events > 5 for reader in readers))
+    wait_until(lambda: all(len(reader.lines) > 5 for reader in readers))
     (first, second) = server.engines()
     if victim == "engines":
         first.kill()
         wait_until(lambda: alive(server) == 1, 5.0)
-        seen = [reader.events for reader in readers]
+        seen = [len(reader.lines) for reader in readers]
         # A request is blamed for two engine deaths with no token in between. The first events may have older tokens.
-        wait_until(lambda: all(reader.events > count + 10 for reader, count in zip(readers, seen, strict=True)))
+        wait_until(lambda: all(len(reader.lines) > count + 10 for reader, count in zip(readers, seen, strict=True)))
         second.kill()  # all requests now wait for the first engine that restarts
     else:
         first.parent().kill()  # the actor, whose engine dies with it
@@ -129,7 +110,7 @@ def test_streams_are_unchanged_by_kills(
 def test_sigterm_drains_and_leaves_no_process(server: ServerProcess) -> None:
     wait_until(lambda: alive(server) == 2)
     readers = [Reader(server.url, CHAT) for _ in range(2)]
-    wait_until(lambda: all(reader.events for reader in readers))
+    wait_until(lambda: all(len(reader.lines) for reader in readers))
     processes = server.api.children(recursive=True)
     assert len(processes) > 5
     server.process.terminate()
@@ -138,9 +119,6 @@ def test_sigterm_drains_and_leaves_no_process(server: ServerProcess) -> None:
     assert server.process.wait(30) == 0
     _, remaining = psutil.wait_procs(processes, timeout=30)
     assert not remaining
-
-
-# -- without Ray ------------------------------------------------------------------------------------------------
 
 
 def test_missing_ray_error_names_extra_to_install() -> None:

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from chaos.plan import World
-from chaos.served import GONE_S, Place, Served
+from chaos.served import GONE_S, serving
+from support.waiting import wait_until
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,27 +16,14 @@ POOL = 1 << 30
 SLACK = 64 << 20
 
 
-@pytest.fixture
-def place() -> Iterator[Place]:
-    found = Place(World("card"))
-    yield found
-    found.close()
-
-
-def test_killed_engine_leaves_no_gpu_memory(place: Place) -> None:
+def test_killed_engine_leaves_no_gpu_memory() -> None:
     before = free_bytes()
     for _ in range(2):  # A restart needs the memory again.
-        served = Served(place, "--device", "cuda", pools=("--kv-cache-gib", "1", "--swap-space", "0"))
-        try:
+        with serving("--device", "cuda", pools=("--kv-cache-gib", "1", "--swap-space", "0")) as served:
             assert before - free_bytes() > POOL
             for engine in served.engines():
                 engine.kill()
-            end = time.monotonic() + GONE_S
-            while before - free_bytes() > SLACK:
-                assert time.monotonic() < end, f"{(before - free_bytes()) >> 20} MiB of GPU memory are still allocated"
-                time.sleep(0.1)
-        finally:
-            served.close()
+            wait_until(lambda: before - free_bytes() <= SLACK, GONE_S)
 
 
 def free_bytes() -> int:

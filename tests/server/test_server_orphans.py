@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import closing, suppress
+from contextlib import suppress
 
 import httpx
 import pytest
 
-from chaos.plan import World
-from chaos.served import Place, Served
+from chaos.served import serving
 
 pytest.importorskip("ray")
 
@@ -23,7 +22,7 @@ def complete(url: str) -> None:
 
 
 def test_killed_server_leaves_no_processes_or_files() -> None:
-    with closing(Place(World("ranks"))) as place, closing(Served(place, *RAY)) as server:
+    with serving(*RAY) as server:
         assert server.ranks()
         assert any(name.startswith("skipjoin-ray-") for name in server.files())
         threading.Thread(target=complete, args=(server.url,), daemon=True).start()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from core_fuzz.device import POISON, Device, FindingError, salted
@@ -17,9 +17,8 @@ from skipjoin.core.step import Direction, Move, StepPlan
 from skipjoin.options import Value
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Lend
-from skipjoin.recipes import EngineLimits, Settings
 from support import policies as test_policies
-from support.recipes import build
+from support import watch
 
 STEP_S = 0.01
 # Eviction policies that a world may have instead of its recipe's.
@@ -27,6 +26,11 @@ EVICTIONS = test_policies.EVICTIONS | {
     "patchwork": lambda: test_policies.Patchwork(1),
     "lend": lambda: Lend(test_policies.COST),
 }
+# Settings that worlds of other tests have, too.
+SHARED = (
+    *("depth", "overlap", "stages", "device_blocks", "cpu_blocks", "block_size", "max_seqs", "max_tokens"),
+    *("best_effort_wait_s", "is_exact", "params"),
+)
 # Number of plans in which all requests must finish once there are no more faults, and more of them for each token.
 MAX_PLANS, MAX_PLANS_PER_TOKEN = 500, 10
 
@@ -52,29 +56,15 @@ class World:
 
     def core(self) -> EngineCore:
         """Return an engine core of this world. Raises ValueError if the settings are invalid."""
-        limits = EngineLimits(
-            requests=None,
-            max_len=self.device_blocks * self.block_size,
-            device_blocks=self.device_blocks,
-            cpu_blocks=self.cpu_blocks,
-            block_size=self.block_size,
-            depth=self.depth,
-        )
-        settings = Settings(
-            LinearCost(*self.cost),
-            self.max_seqs,
-            self.max_tokens,
-            stages=self.stages,
-            best_effort_wait_s=self.best_effort_wait_s,
+        world = watch.World(
+            self.recipe,
+            eviction=EVICTIONS[self.eviction] if self.eviction else None,
             fair_output_weight=2.0 if self.fair else None,
-            lossless_swap=self.is_exact,
-            limits=limits if self.fair else None,
+            cost=LinearCost(*self.cost),
+            **{name: getattr(self, name) for name in SHARED},
         )
         kv = KVLedger(self.device_blocks, self.cpu_blocks, self.block_size, is_exact=self.is_exact)
-        policies = build(self.recipe, settings, dict(self.params))
-        if self.eviction:
-            policies = replace(policies, eviction=EVICTIONS[self.eviction]())
-        return EngineCore(ForeignScheduler(policies, kv, depth=self.depth, overlap=self.overlap))
+        return EngineCore(ForeignScheduler(world.policies(), kv, depth=self.depth, overlap=self.overlap))
 
 
 class Ask(NamedTuple):

@@ -39,9 +39,6 @@ def test_the_same_seed_gives_the_same_plans() -> None:
         assert (one.case, one.machine.trace) == (other.case, other.machine.trace)
 
 
-# -- bugs that it must find -------------------------------------------------------------------------------------------
-
-
 def first_finding(recipes: list[str], count: int = 3000) -> tuple[Case, str]:
     for number in range(count):
         player, finding = play(f"{SEED}/{number}", recipes)

@@ -50,6 +50,7 @@ class World:
     starvation_s: float = 0.3
     best_effort_wait_s: float = 60.0
     fair_output_weight: float | None = None
+    is_exact: bool = True
     stages: int = 1
     cost: CostModel = COST
     machine: CostModel | None = None
@@ -71,6 +72,7 @@ class World:
             stages=self.stages,
             best_effort_wait_s=self.best_effort_wait_s,
             fair_output_weight=self.fair_output_weight,
+            lossless_swap=self.is_exact,
             limits=None if self.fair_output_weight is None else limits,
         )
         params = {"starvation_s": self.starvation_s, "oracle": "max-tokens", **dict(self.params)}
@@ -78,7 +80,7 @@ class World:
         return policies if self.eviction is None else replace(policies, eviction=self.eviction())
 
     def core(self, policies: Policies | None = None, *, scheduler: type[Scheduler] = Scheduler) -> WatchedCore:
-        kv = KVLedger(self.device_blocks, self.cpu_blocks, self.block_size)
+        kv = KVLedger(self.device_blocks, self.cpu_blocks, self.block_size, is_exact=self.is_exact)
         return WatchedCore(scheduler(policies or self.policies(), kv, depth=self.depth, overlap=self.overlap))
 
 

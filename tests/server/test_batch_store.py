@@ -18,7 +18,6 @@ from batch_worlds import OWNER, StoreLocation, add_batch, new_batch, places
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipjoin.server.batches.clock import SteadyClock
 from skipjoin.server.batches.database import DATABASE_FILE, Conflict, repeated
 from skipjoin.server.batches.line_rows import Waiting, deal
 from skipjoin.server.batches.records import (
@@ -36,6 +35,7 @@ from skipjoin.server.batches.records import (
     StoreUnavailable,
     new_file_id,
 )
+from skipjoin.server.batches.session import SteadyClock
 from skipjoin.server.batches.store import Store
 from skipjoin.server.batches.tables import batches, servers
 from support.postgres import Postgres

@@ -16,7 +16,7 @@ from server_worlds import Api, MakeApi
 from skipjoin.core.request import FinishReason, ServiceClass
 from skipjoin.server import lifecycle
 from skipjoin.server.api.service import Phase
-from skipjoin.server.batches import input_validator, periodic, runner, service
+from skipjoin.server.batches import input_validator, runner, service
 from skipjoin.server.batches.batch_rows import BatchRows
 from skipjoin.server.batches.line_check import Rules
 from skipjoin.server.batches.line_rows import LineRows
@@ -88,7 +88,7 @@ async def until(condition: Callable[[], object]) -> None:
 @pytest.fixture
 def open_world(make_api: MakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setattr(service, "_LOOK_S", 0.2)
-    monkeypatch.setattr(periodic, "_LONGEST_S", 1.0)
+    monkeypatch.setattr(service, "_LONGEST_PAUSE_S", 1.0)
 
     @asynccontextmanager
     async def make(inflight: int = INFLIGHT, **settings: Any) -> AsyncIterator[World]:

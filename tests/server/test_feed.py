@@ -19,9 +19,9 @@ from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.observe.steps import StepSummary
 from skipjoin.recipes import DEFAULT
 from skipjoin.server.api import feed
+from skipjoin.server.api.auth import Viewer, viewer_of
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.feed import Feed
-from skipjoin.server.api.viewers import Viewer, viewer_of
 from skipjoin.server.engines.messages import RequestGroup, RequestStates, Stats
 
 OPERATOR = Viewer("operator", None, has_totals=True)

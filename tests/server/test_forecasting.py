@@ -103,7 +103,7 @@ async def test_timely_forecast_is_sent_with_the_request(make_api: MakeApi, monke
         assert forecaster.asked == 2
         # max_tokens was reached, so the lengths are censored.
         assert {lesson[1:] for lesson in forecaster.lessons} == {(4, False)}
-        await until(lambda: api.metrics._entries == [4])
+        await until(lambda: api.metrics._rows["forecast_index_entries"] == [4])
         found = await metrics_of(api)
     assert (found["forecasts_total learned"], found["forecasts_total prior"], found["forecasts_late_total"]) == (
         2,

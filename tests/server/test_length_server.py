@@ -109,7 +109,7 @@ async def test_answer_updates_forecasts_of_all_choices(make_api: MakeApi) -> Non
             assert by_url(api) == {add.id: Forecast(400.0, "url") for add in api.engine.added}
             api.engine.paused = False
             await task
-            await until(lambda: api.metrics._learned == [0, 2])  # the prior learns them, too
+            await until(lambda: api.metrics._rows["forecasts_learned_total"] == [0, 2])  # the prior learns them, too
             found = await metrics_of(api)
     (body,) = predictor.bodies
     assert (body["model"], body["temperature"]) == ("seer", 0)

@@ -25,9 +25,9 @@ from skipjoin.observe.metric_snapshot import Snapshot
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.api.app import build_metrics_app
-from skipjoin.server.engines.block_count import recover_blocks
 from skipjoin.server.engines.engine_server import EngineServer
 from skipjoin.server.engines.messages import Add, FromEngine, Setup, Shutdown, Stats, StepOutputs, ToEngine
+from skipjoin.server.engines.self_checks import recover_blocks
 from support.load import make
 
 GOLDEN = HERE / "metrics_names.txt"

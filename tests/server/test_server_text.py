@@ -18,9 +18,8 @@ from skipjoin.formats.table import HERMES
 from skipjoin.model.config import ModelError
 from skipjoin.model.tokenizer import load_tokenizer
 from skipjoin.sampling import TokenDetail, TokenLogprob
-from skipjoin.server.api.completions import completion_logprobs
+from skipjoin.server.api.completions import completion_logprobs, prompt_offsets
 from skipjoin.server.api.responses import CompletionLogprobs
-from skipjoin.server.api.text_offsets import prompt_offsets
 
 
 def first_complete(text: str, stops: list[str]) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import ChunkedBuilder
 from skipjoin.policies.eviction import Recompute
 from skipjoin.policies.ordering import Fcfs
-from skipjoin.server.engines.stall import RESTART_AFTER_S, StallError, StallWatch
+from skipjoin.server.engines.self_checks import RESTART_AFTER_S, StallError, StallWatch
 from support.load import make
 
 LIMIT_S = 5.0

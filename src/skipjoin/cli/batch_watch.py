@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
@@ -58,9 +57,7 @@ class Watch:
         self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
     async def follow(self, client: BatchClient, batch_id: str) -> dict[str, Any]:

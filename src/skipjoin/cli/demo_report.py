@@ -3,7 +3,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from pathlib import Path
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -55,9 +54,7 @@ class DemoReport:
         self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bars.stop()
         if self._outcomes and self._load is not None:
             self._write(self._load)

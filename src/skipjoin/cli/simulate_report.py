@@ -7,20 +7,20 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from skipjoin.cli.bottlenecks import bases, bottlenecks
 from skipjoin.cli.class_table import class_table, finished, mean_text, number_text
 from skipjoin.cli.progress import Bars
 from skipjoin.cli.requests_file import RequestsFile
 from skipjoin.config import ConfigError
 from skipjoin.observe.record import Record, preempted
 from skipjoin.observe.timeline import Timeline
+from skipjoin.report.basis import basis_text
+from skipjoin.report.bottleneck import NOTHING, limit_of
 from skipjoin.report.bound import Bounds
 from skipjoin.report.results import ResultsFile, rate_of
 from skipjoin.sim.experiments.cell import Cell
@@ -88,9 +88,7 @@ class SimulationReport:
         self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._bars.stop()
         if kind is not None and self._total:
             print(f"{len(self._records)} of {self._total} runs were finished", file=sys.stderr)
@@ -321,3 +319,26 @@ def kept_requests(file: RequestsFile | None) -> Iterator[OnRequests | None]:
 
 def _sort_key(record: Record) -> tuple[str | float, ...]:
     return (record["hardware"], *_group(record), record["workload"]["seed"])
+
+
+def bottlenecks(groups: Iterable[tuple[tuple[str, float, int], Sequence[Record]]]) -> Iterator[str]:
+    """Yield a line per rate and size that names what requests of each recipe wait for."""
+    points: dict[tuple[float, int], dict[str, tuple[str, float]]] = defaultdict(dict)
+    for (recipe, rate, replicas), records in groups:
+        if (found := limit_of(records)) is not None:
+            points[rate, replicas][recipe] = found
+    for (rate, replicas), recipes in sorted(points.items()):
+        at = f" at {number_text(rate)} req/s" if rate else ""
+        at += f" on {replicas} replicas" if replicas > 1 else ""
+        limits = {limit for limit, _ in recipes.values()}
+        if limits <= {NOTHING, "compute"}:
+            more = "; compute is the bottleneck" if "compute" in limits else ""
+            yield f" nothing waits{at}, so recipes cannot differ here{more}"
+            continue
+        shown = ", ".join(f"{recipe} {limit} ({share:.0%})" for recipe, (limit, share) in recipes.items())
+        yield f" bottleneck{at}, with the share of latency that is waiting: {shown}"
+
+
+def bases(records: Iterable[Record]) -> Iterator[str]:
+    for basis in dict.fromkeys(map(basis_text, records)):
+        yield f" {basis}"

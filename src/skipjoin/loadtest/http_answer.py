@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -54,32 +55,18 @@ class _Event(msgspec.Struct, gc=False):
 _decode = msgspec.json.Decoder(_Event).decode
 
 
+@dataclass(slots=True)
 class Answer:
-    __slots__ = (
-        "_end",
-        "_parts",
-        "_prefix",
-        "_tail",
-        "ended",
-        "error",
-        "finish_reason",
-        "first_token",
-        "last_token",
-        "output_tokens",
-        "prompt_tokens",
-    )
-
-    def __init__(self, frames: Frames = OPENAI_EVENTS) -> None:
-        self._prefix, self._end = frames.prefix.rstrip(), frames.end
-        self._tail = b""
-        self._parts: list[str] = []
-        self.first_token: float | None = None
-        self.last_token: float | None = None
-        self.prompt_tokens: int | None = None
-        self.output_tokens: int | None = None
-        self.finish_reason: str | None = None
-        self.ended: float | None = None
-        self.error: Failure | None = None
+    frames: Frames = OPENAI_EVENTS
+    first_token: float | None = None
+    last_token: float | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    finish_reason: str | None = None
+    ended: float | None = None
+    error: Failure | None = None
+    _tail: bytes = b""
+    _parts: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -87,20 +74,21 @@ class Answer:
 
     def feed(self, data: bytes, now: float) -> None:
         *lines, self._tail = (self._tail + data).split(b"\n")
+        prefix = self.frames.prefix.rstrip()
         for line in lines:
-            if line.startswith(self._prefix) and (data := line[len(self._prefix) :].strip()):
+            if line.startswith(prefix) and (data := line[len(prefix) :].strip()):
                 self._take(data, now)
 
     def close(self, now: float) -> None:
         self.feed(b"\n", now)
-        if not self._end:
+        if not self.frames.end:
             self.ended = now
 
     def problem(self, wanted: int, *, may_stop: bool) -> Failure | None:
         if self.error is not None:
             return self.error
         if self.ended is None:
-            return Failure("truncated", f"the stream ended without {self._end.decode()}")
+            return Failure("truncated", f"the stream ended without {self.frames.end.decode()}")
         if self.output_tokens is None:
             return Failure("no_usage", "the stream reported no usage, which stream_options.include_usage requests")
         if self.output_tokens < wanted and not (may_stop and self.finish_reason == "stop"):
@@ -110,7 +98,7 @@ class Answer:
         return None
 
     def _take(self, payload: bytes, now: float) -> None:
-        if self._end and payload == self._end:
+        if self.frames.end and payload == self.frames.end:
             self.ended = now
             return
         try:

@@ -32,8 +32,8 @@ from skipjoin.model.generation_config import sampling_defaults
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
 from skipjoin.server import logs
 from skipjoin.server.api.app import build_app, build_metrics_app
-from skipjoin.server.api.console_streams import ConsoleStreams
 from skipjoin.server.api.errors import unavailable
+from skipjoin.server.api.feed import ConsoleStreams
 from skipjoin.server.api.http import HttpServer
 from skipjoin.server.api.request_log import RequestLog
 from skipjoin.server.api.service import Service
@@ -182,11 +182,9 @@ class Server:
         self._streams = ConsoleStreams(self._service, has_batches=self._batches.is_enabled)
         app = build_app(self._service, self._batches, self._streams)
         apps = [app] if config.metrics_port is None else [app, build_metrics_app(self._service)]
-        limits = connection_limits(config)
+        limits, refused = connection_limits(config), partial(metrics.count, "connections_refused_total")
         proxies = config.forwarded_allow_ips
-        self._http = [
-            HttpServer(RequestLog(app), limits, metrics.connection_refused, proxies, config.tls) for app in apps
-        ]
+        self._http = [HttpServer(RequestLog(app), limits, refused, proxies, config.tls) for app in apps]
         self._questions: ForecastRequests | None = None
         self._signals = 0
         self._stop = asyncio.Event()

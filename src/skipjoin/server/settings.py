@@ -67,7 +67,7 @@ def _check_batches(config: ServerConfig) -> None:
     if config.batch_dir is None and config.batch_db is None:
         return  # a server waits for a default folder that another one has
     # Imported only when needed, because they import an optional package.
-    from skipjoin.server.batches.lock import FolderLock  # noqa: PLC0415
+    from skipjoin.server.batches.disk import FolderLock  # noqa: PLC0415
     from skipjoin.server.batches.records import NoSpace, StoreError  # noqa: PLC0415
 
     try:

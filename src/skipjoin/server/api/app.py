@@ -12,7 +12,7 @@ from skipjoin.routes import METRICS, ROUTES, Part, Route, resolved
 from skipjoin.server.api import errors
 from skipjoin.server.api.auth import AccessGuard
 from skipjoin.server.api.browsers import SiteRules
-from skipjoin.server.api.console_streams import ConsoleStreams
+from skipjoin.server.api.feed import ConsoleStreams
 from skipjoin.server.api.generation import Endpoint
 from skipjoin.server.api.pages import read_pages
 from skipjoin.server.api.replies import answer

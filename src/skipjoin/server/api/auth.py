@@ -3,9 +3,11 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from skipjoin.config import ServerConfig
 from skipjoin.config.key_files import owner_of_key
 from skipjoin.routes import Access, paths
 from skipjoin.server.api.browsers import ANY_SITE, SiteRules, with_cors
@@ -143,3 +145,21 @@ def _request_id(scope: Scope) -> str:
         if name == b"x-request-id" and (clean := _NOT_ID.sub("", value.decode("latin-1"))[:_MAX_ID]):
             return clean
     return uuid.uuid4().hex
+
+
+class Viewer(NamedTuple):
+    """What a key may see of the server's requests.
+
+    Attributes:
+        owner: Whose requests alone are shown; None for all.
+        has_totals: Whether figures over all keys are shown, from whose changes one could tell the lengths of a request.
+    """
+
+    key: str
+    owner: str | None
+    has_totals: bool
+
+
+def viewer_of(config: ServerConfig, key: str) -> Viewer:
+    sees_all = key == ANONYMOUS or config.rights_of(key).is_operator
+    return Viewer(key, None if sees_all else key, sees_all or len(set(config.api_keys)) == 1)

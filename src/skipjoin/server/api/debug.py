@@ -9,15 +9,15 @@ from fastapi.responses import StreamingResponse
 
 from skipjoin.observe.explanation import facts_of
 from skipjoin.server.api import arrivals
+from skipjoin.server.api.auth import Viewer, viewer_of
 from skipjoin.server.api.browsers import json_body
-from skipjoin.server.api.console_streams import ConsoleStreams
 from skipjoin.server.api.errors import ApiError, bad_request
 from skipjoin.server.api.explain import Explainer, find_lives, recent_lives
+from skipjoin.server.api.feed import ConsoleStreams
 from skipjoin.server.api.recorded_load import recorded_load
 from skipjoin.server.api.replays import ReplayBody, question_of
 from skipjoin.server.api.replies import json_response, service_of
 from skipjoin.server.api.request_index import KEEP_S
-from skipjoin.server.api.viewers import Viewer, viewer_of
 
 # An engine answers between two steps, which do not take longer unless it hangs.
 TIMEOUT_S = 5.0

@@ -16,12 +16,13 @@ from typing import Any
 from skipjoin.observe.reasons import words_of
 from skipjoin.recipes import listed
 from skipjoin.routes import SERVER_SENT
+from skipjoin.server.api.auth import Viewer
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.explain import reasons_of
+from skipjoin.server.api.replays import Replays
 from skipjoin.server.api.responses import encode
 from skipjoin.server.api.service import Service
 from skipjoin.server.api.snapshots import MAX_ROWS, STEP_FIELDS, Owned, Snapshot, take_snapshot, visible
-from skipjoin.server.api.viewers import Viewer
 from skipjoin.server.engines.connected_engine import ConnectedEngine
 from skipjoin.server.engines.messages import DescribeRequests, RequestStates
 from skipjoin.version import VERSION
@@ -141,3 +142,15 @@ class Feed:
     def _question(self, number: int, engine: ConnectedEngine) -> DescribeRequests:
         after = self._finished_of.get(engine, 0)
         return DescribeRequests(number, rows=MAX_ROWS, finished_after=after, has_steps=True)
+
+
+class ConsoleStreams:
+    """Snapshots and simulations, whose open streams would delay the end of the server."""
+
+    def __init__(self, service: Service, *, has_batches: bool = False) -> None:
+        self.feed = Feed(service, has_batches=has_batches)
+        self.replays = Replays()
+
+    def close(self) -> None:
+        self.feed.close()
+        self.replays.close()

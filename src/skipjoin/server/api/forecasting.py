@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -119,7 +120,7 @@ class Forecasting:
         self._lessons: deque[Callable[[], None]] = deque(maxlen=MAX_LESSONS)
         self._is_closing = False
         self._is_failing = False
-        metrics.indexed(len(keeper))
+        metrics.set("forecast_index_entries", len(keeper))
         self._thread = threading.Thread(target=self._work, name="skipjoin-forecasts", daemon=True)
         self._thread.start()
 
@@ -135,7 +136,10 @@ class Forecasting:
         for (expectation, answer), (_, max_tokens) in zip(asked, prompts, strict=True):
             if expectation.forecast is None:
                 expectation.forecast = self._keeper.prior(max_tokens, owner)
-                self._metrics.forecast_unready(expectation.forecast, is_late=answer is not None)
+                if answer is None:
+                    self._metrics.count("forecasts_total", expectation.forecast.source)
+                else:
+                    self._metrics.count("forecasts_late_total")
         return [expectation for expectation, _ in asked]
 
     def close(self) -> None:
@@ -167,15 +171,25 @@ class Forecasting:
         self, expectation: Expectation, answer: asyncio.Future[None], predicted: Predicted, seconds: float
     ) -> None:
         expectation.settle(predicted)
-        self._metrics.forecast(predicted.forecast, seconds)
+        self._metrics.count("forecasts_total", predicted.forecast.source)
+        self._metrics.observe("forecast_seconds", seconds)
         if not answer.done():
             answer.set_result(None)
 
     def _count_lesson(
         self, predicted: Predicted, revised: Forecast | None, tokens: int, exact: bool, entries: int
     ) -> None:
-        self._metrics.learned(predicted, revised, tokens, exact=exact)
-        self._metrics.indexed(entries)
+        metrics = self._metrics
+        metrics.set("forecast_index_entries", entries)
+        metrics.count("forecasts_learned_total", "exact" if exact else "censored")
+        if exact or tokens >= predicted.most:
+            expected = (revised or predicted.forecast).tokens
+            metrics.observe("forecast_error_tokens", abs(expected - tokens))
+            metrics.observe("forecast_error_octaves", abs(math.log2(expected / tokens)))
+            if revised is None:
+                low, high = predicted.interval
+                place = "below" if tokens < low else "inside" if tokens <= high else "above"
+                metrics.count("forecast_interval_total", place)
 
     # -- in the thread ------------------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from types import TracebackType
 from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, ServiceClass
@@ -130,9 +129,7 @@ class JobRun:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     def _submit(self, number: int, options: RequestOptions) -> None:
@@ -257,7 +254,8 @@ class JobRun:
                 )
         choices, n = self.job.choices, self.job.copies
         for at in range(0, len(choices), n):
-            self._service.metrics.longest(max(choice.tokens for choice in choices[at : at + n]))
+            longest = max(choice.tokens for choice in choices[at : at + n])
+            self._service.metrics.observe("request_max_num_generation_tokens", longest)
 
     def _fail_slow_reader(self) -> None:
         self.fail(too_slow())

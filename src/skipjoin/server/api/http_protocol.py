@@ -12,12 +12,9 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.protocols.utils import get_remote_addr
 
 from skipjoin.routes import Access, paths
-from skipjoin.server.api.connection_client import ConnectionClient
-from skipjoin.server.api.connections import ConnectionLimits, Connections
+from skipjoin.server.api.connection_watches import HalfClosedWatch, LingeringClose, SlowReaderWatch
+from skipjoin.server.api.connections import ConnectionClient, ConnectionLimits, Connections
 from skipjoin.server.api.errors import ApiError, unavailable
-from skipjoin.server.api.half_closed import HalfClosedWatch
-from skipjoin.server.api.lingering import LingeringClose
-from skipjoin.server.api.slow_reader import SlowReaderWatch
 from skipjoin.server.api.tolerant_protocol import TolerantProtocol
 
 # Bytes parsed at a time. It bounds the number of pipelined requests and the error of the other bounds.

@@ -111,7 +111,7 @@ class ForecastRequests:
     ) -> asyncio.Task[None] | None:
         """Request a forecast for `tell`. Return the task, to cancel it, or None if too many are pending."""
         if len(self._open) >= MAX_QUESTIONS:
-            self._metrics.asked("skipped")
+            self._metrics.count("forecast_url_total", "skipped")
             return None
         question = asyncio.create_task(self._ask(text_of, prompt, max_tokens, tell))
         self._open.add(question)
@@ -136,11 +136,13 @@ class ForecastRequests:
             return
         self._is_failing = False
         forecast = Forecast(min(tokens, float(max_tokens)), "url")
-        self._metrics.answered(forecast, time.perf_counter() - begin)
+        self._metrics.count("forecasts_total", forecast.source)
+        self._metrics.count("forecast_url_total", "answered")
+        self._metrics.observe("forecast_url_seconds", time.perf_counter() - begin)
         tell(forecast)
 
     def _fail(self, error: NoLengthError) -> None:
-        self._metrics.asked(error.outcome)
+        self._metrics.count("forecast_url_total", error.outcome)
         if not self._is_failing:
             _log.warning("the server of forecast_url returned no length, so the prior is used: %s", error)
         self._is_failing = True
@@ -148,7 +150,7 @@ class ForecastRequests:
     def _close(self, question: asyncio.Task[None]) -> None:
         self._open.discard(question)
         if question.cancelled():
-            self._metrics.asked("unneeded")
+            self._metrics.count("forecast_url_total", "unneeded")
 
 
 def excerpt(prompt: Sequence[int], text_of: TextOf) -> str:

@@ -229,7 +229,7 @@ class Admission:
         self._check_size(tokens, max_tokens, whose, param)
         now = self._clock()
         if (excess := self._requests.excess(client, count, max_requests, now)) > 0:
-            self._metrics.rejected("requests")
+            self._metrics.count("admission_rejected_total", "requests")
             retry_s = _retry_after(self._seconds_until(excess))
             is_entitled = self._requests.refuse(client, count, max_requests, now, expected_in_s=retry_s + _RETURN_S)
             raise overloaded(
@@ -284,7 +284,7 @@ class Admission:
     ) -> None:
         """Raise 429 if `tokens` do not fit in place of `instead_of`, which are already counted."""
         if (excess := self._tokens.excess(client, tokens, capacity, now, instead_of=instead_of)) > 0:
-            self._metrics.rejected("tokens")
+            self._metrics.count("admission_rejected_total", "tokens")
             retry_s = _retry_after(self._starts.seconds_until(excess))
             is_entitled = self._tokens.refuse(
                 client, tokens, capacity, now, instead_of=instead_of, expected_in_s=retry_s + _RETURN_S

@@ -164,7 +164,7 @@ class Service:
     def check_open(self) -> None:
         self.check_alive()
         if self.phase is Phase.DRAINING:
-            self.metrics.rejected("draining")
+            self.metrics.count("admission_rejected_total", "draining")
             raise unavailable("the server is shutting down", "shutting_down")
 
     def check_model(self, name: str | None) -> None:
@@ -294,7 +294,7 @@ class Service:
             params.check_ids(self.info.vocab_size)
         except ParameterError as error:
             raise from_parameter(error) from error
-        self.metrics.choices(body.n or 1)
+        self.metrics.observe("request_params_n", body.n or 1)
         return params
 
 

@@ -12,8 +12,7 @@ from skipjoin.observe.life import RUNNING, Life
 from skipjoin.observe.steps import StepSummary
 from skipjoin.server.api.responses import encode
 from skipjoin.server.api.service import Service
-from skipjoin.server.engines.connected_engine import ConnectedEngine
-from skipjoin.server.engines.live_requests import LiveRequest, live_requests
+from skipjoin.server.engines.connected_engine import ConnectedEngine, LiveRequest, live_requests
 from skipjoin.server.engines.messages import RequestStates
 
 # Live requests in one snapshot, the first in rank order of each engine.

@@ -4,11 +4,11 @@ from fastapi import Request, Response
 
 from skipjoin.config.key_files import owner_of_key
 from skipjoin.model.folder import model_id
+from skipjoin.server.api.auth import viewer_of
 from skipjoin.server.api.errors import ApiError, unavailable
 from skipjoin.server.api.replies import json_response, service_of
 from skipjoin.server.api.responses import LoadAnswer, ModelCard, ModelList
 from skipjoin.server.api.service import Phase, Service
-from skipjoin.server.api.viewers import viewer_of
 from skipjoin.version import VERSION
 
 

@@ -9,7 +9,6 @@ from sqlalchemy.engine import RowMapping
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skipjoin.server.batches.database import repeated
-from skipjoin.server.batches.endings import closed_line
 from skipjoin.server.batches.file_rows import ACTIVE, check_usage, page, seq_of, usage_of
 from skipjoin.server.batches.records import (
     BatchRow,
@@ -19,6 +18,7 @@ from skipjoin.server.batches.records import (
     LinePlace,
     LineState,
     QuotaExceeded,
+    closed_line,
     is_id,
 )
 from skipjoin.server.batches.session import Session

@@ -17,8 +17,7 @@ from skipjoin.server.api.limits import Admission
 from skipjoin.server.api.options import allowed_priority, allowed_tier, cache_salt, client_of
 from skipjoin.server.api.protocol import GenerationBody
 from skipjoin.server.api.responses import Usage
-from skipjoin.server.batches.endings import request_id
-from skipjoin.server.batches.records import Line, LineResult, LineState
+from skipjoin.server.batches.records import Line, LineResult, LineState, request_id
 
 # Longer lines are parsed in a thread, so that streams do not stall.
 _LARGE = 8192

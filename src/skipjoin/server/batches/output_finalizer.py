@@ -48,7 +48,7 @@ class OutputFinalizer:
             await self._write(row, status)
 
     async def _close_lines(self, row: BatchRow, state: LineState) -> None:
-        self.metrics.batch_ended(state, await self.store.lines.close(row.id, state))
+        self.metrics.count("batch_lines_ended_total", state, await self.store.lines.close(row.id, state))
 
     async def _write(self, row: BatchRow, status: BatchStatus) -> None:
         output = await self._file(row, failed=False)

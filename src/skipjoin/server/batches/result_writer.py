@@ -104,7 +104,7 @@ class ResultWriter:
             await self._store.lines.finish(fitting)
             del self._results[: len(results)]
             for result in fitting:
-                self._metrics.batch_ended(result.state)
+                self._metrics.count("batch_lines_ended_total", result.state)
         if returned:
             await self._store.lines.put_back(returned)
             del self._returned[: len(returned)]

@@ -231,7 +231,7 @@ class Runner:
                 body = await run.whole()
             finally:
                 usage = run.usage()
-                self._service.metrics.batch_tokens(usage.completion_tokens)
+                self._service.metrics.count("batch_generation_tokens_total", n=usage.completion_tokens)
         self._results.finish(ended(line, 200, body, usage))
 
     # -- lines that fail ----------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ class Runner:
 
     def _put_back(self, line: Line, why: str) -> None:
         self._results.put_back(line)
-        self._service.metrics.batch_requeued()
+        self._service.metrics.count("batch_lines_requeued_total")
         self._back_off(f"a line is tried again: {why}")
 
     def _back_off(self, why: str) -> None:

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,12 +21,14 @@ from skipjoin.server.batches.context import NO_SPACE_CODE, BatchContext, install
 from skipjoin.server.batches.folder import batch_folder
 from skipjoin.server.batches.input_validator import InputValidator
 from skipjoin.server.batches.output_finalizer import OutputFinalizer
-from skipjoin.server.batches.periodic import PeriodicTask
 from skipjoin.server.batches.records import FolderLocked, NoSpace, StoreError, StoreUnavailable
 from skipjoin.server.batches.result_writer import ResultWriter
 from skipjoin.server.batches.runner import Runner, max_sequences_per_line
 from skipjoin.server.batches.store import Store
 
+# Maximum pause after consecutive failures.
+_LONGEST_PAUSE_S = 5.0
+_log = logging.getLogger(__name__)
 # Intervals of the validation and finalization of batches, the renewal of leases, and the removal of files.
 _LOOK_S, _RENEW_S, _SWEEP_S = 1.0, 2.0, 60.0
 # An idle server renews its leases only at every n-th interval.
@@ -36,7 +39,43 @@ _OLD_S = 86400.0
 _REOPEN_S = 5.0
 # Time limit of each of the two steps of a shutdown.
 _CLOSE_S = 5.0
-_log = logging.getLogger(__name__)
+
+
+class PeriodicTask:
+    """Periodic task, which logs the first of consecutive failures and pauses longer after each."""
+
+    def __init__(self, name: str, work: Callable[[], Awaitable[None]], every_s: float) -> None:
+        self._name = name
+        self._work = work
+        self._every_s = every_s
+        self._woken = asyncio.Event()
+        self._failures = 0
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    async def run(self) -> None:
+        while True:
+            self._woken.clear()
+            await self._try()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._woken.wait(), self._pause_s())
+
+    def _pause_s(self) -> float:
+        return max(self._every_s, min(2.0 ** min(self._failures, 9), _LONGEST_PAUSE_S))
+
+    async def _try(self) -> None:
+        try:
+            await self._work()
+            self._failures = 0
+        except StoreError as error:
+            if not self._failures:
+                _log.warning("batches: %s failed, and is tried again: %s", self._name, error)
+            self._failures += 1
+        except Exception:
+            if not self._failures:
+                _log.exception("batches: %s failed, and is tried again", self._name)
+            self._failures += 1
 
 
 class Batches:
@@ -194,4 +233,5 @@ class Leases:
             held = await self.store.renew()
             await self.runner.drop(before - held)
         self.turn += 1
-        self.service.metrics.batches(await self.store.lines.states(), await self.store.batches.states())
+        self.service.metrics.set_each("batch_lines", await self.store.lines.states())
+        self.service.metrics.set_each("batches", await self.store.batches.states())

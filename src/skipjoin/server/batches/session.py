@@ -1,18 +1,35 @@
 from __future__ import annotations
 
+import time
 import uuid
+from collections.abc import Callable
 
 import sqlalchemy as sa
 from sqlalchemy.engine import RowMapping
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skipjoin.server.batches.clock import SteadyClock
 from skipjoin.server.batches.database import Database
 from skipjoin.server.batches.records import BatchStatus, LineState
 from skipjoin.server.batches.tables import batches, lines, servers
 
 # Time for which a server holds its lines and batches without a renewal.
 LEASE_S = 30.0
+
+
+class SteadyClock:
+    """Unix clock that follows the system clock forward but never back."""
+
+    def __init__(self, clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._monotonic = monotonic
+        self._offset = clock() - monotonic()
+
+    def now(self) -> float:
+        self.observe(self._clock())
+        return self._offset + self._monotonic()
+
+    def observe(self, seen: float) -> None:
+        self._offset = max(self._offset, seen - self._monotonic())
 
 
 class Session:

@@ -18,14 +18,12 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skipjoin.server.batches.batch_rows import BatchRows
-from skipjoin.server.batches.clock import SteadyClock
 from skipjoin.server.batches.database import Database, repeated
-from skipjoin.server.batches.disk import Reserve, as_store_error
+from skipjoin.server.batches.disk import FolderLock, Reserve, as_store_error
 from skipjoin.server.batches.file_rows import FileRows
 from skipjoin.server.batches.line_rows import LineRows
-from skipjoin.server.batches.lock import FolderLock
 from skipjoin.server.batches.records import NoSpace, StoreError
-from skipjoin.server.batches.session import LEASE_S, Session
+from skipjoin.server.batches.session import LEASE_S, Session, SteadyClock
 from skipjoin.server.batches.tables import batches, files, folder, lines, servers
 
 FOLDER_FILE = "folder-id"

@@ -2,14 +2,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import msgspec
+
+from skipjoin.observe.life import current_prediction
 from skipjoin.observe.metric_snapshot import Snapshot
 from skipjoin.server.engines.messages import (
     DescribeRequests,
     FindLives,
     LivesFound,
     Ready,
+    RequestState,
     RequestStates,
     Stats,
     ToEngine,
@@ -20,19 +25,17 @@ Question = DescribeRequests | FindLives
 Reply = RequestStates | LivesFound
 
 
+@dataclass(slots=True, eq=False)
 class ConnectedEngine:
     """Engine that accepts requests. `send` must not block or raise."""
 
-    __slots__ = ("info", "is_hung", "number", "questions", "send", "sequences", "stats")
-
-    def __init__(self, number: int, info: Ready, send: Callable[[ToEngine], None]) -> None:
-        self.number = number
-        self.info = info
-        self.send = send
-        self.stats = Stats(0, Snapshot.zero())
-        self.sequences: dict[int, EngineSequence] = {}
-        self.questions: dict[int, asyncio.Future[Reply]] = {}
-        self.is_hung = False
+    number: int
+    info: Ready
+    send: Callable[[ToEngine], None]
+    stats: Stats = field(default_factory=lambda: Stats(0, Snapshot.zero()))
+    sequences: dict[int, EngineSequence] = field(default_factory=dict)
+    questions: dict[int, asyncio.Future[Reply]] = field(default_factory=dict)
+    is_hung: bool = False
 
     def ask(self, question: Question) -> asyncio.Future[Reply]:
         answer = self.questions[question.id] = asyncio.get_running_loop().create_future()
@@ -43,3 +46,57 @@ class ConnectedEngine:
 class Replies(NamedTuple):
     by_engine: dict[ConnectedEngine, Reply]
     silent: list[int]
+
+
+class LiveRequest(NamedTuple):
+    """Unfinished sequence, without `replica` while it waits for one."""
+
+    label: str
+    choice: int
+    replica: int | None
+    state: RequestState
+    owner: str
+
+    def row(self) -> dict[str, Any]:
+        state = msgspec.structs.asdict(self.state)
+        del state["facts"]
+        return {"id": self.label, "choice": self.choice, "replica": self.replica, **state}
+
+
+class LiveRequests(NamedTuple):
+    requests: list[LiveRequest]
+    silent: list[int]
+
+
+def live_requests(replica: ConnectedEngine, reply: RequestStates) -> list[LiveRequest]:
+    return [
+        LiveRequest(sequence.label, sequence.index, replica.number, state, sequence.owner)
+        for state in reply.requests
+        if (sequence := replica.sequences.get(state.number)) is not None
+    ]
+
+
+def waiting_request(sequence: EngineSequence) -> LiveRequest:
+    request = sequence.request
+    predicted = current_prediction(request)
+    state = RequestState(
+        number=request.id,
+        state="waiting",
+        service=request.options.service,
+        is_urgent=request.options.is_urgent,
+        priority=request.options.priority,
+        place=None,
+        prompt_tokens=len(request.prompt),
+        output_tokens=len(request.output),
+        computed_tokens=0,
+        device_blocks=0,
+        cpu_blocks=0,
+        wait_reason="no_replica",
+        wait_s=None,
+        predicted_tokens=predicted and predicted.tokens,
+        forecast_source=predicted and predicted.source,
+        predicted_low=predicted and predicted.low,
+        predicted_high=predicted and predicted.high,
+        max_tokens=request.max_tokens,
+    )
+    return LiveRequest(sequence.label, sequence.index, None, state, sequence.owner)

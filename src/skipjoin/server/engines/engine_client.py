@@ -16,10 +16,17 @@ from skipjoin.engine.text import Output
 from skipjoin.observe.metric_snapshot import Snapshot, merged
 from skipjoin.policies.dispatch import prefix_aware
 from skipjoin.sampling import SamplingParams, TokenDetail
-from skipjoin.server.engines.connected_engine import ConnectedEngine, Question, Replies
+from skipjoin.server.engines.connected_engine import (
+    ConnectedEngine,
+    LiveRequest,
+    LiveRequests,
+    Question,
+    Replies,
+    live_requests,
+    waiting_request,
+)
 from skipjoin.server.engines.crash_isolation import CrashIsolation
 from skipjoin.server.engines.errors import EngineDeadError, LostRequestError, NoReplicaError, RefusedError
-from skipjoin.server.engines.live_requests import LiveRequest, LiveRequests, live_requests, waiting_request
 from skipjoin.server.engines.messages import (
     Abort,
     DescribeRequests,
@@ -134,7 +141,7 @@ class EngineClient:
         self._places.update(dict.fromkeys(orphans))
         for question in replica.questions.values():
             question.cancel()
-        self._metrics.moved(len(orphans))
+        self._metrics.count("requests_moved_total", n=len(orphans))
         self._tell_replicas()
         self._tell_numbers()
         self._blame(orphans.values())
@@ -146,7 +153,7 @@ class EngineClient:
 
     def died(self) -> None:
         self.dead = True
-        self._metrics.lost("engine_dead", self.active)
+        self._metrics.count("requests_lost_total", "engine_dead", self.active)
         self.fail_all(EngineDeadError())
         for replica in list(self._replicas.values()):
             self.lose(replica)
@@ -209,8 +216,7 @@ class EngineClient:
             forecast=forecast,
             prefix=self._prefix(info, params, options, like),
         )
-        sequence = EngineSequence(request, params, mailbox, index, label)
-        sequence.owner, sequence.on_start, sequence.on_end = owner, on_start, on_end
+        sequence = EngineSequence(request, params, mailbox, index, label, owner, on_start, on_end)
         if options.deadline_s is not None:
             # The engine ends it between two steps unless the engine hangs, which this timer covers.
             delay = options.deadline_s + _DEADLINE_GRACE_S
@@ -294,7 +300,7 @@ class EngineClient:
 
     def _blame(self, orphans: Collection[EngineSequence]) -> None:
         for sequence in self._isolation.blame(orphans):
-            self._metrics.lost("engine_lost")
+            self._metrics.count("requests_lost_total", "engine_lost")
             text = "%s is not tried again: engines ended %d times while they ran it, %d of them without a token since"
             logger.warning(text, sequence.label or f"request {sequence.id}", sequence.deaths, sequence.stuck)
             sequence.mailbox.fail(LostRequestError(sequence.deaths))
@@ -310,7 +316,7 @@ class EngineClient:
         if sequence.request.deadline <= self._clock():
             sequence.mailbox.put(Output(sequence.index, reason=FinishReason.DEADLINE))
         else:
-            self._metrics.lost("no_replica")
+            self._metrics.count("requests_lost_total", "no_replica")
             sequence.mailbox.fail(NoReplicaError())
         self._close(sequence, FinishReason.ABORT)
 
@@ -371,7 +377,9 @@ class EngineClient:
         return replica
 
     def _tell_replicas(self) -> None:
-        self._metrics.replicas(self.wanted, self.alive, max(0, self._joined - self.wanted))
+        self._metrics.set("replicas", self.wanted)
+        self._metrics.set("replicas_alive", self.alive)
+        self._metrics.set("replica_restarts_total", max(0, self._joined - self.wanted))
 
     def _tell_numbers(self) -> None:
         live = [replica.stats.metrics for replica in self._replicas.values()]

@@ -30,10 +30,8 @@ from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import located_errors
 from skipjoin.sampling import ParameterError, SamplingParams, TokenDetail
 from skipjoin.server import logs
-from skipjoin.server.engines.block_count import recover_blocks
-from skipjoin.server.engines.engine_observer import EngineObserver
+from skipjoin.server.engines.engine_observer import EngineObserver, EventBuffer
 from skipjoin.server.engines.engine_program import ORPHANED, describe_error
-from skipjoin.server.engines.event_buffer import EventBuffer
 from skipjoin.server.engines.heartbeat import Heartbeat, print_stacks
 from skipjoin.server.engines.link import NoAnswerError, connect
 from skipjoin.server.engines.messages import (
@@ -55,7 +53,7 @@ from skipjoin.server.engines.messages import (
     StepOutputs,
     ToEngine,
 )
-from skipjoin.server.engines.stall import StallWatch
+from skipjoin.server.engines.self_checks import StallWatch, recover_blocks
 from skipjoin.server.engines.step_outputs import StepOutputsBuilder
 from skipjoin.server.engines.timeline_writer import TimelineWriter
 from skipjoin.system.garbage import resume_garbage_collection

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.engine.text import Output
@@ -72,6 +72,7 @@ def _size(output: Output) -> int:
     return 1 if output.detail is None else 2 + len(output.detail.chosen.top)
 
 
+@dataclass(slots=True, eq=False)
 class EngineSequence:
     """Sequence at the engines, from `EngineClient.submit` to its end.
 
@@ -82,41 +83,21 @@ class EngineSequence:
         deaths, stuck: Engine crashes while it ran, and those since its last token that it may have caused.
     """
 
-    __slots__ = (
-        "alarm",
-        "cached_tokens",
-        "deaths",
-        "has_begun",
-        "index",
-        "label",
-        "mailbox",
-        "on_end",
-        "on_start",
-        "owner",
-        "params",
-        "patience",
-        "request",
-        "scores",
-        "stuck",
-    )
-
-    def __init__(
-        self, request: Request, params: SamplingParams, mailbox: OutputQueue, index: int, label: str = ""
-    ) -> None:
-        self.request = request
-        self.params = params
-        self.mailbox = mailbox
-        self.index = index
-        self.label = label
-        self.owner = ""
-        self.cached_tokens = 0
-        self.patience: asyncio.TimerHandle | None = None
-        self.scores: list[TokenLogprob] = []
-        self.alarm: asyncio.TimerHandle | None = None
-        self.has_begun = False
-        self.deaths = self.stuck = 0
-        self.on_start: Callable[[], None] | None = None
-        self.on_end: OnEnd | None = None
+    request: Request
+    params: SamplingParams
+    mailbox: OutputQueue
+    index: int
+    label: str = ""
+    owner: str = ""
+    on_start: Callable[[], None] | None = None
+    on_end: OnEnd | None = None
+    cached_tokens: int = 0
+    patience: asyncio.TimerHandle | None = None
+    scores: list[TokenLogprob] = field(default_factory=list)
+    alarm: asyncio.TimerHandle | None = None
+    has_begun: bool = False
+    deaths: int = 0
+    stuck: int = 0
 
     @property
     def id(self) -> int:

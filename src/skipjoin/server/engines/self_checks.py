@@ -1,4 +1,4 @@
-"""Detection of a stall, a bug of the scheduler or a policy: requests wait although nothing is in flight."""
+"""Detection of bugs at run time: stalls of the scheduler or a policy, and leaked KV blocks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from skipjoin.core.engine import EngineCore
+from skipjoin.core.kv.block_pool import LedgerError
+from skipjoin.core.kv.interface import BlockLedger
 
 logger = logging.getLogger(__name__)
 
@@ -49,3 +51,27 @@ def _describe(core: EngineCore) -> str:
     reasons = Counter(wait.reason.value if wait is not None else "none" for wait in waits)
     counts = ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common())
     return f"{len(core.requests)} requests wait ({counts}); {core.kv.device_free} of {core.kv.device_total} blocks free"
+
+
+def recover_blocks(kv: BlockLedger, *, is_idle: bool) -> int:
+    """Free leaked blocks and return their number, which is 0 unless there is a bug.
+
+    If `is_idle`, no request, plan or swap is in flight, so any held block is leaked.
+
+    Raises:
+        LedgerError: Two requests may write to one block, so outputs may be wrong.
+    """
+    forgotten = list(kv.holders()) if is_idle else []
+    if not forgotten and kv.leaked == (0, 0):
+        return 0
+    device, cpu = kv.leaked
+    if device < 0 or cpu < 0:
+        raise LedgerError(f"KV blocks are in two places at once: {-min(device, cpu)} too many are free or held")
+    held = kv.device_total - kv.device_free - device - cpu
+    if kv.tiers is not None:
+        held += kv.tiers.cpu_total - kv.tiers.cpu_free
+    for request in forgotten:
+        kv.release(request)
+    lost = kv.reclaim() + (held if forgotten else 0)
+    logger.error("%d KV blocks were neither free nor held by a request that lives; they are free again", lost)
+    return lost

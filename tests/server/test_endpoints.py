@@ -24,10 +24,9 @@ from skipjoin.sampling import Parameter, ParameterError, SamplingParams, paramet
 from skipjoin.server.api.chat import ChatEndpoint
 from skipjoin.server.api.completions import CompletionEndpoint
 from skipjoin.server.api.errors import ApiError
-from skipjoin.server.api.fields import Body
+from skipjoin.server.api.fields import Body, sampling_fields
 from skipjoin.server.api.generation import Endpoint
 from skipjoin.server.api.protocol import CompletionRequest
-from skipjoin.server.api.sampling_fields import sampling_fields
 
 pytestmark = pytest.mark.anyio
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from skipjoin.cli.batch_watch import Watch, summary
 from skipjoin.cli.commands import Commands
 from skipjoin.cli.connection import FAILED, Connection, call
 from skipjoin.cli.options import Section, Values, takes
+from skipjoin.cli.progress import result_console
 from skipjoin.options import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 batch = Commands(
     help="Submit and watch batches: files of requests that a server runs on spare capacity.", add_completion=False
 )
-_FILE_WIDTH = 160  # width of a table that is not printed to a terminal
 
 BatchId = Annotated[str, typer.Argument(metavar="ID", help="Id of the batch.")]
 T = TypeVar("T")
@@ -105,7 +104,7 @@ def list_batches(
         counts = one["request_counts"]
         numbers = [str(counts[name]) for name in ("completed", "failed", "total")]
         table.add_row(one["id"], one["status"], *numbers, _clock(one["created_at"]), _clock(one["expires_at"]))
-    Console(width=None if sys.stdout.isatty() else _FILE_WIDTH).print(table)
+    result_console().print(table)
     if page.has_more:
         print("There are older ones.")
 

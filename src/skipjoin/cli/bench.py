@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from skipjoin.cli.connection import FAILED, INTERRUPTED
 from skipjoin.cli.options import Section, Values, takes
 from skipjoin.cli.workload import LoadOptions, parse_seeds, rates_of
 from skipjoin.config import ConfigError
@@ -13,7 +14,6 @@ from skipjoin.loadtest.plan import LoadPlan
 from skipjoin.loadtest.targets import Target, parse_extra, parse_prompt_ids
 from skipjoin.workload.workload import keys_of
 
-_ENDED_EARLY, _INTERRUPTED = 1, 130
 _DURATION_S = 60.0
 # Fields of a plan that are not load options.
 _CHOSEN = ("warmup", "settle_s", "timeout_s", "label", "hardware")
@@ -70,7 +70,7 @@ def bench(
         try:
             reason = measure(server, runs, report)
         except KeyboardInterrupt:
-            raise typer.Exit(_INTERRUPTED) from None
+            raise typer.Exit(INTERRUPTED) from None
     if reason is not None:
         print(f"error: {reason}", file=sys.stderr)
-        raise typer.Exit(_ENDED_EARLY)
+        raise typer.Exit(FAILED)

@@ -4,12 +4,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.table import Table
 
 from skipjoin.cli.class_table import class_table
-from skipjoin.cli.progress import Bars
+from skipjoin.cli.progress import Bars, result_console
 from skipjoin.cli.requests_file import RequestsFile
 from skipjoin.loadtest.client import ClientProgress, Exchange
 from skipjoin.loadtest.plan import LoadPlan
@@ -55,9 +54,7 @@ class BenchReport:
         if self._records:
             if self._results is not None:
                 print(f"wrote {self._results.path}", file=sys.stderr)
-            console = Console(highlight=False)
-            if not console.is_terminal:
-                console.width = _FILE_WIDTH
+            console = result_console(_FILE_WIDTH)
             console.print(_table(self._records))
             if any("classes" in record for record in self._records):
                 groups = (((_run_name(record["workload"]),), [record]) for record in self._records)

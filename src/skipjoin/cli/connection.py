@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 FAILED, INTERRUPTED = 1, 130
 _GROUP = "Server"
+_server = partial(Option, group=_GROUP, is_common=True)
 
 ClientT = TypeVar("ClientT", bound="ServerClient")
 T = TypeVar("T")
@@ -23,12 +25,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    url: Annotated[str, Option("URL of the server.", metavar="URL", group=_GROUP, is_common=True)] = (
-        "http://127.0.0.1:8000"
-    )
-    api_key: Annotated[
-        str | None, Option("API key.", metavar="KEY", envvar="OPENAI_API_KEY", group=_GROUP, is_common=True)
-    ] = None
+    url: Annotated[str, _server("URL of the server.", metavar="URL")] = "http://127.0.0.1:8000"
+    api_key: Annotated[str | None, _server("API key.", metavar="KEY", envvar="OPENAI_API_KEY")] = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", base_url("url", self.url))

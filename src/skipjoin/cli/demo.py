@@ -4,11 +4,13 @@ import shlex
 import signal
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from skipjoin.cli.connection import FAILED, INTERRUPTED
 from skipjoin.cli.options import Section, Values, takes
 from skipjoin.config import ConfigError
 from skipjoin.extras import require
@@ -16,49 +18,37 @@ from skipjoin.loadtest.targets import Target
 from skipjoin.options import Option, check
 from skipjoin.recipes import DEFAULT, absolute, find, names_in
 
-_ENDED_EARLY, _INTERRUPTED = 1, 130
 _PEER = "Peer"
+_common = partial(Option, is_common=True)
+_peer = partial(_common, group=_PEER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
     recipes: Annotated[
-        str,
-        Option("Schedulers to compare, separated by commas.", flags=("--recipes", "--recipe"), metavar="NAMES",
-               is_common=True),
-    ] = f"fcfs,{DEFAULT}"  # fmt: skip
+        str, _common("Schedulers to compare, separated by commas.", flags=("--recipes", "--recipe"), metavar="NAMES")
+    ] = f"fcfs,{DEFAULT}"
     max_num_seqs: Annotated[
-        int, Option("Slots of the batch. With more slots than requests, all schedulers tie.", low=1, high=256,
-                    is_common=True),
-    ] = 4  # fmt: skip
-    background: Annotated[
-        int, Option("Number of long background jobs, all sent at the start.", low=1, high=64, is_common=True)
-    ] = 6
-    chats: Annotated[
-        int, Option("Number of short chats that arrive while these run.", low=1, high=1000, is_common=True)
-    ] = 24
+        int, _common("Slots of the batch. With more slots than requests, all schedulers tie.", low=1, high=256)
+    ] = 4
+    background: Annotated[int, _common("Number of long background jobs, all sent at the start.", low=1, high=64)] = 6
+    chats: Annotated[int, _common("Number of short chats that arrive while these run.", low=1, high=1000)] = 24
     out: Annotated[
-        Path, Option("Folder for demo.svg, demo.html and demo.json; earlier ones are replaced.", metavar="FOLDER",
-                     is_common=True),
-    ] = Path("skipjoin-demo")  # fmt: skip
+        Path, _common("Folder for demo.svg, demo.html and demo.json; earlier ones are replaced.", metavar="FOLDER")
+    ] = Path("skipjoin-demo")
     peer: Annotated[
         str | None,
-        Option("Another OpenAI-compatible server that gets the same load, such as http://127.0.0.1:8001.",
-               metavar="URL", group=_PEER, is_common=True),
-    ] = None  # fmt: skip
-    peer_model: Annotated[
-        str | None,
-        Option("Model to request (default: the first that the peer lists).", metavar="NAME", group=_PEER,
-               is_common=True),
-    ] = None  # fmt: skip
-    peer_endpoint: Annotated[
-        str,
-        Option("completions (with token ids) or chat (with words).", metavar="NAME", group=_PEER, is_common=True),
-    ] = "completions"
-    api_key: Annotated[
-        str | None,
-        Option("API key of the peer.", metavar="KEY", envvar="OPENAI_API_KEY", group=_PEER, is_common=True),
+        _peer(
+            "Another OpenAI-compatible server that gets the same load, such as http://127.0.0.1:8001.", metavar="URL"
+        ),
     ] = None
+    peer_model: Annotated[
+        str | None, _peer("Model to request (default: the first that the peer lists).", metavar="NAME")
+    ] = None
+    peer_endpoint: Annotated[str, _peer("completions (with token ids) or chat (with words).", metavar="NAME")] = (
+        "completions"
+    )
+    api_key: Annotated[str | None, _peer("API key of the peer.", metavar="KEY", envvar="OPENAI_API_KEY")] = None
 
     def __post_init__(self) -> None:
         check(self)
@@ -96,9 +86,9 @@ def demo(*, options: Values) -> None:
         try:
             reason = run_demo(plan, report)
         except KeyboardInterrupt:
-            raise typer.Exit(_INTERRUPTED) from None
+            raise typer.Exit(INTERRUPTED) from None
     if reason is not None:
         print(f"error: {reason}", file=sys.stderr)
-        raise typer.Exit(_ENDED_EARLY)
+        raise typer.Exit(FAILED)
     if report.has_failures:
-        raise typer.Exit(_ENDED_EARLY)
+        raise typer.Exit(FAILED)

@@ -4,11 +4,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from skipjoin.cli.progress import Bars
+from skipjoin.cli.progress import Bars, result_console
 from skipjoin.config import ConfigError
 from skipjoin.demo.load import MixedLoad
 from skipjoin.demo.outcome import Outcome, headline, verdict
@@ -96,15 +95,13 @@ class DemoReport:
         picture, html = self._folder / "demo.svg", self._folder / "demo.html"
         save_demo(self._outcomes, picture)
         title, why = headline(self._outcomes), verdict(self._outcomes)
-        text = page(title, why, picture.read_text(encoding="utf-8"), tables,
-                    conditions(load, self._outcomes, self._command))  # fmt: skip
+        lines = conditions(load, self._outcomes, self._command)
+        text = page(title, why, picture.read_text(encoding="utf-8"), tables, lines)
         try:
             write_durably(html, text.encode(), mode=0o644)
         except OSError as error:
             raise ConfigError(f"out: {html}: {why_not_written(error, html)}") from error
-        console = Console(highlight=False, markup=False)
-        if not console.is_terminal:
-            console.width = _FILE_WIDTH
+        console = result_console(_FILE_WIDTH)
         for table in tables:
             console.print(f"{table.title}:")
             console.print(_printed(table))

@@ -6,16 +6,16 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from skipjoin.cli.connection import Connection, call
 from skipjoin.cli.options import Section, Values, takes
+from skipjoin.cli.progress import result_console
 from skipjoin.report.numbers import amount, duration
 
 _BAR = 40
-_FILE_WIDTH = 160  # width of a report that is not printed to a terminal
 _STYLES = {"running": "green", "no_kv": "red", "no_slot": "yellow", "token_budget": "magenta"}
 
 
@@ -36,9 +36,7 @@ def explain(
     if as_json:
         print(json.dumps(found))
         return
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
+    console = result_console()
     for choice in found["choices"]:
         console.print(report(found, choice))
     if found["lost_choices"]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,54 +18,33 @@ if TYPE_CHECKING:
     from skipjoin.local_engine import Generation
 
 _GROUP = "Generation"
+_task = partial(Option, group=_GROUP, is_common=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    prompt: Annotated[
-        tuple[str, ...], Option("Text to complete; may be repeated.", metavar="TEXT", group=_GROUP, is_common=True)
-    ]
-    chat: Annotated[
-        bool,
-        Option("Send each prompt as a user's chat message.", flags=("--chat/--no-chat",), group=_GROUP, is_common=True),
-    ] = False
-    max_tokens: Annotated[int, Option("Maximum number of tokens to generate.", group=_GROUP, is_common=True)] = 128
-    temperature: Annotated[
-        float | None,
-        Option("Sampling temperature; 0 is greedy (default: the model's, or 1).", group=_GROUP, is_common=True),
-    ] = None
+    prompt: Annotated[tuple[str, ...], _task("Text to complete; may be repeated.", metavar="TEXT")]
+    chat: Annotated[bool, _task("Send each prompt as a user's chat message.", flags=("--chat/--no-chat",))] = False
+    max_tokens: Annotated[int, _task("Maximum number of tokens to generate.")] = 128
+    temperature: Annotated[float | None, _task("Sampling temperature; 0 is greedy (default: the model's, or 1).")] = (
+        None
+    )
     top_p: Annotated[
         float | None,
-        Option(
-            "Sample from the most likely tokens with this total probability (default: the model's, or 1).",
-            group=_GROUP,
-            is_common=True,
-        ),
+        _task("Sample from the most likely tokens with this total probability (default: the model's, or 1)."),
     ] = None
     top_k: Annotated[
-        int | None,
-        Option(
-            "Sample from this number of most likely tokens; 0 is unlimited (default: the model's, or 0).",
-            group=_GROUP,
-            is_common=True,
-        ),
+        int | None, _task("Sample from this number of most likely tokens; 0 is unlimited (default: the model's, or 0).")
     ] = None
-    sampling_seed: Annotated[
-        int | None, Option("Seed of sampling (default: derived from --seed).", group=_GROUP, is_common=True)
-    ] = None
-    stop: Annotated[
-        tuple[str, ...],
-        Option("Text that ends the output; may be repeated.", metavar="TEXT", group=_GROUP, is_common=True),
-    ] = ()
+    sampling_seed: Annotated[int | None, _task("Seed of sampling (default: derived from --seed).")] = None
+    stop: Annotated[tuple[str, ...], _task("Text that ends the output; may be repeated.", metavar="TEXT")] = ()
     ignore_eos: Annotated[
         bool, Option("Continue after the end-of-sequence token.", flags=("--ignore-eos/--no-ignore-eos",), group=_GROUP)
     ] = False
     service: Annotated[str, Option("Service class of the prompts", choices=tuple(ServiceClass), group=_GROUP)] = (
         ServiceClass.REAL_TIME.value
     )
-    as_json: Annotated[
-        bool, Option("Print one JSON object per prompt.", flags=("--json",), group=_GROUP, is_common=True)
-    ] = False
+    as_json: Annotated[bool, _task("Print one JSON object per prompt.", flags=("--json",))] = False
 
     def __post_init__(self) -> None:
         check(self)

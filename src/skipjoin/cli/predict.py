@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from zlib import crc32
@@ -30,6 +31,7 @@ predict = Commands(help="Forecasts of output lengths: how good they are, and wha
 
 # Value of the column 'split' for training rows.
 _TRAIN = "train"
+_common = partial(Option, is_common=True)
 _COLUMNS = ("forecaster", "R", "R of logs", "MAE", "within 25 %", "accuracy", "pairs", "coverage", "by prompt", "ms")
 EncoderName = Annotated[
     str,
@@ -46,40 +48,27 @@ ForecastDir = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateOptions:
-    trace: Annotated[
-        Path, Option("JSONL file with prompts and with lengths or texts of outputs.", metavar="FILE", is_common=True)
-    ]
+    trace: Annotated[Path, _common("JSONL file with prompts and with lengths or texts of outputs.", metavar="FILE")]
     second_run: Annotated[
         str | None,
-        Option(
+        _common(
             "Column with the lengths of a second run of the same prompts, which the oracle predicts from.",
             metavar="COLUMN",
-            is_common=True,
         ),
     ] = None
     encoder: EncoderName = "hashed"
     state: Annotated[
         Path | None,
-        Option(
+        _common(
             "State of `skipjoin predict train` to measure as well. It must not have been trained on the measured rows.",
             metavar="DIR",
-            is_common=True,
         ),
     ] = None
-    entries: Annotated[
-        int, Option("Maximum number of past requests to predict from.", low=1, high=1_000_000, is_common=True)
-    ] = 10_000
-    max_tokens: Annotated[
-        int, Option("Length at which outputs are truncated.", low=1, high=1 << 20, is_common=True)
-    ] = 2048
+    entries: Annotated[int, _common("Maximum number of past requests to predict from.", low=1, high=1_000_000)] = 10_000
+    max_tokens: Annotated[int, _common("Length at which outputs are truncated.", low=1, high=1 << 20)] = 2048
     rows: Annotated[
         int | None,
-        Option(
-            "Number of rows to use, from the beginning of the file (default: all).",
-            low=20,
-            high=1 << 40,
-            is_common=True,
-        ),
+        _common("Number of rows to use, from the beginning of the file (default: all).", low=20, high=1 << 40),
     ] = None
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,26 +19,22 @@ if TYPE_CHECKING:
 
 # Rows that are needed on either side of the split.
 _MIN_ROWS = 10
+_common = partial(Option, is_common=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
-    trace: Annotated[
-        Path, Option("JSONL file with prompts and with lengths or texts of outputs.", metavar="FILE", is_common=True)
-    ]
-    out: Annotated[Path, Option("Folder for the state.", metavar="DIR", is_common=True)]
-    forecaster: Annotated[str, Option("Forecaster to train.", choices=("alise", "learned"), is_common=True)] = "alise"
+    trace: Annotated[Path, _common("JSONL file with prompts and with lengths or texts of outputs.", metavar="FILE")]
+    out: Annotated[Path, _common("Folder for the state.", metavar="DIR")]
+    forecaster: Annotated[str, _common("Forecaster to train.", choices=("alise", "learned"))] = "alise"
     encoder: EncoderName = "hashed"
-    entries: Annotated[
-        int, Option("Maximum number of requests to predict from.", low=1, high=1_000_000, is_common=True)
-    ] = 10_000
+    entries: Annotated[int, _common("Maximum number of requests to predict from.", low=1, high=1_000_000)] = 10_000
     model: Annotated[
         str | None,
-        Option(
+        _common(
             "Model that will be served: prompts are put into its chat template, as its server will see them (default: "
             "prompts as they are, for completions and simulations).",
             metavar="MODEL",
-            is_common=True,
         ),
     ] = None
 

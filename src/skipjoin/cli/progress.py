@@ -12,6 +12,14 @@ from rich.progress import Progress, ProgressColumn, Task, TaskID
 LINE_EVERY_S = 5.0
 
 
+def result_console(file_width: int = 160) -> Console:
+    """Return a console for results, of `file_width` where standard output is no terminal."""
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = file_width
+    return console
+
+
 class Bars(Progress):
     """Progress bars on a terminal, else a line on stderr now and then."""
 

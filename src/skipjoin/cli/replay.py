@@ -3,42 +3,30 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from skipjoin.cli.connection import Connection, call
 from skipjoin.cli.options import Section, Values, takes
+from skipjoin.cli.progress import result_console
 from skipjoin.extras import require
 from skipjoin.recipes import names_in
+from skipjoin.replay.comparison import Comparison, Limits, compare
 from skipjoin.report.numbers import duration
 
-if TYPE_CHECKING:
-    from skipjoin.replay.comparison import Comparison
 
-_FILE_WIDTH = 160
-
-
-@takes(server=Section(Connection))
+@takes(limits=Section(Limits), server=Section(Connection))
 def replay(
     *,
     recipes: Annotated[
         str, typer.Option(metavar="NAMES", help="Recipes to try, as for simulate, separated by commas.")
     ] = "fcfs,fastserve",
-    max_num_seqs: Annotated[
-        int | None, typer.Option(min=1, help="Slots to try in the recipes (default: the server's).")
-    ] = None,
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens per step to try in the recipes (default: the server's).")
-    ] = None,
-    kv_blocks: Annotated[
-        int | None, typer.Option(min=1, help="KV blocks to try in the recipes (default: the server's).")
-    ] = None,
     since_s: Annotated[float, typer.Option("--since", metavar="SECONDS", help="Period to replay, up to now.")] = 3600.0,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Picture of TTFT: .png or .svg.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    limits: Values,
     server: Values,
 ) -> None:
     """Simulate a server's recent load under other recipes and limits, and compare it with what was measured.
@@ -47,14 +35,13 @@ def replay(
     measured row is the error of the simulator. The console's view "What if" shows the same.
     """
     from skipjoin.cli.server_client import ServerClient  # noqa: PLC0415
-    from skipjoin.replay.comparison import Limits, compare  # noqa: PLC0415
 
     if plot is not None:
         require("--plot", "plot")
-    limits = Limits(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, kv_blocks=kv_blocks)
+    wanted = Limits(**limits)
     path = f"/debug/arrivals?since_s={since_s:g}"
     found = call(ServerClient, Connection(**server), lambda client: client.json("GET", path))
-    comparison = compare(found, names_in(recipes), limits)
+    comparison = compare(found, names_in(recipes), wanted)
     if plot is not None:
         from skipjoin.report.plots.distribution import draw_distributions  # noqa: PLC0415
 
@@ -79,9 +66,7 @@ def _print(comparison: Comparison, machine: Mapping[str, Any], requests: int) ->
     errors = comparison.errors
     texts = (f"{errors[name]:+.0%}" if name in errors else "-" for name in FIGURES)
     table.add_row("error of the simulator", *texts, "", style="dim")
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _FILE_WIDTH
+    console = result_console()
     console.print(f"{requests} requests of {machine['model']} on {machine['device']}, {machine['replicas']} replicas")
     console.print(table)
     if comparison.is_far:

@@ -5,11 +5,13 @@ import os
 import signal
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from skipjoin.cli.connection import INTERRUPTED
 from skipjoin.cli.options import Section, Values, takes
 from skipjoin.cli.requests_file import RequestsFile
 from skipjoin.cli.simulate_report import Goal, SimulationReport, kept_requests, single_run
@@ -28,12 +30,14 @@ from skipjoin.sim.experiments.sweep import Grid, RateSearch, ReplicaSearch, swee
 from skipjoin.sim.experiments.system import System
 from skipjoin.workload.workload import Replay, Workload, keys_of
 
-_INTERRUPTED = 128 + signal.SIGINT
 _START_RPS = 1.0  # initial rate of a search
 _DURATION_S = 300.0
 
 
 _SCHEDULING, _RUNS = "Scheduling", "Runs"
+_scheduling = partial(Option, group=_SCHEDULING, is_common=True)
+_search = partial(Option, group=_RUNS, is_common=True)
+_run_option = partial(Option, group=_RUNS)
 # Fields of a system that are independent of the machine.
 _CHOSEN = (
     "max_num_seqs",
@@ -57,23 +61,19 @@ _CHOSEN = (
 class RunOptions:
     recipes: Annotated[
         str,
-        Option(
+        _scheduling(
             "Names that `skipjoin recipes` lists, or FILE.py:NAME, separated by commas. NAME[PARAMETER=VALUE,...] has "
             "parameters of its own.",
             flags=("--recipes", "--recipe"),
             metavar="NAMES",
-            group=_SCHEDULING,
-            is_common=True,
         ),
     ] = DEFAULT
     params: Annotated[
         tuple[str, ...],
-        Option(
+        _scheduling(
             "Parameter of every recipe that has it, unless the recipe sets it in brackets; may be repeated.",
             flags=("--set",),
             metavar="NAME=VALUE",
-            group=_SCHEDULING,
-            is_common=True,
         ),
     ] = ()
     decision_ms: Annotated[
@@ -88,22 +88,18 @@ class RunOptions:
     ] = None
     find_max_rate: Annotated[
         tuple[str, ...],
-        Option(
+        _search(
             "Search for the highest rate that meets a bound, such as 'normalized_latency_s.mean<=0.3'; may be "
             "repeated, and all bounds must hold.",
             metavar="BOUND",
-            group=_RUNS,
-            is_common=True,
         ),
     ] = ()
     find_min_replicas: Annotated[
         tuple[str, ...],
-        Option(
+        _search(
             "Search for the smallest number of replicas, from --replicas up, that meets a bound at each rate, such as "
             "'slo.goodput_rps>=100'; may be repeated, and all bounds must hold.",
             metavar="BOUND",
-            group=_RUNS,
-            is_common=True,
         ),
     ] = ()
     slo_scale: Annotated[
@@ -127,23 +123,15 @@ class RunOptions:
     ] = None
     until: Annotated[
         float | None,
-        Option(
-            "Stop at this time; an unfinished request counts with its age.",
-            above=0,
-            high=1e12,
-            metavar="SECONDS",
-            group=_RUNS,
+        _run_option(
+            "Stop at this time; an unfinished request counts with its age.", above=0, high=1e12, metavar="SECONDS"
         ),
     ] = None
-    jobs: Annotated[
-        int | None, Option("Number of processes (default: one per core).", low=1, group=_RUNS, is_common=True)
-    ] = None
+    jobs: Annotated[int | None, _search("Number of processes (default: one per core).", low=1)] = None
     timeline: Annotated[
         Path | None,
-        Option(
-            "Write a trace of a single run (its first replica) for Perfetto or chrome://tracing.",
-            metavar="FILE",
-            group=_RUNS,
+        _run_option(
+            "Write a trace of a single run (its first replica) for Perfetto or chrome://tracing.", metavar="FILE"
         ),
     ] = None
     record_requests: Annotated[
@@ -230,7 +218,7 @@ def _run(
                 return
             sweep(plans, wanted.jobs or os.cpu_count() or 1, report, on_requests=on_requests)
         except KeyboardInterrupt:
-            raise typer.Exit(_INTERRUPTED) from None
+            raise typer.Exit(INTERRUPTED) from None
 
 
 def _start_rates(text: str | None, workload: Workload) -> tuple[float, ...]:

@@ -9,12 +9,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
 from skipjoin.cli.class_table import class_table, finished, mean_text, number_text
-from skipjoin.cli.progress import Bars
+from skipjoin.cli.progress import Bars, result_console
 from skipjoin.cli.requests_file import RequestsFile
 from skipjoin.config import ConfigError
 from skipjoin.observe.record import Record, preempted
@@ -142,10 +141,8 @@ class SimulationReport:
             table.add_row(
                 group.recipe, number_text(group.rate_rps), *size, finished(records), *counts, *cells, preemptions
             )
-        console = Console(highlight=False, markup=False)
-        if not console.is_terminal:
-            wider = _OBJECTIVE_WIDTH * (len(columns) - len(_COLUMNS))
-            console.width = _FILE_WIDTH + max(0, wider) + max(0, max(map(len, recipes)) - _RECIPE_WIDTH)
+        wider = max(0, _OBJECTIVE_WIDTH * (len(columns) - len(_COLUMNS)))
+        console = result_console(_FILE_WIDTH + wider + max(0, max(map(len, recipes)) - _RECIPE_WIDTH))
         console.print(table)
         for line in _rejections(ordered):
             console.print(line)

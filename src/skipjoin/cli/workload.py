@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,10 @@ from skipjoin.workload.traces import read_trace
 from skipjoin.workload.workload import Classed, Replay, Synthetic, Workload, synthetic, with_best_effort, with_closed
 
 _WORKLOAD, _OBJECTIVES, _RESULTS = "Workload", "Objectives", "Results"
+_load = partial(Option, group=_WORKLOAD, is_common=True)
+_load_detail = partial(Option, group=_WORKLOAD)
+_objective = partial(Option, group=_OBJECTIVES, is_common=True)
+_result = partial(Option, group=_RESULTS)
 
 
 def _in_ms(flag: str) -> Option:
@@ -29,108 +34,72 @@ def _in_ms(flag: str) -> Option:
 class LoadOptions:
     lengths: Annotated[
         str,
-        Option(
+        _load(
             "Prompt and output lengths: sharegpt, alpaca, lmsys, bookcorpus, uniform:64-128,16-32, fixed:128,64 or "
             "trace:FILE (its rows at random); *0.5 or *0.5,0.25 scales them.",
             metavar="LENGTHS",
-            group=_WORKLOAD,
-            is_common=True,
         ),
     ] = "sharegpt"
     arrivals: Annotated[
-        str,
-        Option(
-            "Arrival process: poisson, gamma:CV, burst:FACTOR,SHARE,LENGTH or constant.",
-            metavar="ARRIVALS",
-            group=_WORKLOAD,
-            is_common=True,
-        ),
+        str, _load("Arrival process: poisson, gamma:CV, burst:FACTOR,SHARE,LENGTH or constant.", metavar="ARRIVALS")
     ] = "poisson"
-    rates: Annotated[
-        str | None,
-        Option("Requests per second, separated by commas.", metavar="RATES", group=_WORKLOAD, is_common=True),
-    ] = None
-    duration: Annotated[
-        float | None, Option("Time in which requests arrive.", metavar="SECONDS", group=_WORKLOAD, is_common=True)
-    ] = None
-    requests: Annotated[
-        int | None, Option("Number of requests, instead of --duration.", group=_WORKLOAD, is_common=True)
-    ] = None
-    seeds: Annotated[
-        str, Option("Seeds separated by commas, or 0-2 for a range.", metavar="SEEDS", group=_WORKLOAD, is_common=True)
-    ] = "0"
+    rates: Annotated[str | None, _load("Requests per second, separated by commas.", metavar="RATES")] = None
+    duration: Annotated[float | None, _load("Time in which requests arrive.", metavar="SECONDS")] = None
+    requests: Annotated[int | None, _load("Number of requests, instead of --duration.")] = None
+    seeds: Annotated[str, _load("Seeds separated by commas, or 0-2 for a range.", metavar="SEEDS")] = "0"
     trace: Annotated[
         Path | None,
-        Option(
+        _load(
             "Trace instead of --lengths: CSV or JSONL with prompt_tokens, output_tokens and optionally arrival_s, "
             "deadline_s, priority, class, ttft_s, tpot_s and jct_s; JSONL with the texts prompt and output; or "
             "Mooncake's JSONL.",
             metavar="FILE",
-            group=_WORKLOAD,
-            is_common=True,
         ),
     ] = None
     time_unit: Annotated[
         str,
-        Option(
+        _load_detail(
             "Unit of a trace's timestamp: Mooncake's milliseconds, or seconds, as Qwen-Bailian's",
             choices=("auto", *TIME_UNITS),
-            group=_WORKLOAD,
         ),
     ] = "auto"
     hash_tokens: Annotated[
         int | None,
-        Option(
-            "Prompt tokens of each of a trace's hash_ids; detected by default.",
-            low=1,
-            high=1 << 31,
-            group=_WORKLOAD,
-        ),
+        _load_detail("Prompt tokens of each of a trace's hash_ids; detected by default.", low=1, high=1 << 31),
     ] = None
     prefix: Annotated[
         str | None,
-        Option(
+        _load_detail(
             "Common prefix of all prompts of --lengths, or one prefix for each of several groups.",
             metavar="TOKENS[:GROUPS]",
-            group=_WORKLOAD,
         ),
     ] = None
     ignore_columns: Annotated[
-        str | None,
-        Option("Unknown columns of a trace to ignore, separated by commas.", metavar="NAMES", group=_WORKLOAD),
+        str | None, _load_detail("Unknown columns of a trace to ignore, separated by commas.", metavar="NAMES")
     ] = None
-    speedup: Annotated[float, Option("Factor by which a trace's arrivals are sped up.", group=_WORKLOAD)] = 1.0
-    best_effort_share: Annotated[
-        float | None, Option("Share of best-effort requests.", metavar="SHARE", group=_WORKLOAD)
-    ] = None
+    speedup: Annotated[float, _load_detail("Factor by which a trace's arrivals are sped up.")] = 1.0
+    best_effort_share: Annotated[float | None, _load_detail("Share of best-effort requests.", metavar="SHARE")] = None
     stream: Annotated[
         tuple[str, ...],
-        Option(
+        _load_detail(
             "Additional stream with a share of the rate, such as "
             "name=batch,lengths=uniform:512-1024,32-128,share=0.3,class=best-effort. It may also set priority, "
             "arrivals, prefix and, in a simulation, key (an API key); may be repeated.",
             metavar="STREAM",
-            group=_WORKLOAD,
         ),
     ] = ()
     closed: Annotated[
         tuple[str, ...],
-        Option(
+        _load_detail(
             "Additional closed loop with size requests in flight until --duration, such as "
             "name=be,lengths=uniform:512-1024,32-128,size=128,class=best-effort. mode=batch (default) replaces all "
             "requests when the last has finished, mode=refill each one. It may also set priority and prefix; may be "
             "repeated.",
             metavar="STREAM",
-            group=_WORKLOAD,
         ),
     ] = ()
-    slo_ttft: Annotated[
-        float | None, Option("Time to the first token.", above=0, metavar="SECONDS", group=_OBJECTIVES, is_common=True)
-    ] = None
-    slo_tpot: Annotated[
-        float | None,
-        Option("Time per token after the first.", above=0, metavar="SECONDS", group=_OBJECTIVES, is_common=True),
-    ] = None
+    slo_ttft: Annotated[float | None, _objective("Time to the first token.", above=0, metavar="SECONDS")] = None
+    slo_tpot: Annotated[float | None, _objective("Time per token after the first.", above=0, metavar="SECONDS")] = None
     slo_jct: Annotated[
         float | None, Option("Time from arrival to the last token.", above=0, metavar="SECONDS", group=_OBJECTIVES)
     ] = None
@@ -138,11 +107,10 @@ class LoadOptions:
     slo_tpot_ms: Annotated[float | None, _in_ms("slo-tpot")] = None
     slo_jct_ms: Annotated[float | None, _in_ms("slo-jct")] = None
     out: Annotated[
-        Path | None,
-        Option("File for the results, a JSON array of records.", metavar="FILE", group=_RESULTS, is_common=True),
+        Path | None, _result("File for the results, a JSON array of records.", metavar="FILE", is_common=True)
     ] = None
-    overwrite: Annotated[bool, Option("Replace the results in --out.", group=_RESULTS)] = False
-    append: Annotated[bool, Option("Add to the results in --out.", group=_RESULTS)] = False
+    overwrite: Annotated[bool, _result("Replace the results in --out.")] = False
+    append: Annotated[bool, _result("Add to the results in --out.")] = False
 
     def __post_init__(self) -> None:
         check(self)

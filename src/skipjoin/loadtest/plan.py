@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Annotated
 
@@ -10,6 +11,7 @@ from skipjoin.workload.request import WorkloadRequest
 from skipjoin.workload.workload import Workload
 
 _GROUP = "Runs"
+_runs = partial(Option, group=_GROUP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,24 +26,15 @@ class LoadPlan:
     slo: Slo = NO_SLO
     warmup: Annotated[
         int,
-        Option(
-            "Number of sequential requests before the first run, which are not recorded.",
-            low=0,
-            metavar="REQUESTS",
-            group=_GROUP,
-        ),
+        _runs("Number of sequential requests before the first run, which are not recorded.", low=0, metavar="REQUESTS"),
     ] = 4
-    settle_s: Annotated[
-        float, Option("Time between runs.", low=0, high=1e6, flags=("--settle",), metavar="SECONDS", group=_GROUP)
-    ] = 1.0
+    settle_s: Annotated[float, _runs("Time between runs.", low=0, high=1e6, flags=("--settle",), metavar="SECONDS")] = (
+        1.0
+    )
     timeout_s: Annotated[
         float | None,
-        Option(
-            "Time after which a request is aborted (default: never).",
-            above=0,
-            flags=("--timeout",),
-            metavar="SECONDS",
-            group=_GROUP,
+        _runs(
+            "Time after which a request is aborted (default: never).", above=0, flags=("--timeout",), metavar="SECONDS"
         ),
     ] = None
     label: Annotated[

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
 from skipjoin.config import base_url
@@ -11,31 +12,23 @@ from skipjoin.routes import Route, generating
 from skipjoin.workload.request import WorkloadRequest
 
 _GROUP = "Target"
+_target = partial(Option, group=_GROUP, is_common=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    base_url: Annotated[
-        str, Option("URL of the server, such as http://127.0.0.1:8000.", metavar="URL", group=_GROUP, is_common=True)
-    ]
+    base_url: Annotated[str, _target("URL of the server, such as http://127.0.0.1:8000.", metavar="URL")]
     endpoint: Annotated[
         str,
-        Option(
+        _target(
             "Endpoint: completions (with token ids, or a trace's texts) or chat (with words, or a trace's texts).",
             metavar="NAME",
-            group=_GROUP,
-            is_common=True,
         ),
     ] = "completions"
     model: Annotated[
-        str | None,
-        Option(
-            "Model to request (default: the first that the server lists).", metavar="NAME", group=_GROUP, is_common=True
-        ),
+        str | None, _target("Model to request (default: the first that the server lists).", metavar="NAME")
     ] = None
-    api_key: Annotated[
-        str | None, Option("API key.", metavar="KEY", envvar="OPENAI_API_KEY", group=_GROUP, is_common=True)
-    ] = None
+    api_key: Annotated[str | None, _target("API key.", metavar="KEY", envvar="OPENAI_API_KEY")] = None
     prompt_ids: tuple[int, int] = (100, 500)
     extra: Mapping[str, Any] = field(default_factory=dict)
 

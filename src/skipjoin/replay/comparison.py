@@ -6,7 +6,7 @@ from statistics import median
 from typing import Annotated, Any, NamedTuple
 
 from skipjoin.config import ConfigError
-from skipjoin.options import Option, settings_of
+from skipjoin.options import Option, check
 from skipjoin.recipes import find
 from skipjoin.replay.outcome import Outcome, errors, measured
 from skipjoin.replay.simulation import simulated, system_of, trace_of
@@ -16,18 +16,20 @@ MIN_REQUESTS = 2
 LARGE_ERROR = 0.3
 
 
+def _tried(help: str, high: int) -> Option:
+    return Option(help, low=1, high=high, is_common=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    max_num_seqs: Annotated[int | None, Option("Slots to try (default: the server's).", low=1, high=1 << 20)] = None
+    max_num_seqs: Annotated[int | None, _tried("Slots to try in the recipes (default: the server's).", 1 << 20)] = None
     max_num_batched_tokens: Annotated[
-        int | None, Option("Tokens per step to try (default: the server's).", low=1, high=1 << 24)
+        int | None, _tried("Tokens per step to try in the recipes (default: the server's).", 1 << 24)
     ] = None
-    kv_blocks: Annotated[int | None, Option("KV blocks to try (default: the server's).", low=1, high=1 << 30)] = None
+    kv_blocks: Annotated[int | None, _tried("KV blocks to try in the recipes (default: the server's).", 1 << 30)] = None
 
     def __post_init__(self) -> None:
-        for name, setting in settings_of(type(self)).items():
-            if getattr(self, name) is not None:
-                setting.check(getattr(self, name))
+        check(self)
 
     @property
     def given(self) -> dict[str, int]:

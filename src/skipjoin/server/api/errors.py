@@ -62,7 +62,8 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         # A message may quote text that is not valid Unicode.
-        return msgspec.json.encode({"error": error}) if _is_clean(error) else _encode_replaced(error)
+        clean = {name: value and value.encode("utf-8", "replace").decode() for name, value in error.items()}
+        return msgspec.json.encode({"error": clean})
 
     def response(self, scope: Scope) -> Response:
         route = ROUTES.get((scope["method"], scope["path"]))
@@ -76,15 +77,6 @@ class ApiError(Exception):
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         return head.encode() + body
-
-
-def _is_clean(error: Mapping[str, str | None]) -> bool:
-    return all(value is None or value.isascii() for value in error.values())
-
-
-def _encode_replaced(error: Mapping[str, str | None]) -> bytes:
-    clean = {key: value and value.encode("utf-8", "replace").decode() for key, value in error.items()}
-    return msgspec.json.encode({"error": clean})
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -24,8 +24,20 @@ from skipjoin.server.api.conversation import (
     check_names,
     functions_of,
 )
-from skipjoin.server.api.fields import INT64, MAX_LABEL, Body, Ignored, Label, Null, Off, Only, Text, one_of
-from skipjoin.server.api.sampling_fields import TokenId, sampling_fields
+from skipjoin.server.api.fields import (
+    INT64,
+    MAX_LABEL,
+    Body,
+    Ignored,
+    Label,
+    Null,
+    Off,
+    Only,
+    Text,
+    TokenId,
+    one_of,
+    sampling_fields,
+)
 
 MAX_N = 16
 MAX_PROMPTS = 256

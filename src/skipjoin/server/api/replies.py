@@ -43,9 +43,7 @@ async def answer(request: Request, endpoint: Endpoint[BodyT]) -> Response:
     preparing = endpoint.prepare(body, options, arrived, owner=state.owner, request_id=state.request_id)
     # Only constraints wait for those of other requests.
     job = await (_while_connected(request.receive, preparing) if may_compile(body) else preparing)
-    if body.stream:
-        return StreamReply(endpoint, job)
-    return WholeReply(endpoint, job)
+    return (StreamReply if body.stream else WholeReply)(endpoint, job)
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:
@@ -122,11 +120,13 @@ async def _watch(receive: Receive, run: JobRun) -> None:
     run.fail(DisconnectedError())
 
 
-class WholeReply(Response):
-    def __init__(self, endpoint: Endpoint[BodyT], job: Job) -> None:
+class _JobReply(Response):
+    def __init__(self, endpoint: Endpoint[Any], job: Job) -> None:
         super().__init__()
         self._endpoint, self._job = endpoint, job
 
+
+class WholeReply(_JobReply):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async with _watched(self._endpoint, self._job, scope, receive) as run:
@@ -136,11 +136,7 @@ class WholeReply(Response):
             await Response(status_code=499)(scope, receive, send)  # never sent, but ASGI needs a response
 
 
-class StreamReply(Response):
-    def __init__(self, endpoint: Endpoint[BodyT], job: Job) -> None:
-        super().__init__()
-        self._endpoint, self._job = endpoint, job
-
+class StreamReply(_JobReply):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             # An error before the stream starts has its own status.

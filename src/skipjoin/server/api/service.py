@@ -28,12 +28,11 @@ from skipjoin.server.api.errors import (
     model_not_found,
     unavailable,
 )
-from skipjoin.server.api.fields import Body
+from skipjoin.server.api.fields import Body, given
 from skipjoin.server.api.forecasting import AskFor, Expectation, Forecasting
 from skipjoin.server.api.limits import Admission
 from skipjoin.server.api.protocol import GenerationBody
 from skipjoin.server.api.request_index import RequestIndex
-from skipjoin.server.api.sampling_fields import given
 from skipjoin.server.api.shapes import checked
 from skipjoin.server.api.structured import structured_output
 from skipjoin.server.api.unknown_fields import MAX_PASSED, UNKNOWN, UnknownFields, with_suggestion

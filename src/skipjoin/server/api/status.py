@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import Request, Response
 
 from skipjoin.config.key_files import owner_of_key
@@ -7,7 +9,6 @@ from skipjoin.model.folder import model_id
 from skipjoin.server.api.auth import viewer_of
 from skipjoin.server.api.errors import ApiError, unavailable
 from skipjoin.server.api.replies import json_response, service_of
-from skipjoin.server.api.responses import LoadAnswer, ModelCard, ModelList
 from skipjoin.server.api.service import Phase, Service
 from skipjoin.version import VERSION
 
@@ -24,13 +25,13 @@ async def show_load(request: Request) -> Response:
     load, admission = service.client.load(), service.admission
     has_totals = viewer_of(service.config, request.state.owner).has_totals
     return json_response(
-        LoadAnswer(
-            server_load=admission.requests,
-            running=load.running,
-            waiting=load.waiting,
-            queued_tokens=admission.tokens if has_totals else None,
-            kv_cache_usage=load.usage if has_totals else None,
-        )
+        {
+            "server_load": admission.requests,
+            "running": load.running,
+            "waiting": load.waiting,
+            "queued_tokens": admission.tokens if has_totals else None,
+            "kv_cache_usage": load.usage if has_totals else None,
+        }
     )
 
 
@@ -71,7 +72,7 @@ async def live() -> Response:
 
 async def list_models(request: Request) -> Response:
     """Return the served model in a list."""
-    return json_response(ModelList([_card(service_of(request))]))
+    return json_response({"object": "list", "data": [_card(service_of(request))]})
 
 
 async def show_model(request: Request, model: str) -> Response:
@@ -82,7 +83,8 @@ async def show_model(request: Request, model: str) -> Response:
     return json_response(found)
 
 
-def _card(service: Service) -> ModelCard:
+def _card(service: Service) -> dict[str, Any]:
     info = service.info
     own = model_id(info.model, info.folder)
-    return ModelCard(id=service.name, created=service.created, max_model_len=info.max_model_len, root=own)
+    card = {"object": "model", "owned_by": "skipjoin", "parent": None, "id": service.name, "created": service.created}
+    return card | {"max_model_len": info.max_model_len, "root": own}

@@ -13,7 +13,7 @@ from skipjoin.server.api.limits import estimate_tokens
 from skipjoin.server.api.options import client_of
 from skipjoin.server.api.protocol import DetokenizeRequest, TokenizeRequest
 from skipjoin.server.api.replies import JsonReply, service_of
-from skipjoin.server.api.responses import Detokenized, Tokens, encode
+from skipjoin.server.api.responses import encode
 from skipjoin.server.api.service import Service
 
 # Maximum tokens of a response.
@@ -73,7 +73,7 @@ def _answer(ids: list[int], max_model_len: int, spell: Callable[[int], str] | No
     if spell is not None:
         texts = {token: spell(token) for token in set(ids)}
         names = _encoded([texts[token] for token in ids])
-    return encode(Tokens(_encoded(ids), len(ids), max_model_len, names))
+    return encode({"tokens": _encoded(ids), "count": len(ids), "max_model_len": max_model_len, "token_strs": names})
 
 
 def _encoded(values: Sequence[Any]) -> Raw:
@@ -83,4 +83,4 @@ def _encoded(values: Sequence[Any]) -> Raw:
 
 
 async def _detokenize(service: Service, body: DetokenizeRequest) -> bytes:
-    return encode(Detokenized(await service.decode(body.tokens, skip_special_tokens=False)))
+    return encode({"prompt": await service.decode(body.tokens, skip_special_tokens=False)})

@@ -80,10 +80,6 @@ class BatchRows:
             found = (await connection.execute(query)).mappings().all()
         return [_batch(row) for row in found[:limit]], len(found) > limit
 
-    async def active_of(self, owner: str) -> int:
-        async with self._db.reading() as connection:
-            return await _active_of(connection, owner)
-
     async def cancel(self, owner: str, batch_id: str) -> BatchRow | None:
         if not is_id(batch_id):
             return None
@@ -99,10 +95,6 @@ class BatchRows:
         counts = sa.select(batches.c.status, sa.func.count()).group_by(batches.c.status)
         async with self._db.reading() as connection:
             return {BatchStatus(row[0]): row[1] for row in await connection.execute(counts)}
-
-    async def generated_tokens(self) -> int:
-        async with self._db.reading() as connection:
-            return int(await connection.scalar(sa.select(sa.func.sum(batches.c.completion_tokens))) or 0)
 
     # -- validation ----------------------------------------------------------------------------------------
 

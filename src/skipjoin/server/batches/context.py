@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 class BatchContext:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self.on_change: Callable[[], None] = lambda: None
+        self.wake: Callable[[], None] = lambda: None
         self._trouble = unavailable("files and batches are being opened", _CODE, _RETRY_S)
         self._store: Store | None = None
         self._blobs: Blobs | None = None
@@ -45,9 +45,6 @@ class BatchContext:
         if self._blobs is None:
             raise self._trouble
         return self._blobs
-
-    def wake(self) -> None:
-        self.on_change()
 
 
 def context_of(request: Request) -> BatchContext:

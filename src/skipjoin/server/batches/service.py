@@ -149,7 +149,7 @@ class Batches:
             raise
         self._work = _work(self._service, store, blobs, self._most)
         self._work.begin()
-        self.context.on_change = self._work.wake
+        self.context.wake = self._work.wake
         self.context.open(store, blobs)
 
 

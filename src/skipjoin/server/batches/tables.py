@@ -21,6 +21,8 @@ metadata = MetaData()
 # SQLite increments only columns of type INTEGER automatically.
 _COUNTER = BigInteger().with_variant(Integer(), "sqlite")
 _HELD = text("server IS NOT NULL")
+_TIMES = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at")
+_SUMS = ("prompt_tokens", "completion_tokens", "cached_tokens", "result_bytes")
 
 # Live servers. `lease_until` is Unix time in seconds of PostgreSQL's clock; SQLite has one server without a lease.
 servers = Table("servers", metadata, Column("id", Text, primary_key=True), Column("lease_until", Double))
@@ -61,20 +63,11 @@ batches = Table(
     Column("error_file_id", Text),
     Column("created_at", BigInteger, nullable=False),
     Column("expires_at", BigInteger, nullable=False),
-    Column("in_progress_at", BigInteger),
-    Column("finalizing_at", BigInteger),
-    Column("completed_at", BigInteger),
-    Column("failed_at", BigInteger),
-    Column("expired_at", BigInteger),
-    Column("cancelling_at", BigInteger),
-    Column("cancelled_at", BigInteger),
+    *(Column(name, BigInteger) for name in _TIMES),
     Column("total", Integer, nullable=False),
     Column("completed", Integer, nullable=False),
     Column("failed", Integer, nullable=False),
-    Column("prompt_tokens", BigInteger, nullable=False, server_default="0"),
-    Column("completion_tokens", BigInteger, nullable=False, server_default="0"),
-    Column("cached_tokens", BigInteger, nullable=False, server_default="0"),
-    Column("result_bytes", BigInteger, nullable=False, server_default="0"),
+    *(Column(name, BigInteger, nullable=False, server_default="0") for name in _SUMS),
     Column("metadata", JSON(none_as_null=True)),
     Column("errors", JSON, nullable=False),
     Column("output_expires_after_s", BigInteger),

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from skipjoin.observe.life import current_prediction
 from skipjoin.observe.metric_snapshot import Snapshot
 from skipjoin.server.engines.messages import (
     DescribeRequests,
@@ -76,27 +75,6 @@ def live_requests(replica: ConnectedEngine, reply: RequestStates) -> list[LiveRe
     ]
 
 
-def waiting_request(sequence: EngineSequence) -> LiveRequest:
-    request = sequence.request
-    predicted = current_prediction(request)
-    state = RequestState(
-        number=request.id,
-        state="waiting",
-        service=request.options.service,
-        is_urgent=request.options.is_urgent,
-        priority=request.options.priority,
-        place=None,
-        prompt_tokens=len(request.prompt),
-        output_tokens=len(request.output),
-        computed_tokens=0,
-        device_blocks=0,
-        cpu_blocks=0,
-        wait_reason="no_replica",
-        wait_s=None,
-        predicted_tokens=predicted and predicted.tokens,
-        forecast_source=predicted and predicted.source,
-        predicted_low=predicted and predicted.low,
-        predicted_high=predicted and predicted.high,
-        max_tokens=request.max_tokens,
-    )
+def waiting_request(sequence: EngineSequence, now: float) -> LiveRequest:
+    state = RequestState.of(sequence.request, now, "waiting", None, wait_reason="no_replica")
     return LiveRequest(sequence.label, sequence.index, None, state, sequence.owner)

@@ -9,7 +9,6 @@ from skipjoin.core.events import Event
 from skipjoin.core.policy import Fact
 from skipjoin.core.request import Request, ServiceClass
 from skipjoin.observe.explanation import standing
-from skipjoin.observe.life import current_prediction
 from skipjoin.observe.lives import LifeLog
 from skipjoin.observe.steps import StepLog
 from skipjoin.policies.cost import LinearCost
@@ -136,32 +135,18 @@ def group(requests: Iterable[Request], core: EngineCore) -> list[RequestGroup]:
 
 def _describe(core: EngineCore, request: Request, place: int, now: float, facts: list[Fact]) -> RequestState:
     held, wait = core.kv.blocks_of(request), core.wait_of(request)
-    predicted, target = current_prediction(request), request.options.target
-    return RequestState(
-        number=request.id,
-        state=state_name(core, request),
-        service=request.options.service,
-        is_urgent=request.options.is_urgent,
-        priority=request.options.priority,
-        place=place,
-        prompt_tokens=len(request.prompt),
-        output_tokens=len(request.output),
-        computed_tokens=request.computed,
-        device_blocks=len(held.device) if held is not None else 0,
-        cpu_blocks=len(held.cpu) if held is not None else 0,
-        wait_reason=wait.reason.value if wait is not None else None,
-        wait_s=now - wait.since if wait is not None else None,
-        short_blocks=wait.short if wait is not None else 0,
-        predicted_tokens=predicted and predicted.tokens,
-        forecast_source=predicted and predicted.source,
-        predicted_low=predicted and predicted.low,
-        predicted_high=predicted and predicted.high,
-        max_tokens=request.max_tokens,
-        age_s=now - request.arrival,
-        ttft_s=_finite(target.ttft_s),
-        tpot_s=_finite(target.tpot_s),
-        jct_s=_finite(target.jct_s),
+    blocks = {} if held is None else {"device_blocks": len(held.device), "cpu_blocks": len(held.cpu)}
+    if wait is not None:
+        blocks["short_blocks"] = wait.short
+    return RequestState.of(
+        request,
+        now,
+        state_name(core, request),
+        place,
+        wait_reason=wait and wait.reason.value,
+        wait_s=wait and now - wait.since,
         facts=facts,
+        **blocks,
     )
 
 
@@ -173,7 +158,3 @@ def state_name(core: EngineCore, request: Request) -> str:
         return "swapped"
     has_run = request.computed or request.evictions or len(request.output) > request.resumed_tokens
     return "preempted" if has_run else "waiting"
-
-
-def _finite(seconds: float) -> float | None:
-    return seconds if seconds < math.inf else None

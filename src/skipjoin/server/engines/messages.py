@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import msgspec
 
 from skipjoin.config import HANG_LIMITS, EngineConfig, HangLimits
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.policy import Fact
-from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, ServiceClass
+from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions, ServiceClass
 from skipjoin.kv_format import SWAP_FORMATS
 from skipjoin.observe.explanation import Standing
 from skipjoin.observe.holders import Holder
-from skipjoin.observe.life import Life
+from skipjoin.observe.life import Life, current_prediction
 from skipjoin.observe.metric_snapshot import Snapshot
 from skipjoin.observe.steps import StepSummary
 from skipjoin.options import Value
@@ -226,10 +229,10 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int
     output_tokens: int
     computed_tokens: int
-    device_blocks: int
-    cpu_blocks: int
-    wait_reason: str | None
-    wait_s: float | None
+    device_blocks: int = 0
+    cpu_blocks: int = 0
+    wait_reason: str | None = None
+    wait_s: float | None = None
     short_blocks: int = 0
     predicted_tokens: float | None = None
     forecast_source: str | None = None
@@ -241,6 +244,30 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     tpot_s: float | None = None
     jct_s: float | None = None
     facts: list[Fact] = []
+
+    @classmethod
+    def of(cls, request: Request, now: float, state: str, place: int | None, **more: Any) -> RequestState:
+        """Return what the request says itself, and `more` of the scheduler."""
+        predicted, options = current_prediction(request), request.options
+        return cls(
+            request.id,
+            state,
+            options.service,
+            options.is_urgent,
+            options.priority,
+            place,
+            len(request.prompt),
+            len(request.output),
+            request.computed,
+            predicted_tokens=predicted and predicted.tokens,
+            forecast_source=predicted and predicted.source,
+            predicted_low=predicted and predicted.low,
+            predicted_high=predicted and predicted.high,
+            max_tokens=request.max_tokens,
+            age_s=now - request.arrival,
+            **{name: seconds for name, seconds in options.target._asdict().items() if seconds < math.inf},
+            **more,
+        )
 
 
 class RequestGroup(msgspec.Struct, frozen=True, array_like=True):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -48,7 +48,7 @@ class ReplicaSet:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="skipjoin-ray")
         self._cluster: Cluster | None = None
         self._listener: EngineListener | None = None
-        self._numbers: dict[EngineLink, int] = {}
+        self._engines: set[_Engine] = set()
         self._started: asyncio.Future[Ready] | None = None
         self._supervisor: ReplicaSupervisor | None = None
         self._life: asyncio.Task[None] | None = None
@@ -131,7 +131,8 @@ class ReplicaSet:
         return replace(config, threads=max(1, usable_cpus() // (self._client.wanted * config.ranks)))
 
     def _fail_start(self, reason: str) -> None:
-        if self._started is not None and not self._started.done():
+        if self._is_starting:
+            assert self._started is not None
             self._started.set_exception(EngineStartError(reason))
 
     def _fail_permanently(self, reason: str) -> None:
@@ -145,56 +146,46 @@ class ReplicaSet:
 
     # -- engines ------------------------------------------------------------------------------------------
 
+    @property
+    def _is_starting(self) -> bool:
+        return self._started is not None and not self._started.done()
+
     def _admit(self, link: EngineLink) -> None:
-        taken = set(self._numbers.values())
-        number = self._numbers[link] = next(n for n in range(1, len(taken) + 2) if n not in taken)
-        engine = _Engine(self, link, number)
-        link.on_message, link.on_lost = engine.receive, engine.lost
+        taken = {engine.number for engine in self._engines}
+        engine = _Engine(link, next(n for n in range(1, len(taken) + 2) if n not in taken))
+        self._engines.add(engine)
+        link.on_message, link.on_lost = partial(self._receive, engine), partial(self._lose, engine)
 
-    def came_up(self, number: int, info: Ready, link: EngineLink) -> ConnectedEngine:
-        replica = self._client.join(info, link.send)
-        if self._started is not None and not self._started.done():
-            if self._client.alive == self._client.wanted:
-                self._started.set_result(info)
-        else:
-            logger.warning("replica %d is back", number)
-        return replica
+    def _receive(self, engine: _Engine, message: FromEngine) -> None:
+        if isinstance(message, LoadProgress):
+            if self._is_starting:
+                self._on_progress(f"replica {engine.number}: {message.what}", message.share)
+        elif isinstance(message, EngineFailed):
+            engine.failure = message.text
+        elif isinstance(message, Ready):
+            engine.replica = self._client.join(message, engine.link.send)
+            if not self._is_starting:
+                logger.warning("replica %d is back", engine.number)
+            elif self._client.alive == self._client.wanted:
+                assert self._started is not None
+                self._started.set_result(message)
+        elif engine.replica is not None:
+            self._client.receive(engine.replica, message)
 
-    def deliver(self, replica: ConnectedEngine, message: FromEngine) -> None:
-        self._client.receive(replica, message)
-
-    def progressed(self, number: int, progress: LoadProgress) -> None:
-        if self._started is not None and not self._started.done():
-            self._on_progress(f"replica {number}: {progress.what}", progress.share)
-
-    def went_down(self, number: int, link: EngineLink, replica: ConnectedEngine | None, failure: str | None) -> None:
-        del self._numbers[link]
-        moved = self._client.lose(replica) if replica is not None else 0
+    def _lose(self, engine: _Engine) -> None:
+        self._engines.remove(engine)
+        moved = self._client.lose(engine.replica) if engine.replica is not None else 0
         if self._is_ending:
             return
-        if failure is not None:
-            self._fail_start(failure)
-        reason = failure or "its process or its machine has exited"
-        logger.warning("replica %d died (%s); %d of its requests continue on others", number, reason, moved)
+        if engine.failure is not None:
+            self._fail_start(engine.failure)
+        reason = engine.failure or "its process or its machine has exited"
+        logger.warning("replica %d died (%s); %d of its requests continue on others", engine.number, reason, moved)
 
 
+@dataclass(slots=True, eq=False)
 class _Engine:
-    def __init__(self, owner: ReplicaSet, link: EngineLink, number: int) -> None:
-        self._owner = owner
-        self._link = link
-        self._number = number
-        self._replica: ConnectedEngine | None = None
-        self._failure: str | None = None
-
-    def receive(self, message: FromEngine) -> None:
-        if isinstance(message, LoadProgress):
-            self._owner.progressed(self._number, message)
-        elif isinstance(message, EngineFailed):
-            self._failure = message.text
-        elif isinstance(message, Ready):
-            self._replica = self._owner.came_up(self._number, message, self._link)
-        elif self._replica is not None:
-            self._owner.deliver(self._replica, message)
-
-    def lost(self) -> None:
-        self._owner.went_down(self._number, self._link, self._replica, self._failure)
+    link: EngineLink
+    number: int
+    replica: ConnectedEngine | None = None  # once it accepts requests
+    failure: str | None = None

@@ -57,7 +57,6 @@ class Conversations:
         self.format = format_of(tokenizer, tool_format)
 
     def text(self, messages: Sequence[Message], use: ToolUse, **variables: Any) -> str:
-        """Return the text of a conversation. `variables` are those of the chat template."""
         template = self._tokenizer.chat_template
         is_prompted = self.format is not None and self.format.is_prompted
         if template is not None and not is_prompted and "tools" not in template.variables:
@@ -141,7 +140,7 @@ def message_of(parts: Sequence[Part], *, shows_reasoning: bool = True) -> dict[s
 
 
 def finish_reason_of(reason: str | None, *, has_calls: bool) -> str | None:
-    """Return the finish reason of a message: "tool_calls" if it has calls and was not cut off."""
+    """Return the finish reason of a message, which is "tool_calls" if it has calls and was not cut off."""
     return "tool_calls" if has_calls and reason == "stop" else reason
 
 

@@ -27,7 +27,6 @@ def why_missing(feature: str, *extras: str) -> str | None:
 
 
 def why_not_found(error: ModuleNotFoundError, feature: str) -> str | None:
-    """Return the sentence of `why_missing` for a failed import, or None if the module is of no extra."""
     name = error.name or ""
     having = [extra for extra, modules in MODULES.items() if any(_is_part(name, module) for module in modules)]
     return why_missing(feature, min(having, key=lambda extra: len(MODULES[extra]))) if having else None

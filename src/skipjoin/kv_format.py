@@ -46,7 +46,6 @@ class CacheFormat(ABC):
     def dequantize(self, stored: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch.Tensor: ...
 
     def why_not(self, head_dim: int) -> str | None:
-        """Return why heads of this size cannot have this format, or None."""
         return None
 
 
@@ -66,15 +65,15 @@ class SwapFormat(ABC):
     def block_bytes(self, shape: tuple[int, int, int], row_bytes: int) -> int:
         """Return the bytes of a block of `shape`; `row_bytes` are those of a row in the cache, for exact formats."""
 
-    @abstractmethod
     def quantize(self, blocks: torch.Tensor, last: int) -> torch.Tensor:
-        """Return uint8 [blocks, block_bytes] of [blocks, heads, block_size, head_dim].
+        """Return uint8 [blocks, block_bytes] of [blocks, heads, block_size, head_dim], unless it is exact.
 
         The last block has `last` tokens; its other slots may hold anything.
         """
+        raise NotImplementedError
 
-    @abstractmethod
-    def dequantize(self, rows: torch.Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor: ...
+    def dequantize(self, rows: torch.Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
+        raise NotImplementedError
 
 
 CACHE_FORMATS: dict[str, CacheFormat] = {}
@@ -166,12 +165,6 @@ class CacheRows(SwapFormat):
     def block_bytes(self, shape: tuple[int, int, int], row_bytes: int) -> int:
         heads, block_size, _ = shape
         return heads * block_size * row_bytes
-
-    def quantize(self, blocks: torch.Tensor, last: int) -> torch.Tensor:
-        raise NotImplementedError
-
-    def dequantize(self, rows: torch.Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> torch.Tensor:
-        raise NotImplementedError
 
 
 @swap_format

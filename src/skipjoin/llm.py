@@ -171,7 +171,7 @@ class LLM(LocalEngine):
         return list(each)
 
     def _drain(self, running: dict[int, Running], bars: Progress, task: TaskID, *, ahead: bool) -> None:
-        """Run the loop until all requests have finished; `ahead` submits the next step before detokenizing."""
+        """Run until all requests have finished; `ahead` submits the next step before detokenizing."""
         while running:
             events = self._loop.step()
             if ahead:

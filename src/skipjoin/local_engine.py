@@ -137,7 +137,6 @@ class LocalEngine:
     def _chat_prompt(
         self, messages: Sequence[Message], use: ToolUse, params: SamplingParams
     ) -> tuple[list[int], SamplingParams]:
-        """Return the tokens of a conversation, and the parameters with their constraint adapted to it."""
         chats = self._conversations
         text = chats.text(messages, use)
         chats.check_calls(use)

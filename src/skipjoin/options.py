@@ -96,7 +96,6 @@ class Setting:
 
     @property
     def bounds(self) -> str:
-        """Allowed values, such as "in [1, 1024]", "above 0" or "at least 1 or all"."""
         return self._or_words(self._bounds)
 
     @property

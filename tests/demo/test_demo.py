@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from skipjoin.cli import app
-from skipjoin.demo import load, model, runs
+from skipjoin.demo import load, runs, server
 from skipjoin.demo.outcome import EngineCounts, Outcome, verdict
-from skipjoin.demo.page import Cells, page
+from skipjoin.demo.tables import Cells, page
 from skipjoin.loadtest.client import Exchange, exchange_of
 from skipjoin.report.results import load_results
 from skipjoin.workload.request import WorkloadRequest
@@ -61,7 +61,7 @@ def test_demo_sends_the_same_load_to_each_recipe_and_to_a_peer(tmp_path: Path, m
 
 
 def test_demo_runs_a_server_that_preempts_background_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(model._CONFIG, "num_hidden_layers", 1)
+    monkeypatch.setitem(server._CONFIG, "num_hidden_layers", 1)
     monkeypatch.setattr(load, "_JOB_S", 2.0)
     result = demo("--recipes", "fastserve", "--chats", 6, "--background", 3, "--max-num-seqs", 2, "--out", tmp_path)
     assert result.exit_code == 0, result.output
@@ -103,7 +103,7 @@ def test_chats_arrive_within_the_duration_and_jobs_fit_into_the_context() -> Non
         assert times == sorted(times)
         assert Counter(job.stream for job in jobs) == {load.BACKGROUND: 6, load.CHAT: 24}
         assert times[-1] < mixed.duration_s
-        assert all(job.prompt_tokens + job.output_tokens <= model.CONTEXT for job in jobs)
+        assert all(job.prompt_tokens + job.output_tokens <= server.CONTEXT for job in jobs)
 
 
 def test_texts_of_the_page_are_inert() -> None:

@@ -14,9 +14,8 @@ from server_worlds import HERE
 
 from skipjoin.config import EngineConfig, HangLimits
 from skipjoin.server.engines.engine_client import EngineClient
-from skipjoin.server.engines.replica import EngineReplica
 from skipjoin.server.engines.replicas import ReplicaSet
-from skipjoin.server.engines.supervisor import Needs
+from skipjoin.server.engines.supervisor import EngineReplica, Needs
 from skipjoin.server.metrics import Metrics
 
 

@@ -43,7 +43,7 @@ def _alternatives(count: int | None) -> tuple[tuple[int, float], ...]:
 
 
 class SimulatedLoop:
-    """`skipjoin.server.engines.engine_server.Loop` that sleeps instead of computing."""
+    """`skipjoin.engine.loop.EngineLoop` that sleeps instead of computing."""
 
     def __init__(self, setup: Setup, step_s: float, blocks: int, context: int) -> None:
         config = setup.config

@@ -13,9 +13,9 @@ import psutil
 import pytest
 from batch_worlds import LoopWatch, StoreLocation, new_batch
 
+from skipjoin.server.batches.input_validator import Refused, ValidatorDied, validate
 from skipjoin.server.batches.line_check import Rules, reports
 from skipjoin.server.batches.records import BlobMissing, LineError, LinePlace
-from skipjoin.server.batches.validate import Refused, ValidatorDied, validate
 from support.pace import max_stall_s
 
 pytestmark = pytest.mark.anyio

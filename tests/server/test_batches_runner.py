@@ -18,12 +18,12 @@ from skipjoin.server import lifecycle
 from skipjoin.server.api.service import Phase
 from skipjoin.server.batches import input_validator, runner, service
 from skipjoin.server.batches.batch_rows import BatchRows
+from skipjoin.server.batches.input_validator import validate
 from skipjoin.server.batches.line_check import Rules
 from skipjoin.server.batches.line_rows import LineRows
 from skipjoin.server.batches.records import LinePlace, NoSpace, StoreUnavailable
 from skipjoin.server.batches.service import Batches
 from skipjoin.server.batches.store import Store
-from skipjoin.server.batches.validate import validate
 from skipjoin.server.engines.errors import EngineDeadError
 from support.pace import max_stall_s
 

@@ -19,7 +19,7 @@ from skipjoin.core.step import StepShape
 from skipjoin.engine.step_times import StepTimes
 from skipjoin.recipes import DEFAULT
 from skipjoin.replay.comparison import Limits, compare
-from skipjoin.replay.outcome import FIGURES, Outcome
+from skipjoin.replay.simulation import FIGURES, Outcome
 from skipjoin.report.numbers import duration
 from skipjoin.server.api import recorded_load
 from skipjoin.server.api.arrivals import Arrival, ArrivalLog

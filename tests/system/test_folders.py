@@ -12,7 +12,7 @@ import pytest
 from skipjoin.config import ServerConfig
 from skipjoin.forecast.store import default_folder
 from skipjoin.model.kernels.tuning import table_path
-from skipjoin.server.batches.folder import batch_folder
+from skipjoin.server.batches.disk import batch_folder
 from skipjoin.system import folders
 from skipjoin.system.own_folder import OwnFolder
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 import aiohttp
@@ -10,11 +10,6 @@ import aiohttp
 from skipjoin.cli.server_client import ServerClient, ServerClientError
 
 _CHUNK_BYTES = 1 << 20
-
-
-class BatchPage(NamedTuple):
-    batches: list[dict[str, Any]]
-    has_more: bool
 
 
 class BatchClient(ServerClient):
@@ -37,9 +32,8 @@ class BatchClient(ServerClient):
     async def batch(self, batch_id: str) -> dict[str, Any]:
         return await self.json("GET", f"/v1/batches/{quote(batch_id, safe='')}")
 
-    async def batches(self, limit: int) -> BatchPage:
-        answer = await self.json("GET", f"/v1/batches?limit={limit}")
-        return BatchPage(answer["data"], answer["has_more"])
+    async def batches(self, limit: int) -> dict[str, Any]:
+        return await self.json("GET", f"/v1/batches?limit={limit}")
 
     async def cancel(self, batch_id: str) -> dict[str, Any]:
         return await self.json("POST", f"/v1/batches/{quote(batch_id, safe='')}/cancel")

@@ -61,10 +61,7 @@ class Watch:
         self._bars.stop()
 
     async def follow(self, client: BatchClient, batch_id: str) -> dict[str, Any]:
-        """Show a batch until it has finished, and return its final state.
-
-        If the server becomes unavailable, wait for it.
-        """
+        """Show a batch until it has finished, and return its final state. Wait for an unavailable server."""
         from skipjoin.cli.server_client import ServerClientError  # noqa: PLC0415
 
         batch = await client.batch(batch_id)

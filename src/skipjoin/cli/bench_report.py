@@ -23,8 +23,6 @@ _MS = 1000
 
 
 class BenchReport:
-    """Writes finished runs, shows the progress of the current one, and prints a table."""
-
     def __init__(self, plan: LoadPlan, results: ResultsFile | None, requests: RequestsFile | None) -> None:
         self._total = len(plan.runs())
         self._results = results

@@ -45,7 +45,6 @@ class Commands(typer.Typer):
 
 class _GroupedCommand(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. If a package of an extra is missing, say how to install it."""
         try:
             return super().invoke(ctx)
         except ModuleNotFoundError as error:

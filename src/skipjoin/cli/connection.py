@@ -35,7 +35,6 @@ class Connection:
 
 
 def call(kind: type[ClientT], connection: Connection, work: Callable[[ClientT], Awaitable[T]]) -> T:
-    """Run `work` with a client, or exit with one line on stderr if the server cannot be reached or refuses."""
     from skipjoin.cli.server_client import ServerClientError  # noqa: PLC0415
 
     async def inside() -> T:

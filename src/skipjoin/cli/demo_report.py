@@ -11,9 +11,8 @@ from skipjoin.cli.progress import Bars, result_console
 from skipjoin.config import ConfigError
 from skipjoin.demo.load import MixedLoad
 from skipjoin.demo.outcome import Outcome, headline, verdict
-from skipjoin.demo.page import Cells, page
 from skipjoin.demo.picture import save_demo
-from skipjoin.demo.tables import conditions, figures_table, waits_table
+from skipjoin.demo.tables import Cells, conditions, figures_table, page, waits_table
 from skipjoin.loadtest.client import ClientProgress
 from skipjoin.report.results import ResultsFile
 from skipjoin.system.disk import why_not_written
@@ -23,8 +22,6 @@ _FILE_WIDTH = 120  # width of tables that are not printed to a terminal
 
 
 class DemoReport:
-    """Shows the progress, then prints the tables and writes the files, also of systems before an interrupt."""
-
     def __init__(self, folder: Path, command: str) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -50,15 +50,14 @@ class Task:
         check(self)
 
     def params(self, defaults: SamplingParams) -> SamplingParams:
+        chosen = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
         return replace(
             defaults,
             max_tokens=self.max_tokens,
             seed=self.sampling_seed,
             stop=self.stop,
             ignore_eos=self.ignore_eos,
-            temperature=defaults.temperature if self.temperature is None else self.temperature,
-            top_p=defaults.top_p if self.top_p is None else self.top_p,
-            top_k=defaults.top_k if self.top_k is None else self.top_k,
+            **{name: value for name, value in chosen.items() if value is not None},
         )
 
 

@@ -55,7 +55,7 @@ def replay(
 
 
 def _print(comparison: Comparison, machine: Mapping[str, Any], requests: int) -> None:
-    from skipjoin.replay.outcome import FIGURES  # noqa: PLC0415
+    from skipjoin.replay.simulation import FIGURES  # noqa: PLC0415
 
     names = (name.replace("ttft_s.", "TTFT ").replace("jct_s.", "total ") for name in FIGURES)
     table = Table("", *names, "preemptions", box=None, padding=(0, 2, 0, 0))

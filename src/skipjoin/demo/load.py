@@ -24,7 +24,7 @@ _PROBE_TOKENS = 48
 
 @dataclass(frozen=True, slots=True)
 class MixedLoad:
-    """Workload of background jobs at 0 and chats during `duration_s`. Rates do not apply."""
+    """Background jobs at 0 and chats during `duration_s`. Rates do not apply."""
 
     background: int
     background_tokens: int
@@ -57,11 +57,9 @@ class MixedLoad:
 
 
 def probe(requests: int) -> MixedLoad:
-    """Return a short load that fills the batch, from which to measure the time per token."""
     return MixedLoad(requests, _PROBE_TOKENS, 0, 1.0)
 
 
 def sized(background: int, chats: int, token_s: float) -> MixedLoad:
-    """Return the load for a server that takes `token_s` seconds per token in a full batch."""
     tokens = min(max(round(_JOB_S / token_s), MIN_TOKENS), MAX_TOKENS)
     return MixedLoad(background, tokens, chats, _CHATS_UNTIL * tokens * token_s)

@@ -36,7 +36,6 @@ class EngineCounts:
 
 
 def engine_counts(target: Target) -> EngineCounts:
-    """Return the counters of Skipjoin, or of another server with metrics of the same name."""
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     request = urllib.request.Request(f"{target.base_url}/metrics", headers=headers)
     try:
@@ -100,7 +99,6 @@ class Outcome:
 
 
 def verdict(outcomes: Sequence[Outcome]) -> str:
-    """Return one or two sentences on when scheduling helps, and whether it could help here."""
     own = [outcome for outcome in outcomes if outcome.slots is not None]
     if not own:
         return ""

@@ -8,9 +8,8 @@ from typing import Protocol
 
 from skipjoin.config import ConfigError
 from skipjoin.demo.load import MixedLoad, probe, sized
-from skipjoin.demo.model import write_model
 from skipjoin.demo.outcome import EngineCounts, Outcome, engine_counts
-from skipjoin.demo.server import DemoServer
+from skipjoin.demo.server import DemoServer, write_model
 from skipjoin.loadtest.client import ClientProgress, Exchange
 from skipjoin.loadtest.plan import LoadPlan
 from skipjoin.loadtest.runs import measure

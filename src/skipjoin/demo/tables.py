@@ -1,11 +1,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
+
+from jinja2 import Environment
+from markupsafe import Markup
 
 from skipjoin.demo.load import MixedLoad
 from skipjoin.demo.outcome import Outcome
-from skipjoin.demo.page import Cells
 
+_TEMPLATE = """\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>Skipjoin demo</title>
+<style>
+  :root { color-scheme: light dark; }
+  body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+  table { border-collapse: collapse; display: block; overflow-x: auto; margin: 1rem 0; }
+  th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #8886; }
+  th:first-child, td:first-child { text-align: left; }
+  figure { margin: 1rem 0; background: #fff; padding: .5rem; }
+  figure svg { width: 100%; height: auto; }
+</style>
+<h1>Skipjoin demo</h1>
+<p><strong>{{ headline }}.</strong></p>
+<p>{{ verdict }}</p>
+<figure role="img" aria-label="The life of every request, one panel per system">{{ picture }}</figure>
+{% for table in tables %}
+<h2>{{ table.title }}</h2>
+<table>
+<thead><tr>{% for cell in table.columns %}<th scope="col">{{ cell }}</th>{% endfor %}</tr></thead>
+<tbody>
+{% for row in table.rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}</tbody>
+</table>
+{% endfor %}
+<h2>Conditions</h2>
+<ul>
+{% for line in conditions %}<li>{{ line }}</li>
+{% endfor %}</ul>
+</html>
+"""
 _COLUMNS = (
     "system",
     "chat TTFT p50 s",
@@ -19,12 +56,24 @@ _COLUMNS = (
 _NONE = "-"
 
 
+class Cells(NamedTuple):
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def page(headline: str, verdict: str, svg: str, tables: Sequence[Cells], conditions: Sequence[str]) -> str:
+    # Our own picture, whose texts matplotlib escapes, without the XML declaration.
+    picture = Markup(svg[svg.index("<svg") :])
+    template = Environment(autoescape=True).from_string(_TEMPLATE)
+    return template.render(headline=headline, verdict=verdict, picture=picture, tables=tables, conditions=conditions)
+
+
 def figures_table(outcomes: Sequence[Outcome]) -> Cells:
     return Cells("Figures", _COLUMNS, [_figures(outcome) for outcome in outcomes])
 
 
 def waits_table(outcomes: Sequence[Outcome]) -> Cells | None:
-    """Return the seconds that all requests waited by reason, or None if no system counts them."""
     known = [outcome for outcome in outcomes if outcome.counts.waits is not None]
     reasons = list(dict.fromkeys(reason for item in known for reason in item.waits))
     if not reasons:

@@ -80,8 +80,6 @@ class Exchange:
 
 @dataclass(slots=True)
 class ClientProgress:
-    """Progress of a run in requests. `lag` is the maximum since the previous report."""
-
     total: int
     sent: int = 0
     done: int = 0

@@ -152,19 +152,12 @@ async def _head(client: Client, plan: LoadPlan, *, texts: bool) -> Record:
 
 
 def figures(exchanges: Sequence[Exchange], seconds: float, slo: Slo, *, window_s: float | None = None) -> Record:
+    failures = [(exchange.job.kind, exchange.failure.kind) for exchange in exchanges if exchange.failure is not None]
     record = summarize(
         [exchange.facts for exchange in exchanges if exchange.failure is None],
         now=seconds,
-        rejected=[
-            exchange.job.kind
-            for exchange in exchanges
-            if exchange.failure is not None and exchange.failure.kind == REJECTED
-        ],
-        errors=[
-            exchange.job.kind
-            for exchange in exchanges
-            if exchange.failure is not None and exchange.failure.kind != REJECTED
-        ],
+        rejected=[job for job, kind in failures if kind == REJECTED],
+        errors=[job for job, kind in failures if kind != REJECTED],
         slo=slo,
         window_s=window_s,
     )
@@ -174,12 +167,9 @@ def figures(exchanges: Sequence[Exchange], seconds: float, slo: Slo, *, window_s
         part["breakdown_s"] = part["wait_s"] = None
     record["quantiles"]["queue_s"] = []
     record |= dict.fromkeys(("kv", "steps", "batch_mean", "forward", "groups", "series"))
-    record["client"] = {**_lags(exchanges), "errors_by_kind": dict(_kinds(exchanges).most_common())}
+    kinds = Counter(kind for _, kind in failures)
+    record["client"] = {**_lags(exchanges), "errors_by_kind": dict(kinds.most_common())}
     return record
-
-
-def _kinds(exchanges: Sequence[Exchange]) -> Counter[str]:
-    return Counter(exchange.failure.kind for exchange in exchanges if exchange.failure is not None)
 
 
 def _lags(exchanges: Sequence[Exchange]) -> dict[str, float | None]:

@@ -8,8 +8,7 @@ from typing import Annotated, Any, NamedTuple
 from skipjoin.config import ConfigError
 from skipjoin.options import Option, check
 from skipjoin.recipes import find
-from skipjoin.replay.outcome import Outcome, errors, measured
-from skipjoin.replay.simulation import simulated, system_of, trace_of
+from skipjoin.replay.simulation import Outcome, errors, measured, simulated, system_of, trace_of
 
 MIN_REQUESTS = 2
 # Larger errors deserve a warning.
@@ -100,7 +99,6 @@ def compare(
 
 
 def _around_s(arrivals: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return the time of each request outside the engine, and the median where it was not measured."""
     usual = median([arrival["around_s"] for arrival in arrivals if arrival["around_s"] is not None] or [0.0])
     return [usual if arrival["around_s"] is None else arrival["around_s"] for arrival in arrivals]
 

@@ -38,7 +38,7 @@ from skipjoin.server.api.http import HttpServer
 from skipjoin.server.api.request_log import RequestLog
 from skipjoin.server.api.service import Service
 from skipjoin.server.batches.disabled import NoBatches
-from skipjoin.server.batches.folder import batch_folder
+from skipjoin.server.batches.disk import batch_folder
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.engine_handle import EngineHandle, EngineStartError
 from skipjoin.server.engines.engine_program import ENGINE_COMMAND
@@ -73,9 +73,7 @@ class Engines(Protocol):
     died: asyncio.Event
     cause: str
 
-    async def start(self, config: EngineConfig, limits: HangLimits) -> Ready:
-        """Start the engines and wait until they accept requests, or raise `EngineStartError`."""
-        ...
+    async def start(self, config: EngineConfig, limits: HangLimits) -> Ready: ...
 
     async def stop(self) -> None: ...
 
@@ -121,8 +119,7 @@ def check_server(
 ) -> int:
     """Check what `run_server` would refuse before it loads the weights, and return 0.
 
-    Raises:
-        ConfigError, ModelError: If a setting, file, port, folder or model cannot be used, or memory does not suffice.
+    Raise `ConfigError` or `ModelError`.
     """
     with contextlib.ExitStack() as stack:
         settings, listeners = _prepare(stack, engine, server, forecasts)

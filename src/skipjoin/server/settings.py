@@ -10,7 +10,8 @@ from skipjoin.engine.forecasting import chosen_forecasts
 from skipjoin.extras import require
 from skipjoin.model.folder import check_model
 from skipjoin.model.generation_config import sampling_defaults
-from skipjoin.server.batches.folder import batch_folder, is_named
+from skipjoin.server.batches.disk import FolderLock, batch_folder, is_named
+from skipjoin.server.batches.records import NoSpace, StoreError
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +67,6 @@ def _check_batches(config: ServerConfig) -> None:
         require("batch_dir", "batches")
     if config.batch_dir is None and config.batch_db is None:
         return  # a server waits for a default folder that another one has
-    # Imported only when needed, because they import an optional package.
-    from skipjoin.server.batches.disk import FolderLock  # noqa: PLC0415
-    from skipjoin.server.batches.records import NoSpace, StoreError  # noqa: PLC0415
-
     try:
         FolderLock(folder, shared=config.batch_db is not None).close()
     except NoSpace:

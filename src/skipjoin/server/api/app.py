@@ -29,7 +29,6 @@ class BatchRoutes(Protocol):
 def build_app(
     service: Service, batches: BatchRoutes | None = None, streams: ConsoleStreams | None = None
 ) -> AccessGuard:
-    """Return the application of a service; `.app` is the FastAPI object behind the guard."""
     config = service.config
     app = new_app()
     app.state.service = service

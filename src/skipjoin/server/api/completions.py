@@ -141,7 +141,6 @@ def _text_offsets(tokenizer: Tokenizer, choice: Choice) -> list[int]:
 
 
 def _alternatives(tokenizer: Tokenizer, scored: TokenLogprob, text: str) -> dict[str, float]:
-    """Return the likeliest tokens and the chosen one. Of tokens with equal text, keep the likeliest."""
     found: dict[str, float] = {}
     for token, logprob in scored.top:
         found.setdefault(token_name(tokenizer, token), max(logprob, LOWEST_LOGPROB))

@@ -66,8 +66,6 @@ class LingeringClose:
 
 
 class SlowReaderWatch:
-    """Calls `on_slow` if a client reads fewer than `MIN_READ_BYTES` of a response in `write_s` seconds."""
-
     __slots__ = ("_loop", "_on_slow", "_timer", "_transport", "_write_s")
 
     def __init__(

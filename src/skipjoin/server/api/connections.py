@@ -4,7 +4,7 @@ import ipaddress
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
@@ -57,13 +57,12 @@ class Connection(Protocol):
     def abort(self) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
 class Account:
-    __slots__ = ("max_open", "open", "waiting", "whose")
-
-    def __init__(self, whose: tuple[Kind, str], max_open: float) -> None:
-        self.whose, self.max_open = whose, max_open
-        self.open = 0
-        self.waiting: OrderedDict[Connection, None] = OrderedDict()  # longest waiting first
+    whose: tuple[Kind, str]
+    max_open: float
+    open: int = 0
+    waiting: OrderedDict[Connection, None] = field(default_factory=OrderedDict)  # longest waiting first
 
 
 class Connections:
@@ -167,8 +166,6 @@ def client_of(address: str) -> str:
 
 
 class ConnectionClient:
-    """Client for which a connection counts: its address, the one that a trusted proxy forwards, or its API key."""
-
     __slots__ = ("_connection", "_is_excess", "_is_proxied", "_limits", "_pool", "_proxies")
 
     def __init__(

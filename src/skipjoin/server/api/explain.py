@@ -15,7 +15,7 @@ from skipjoin.server.engines.messages import FindLives, LivesFound, Ready
 
 
 class Explainer:
-    """Explains requests to `owner`, whose requests alone are named, or to a caller that sees all."""
+    """Explains requests to `owner`, whose requests alone are named; None sees all."""
 
     def __init__(self, service: Service, owner: str | None) -> None:
         self._index = service.index
@@ -31,7 +31,6 @@ class Explainer:
         }
 
     def holder(self, holder: Holder) -> dict[str, Any]:
-        """Return a request that another one waited for. Those of other clients have no id."""
         request = self._index.of_number(holder.number)
         is_visible = request is not None and self._owner in (None, request.owner)
         return {
@@ -53,7 +52,6 @@ def reasons_of(info: Ready) -> dict[str, Explanation]:
 async def find_lives(
     client: EngineClient, request: IndexedRequest, timeout_s: float
 ) -> dict[int, tuple[Life, LivesFound, int]]:
-    """Return the lives of a request's choices by number, each with its engine's reply and number."""
     numbers = list(request.choices)
     replies = await client.ask(lambda number, engine: FindLives(number, numbers), timeout_s)
     found: dict[int, tuple[Life, LivesFound, int]] = {}

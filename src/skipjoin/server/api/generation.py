@@ -114,7 +114,6 @@ class JobRun:
         self._submitted_at = job.arrived
 
     async def __aenter__(self) -> JobRun:
-        """Submit the choices, and yield in between so that other clients are served."""
         try:
             options = _remaining(self.job.options, self.job.arrived)
             for number in range(len(self.job.choices)):
@@ -327,8 +326,7 @@ class Endpoint(ABC, Generic[BodyT]):
         return JobRun(job, self.service)
 
     @abstractmethod
-    def estimates(self, body: BodyT) -> list[int]:
-        """Return cheap estimates of the prompts' tokens."""
+    def estimates(self, body: BodyT) -> list[int]: ...
 
     @abstractmethod
     async def tokenize(self, body: BodyT, client: str) -> list[Prompt]:

@@ -70,7 +70,6 @@ class LengthServer:
         )
 
     async def tokens(self, text: str) -> float:
-        """Return the predicted length in tokens, in [1, 2^20]."""
         body = {
             **self._model,
             "messages": [{"role": "user", "content": _INSTRUCTION + text}],
@@ -109,7 +108,7 @@ class ForecastRequests:
     def ask(
         self, text_of: TextOf, prompt: Sequence[int], max_tokens: int, tell: Callable[[Forecast], None]
     ) -> asyncio.Task[None] | None:
-        """Request a forecast for `tell`. Return the task, to cancel it, or None if too many are pending."""
+        """Request a forecast for `tell`. Return the task, or None if too many are pending."""
         if len(self._open) >= MAX_QUESTIONS:
             self._metrics.count("forecast_url_total", "skipped")
             return None

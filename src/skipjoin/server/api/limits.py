@@ -136,34 +136,30 @@ def _remaining(lengths: Sequence[float], age: float) -> float:
 class AdmissionSlot:
     """Slot of one sequence from its admission to its end. All methods are idempotent."""
 
-    __slots__ = ("_admission", "_open", "_tokens", "client")
+    __slots__ = ("_admission", "_open", "client", "tokens")
 
     def __init__(self, admission: Admission, tokens: int, client: str) -> None:
         self._admission = admission
-        self._tokens = tokens
+        self.tokens = tokens
         self.client = client
         self._open = True
-
-    @property
-    def tokens(self) -> int:
-        return self._tokens
 
     def resize(self, tokens: int) -> None:
         """Replace the estimate without a check of the limits."""
         if self._open:
-            self._admission.note_size(self, tokens - self._tokens)
-            self._tokens = tokens
+            self._admission.note_size(self, tokens - self.tokens)
+            self.tokens = tokens
 
     def started(self) -> None:
         if self._open:
-            self._admission.note_start(self, self._tokens)
-            self._tokens = 0
+            self._admission.note_start(self, self.tokens)
+            self.tokens = 0
 
     def ended(self) -> None:
         if self._open:
             self._open = False
-            self._admission.note_end(self, self._tokens)
-            self._tokens = 0
+            self._admission.note_end(self, self.tokens)
+            self.tokens = 0
 
 
 class Admission:

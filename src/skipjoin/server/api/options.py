@@ -18,11 +18,8 @@ _OBJECTIVES: tuple[str, ...] = ("ttft", "tpot", "jct")
 def request_options(
     body: GenerationBody, headers: Mapping[str, str], config: ServerConfig, owner: str = "", request_id: str = ""
 ) -> RequestOptions:
-    """Return the options of a request from its body, or else its headers, or else the server's defaults."""
     slo, tier = body.slo or _NO_SLO, allowed_tier(body, config, owner)
-    deadline_ms = body.deadline_ms if body.deadline_ms is not None else slo.deadline_ms
-    if deadline_ms is None:
-        deadline_ms = _deadline_ms(headers)
+    deadline_ms = body.any_deadline_ms if body.any_deadline_ms is not None else _deadline_ms(headers)
     is_traced = config.otlp_traces_endpoint is not None
     return RequestOptions(
         service=ServiceClass.BEST_EFFORT if tier == "flex" else ServiceClass.REAL_TIME,

@@ -198,6 +198,10 @@ class GenerationBody(_SamplingFields, Body):  # type: ignore[misc]
         return value
 
     @property
+    def any_deadline_ms(self) -> int | None:
+        return self.deadline_ms if self.slo is None or self.deadline_ms is not None else self.slo.deadline_ms
+
+    @property
     def usage_at_end(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 

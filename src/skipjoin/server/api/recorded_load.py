@@ -19,7 +19,6 @@ _RECENT_S, _MAX_RECENT = 600.0, 500
 
 
 async def recorded_load(service: Service, owner: str | None, since_s: float) -> dict[str, Any]:
-    """Return the requests of `owner`, or all with None, that ended in the last `since_s` seconds, and the machine."""
     arrivals = service.arrivals.since(since_s, owner)
     client, info = service.client, service.info
     replies, found = await asyncio.gather(

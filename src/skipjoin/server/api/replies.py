@@ -82,10 +82,9 @@ class JsonReply(Response):
         body = bytes(self.body)
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            for at in range(0, len(body) - _CHUNK_BYTES, _CHUNK_BYTES):
-                await send({"type": "http.response.body", "body": body[at : at + _CHUNK_BYTES], "more_body": True})
-            rest = len(body) % _CHUNK_BYTES or min(len(body), _CHUNK_BYTES)
-            await send({"type": "http.response.body", "body": body[len(body) - rest :], "more_body": False})
+            for at in range(0, max(1, len(body)), _CHUNK_BYTES):
+                end = at + _CHUNK_BYTES
+                await send({"type": "http.response.body", "body": body[at:end], "more_body": end < len(body)})
         finally:
             self._on_end()
 

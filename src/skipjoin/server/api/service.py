@@ -243,7 +243,6 @@ class Service:
             raise bad_request(f"{param} must be token ids in [0, {size - 1}], got {last}{known}", param)
 
     def room_after(self, prompt: Sequence[int], param: str) -> int:
-        """Return the number of tokens left in the context, or raise 400."""
         context = self.info.max_model_len
         self.check_prompt(prompt, param)
         if not prompt:
@@ -302,7 +301,6 @@ def _read_large(body: bytes, kind: type[BodyT]) -> BodyT:
 
 
 def _names(config: ServerConfig, info: Ready) -> tuple[str, ...]:
-    """Return the names that requests may use, first the one that responses have."""
     if config.served_model_name is not None:
         return (config.served_model_name,)
     name, path = model_id(info.model, info.folder), info.model.rstrip("/")

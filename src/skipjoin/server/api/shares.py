@@ -8,8 +8,6 @@ _EXPIRY_CHECK_S = 1.0
 
 @dataclass(slots=True)
 class _Client:
-    """Holdings of one client. `reserved` is what it was refused within its share."""
-
     held: int = 0
     reserved: int = 0
     reserved_until: float = 0.0

@@ -39,8 +39,6 @@ class Owned(NamedTuple):
 
 
 class Snapshot:
-    """State of a server, with requests that `finished` since the previous snapshot, newest first."""
-
     def __init__(self, common: dict[str, Any], rows: list[Owned], finished: list[Owned]) -> None:
         self._common = common
         self._rows = rows
@@ -48,7 +46,6 @@ class Snapshot:
         self._encoded: dict[tuple[str | None, bool], bytes] = {}
 
     def encoded(self, owner: str | None, *, has_totals: bool) -> bytes:
-        """Return the JSON that one viewer may see, encoded once."""
         if (owner, has_totals) not in self._encoded:
             common = self._common if has_totals else _without_totals(self._common)
             self._encoded[owner, has_totals] = encode(
@@ -128,7 +125,7 @@ def _engine(engine: ConnectedEngine) -> dict[str, Any]:
 
 
 def _steps(engine: ConnectedEngine, reply: RequestStates, wall: float) -> Iterator[list[float]]:
-    """Yield each step as a list in the order of `STEP_FIELDS`, because there may be a hundred per second."""
+    """Yield each step as a list, because there may be a hundred per second."""
     shift = wall - reply.now
     for step in reply.steps:
         values = (getattr(step, name) for name in STEP_FIELDS[3:])

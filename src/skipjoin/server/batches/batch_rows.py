@@ -121,7 +121,6 @@ class BatchRows:
             await connection.execute(held.values(server=None))
 
     async def add_lines(self, batch_id: str, places: Sequence[LinePlace]) -> bool:
-        """Add validated lines. Return False if this server no longer holds the batch."""
         async with self._db.writing() as connection:
             if await self._session.held(connection, batch_id, *_VALIDATED) is None:
                 return False
@@ -188,7 +187,6 @@ class BatchRows:
             return BatchStatus.EXPIRED if expired else BatchStatus.COMPLETED
 
     async def results(self, batch_id: str, *, failed: bool) -> AsyncGenerator[bytes, None]:
-        """Yield lines of the error file if `failed`, else of the output file, in input order."""
         states = _IN_ERROR_FILE if failed else (LineState.DONE,)
         columns = (lines.c.custom_id, lines.c.state, results.c.body)
         same = sa.and_(results.c.batch_id == lines.c.batch_id, results.c.number == lines.c.number)

@@ -62,7 +62,7 @@ def repeated(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
 
 
 class Database:
-    """Database connections of one server. `path` is SQLite's file, None for PostgreSQL."""
+    """Database connections of one server. `path` is SQLite's file."""
 
     def __init__(self, engine: AsyncEngine, path: Path | None) -> None:
         self._engine = engine

@@ -4,16 +4,33 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from skipjoin.config import NOWHERE, ServerConfig
 from skipjoin.server.batches.records import FolderLocked, NoSpace, StoreError, StoreUnavailable
 from skipjoin.system.disk import has_space, is_full_error
+from skipjoin.system.folders import cache_folder
 from skipjoin.system.locks import HAS_LOCKS, lock_file
 
+# Environment variable with the default folder. "none" disables batches.
+FOLDER_VARIABLE = "SKIPJOIN_BATCH_DIR"
 # Several times the bytes that a deletion adds to SQLite's log.
 RESERVE_BYTES = 256 << 10
 _RESERVE_FILE = "reserve"
 # Free space below which a disk counts as full. SQLite's shared memory alone takes 32 KiB.
 _MIN_BYTES = 64 << 10
 LOCK_FILE = "lock"
+
+
+def batch_folder(config: ServerConfig) -> Path | None:
+    named = config.batch_dir or os.environ.get(FOLDER_VARIABLE)
+    if named == NOWHERE:
+        return None
+    if named:
+        return Path(named)
+    return cache_folder() / "batches"
+
+
+def is_named(config: ServerConfig) -> bool:
+    return config.batch_db is not None or (config.batch_dir or os.environ.get(FOLDER_VARIABLE) or NOWHERE) != NOWHERE
 
 
 def no_space(folder: Path) -> NoSpace:

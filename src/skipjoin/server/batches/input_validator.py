@@ -1,18 +1,27 @@
 from __future__ import annotations
 
+import asyncio
 import logging
+import sys
 from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
 
 from skipjoin.server.api.service import Phase, Service
 from skipjoin.server.batches.blobs import Blobs
-from skipjoin.server.batches.line_check import Rules
-from skipjoin.server.batches.records import BatchRow, BatchStatus, BlobMissing, LineError, StoreError
+from skipjoin.server.batches.line_check import Report, Rules
+from skipjoin.server.batches.records import BatchRow, BatchStatus, BlobMissing, LineError, LinePlace, StoreError
 from skipjoin.server.batches.runner import Runner, is_folder_gone
 from skipjoin.server.batches.store import Store
-from skipjoin.server.batches.validate import Refused, validate
 
+_COMMAND = (sys.executable, "-m", "skipjoin.server.batches.line_check")
+# Maximum bytes of a report. 500 custom_ids of 512 characters, each of six bytes in JSON, have 1.5 MB.
+_LONGEST_REPORT = 4 << 20
+_decode = msgspec.json.Decoder(Report).decode
 _MAX_TRIES = 3
 _FAILED = LineError(
     code="validation_failed", message="the file could not be validated; the server's log has the details"
@@ -21,10 +30,46 @@ _GONE = LineError(code="input_file_gone", message="the batch's input file is gon
 _log = logging.getLogger(__name__)
 
 
+class Refused(Exception):  # noqa: N818 -- a verdict, not an error of this program
+    def __init__(self, errors: Sequence[LineError]) -> None:
+        super().__init__(errors[0].message)
+        self.errors = tuple(errors)
+
+
+class ValidatorDied(Exception):  # noqa: N818 -- what has happened
+    """The validation process died. Validation may be repeated."""
+
+
+async def validate(path: Path, rules: Rules) -> AsyncGenerator[list[LinePlace], None]:
+    process = await asyncio.create_subprocess_exec(
+        *_COMMAND,
+        str(path),
+        msgspec.json.encode(rules).decode(),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        limit=_LONGEST_REPORT,
+    )
+    assert process.stdout is not None
+    try:
+        while text := await process.stdout.readline():
+            report = _decode(text)
+            if report.errors:
+                raise Refused(report.errors)
+            if report.lines:
+                yield report.lines
+            if report.is_finished:
+                return
+        if not path.is_file():
+            raise BlobMissing("the content of the batch's input file is gone")
+        raise ValidatorDied(f"the check of a batch's lines ended with exit code {await process.wait()}")
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
 @dataclass(frozen=True, slots=True)
 class InputValidator:
-    """Reader of input files in another process, which queues their lines or rejects the batch."""
-
     service: Service
     store: Store
     blobs: Blobs

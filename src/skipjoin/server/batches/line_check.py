@@ -72,7 +72,7 @@ def reports(file: BinaryIO, rules: Rules) -> Iterator[Report]:
 
 
 def raw_lines(file: BinaryIO, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
-    """Yield the number, offset and bytes of each line; long lines are cut after the limit."""
+    """Yield the number, offset and bytes of each line; long lines are cut."""
     number = offset = 0
     while line := file.readline(max_line_bytes + 2):
         number += 1

@@ -169,7 +169,6 @@ async def _set_states(connection: AsyncConnection, named: Sequence[Line], state:
 
 
 async def _count(connection: AsyncConnection, ended: Sequence[LineResult]) -> None:
-    """Add lines to the counts of their batches, in the same order on all servers."""
     by_batch: dict[str, list[LineResult]] = defaultdict(list)
     for result in ended:
         by_batch[result.line.batch_id].append(result)

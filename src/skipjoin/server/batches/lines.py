@@ -53,10 +53,7 @@ def body_of(data: bytes) -> bytes:
 def line_options(body: GenerationBody, left_s: float, config: ServerConfig, owner: str) -> tuple[RequestOptions, bool]:
     """Return the options of a line, and whether it ends before its batch. Raise 400 as a request of the key would."""
     allowed_tier(body, config, owner)
-    asked_ms = body.deadline_ms
-    if asked_ms is None and body.slo is not None:
-        asked_ms = body.slo.deadline_ms
-    asked_s = left_s if asked_ms is None else asked_ms / 1000
+    asked_s = left_s if body.any_deadline_ms is None else body.any_deadline_ms / 1000
     options = RequestOptions(
         service=ServiceClass.BEST_EFFORT,
         priority=allowed_priority(body, config, owner),

@@ -21,7 +21,7 @@ MetadataValue = Annotated[str, Field(max_length=_LONGEST_VALUE)]
 
 
 class ExpiresAfter(Body):
-    """Expiry of output and error files, counted from their creation."""
+    """Expiry of output and error files."""
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=_SHORTEST_S, le=_LONGEST_S)]

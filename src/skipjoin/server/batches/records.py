@@ -156,7 +156,7 @@ class LineResult:
 
 @dataclass(frozen=True, slots=True)
 class OwnerUsage:
-    """Storage usage of an owner, including unwritten results and deleted files that a batch reads."""
+    """Storage usage, including unwritten results and deleted files that a batch reads."""
 
     bytes: int
     files: int
@@ -216,7 +216,6 @@ _ERRORS = {
 
 
 def request_id(batch_id: str, custom_id: str) -> str:
-    """Return the id of a line's response, the same in all attempts."""
     return f"batch_req_{hashlib.sha256(f'{batch_id} {custom_id}'.encode()).hexdigest()[:32]}"
 
 

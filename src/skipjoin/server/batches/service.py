@@ -18,7 +18,7 @@ from skipjoin.server.api.service import Service
 from skipjoin.server.batches import files
 from skipjoin.server.batches.blobs import Blobs
 from skipjoin.server.batches.context import NO_SPACE_CODE, BatchContext, install
-from skipjoin.server.batches.folder import batch_folder
+from skipjoin.server.batches.disk import batch_folder
 from skipjoin.server.batches.input_validator import InputValidator
 from skipjoin.server.batches.output_finalizer import OutputFinalizer
 from skipjoin.server.batches.records import FolderLocked, NoSpace, StoreError, StoreUnavailable

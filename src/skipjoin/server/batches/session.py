@@ -33,8 +33,6 @@ class SteadyClock:
 
 
 class Session:
-    """Database, clock and server id, which the repositories of a store share."""
-
     def __init__(self, database: Database, clock: SteadyClock) -> None:
         self.db = database
         self.clock = clock

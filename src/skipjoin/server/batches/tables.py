@@ -1,4 +1,4 @@
-"""Tables for queries. `migrations` creates them, so every change here needs a script there."""
+"""Tables for queries. Every change here needs a script in `migrations`."""
 
 from __future__ import annotations
 

@@ -110,7 +110,6 @@ class EngineObserver:
 
 
 def describe(core: EngineCore, now: float, rows: int | None = None, *, has_facts: bool = False) -> list[RequestState]:
-    """Return the states of the first unfinished requests in rank order, all without `rows`."""
     # `Ordering.rank` has no side effects. `Ordering.ranked` may promote requests.
     requests = sorted(core.requests.values(), key=core.scheduler.policies.ordering.rank)
     explain = core.scheduler.policies.explain

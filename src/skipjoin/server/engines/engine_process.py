@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TYPE_CHECKING
 
-from skipjoin.server.engines.engine_server import Loop, OnProgress, serve_engine
+from skipjoin.server.engines.engine_server import OnProgress, serve_engine
 from skipjoin.server.engines.messages import Ready, Setup
 from skipjoin.system.garbage import without_garbage_collection
+
+if TYPE_CHECKING:
+    from skipjoin.engine.loop import EngineLoop
 
 logger = logging.getLogger("skipjoin.engine")
 # Fields of `Ready` that are not fields of the engine's `info`.
 _OTHER_FACTS = {"cost", "caches_prefixes", "max_num_seqs", "max_num_batched_tokens", "recipe_path", "recipe_params"}
 
 
-def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[Loop, Ready]:
+def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[EngineLoop, Ready]:
     # Collections would visit the many objects that importing torch creates for good.
     with without_garbage_collection():
         from skipjoin.engine.build import assemble  # noqa: PLC0415

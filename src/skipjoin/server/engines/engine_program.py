@@ -25,7 +25,7 @@ _HELP = {
 
 
 def describe_end(code: int, *, is_out_of_memory: bool = False) -> str:
-    """Return why the engine process ended and the remedy. A negative `code` is a signal."""
+    """Return the cause and the remedy. A negative `code` is a signal."""
     if code >= 0:
         return f"the engine process ended with exit code {code}"
     number = signal.Signals(-code)

@@ -11,24 +11,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import zmq
 
 from skipjoin.config import ConfigError
-from skipjoin.core.engine import EngineCore, RequestTooLargeError
+from skipjoin.core.engine import RequestTooLargeError
 from skipjoin.core.events import Event
-from skipjoin.core.forecast import Forecast
-from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions
 from skipjoin.core.step import StepPlan
 from skipjoin.kv_format import SWAP_FORMATS
 from skipjoin.model.config import ModelError
 from skipjoin.model.folder import model_id
 from skipjoin.observe.metrics import EngineMetrics
-from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import located_errors
-from skipjoin.sampling import ParameterError, SamplingParams, TokenDetail
+from skipjoin.sampling import ParameterError, TokenDetail
 from skipjoin.server import logs
 from skipjoin.server.engines.engine_observer import EngineObserver, EventBuffer
 from skipjoin.server.engines.engine_program import ORPHANED, describe_error
@@ -59,6 +56,9 @@ from skipjoin.server.engines.timeline_writer import TimelineWriter
 from skipjoin.system.garbage import resume_garbage_collection
 from skipjoin.system.machine import resident_bytes
 
+if TYPE_CHECKING:
+    from skipjoin.engine.loop import EngineLoop
+
 logger = logging.getLogger(__name__)
 
 # Interval in which an idle engine checks its parent, and a busy one sends its metrics.
@@ -72,36 +72,8 @@ _DESTROY_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
-class Loop(Protocol):
-    core: EngineCore
-    on_plan: Callable[[StepPlan], object]
-
-    def add(
-        self,
-        request_id: int,
-        prompt: list[int],
-        params: SamplingParams,
-        *,
-        options: RequestOptions = DEFAULT_OPTIONS,
-        forecast: Forecast | None = None,
-        output: Sequence[int] = (),
-        age_s: float = 0.0,
-    ) -> None: ...
-    def reforecast(self, request_id: int, forecast: Forecast) -> bool: ...
-    def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> bool: ...
-    @property
-    def idle(self) -> bool: ...
-    @property
-    def cost(self) -> LinearCost: ...
-    @property
-    def between_steps_s(self) -> float: ...
-    def submit(self) -> None: ...
-    def step(self) -> list[Event]: ...
-    def close(self) -> None: ...
-
-
 OnProgress = Callable[[str, float], None]
-LoadEngine = Callable[[Setup, OnProgress], tuple[Loop, Ready]]
+LoadEngine = Callable[[Setup, OnProgress], "tuple[EngineLoop, Ready]"]
 
 
 class Recorder(Protocol):
@@ -151,7 +123,7 @@ class EngineServer:
     def is_alone(self) -> bool:
         return self._is_cut or not self._is_linked()
 
-    def run(self, loop: Loop, metrics: EngineMetrics, recorders: Sequence[Recorder] = ()) -> None:
+    def run(self, loop: EngineLoop, metrics: EngineMetrics, recorders: Sequence[Recorder] = ()) -> None:
         loop.on_plan = self._begin
         observe = (metrics.observe, self._observer.observe, *(recorder.observe for recorder in recorders))
         self._events = EventBuffer(observe)
@@ -163,7 +135,7 @@ class EngineServer:
         finally:
             self._events.flush()
 
-    def _turn(self, loop: Loop, metrics: EngineMetrics, recorders: Sequence[Recorder]) -> None:
+    def _turn(self, loop: EngineLoop, metrics: EngineMetrics, recorders: Sequence[Recorder]) -> None:
         self.heartbeat.turned()
         begin = time.monotonic()
         events = loop.step()
@@ -199,7 +171,7 @@ class EngineServer:
         if (begun := self._builder.begin(plan)) is not None:
             self.send(begun)
 
-    def _read_inbox(self, loop: Loop, *, wait: bool) -> None:
+    def _read_inbox(self, loop: EngineLoop, *, wait: bool) -> None:
         if wait and not self._socket.poll(int(HEARTBEAT_S * 1000)):
             return
         while not self._stopping:
@@ -209,7 +181,7 @@ class EngineServer:
                 return
             self._handle(loop, self._decoder.decode(frame))
 
-    def _handle(self, loop: Loop, message: ToEngine) -> None:
+    def _handle(self, loop: EngineLoop, message: ToEngine) -> None:
         if isinstance(message, Add):
             self._add(loop, message)
         elif isinstance(message, Abort):
@@ -226,7 +198,7 @@ class EngineServer:
             self._events.flush()
             self.send(self._observer.find(message, loop.core, time.monotonic()))
 
-    def _add(self, loop: Loop, message: Add) -> None:
+    def _add(self, loop: EngineLoop, message: Add) -> None:
         try:
             loop.add(
                 message.id,
@@ -243,7 +215,7 @@ class EngineServer:
         except RequestTooLargeError as error:
             self.send(Refused(message.id, "max_tokens", str(error)))
 
-    def _send_stats(self, loop: Loop, metrics: EngineMetrics, *, at_once: bool) -> None:
+    def _send_stats(self, loop: EngineLoop, metrics: EngineMetrics, *, at_once: bool) -> None:
         now = time.monotonic()
         if now - self._sent_at < HEARTBEAT_S / 4 and not at_once:
             return
@@ -303,13 +275,11 @@ def serve_engine(load: LoadEngine) -> int:
         code = int(server.is_alone)
         socket.close(linger=0)
         return code
-    except (ConfigError, ModelError) as error:  # the text is enough without a stack trace
-        server.send(EngineFailed(str(error)))
-        socket.close(linger=1000)
-        return 1
     except Exception as error:
-        logger.exception("the engine failed")
-        server.send(EngineFailed(describe_error(error)))
+        is_setting = isinstance(error, ConfigError | ModelError)  # the text is enough without a stack trace
+        if not is_setting:
+            logger.exception("the engine failed")
+        server.send(EngineFailed(str(error) if is_setting else describe_error(error)))
         socket.close(linger=1000)
         return 1
     finally:

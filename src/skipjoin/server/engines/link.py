@@ -37,7 +37,7 @@ class EngineListener:
         self._context = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(credentials_provider=_Allowed(self._engines_public))
+        self._authenticator.configure_curve_callback(credentials_provider=self)
         self._socket = self._context.socket(zmq.REP)
         try:
             port = self._bind(self._socket)
@@ -56,6 +56,10 @@ class EngineListener:
             public=self._engines_public.decode(),
             secret=self._engines_secret.decode(),
         )
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether the owner of a key may connect, as the authenticator asks."""
+        return hmac.compare_digest(key, self._engines_public)
 
     def close(self) -> None:
         for link in list(self._links):
@@ -146,14 +150,6 @@ class EngineLink:
             self._channel.read_last()
             self.close()
             self.on_lost()
-
-
-class _Allowed:
-    def __init__(self, public: bytes) -> None:
-        self._public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return hmac.compare_digest(key, self._public)
 
 
 # -- the engine's side ----------------------------------------------------------------------------------------

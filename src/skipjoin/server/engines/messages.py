@@ -23,7 +23,7 @@ from skipjoin.sampling import SamplingParams, TokenDetail, TokenLogprob
 
 
 class ListenerKey(msgspec.Struct, frozen=True):
-    """Address and public key of the listener, and the engines' key pair, all keys in Z85."""
+    """Address and public key of the listener, and the engines' key pair, in Z85."""
 
     host: str
     port: int
@@ -80,7 +80,7 @@ class DescribeRequests(msgspec.Struct, frozen=True, tag="describe", array_like=T
 
     Attributes:
         rows: Maximum number of requests, the first in rank order; None for all.
-        finished_after: `RequestStates.total_finished` after which finished requests are wanted; None for none.
+        finished_after: `RequestStates.total_finished` after which finished requests are wanted.
         has_steps: Whether steps are wanted, which the engine records for some seconds after such a message.
         has_facts: Whether to ask the policies about each request.
     """
@@ -247,7 +247,6 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, request: Request, now: float, state: str, place: int | None, **more: Any) -> RequestState:
-        """Return what the request says itself, and `more` of the scheduler."""
         predicted, options = current_prediction(request), request.options
         return cls(
             request.id,
@@ -271,8 +270,6 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestGroup(msgspec.Struct, frozen=True, array_like=True):
-    """Number of requests with equal class, state and wait reason, and the KV blocks that they hold."""
-
     service: ServiceClass
     state: str
     wait_reason: str | None

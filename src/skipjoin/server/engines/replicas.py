@@ -28,7 +28,7 @@ ResultT = TypeVar("ResultT")
 
 
 class ReplicaSet:
-    """Set of `client.wanted` engines. `address` is host:port of the Ray cluster; None starts one on this machine."""
+    """Set of `client.wanted` engines, on the Ray cluster at `address` or else on this machine."""
 
     def __init__(
         self,
@@ -125,7 +125,6 @@ class ReplicaSet:
                 self._fail_permanently(reason)
 
     def _divide(self, config: EngineConfig) -> EngineConfig:
-        """Divide this machine's cores among the engines if all run here and `threads` is not set."""
         if config.threads is not None or self._address is not None:
             return config
         return replace(config, threads=max(1, usable_cpus() // (self._client.wanted * config.ranks)))

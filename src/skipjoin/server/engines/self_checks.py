@@ -1,5 +1,3 @@
-"""Detection of bugs at run time: stalls of the scheduler or a policy, and leaked KV blocks."""
-
 from __future__ import annotations
 
 import logging

@@ -6,18 +6,23 @@ Ray does not restart them, because it does not notice a hung engine, and notices
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+import msgspec
+
 from skipjoin.exec.ranks.cluster import ClusterError, import_ray
 from skipjoin.exec.ranks.nodes import Node, away_from, known_nodes, silent
-from skipjoin.server.engines.heartbeat import HEARTBEAT_INTERVAL_S
-from skipjoin.server.engines.replica import EngineReplica
+from skipjoin.server.engines.engine_program import THREAD_WAITING, describe_end
+from skipjoin.server.engines.heartbeat import HEARTBEAT_INTERVAL_S, HeartbeatReader, describe_hang, end_hung
+from skipjoin.server.engines.messages import Setup
+from skipjoin.system.container import oom_kills
 
 logger = logging.getLogger(__name__)
-
 # Interval of health checks.
 CHECK_S = HEARTBEAT_INTERVAL_S
 # Time without an answer after which to check repeatedly that the replica's node is reachable.
@@ -30,6 +35,53 @@ _PLACE_S = 30.0
 _MAX_FAILURES = 3
 # Exponential backoff after failed starts: the first and the maximum delay.
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.5, 30.0
+
+
+class EngineReplica:
+    """Parent of an engine, which has its own link to the API process.
+
+    Call `place`, `start` and then `check_health`, all from one thread.
+    """
+
+    def place(self) -> str:
+        node: str = import_ray().get_runtime_context().get_node_id()
+        return node
+
+    def start(self, command: tuple[str, ...], setup: bytes) -> None:
+        self._oom_kills = oom_kills()
+        self._heartbeat = HeartbeatReader()
+        notify = self._heartbeat.engine_fd
+        mine = msgspec.structs.replace(msgspec.json.decode(setup, type=Setup), parent=os.getpid(), heartbeat_fd=notify)
+        self._limits = mine.limits
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=2,  # Ray's log of this process
+            env={**THREAD_WAITING, **os.environ},
+            pass_fds=(notify,),
+        )
+        self._heartbeat.started()
+        assert self._process.stdin is not None
+        with self._process.stdin as pipe:
+            pipe.write(msgspec.json.encode(mine))
+        if not self._heartbeat.wait():
+            raise RuntimeError(self._describe_end(self._process.wait()))
+
+    def check_health(self) -> None:
+        """Kill the engine if it hangs, and raise if it has exited. Call every `HEARTBEAT_INTERVAL_S`."""
+        if self._heartbeat.silent_s() >= self._limits.hang_s and self._process.poll() is None:
+            end_hung(self._process)
+            raise RuntimeError(describe_hang(self._limits))
+        if (code := self._process.poll()) is not None:
+            raise RuntimeError(self._describe_end(code))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._heartbeat.close()
+
+    def _describe_end(self, code: int) -> str:
+        return describe_end(code, is_out_of_memory=oom_kills() > self._oom_kills)
 
 
 class Needs(NamedTuple):
@@ -68,7 +120,7 @@ class _Slot:
 
 
 class ReplicaSupervisor:
-    """Keeps replicas running in a Ray cluster. All methods block and must be called from one thread."""
+    """Keeps replicas running. All methods block and must be called from one thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

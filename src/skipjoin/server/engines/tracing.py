@@ -33,8 +33,7 @@ _REMOTE = _KNOWN | trace_pb2.SPAN_FLAGS_CONTEXT_IS_REMOTE_MASK
 class TraceWriter:
     """Encodes the spans of finished requests, for a thread that sends them.
 
-    OpenTelemetry's SDK decides what is sampled. Its spans and exporter are not used, because they take 0.3 ms of a
-    request.
+    OpenTelemetry's SDK decides what is sampled. Its spans and exporter take 0.3 ms of a request.
     """
 
     def __init__(self, endpoint: str, model: str) -> None:

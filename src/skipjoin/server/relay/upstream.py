@@ -69,7 +69,7 @@ def new_session() -> aiohttp.ClientSession:
 
 
 async def _pieces(response: aiohttp.ClientResponse) -> AsyncGenerator[bytes, None]:
-    """Yield the body. If the browser leaves early, the connection is closed, which the server notices."""
+    """Yield the body. If the browser leaves early, the server notices the closed connection."""
     try:
         async for piece in response.content.iter_any():
             yield piece

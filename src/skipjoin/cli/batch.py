@@ -117,10 +117,8 @@ def cancel(batch_id: BatchId, *, server: Values) -> None:
 
 
 def _follow(connection: Connection, batch_id: str) -> None:
-    from skipjoin.cli.batch_client import BatchClient  # noqa: PLC0415
-
     with Watch() as shown:
-        found = call(BatchClient, connection, lambda client: shown.follow(client, batch_id))
+        found = _call(connection, lambda client: shown.follow(client, batch_id))
     print(summary(found))
     if found["status"] != "completed":
         raise typer.Exit(FAILED)

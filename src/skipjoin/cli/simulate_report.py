@@ -150,7 +150,8 @@ class SimulationReport:
         for line in (*bottlenecks(answers), *bases(self._records.values())):
             console.print(line, soft_wrap=True)
         if any("classes" in record for record in self._records.values()):
-            console.print(_classes(ordered))
+            rows = (((group.recipe, number_text(group.rate_rps)), records) for group, records in ordered)
+            console.print(class_table((_recipe_column(), "req/s"), rows))
         if any("prediction" in record for record in self._records.values()):
             console.print(_predictions(ordered))
         if any("roles" in record for record in self._records.values()):
@@ -213,13 +214,6 @@ def _answers(groups: _Groups, goal: Goal) -> Iterator[tuple[_Group, list[Record]
 
 def _recipe_column() -> Column:
     return Column("recipe", overflow="fold")  # because names with parameters may differ at their end only
-
-
-def _classes(groups: _Groups) -> Table:
-    return class_table(
-        (_recipe_column(), "req/s"),
-        (((group.recipe, number_text(group.rate_rps)), records) for group, records in groups),
-    )
 
 
 def _predictions(groups: _Groups) -> Table:

@@ -15,14 +15,17 @@ import os
 import shlex
 import signal
 import socket
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import uvloop
+from rich.console import Console
+from rich.progress import Progress, TaskID
 
-from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, HangLimits, ServerConfig
+from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, ServerConfig
 from skipjoin.config.access import is_loopback
 from skipjoin.engine.forecasting import open_keeper, state_folder
 from skipjoin.extras import why_missing
@@ -42,16 +45,15 @@ from skipjoin.server.batches.disk import batch_folder
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.engine_handle import EngineHandle, EngineStartError
 from skipjoin.server.engines.engine_program import ENGINE_COMMAND
-from skipjoin.server.engines.messages import Ready
 from skipjoin.server.listeners import connection_limits, open_listeners, url_of
 from skipjoin.server.metrics import Metrics
-from skipjoin.server.progress import ProgressDisplay
 from skipjoin.server.settings import Settings, check_files, check_forecast_server, check_settings
 from skipjoin.system.garbage import resume_garbage_collection, without_garbage_collection
 
 if TYPE_CHECKING:
     from skipjoin.server.api.length_server import ForecastRequests
     from skipjoin.server.batches.service import Batches
+    from skipjoin.server.engines.replicas import ReplicaSet
 
 logger = logging.getLogger(__name__)
 
@@ -67,26 +69,12 @@ _POLL_S = 0.05
 OnProgress = Callable[[str, float], None]
 
 
-class Engines(Protocol):
-    """Engine processes of a server. `died` is set when none is left and none will start."""
-
-    died: asyncio.Event
-    cause: str
-
-    async def start(self, config: EngineConfig, limits: HangLimits) -> Ready: ...
-
-    async def stop(self) -> None: ...
-
-    def kill(self) -> None:
-        """Kill all processes immediately. Call `stop` next."""
-
-
 # Creates the engines of a client. The last argument is called during startup with the name of the stage and its
 # completed fraction.
-MakeEngines = Callable[[EngineClient, Sequence[str], OnProgress], Engines]
+MakeEngines = Callable[[EngineClient, Sequence[str], OnProgress], "EngineHandle | ReplicaSet"]
 
 
-def one_engine(client: EngineClient, command: Sequence[str], on_progress: OnProgress) -> Engines:
+def one_engine(client: EngineClient, command: Sequence[str], on_progress: OnProgress) -> EngineHandle:
     return EngineHandle(client, command=command, on_progress=on_progress)
 
 
@@ -355,3 +343,26 @@ async def _first(*waits: Coroutine[Any, Any, Any]) -> None:
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
+
+
+class ProgressDisplay:
+    def __init__(self, *, has_bars: bool = True) -> None:
+        is_terminal = has_bars and sys.stderr.isatty()
+        self._bars = Progress(console=Console(stderr=True), transient=True) if is_terminal else None
+        self._tasks: dict[str, TaskID] = {}
+        self._seen: set[str] = set()
+
+    def update(self, what: str, share: float) -> None:
+        if self._bars is None:
+            if what not in self._seen:
+                logger.info("%s ...", what)
+            self._seen.add(what)
+            return
+        if what not in self._tasks:
+            self._bars.start()
+            self._tasks[what] = self._bars.add_task(what, total=1.0)
+        self._bars.update(self._tasks[what], completed=share)
+
+    def close(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()

@@ -32,14 +32,10 @@ def open_listeners(config: ServerConfig) -> list[socket.socket]:
         except OSError as error:
             for listener in listeners:
                 listener.close()
-            raise ConfigError(_explain(error, config.host, port, flag)) from error
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(f"port {port} on {config.host} is in use; choose another with {flag}") from error
+            raise ConfigError(f"cannot listen on {config.host} port {port}: {error.strerror or error}") from error
     return listeners
-
-
-def _explain(error: OSError, host: str, port: int | None, flag: str) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"port {port} on {host} is in use; choose another with {flag}"
-    return f"cannot listen on {host} port {port}: {error.strerror or error}"
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -8,19 +8,18 @@ from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
 from skipjoin.observe.explanation import facts_of
+from skipjoin.observe.reasons import words_of
 from skipjoin.server.api import arrivals
 from skipjoin.server.api.auth import Viewer, viewer_of
 from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.errors import ApiError, bad_request
-from skipjoin.server.api.explain import Explainer, find_lives, recent_lives
+from skipjoin.server.api.explain import Explainer, find_lives, reasons_of, recent_lives
 from skipjoin.server.api.feed import ConsoleStreams
-from skipjoin.server.api.recorded_load import recorded_load
+from skipjoin.server.api.recorded_load import TIMEOUT_S, recorded_load
 from skipjoin.server.api.replays import ReplayBody, question_of
 from skipjoin.server.api.replies import json_response, service_of
 from skipjoin.server.api.request_index import KEEP_S
 
-# An engine answers between two steps, which do not take longer unless it hangs.
-TIMEOUT_S = 5.0
 MAX_LIVES = 1000
 # Proxies would hold events back.
 _NO_BUFFERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -90,7 +89,7 @@ async def explain_request(request: Request, name: str) -> Response:
             "request_id": found.request_id,
             "choices": choices,
             "lost_choices": len(found.choices) - len(choices),
-            "reasons": explainer.words(),
+            "reasons": words_of(reasons_of(service.info)),
         }
     )
 

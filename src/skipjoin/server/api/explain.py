@@ -6,7 +6,7 @@ from typing import Any
 from skipjoin.observe.explanation import explained
 from skipjoin.observe.holders import Holder
 from skipjoin.observe.life import Life
-from skipjoin.observe.reasons import Explanation, OptionNames, explanations, words_of
+from skipjoin.observe.reasons import Explanation, OptionNames, explanations
 from skipjoin.recipes import find
 from skipjoin.server.api.request_index import IndexedRequest
 from skipjoin.server.api.service import Service
@@ -40,9 +40,6 @@ class Explainer:
             "service": holder.service,
             "is_finished": holder.is_finished,
         }
-
-    def words(self) -> dict[str, dict[str, str]]:
-        return words_of(self._reasons)
 
 
 def reasons_of(info: Ready) -> dict[str, Explanation]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import NamedTuple
 
@@ -12,15 +12,8 @@ from fastapi import Request, Response
 from skipjoin.routes import PAGES, SERVERS_PATH
 from skipjoin.server.api.responses import encode
 
-
-class NamedServer(NamedTuple):
-    name: str
-    path: str
-
-
-# The server that sends the pages.
-THIS_SERVER = NamedServer("", "")
-
+# Name of the server that sends the pages, and prefix of its paths.
+_THIS_SERVER = {"name": "", "path": ""}
 # Nothing from another host, no inline scripts or styles, no frames.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; base-uri 'none'; "
@@ -47,9 +40,9 @@ class Page(NamedTuple):
     headers: dict[str, str]
 
 
-def read_pages(servers: Sequence[NamedServer] = (THIS_SERVER,)) -> dict[str, Page]:
+def read_pages(servers: Sequence[Mapping[str, str]] = (_THIS_SERVER,)) -> dict[str, Page]:
     pages = {path: _read(name) for path, name in PAGES.items()}
-    return pages | {SERVERS_PATH: _page(encode([server._asdict() for server in servers]), "application/json")}
+    return pages | {SERVERS_PATH: _page(encode(servers), "application/json")}
 
 
 async def show(request: Request) -> Response:

@@ -157,10 +157,9 @@ def _trouble(error: Exception) -> tuple[str, ...]:
     """Return the message for clients, and its code. Other errors may contain secrets."""
     if isinstance(error, FolderLocked):
         return ("files and batches cannot be used now: another server has their folder",)
-    if isinstance(error, NoSpace):
-        return f"files and batches cannot be used now: {error}", NO_SPACE_CODE
-    if isinstance(error, StoreUnavailable):
-        return (f"files and batches cannot be used now: {error}",)
+    if isinstance(error, NoSpace | StoreUnavailable):
+        text = f"files and batches cannot be used now: {error}"
+        return (text, NO_SPACE_CODE) if isinstance(error, NoSpace) else (text,)
     return ("files and batches cannot be used now; the server's log has the details",)
 
 

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 from skipjoin.core.events import Event, Finished, Token
 from skipjoin.core.step import StepPlan
-from skipjoin.sampling import TokenDetail
 from skipjoin.server.engines.messages import StepOutputs
 
 
@@ -29,25 +28,18 @@ class StepOutputsBuilder:
         return StepOutputs(started=started, cached=cached) if started else None
 
     def fold(self, events: Iterable[Event]) -> StepOutputs | None:
-        ids: list[int] = []
-        tokens: list[int] = []
-        details: dict[int, TokenDetail] = {}
-        ended: list[tuple[int, str]] = []
-        errors: dict[int, str] = {}
-        refused: list[int] = []
+        out = StepOutputs()
         for event in events:
             if isinstance(event, Token):
                 if event.detail is not None:
-                    details[len(ids)] = event.detail  # type: ignore[assignment]
-                ids.append(event.request.id)
-                tokens.append(event.token)
+                    out.details[len(out.ids)] = event.detail  # type: ignore[assignment]
+                out.ids.append(event.request.id)
+                out.tokens.append(event.token)
             elif isinstance(event, Finished):
                 self._new.discard(event.request.id)
-                ended.append((event.request.id, event.reason.value))
+                out.ended.append((event.request.id, event.reason.value))
                 if event.detail:
-                    errors[event.request.id] = event.detail
+                    out.errors[event.request.id] = event.detail
                 if event.is_refused:
-                    refused.append(event.request.id)
-        if ids or ended:
-            return StepOutputs(ids=ids, tokens=tokens, details=details, ended=ended, errors=errors, refused=refused)
-        return None
+                    out.refused.append(event.request.id)
+        return out if out.ids or out.ended else None

@@ -18,7 +18,7 @@ from skipjoin.server.api.auth import AccessGuard
 from skipjoin.server.api.browsers import SiteRules
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.http import HttpServer
-from skipjoin.server.api.pages import NamedServer, read_pages
+from skipjoin.server.api.pages import read_pages
 from skipjoin.server.listeners import connection_limits, open_listeners, url_of
 from skipjoin.server.relay.upstream import Upstream, new_session
 
@@ -61,7 +61,7 @@ def _stop(http: HttpServer) -> None:
 
 
 def add_routes(app: FastAPI, servers: list[Upstream]) -> None:
-    app.state.pages = read_pages([NamedServer(one.url, f"/servers/{at}") for at, one in enumerate(servers)])
+    app.state.pages = read_pages([{"name": one.url, "path": f"/servers/{at}"} for at, one in enumerate(servers)])
     for path in app.state.pages:
         add_route(app, ROUTES["GET", path])
 

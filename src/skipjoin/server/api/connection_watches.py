@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from skipjoin.server.api.connections import MIN_READ_BYTES, ConnectionLimits
 
@@ -14,43 +15,40 @@ _CHECK_S = 0.25
 _KEEPALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
+@dataclass(slots=True, eq=False)
 class LingeringClose:
     """Drops further input, so that the client reads the response.
 
     A connection that is closed while bytes arrive is reset, and the client may lose unread data.
     """
 
-    def __init__(
-        self,
-        transport: asyncio.Transport,
-        loop: asyncio.AbstractEventLoop,
-        limits: ConnectionLimits,
-        max_bytes: int,
-        close: Callable[[], None],
-    ) -> None:
-        self._transport, self._loop, self._limits, self._close = transport, loop, limits, close
-        self._remaining_bytes = max_bytes
-        self._dropped_at = self._end = 0.0  # on the loop's clock
-        self._timer: asyncio.TimerHandle | None = None
-        self.has_begun = False
+    transport: asyncio.Transport
+    loop: asyncio.AbstractEventLoop
+    limits: ConnectionLimits
+    remaining_bytes: int
+    close: Callable[[], None]
+    has_begun: bool = False
+    _dropped_at: float = 0.0  # on the loop's clock
+    _end: float = 0.0
+    _timer: asyncio.TimerHandle | None = None
 
     @property
     def is_exhausted(self) -> bool:
-        return self._remaining_bytes < 0
+        return self.remaining_bytes < 0
 
     def drop(self, n_bytes: int) -> None:
-        self._dropped_at = self._loop.time()
-        self._remaining_bytes -= n_bytes
+        self._dropped_at = self.loop.time()
+        self.remaining_bytes -= n_bytes
 
     def begin(self) -> None:
         self.has_begun = True
-        self._dropped_at = self._loop.time()
-        self._end = self._dropped_at + self._limits.linger_s
-        self._timer = self._loop.call_later(self._limits.linger_pause_s, self._on_silence)
-        if not self._transport.is_closing():
-            if self._transport.can_write_eof():  # not with TLS
-                self._transport.write_eof()
-            self._transport.resume_reading()
+        self._dropped_at = self.loop.time()
+        self._end = self._dropped_at + self.limits.linger_s
+        self._timer = self.loop.call_later(self.limits.linger_pause_s, self._on_silence)
+        if not self.transport.is_closing():
+            if self.transport.can_write_eof():  # not with TLS
+                self.transport.write_eof()
+            self.transport.resume_reading()
 
     def cancel(self) -> None:
         if self._timer is not None:
@@ -58,30 +56,27 @@ class LingeringClose:
             self._timer = None
 
     def _on_silence(self) -> None:
-        due = min(self._dropped_at + self._limits.linger_pause_s, self._end)
-        if (left := due - self._loop.time()) > 0:
-            self._timer = self._loop.call_later(left, self._on_silence)
+        due = min(self._dropped_at + self.limits.linger_pause_s, self._end)
+        if (left := due - self.loop.time()) > 0:
+            self._timer = self.loop.call_later(left, self._on_silence)
         else:
-            self._close()
+            self.close()
 
 
+@dataclass(slots=True, eq=False)
 class SlowReaderWatch:
-    __slots__ = ("_loop", "_on_slow", "_timer", "_transport", "_write_s")
+    """Calls `on_slow` if a client reads fewer than `MIN_READ_BYTES` of a response in `write_s` seconds."""
 
-    def __init__(
-        self,
-        transport: asyncio.Transport,
-        loop: asyncio.AbstractEventLoop,
-        write_s: float,
-        on_slow: Callable[[], None],
-    ) -> None:
-        self._transport, self._loop, self._write_s, self._on_slow = transport, loop, write_s, on_slow
-        self._timer: asyncio.TimerHandle | None = None
+    transport: asyncio.Transport
+    loop: asyncio.AbstractEventLoop
+    write_s: float
+    on_slow: Callable[[], None]
+    _timer: asyncio.TimerHandle | None = None
 
     def watch(self) -> None:
         self.stop()
-        unread = self._transport.get_write_buffer_size()
-        self._timer = self._loop.call_later(self._write_s, self._check, unread)
+        unread = self.transport.get_write_buffer_size()
+        self._timer = self.loop.call_later(self.write_s, self._check, unread)
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -89,8 +84,8 @@ class SlowReaderWatch:
             self._timer = None
 
     def _check(self, unread: int) -> None:
-        if unread - self._transport.get_write_buffer_size() < MIN_READ_BYTES:
-            self._on_slow()
+        if unread - self.transport.get_write_buffer_size() < MIN_READ_BYTES:
+            self.on_slow()
         else:
             self.watch()
 

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -36,32 +37,25 @@ MAX_LESSONS = 4096
 _CLOSE_S = 10.0
 
 
+@dataclass(slots=True, eq=False)
 class Expectation:
     """Expected output length of one prompt, which may be revised. Used on the event loop."""
 
-    __slots__ = ("_ask", "_ends", "_followers", "_learn", "_question", "_requests", "_revised", "forecast", "predicted")
-
-    def __init__(
-        self,
-        forecast: Forecast | None = None,
-        learn: Callable[[Predicted, Forecast | None, int, bool], None] | None = None,
-        ask: Ask | None = None,
-    ) -> None:
-        self.forecast = forecast
-        self.predicted: Predicted | None = None
-        self._learn = learn
-        self._ask = ask
-        self._question: asyncio.Task[None] | None = None
-        self._revised: Forecast | None = None
-        self._requests = 0  # running
-        self._followers: list[Callable[[Forecast], None]] = []
-        self._ends: list[tuple[int, bool]] = []  # before the forecast arrived
+    forecast: Forecast | None = None
+    learn: Callable[[Predicted, Forecast | None, int, bool], None] | None = None
+    ask: Ask | None = None
+    predicted: Predicted | None = None
+    _question: asyncio.Task[None] | None = None
+    _revised: Forecast | None = None
+    _requests: int = 0  # running
+    _followers: list[Callable[[Forecast], None]] = field(default_factory=list)
+    _ends: list[tuple[int, bool]] = field(default_factory=list)  # before the forecast arrived
 
     def follow(self, tell: Callable[[Forecast], None]) -> None:
         self._requests += 1
         self._followers.append(tell)
-        if self._ask is not None:
-            self._question, self._ask = self._ask(self._revise), None
+        if self.ask is not None:
+            self._question, self.ask = self.ask(self._revise), None
 
     def settle(self, predicted: Predicted) -> None:
         self.predicted = predicted
@@ -77,7 +71,7 @@ class Expectation:
             self._followers.clear()
             if self._question is not None:
                 self._question.cancel()
-        if self._learn is None or not tokens:
+        if self.learn is None or not tokens:
             return
         if self.predicted is None:
             self._ends.append((tokens, is_exact(reason)))
@@ -94,9 +88,9 @@ class Expectation:
             tell(forecast)
 
     def _teach(self, tokens: int, exact: bool) -> None:
-        assert self._learn is not None
+        assert self.learn is not None
         assert self.predicted is not None
-        self._learn(self.predicted, self._revised, tokens, exact)
+        self.learn(self.predicted, self._revised, tokens, exact)
 
 
 class _Question(NamedTuple):

@@ -44,7 +44,13 @@ _MAY_BE_ZERO = ("max_window_layers", "sliding_window", "word_embed_proj_dim")
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
 _MIN_EPSILON, _LARGEST_EPSILON = 1e-30, 1.0
 # Fields of `ModelConfig` and their names in config.json, unless a family reads them by other names.
-_COMMON = {"vocab_size": "vocab_size", "hidden_size": "hidden_size", "num_heads": "num_attention_heads"}
+_COMMON = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_heads": "num_attention_heads",
+    "num_layers": "num_hidden_layers",
+}
 _POSITIVE = (
     "num_layers",
     "hidden_size",
@@ -87,8 +93,6 @@ class ModelConfig:
     rope: RopeSettings | None
     windows: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
-    pad_token_id: int | None
     dtype_name: str | None
     embed_dim: int
     attention_bias: bool = False
@@ -125,9 +129,7 @@ class ModelConfig:
             values = family.fields(raw, architecture)
             if values.get("rope") is not None:
                 values["max_positions"] = values["rope"].context(values["max_positions"])
-            config = cls(
-                architecture=architecture, family=family.name, **(_common_fields(raw, values, extra_eos) | values)
-            )
+            config = cls(architecture=architecture, family=family.name, **_common_fields(raw, values, extra_eos))
         except KeyError as error:
             raise ModelError(f"config.json of this {architecture} has no {error.args[0]!r}") from error
         except (TypeError, ValueError, ArithmeticError) as error:
@@ -180,15 +182,14 @@ def _check_numbers(raw: Mapping[str, Any]) -> None:
 
 
 def _common_fields(raw: Mapping[str, Any], values: Mapping[str, Any], extra_eos: Any) -> dict[str, Any]:
-    eos = dict.fromkeys([*_token_ids(raw.get("eos_token_id")), *_token_ids(extra_eos)])
+    common: dict[str, Any] = {field: int(raw[name]) for field, name in _COMMON.items() if field not in values}
+    common |= values
     return {
-        "eos_token_ids": tuple(eos),
-        "bos_token_id": raw.get("bos_token_id"),
-        "pad_token_id": raw.get("pad_token_id"),
+        "eos_token_ids": tuple(dict.fromkeys([*_token_ids(raw.get("eos_token_id")), *_token_ids(extra_eos)])),
         "dtype_name": _dtype_name(raw),
-        "windows": (0,) * values["num_layers"],
-        "embed_dim": values["hidden_size"] if "hidden_size" in values else int(raw["hidden_size"]),
-    } | {field: int(raw[name]) for field, name in _COMMON.items() if field not in values}
+        "windows": (0,) * common["num_layers"],
+        "embed_dim": common["hidden_size"],
+    } | common
 
 
 def _dtype_name(raw: Mapping[str, Any]) -> str | None:

@@ -70,15 +70,22 @@ class Builder:
         begins: bool = True,
         ends: bool = True,
     ) -> Linear:
-        """Make a product whose input is split over the ranks of the stage (Megatron's row parallelism).
-
-        Its result is the sum over the ranks; rank 0 of the stage adds the bias.
-        """
+        """Make a product with a split input (Megatron's row parallelism), summed over ranks; rank 0 adds the bias."""
         matrices = [Matrix(name, out, range(out))]
         self.parameters += out * len(columns)
         has_bias = bias and self.shard.tp_rank == 0
         linear = self._counted(self.weights.linear(self.ops, matrices, inputs, bias=has_bias, columns=columns))
         return SummedLinear(linear, self.group, begins, ends) if self.shard.tp_size > 1 else linear
+
+    def mlp(self, up: str | Sequence[str], down: str, activation: str, *, begins: bool = True) -> tuple[Linear, Linear]:
+        config, own = self.config, self.shard.columns(self.config)
+        hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        names = [up] if isinstance(up, str) else up
+        sizes, rows = [width] * len(names), [own] * len(names)
+        return (
+            self.linear(names, sizes, hidden, bias, rows=rows, activation=activation),
+            self.summed_linear(down, hidden, width, bias, columns=own, begins=begins),
+        )
 
     def finish_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         self.parameters += weight.numel()
@@ -104,10 +111,7 @@ class Builder:
 
 
 class SummedLinear:
-    """`Linear` that is summed over the ranks of a stage.
-
-    Consecutive products added to the same total share one all-reduce: the first `begins` and the last `ends` it.
-    """
+    """`Linear` summed over a stage. Products added to one total share an all-reduce, from `begins` to `ends`."""
 
     def __init__(self, linear: Linear, group: Group, begins: bool, ends: bool) -> None:
         self._linear, self._group, self._begins, self._ends = linear, group, begins, ends
@@ -192,6 +196,30 @@ class SelfAttention:
             layer=of.layer, scale=of.scale, window=of.window, cos_sin=of.cos_sin,
         )  # fmt: skip
         return of.output.add_to(attended, total, then)
+
+
+def separate_attention(
+    builder: Builder,
+    layer: int,
+    name: str,
+    output: str,
+    *,
+    rotary: Rotary | None = None,
+    norms: tuple[Norm, Norm] | None = None,
+) -> SelfAttention:
+    """Return attention whose projections are `name`.q_proj, k_proj and v_proj, and `name`.`output`."""
+    config, shard = builder.config, builder.shard
+    hidden, q, kv = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    own_q, own_kv = shard.query_rows(config), shard.kv_rows(config)
+    projections = [f"{name}.{part}_proj" for part in "qkv"]
+    return SelfAttention(
+        builder,
+        layer,
+        builder.linear(projections, (q, kv, kv), hidden, config.attention_bias, rows=(own_q, own_kv, own_kv)),
+        builder.summed_linear(f"{name}.{output}", hidden, q, config.output_bias, columns=own_q),
+        rotary=rotary,
+        norms=norms,
+    )
 
 
 class Layer(Protocol):

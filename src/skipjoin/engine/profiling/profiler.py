@@ -54,7 +54,7 @@ _COMPARED_BLOCKS = 16
 _TRANSFER_SHARE = 0.1
 
 # Model attributes that do not affect step times.
-_NOT_SHAPE = ("eos_token_ids", "bos_token_id", "pad_token_id", "dtype_name")
+_NOT_SHAPE = ("eos_token_ids", "dtype_name")
 
 
 class Effort(NamedTuple):

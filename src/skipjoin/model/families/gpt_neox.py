@@ -20,10 +20,8 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     max_positions = int(raw["max_position_embeddings"])
     bias = bool(raw.get("attention_bias", True))
     return {
-        "num_layers": int(raw["num_hidden_layers"]),
         "num_kv_heads": heads,
         "head_dim": hidden // heads,
-        "intermediate_size": int(raw["intermediate_size"]),
         "max_positions": max_positions,
         "norm_eps": float(raw.get("layer_norm_eps", 1e-5)),
         "tie_embeddings": bool(raw.get("tie_word_embeddings", False)),
@@ -54,12 +52,11 @@ class GPTNeoXDecoder(RotaryDecoder):
 class _NeoXLayer:
     def __init__(self, builder: Builder, index: int, rotary: Rotary) -> None:
         config, shard, name = builder.config, builder.shard, f"gpt_neox.layers.{index}"
-        hidden, width = config.hidden_size, config.intermediate_size
+        hidden, heads = config.hidden_size, shard.query_rows(config)
         self._parallel = config.parallel_residual
         # In parallel, attention and MLP share one all-reduce.
         apart = not self._parallel
-        heads, columns = shard.query_rows(config), shard.columns(config)
-        output, down = f"{name}.attention.dense", f"{name}.mlp.dense_4h_to_h"
+        output, up, down = f"{name}.attention.dense", f"{name}.mlp.dense_h_to_4h", f"{name}.mlp.dense_4h_to_h"
         self._attention = SelfAttention(
             builder,
             index,
@@ -67,10 +64,7 @@ class _NeoXLayer:
             builder.summed_linear(output, hidden, hidden, config.output_bias, columns=heads, ends=apart),
             rotary=rotary,
         )
-        self._up = builder.linear(
-            f"{name}.mlp.dense_h_to_4h", (width,), hidden, True, rows=(columns,), activation=config.activation
-        )
-        self._down = builder.summed_linear(down, hidden, width, True, columns=columns, begins=apart)
+        self._up, self._down = builder.mlp(up, down, config.activation, begins=apart)
         self.norm = builder.layer_norm(f"{name}.input_layernorm")
         self._mlp_norm = builder.layer_norm(f"{name}.post_attention_layernorm")
 

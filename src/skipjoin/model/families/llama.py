@@ -10,7 +10,7 @@ import torch
 from skipjoin.model.config import ModelError, activation, rope
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
-from skipjoin.model.layers import Builder, Rotary, SelfAttention, SequentialLayer
+from skipjoin.model.layers import Builder, Rotary, SequentialLayer, separate_attention
 from skipjoin.model.ops.base import GATED
 
 
@@ -26,10 +26,8 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     if activation(raw.get("hidden_act", "silu")) != "silu":
         raise ModelError(f"activation {raw['hidden_act']!r} is not supported in gated layers, only silu is")
     return {
-        "num_layers": layers,
         "num_kv_heads": int(raw.get("num_key_value_heads", kv_default) or heads),
         "head_dim": head_dim,
-        "intermediate_size": int(raw["intermediate_size"]),
         "max_positions": max_positions,
         "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
         "tie_embeddings": bool(raw.get("tie_word_embeddings", False)),
@@ -73,26 +71,12 @@ class LlamaDecoder(RotaryDecoder):
 
 
 def _layer(builder: Builder, index: int, rotary: Rotary) -> SequentialLayer:
-    config, shard, name = builder.config, builder.shard, f"model.layers.{index}"
-    hidden, dim = config.hidden_size, config.head_dim
-    q, kv = config.num_heads * dim, config.num_kv_heads * dim
-    own_q, own_kv = shard.query_rows(config), shard.kv_rows(config)
-    projections = [f"{name}.self_attn.{p}_proj" for p in "qkv"]
-    norms = None
+    config, name = builder.config, f"model.layers.{index}"
+    hidden, norms = config.hidden_size, None
     if config.qk_norm:
-        of_query, of_key = (builder.rms_norm(f"{name}.self_attn.{p}_norm", dim) for p in "qk")
+        of_query, of_key = (builder.rms_norm(f"{name}.self_attn.{p}_norm", config.head_dim) for p in "qk")
         norms = of_query, of_key
-    attention = SelfAttention(
-        builder,
-        index,
-        builder.linear(projections, (q, kv, kv), hidden, config.attention_bias, rows=(own_q, own_kv, own_kv)),
-        builder.summed_linear(f"{name}.self_attn.o_proj", hidden, q, config.output_bias, columns=own_q),
-        rotary=rotary,
-        norms=norms,
-    )
-    width, own = config.intermediate_size, shard.columns(config)
-    gate_up = [f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"]
-    up = builder.linear(gate_up, (width, width), hidden, config.mlp_bias, rows=(own, own), activation=GATED)
-    down = builder.summed_linear(f"{name}.mlp.down_proj", hidden, width, config.mlp_bias, columns=own)
+    attention = separate_attention(builder, index, f"{name}.self_attn", "o_proj", rotary=rotary, norms=norms)
+    up, down = builder.mlp([f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"], f"{name}.mlp.down_proj", GATED)
     norm = builder.rms_norm(f"{name}.input_layernorm", hidden)
     return SequentialLayer(norm, attention, builder.rms_norm(f"{name}.post_attention_layernorm", hidden), up, down)

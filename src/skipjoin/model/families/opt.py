@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import activation
 from skipjoin.model.family import family
-from skipjoin.model.layers import Builder, Embedding, LayerInputs, SelfAttention, advance
+from skipjoin.model.layers import Builder, Embedding, LayerInputs, SequentialLayer, advance, separate_attention
 from skipjoin.model.ops.base import Linear, Norm
 
 # The first two rows of OPT's position table are padding.
@@ -23,7 +23,6 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     before = bool(raw.get("do_layer_norm_before", True))
     bias = bool(raw.get("enable_bias", True))
     return {
-        "num_layers": int(raw["num_hidden_layers"]),
         "num_kv_heads": heads,
         "head_dim": hidden // heads,
         "intermediate_size": int(raw["ffn_dim"]),
@@ -95,28 +94,13 @@ class OPTDecoder:
         return hidden if self._project_out is None else self._project_out(hidden)
 
 
-class _OptLayer:
+class _OptLayer(SequentialLayer):
     def __init__(self, builder: Builder, index: int) -> None:
-        config, shard, name = builder.config, builder.shard, f"model.decoder.layers.{index}"
-        hidden, width = config.hidden_size, config.intermediate_size
-        heads, columns = shard.query_rows(config), shard.columns(config)
-        projections = [f"{name}.self_attn.{p}_proj" for p in "qkv"]
-        self._attention = SelfAttention(
-            builder,
-            index,
-            builder.linear(projections, (hidden,) * 3, hidden, config.attention_bias, rows=(heads,) * 3),
-            builder.summed_linear(f"{name}.self_attn.out_proj", hidden, hidden, config.output_bias, columns=heads),
-        )
-        self._up = builder.linear(
-            f"{name}.fc1", (width,), hidden, config.mlp_bias, rows=(columns,), activation=config.activation
-        )
-        self._down = builder.summed_linear(f"{name}.fc2", hidden, width, config.mlp_bias, columns=columns)
-        self.norm = builder.layer_norm(f"{name}.self_attn_layer_norm")
-        self._mlp_norm = builder.layer_norm(f"{name}.final_layer_norm")
-
-    def __call__(self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None) -> torch.Tensor:
-        normed = self._attention.add_to(normed, x, step, self._mlp_norm)
-        return self._down.add_to(self._up(normed), x, then)
+        name = f"model.decoder.layers.{index}"
+        attention = separate_attention(builder, index, f"{name}.self_attn", "out_proj")
+        up, down = builder.mlp(f"{name}.fc1", f"{name}.fc2", builder.config.activation)
+        norm = builder.layer_norm(f"{name}.self_attn_layer_norm")
+        super().__init__(norm, attention, builder.layer_norm(f"{name}.final_layer_norm"), up, down)
 
     def norm_after(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
         x = self._attention.add_to(x, x, step, self.norm)

@@ -12,10 +12,7 @@ from skipjoin.model.parallel import Shard
 
 
 class AttentionBackend(Protocol):
-    """Causal attention of a packed batch over the paged cache.
-
-    Slots beyond a sequence's length may hold any value, including NaN.
-    """
+    """Causal attention over the paged cache. Slots beyond a sequence's length may hold any value, even NaN."""
 
     name: str
 
@@ -23,16 +20,13 @@ class AttentionBackend(Protocol):
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int, shard: Shard
     ) -> None:
         """Measure unknown kernel sizes, before the cache is allocated; may take seconds."""
-        ...
+        return
 
     def versions(
         self, config: ModelConfig, block_size: int, seqs: int, positions: int, shard: Shard
     ) -> Sequence[tuple[tuple[int, ...], int]]:
-        """Return batches that together need every kernel version that a batch within the limits can need.
-
-        A batch is (lengths of the segments, blocks of the tables).
-        """
-        ...
+        """Return batches, (lengths, blocks of tables), that need every kernel version that the limits allow."""
+        return ()
 
     def attend(
         self,

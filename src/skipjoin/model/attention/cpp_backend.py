@@ -5,19 +5,18 @@ import ctypes
 import torch
 
 from skipjoin.kv_format import CACHE_FORMATS
+from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.attention.check import agrees, cuts_change_nothing
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.ops.calls import AttentionCall, cache_arguments, check_sizes
 from skipjoin.model.ops.cpp_ops import CPP_DTYPES
 from skipjoin.model.ops.threads import threads_here
-from skipjoin.model.parallel import Shard
 
 _I, _P = ctypes.c_int64, ctypes.c_void_p
 
 
-class CppAttention:
+class CppAttention(AttentionBackend):
     """Compiled attention. Keys and values of the cache must have equal strides."""
 
     name = "cpp"
@@ -30,13 +29,6 @@ class CppAttention:
         self._rotate.argtypes = [_I, _P, _I, _I, _I, _I, _P, _P, _I, _I]
         self._rotate.restype = None
         check_sizes(library, {"skipjoin_attention_call_bytes": AttentionCall})
-
-    def tune(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int, shard: Shard
-    ) -> None: ...
-
-    def versions(self, config: ModelConfig, block_size: int, seqs: int, positions: int, shard: Shard) -> tuple[()]:
-        return ()
 
     def attend(
         self,

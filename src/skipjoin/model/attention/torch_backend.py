@@ -6,26 +6,18 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
-from skipjoin.model.parallel import Shard
 
 # Returns keys and values of blocks, or of blocks and slots.
 Read = Callable[[tuple[torch.Tensor, ...]], tuple[torch.Tensor, torch.Tensor]]
 
 
-class TorchAttention:
+class TorchAttention(AttentionBackend):
     """Reference attention: decodes run as one padded batch, and prefill chunks one by one."""
 
     name = "torch"
-
-    def tune(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, block_size: int, shard: Shard
-    ) -> None: ...
-
-    def versions(self, config: ModelConfig, block_size: int, seqs: int, positions: int, shard: Shard) -> tuple[()]:
-        return ()
 
     def attend(
         self,

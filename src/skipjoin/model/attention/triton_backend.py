@@ -10,6 +10,7 @@ import torch
 import triton
 
 from skipjoin.kv_format import CacheFormat
+from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.attention.check import agrees
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
@@ -44,10 +45,7 @@ class _Plan:
     work: dict[int, WorkList] = field(default_factory=dict)
 
     def work_of(self, layer: int, window: int) -> WorkList:
-        """Return the work list, made again in each forward pass.
-
-        A graph's batch is the same object in each pass, so a layer number that does not increase marks a new pass.
-        """
+        """Return the work list of this pass: a graph repeats its batch, but a layer that repeats marks a new pass."""
         if layer <= self.layer:
             self.work = {}
         self.layer = layer
@@ -56,7 +54,7 @@ class _Plan:
         return self.work[window]
 
 
-class TritonAttention:
+class TritonAttention(AttentionBackend):
     """Triton attention for equal strides of keys and values, and heads up to 256 values.
 
     Kernels and grids do not depend on the contents of index tensors, so a CUDA graph can replay a batch of decodes.

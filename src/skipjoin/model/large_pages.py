@@ -13,13 +13,13 @@ _BUFFER_BYTES = 64 << 20
 _ALIGN = 64
 
 
-def large_page_bytes(size: int) -> torch.Tensor:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(size, dtype=torch.uint8)
+def large_page_bytes(size: int, *advice: str) -> torch.Tensor:
+    """Return `size` zero bytes, in huge pages if possible, with further `advice` of madvise."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A kernel without huge pages raises: the memory works, but is slower.
-    with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    for name in (*advice, "MADV_HUGEPAGE"):
+        # Where the system or the kernel lacks it, the memory works, but is slower.
+        with contextlib.suppress(AttributeError, OSError):
+            memory.madvise(getattr(mmap, name))
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

@@ -2,16 +2,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import os
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
+from skipjoin.model.large_pages import large_page_bytes
+
 _log = logging.getLogger(__name__)
 # Portable: locked for every context of this process. Mapped: kernels may read and write it.
 _REGISTER_FLAGS = 1 | 2
+# A child process must not copy pages that the device writes.
+_ADVICE = "MADV_DONTFORK"
 
 
 def page_locked_bytes(size: int) -> tuple[torch.Tensor, Callable[[], None]]:
@@ -20,7 +23,7 @@ def page_locked_bytes(size: int) -> tuple[torch.Tensor, Callable[[], None]]:
     Locks memory in place if possible, because torch rounds the size of its page-locked memory up to a power of two.
     Memory that cannot be locked makes steps wait for copies.
     """
-    memory = _mapped(size)
+    memory = large_page_bytes(size, _ADVICE)
     if _lock(memory):
         return memory, partial(_unlock, memory)
     del memory
@@ -32,16 +35,7 @@ def page_locked_bytes(size: int) -> tuple[torch.Tensor, Callable[[], None]]:
         "%.2f GiB for KV in CPU memory cannot be page-locked: steps will wait for copies to and from it",
         size / (1 << 30),
     )
-    return _mapped(size), lambda: None
-
-
-def _mapped(size: int) -> torch.Tensor:
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A child process must not copy pages that the device writes.
-    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-        with contextlib.suppress(AttributeError, OSError):
-            memory.madvise(getattr(mmap, advice))
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return large_page_bytes(size, _ADVICE), lambda: None
 
 
 def _lock(memory: torch.Tensor) -> bool:

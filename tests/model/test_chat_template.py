@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from skipjoin.formats.template_input import MessageError
-from skipjoin.model import chat_template as module
 from skipjoin.model.chat_template import ChatTemplate
 from skipjoin.model.config import ModelError
 
@@ -77,7 +76,7 @@ def test_templates_that_overload_the_compiler_are_rejected(source: str) -> None:
 
 
 def process_of(template: ChatTemplate) -> psutil.Process:
-    process = template._renderer._process
+    process = template._renderer._process.process
     assert process is not None
     return psutil.Process(process.pid)
 
@@ -88,7 +87,7 @@ def test_exited_processes_are_replaced_and_stopped_ones_killed(monkeypatch: pyte
     process_of(template).kill()
     psutil.wait_procs([process_of(template)])
     assert template.render(user("hello")) == "<hello>"
-    monkeypatch.setattr(module, "_MAX_WAIT_S", 0.1)
+    monkeypatch.setattr(template._renderer._process, "max_wait_s", 0.1)
     process_of(template).suspend()
     with pytest.raises(ModelError, match="fails on this conversation"):
         template.render(user("hello"))
@@ -103,7 +102,7 @@ def test_exited_processes_are_replaced_and_stopped_ones_killed(monkeypatch: pyte
 def test_the_process_exits_with_its_owner() -> None:
     code = (
         "from skipjoin.model.chat_template import ChatTemplate; t = ChatTemplate('x', {}); t.check();"
-        "print(t._renderer._process.pid, flush=True); input()"
+        "print(t._renderer._process.process.pid, flush=True); input()"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
         assert owner.stdout is not None

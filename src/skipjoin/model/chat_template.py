@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-import select
 import signal
-import subprocess
 import sys
 import threading
 import weakref
@@ -22,6 +20,7 @@ from skipjoin.formats.table import find_format
 from skipjoin.formats.template_input import NO_CONTENT, TemplateInput, find_input, text_of
 from skipjoin.model import template_program as program
 from skipjoin.model.config import ModelError
+from skipjoin.model.frame_process import ENDED, FrameProcess
 
 # Started by path and without this package, see `template_program`. -P keeps modules in its folder from shadowing other
 # packages.
@@ -151,8 +150,8 @@ def _lacks_content(messages: Sequence[Mapping[str, Any]]) -> bool:
     return any(message.get("tool_calls") and not text_of(message.get("content")) for message in messages)
 
 
-# In addition to the kinds of `template_program`: reasons why its process ended.
-_OUT_OF_TIME, _ENDED = -1, -2
+# In addition to the kinds of `template_program`: the kernel killed its process.
+_OUT_OF_TIME = ENDED - 1
 _LIMITS = {
     _OUT_OF_TIME: f"it takes more than {program.MAX_CPU_S:g} s of processor time",
     program.OUT_OF_MEMORY: f"it needs more than {program.MAX_MEMORY_BYTES >> 20} MiB of memory",
@@ -164,7 +163,7 @@ class _Renderer:
     def __init__(self, source: str) -> None:
         self.input: TemplateInput | None = None
         self._source = source
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = FrameProcess(_COMMAND, _MAX_WAIT_S)
         self._lock = threading.Lock()
         self._variables: frozenset[str] = frozenset()
 
@@ -175,62 +174,34 @@ class _Renderer:
 
     def start(self) -> None:
         with self._lock:
-            self._running()
+            self._start()
 
     def ask(self, content: bytes) -> tuple[int, bytes]:
         with self._lock:
-            return self._exchange(self._running(), content)
+            self._start()
+            return self._noted(self._process.ask(content))
 
     def close(self) -> None:
         with self._lock:
-            if self._process is not None:
-                self._end(self._process)
+            self._process.end()
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._process.poll() is not None:  # killed while idle
-            self._end(self._process)
-        if self._process is None:
-            self._process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            kind, answer = self._exchange(self._process, json.dumps(self._source).encode())
-            if kind != program.TEXT:
-                if self._process is not None:
-                    self._end(self._process)
-                raise ModelError(f"the chat template does not compile: {_LIMITS.get(kind) or answer.decode()}")
-            self._variables = frozenset(json.loads(answer))
-        return self._process
+    def _start(self) -> None:
+        if (answer := self._process.start(json.dumps(self._source).encode())) is None:
+            return
+        kind, said = self._noted(answer)
+        if kind != program.TEXT:
+            self._process.end()
+            raise ModelError(f"the chat template does not compile: {_LIMITS.get(kind) or said.decode()}")
+        self._variables = frozenset(json.loads(said))
 
-    def _exchange(self, process: subprocess.Popen[bytes], content: bytes) -> tuple[int, bytes]:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            program.write_frame(process.stdin, 0, content)
-            if not _can_read(process.stdout.fileno()):
-                process.kill()
-            kind, answer = program.read_frame(process.stdout)
-        except (OSError, EOFError):
-            code = self._end(process)
-            return (_OUT_OF_TIME, b"") if code == -signal.SIGPROF else (_ENDED, f"its process ended: {code}".encode())
+    def _noted(self, answer: tuple[int, bytes]) -> tuple[int, bytes]:
+        kind, said = answer
         if kind == program.OUT_OF_MEMORY:  # the interpreter may keep the memory
-            self._end(process)
-        return kind, answer
-
-    def _end(self, process: subprocess.Popen[bytes]) -> int:
-        self._process = None
-        process.kill()
-        code = process.wait()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            try:
-                pipe.close()
-            except OSError:  # an unread frame is lost
-                continue
-        return code
-
-
-def _can_read(file: int) -> bool:
-    waiting = select.poll()
-    waiting.register(file, select.POLLIN)
-    return bool(waiting.poll(_MAX_WAIT_S * 1000))
+            self._process.end()
+        if kind == ENDED:
+            is_late = int(said) == -signal.SIGPROF
+            return (_OUT_OF_TIME, b"") if is_late else (ENDED, b"its process ended: " + said)
+        return answer
 
 
 def _plain(value: Any) -> Any:

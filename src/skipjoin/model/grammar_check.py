@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import select
-import subprocess
 import sys
 import threading
 import weakref
@@ -13,8 +11,8 @@ import msgspec
 
 from skipjoin.model import grammar_program as program
 from skipjoin.model.fair_threads import FairThreads
+from skipjoin.model.frame_process import ENDED, FrameProcess
 from skipjoin.model.grammar_program import Vocabulary
-from skipjoin.model.template_program import read_frame, write_frame
 from skipjoin.structured_output import GrammarError, StructuredOutput
 
 _COMMAND = (sys.executable, "-m", program.__name__)
@@ -29,25 +27,21 @@ _LIMITS = {
     program.OUT_OF_TIME: f"takes more than {program.MAX_CPU_S * 1000:g} ms of processor time to compile",
     program.OUT_OF_MEMORY: f"needs more than {program.MAX_MEMORY_BYTES >> 20} MiB of memory to compile",
     program.TOO_DEEP: "is nested too deeply to compile",
+    ENDED: "could not be compiled, because the compiler's process ended: try again",
 }
 
 
-class _EndedError(GrammarError):
-    pass
-
-
 class GrammarCheck:
-    """Compiles constraints in a separate process, which starts on demand and is replaced if it ends. Thread-safe.
+    """Compiles constraints in a separate process, for clients in turn. Thread-safe.
 
-    Clients take turns. Each client has its own outcomes, because a fast one would reveal that another client uses the
-    constraint.
+    Each client has its own outcomes, because a fast one would reveal that another client uses the constraint.
     """
 
     def __init__(self, folder: str | Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._vocabulary = Vocabulary(str(folder), vocab_size, eos_token_ids)
         # One thread, because a single process compiles.
         self._threads = FairThreads(1, "skipjoin-grammar")
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = FrameProcess(_COMMAND, _MAX_WAIT_S)
         self._known: OrderedDict[tuple[str, StructuredOutput], str] = OrderedDict()
         self._known_lock = threading.Lock()
         self._lock = threading.Lock()
@@ -97,56 +91,31 @@ class GrammarCheck:
             self._running()
 
     def close(self) -> None:
-        if (process := self._process) is not None:
+        if (process := self._process.process) is not None:
             process.kill()  # ends a check in progress
         self._threads.close()
         with self._lock:
-            self._end()
+            self._process.end()
 
     def _error_of(self, structured: StructuredOutput) -> str:
         content = msgspec.json.encode(structured)
-        try:
-            kind, said = self._exchange(self._running(), content)
-        except _EndedError:  # killed from outside
-            kind, said = self._exchange(self._running(), content)
+        kind, said = self._ask(content)
+        if kind == ENDED:  # killed from outside
+            kind, said = self._ask(content)
+        if kind == ENDED:
+            raise GrammarError(_LIMITS[ENDED])
         if limit := _LIMITS.get(kind):
             return f"{limit}: simplify it"
         return said.decode()
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._process.poll() is not None:
-            self._end()
-        if self._process is None:
-            self._process = subprocess.Popen(_COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            kind, said = self._exchange(self._process, msgspec.json.encode(self._vocabulary))
-            if kind != program.GOOD:
-                self._end()
-                raise GrammarError(said.decode())
-        return self._process
+    def _ask(self, content: bytes) -> tuple[int, bytes]:
+        self._running()
+        return self._process.ask(content)
 
-    def _exchange(self, process: subprocess.Popen[bytes], content: bytes) -> tuple[int, bytes]:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            write_frame(process.stdin, 0, content)
-            waiting = select.poll()
-            waiting.register(process.stdout.fileno(), select.POLLIN)
-            if not waiting.poll(_MAX_WAIT_S * 1000):
-                process.kill()
-            return read_frame(process.stdout)
-        except (OSError, EOFError):
-            self._end()
-            raise _EndedError("could not be compiled, because the compiler's process ended: try again") from None
-
-    def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
+    def _running(self) -> None:
+        if (answer := self._process.start(msgspec.json.encode(self._vocabulary))) is None:
             return
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            try:
-                pipe.close()
-            except OSError:  # an unread frame is lost
-                continue
+        kind, said = answer
+        if kind != program.GOOD:
+            self._process.end()
+            raise GrammarError(_LIMITS[ENDED] if kind == ENDED else said.decode())

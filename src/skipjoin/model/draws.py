@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -21,18 +20,9 @@ _COLDEST = 1e-30
 _RUN = 128
 
 
-class FindThresholds(Protocol):
-    """Finds, per row, the smallest value that top_k, then top_p, keep."""
-
-    def __call__(self, scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-        """Return the thresholds, [n, 1].
-
-        Args:
-            scaled: float32 [n, vocab], nonpositive, with a row maximum of 0.
-            top_k: int64 [n]; vocab for no limit.
-            top_p: float64 [n]; 1 for no limit.
-        """
-        ...
+# Returns, per row, the smallest value that top_k, then top_p, keep: [n, 1]. Arguments: float32 [n, vocab], nonpositive,
+# with a row maximum of 0; top_k, int64 [n], vocab for no limit; top_p, float64 [n], 1 for no limit.
+FindThresholds = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -55,10 +45,7 @@ def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
 def draw(
     logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float], find_thresholds: FindThresholds
 ) -> torch.Tensor:
-    """Sample each row at its temperature (> 0) among the tokens that its filters keep.
-
-    Tokens of equal logits are kept or dropped together.
-    """
+    """Sample each row at its temperature (> 0). Filters keep or drop tokens of equal logits together."""
     scaled = logits / _column([max(param.temperature, _COLDEST) for param in params], logits)
     scaled -= scaled.amax(-1, keepdim=True)  # the maximum becomes 0, so exp cannot overflow
     filtered = [i for i, param in enumerate(params) if param.top_k or param.top_p < 1 or param.min_p]

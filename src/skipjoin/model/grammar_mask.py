@@ -60,6 +60,11 @@ class GrammarMask:
         return GrammarState(compiled, params, eos_token_ids, max_masks_s=self._max_masks_s)
 
     def masks(self, states: Sequence[GrammarState]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the allowed tokens of active states, and whether each output must end here.
+
+        The tokens, at least one for each state, are packed bits, int32 [len(states), words]. The next call may
+        overwrite them.
+        """
         if len(self._masks) < len(states):
             self._masks = np.empty((len(states), self._words), np.int32)
         masks = self._masks[: len(states)]

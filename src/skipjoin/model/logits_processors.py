@@ -44,22 +44,6 @@ class LogitsProcessor(Protocol):
         ...
 
 
-class TokenLimit(Protocol):
-    """Limits the tokens that may come next, whatever processors do to their logits."""
-
-    def start(
-        self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]
-    ) -> ProcessorState | None: ...
-
-    def masks(self, states: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the allowed tokens of active states, and whether each output must end here.
-
-        The tokens, at least one for each state, are packed bits, int32 [len(states), words]. The next call may
-        overwrite them.
-        """
-        ...
-
-
 def default_processors(vocab_size: int) -> tuple[LogitsProcessor, ...]:
     return LogitBias(vocab_size), RepetitionPenalty(), OutputPenalties(), MinTokens(vocab_size)
 
@@ -92,24 +76,12 @@ class RepetitionPenalty:
         return None if params.repetition_penalty == 1 else _RepetitionState(params.repetition_penalty, prompt)
 
     def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _RepetitionState]]) -> None:
-        seen = [(row, state.seen.tokens) for row, state in rows]
+        seen = [(row, state.tokens) for row, state in rows]
         penalties = np.array([state.penalty for _, state in rows], np.float32)
         factor = _send(np.repeat(penalties, [len(tokens) for _, tokens in seen]), logits)
         flat, index = _flat(logits), _index(logits, seen)
         values = flat[index]
         flat[index] = torch.where(values > 0, values / factor, values * factor)
-
-
-class _RepetitionState(ProcessorState):
-    reads_output = True
-
-    def __init__(self, penalty: float, prompt: Sequence[int]) -> None:
-        self.penalty = penalty
-        self.seen = _TokenCounts()
-        self.accept(prompt)
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        self.seen.add(tokens)
 
 
 class OutputPenalties:
@@ -122,27 +94,13 @@ class OutputPenalties:
         return _OutputState(frequency, presence) if frequency or presence else None
 
     def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _OutputState]]) -> None:
-        seen = [(row, state.seen.tokens) for row, state in rows]
+        seen = [(row, state.tokens) for row, state in rows]
         lengths = [len(tokens) for _, tokens in seen]
         frequency = np.repeat(np.array([state.frequency for _, state in rows], np.float32), lengths)
         presence = np.repeat(np.array([state.presence for _, state in rows], np.float32), lengths)
-        frequency *= np.concatenate([state.seen.counts for _, state in rows])
+        frequency *= np.concatenate([state.counts for _, state in rows])
         flat, index = _flat(logits), _index(logits, seen)
         flat[index] = flat[index] - _send(frequency, logits) - _send(presence, logits)
-
-
-class _OutputState(ProcessorState):
-    reads_output = True
-
-    def __init__(self, frequency: float, presence: float) -> None:
-        self.frequency, self.presence = frequency, presence
-        self.seen = _TokenCounts()
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        self.seen.add(tokens)
-
-    def is_active(self, length: int) -> bool:
-        return length > 0
 
 
 class MinTokens:
@@ -169,11 +127,14 @@ class _MinTokensState(ProcessorState):
         return length < self._min_tokens
 
 
-class _TokenCounts:
-    def __init__(self) -> None:
+class _SeenState(ProcessorState):
+    reads_output = True
+
+    def __init__(self, first: Sequence[int] = ()) -> None:
         self._places: dict[int, int] = {}
         self._tokens = np.empty(16, np.int64)
         self._counts = np.zeros(16, np.float32)
+        self.accept(first)
 
     @property
     def tokens(self) -> np.ndarray:
@@ -183,7 +144,7 @@ class _TokenCounts:
     def counts(self) -> np.ndarray:
         return self._counts[: len(self._places)]
 
-    def add(self, tokens: Sequence[int]) -> None:
+    def accept(self, tokens: Sequence[int]) -> None:
         for token, count in Counter(tokens).items() if len(tokens) > 1 else ((token, 1) for token in tokens):
             place = self._places.setdefault(token, len(self._places))
             if place == len(self._tokens):
@@ -191,6 +152,21 @@ class _TokenCounts:
                 self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
             self._tokens[place] = token
             self._counts[place] += count
+
+    def is_active(self, length: int) -> bool:
+        return len(self._places) > 0
+
+
+class _RepetitionState(_SeenState):
+    def __init__(self, penalty: float, prompt: Sequence[int]) -> None:
+        super().__init__(prompt)
+        self.penalty = penalty
+
+
+class _OutputState(_SeenState):
+    def __init__(self, frequency: float, presence: float) -> None:
+        super().__init__()
+        self.frequency, self.presence = frequency, presence
 
 
 def _flat(logits: torch.Tensor) -> torch.Tensor:

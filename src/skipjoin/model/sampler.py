@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from skipjoin.model.draws import FindThresholds, draw, largest_first, uniform
-from skipjoin.model.logits_processors import LogitsProcessor, ProcessorState, TokenLimit, default_processors
+from skipjoin.model.logits_processors import LogitsProcessor, ProcessorState, default_processors
 from skipjoin.model.ops.token_mask import mask_ops
 from skipjoin.model.transfer import CpuCopy, send
 from skipjoin.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from skipjoin.model.grammar_mask import GrammarMask, GrammarState  # imports the compiler of grammars
 
 # Tokens per group in the search for the likeliest, which sorts the maxima of all groups and the tokens of the best
 # groups. With 64, a large vocabulary has about as many groups as 20 groups have tokens.
@@ -44,12 +47,12 @@ class SamplingState:
         seed: int,
         prompt_tokens: int,
         adjustments: tuple[tuple[int, ProcessorState], ...],
-        limit: ProcessorState | None = None,
+        limit: GrammarState | None = None,
     ) -> None:
         self.params, self.seed, self.prompt_tokens = params, seed, prompt_tokens
         self.adjustments = adjustments  # by the processor's index
         self.limit = limit
-        self._states = [state for _, state in adjustments] + ([] if limit is None else [limit])
+        self._states = [*(state for _, state in adjustments), *([] if limit is None else [limit])]
         self.reads_output = any(state.reads_output for state in self._states)
         self.length = 0
 
@@ -139,7 +142,7 @@ class Sampler:
         vocab_size: int,
         find_thresholds: FindThresholds | None = None,
         processors: Sequence[LogitsProcessor] | None = None,
-        limit: TokenLimit | None = None,
+        limit: GrammarMask | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self._find_thresholds = find_thresholds or largest_first
@@ -153,7 +156,7 @@ class Sampler:
         prompt: Sequence[int],
         eos_token_ids: Collection[int] = (),
         *,
-        limit: ProcessorState | None = None,
+        limit: GrammarState | None = None,
     ) -> SamplingState:
         made = enumerate(processor.start(params, prompt, eos_token_ids) for processor in self._processors)
         adjustments = tuple((number, state) for number, state in made if state is not None)

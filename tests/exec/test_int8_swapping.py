@@ -189,14 +189,14 @@ class Broken:
 def test_failed_quantization_kernel_falls_back_to_torch(caplog: pytest.LogCaptureFixture) -> None:
     store = make_store(tiny_model("llama"), 8, 8, swap_dtype="int8")
     assert isinstance(store._engine, QuantizedCopies)
-    store._engine._quantizer = Broken()  # type: ignore[assignment]
+    store._engine._kernels._kernel = Broken
     numbers = torch.randn(store.device.block_view()[:2].shape)
     store.device.block_view()[:2] = numbers
     owner = requests(97, 1)[0]
     for direction in Direction:
         store.copy(Move(direction, owner, (0, 1), (0, 1), 2 * BLOCK_SIZE))
     assert [record.message for record in caplog.records] == [
-        "the kernels that quantize KV fail, so torch's operations do it, slower: no such instruction"
+        "a kernel that copies KV fails, so torch quantizes it, which is slower: no such instruction"
     ]
     torch.testing.assert_close(store.device.block_view()[:2], numbers, rtol=0, atol=0.02)
     with pytest.raises(ValueError, match="9 tokens do not end in the last of 2 blocks"):

@@ -282,7 +282,7 @@ def test_kernel_copies_many_short_runs_only(monkeypatch: pytest.MonkeyPatch, cap
     engine = copy_engine.StreamedCopies(store.device, store.cpu)
     monkeypatch.setattr(copy_engine, "MIN_RUN_BYTES", 2 * store.device.block_bytes + 1)
     monkeypatch.setattr(copy_engine, "_MAX_SHORT_RUNS", 2)
-    kernel = engine._kernel = Kernel()
+    kernel = engine._kernel._kernel = Kernel()
     draw = torch.Generator().manual_seed(0)
     source = torch.randn(store.device.block_view().shape, generator=draw)
     store.device.block_view().copy_(source)

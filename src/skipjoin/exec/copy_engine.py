@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from contextlib import suppress
+from importlib import import_module
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -14,8 +16,6 @@ from skipjoin.model.transfer import send
 
 _log = logging.getLogger(__name__)
 
-# Arguments: target and source pool as rows, then target and source row numbers. See `model.kernels.block_copy`.
-BlocksKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 # The kernel copies more short runs than this. Its launch takes as long as queueing this many copies.
 _MAX_SHORT_RUNS = 8
 
@@ -53,12 +53,35 @@ class HostCopies:
         self._copy_blocks(*addresses, source.block_bytes, pairs.target, pairs.source)
 
 
+class OptionalKernel:
+    """Triton kernel of a module, which is dropped if it fails: the compiler or the driver may not support it."""
+
+    def __init__(self, module: str, name: str, slower: str, *, is_usable: bool = True) -> None:
+        self._kernel: Any = None
+        self._slower = slower
+        if is_usable:
+            with suppress(ImportError):
+                self._kernel = getattr(import_module(f"skipjoin.model.kernels.{module}"), name)
+
+    def runs(self, work: Callable[[Any], object]) -> bool:
+        """Call `work` with the kernel, and return whether that succeeded."""
+        if self._kernel is None:
+            return False
+        try:
+            work(self._kernel)
+        except Exception as error:
+            _log.warning("a kernel that copies KV fails, so %s, which is slower: %s", self._slower, error)
+            self._kernel = None
+        return self._kernel is not None
+
+
 class StreamedCopies:
     """Copies between a GPU and CPU memory: a run of blocks at a time, or many short runs by one kernel."""
 
     def __init__(self, device: PagedKV, cpu: PagedKV) -> None:
         self._device, self._cpu = device, cpu
-        self._kernel = _blocks_kernel() if cpu.tensor.is_pinned() else None
+        is_usable = cpu.tensor.is_pinned()
+        self._kernel = OptionalKernel("block_copy", "copy_blocks", "blocks are copied one by one", is_usable=is_usable)
         if device.block_bytes < MIN_RUN_BYTES:
             self._launch(cpu.block_view(), device.block_view(), Pairs((0,), (0,)))  # both blocks are zeros
 
@@ -73,16 +96,8 @@ class StreamedCopies:
             target[first_to : first_to + count].copy_(source[first : first + count], non_blocking=True)
 
     def _launch(self, target: torch.Tensor, source: torch.Tensor, pairs: Pairs) -> bool:
-        if self._kernel is None:
-            return False
-        try:
-            ids = send((pairs.target, pairs.source), self._device.tensor.device, torch.int64)
-            self._kernel(target, source, ids[0], ids[1])
-        except Exception as error:  # the compiler or the driver may not support the kernel
-            _log.warning("the block copy kernel fails, so KV blocks are copied one by one, which is slower: %s", error)
-            self._kernel = None
-            return False
-        return True
+        ids, device = (pairs.target, pairs.source), self._device.tensor.device
+        return self._kernel.runs(lambda copy: copy(target, source, *send(ids, device, torch.int64)))
 
 
 class QuantizedCopies:
@@ -90,50 +105,28 @@ class QuantizedCopies:
 
     def __init__(self, device: PagedKV, cpu: SwapPool) -> None:
         self._device, self._cpu = device, cpu
-        if not device.tensor.is_cuda:
-            self._quantizer = block_quantizer(cpu.format)
-            return
-        has_kernels = cpu.format.has_kernels and cpu.tensor.is_pinned()
-        self._quantizer = (_quantizer_kernels() if has_kernels else None) or TorchQuantizer()
-        # Both blocks are zeros.
-        self.copy(Direction.OUT, Pairs((0,), (0,)), cpu.shape[1])
-        self.copy(Direction.IN, Pairs((0,), (0,)), cpu.shape[1])
+        is_cuda = device.tensor.is_cuda
+        self._quantizer = TorchQuantizer() if is_cuda else block_quantizer(cpu.format)
+        is_usable = is_cuda and cpu.format.has_kernels and cpu.tensor.is_pinned()
+        self._kernels = OptionalKernel("block_quant", "TritonQuantizer", "torch quantizes it", is_usable=is_usable)
+        if is_cuda:  # both blocks are zeros
+            self.copy(Direction.OUT, Pairs((0,), (0,)), cpu.shape[1])
+            self.copy(Direction.IN, Pairs((0,), (0,)), cpu.shape[1])
 
     def copy(self, direction: Direction, pairs: Pairs, last: int) -> None:
         device, cpu = self._device, self._cpu
         if not pairs.source:
             return
-        if direction is Direction.OUT:
-            self._run(lambda by: by.quantize(cpu, device, pairs.target, pairs.source, last))
-        else:
-            self._run(lambda by: by.dequantize(device, cpu, pairs.target, pairs.source))
 
-    def _run(self, work: Callable[[BlockQuantizer], None]) -> None:
-        try:
-            work(self._quantizer)
-        except Exception as error:  # the compiler or the driver may not support the kernels
-            if isinstance(self._quantizer, TorchQuantizer):
-                raise
-            _log.warning("the kernels that quantize KV fail, so torch's operations do it, slower: %s", error)
-            self._quantizer = TorchQuantizer()
-            work(self._quantizer)
+        def convert(by: BlockQuantizer) -> None:
+            if direction is Direction.OUT:
+                by.quantize(cpu, device, pairs.target, pairs.source, last)
+            else:
+                by.dequantize(device, cpu, pairs.target, pairs.source)
+
+        if not self._kernels.runs(lambda made: convert(made())):
+            convert(self._quantizer)
 
 
 def _pools(direction: Direction, device: PagedKV, cpu: PagedKV) -> tuple[PagedKV, PagedKV]:
     return cpu if direction is Direction.IN else device, cpu if direction is Direction.OUT else device
-
-
-def _blocks_kernel() -> BlocksKernel | None:
-    try:
-        from skipjoin.model.kernels.block_copy import copy_blocks  # noqa: PLC0415 (an optional back end)
-    except ImportError:
-        return None
-    return copy_blocks
-
-
-def _quantizer_kernels() -> BlockQuantizer | None:
-    try:
-        from skipjoin.model.kernels.block_quant import TritonQuantizer  # noqa: PLC0415 (an optional back end)
-    except ImportError:
-        return None
-    return TritonQuantizer()

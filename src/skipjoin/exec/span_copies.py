@@ -1,20 +1,12 @@
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-
 import torch
 
 from skipjoin.core.step import Move
+from skipjoin.exec.copy_engine import OptionalKernel
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.ops.block_copy import span_copy
 from skipjoin.model.transfer import to_device
-
-_log = logging.getLogger(__name__)
-
-# Arguments: target and source pool as [blocks, heads, block_size, head_dim], and an int64 [4, n] tensor on the device
-# with target blocks, source blocks, first slots and counts.
-SpansKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class SpanCopies:
@@ -22,14 +14,14 @@ class SpanCopies:
 
     def __init__(self, device: PagedKV, host: PagedKV) -> None:
         self._device = device
-        self._kernel: SpansKernel | None = None
-        if not device.tensor.is_cuda:
-            # Requested here because it may have to be compiled first.
-            self._copy = span_copy()
-        elif host.tensor.is_pinned() and (kernel := _spans_kernel()) is not None:
-            self._kernel = kernel
-            # Compiled here rather than in the first step that needs it. Both blocks are zeros.
+        is_cuda = device.tensor.is_cuda
+        is_usable = is_cuda and host.tensor.is_pinned()
+        self._kernel = OptionalKernel("block_copy", "copy_spans", "slots are copied one by one", is_usable=is_usable)
+        # Compiled here rather than in the first step that needs it. Both blocks are zeros.
+        if is_cuda:
             self._launch(host, device, torch.tensor([[0], [0], [0], [1]]))
+        else:
+            self._copy = span_copy()
 
     def copy(self, target: PagedKV, source: PagedKV, move: Move) -> None:
         size = self._device.block_size
@@ -48,20 +40,5 @@ class SpanCopies:
                 to[block, :, slots].copy_(rows[other, :, slots], non_blocking=True)
 
     def _launch(self, target: PagedKV, source: PagedKV, spans: torch.Tensor) -> bool:
-        if self._kernel is None:
-            return False
-        try:
-            self._kernel(target.head_view(), source.head_view(), to_device(spans, self._device.tensor.device))
-        except Exception as error:  # the compiler or the driver may not support the kernel
-            _log.warning("the kernel that copies KV slots fails, so they are copied one by one, slower: %s", error)
-            self._kernel = None
-            return False
-        return True
-
-
-def _spans_kernel() -> SpansKernel | None:
-    try:
-        from skipjoin.model.kernels.block_copy import copy_spans  # noqa: PLC0415 (an optional back end)
-    except ImportError:
-        return None
-    return copy_spans
+        views, device = (target.head_view(), source.head_view()), self._device.tensor.device
+        return self._kernel.runs(lambda copy: copy(*views, to_device(spans, device)))

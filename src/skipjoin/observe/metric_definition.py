@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from skipjoin.core.request import ServiceClass
 
@@ -17,7 +17,7 @@ class Metric(NamedTuple):
         in_vllm: True if vLLM has a metric of this name and meaning.
         vllm_sum: Label values whose sum is vLLM's metric, which has no such label.
         is_share: Engines are aggregated by mean instead of sum.
-        by_class: The metric has an additional label `class`; vLLM has the sum over classes.
+        by_class: There is an additional label `class`; vLLM has the sum over classes.
     """
 
     name: str
@@ -54,3 +54,15 @@ class Metric(NamedTuple):
             return plain, row
         total = sum(row[self.values.index(value)] for value in self.vllm_sum)
         return plain._replace(label="", values=()), [total]
+
+
+def gauge(name: str, help: str, label: str = "", values: tuple[str, ...] = (), **more: Any) -> Metric:
+    return Metric(name, "gauge", help, label, values, **more)
+
+
+def counter(name: str, help: str, label: str = "", values: tuple[str, ...] = (), **more: Any) -> Metric:
+    return Metric(name, "counter", help, label, values, **more)
+
+
+def histogram(name: str, help: str, buckets: tuple[float, ...], **more: Any) -> Metric:
+    return Metric(name, "histogram", help, buckets=buckets, **more)

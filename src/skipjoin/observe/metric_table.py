@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from skipjoin.core.events import Preemption
 from skipjoin.core.request import FinishReason
-from skipjoin.observe.metric_definition import Metric
+from skipjoin.observe.metric_definition import Metric, counter, gauge, histogram
 from skipjoin.observe.waits import REASONS
 
 # Spans one token on a fast device to a request that waits for minutes.
@@ -47,246 +47,175 @@ HTTP_STATUSES = (
 CONNECTION_REFUSALS = ("no_room", "idle", "share", "late", "invalid", "slow_reader")
 
 ENGINE_METRICS = (
-    Metric("num_requests_running", "gauge", "Number of requests in the running batch.", by_class=True, in_vllm=True),
-    Metric(
+    gauge("num_requests_running", "Number of requests in the running batch.", by_class=True, in_vllm=True),
+    gauge(
         "num_requests_waiting",
-        "gauge",
         "Number of requests that are not running, including preempted ones.",
         by_class=True,
         in_vllm=True,
     ),
-    Metric(
-        "batch_cap",
-        "gauge",
-        "Batch size up to which a step takes best-effort requests. Only the recipe bros changes it.",
+    gauge("batch_cap", "Batch size up to which a step takes best-effort requests. Only the recipe bros changes it."),
+    gauge("num_requests_swapped", "Number of waiting requests with KV on the CPU tier."),
+    gauge("kv_compressed_bytes", "Stored size of KV on the CPU tier as 8-bit codes."),
+    gauge(
+        "kv_cache_usage_perc", "Share of the device's KV blocks that are in use, 0 to 1.", is_share=True, in_vllm=True
     ),
-    Metric("num_requests_swapped", "gauge", "Number of waiting requests with KV on the CPU tier."),
-    Metric("kv_compressed_bytes", "gauge", "Stored size of KV on the CPU tier as 8-bit codes."),
-    Metric(
-        "kv_cache_usage_perc",
-        "gauge",
-        "Share of the device's KV blocks that are in use, 0 to 1.",
-        is_share=True,
-        in_vllm=True,
-    ),
-    Metric("kv_cached_blocks", "gauge", "Number of free device blocks in the prefix cache."),
-    Metric("kv_cpu_cached_blocks", "gauge", "Number of free blocks of the CPU tier in the prefix cache."),
-    Metric("kv_shared_blocks", "gauge", "Number of device blocks that several requests hold."),
-    Metric("kv_lent_blocks", "gauge", "Number of bidirectional blocks, which two requests fill."),
-    Metric(
+    gauge("kv_cached_blocks", "Number of free device blocks in the prefix cache."),
+    gauge("kv_cpu_cached_blocks", "Number of free blocks of the CPU tier in the prefix cache."),
+    gauge("kv_shared_blocks", "Number of device blocks that several requests hold."),
+    gauge("kv_lent_blocks", "Number of bidirectional blocks, which two requests fill."),
+    gauge(
         "kv_hosted_requests",
-        "gauge",
         "Number of requests with KV in blocks that another one reserves. Only the recipe econoserve nests them.",
     ),
-    Metric("kv_hosted_blocks", "gauge", "Number of these blocks."),
-    Metric("kv_nested_reservations_total", "counter", "Requests that have been hosted."),
-    Metric("kv_vacated_reservations_total", "counter", "Number of times that a hosted request lost its KV."),
-    Metric(
+    gauge("kv_hosted_blocks", "Number of these blocks."),
+    counter("kv_nested_reservations_total", "Requests that have been hosted."),
+    counter("kv_vacated_reservations_total", "Number of times that a hosted request lost its KV."),
+    gauge(
         "queue_requests",
-        "gauge",
         "Number of requests per level of the feedback queue, 0 first. Only the recipe fastserve has levels.",
         "level",
         tuple(map(str, range(16))),
     ),
-    Metric("queue_demotions_total", "counter", "Number of times that a request used up its quantum and went down."),
-    Metric("queue_promotions_total", "counter", "Number of times that a starving request went to the first level."),
-    Metric(
+    counter("queue_demotions_total", "Number of times that a request used up its quantum and went down."),
+    counter("queue_promotions_total", "Number of times that a starving request went to the first level."),
+    gauge(
         "deadline_requests",
-        "gauge",
         "Number of real-time requests by whether their next token is late. Only the recipe bros has such deadlines.",
         "state",
         ("in_time", "late"),
     ),
-    Metric(
+    counter(
         "kv_checkpointed_slots_total",
-        "counter",
         "Tokens whose KV was saved before the other request of their bidirectional block overwrote it.",
     ),
-    Metric("kv_checkpointed_bytes_total", "counter", "Size of the saved KV."),
-    Metric("kv_restores_total", "counter", "Number of times that a request's saved KV was restored."),
-    Metric(
-        "kv_blocks_recovered_total",
-        "counter",
-        "Leaked KV blocks that were reclaimed. Any is a bug, which the log describes.",
+    counter("kv_checkpointed_bytes_total", "Size of the saved KV."),
+    counter("kv_restores_total", "Number of times that a request's saved KV was restored."),
+    counter(
+        "kv_blocks_recovered_total", "Leaked KV blocks that were reclaimed. Any is a bug, which the log describes."
     ),
-    Metric(
+    counter(
         "prefix_cache_queries_total",
-        "counter",
         "Prompt tokens of admitted requests that may use the prefix cache, once per request.",
         in_vllm=True,
     ),
-    Metric(
+    counter(
         "prefix_cache_hits_total",
-        "counter",
         "Prompt tokens found in the prefix cache, by tier.",
         "tier",
         _TIERS,
         vllm_sum=_TIERS,
         in_vllm=True,
     ),
-    Metric("prefix_cache_saved_bytes_total", "counter", "Cached KV copied to the CPU tier before the device lost it."),
-    Metric(
+    counter("prefix_cache_saved_bytes_total", "Cached KV copied to the CPU tier before the device lost it."),
+    counter(
         "num_preemptions_total",
-        "counter",
         "Preemptions, by what happened to the KV: kept (pause), swapped out in part (spill) or whole (swap), dropped "
         "(drop). vLLM's metric excludes pause.",
         "how",
         PREEMPTIONS,
-        # vLLM has no preemption that keeps the KV on the device.
         vllm_sum=("spill", "swap", "drop"),
         by_class=True,
         in_vllm=True,
     ),
-    Metric("prompt_tokens_total", "counter", "Prompt tokens of requests that got their first token.", in_vllm=True),
-    Metric("generation_tokens_total", "counter", "Generated tokens.", by_class=True, in_vllm=True),
-    Metric(
+    counter("prompt_tokens_total", "Prompt tokens of requests that got their first token.", in_vllm=True),
+    counter("generation_tokens_total", "Generated tokens.", by_class=True, in_vllm=True),
+    counter(
         "request_success_total",
-        "counter",
         "Finished requests, by reason.",
         "finished_reason",
         FINISH_REASONS,
         by_class=True,
         in_vllm=True,
     ),
-    Metric("deadline_dropped_total", "counter", "Requests aborted by their deadline."),
-    Metric("engine_steps_total", "counter", "Number of steps."),
-    Metric("engine_restarts_total", "counter", "Number of times that all ranks were restarted."),
-    Metric(
+    counter("deadline_dropped_total", "Requests aborted by their deadline."),
+    counter("engine_steps_total", "Number of steps."),
+    counter("engine_restarts_total", "Number of times that all ranks were restarted."),
+    counter(
         "swap_out_bytes_total",
-        "counter",
         "KV swapped out, in the CPU tier's format; proactive swaps overlap with steps.",
         "proactive",
         _PROACTIVE,
     ),
-    Metric(
+    counter(
         "swap_in_bytes_total",
-        "counter",
         "KV swapped in, in the CPU tier's format; proactive swaps overlap with steps.",
         "proactive",
         _PROACTIVE,
     ),
-    Metric(
+    counter(
         "wait_seconds_total",
-        "counter",
         "Time that requests waited, by reason. Live requests count up to their latest change.",
         "reason",
         tuple(REASONS),
     ),
-    Metric("swap_stall_seconds_total", "counter", "Time that steps waited for copies of KV."),
-    Metric(
+    counter("swap_stall_seconds_total", "Time that steps waited for copies of KV."),
+    counter(
         "swap_delay_seconds_total",
-        "counter",
         "Time for which copies of KV delayed finished requests: steps that they missed, and steps that waited.",
     ),
-    Metric("stage_busy_seconds_total", "counter", "Time that pipeline stages worked, summed over stages."),
-    Metric(
+    counter("stage_busy_seconds_total", "Time that pipeline stages worked, summed over stages."),
+    counter(
         "stage_idle_seconds_total",
-        "counter",
         "Time that pipeline stages were idle between steps although there were requests, summed over stages.",
     ),
-    Metric(
-        "slo_attained_total",
-        "counter",
-        "Soft objectives that requests met, by objective.",
-        "slo",
-        OBJECTIVES,
-        by_class=True,
-    ),
-    Metric(
-        "slo_missed_total",
-        "counter",
-        "Soft objectives that requests missed, by objective.",
-        "slo",
-        OBJECTIVES,
-        by_class=True,
+    counter("slo_attained_total", "Soft objectives that requests met, by objective.", "slo", OBJECTIVES, by_class=True),
+    counter(
+        "slo_missed_total", "Soft objectives that requests missed, by objective.", "slo", OBJECTIVES, by_class=True
     ),
     *(
-        Metric(
+        histogram(
             f"slo_{objective}_used_ratio",
-            "histogram",
             f"Time that requests with a soft {objective.upper()} objective took, as a share of it. The rest is slack; "
             "above 1 they missed it.",
-            buckets=_USED,
+            _USED,
             by_class=True,
         )
         for objective in OBJECTIVES
     ),
-    Metric("recomputed_tokens_total", "counter", "Tokens computed again after their KV was dropped."),
-    Metric(
+    counter("recomputed_tokens_total", "Tokens computed again after their KV was dropped."),
+    histogram(
         "time_to_first_token_seconds",
-        "histogram",
         "Time from arrival at the engine to the first token.",
-        buckets=_SECONDS,
+        _SECONDS,
         by_class=True,
         in_vllm=True,
     ),
-    Metric(
-        "inter_token_latency_seconds",
-        "histogram",
-        "Time between tokens of a request.",
-        buckets=_TOKEN_SECONDS,
-        by_class=True,
-        in_vllm=True,
+    histogram(
+        "inter_token_latency_seconds", "Time between tokens of a request.", _TOKEN_SECONDS, by_class=True, in_vllm=True
     ),
-    Metric(
+    histogram(
         "request_time_per_output_token_seconds",
-        "histogram",
         "Mean time per output token after the first, one value per request.",
-        buckets=_TOKEN_SECONDS,
+        _TOKEN_SECONDS,
         by_class=True,
         in_vllm=True,
     ),
-    Metric(
+    histogram(
         "e2e_request_latency_seconds",
-        "histogram",
         "Time from arrival at the engine to the end.",
-        buckets=_SECONDS,
+        _SECONDS,
         by_class=True,
         in_vllm=True,
     ),
-    Metric(
+    histogram(
         "request_queue_time_seconds",
-        "histogram",
         "Time from arrival at the engine to the first step.",
-        buckets=_SECONDS,
+        _SECONDS,
         by_class=True,
         in_vllm=True,
     ),
-    Metric(
-        "request_prefill_time_seconds",
-        "histogram",
-        "Time from the first step to the first token.",
-        buckets=_SECONDS,
-        in_vllm=True,
+    histogram("request_prefill_time_seconds", "Time from the first step to the first token.", _SECONDS, in_vllm=True),
+    histogram("request_decode_time_seconds", "Time from the first token to the last.", _SECONDS, in_vllm=True),
+    histogram("request_inference_time_seconds", "Time from the first step to the last token.", _SECONDS, in_vllm=True),
+    histogram("request_prompt_tokens", "Prompt tokens of a request.", _LENGTHS, in_vllm=True),
+    histogram("request_generation_tokens", "Generated tokens of a request.", _LENGTHS, in_vllm=True),
+    histogram(
+        "request_params_max_tokens", "Maximum number of tokens that a request may generate.", _LENGTHS, in_vllm=True
     ),
-    Metric(
-        "request_decode_time_seconds",
-        "histogram",
-        "Time from the first token to the last.",
-        buckets=_SECONDS,
-        in_vllm=True,
-    ),
-    Metric(
-        "request_inference_time_seconds",
-        "histogram",
-        "Time from the first step to the last token.",
-        buckets=_SECONDS,
-        in_vllm=True,
-    ),
-    Metric("request_prompt_tokens", "histogram", "Prompt tokens of a request.", buckets=_LENGTHS, in_vllm=True),
-    Metric("request_generation_tokens", "histogram", "Generated tokens of a request.", buckets=_LENGTHS, in_vllm=True),
-    Metric(
-        "request_params_max_tokens",
-        "histogram",
-        "Maximum number of tokens that a request may generate.",
-        buckets=_LENGTHS,
-        in_vllm=True,
-    ),
-    Metric(
-        "request_preemptions", "histogram", "Preemptions of a request.", buckets=_PREEMPTIONS_PER_REQUEST, by_class=True
-    ),
-    Metric("iteration_tokens_total", "histogram", "Tokens computed in a step.", buckets=_BATCH, in_vllm=True),
-    Metric("engine_resident_memory_bytes", "gauge", "Resident memory of the engine processes, without their ranks."),
+    histogram("request_preemptions", "Preemptions of a request.", _PREEMPTIONS_PER_REQUEST, by_class=True),
+    histogram("iteration_tokens_total", "Tokens computed in a step.", _BATCH, in_vllm=True),
+    gauge("engine_resident_memory_bytes", "Resident memory of the engine processes, without their ranks."),
 )
 """Metrics of an engine. Histograms over requests count a request when it ends, for any reason."""
 
@@ -294,109 +223,84 @@ ENGINE_METRICS = (
 LOSSES = ("engine_dead", "no_replica", "engine_lost")
 
 API_METRICS = (
-    Metric(
+    counter(
         "http_responses_total",
-        "counter",
         "HTTP responses, by status. A stream counts by its initial status; 499 is a client that disconnected before a "
         "response.",
         "status",
         HTTP_STATUSES,
     ),
-    Metric(
+    counter(
         "connections_refused_total",
-        "counter",
         "Connections refused (no_room) or closed: idle for a new one (idle), more than the share of an address or key "
         "(share), slow to send (late), not HTTP (invalid), slow to read (slow_reader).",
         "reason",
         CONNECTION_REFUSALS,
     ),
-    Metric("api_resident_memory_bytes", "gauge", "Resident memory of the API process."),
-    Metric(
+    gauge("api_resident_memory_bytes", "Resident memory of the API process."),
+    counter(
         "admission_rejected_total",
-        "counter",
         "Requests refused by admission, by the exceeded limit, or during shutdown (draining).",
         "reason",
         ("requests", "tokens", "draining"),
     ),
-    Metric(
+    histogram(
         "request_params_n",
-        "histogram",
         "Choices that a request asks for, one value per prompt.",
-        buckets=(1.0, 2.0, 4.0, 8.0, 16.0),
+        (1.0, 2.0, 4.0, 8.0, 16.0),
         in_vllm=True,
     ),
-    Metric(
-        "request_max_num_generation_tokens",
-        "histogram",
-        "Generated tokens of a prompt's longest choice.",
-        buckets=_LENGTHS,
-        in_vllm=True,
+    histogram(
+        "request_max_num_generation_tokens", "Generated tokens of a prompt's longest choice.", _LENGTHS, in_vllm=True
     ),
-    Metric("replicas", "gauge", "Number of configured engines."),
-    Metric("replicas_alive", "gauge", "Number of engines that accept requests."),
-    Metric("replica_restarts_total", "counter", "Number of engines started in place of one that died."),
-    Metric("requests_moved_total", "counter", "Number of times that a request's engine died and another took it over."),
-    Metric(
+    gauge("replicas", "Number of configured engines."),
+    gauge("replicas_alive", "Number of engines that accept requests."),
+    counter("replica_restarts_total", "Number of engines started in place of one that died."),
+    counter("requests_moved_total", "Number of times that a request's engine died and another took it over."),
+    counter(
         "requests_lost_total",
-        "counter",
         "Requests that failed because engines died: none will start (engine_dead), none started in time (no_replica), "
         "or too many died while they ran it (engine_lost).",
         "reason",
         LOSSES,
     ),
-    Metric("forecasts_total", "counter", "Forecasts of output lengths, by source.", "source", FORECAST_SOURCES),
-    Metric("forecasts_late_total", "counter", "Forecasts that were ready after their request had been sent."),
-    Metric("forecast_seconds", "histogram", "Time to make a forecast.", buckets=_FORECAST_SECONDS),
-    Metric(
+    counter("forecasts_total", "Forecasts of output lengths, by source.", "source", FORECAST_SOURCES),
+    counter("forecasts_late_total", "Forecasts that were ready after their request had been sent."),
+    histogram("forecast_seconds", "Time to make a forecast.", _FORECAST_SECONDS),
+    counter(
         "forecast_url_total",
-        "counter",
         "Predictions by the server of --forecast-url, by outcome: skipped if too many are open, unneeded if the "
         "request finished first.",
         "outcome",
         FORECAST_OUTCOMES,
     ),
-    Metric("forecast_url_seconds", "histogram", "Time of a prediction by that server.", buckets=_ANSWER_SECONDS),
-    Metric(
-        "forecasts_learned_total",
-        "counter",
-        "Outputs learned from; censored ones were cut off.",
-        "kind",
-        ("exact", "censored"),
+    histogram("forecast_url_seconds", "Time of a prediction by that server.", _ANSWER_SECONDS),
+    counter(
+        "forecasts_learned_total", "Outputs learned from; censored ones were cut off.", "kind", ("exact", "censored")
     ),
-    Metric(
-        "forecast_error_tokens",
-        "histogram",
-        "Absolute forecast error; outputs that were cut off do not count.",
-        buckets=_LENGTHS,
-    ),
-    Metric(
+    histogram("forecast_error_tokens", "Absolute forecast error; outputs that were cut off do not count.", _LENGTHS),
+    histogram(
         "forecast_error_octaves",
-        "histogram",
         "Absolute forecast error as a power of two: 1 is twice or half the length. Aborted and expired requests do "
         "not count.",
-        buckets=_OCTAVES,
+        _OCTAVES,
     ),
-    Metric(
+    counter(
         "forecast_interval_total",
-        "counter",
         "Output lengths, by their position relative to the forecast's 80 % interval. Aborted and expired requests do "
         "not count.",
         "place",
         ("below", "inside", "above"),
     ),
-    Metric("forecast_index_entries", "gauge", "Number of outputs to predict from."),
-    Metric("batch_lines", "gauge", "Number of lines of batches in progress, by state.", "state", BATCH_OPEN),
-    Metric("batch_lines_ended_total", "counter", "Finished lines of batches, by state.", "state", BATCH_ENDS),
-    Metric("batches", "gauge", "Number of batches, by status.", "status", BATCH_STATUSES),
-    Metric(
-        "batch_generation_tokens_total",
-        "counter",
-        "Tokens generated for lines of batches. Tokens of a repeated line count again.",
+    gauge("forecast_index_entries", "Number of outputs to predict from."),
+    gauge("batch_lines", "Number of lines of batches in progress, by state.", "state", BATCH_OPEN),
+    counter("batch_lines_ended_total", "Finished lines of batches, by state.", "state", BATCH_ENDS),
+    gauge("batches", "Number of batches, by status.", "status", BATCH_STATUSES),
+    counter(
+        "batch_generation_tokens_total", "Tokens generated for lines of batches. Tokens of a repeated line count again."
     ),
-    Metric(
-        "batch_lines_requeued_total",
-        "counter",
-        "Number of times that a line was queued again because an engine died or was full.",
+    counter(
+        "batch_lines_requeued_total", "Number of times that a line was queued again because an engine died or was full."
     ),
 )
 """Metrics of the API process."""

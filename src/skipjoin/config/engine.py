@@ -23,7 +23,6 @@ from skipjoin.config.shared import (
     check_swap_bandwidth,
     check_swap_type,
 )
-from skipjoin.kv_format import SWAP_FORMATS
 from skipjoin.options import ConfigError, Option, Value, check
 from skipjoin.recipes import BEST_EFFORT_WAIT_S, DEFAULT, absolute, check_recipe
 
@@ -283,12 +282,7 @@ class EngineConfig:
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
         object.__setattr__(self, "recipe", absolute(self.recipe))  # engines may run in another working folder
-        check_recipe(
-            self.recipe,
-            self.recipe_params,
-            lossless_swap=SWAP_FORMATS[self.swap_dtype].is_exact,
-            fair_output_weight=self.fair_output_weight,
-        )
+        check_recipe(self.recipe, self.recipe_params, fair_output_weight=self.fair_output_weight)
         check_swap_type(self.swap_dtype, self.kv_cache_dtype, "swap_space_gib", self.swap_space_gib)
         check_swap_bandwidth(self.swap_bandwidth_gbps, "swap_space_gib", self.swap_space_gib)
         self._check_ranks()

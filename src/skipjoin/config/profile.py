@@ -36,12 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ProfileKey:
-    """Identity of a profile; folders with equal configurations share one.
-
-    Attributes:
-        model: Name for messages, not part of the identity.
-        shape: Hash of the model's configuration.
-    """
+    """Identity of a profile, except for `model`, its name for messages. `shape` is a hash of the configuration."""
 
     model: str
     shape: str
@@ -101,7 +96,6 @@ class Profile:
     Attributes:
         cost: Transfer costs are per block of `block_size` tokens, in the slower direction.
         unrest: Ratio of a step's mean time to its undisturbed time, which the fit uses. `cost` includes this factor.
-        kv_bytes_per_block, weight_bytes: Totals over all devices.
     """
 
     key: ProfileKey
@@ -124,7 +118,6 @@ class Profile:
 
     @property
     def is_poor(self) -> bool:
-        """True if the fit is too far from the measurements for decisions and simulations."""
         return self.errors.median > MAX_MEDIAN_ERROR
 
     def cost_for(self, block_size: int) -> LinearCost:

@@ -333,7 +333,6 @@ class ServerConfig(BatchConfig):
 
     @property
     def _may_have_priority_tier(self) -> bool:
-        """True if requests may use service_tier priority, or if an unread key file may allow it."""
         some = self.priority_tier == "all" or any(rights.tier for rights in self.key_rights.values())
         return some or self.api_key_file is not None
 

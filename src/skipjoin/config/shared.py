@@ -1,5 +1,3 @@
-"""Settings shared by servers, engines and simulated systems, and groups of the help."""
-
 from __future__ import annotations
 
 from typing import Annotated

@@ -6,7 +6,6 @@ from skipjoin.core.kv.interface import BlockLedger
 from skipjoin.core.policy import CostModel, Policies
 from skipjoin.engine.load import Loaded
 from skipjoin.exec.rank_spec import ModelExecutor
-from skipjoin.kv_format import SWAP_FORMATS
 from skipjoin.recipes import EngineLimits, Settings
 
 
@@ -28,7 +27,6 @@ def recipe_settings(config: EngineConfig, cost: CostModel, limits: EngineLimits 
         best_effort_wait_s=config.best_effort_wait_s,
         fair_output_weight=config.fair_output_weight,
         stages=config.pipeline_parallel_size,
-        lossless_swap=SWAP_FORMATS[config.swap_dtype].is_exact,
         limits=limits,
     )
 

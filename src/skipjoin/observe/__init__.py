@@ -1,1 +1,1 @@
-"""Subscribers to core events, equal in simulator and server."""
+"""Folds of core events, equal in simulator and server."""

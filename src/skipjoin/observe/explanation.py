@@ -11,7 +11,7 @@ from skipjoin.observe.reasons import Explanation
 
 
 class Standing(NamedTuple):
-    """Place of a live request in the scheduler's order, from 0, of how many, and what its policies say about it."""
+    """Place of a live request in the scheduler's order, from 0, and what its policies say about it."""
 
     place: int
     requests: int
@@ -26,11 +26,9 @@ def standing(request: Request, live: Collection[Request], ordering: Ordering, fa
 def explained(
     life: Life, now: float, wall: float, reasons: Mapping[str, Explanation], standing: Standing | None
 ) -> dict[str, Any]:
-    """Return the explanation of one life.
+    """Return the explanation of one life, `now` on the engine's clock and `wall` seconds since the epoch.
 
-    Args:
-        now: Seconds on the engine's clock, and `wall` since the epoch.
-        standing: None if the request has finished, or its engine does not tell.
+    `standing` is None if the request has finished, or its engine does not tell.
     """
     end = now if life.ended is None else life.ended
     seconds = {state: round(value, 6) for state, value in life.seconds(now).items()}
@@ -80,7 +78,7 @@ def facts_of(facts: Sequence[Fact]) -> list[dict[str, Any]]:
 
 
 def objectives(life: Life, now: float) -> dict[str, dict[str, Any]]:
-    """Return each objective of a request with its value so far, and whether it was met, or None while that is open."""
+    """Return each objective with its value so far, and whether it was met, or None while that is open."""
     facts, target, is_over = life.facts(), life.target, life.ended is not None
     rows = (
         ("ttft", target.ttft_s, facts.ttft(now), life.first_token is not None),

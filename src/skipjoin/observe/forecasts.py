@@ -12,8 +12,6 @@ _NEAR = 0.25
 
 
 class ForecastLog:
-    """Predicted and actual output lengths of requests that ran to completion."""
-
     def __init__(self) -> None:
         self._pairs: list[tuple[float, int]] = []
         self._covered: list[bool] = []
@@ -35,13 +33,12 @@ class ForecastLog:
             self._covered.append(interval[0] <= tokens <= interval[1])
 
     def summary(self) -> Record:
-        """Return accuracy figures.
+        """Return accuracy figures, None where they are not defined.
 
         Returns:
-            r_log: Correlation of the logarithms of predictions and lengths; None if either is constant.
+            r_log: Correlation of the logarithms of predictions and lengths.
             within_25: Share of predictions within 25 % of the length.
-            coverage_80: Share of lengths within their interval; None without intervals.
-            sources: Share of the predictions by source.
+            coverage_80: Share of lengths within their interval.
         """
         pairs, covered = self._pairs, self._covered
         if not pairs:

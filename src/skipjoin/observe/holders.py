@@ -11,8 +11,6 @@ MAX_HOLDERS = 5
 
 
 class Holder(NamedTuple):
-    """Request that ran while another one waited, and for how many seconds."""
-
     number: int
     seconds: float
     service: ServiceClass

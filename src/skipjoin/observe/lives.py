@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from skipjoin.core.events import (
@@ -17,10 +19,16 @@ from skipjoin.core.events import (
 )
 from skipjoin.core.request import Request
 from skipjoin.core.waits import WaitReason
-from skipjoin.observe.finished_lives import KEEP_S, MAX_FINISHED, MAX_INTERVALS, FinishedLives
 from skipjoin.observe.holders import Holder, holders
 from skipjoin.observe.life import RUNNING, Interval, Life, append, current_prediction, new_life, prediction_of
-from skipjoin.observe.tail import TailReasons
+
+# Time for which finished requests are kept, as operators ask about them minutes later.
+KEEP_S = 600.0
+# Bounds of the memory: 100,000 intervals take about 20 MB.
+MAX_FINISHED = 4096
+MAX_INTERVALS = 100_000
+# Changes of the reason that are kept, for requests that join the tail and leave it much later.
+_MAX_CHANGES = 1024
 
 
 class _LiveRecord:
@@ -31,6 +39,76 @@ class _LiveRecord:
         self.life = life
         self.in_tail_since: float | None = now
         self.preempted = ""  # since the current wait began
+
+
+class TailReasons:
+    """Reason why requests that no decision examined wait, since when."""
+
+    def __init__(self) -> None:
+        self._changes: deque[tuple[float, str]] = deque([(0.0, WaitReason.NOT_EXAMINED.value)], _MAX_CHANGES)
+
+    def change(self, reason: WaitReason, now: float) -> None:
+        if self._changes[-1][1] != reason.value:
+            self._changes.append((now, reason.value))
+
+    def intervals(self, since: float, until: float | None, preempted: str) -> list[Interval]:
+        found: list[Interval] = []
+        end = until
+        for begin, reason in reversed(self._changes):
+            if until is None or begin < until:
+                start = max(begin, since)
+                if end is None or end > start:
+                    found.append(Interval(reason, start, end, preempted))
+                end = start
+            if begin <= since:
+                break
+        if end is not None and end > since:  # older changes are forgotten
+            found.append(Interval(self._changes[0][1], since, end, preempted))
+        return found[::-1]
+
+
+class FinishedLives:
+    def __init__(
+        self, *, keep_s: float = KEEP_S, max_finished: int = MAX_FINISHED, max_intervals: int = MAX_INTERVALS
+    ) -> None:
+        self._keep_s = keep_s
+        self._max_finished = max_finished
+        self._max_intervals = max_intervals
+        self._lives: dict[int, Life] = {}  # oldest first
+        self._intervals = 0
+        self.total = 0
+
+    def add(self, life: Life, now: float) -> None:
+        self._lives[life.number] = life
+        self._intervals += len(life.intervals)
+        self.total += 1
+        self._forget_old(now)
+
+    def find(self, number: int, now: float) -> Life | None:
+        self._forget_old(now)
+        return self._lives.get(number)
+
+    def since(self, since: float, now: float) -> Iterator[Life]:
+        self._forget_old(now)
+        for life in reversed(self._lives.values()):
+            if life.ended is not None and life.ended < since:
+                return
+            yield life
+
+    def after(self, total: int, most: int) -> list[Life]:
+        """Return the lives that ended since `self.total` was `total`, the newest `most` at most."""
+        wanted = min(self.total - total, most, len(self._lives))
+        newest = reversed(self._lives.values())
+        return [life for life, _ in zip(newest, range(wanted), strict=False)]
+
+    def _forget_old(self, now: float) -> None:
+        while self._lives:
+            life = next(iter(self._lives.values()))
+            is_old = life.ended is not None and life.ended < now - self._keep_s
+            if not is_old and len(self._lives) <= self._max_finished and self._intervals <= self._max_intervals:
+                return
+            del self._lives[life.number]
+            self._intervals -= len(life.intervals)
 
 
 class LifeLog:
@@ -68,7 +146,6 @@ class LifeLog:
 
     @property
     def requests(self) -> Collection[Request]:
-        """Live requests, in order of arrival."""
         return self._live.keys()
 
     @property
@@ -80,8 +157,7 @@ class LifeLog:
     def find(self, number: int, now: float, request: Request | None = None) -> Life | None:
         """Return the life of a live or recently finished request, with the current interval.
 
-        Args:
-            request: The request if it is live. Its arrival may not have been observed yet.
+        `request` is given if it is live, as its arrival may not have been observed yet.
         """
         if (record := self._numbers.get(number)) is not None:
             return self._current(record)
@@ -90,13 +166,12 @@ class LifeLog:
         return self._finished.find(number, now)
 
     def recent(self, since: float, now: float) -> Iterator[Life]:
-        """Yield the requests that lived after `since`: live ones first, then finished ones, newest first."""
+        """Yield the requests that lived after `since`: live ones, then finished ones, newest first."""
         for record in self._live.values():
             yield self._current(record)
         yield from self._finished.since(since, now)
 
     def finished_after(self, total: int, most: int) -> list[Life]:
-        """Return the requests that finished since `total_finished` was `total`, the newest `most` at most."""
         return self._finished.after(total, most)
 
     def holders(self, life: Life, now: float) -> list[Holder]:
@@ -169,19 +244,9 @@ class LifeLog:
         if record.in_tail_since is not None:
             for interval in self._tail.intervals(record.in_tail_since, None, record.preempted):
                 append(intervals, interval)
-        return Life(
-            life.number,
-            life.arrival,
-            life.prompt_tokens,
-            life.max_tokens,
-            life.service,
-            life.is_urgent,
-            life.priority,
-            life.target,
-            life.earlier_tokens,
-            life.cached_tokens,
-            len(request.output),
-            life.first_token,
+        return replace(
+            life,
+            output_tokens=len(request.output),
             prediction=current_prediction(request),
             preemptions=dict(life.preemptions),
             intervals=intervals,

@@ -7,7 +7,7 @@ from skipjoin.observe.metric_table import ENGINE_METRICS, engine_metric, engine_
 
 
 class Snapshot(NamedTuple):
-    """An engine's metrics at one time: one row per entry of `ENGINE_METRICS`, as in `Metric.zero`."""
+    """Metrics of an engine: one row per entry of `ENGINE_METRICS`, as in `Metric.zero`."""
 
     rows: list[list[float]]
 

@@ -26,8 +26,6 @@ from skipjoin.observe.usage import EngineUsage
 
 
 class Histogram:
-    """Histogram that counts into a row of `Metric.zero`'s layout."""
-
     __slots__ = ("_bounds", "_row")
 
     def __init__(self, bounds: Sequence[float], row: list[float]) -> None:
@@ -40,27 +38,18 @@ class Histogram:
         self._row[-1] += value * times
 
 
+def _histograms(rows: Mapping[str, list[float]]) -> dict[str, Histogram]:
+    metrics = map(engine_metric, rows)
+    return {one.name: Histogram(one.buckets, rows[one.name]) for one in metrics if one.kind == "histogram"}
+
+
 class _ClassCounts:
     def __init__(self) -> None:
         rows = self.rows = {metric.name: [0.0] * metric.width for metric in ENGINE_METRICS if metric.by_class}
         self._generated = rows["generation_tokens_total"]
         self._success = rows["request_success_total"]
-        self._used = {
-            name: Histogram(engine_metric(row).buckets, rows[row])
-            for name, row in ((name, f"slo_{name}_used_ratio") for name in OBJECTIVES)
-        }
         self._objectives = {True: rows["slo_attained_total"], False: rows["slo_missed_total"]}
-        self._ttft, self._between, self._tpot, self._e2e, self._queue, self._preempted = (
-            Histogram(engine_metric(name).buckets, rows[name])
-            for name in (
-                "time_to_first_token_seconds",
-                "inter_token_latency_seconds",
-                "request_time_per_output_token_seconds",
-                "e2e_request_latency_seconds",
-                "request_queue_time_seconds",
-                "request_preemptions",
-            )
-        )
+        self._histograms = _histograms(rows)
 
     def first(self, facts: RequestFacts) -> None:
         self._generated[0] += 1
@@ -68,24 +57,24 @@ class _ClassCounts:
             return
         assert facts.first_token is not None
         ttft = facts.ttft(facts.first_token)
-        self._ttft.observe(ttft)
+        self._histograms["time_to_first_token_seconds"].observe(ttft)
         self._judge("ttft", ttft, facts.target.ttft_s)
 
     def next(self, gap: float, times: int) -> None:
         self._generated[0] += times
-        self._between.observe(gap, times)
+        self._histograms["inter_token_latency_seconds"].observe(gap, times)
 
     def ended(self, facts: RequestFacts, now: float) -> None:
         assert facts.reason is not None
         self._success[FINISH_REASONS.index(facts.reason)] += 1
-        self._e2e.observe(facts.jct(now))
-        self._preempted.observe(facts.preemptions)
+        self._histograms["e2e_request_latency_seconds"].observe(facts.jct(now))
+        self._histograms["request_preemptions"].observe(facts.preemptions)
         self._judge_end(facts, now)
         if facts.earlier_tokens:  # no single engine observed the other durations
             return
-        self._queue.observe(facts.queue(now))
+        self._histograms["request_queue_time_seconds"].observe(facts.queue(now))
         if (tpot := facts.tpot(now)) is not None:
-            self._tpot.observe(tpot)
+            self._histograms["request_time_per_output_token_seconds"].observe(tpot)
 
     def _judge_end(self, facts: RequestFacts, now: float) -> None:
         """Count objectives that are decided when a request finishes.
@@ -113,7 +102,7 @@ class _ClassCounts:
         if bound_s < math.inf:
             self._objectives[seconds <= bound_s][OBJECTIVES.index(objective)] += 1
             if bound_s > 0 and seconds < math.inf:
-                self._used[objective].observe(seconds / bound_s)
+                self._histograms[f"slo_{objective}_used_ratio"].observe(seconds / bound_s)
 
 
 class EngineMetrics:
@@ -134,6 +123,7 @@ class EngineMetrics:
         self._block_bytes = block_bytes
         self._compressed_bytes = block_bytes if is_compressed else 0
         self._rows = {metric.name: metric.zero() for metric in ENGINE_METRICS if not metric.by_class}
+        self._histograms = _histograms(self._rows)
         self._classes = tuple(_ClassCounts() for _ in CLASSES)
         self._gaps: list[tuple[float, bool]] = []  # inter-token latencies of the current `observe` call
         self._log = RequestLog(self._ended, on_first=self._got_first, on_gap=self._gaps.append)
@@ -150,20 +140,6 @@ class EngineMetrics:
             Finished: self._pass_time,
             Restarted: self._restart,
         }
-
-        rows = self._rows
-        self._stall = rows["swap_stall_seconds_total"]
-        self._delay = rows["swap_delay_seconds_total"]
-        self._prompt_tokens = rows["prompt_tokens_total"]
-        self._late = rows["deadline_dropped_total"]
-        self._restarts = rows["engine_restarts_total"]
-        self._prefill = self._histogram("request_prefill_time_seconds")
-        self._decode = self._histogram("request_decode_time_seconds")
-        self._inference = self._histogram("request_inference_time_seconds")
-        self._prompt_length = self._histogram("request_prompt_tokens")
-        self._output_length = self._histogram("request_generation_tokens")
-        self._output_limit = self._histogram("request_params_max_tokens")
-        self._batch = self._histogram("iteration_tokens_total")
 
     def observe(self, events: Iterable[Event]) -> None:
         events = tuple(events)
@@ -187,7 +163,6 @@ class EngineMetrics:
         self._rows["kv_lent_blocks"][0] = lent
 
     def measured(self, figures: Mapping[str, Sequence[float]]) -> None:
-        """Set the figures of the recipe's own."""
         for name, values in figures.items():
             self._rows[name][:] = values
 
@@ -219,7 +194,7 @@ class EngineMetrics:
         return Snapshot([self._numbers(metric) for metric in ENGINE_METRICS])
 
     def _count_kv(self) -> None:
-        rows, residency, prefixes = self._rows, self._residency, self._residency.prefixes.counts
+        rows, residency, prefixes = self._rows, self._residency, self._residency.prefixes
         rows["num_requests_swapped"][0] = len(residency.cpu_blocks)
         rows["kv_compressed_bytes"][0] = self._compressed_bytes * sum(residency.cpu_blocks.values())
         rows["swap_out_bytes_total"][:] = residency.swapped_bytes[Direction.OUT]
@@ -242,9 +217,6 @@ class EngineMetrics:
             return self._rows[metric.name].copy()
         return list(chain.from_iterable(counts.rows[metric.name] for counts in self._classes))
 
-    def _histogram(self, name: str) -> Histogram:
-        return Histogram(engine_metric(name).buckets, self._rows[name])
-
     # -- steps --------------------------------------------------------------------------------------------
 
     def _plan(self, event: Planned) -> None:
@@ -259,12 +231,12 @@ class EngineMetrics:
         self._in_flight -= 1
         self._now = event.now
         if plan.blocking:  # without copies the measurement is noise
-            self._stall[0] += result.moving
+            self._rows["swap_stall_seconds_total"][0] += result.moving
         if plan.slices:
-            self._batch.observe(sum(slice_.tokens for slice_ in plan.slices))
+            self._histograms["iteration_tokens_total"].observe(sum(slice_.tokens for slice_ in plan.slices))
 
     def _restart(self, event: Restarted) -> None:
-        self._restarts[0] += 1
+        self._rows["engine_restarts_total"][0] += 1
         self._in_flight = self._held = 0
 
     def _pass_time(self, event: Arrived | Finished) -> None:
@@ -275,23 +247,23 @@ class EngineMetrics:
     def _got_first(self, facts: RequestFacts) -> None:
         self._classes[facts.is_best_effort].first(facts)
         if not facts.earlier_tokens:  # else another engine has counted them
-            self._prompt_tokens[0] += facts.prompt_tokens
+            self._rows["prompt_tokens_total"][0] += facts.prompt_tokens
 
     def _ended(self, facts: RequestFacts) -> None:
         assert facts.ended is not None
         now = facts.ended
         self._classes[facts.is_best_effort].ended(facts, now)
-        self._delay[0] += facts.swapping_s
-        self._late[0] += facts.reason == FinishReason.DEADLINE.value
-        self._prompt_length.observe(facts.prompt_tokens)
-        self._output_length.observe(facts.output_tokens)
-        self._output_limit.observe(facts.output_limit)
-        if facts.earlier_tokens:  # no single engine observed the other durations
-            return
-        for histogram, value in (
-            (self._prefill, facts.prefill(now)),
-            (self._decode, facts.decode()),
-            (self._inference, facts.inference()),
+        self._rows["swap_delay_seconds_total"][0] += facts.swapping_s
+        self._rows["deadline_dropped_total"][0] += facts.reason == FinishReason.DEADLINE.value
+        # No single engine observed the durations of a request that moved.
+        has_moved = bool(facts.earlier_tokens)
+        for name, value in (
+            ("request_prompt_tokens", facts.prompt_tokens),
+            ("request_generation_tokens", facts.output_tokens),
+            ("request_params_max_tokens", facts.output_limit),
+            ("request_prefill_time_seconds", None if has_moved else facts.prefill(now)),
+            ("request_decode_time_seconds", None if has_moved else facts.decode()),
+            ("request_inference_time_seconds", None if has_moved else facts.inference()),
         ):
             if value is not None:
-                histogram.observe(value)
+                self._histograms[name].observe(value)

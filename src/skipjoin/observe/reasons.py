@@ -13,7 +13,7 @@ NO_REPLICA = "no_replica"
 
 
 class Explanation(NamedTuple):
-    """Wait reason for a reader: a few words for tables, a text, and what would shorten the wait, if anything does."""
+    """Wait reason in a few words for tables, a text, and what would shorten the wait, if anything does."""
 
     short: str
     text: str

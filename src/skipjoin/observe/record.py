@@ -3,17 +3,19 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from skipjoin.core.request import ServiceClass
-from skipjoin.observe.prefixes import PrefixCounts
+from skipjoin.observe.prefixes import PrefixUse
 from skipjoin.observe.requests import Kind, RequestFacts
 from skipjoin.observe.usage import EngineUsage
 
 Record = dict[str, Any]
 # Significant digits in a record; measurements are not more precise.
 _DIGITS = 6
+_SERVICE = attrgetter("service.value")
 # A step reaches the target forward size from this share on.
 _NEAR_TARGET = 0.9
 
@@ -22,9 +24,7 @@ _NEAR_TARGET = 0.9
 class Slo:
     """Latency objectives of real-time requests in seconds; None means no objective. A request's own target wins.
 
-    Attributes:
-        jct_scale: Sets a JCT target per request instead of `jct_s`: this multiple of its output's time at light load
-            (EconoServe section 4).
+    `jct_scale` sets a JCT target per request: this multiple of its output's time at light load (EconoServe section 4).
     """
 
     ttft_s: float | None = None
@@ -47,17 +47,20 @@ def summarize(
 ) -> Record:
     """Return the record of all requests, by stream if there are several, and by service class if some are best-effort.
 
-    `now` is the end of the observation, in seconds since its start. Unfinished requests count with their age.
+    `now` is the end of the observation. Unfinished requests count with their age.
     """
     whole = _Part(list(facts), Counter(rejected), Counter(errors))
     record = _figures(whole, now, slo, window_s)
     record["quantiles"] = {name: _quantiles(_values(facts, now, read)) for name, read in _DISTRIBUTIONS.items()}
-    if len(streams := whole.by(_stream)) > 1:
+    if len(streams := whole.by(attrgetter("stream"))) > 1:
         record["classes"] = {
-            name: {"service": "+".join(sorted(part.by(_service))), **_figures(part, now, slo, window_s)}
+            name: {
+                "service": "+".join(sorted(part.by(_SERVICE))),
+                **_figures(part, now, slo, window_s),
+            }
             for name, part in sorted(streams.items())
         }
-    if ServiceClass.BEST_EFFORT in (services := whole.by(_service)):
+    if ServiceClass.BEST_EFFORT in (services := whole.by(_SERVICE)):
         record["services"] = {name: _figures(part, now, slo, window_s) for name, part in sorted(services.items())}
     return record
 
@@ -79,14 +82,6 @@ class _Part:
         return parts
 
 
-def _stream(kind: Kind) -> str:
-    return kind.stream
-
-
-def _service(kind: Kind) -> str:
-    return kind.service.value
-
-
 def _figures(part: _Part, now: float, slo: Slo, window_s: float | None) -> Record:
     facts = part.facts
     complete = sum(fact.is_complete for fact in facts)
@@ -97,8 +92,8 @@ def _figures(part: _Part, now: float, slo: Slo, window_s: float | None) -> Recor
         "throughput_rps": rounded(complete / now if now > 0 else 0.0),
         "throughput_tps": rounded(tokens / now if now > 0 else 0.0),
         "window": _window(facts, window_s),
-        **_latencies(facts, now),
-        "slo": _attained(part.by(_service).get(ServiceClass.REAL_TIME, _Part()), now, slo),
+        **{name: _distribution(_values(facts, now, read)) for name, read in _DISTRIBUTIONS.items()},
+        "slo": _attained(part.by(_SERVICE).get(ServiceClass.REAL_TIME, _Part()), now, slo),
         "breakdown_s": _breakdown(facts, now),
         "wait_s": _waits(facts),
     }
@@ -119,7 +114,7 @@ def _window(facts: Sequence[RequestFacts], window_s: float | None) -> Record | N
 def add_usage(record: Record, usages: Sequence[EngineUsage], *, target_tokens: int | None = None) -> None:
     steps = sum(usage.steps for usage in usages)
     record["kv"] = _together([usage.kv() for usage in usages])
-    if prefix := _prefix([usage.residency.prefixes.counts for usage in usages]):
+    if prefix := _prefix([usage.residency.prefixes for usage in usages]):
         record["prefix"] = prefix
     record["steps"] = steps
     record["batch_mean"] = rounded(sum(usage.slices for usage in usages) / max(1, steps))
@@ -128,8 +123,8 @@ def add_usage(record: Record, usages: Sequence[EngineUsage], *, target_tokens: i
     record["series"] = {name: [rounded(value) for value in values] for name, values in usages[0].series().items()}
 
 
-def _prefix(counts: Sequence[PrefixCounts]) -> Record | None:
-    total = PrefixCounts(*map(sum, zip(*counts, strict=True)))
+def _prefix(uses: Sequence[PrefixUse]) -> Record | None:
+    total = PrefixUse(*map(sum, zip(*map(astuple, uses), strict=True)))
     if not total.queried:
         return None
     return {
@@ -203,10 +198,6 @@ def _values(facts: Sequence[RequestFacts], now: float, read: _Read) -> list[floa
     return sorted(value for value in values if value is not None)
 
 
-def _latencies(facts: Sequence[RequestFacts], now: float) -> Record:
-    return {name: _distribution(_values(facts, now, read)) for name, read in _DISTRIBUTIONS.items()}
-
-
 def _distribution(values: Sequence[float]) -> dict[str, float | None]:
     if not values:
         return dict.fromkeys(("mean", "p50", "p95", "p99"))
@@ -232,7 +223,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def _attained(part: _Part, now: float, slo: Slo) -> Record:
     """Return the share of real-time requests that met each objective, and the rate of those that met all.
 
-    The denominator includes rejected and failed requests. A request without an objective meets it.
+    Rejected and failed requests count. A request without an objective meets it.
     """
     facts = part.facts
     total = len(facts) + part.rejected.total() + part.errors.total()
@@ -240,36 +231,28 @@ def _attained(part: _Part, now: float, slo: Slo) -> Record:
     def share(met: int) -> float | None:
         return rounded(met / total) if total else None
 
-    def met_ttft(one: RequestFacts) -> bool:
-        bound_s = _bound_s(one.target.ttft_s, slo.ttft_s)
-        return bound_s == math.inf or (one.first_token is not None and one.ttft(now) <= bound_s)
+    def met(one: RequestFacts, name: str) -> bool:
+        own_s, usual_s = getattr(one.target, f"{name}_s"), wanted[f"{name}_s"]
+        bound_s = own_s if own_s < math.inf or usual_s is None else usual_s
+        if bound_s == math.inf:
+            return True
+        value_s = one.ttft(now) if name == "ttft" else one.jct(now) if name == "jct" else one.tpot(now) or 0.0
+        return (one.first_token is not None if name == "ttft" else one.is_complete) and value_s <= bound_s
 
-    def met_tpot(one: RequestFacts) -> bool:
-        bound_s = _bound_s(one.target.tpot_s, slo.tpot_s)
-        return bound_s == math.inf or (one.is_complete and (one.tpot(now) or 0.0) <= bound_s)
-
-    def met_jct(one: RequestFacts) -> bool:
-        bound_s = _bound_s(one.target.jct_s, slo.jct_s)
-        return bound_s == math.inf or (one.is_complete and one.jct(now) <= bound_s)
-
-    tests = {"ttft": met_ttft, "tpot": met_tpot, "jct": met_jct}
+    names = ("ttft", "tpot", "jct")
     brought = {name for fact in facts for name, bound_s in fact.target._asdict().items() if bound_s < math.inf}
     is_judged = slo != NO_SLO or bool(brought)
     wanted = {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "jct_s": slo.jct_s, "jct_scale": slo.jct_scale}
     record: Record = dict(wanted)
-    for name, test in tests.items():
+    for name in names:
         is_set = f"{name}_s" in brought or any(
             value is not None for objective, value in wanted.items() if objective.startswith(name)
         )
-        record[f"{name}_attained"] = share(sum(map(test, facts))) if is_set else None
-    together = sum(all(test(fact) for test in tests.values()) for fact in facts)
+        record[f"{name}_attained"] = share(sum(met(fact, name) for fact in facts)) if is_set else None
+    together = sum(all(met(fact, name) for name in names) for fact in facts)
     record["all_attained"] = share(together) if is_judged else None
     record["goodput_rps"] = rounded(together / now) if total and is_judged and now > 0 else None
     return record
-
-
-def _bound_s(own_s: float, usual_s: float | None) -> float:
-    return own_s if own_s < math.inf or usual_s is None else usual_s
 
 
 def _breakdown(facts: Sequence[RequestFacts], now: float) -> dict[str, float]:

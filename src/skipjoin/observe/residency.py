@@ -1,5 +1,3 @@
-"""Where requests and their KV are, and the KV that left or came: folded once from core events."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -31,7 +29,6 @@ class Residency:
         cpu_blocks: Blocks on the CPU tier of live requests that do not run.
         preemptions: Number by kind, of real-time and of best-effort requests.
         swapped_bytes: By direction, of blocking and of overlapped moves.
-        handlers: Method that processes an event, by its type.
     """
 
     def __init__(self, *, block_size: int = 1, block_bytes: int = 0) -> None:
@@ -90,7 +87,7 @@ class Residency:
             return
         moved_bytes = round(move.blocks(self._block_size) * self._block_bytes)
         if move.request is None:
-            self.prefixes.saved(moved_bytes)
+            self.prefixes.saved_bytes += moved_bytes
             return
         is_overlapped = all(one is not move for one in self._blocking)
         self.swapped_bytes[move.direction][is_overlapped] += moved_bytes

@@ -39,7 +39,6 @@ class SharedEndUse:
         self._saved.clear()
 
     def kv(self, seconds: float, slot_bytes: float) -> dict[str, Any]:
-        """Return the sharing fields of a record's `kv`, with `slot_bytes` per token."""
         return {
             "shared_blocks_mean": self._lent_block_s / seconds,
             "checkpointed_slots": self.slots,

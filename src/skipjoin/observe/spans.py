@@ -1,5 +1,3 @@
-"""Spans of traced requests, folded from core events. Their times are those of `RequestFacts`."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -11,8 +9,6 @@ from skipjoin.core.request import Request
 
 
 class Span(NamedTuple):
-    """Part of a request's life, in seconds on the engine's clock."""
-
     name: str
     begin: float
     end: float
@@ -40,7 +36,7 @@ class _Open:
 
 
 class SpanLog:
-    """Folds core events into the spans of requests that have a trace.
+    """Folds core events into the spans of traced requests, with the times of `RequestFacts`.
 
     Args:
         on_end: Called with each finished request and its spans. The first span contains the others.

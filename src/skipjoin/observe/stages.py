@@ -32,8 +32,6 @@ class Rests:
 
 
 class StageUse:
-    """Busy and idle seconds per pipeline stage; empty with a single stage."""
-
     def __init__(self) -> None:
         self.busy: list[float] = []
         self.idle: list[float] = []
@@ -49,9 +47,3 @@ class StageUse:
                 for number, (busy, idle) in enumerate(stages):
                     self.busy[number] += busy
                     self.idle[number] += 0.0 if after_rest else idle
-
-    @property
-    def bubble_share(self) -> float:
-        """Return the idle share of the stages' time, 0 to 1; 0 before any step."""
-        busy, idle = sum(self.busy), sum(self.idle)
-        return idle / (busy + idle) if idle else 0.0

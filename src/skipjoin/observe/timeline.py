@@ -1,5 +1,3 @@
-"""Execution traces for Perfetto and chrome://tracing: requests by batch slot, preemptions and KV copies."""
-
 from __future__ import annotations
 
 import heapq
@@ -100,9 +98,8 @@ class Timeline:
     """Trace writer of one engine, driven by core events.
 
     There is one lane per batch slot, one for steps and one per copy direction. A request has one span per uninterrupted
-    phase, in the lowest free slot. Moves share a plan's time in proportion to their blocks. With pipeline stages, each
-    stage has a lane with its part of every step and with bubbles, drawn as early as its lane, the decision and the next
-    stage allow. A span's `left` says why it ended.
+    phase, in the lowest free slot; `left` says why it ended. With pipeline stages, each stage has a lane with its part
+    of every step and with bubbles, drawn as early as its lane, the decision and the next stage allow.
 
     Args:
         file: Text file, which `close` leaves open. Methods that write to it raise OSError on failure.

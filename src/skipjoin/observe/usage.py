@@ -29,7 +29,7 @@ POINTS = 240
 
 
 class Point(NamedTuple):
-    """Sample of the series; KV in shares of the device's, as `EngineUsage` defines them."""
+    """Sample of the series, with KV in shares of the device's."""
 
     time_s: float
     kv_used: float
@@ -42,7 +42,7 @@ class EngineUsage:
     """Statistics of steps, batches, preemptions and KV.
 
     Used KV is what computed tokens fill, counted once per sharing request. Allocated KV is what requests hold or have
-    reserved. Both are time-weighted means from `start`.
+    reserved.
     """
 
     def __init__(self, *, device_blocks: int, block_size: int, block_bytes: int, start: float = 0.0) -> None:
@@ -89,10 +89,6 @@ class EngineUsage:
                 fold(event)
             if (handle := handlers.get(kind)) is not None:
                 handle(event)
-
-    @property
-    def batch_mean(self) -> float:
-        return self.slices / max(1, self.steps)
 
     def kv(self) -> dict[str, Any]:
         seconds = max(self._now - self._start, 1e-12)
@@ -213,7 +209,6 @@ class EngineUsage:
             self._reside(move.request, self._on_cpu.pop(move.request, 0))
 
     def _fail(self, event: MoveFailed) -> None:
-        """Restore the KV of a failed overlapped swap-out. Other failed moves lose KV, and preempt the request next."""
         move, request = event.move, event.move.request
         if move.direction is Direction.OUT and request is not None and request in self._on_cpu:
             self._reside(request, self._resident.get(request, 0) + move.tokens)

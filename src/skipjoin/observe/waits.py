@@ -1,13 +1,10 @@
-"""Wait times of requests by reason, folded from core events.
-
-From arrival to end a request either executes or waits for one reason at a time. Requests that a decision does not
-examine share one reason, whose seconds accumulate on a common clock.
-"""
+"""Wait times of requests by reason. Those that a decision does not examine share one reason and a common clock."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, MutableSequence
+from typing import NamedTuple
 
 from skipjoin.core.events import Planned, Waited
 from skipjoin.core.step import StepResult
@@ -25,16 +22,11 @@ _NOTHING_S = 1e-9
 Mark = tuple[float, ...]  # reading of the tail's clock: seconds by reason since the engine's start
 
 
-class Moment:
-    """Time at which requests were scheduled or became eligible to be scheduled."""
-
-    __slots__ = ("decisions", "is_queued", "mark", "now")
-
-    def __init__(self, now: float, decisions: int, mark: Mark, *, is_queued: bool = False) -> None:
-        self.now = now
-        self.decisions = decisions
-        self.mark = mark
-        self.is_queued = is_queued  # behind plans in flight
+class Moment(NamedTuple):
+    now: float
+    decisions: int
+    mark: Mark
+    is_queued: bool = False  # behind plans in flight
 
 
 class WaitTimes:
@@ -66,8 +58,6 @@ class WaitTimes:
 
 
 class WaitLog:
-    """`WaitTimes` of live requests, and the total seconds by reason."""
-
     def __init__(self) -> None:
         self._total = [0.0] * len(REASONS)  # without waits in progress
         self._clock = [0.0] * len(REASONS)  # as of a request that is always in the tail
@@ -195,8 +185,6 @@ class WaitLog:
 
 
 class StepWaits:
-    """Charges waits to the requests of one step."""
-
     __slots__ = ("_begin", "_chosen", "_gap", "_is_serial", "_last", "_log", "_moving", "freed")
 
     def __init__(self, log: WaitLog, chosen: Moment, last: Moment | None, freed: Moment, result: StepResult) -> None:

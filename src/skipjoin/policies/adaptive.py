@@ -28,8 +28,7 @@ class _Job:
 
     Attributes:
         place: Bin of the lengths that it may still get, or NOT_BEGUN.
-        leaves_at: Number of known tokens at which it leaves the bin.
-        due: Number of the first step in which it may leave the bin.
+        leaves_at: Number of known tokens at which it leaves the bin, in step `due` at the earliest.
         is_fresh: Whether it has a claim to an early first token.
     """
 
@@ -48,8 +47,7 @@ class Adaptive(Callbacks):
 
     A request's key is -log(index) + arrival / tau. The logarithm is clamped to a range R below its maximum and tau is
     at most `overtaking_s` / (R + margin), where keys that differ by less than the margin do not preempt. So no request
-    overtakes one that arrived more than `overtaking_s` before it, except for its first token. First tokens precede only
-    while they and recomputation take at most `first_share` of the time, and until a TTFT objective is missed.
+    overtakes one that arrived more than `overtaking_s` before it, except for its first token.
     """
 
     def __init__(self, index: GittinsIndex, *, overtaking_s: float, first_share: float) -> None:
@@ -327,6 +325,5 @@ class Adaptive(Callbacks):
         self._sort()
 
     def _new_indices(self) -> list[tuple[float, float]]:
-        """Return the log indices of recent arrivals with their weights, which fade with each call."""
         self._new = Counter({kind: kept for kind, n in self._new.items() if (kept := n * _NEW_KEPT) > _MIN_NEW})
         return [(self._index.log_index(kind, NOT_BEGUN), weight) for kind, weight in self._new.items()]

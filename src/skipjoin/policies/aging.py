@@ -15,22 +15,14 @@ _RATE = 0.3
 
 
 class Aging:
-    """Weight of age against the index: key = base(log index) + per_s x arrival.
+    """Weight of age against the index: key = base(log index) + per_s x arrival, of which `per_s` is 1 / tau.
 
     Where the indices of waiting requests and of new ones are alike, ordering by them gains nothing, so age decides. New
     requests count as much as waiting ones, because a queue may hold only long requests that short new ones should
     overtake.
-
-    Args:
-        overtaking_s: Seconds of age that outweigh any difference of indices by `MARGIN`.
-
-    Attributes:
-        per_s: Weight of a second, 1 / tau.
     """
 
     def __init__(self, overtaking_s: float) -> None:
-        if not overtaking_s > 0:
-            raise ValueError(f"overtaking_s must be above 0, got {overtaking_s}")
         self._max_tau_s = overtaking_s / (INDEX_RANGE + MARGIN)
         self.per_s = 1.0 / self._max_tau_s
         self._top: float | None = None
@@ -48,13 +40,7 @@ class Aging:
         ages: Sequence[float],
         new: Iterable[tuple[float, float]] = (),
     ) -> None:
-        """Derive the time constant.
-
-        Args:
-            indices: Log index of each cell; `waiting` and `ages` have its number of requests and their typical age in
-                seconds.
-            new: Log indices of new requests, and how often they occur.
-        """
+        """Derive tau from log index, waiting requests and age in seconds of each cell, and from `new` requests."""
         self._top = max(indices, default=self._top)
         count = sum(waiting)
         if count < 2:

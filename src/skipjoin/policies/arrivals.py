@@ -13,8 +13,7 @@ _DEVIATIONS = 2.0
 class ArrivalHistory:
     """Estimator of the prompt tokens that may arrive within a time window (FastServe section 4.2).
 
-    Arrivals are a renewal process with exponentially weighted moments. The estimate is the mean plus two standard
-    deviations.
+    It is the mean plus two standard deviations of a renewal process with exponentially weighted moments.
     """
 
     def __init__(self) -> None:

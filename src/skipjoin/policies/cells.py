@@ -20,12 +20,7 @@ _BELOW_ALL: Key = (-math.inf, 0.0, 0)
 
 
 class Cell:
-    """Requests of one kind and bin, oldest first.
-
-    Attributes:
-        is_fresh: Whether its requests have a claim to an early first token.
-        base: Part of the sort key that its requests share; smaller is better.
-    """
+    """Requests of one kind and bin, oldest first, of which `is_fresh` ones have a claim to an early first token."""
 
     __slots__ = ("base", "entries", "is_fresh", "kind", "place")
 
@@ -49,7 +44,6 @@ class Cell:
         return (self.base + per_s * entry[0], entry[0], entry[1])
 
     def find(self, key: Key, per_s: float) -> int:
-        """Return the place of the first request whose key is at least `key`."""
         return bisect_left(self.entries, key, key=lambda entry: self.key(entry, per_s))
 
 

@@ -15,10 +15,8 @@ STEP_TERMS = ("floor", "prefill_token", "attention_pair", "decode", "context_tok
 class LinearCost:
     """Cost model that is linear in a step's shape, above a floor (BROS section 4.2, ALISE section 3.2). In seconds.
 
-    A step takes floor + max(weights, prefill_token x tokens + decode x requests) + attention_pair x pairs +
-    context_token x KV tokens. `weights` is the time to read the weights, which overlaps with the arithmetic of few
-    tokens. A slice of one token is a decode; pairs are the query-key pairs of longer ones, KV tokens those that decodes
-    read.
+    A step takes floor + max(weights, prefill_token x tokens + decode x requests) + attention_pair x query-key pairs +
+    context_token x KV tokens. Reading the weights overlaps with the arithmetic of few tokens.
     """
 
     floor: float
@@ -71,11 +69,9 @@ def with_link_limit(cost: LinearCost, block_s: float) -> LinearCost:
 
 # How far a coefficient follows one step's error: by its own share of the step, and all of them alike. The second is
 # small, and makes what no step exercises follow a machine that became slower or faster as a whole.
-_OWN_RATE, _COMMON_RATE = 0.3, 0.015
+OWN_RATE, COMMON_RATE = 0.3, 0.015
 # A step counts as at most this far off its prediction, so that a hiccup of the machine teaches little.
-_MAX_ERROR = 0.3
-# No coefficient moves by more than this share of itself in one step.
-MAX_MOVE = _MAX_ERROR * (_OWN_RATE + _COMMON_RATE)
+MAX_ERROR = 0.3
 # The published coefficients are updated when one of them has changed by this factor.
 REVISION_FACTOR = 1.05
 # A coefficient that starts at 0 gets this share of a small step's time, divided by a typical count of its feature
@@ -177,8 +173,8 @@ class LearningCost:
         expected = floor + work + attention * shape[1] + context * shape[3]
         self._margin.learn(expected, seconds)
         error = (seconds - expected) / (seconds if seconds > expected else expected)
-        error = min(_MAX_ERROR, max(-_MAX_ERROR, error))
-        common, own = 1 + error * _COMMON_RATE, error * _OWN_RATE / expected
+        error = min(MAX_ERROR, max(-MAX_ERROR, error))
+        common, own = 1 + error * COMMON_RATE, error * OWN_RATE / expected
         is_revised = False
         for index, count in enumerate(counts):
             term = learned[index]

@@ -28,14 +28,10 @@ def scaled_jct(cost: CostModel, scale: float, prompt: int) -> Callable[[float], 
 
 
 class ExecutionTime:
-    """Execution time T(s, n) = T0 s + n (alpha s + beta) of s prompt tokens and n output tokens.
+    """Execution time T(s, n) = T0 s + n (alpha s + beta) of s prompt tokens and n output tokens (ALISE section 3.1).
 
-    The model is fitted to a cost model's prefills and single decodes (ALISE section 3.1, equations 3 to 5), again after
-    each revision.
-
-    Attributes:
-        t0, alpha, beta: Coefficients in seconds.
-        quality: R squared of prefill times and of decode times.
+    The model is fitted to a cost model's prefills and single decodes, again after each revision. `quality` has R
+    squared of both.
     """
 
     def __init__(self, cost: CostModel) -> None:

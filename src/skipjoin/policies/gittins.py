@@ -29,11 +29,9 @@ _MIN_STEP_S = 1e-9
 
 
 class Kind(NamedTuple):
-    """What the index of a request depends on besides its bin.
+    """What the index of a request depends on besides its bin: octaves, and the bin of its `max_tokens`.
 
     Attributes:
-        octave: Octave of its prompt's length.
-        cap: Bin of its `max_tokens`.
         steps: Octave of its JCT objective in decode steps without other requests; None without an objective.
     """
 
@@ -58,8 +56,6 @@ class GittinsIndex:
     objective. The cost of a token is the share of a slot, or of the KV pool, whichever is short. With equal lengths the
     hazard rises, and so does the index: nothing is preempted. With heavy tails it falls, and short work goes first.
     With good forecasts the order becomes shortest remaining time.
-
-    One object serves all orderings of an engine. `revision` changes when indices change.
     """
 
     def __init__(self, cost: CostModel, max_seqs: int) -> None:
@@ -77,9 +73,7 @@ class GittinsIndex:
     def observe(self, kv: KVAccounts, running: int) -> None:
         """Record the size of the KV pool, and whether blocks are short.
 
-        Args:
-            running: Number of requests in the latest step. If they fill all slots, these are short and not KV, although
-                preempted requests may fill the pool.
+        If `running` requests fill all slots, these are short and not KV, although preempted requests may fill the pool.
         """
         self._capacity = kv.device_total * kv.block_size
         tiers = kv.tiers

@@ -47,8 +47,8 @@ def merged(mass: Sequence[float]) -> list[float]:
 class Hazards:
     """Counts of requests by the bins that they leave, either to the next bin or because they end.
 
-    Each request counts when it leaves a bin. So the estimate does not depend on which requests a scheduler favors,
-    unlike one that learns at the end of requests and sees short ones first.
+    So the estimate does not depend on which requests a scheduler favors, unlike one that learns at the end of requests
+    and sees short ones first.
     """
 
     __slots__ = ("ended", "reached")

@@ -54,12 +54,8 @@ class LengthModel:
 
     Four experts predict whether a request ends in the bin it is about to leave. The first knows all requests; the
     second the requests of its class, shrunk to the first; the third the ratios of lengths to forecasts; the fourth
-    believes the forecasts' own distributions. Each prediction is scored before it is learned from, and hazards are
-    mixed with weights exp(score), so that worthless forecasts are ignored.
-
-    Attributes:
-        notes: Number of times a request left a bin.
-        skill: Decayed sum of log-likelihoods of each of `EXPERTS`.
+    believes the forecasts' own distributions. Hazards are mixed with weights exp(skill), the decayed sum of
+    log-likelihoods, so that worthless forecasts are ignored.
     """
 
     def __init__(self) -> None:

@@ -25,23 +25,13 @@ _HEAD_TRANSFERS = 6
 
 
 def starvation_after(cost: CostModel, slo_s: float | None = None) -> float:
-    """Return the seconds without running after which a request is promoted (FastServe section 4.1).
-
-    Args:
-        slo_s: Acceptable seconds per output token; None derives the threshold from the cost model.
-    """
+    """Return the seconds without running after which a request is promoted (FastServe section 4.1)."""
     return _ITERATIONS * shortest_step(cost) if slo_s is None else _OBJECTIVES * slo_s
 
 
 @dataclass(frozen=True, slots=True)
 class WorstCase:
-    """Worst-case load of an engine.
-
-    Attributes:
-        max_len: Maximum tokens of a request, at most the device's capacity.
-        cpu_blocks: 0 where KV is never swapped.
-        stages: Pipeline stages that share each step (`EvenStages`), with as many plans in flight.
-    """
+    """Worst-case load of an engine, with `stages` plans in flight. `cpu_blocks` is 0 where KV is never swapped."""
 
     cost: CostModel
     requests: int
@@ -123,11 +113,7 @@ def min_bound(most: WorstCase) -> float:
 
 
 def starvation_within(bound_s: float, most: WorstCase) -> float:
-    """Return the starvation threshold in seconds that keeps every wait within `bound_s`.
-
-    Raises:
-        ValueError: `bound_s` is below `min_bound(most)`.
-    """
+    """Return the starvation threshold in seconds that keeps every wait within `bound_s`, at least `min_bound(most)`."""
     if not bound_s >= (least := min_bound(most)):
         raise ValueError(f"bound_s must be at least {least}, got {bound_s}")
     return bound_s - most.around_s - most.stay_s

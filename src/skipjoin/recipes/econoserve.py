@@ -103,9 +103,7 @@ def decoupled(
 ) -> Policies:
     """Return policies with separate queues for prompts and decodes and with exact reservations.
 
-    Args:
-        groups: Whether decodes that are equal in `order` start together.
-        index: Returns the index that offers prompts by their needs.
+    With `groups`, decodes that are equal in `order` start together. `index` offers prompts by their needs.
     """
 
     def group(request: Request, now: float) -> tuple[object, ...]:

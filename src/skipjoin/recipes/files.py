@@ -68,7 +68,6 @@ def located_errors() -> Iterator[None]:
 
 
 def _located(error: Exception, path: Path) -> ConfigError:
-    """Return an error with the file's line. A syntax error's text has its own line."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     place = f"{path}, line {lines[-1]}" if lines else str(path)
     why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

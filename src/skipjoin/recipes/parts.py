@@ -93,11 +93,7 @@ def classed(
     best_effort: Callable[[], Ordering] | None = None,
     target: Target = NO_TARGET,
 ) -> Policies:
-    """Return policies with the ordering of `banded` and steps that limit best-effort requests and clients.
-
-    Args:
-        target: Objectives of real-time requests without their own.
-    """
+    """Return policies with the ordering of `banded` and steps that limit best-effort requests and clients."""
     ordering = banded(s, make, best_effort=best_effort)
     limited = LimitedBestEffort(batcher, s.cost, ordering.is_best_effort, target)
     steps = limited if s.fair_output_weight is None else FairSteps(limited)

@@ -1,5 +1,3 @@
-"""Spelling of recipes with parameters, such as `fastserve[eviction=recompute,paced=off]`, and lists of them."""
-
 from __future__ import annotations
 
 from skipjoin.options import ConfigError

@@ -53,14 +53,12 @@ class Bounds:
         return all(bound.allows(mean) for bound, mean in zip(self.parts, means, strict=True))
 
     def maximum_rate(self, points: Mapping[float, Sequence[Record]]) -> MaximumRate | None:
-        """Return the maximum rate as `maximum_rate` does for each bound, or None if one fails at the lowest rate."""
         found = [maximum_rate(points, bound) for bound in self.parts]
         rates = [rate for rate in found if rate is not None]
         lowest = min(rates, key=lambda rate: (rate.rate_rps, rate.at_least), default=None)
         return lowest if len(rates) == len(found) else None
 
     def minimum_replicas(self, points: Mapping[int, Sequence[Record]]) -> int | None:
-        """Return the minimum number of replicas from which on all bounds hold, or None."""
         found = [minimum_replicas(points, bound) for bound in self.parts]
         sizes = [size for size in found if size is not None]
         return max(sizes) if len(sizes) == len(found) else None
@@ -109,7 +107,6 @@ def field_value(record: Record, field: str) -> float:
 
 
 def needs_objectives(bounds: Bounds) -> str | None:
-    """Return the first field that only runs with objectives have, or None."""
     return next((bound.field for bound in bounds.parts if _needs_objectives(bound.field)), None)
 
 
@@ -118,10 +115,7 @@ def _needs_objectives(field: str) -> bool:
 
 
 def maximum_rate(points: Mapping[float, Sequence[Record]], bound: Bound) -> MaximumRate | None:
-    """Return the maximum rate at which the mean over seeds satisfies the bound, or None if the lowest rate fails.
-
-    The crossing is interpolated linearly between the last rate that holds and the first that fails.
-    """
+    """Return the maximum rate at which the mean over seeds satisfies the bound, interpolated, or None."""
     means = [(rate, fmean(map(bound.value, points[rate]))) for rate in sorted(points)]
     if not means or not bound.allows(means[0][1]):
         return None
@@ -133,7 +127,6 @@ def maximum_rate(points: Mapping[float, Sequence[Record]], bound: Bound) -> Maxi
 
 
 def minimum_replicas(points: Mapping[int, Sequence[Record]], bound: Bound) -> int | None:
-    """Return the minimum number of replicas at and above which the bound holds, or None."""
     found = None
     for replicas in sorted(points, reverse=True):
         if not bound.allows(fmean(map(bound.value, points[replicas]))):

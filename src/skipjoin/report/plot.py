@@ -62,7 +62,6 @@ def draw(records: Sequence[Record], kind: str, view: View, warn: Warn) -> Figure
 
 
 def default_kind(records: Sequence[Record], view: View) -> str:
-    """Return the kind to draw if none is asked for: over the rate, or at the only rate the distributions."""
     has_curve = len({rate_of(record) for record in records}) > 1 or view.metric is not None or view.bound is not None
     return "latency" if has_curve else "cdf"
 
@@ -71,8 +70,8 @@ def plot_results(records: Sequence[Record], kind: str, out: Path, view: View, wa
     """Draw one kind of plot, or "all" that the records allow, and return the paths written.
 
     Args:
-        out: File, or prefix of files for "all": "run.svg" gives run-latency.svg and so on. Without .png or .svg, both
-            are written. In an existing folder, files are named after their kind.
+        out: File, or prefix of files for "all". Without .png or .svg, both are written. In an existing folder, files
+            are named after their kind.
     """
     if kind != "all":
         paths = _paths(out, kind, prefix=False)

@@ -40,8 +40,7 @@ class ResultsFile:
     """File of result records that is complete and readable after every `append`.
 
     Args:
-        existing: "refuse" an existing file, "replace" it at the first append, or "extend" it. Other files are never
-            replaced.
+        existing: "refuse" an existing file, "replace" it at the first append, or "extend" it.
     """
 
     def __init__(self, path: Path, *, existing: Existing = "refuse") -> None:
@@ -59,7 +58,6 @@ class ResultsFile:
             self._lines = [_line(record) for record in records]
 
     def append(self, record: Record) -> None:
-        """Rewrite the file atomically with another record; raise ValueError for NaN or infinity."""
         self._lines.append(_line(record))
         self._write()
 

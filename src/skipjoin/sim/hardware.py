@@ -22,12 +22,11 @@ _ALL_REDUCE_LATENCY_S = 8e-6
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """GPU data sheet; `Efficiency` holds the shares reached in practice.
+    """GPU data sheet, with bandwidths in one direction; `Efficiency` holds the shares reached in practice.
 
     Attributes:
         flops_per_s: Dense half-precision matrix operations with float32 accumulation.
-        host_bytes_per_s: Bandwidth to CPU memory, one direction.
-        peer_bytes_per_s: Total bandwidth to the other GPUs of the server, one direction.
+        peer_bytes_per_s: Total bandwidth to the other GPUs of the server.
         peer_latency_s: Latency of a small all-reduce, per doubling of the group.
     """
 

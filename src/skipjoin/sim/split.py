@@ -41,9 +41,7 @@ class Network:
 class Handover:
     """Migration of one request, `prompt` on the prefill replica and `request` on the decode replica.
 
-    Attributes:
-        pulled: Time when the decode replica had space.
-        begun, landed: Start and arrival of the transfer, known once pulled.
+    It is `pulled` when the decode replica has space, and then `begun` and `landed` are known.
     """
 
     prompt: Request
@@ -58,10 +56,7 @@ class Handover:
 
 
 class SplitWatcher:
-    """Observer of a disaggregated run; this base class ignores everything.
-
-    Calls are in order of time. Each precedes the events of its replica's step.
-    """
+    """Observer of a disaggregated run, in order of time; each call precedes the events of its replica's step."""
 
     def arrived(self, request: Request) -> None:
         """Called on arrival, when the request can still be given a forecast."""
@@ -69,14 +64,12 @@ class SplitWatcher:
     def handed_over(self, handover: Handover) -> None: ...
 
     def landed(self, handover: Handover) -> None:
-        """Called when a request's KV has landed, before the request arrives at its decode replica."""
+        """Called before the request arrives at its decode replica."""
 
     def ended(self, event: Finished) -> None: ...
 
 
 class SplitTraffic:
-    """Traffic of disaggregated replicas, of which the first `prefill_replicas` compute prompts."""
-
     def __init__(
         self,
         replicas: Sequence[Replica],

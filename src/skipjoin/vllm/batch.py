@@ -12,13 +12,9 @@ _RUNNING = RequestStatus.RUNNING
 
 
 class Batch:
-    """Requests of a plan.
-
-    Args:
-        left: Requests that cannot run, although the plan contains them.
+    """Requests of a plan that can run: `running` in vLLM already, in the order of the plan, and `joining`.
 
     Attributes:
-        running: Requests that vLLM runs already, in the order of the plan; `joining` has the others.
         tokens: Number of tokens of each request, by vLLM's id.
         cuts: The same of requests that stop before their last known token.
     """
@@ -40,7 +36,6 @@ class Batch:
         self.cuts = {slice_.request.sampling.request_id: slice_.tokens for slice_ in slices if not slice_.samples}  # type: ignore[attr-defined]
 
     def is_run_by(self, scheduled: Mapping[str, int]) -> bool:
-        """Return whether vLLM scheduled the plan as it is, given its number of tokens of each request."""
         if scheduled != self.tokens or len(self.tokens) < len(self.plan.slices):
             return False
         return all(one.request.sampling.num_computed_tokens == one.start + one.tokens for one in self._joining)  # type: ignore[attr-defined]
@@ -53,6 +48,5 @@ class Batch:
 
 
 def slice_of(mirror: Request, tokens: int, *, awaits: bool) -> Slice:
-    """Return the last tokens that vLLM scheduled of a request."""
     request: Any = mirror.sampling
     return Slice(mirror, request.num_computed_tokens - tokens, tokens, not request.is_prefill_chunk, awaits, ())

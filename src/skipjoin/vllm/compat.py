@@ -84,7 +84,7 @@ STATE: Uses = {
 
 
 class Feature(NamedTuple):
-    """Feature of vLLM that the scheduler refuses, with the flag that turns it on and what to do instead."""
+    """Feature of vLLM that the scheduler refuses, with the flag that turns it on and a remedy."""
 
     name: str
     flag: str
@@ -192,7 +192,6 @@ def chooses_scheduler(config: Any) -> bool:
 
 
 def check_tier(config: Any) -> None:
-    """Raise `ConfigError` if a `VllmConfig` has the CPU tier with another scheduler, which would not use it."""
     if is_chosen(config) and not chooses_scheduler(config):
         raise ConfigError("--kv-transfer-config: CpuTier needs --scheduler-cls skipjoin.vllm.Scheduler")
 
@@ -227,7 +226,6 @@ def remedy() -> str:
 
 
 def _find(owner: Any, paths: Sequence[str]) -> tuple[str | None, Any]:
-    """Return the first of some paths that exists, and its value; methods of a class are bound."""
     for path in paths:
         value = owner
         for name in path.split("."):

@@ -27,8 +27,7 @@ class StepCopies(KVConnectorMetadata):
 class CpuTier(KVConnectorBase_V1):
     """CPU tier for the KV of requests that wait, for Skipjoin's scheduler only.
 
-    Attributes:
-        copies: Copies of the next step, in the scheduler's process.
+    In the scheduler's process, `copies` are those of the next step.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

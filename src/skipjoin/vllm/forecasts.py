@@ -20,10 +20,7 @@ _CLOSE_S = 10.0
 
 
 class LengthForecasts:
-    """Forecaster that predicts and learns in its own thread, so that no step waits for it.
-
-    A new request first gets a forecast that ignores its prompt; the forecast from its prompt follows with a later step.
-    """
+    """Forecaster that predicts and learns in its own thread, so that no step waits for it."""
 
     def __init__(self, forecaster: Forecaster, folder: Path | None = None) -> None:
         self._forecaster, self._folder = forecaster, folder
@@ -51,7 +48,6 @@ class LengthForecasts:
         self._work.put(lambda: self._predict(request))
 
     def ready(self) -> Iterator[tuple[Request, Forecast]]:
-        """Yield the forecasts that were completed since the last call."""
         while self._ready:
             yield self._ready.popleft()
 

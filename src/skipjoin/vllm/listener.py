@@ -28,9 +28,6 @@ def listen(
     """Serve `/metrics` and `/debug/requests/ID` if a port is given, and return a function that stops it.
 
     `engine`, the number of the data-parallel engine, is added to the port.
-
-    Raises:
-        ValueError: The port cannot be opened.
     """
     if options.metrics_port is None or lives is None:
         return None

@@ -16,12 +16,10 @@ from skipjoin.version import VERSION
 
 @dataclass(slots=True)
 class Tally:
-    """Counts since the engine started.
+    """Counts since the engine started, and seconds of planning, vLLM's `schedule`, and the planner's other work.
 
     Attributes:
         amended: Requests of plans that vLLM did not run, because it found no room for them.
-        plan_s, vllm_s, update_s, other_s: Seconds of planning, of vLLM's `schedule`, of the planner's share of
-            `update_from_output`, and of the rest of `schedule`.
     """
 
     steps: int = 0

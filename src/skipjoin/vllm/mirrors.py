@@ -13,8 +13,6 @@ from skipjoin.vllm.requests import finish_reason, mirror_of
 
 
 class Mirrors(dict[str, Request]):
-    """Requests of the planner by vLLM's ids, which its forecasts and lives follow."""
-
     def __init__(
         self,
         core: ForeignScheduler,
@@ -61,11 +59,7 @@ class Mirrors(dict[str, Request]):
                     notify(mirror, now)
 
     def read(self, outputs: Mapping[int, Any], now: float) -> None:
-        """Take over the new tokens of a step, and end the requests that are complete.
-
-        Args:
-            outputs: `EngineCoreOutputs` by client.
-        """
+        """Take over the new tokens of a step, `EngineCoreOutputs` by client, and end the requests that are complete."""
         lives = self._lives
         for client in outputs.values():
             for output in client.outputs:

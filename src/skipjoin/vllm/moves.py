@@ -44,7 +44,6 @@ class KvMoves:
         return failed
 
     def leaving(self, plan: StepPlan) -> list[Request]:
-        """Return the requests that a completed plan has copied to the CPU tier while they kept their blocks."""
         return [
             move.request
             for move in plan.overlapped

@@ -1,5 +1,3 @@
-"""Entry point of `vllm.general_plugins`, which vLLM calls at the start of each of its processes."""
-
 from __future__ import annotations
 
 import sys
@@ -52,7 +50,6 @@ def _check_release() -> None:
 
 
 def check_config(config: Any) -> None:
-    """Raise `ConfigError` if a `VllmConfig` chooses Skipjoin's scheduler or CPU tier and it cannot run."""
     check_tier(config)
     if chooses_scheduler(config):
         read_options(config.additional_config)

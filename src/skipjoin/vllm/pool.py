@@ -7,7 +7,7 @@ from skipjoin.core.request import Request
 
 
 class ManagedPool:
-    """Block pool of a `KVCacheManager` with one KV cache group. `Request.sampling` is vLLM's request."""
+    """Block pool of a `KVCacheManager` with one KV cache group."""
 
     def __init__(self, manager: Any, block_size: int) -> None:
         self.block_size = block_size
@@ -25,6 +25,7 @@ class ManagedPool:
         return len(self._blocks.get(request.sampling.request_id, ()))  # type: ignore[attr-defined]
 
     def shared(self, request: Request) -> int:
+        """Return the number of blocks that the request and others hold."""
         return sum(block.ref_cnt > 1 for block in self._blocks.get(request.sampling.request_id, ()))  # type: ignore[attr-defined]
 
     def hit(self, request: Request) -> Hit:

@@ -7,8 +7,6 @@ from vllm.v1.request import Request
 
 
 class Store(dict[Request, None], RequestQueue):
-    """Waiting requests, whose order the planner decides."""
-
     def add_request(self, request: Request) -> None:
         self[request] = None
 

@@ -29,7 +29,6 @@ _FOUND_BY_ENGINE = FoundByEngine()
 
 
 def mirror_of(request: Any, number: int, now: float, *, max_model_len: int, caches: bool) -> Request:
-    """Return the planner's request for a request of vLLM, with a unique number."""
     prompt = request.prompt_token_ids or range(request.num_prompt_tokens)
     extra = request.sampling_params.extra_args if request.sampling_params is not None else None
     return Request(
@@ -85,7 +84,6 @@ def is_program(given: object) -> bool:
 
 
 def positive(given: object) -> float | None:
-    """Return a finite number above 0, which may be given as text, or None for anything else."""
     if isinstance(given, bool) or not isinstance(given, int | float | str):
         return None
     try:

@@ -173,7 +173,6 @@ class Scheduler(AnyScheduler):
         super()._preempt_request(request, now)
 
     def _enact(self, plan: StepPlan, now: float) -> Batch:
-        """Set `running` to the running requests of the plan, and park the others."""
         batch = Batch(plan, self._moves.begin(plan, now) if self._moves is not None else ())
         if len(batch.running) < len(self.running):
             kept = set(batch.running)
@@ -216,7 +215,6 @@ class Scheduler(AnyScheduler):
         return waiting, holding
 
     def _restore(self, waiting: Store, holding: Store, joining: Sequence[VllmRequest]) -> None:
-        """Restore the stores, without requests that joined and with requests that vLLM preempted."""
         self.waiting, self.kv_holding_waiting = waiting, holding
         for request in joining:
             if request.status is RequestStatus.RUNNING:
@@ -227,7 +225,6 @@ class Scheduler(AnyScheduler):
             waiting.add_request(request)
 
     def _settle(self, batch: Batch, output: SchedulerOutput, now: float) -> None:
-        """Report to the core which part of the plan vLLM scheduled."""
         if batch.is_run_by(output.num_scheduled_tokens):
             return
         done = []

@@ -34,7 +34,6 @@ class TierOptions:
             raise ConfigError(f"{_KEY}: {error}") from error
 
     def blocks(self, block_bytes: int) -> int:
-        """Return the number of blocks that fit. Raise `ConfigError` if none does."""
         found = int(self.cpu_gb * 1e9 / block_bytes)
         if found < 1:
             raise ConfigError(f"{_KEY}: cpu_gb must hold a block of {block_bytes / 1e9:g} GB, got {self.cpu_gb:g}")
@@ -45,6 +44,5 @@ class TierOptions:
 
 
 def is_chosen(config: Any) -> bool:
-    """Return whether a `VllmConfig` has the CPU tier as its KV connector."""
     transfer = config.kv_transfer_config
     return transfer is not None and (transfer.kv_connector, transfer.kv_connector_module_path) == (NAME, MODULE)

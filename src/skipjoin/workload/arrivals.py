@@ -62,11 +62,7 @@ class Gamma:
 
 @dataclass(frozen=True)
 class Burst:
-    """Poisson arrivals whose rate alternates between two levels.
-
-    Attributes:
-        length: Duration of a burst in seconds, which equal mean gaps. Times between bursts are exponential.
-    """
+    """Poisson arrivals whose rate alternates between two levels, in bursts of `length` mean gaps."""
 
     name: str
     factor: float

@@ -38,8 +38,6 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True)
 class Uniform:
-    """Independent uniform distributions over inclusive ranges."""
-
     name: str
     prompt: tuple[int, int]
     output: tuple[int, int]
@@ -73,10 +71,9 @@ def _whole(tokens: float) -> int:
 
 @dataclass(frozen=True)
 class PromptBin:
-    """Requests of adjacent prompt lengths.
+    """Requests of adjacent prompt lengths, up to the share `upto` of all requests.
 
     Attributes:
-        upto: Share of all requests with prompts in this bin or below.
         prompt: Prompt tokens at equally spaced quantiles of the bin, including its ends.
         output: Output tokens at the table's output levels.
     """
@@ -142,8 +139,6 @@ class QuantileTable:
 
 @dataclass(frozen=True)
 class TraceLengths:
-    """Rows of a trace, drawn uniformly, with factors for prompt and output tokens."""
-
     name: str
     trace: Trace
     prompt: float = 1.0
@@ -181,11 +176,9 @@ def read_table(name: str) -> dict[str, Any]:
 
 
 def parse_lengths(text: str) -> Lengths:
-    """Parse a length distribution.
+    """Parse a built-in table (`sharegpt`), `uniform:64-128,16-32`, `fixed:128,64` or `trace:requests.csv`.
 
-    The text is a built-in table (`sharegpt`), `uniform:64-128,16-32` or `fixed:128,64` (prompt, output), or
-    `trace:requests.csv`, which draws random rows of a file. A suffix `*0.25` scales prompt and output, `*0.25,0.5` each
-    separately, to at least 1.
+    A suffix `*0.25` scales prompt and output, `*0.25,0.5` each separately, to at least 1.
     """
     name = text.strip()
     base, star, factors = name.partition("*")

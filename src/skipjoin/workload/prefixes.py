@@ -31,8 +31,6 @@ class PromptParts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Prefix of `tokens` additional tokens, common to a random one of `groups` groups."""
-
     tokens: int
     groups: int = 1
 

@@ -1,5 +1,3 @@
-"""Units of a trace that its file does not name, detected from its first rows."""
-
 from __future__ import annotations
 
 import math
@@ -20,12 +18,7 @@ _MIN_GAP_MS, _MAX_GAP_S = 1.0, 1000.0
 
 
 class TraceUnits(NamedTuple):
-    """Units of a trace.
-
-    Attributes:
-        per_s: Units of `timestamp` in a second.
-        hash_tokens: Prompt tokens of each of `hash_ids`, or None to ignore these.
-    """
+    """Units of `timestamp` in a second, and prompt tokens of each of `hash_ids`, or None to ignore these."""
 
     per_s: int
     hash_tokens: int | None

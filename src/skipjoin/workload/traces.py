@@ -57,8 +57,6 @@ class TraceRow(NamedTuple):
 
 @dataclass(slots=True)
 class Column:
-    """Numbers of a column, or the `error` of the first cell that is not one."""
-
     values: array[float]
     error: str = ""
 
@@ -171,7 +169,6 @@ def _lines(path: Path, file: TextIO) -> Iterator[Line]:
 
 
 def _read(lines: Iterable[Line], units: TraceUnits) -> tuple[tuple[TraceRow, ...], dict[str, Column], bool]:
-    """Return rows, columns, and whether the file has timestamps."""
     rows: list[TraceRow] = []
     columns: dict[str, Column] = {}
     names, is_timed = _Names(units.hash_tokens), False

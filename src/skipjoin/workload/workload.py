@@ -94,7 +94,7 @@ class Replay:
     """Requests of a trace, at their recorded times or with an arrival process.
 
     With recorded times, the first request arrives at 0. Otherwise rows are used cyclically from a row that the seed
-    selects, at `rate_rps`.
+    selects.
     """
 
     trace: Trace
@@ -180,10 +180,7 @@ Classed = TypeVar("Classed", Synthetic, Replay)
 
 
 def synthetic(lengths: str, arrivals: str, streams: Sequence[str] = (), prefix: str | None = None) -> Synthetic:
-    """Create a workload from the texts of options.
-
-    The main stream is named "default", with priority 0 and the remaining share.
-    """
+    """Create a workload from the texts of options. The main stream is named "default" and has the remaining share."""
     others = tuple(parse_stream(text) for text in streams)
     rest = 1 - sum(stream.share for stream in others)
     if rest < 1e-9:  # rounding error of shares that add up to 1
@@ -194,10 +191,7 @@ def synthetic(lengths: str, arrivals: str, streams: Sequence[str] = (), prefix: 
 
 
 def with_best_effort(workload: Classed, share: float) -> Classed:
-    """Return the same jobs in two streams named after their service classes, with a share of best-effort jobs.
-
-    A larger share makes further jobs best-effort, and changes no others.
-    """
+    """Return the jobs in two streams by service class. A larger share only makes further jobs best-effort."""
     return replace(workload, best_effort=share)
 
 

@@ -38,7 +38,6 @@ class Line:
 
 
 def lines_of(records: Sequence[Record]) -> list[Line]:
-    """Group records by recipe and other distinguishing fields, in order of appearance."""
     features = [_features(record) for record in records]
     names = _differing(_IDENTITY, features) + _telling(records, features)
     groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
@@ -50,7 +49,6 @@ def lines_of(records: Sequence[Record]) -> list[Line]:
 
 
 def usable(kind: str, lines: Iterable[Line], check: Callable[[Record], object], warn: Warn) -> list[Line]:
-    """Return the lines without records that fail `check`; raise `ConfigError` if none is left."""
     kept, warnings, reason = [], [], "there are no records"
     for line in lines:
         good, bad = [], defaultdict(list)

@@ -33,7 +33,6 @@ _TITLE_WIDTH = 26
 
 
 def draw_cdf(lines: Sequence[Line], rate_rps: float | None, warn: Warn) -> Figure:
-    """Draw the cumulative distribution over requests, one panel per metric, with equal weights of seeds."""
     lines = usable("cdf", lines, _need_some_quantiles, warn)
     rate_rps, lines = at_one_rate("cdf", lines, rate_rps, warn)
     panels = {}

@@ -18,8 +18,6 @@ REPLICAS_PER_SHARD = 64
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Part of a workload that runs, until `until_s`, even if requests remain."""
-
     rate_rps: float | None
     duration_s: float | None
     seed: int

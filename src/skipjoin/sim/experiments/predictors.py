@@ -1,5 +1,3 @@
-"""Predictors of output lengths in simulations, from true lengths or finished requests."""
-
 from __future__ import annotations
 
 import math
@@ -47,9 +45,7 @@ class Predictor(Protocol):
 
 
 class PredictorSpec(Protocol):
-    def make(self, workload: Workload, jobs: Jobs, seed: int) -> Predictor:
-        """Create the predictor of a run; raise `ConfigError` if the workload lacks what it reads."""
-        ...
+    def make(self, workload: Workload, jobs: Jobs, seed: int) -> Predictor: ...
 
 
 # -- made from the truth ----------------------------------------------------------------------------------
@@ -59,8 +55,6 @@ Foresight = Callable[[Jobs, random.Random], Sequence[float]]
 
 
 class Fixed:
-    """Predictions made before requests arrive; `predict` is for jobs of closed streams."""
-
     def __init__(
         self, lengths: Sequence[float], source: str, predict: Callable[[Jobs, str], Sequence[float]] | None = None
     ) -> None:
@@ -155,8 +149,6 @@ class Learning:
 
 
 class Online:
-    """A server's forecaster in virtual time; `prompts` are texts by request id."""
-
     def __init__(self, config: ForecastConfig, prompts: Sequence[str]) -> None:
         self._prompts = list(prompts)
         self._now = 0.0
@@ -177,7 +169,6 @@ class Online:
         return Prediction(predicted.forecast, predicted.interval)
 
     def _encode(self, number: int) -> Prompt:
-        """Return the encoded prompt of a request, and encode the next ones with it where batches are cheaper."""
         if number not in self._encoded:
             ahead = range(number, min(len(self._prompts), number + self._forecaster.batch))
             prompts = {one: words(self._prompts[one]) for one in ahead}

@@ -27,7 +27,6 @@ def make_replica(system: System, lengths: Sequence[int], *, together: bool, keep
     Args:
         together: Simulate decode-only steps at once, where that does not change the result.
         keeps_kv: Swap evicted KV, because the replica cannot compute prompts.
-        seed: Seed of the noise of step times.
     """
     cost = TrackedCost(system.cost) if system.step_noise else None
     policies = build(system.recipe, replace(system.settings, cost=cost or system.cost), system.own_params)
@@ -49,13 +48,11 @@ def make_replica(system: System, lengths: Sequence[int], *, together: bool, keep
 
 
 def _learn(cost: TrackedCost, result: StepResult) -> None:
-    """Update the margin of `cost`, as the server does after each step."""
     if result.plan.slices:
         cost.learn(StepShape.of(result.plan.slices), result.seconds - result.moving)
 
 
 def _jitter(noise: float, seed: str) -> Callable[[], float]:
-    """Return a function that draws factors of step times, with mean 1."""
     rng = random.Random(seed)
     return lambda: rng.lognormvariate(-noise * noise / 2, noise)
 

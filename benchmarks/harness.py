@@ -28,8 +28,6 @@ PAUSE_S = 2.0
 T = TypeVar("T")
 Record = dict[str, Any]
 
-# -- options ----------------------------------------------------------------------------------------------
-
 
 def parser(text: str | None, **counts: int) -> argparse.ArgumentParser:
     """Return a parser with `--out` and one integer option for each of `counts`, such as `repeats=3`."""
@@ -57,35 +55,27 @@ def some_of(what: str, known: Iterable[str]) -> Callable[[str], list[str]]:
     return parse
 
 
-# -- timing and statistics --------------------------------------------------------------------------------
-
-
 def seconds_of(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the duration of a call."""
     begin = clock()
     work()
     return clock() - begin
 
 
 def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:
-    """Return the median and the range."""
     found = {"median": statistics.median(values), "min": min(values), "max": max(values)}
     return {name: round(value, digits) for name, value in found.items()}
 
 
 def quartiles(values: Sequence[float], digits: int = 3) -> dict[str, float]:
-    """Return the median and the quartiles."""
     low, middle, high = statistics.quantiles(values, n=4)
     return {"median": round(middle, digits), "p25": round(low, digits), "p75": round(high, digits)}
 
 
 def spreads(runs: Sequence[Mapping[str, float]], digits: int = 3) -> dict[str, dict[str, float]]:
-    """Return the spread of each figure over repeated runs."""
     return {name: spread([run[name] for run in runs], digits) for name in runs[0]}
 
 
 def medians(runs: Sequence[Mapping[str, float]], digits: int = 3) -> dict[str, float]:
-    """Return the median of each figure over repeated runs."""
     return {name: round(statistics.median(run[name] for run in runs), digits) for name in runs[0]}
 
 
@@ -100,14 +90,10 @@ def in_turn(entries: Iterable[T], turn: int) -> list[T]:
 
 
 def turns(names: Collection[str], seeds: Iterable[int]) -> Iterator[tuple[int, str]]:
-    """Yield each seed with each of the names in turn, after a pause."""
     for turn, seed in enumerate(seeds):
         for name in in_turn(names, turn):
             time.sleep(PAUSE_S)
             yield seed, name
-
-
-# -- records ----------------------------------------------------------------------------------------------
 
 
 def new_record(**fields: Any) -> Record:
@@ -124,7 +110,6 @@ def command() -> str:
 
 
 def read_record(out: Path | None) -> Record:
-    """Return the record that an earlier run wrote, or an empty one."""
     return dict(json.loads(out.read_text(encoding="utf-8"))) if out is not None and out.exists() else {}
 
 
@@ -137,22 +122,16 @@ def write_record(record: Record, out: Path | None) -> None:
 
 
 def report(record: Record, out: Path | None) -> None:
-    """Print a record and write it."""
     print(json.dumps(record, indent=1), flush=True)
     write_record(record, out)
 
 
 def show(*values: object) -> None:
-    """Print one row of progress."""
     print(*(json.dumps(value) if isinstance(value, dict | list) else value for value in values), flush=True)
-
-
-# -- programs and sources ---------------------------------------------------------------------------------
 
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """Yield a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="skipjoin-bench-") as folder:
         yield Path(folder)
 

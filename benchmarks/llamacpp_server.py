@@ -39,7 +39,6 @@ LAYER = {
 
 
 def convert(folder: Path, target: Path) -> None:
-    """Write the model as GGUF."""
     config = json.loads((folder / "config.json").read_text())
     weights = {
         name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()

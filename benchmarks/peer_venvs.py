@@ -94,7 +94,6 @@ def names_of(text: str) -> list[str]:
 
 
 def cache_folder() -> Path:
-    """Return the folder of the environments."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skipjoin-peers"
 
 

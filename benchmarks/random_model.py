@@ -93,7 +93,6 @@ def _write_weights(folder: Path, dtype: torch.dtype, *, hidden_size: int, **shap
 
 @contextmanager
 def scratch_model(dtype: torch.dtype, **shape: int) -> Iterator[Path]:
-    """Yield a temporary folder with the model."""
     with scratch() as folder:
         make_model(folder / "model", dtype, **shape)
         yield folder / "model"

@@ -89,12 +89,10 @@ class Server:
         raise RuntimeError(f"{self.process.args[0]} did not start")  # type: ignore[index]
 
     def log(self) -> str:
-        """Return what the server has written so far."""
         self._output.seek(0)
         return self._output.read()
 
     def engines(self) -> list[psutil.Process]:
-        """Return the engine processes, oldest first."""
         return self.children("skipjoin.server.engines.engine_process")
 
     def children(self, text: str) -> list[psutil.Process]:
@@ -114,7 +112,6 @@ class Server:
         return found
 
     def metric(self, name: str, **labels: str) -> float:
-        """Return the sum of the samples of a metric that have these labels."""
         return sum(
             sample.value
             for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics").text)
@@ -211,13 +208,11 @@ def start_vllm(
 
 
 def bench(server: Server, *options: object) -> Record:
-    """Run `skipjoin bench` and return its only record."""
     (record,) = harness.records_of("bench", "--base-url", server.url, *options, timeout_s=BENCH_S)
     return dict(record)
 
 
 def bench_requests(server: Server, *options: object) -> tuple[Record, list[Record]]:
-    """Run `skipjoin bench` and return its only record and its requests."""
     with harness.scratch() as folder:
         lines = folder / "requests.jsonl"
         record = bench(server, *options, "--record-requests", lines)
@@ -239,7 +234,6 @@ def llamacpp(python: Path, model: Path, *, seqs: int) -> Server:
 
 
 def free_port() -> int:
-    """Return a port that no server uses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

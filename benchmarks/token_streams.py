@@ -68,7 +68,6 @@ async def pauses(
 
 
 def longest_gap(times: list[float]) -> float:
-    """Return the longest time between two tokens."""
     return max((later - earlier for earlier, later in pairwise(times)), default=0.0)
 
 

@@ -70,7 +70,6 @@ CELLS = {
 
 @contextmanager
 def background(server: Server, count: int) -> Iterator[None]:
-    """Keep `count` generations running."""
     stopping = threading.Event()
 
     def generate(number: int) -> None:
@@ -103,7 +102,6 @@ def background(server: Server, count: int) -> Iterator[None]:
 
 
 def measure(server: Server, cell: EngineCell, rate: float, duration_s: float, seed: int) -> dict[str, float]:
-    """Return the figures of one run."""
     options = ("--rates", round(rate, 3), "--duration", duration_s, "--seeds", seed, "--warmup", 0)
     with background(server, cell.background):
         record = bench(server, *cell.workload, *options)
@@ -144,7 +142,6 @@ def run_cell(name: str, args: argparse.Namespace, folder: Path, record: harness.
 
 
 def options(text: str | None, *, load: float, duration: float) -> argparse.ArgumentParser:
-    """Return a parser of the options that engine.py and lockstep.py share."""
     made = harness.parser(text)
     made.add_argument("--recipes", type=harness.words, default=["fcfs", "sarathi", "fastserve", "alise", "adaptive"])
     made.add_argument("--seeds", type=lambda text: [int(one) for one in harness.words(text)], default=[0, 1, 2])

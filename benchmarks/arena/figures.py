@@ -67,7 +67,6 @@ def summary(cells: Cells, others: Iterable[str] = PAPERS) -> dict[str, dict[str,
 
 
 def with_rivals(cells: Cells) -> Cells:
-    """Return the cells in which the rivals ran, too."""
     return {name: one for name, one in cells.items() if set(RIVALS) <= one["recipes"].keys()}
 
 
@@ -96,7 +95,6 @@ def cell_line(name: str, recipes: Mapping[str, Figures]) -> str:
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> Sequence[str]:
-    """Return the summary as lines."""
     lines = []
     for metric, one in found.items():
         goal, most = GOALS[metric]

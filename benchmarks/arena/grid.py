@@ -97,7 +97,6 @@ class ArenaCell:
         return self.lengths in HELD_OUT or self.seed in FINAL_SEEDS
 
     def workload(self) -> Workload:
-        """Return the requests, without their rate."""
         if self.lengths in TEXTS:
             trace = read_trace(Path(os.environ[TRACES]) / f"{self.lengths}.jsonl.gz")
             return Replay(trace, arrivals=parse_arrivals(self.arrivals))

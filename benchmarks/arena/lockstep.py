@@ -69,7 +69,6 @@ class TimedEngine:
         self._loop.close()
 
     def start(self, jobs: Sequence[WorkloadRequest], background: int = 0) -> None:
-        """Begin a run of these requests, with `background` generations beside them."""
         self._start = self.now
         self._waiting = deque(jobs)
         self._wanted = background
@@ -146,13 +145,11 @@ class TimedEngine:
 
 
 def race(engines: Sequence[TimedEngine]) -> None:
-    """Finish the runs of all engines."""
     while waiting := [engine for engine in engines if not engine.is_done]:
         min(waiting, key=lambda engine: engine.now).turn()
 
 
 def run_cell(name: str, args: argparse.Namespace, folder: Path, record: harness.Record) -> None:
-    """Measure a cell with each seed."""
     cell, recipes = CELLS[name], args.recipes
     _, lengths, *streams = cell.workload
     workload = synthetic(lengths, "poisson", streams[1::2])

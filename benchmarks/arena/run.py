@@ -61,14 +61,11 @@ def capacity(cell: ArenaCell) -> float:
 
 
 def simulate(cell: ArenaCell, recipe: str, rate: float) -> dict[str, float]:
-    """Return the figures of a recipe in a cell."""
     extent = Extent(rate, cell.duration_s, cell.seed)
     return figures_of(run(Cell(cell.system_of(spelled(recipe)), cell.workload(), extent, slo_scale=cell.slo_scale)))
 
 
 class Arena:
-    """A record that grows cell by cell."""
-
     def __init__(self, out: Path | None, jobs: int) -> None:
         self._out = out
         self._jobs = jobs
@@ -77,7 +74,6 @@ class Arena:
         self.capacities: dict[str, float] = dict(known.get("capacities", {}))
 
     def run(self, cells: Iterable[ArenaCell], recipes: Iterable[str]) -> None:
-        """Run what is missing."""
         recipes, cells = tuple(recipes), list(cells)
         with ProcessPoolExecutor(self._jobs, mp_context=get_context("spawn")) as pool:
             for some in _batches(cells, self._jobs):
@@ -110,7 +106,6 @@ class Arena:
         kept["recipes"][recipe] = {name: float(f"{value:.5g}") for name, value in figures.items()}
 
     def write(self) -> None:
-        """Write the record with its summary."""
         record = harness.new_record(
             summary=summary(self.cells),
             summary_with_rivals=summary(with_rivals(self.cells), (*PAPERS, *RIVALS)),

@@ -73,8 +73,6 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """Times of a request that runs alone."""
-
     cost: LinearCost
 
     @property
@@ -111,9 +109,6 @@ class Comparison:
     extra: Sequence[str] = ()
 
 
-# -- requests ---------------------------------------------------------------------------------------------
-
-
 def write_trace(path: Path, jobs: Sequence[WorkloadRequest], target: Callable[[WorkloadRequest], Target]) -> None:
     """Write requests with prompts, arrival times and objectives."""
     draw, lines = random.Random(path.name), []
@@ -143,9 +138,6 @@ def sent(server: Server, trace: Path, *options: object) -> tuple[Record, list[Re
 def capacity(server: Server, folder: Path) -> float:
     """Return the requests per second that a server finishes while many wait."""
     return full_rate(sent(server, burst_of(folder, BURST_SEED, BURST))[1])
-
-
-# -- one run ----------------------------------------------------------------------------------------------
 
 
 def measure(server: Server, entry: Entry, trace: Path, in_flight: int, duration_s: float) -> tuple[Record, list[str]]:
@@ -184,9 +176,6 @@ def lost_kv(server: Server) -> int:
     return round(found)
 
 
-# -- all runs ---------------------------------------------------------------------------------------------
-
-
 def compare(file: str, text: str | None, comparison: Comparison, *, duration_s: float) -> None:
     """Run the command of an engine benchmark, and write the record after every run."""
     parser = harness.parser(text, repeats=3)
@@ -213,7 +202,6 @@ def compare(file: str, text: str | None, comparison: Comparison, *, duration_s: 
 
 
 def profiled(model: Path) -> Path:
-    """Measure the profile that all recipes use."""
     path = model.parent / "profile.json"
     limits = ("--kv-cache-gib", KV_GIB, "--max-num-seqs", MAX_SEQS, "--max-num-batched-tokens", MAX_TOKENS)
     harness.run_skipjoin("profile", model, "--out", path, "--seconds", PROFILE_S, *limits)
@@ -244,7 +232,6 @@ def started(
 
 
 def said(comparison: Comparison, alone: Alone, rate: float, duration_s: float) -> Record:
-    """Return the settings of all runs."""
     return {
         "lengths": LENGTHS,
         "best_effort": f"{BEST_EFFORT},size={comparison.in_flight}",
@@ -322,7 +309,6 @@ def tabulated(rows: Sequence[Record]) -> Record:
 
 
 def ranged(values: Sequence[float]) -> str:
-    """Return the median with the range."""
     if not values:
         return "-"
     return f"{median(values):.3g} ({min(values):.3g} to {max(values):.3g})"

@@ -15,7 +15,6 @@ ENCODERS = ("hashed", "minilm")
 
 
 def folder() -> Path:
-    """Return the folder of the traces with texts."""
     if "SKIPJOIN_TRACES" not in os.environ:
         sys.exit("SKIPJOIN_TRACES must name the folder of the traces with texts, which are not in the repository")
     return Path(os.environ["SKIPJOIN_TRACES"])

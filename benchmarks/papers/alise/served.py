@@ -9,5 +9,4 @@ OPTIONS = ("--profile", "off", "--kv-cache-gib", 0.5, "--swap-space", 0, "--thre
 
 
 def serve(*options: object) -> Skipjoin:
-    """Start a server of the built-in model."""
     return Skipjoin("tally", *OPTIONS, *options)

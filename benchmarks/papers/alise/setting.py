@@ -27,7 +27,6 @@ KEPT = (
 
 
 def alise(predictor: str, recipe: str = "alise") -> Variant:
-    """Return a recipe of ALISE with a forecaster."""
     return Variant(f"{recipe} {predictor}", recipe, predictor)
 
 

@@ -55,8 +55,6 @@ BEST_EFFORT, IN_FLIGHT = "uniform:512-1024,32-128", 128
 # Multiples of the 300 s of other figures: 120 s, and the 10 minutes of the paper's traces.
 TIMES, PAPER_TIMES = 0.4, 2.0
 
-# -- what is compared -------------------------------------------------------------------------------------
-
 # The first variant ignores classes, as the paper's vLLM does; the others put best effort second.
 BLIND = Variant("fcfs, class-blind", "fcfs")
 FCFS, ROUND_ROBIN = plain("fcfs", "round-robin")
@@ -98,7 +96,6 @@ class Load:
     def cells(
         self, variant: Variant, of: System, rates: Sequence[float], options: Options, *, seeds: int
     ) -> list[Cell]:
-        """Return a cell for each rate and seed of a variant on a system."""
         workload = self.workload(blind=variant is BLIND)
         return cells(of, workload, rates, options, seeds=options.seeds(seeds), slo=SLO)
 
@@ -123,7 +120,6 @@ def system(variant: Variant, model: str = "opt-13b", **params: Value) -> System:
 
 
 def window(options: Options, times: float = TIMES) -> Options:
-    """Return the options with the duration of these runs."""
     return lasting(options, times)
 
 
@@ -149,7 +145,6 @@ def with_classes(record: Record) -> Record:
 
 
 def said(systems: Sequence[System], loads: Sequence[Load], options: Options, *, seeds: int = 1) -> Result:
-    """Return the settings of a figure."""
     closed = sorted({(load.in_flight, load.mode.value) for load in loads if load.in_flight})
     texts = [f"{size} in flight (mode={mode})" for size, mode in closed]
     note = f"Best effort: {BEST_EFFORT}, {', '.join(texts)}." if texts else "No best-effort requests."
@@ -157,8 +152,6 @@ def said(systems: Sequence[System], loads: Sequence[Load], options: Options, *, 
     workloads = [Load(name).workload(blind=False) for name in datasets]
     return settings_of(systems, workloads, options, seeds=seeds, note=note)
 
-
-# -- tables -----------------------------------------------------------------------------------------------
 
 # A test checks that no request of a result is unfinished.
 KEPT = ("real_time.requests.unfinished",)
@@ -199,7 +192,6 @@ def side_by_side(title: str, records: Sequence[Record], keys: Sequence[str], col
 
 
 def value_of(record: Record, column: Column) -> float:
-    """Return the value of a column for a record."""
     return column(record) if callable(column) else field_value(record, column)
 
 
@@ -214,9 +206,6 @@ def _run(record: Record) -> tuple[object, ...]:
     """Return what identifies a run across variants."""
     workload = record["workload"]
     return (record["model"], record["lengths"], workload["rate_rps"], workload["seed"], workload["duration_s"])
-
-
-# -- pictures ---------------------------------------------------------------------------------------------
 
 
 def against_rate(records: Sequence[Record], fields: Mapping[str, str], names: Sequence[str]) -> Figure:

@@ -52,7 +52,6 @@ class Trace:
 
     @property
     def params(self) -> dict[str, Value]:
-        """Parameters of the recipes."""
         return {"padding": self.padding, "buffer": self.buffer, "reserve": self.reserve}
 
 
@@ -66,8 +65,6 @@ TRACES = {
 }
 SHAREGPT = TRACES["sharegpt"]
 
-# -- what is compared -------------------------------------------------------------------------------------
-
 NOISE = "noise"
 
 
@@ -79,7 +76,6 @@ def variants(*names: str) -> tuple[Variant, ...]:
 
 
 def known(variant: Variant) -> Variant:
-    """Return the variant with true lengths if it reads forecasts."""
     return variant if variant.predictor is None else replace(variant, predictor="oracle")
 
 
@@ -99,7 +95,6 @@ SPLIT = Variant("split", "fcfs", settings={"replicas": 2, "prefill_replicas": 1,
 
 
 def system(variant: Variant, trace: Trace, machine: Machine = OPT_13B, **params: Value) -> System:
-    """Return the variant with the trace's parameters, some of them replaced by `params`."""
     predictor = f"noise:{trace.noise}" if variant.predictor == NOISE else variant.predictor
     given = {**trace.params, **variant.params, **params}
     found = replace(variant, predictor=predictor, params=given).on(machine)
@@ -109,31 +104,26 @@ def system(variant: Variant, trace: Trace, machine: Machine = OPT_13B, **params:
 def loaded(
     of: System, trace: Trace, loads: Sequence[float], options: Options, *, seeds: int = 1, slo: Slo = SLO
 ) -> list[Cell]:
-    """Return cells of a system at multiples of the capacity of `fcfs`."""
     rates = [round(load * trace.capacity_rps[of.model], 3) for load in loads]
     extent = lasting(options, trace.times)
     return cells(of, poisson(trace.lengths), rates, extent, seeds=options.seeds(seeds), slo=slo)
 
 
 def labelled(records: Sequence[Record], **labels: object) -> list[Record]:
-    """Return records with labels and their load."""
     return [{**labels, "load": _load(record), **record} for record in records]
 
 
 def records_of(plans: Mapping[tuple[Any, ...], Kept], *labels: str) -> list[Record]:
-    """Return the records of plans whose keys are the values of the labels."""
     return [one for key, plan in plans.items() for one in labelled(plan.records, **dict(zip(labels, key, strict=True)))]
 
 
 def of_figure09(options: Options, *parts: str) -> tuple[Result, list[Record]]:
-    """Return the settings of figure 9's result, and these parts of its records."""
     found = json.loads((options.out.parent / "figure09" / "result.json").read_text(encoding="utf-8"))
     kept = ("model", "lengths", "load", "variant", "workload", *parts)
     return found["settings"], [{part: record[part] for part in kept} for record in found["records"]]
 
 
 def decision_share(record: Record) -> float:
-    """Return the share of the run's time that decisions are charged."""
     return float(record["settings"]["decision_s"] * record["steps"] / record["duration_s"])
 
 
@@ -145,13 +135,10 @@ def _load(record: Record) -> float | None:
 
 
 def said(systems: Sequence[System], options: Options, *, seeds: int = 1, note: str = "") -> Result:
-    """Return the settings of a figure."""
     durations = ", ".join(f"{name} {trace.times * options.duration_s:g} s" for name, trace in TRACES.items())
     note = f"Durations: {durations}. Loads are multiples of the capacity of fcfs. {note}".strip()
     return settings_of(systems, [poisson(name) for name in TRACES], options, seeds=seeds, note=note)
 
-
-# -- tables -----------------------------------------------------------------------------------------------
 
 # Fields that most figures show.
 LATENCY = {

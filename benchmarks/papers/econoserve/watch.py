@@ -77,7 +77,6 @@ class Watch:
         }
 
     def observe(self, events: Iterable[Event]) -> None:
-        """Observe events in order."""
         for event in events:
             if (handle := self._handlers.get(type(event))) is not None:
                 handle(event)
@@ -114,8 +113,6 @@ class Watch:
         groups = [members for members in self._groups.values() if len(members) > 1]
         return _mean([len({self._ended_at.get(member) for member in members}) == 1 for members in groups])
 
-    # -- folding ------------------------------------------------------------------------------------------
-
     def _arrive(self, event: Arrived) -> None:
         self._live[event.request] = self._fresh[event.request] = None
         self._requests += 1
@@ -134,7 +131,6 @@ class Watch:
             self._exact[request] = event.blocks
 
     def _set(self, request: Request, reservation: Reserved | None) -> None:
-        """Replace the reservation of a request."""
         for one, sign in ((self._reservations.pop(request, None), -1), (reservation, 1)):
             if one is not None:
                 self._reserved += sign * one.blocks
@@ -213,7 +209,6 @@ def _spread(values: list[float]) -> Record:
 
 
 def watched(cells: Sequence[tuple[Mapping[str, object], Cell]], options: Options) -> list[Record]:
-    """Run labelled cells and return their records with the figures of a watch as `watch`."""
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         records = pool.map(partial(_watched, decisions=options.decisions), [cell for _, cell in cells])
         return [one for (labels, _), record in zip(cells, records, strict=True) for one in labelled([record], **labels)]

@@ -24,6 +24,5 @@ RECIPES = ("static", "fcfs", "fastserve", "srpt")
 
 
 def system(recipe: str, model: str = "opt-13b", *, batch_cap: int = BATCH_CAP) -> System:
-    """Return a recipe, by its label, in the standard setting."""
     (found,) = MACHINES[model].systems(SPELLED[recipe], max_num_seqs=batch_cap, max_tokens=MAX_TOKENS)
     return found

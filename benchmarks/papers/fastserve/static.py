@@ -42,8 +42,6 @@ class RunToCompletion:
 
 
 class MemberBuilder:
-    """Batch of one `RunToCompletion` step."""
-
     __slots__ = ("_absent", "_cramped", "_joined", "_ran", "_recruits", "_seqs", "_whole", "members")
 
     def __init__(self, members: set[Request], seqs: int, tokens: int, *, recruits: bool) -> None:

@@ -97,7 +97,6 @@ def curves(axes: Axes, records: Sequence[Record], names: Sequence[str], field: s
 
 
 def bound_line(axes: Axes, limit: float) -> None:
-    """Draw a horizontal line at a bound."""
     axes.axhline(limit, color=style.BLACK, linestyle=(0, (4, 3)), linewidth=0.9, zorder=1.5, label=f"bound {limit:g}")
 
 
@@ -127,5 +126,4 @@ def legend_of(figure: Figure, axes: Axes, title: str | None = None) -> None:
 
 
 def colors_of(recipes: Sequence[str]) -> dict[str, str]:
-    """Return the color of each recipe."""
     return {recipe: look(recipe).color for recipe in recipes}

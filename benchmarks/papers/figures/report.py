@@ -38,11 +38,8 @@ _TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- /table -->)", re.DOTALL)
 _WORKLOAD = ("lengths", "rate_rps", "seed", "duration_s")
 _DOCUMENTS = Path(__file__).resolve().parents[3] / "docs" / "figures"
 
-# -- tables -----------------------------------------------------------------------------------------------
-
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Row]) -> Result:
-    """Return a table for the result's file and the terminal."""
     return {"title": title, "columns": list(columns), "rows": [list(row) for row in rows]}
 
 
@@ -55,7 +52,6 @@ def ratio_of(one: MaximumRate | None, other: MaximumRate | None) -> str:
 
 
 def rates_table(title: str, searches: Mapping[str, Search], relative_to: Sequence[str] = ("fcfs", "srpt")) -> Result:
-    """Return the table of largest rates by name, with ratios to those of `relative_to`."""
     found = {name: search.rate for name, search in searches.items()}
     rows = [
         (name, "none" if rate is None else str(rate), *(ratio_of(rate, found[other]) for other in relative_to))
@@ -98,12 +94,10 @@ def compared(title: str, records: Sequence[Record], keys: Sequence[str], columns
 
 
 def heads(keys: Sequence[str]) -> list[str]:
-    """Return the column names of keys."""
     return [_HEADS.get(key, key) for key in keys]
 
 
 def grouped(records: Sequence[Record], keys: Sequence[str]) -> dict[tuple[object, ...], list[Record]]:
-    """Group records by the values of labels and the rate."""
     groups: dict[tuple[object, ...], list[Record]] = {}
     for record in records:
         values = (f"{record['workload'][key]:g}" if key == "rate_rps" else record[key] for key in keys)
@@ -112,14 +106,12 @@ def grouped(records: Sequence[Record], keys: Sequence[str]) -> dict[tuple[object
 
 
 def mean_of(records: Sequence[Record], column: Column) -> float | None:
-    """Return the mean of a column over the records that have it."""
     read = column if callable(column) else lambda record: _value(record, column)
     values = [value for record in records if (value := read(record)) is not None]
     return fmean(values) if values else None
 
 
 def _value(record: Record, field: str) -> float | None:
-    """Return a dotted field, or None if the record lacks it."""
     place: object = record
     for name in field.split("."):
         place = place.get(name) if isinstance(place, Mapping) else None
@@ -178,9 +170,6 @@ def shown_settings(settings: Result) -> str:
         )
         lines.append(f"{name}: {', '.join(parts)}")
     return "\n".join(lines)
-
-
-# -- the command ------------------------------------------------------------------------------------------
 
 
 def main(
@@ -296,7 +285,6 @@ def fill_readme(path: Path, result: Result) -> None:
 
 
 def _compact(one: Result) -> str:
-    """Return a table in Markdown without padding."""
     head, *rows = ("|".join(map(_text, row)) for row in (one["columns"], *one["rows"]))
     return "\n".join(f"|{line}|" for line in (head, "|".join(["---"] * len(one["columns"])), *rows))
 
@@ -314,13 +302,11 @@ def thin(record: Record, keeps: Sequence[str]) -> Record:
 
 
 def shown(result: Result) -> str:
-    """Return the settings and tables of a result as text."""
     blocks = [f"{result['figure']}{' (quick)' if result['quick'] else ''}\n{shown_settings(result['settings'])}"]
     return "\n\n".join([*blocks, *map(shown_table, result["tables"])]) + "\n"
 
 
 def shown_table(one: Result) -> str:
-    """Return a table in Markdown."""
     rows = [[_text(value) for value in row] for row in (one["columns"], *one["rows"])]
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     lines = [

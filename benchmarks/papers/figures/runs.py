@@ -59,19 +59,14 @@ class Options:
     decisions: float | str | None = None
 
     def seeds(self, full: int = SEEDS) -> tuple[int, ...]:
-        """Return the seeds of each point; `full` is their number without `quick`."""
         return tuple(range(self.seed_count or (1 if self.quick else full)))
 
     def some(self, values: Sequence[float]) -> Sequence[float]:
-        """Return the values, or with `quick` every other one including the last."""
         return values[-1::-2][::-1] if self.quick else values
 
     def charging(self) -> Options:
         """Return the options of a figure that charges measured decisions unless told otherwise."""
         return replace(self, decisions=MEASURED) if self.decisions is None else self
-
-
-# -- what runs --------------------------------------------------------------------------------------------
 
 
 def with_kv_gib(of: System, kv_gib: float) -> System:
@@ -80,7 +75,6 @@ def with_kv_gib(of: System, kv_gib: float) -> System:
 
 
 def poisson(lengths: str) -> Synthetic:
-    """Return Poisson arrivals with lengths by name."""
     return synthetic(lengths, "poisson")
 
 
@@ -93,7 +87,6 @@ def cells(
     seeds: Sequence[int] | None = None,
     slo: Slo = NO_SLO,
 ) -> list[Cell]:
-    """Return a cell for each rate and seed; by default for all seeds of the options."""
     return [
         Cell(of, workload, Extent(rate, options.duration_s, seed), slo)
         for rate in rates
@@ -130,7 +123,6 @@ class Kept:
 
 
 def grid(found: Sequence[Cell]) -> Kept:
-    """Return a plan of fixed cells."""
     return Kept(Grid(found))
 
 
@@ -172,7 +164,6 @@ class Search(Kept):
 
     @property
     def rate(self) -> MaximumRate | None:
-        """The largest rate, or None if the bound is exceeded at all rates."""
         return maximum_rate(by_rate(self.records), self._bound)
 
     def tried(self) -> list[list[float]]:
@@ -258,9 +249,6 @@ def capacities(name: str, pairs: Sequence[tuple[System, Synthetic]], options: Op
     ]
 
 
-# -- records -----------------------------------------------------------------------------------------------
-
-
 def by_rate(records: Sequence[Record]) -> dict[float, list[Record]]:
     """Group records by arrival rate in ascending order."""
     rates = sorted({record["workload"]["rate_rps"] for record in records})
@@ -268,7 +256,6 @@ def by_rate(records: Sequence[Record]) -> dict[float, list[Record]]:
 
 
 def mean(records: Sequence[Record], field: str) -> float:
-    """Return the mean of a dotted field."""
     return fmean(field_value(record, field) for record in records)
 
 

@@ -102,7 +102,6 @@ def _moments(sigma: float, scale: float, shortest: int, longest: int) -> tuple[f
 
 
 def workload(lengths: Lengths, arrivals: str = "poisson") -> Synthetic:
-    """Return a workload of these lengths."""
     return Synthetic((Stream(DEFAULT, lengths, parse_arrivals(arrivals)),))
 
 

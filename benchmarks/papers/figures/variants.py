@@ -35,7 +35,6 @@ class Variant:
     settings: Mapping[str, object] = field(default_factory=dict)
 
     def on(self, machine: Machine, *, batch_cap: int = BATCH_CAP, **settings: object) -> System:
-        """Return the variant on a machine; `settings` replace some of its own."""
         given = {"max_num_seqs": batch_cap, **self.settings, **settings}
         (found,) = machine.systems(SPELLED[self.recipe], predictor=self.predictor, **given)
         return replace(found, recipe_params=self.params) if self.params else found
@@ -47,11 +46,9 @@ def plain(*recipes: str) -> list[Variant]:
 
 
 def lasting(options: Options, times: float) -> Options:
-    """Return the options with a multiple of the duration, or with `lasting_s`."""
     return replace(options, duration_s=times * options.duration_s if options.lasting_s is None else options.lasting_s)
 
 
 def named(plans: Mapping[str, Kept] | Sequence[tuple[str, Kept]]) -> list[Record]:
-    """Return the records of plans, each with the name of its variant."""
     pairs = plans.items() if isinstance(plans, Mapping) else plans
     return [{"variant": name, **record} for name, plan in pairs for record in plan.records]

@@ -29,7 +29,6 @@ SETTLE_S = 2.0
 
 
 def with_batch(recipe: str, pairs: int, seconds: float) -> Figures:
-    """Measure chat without and with a batch in turn."""
     found = []
     with serving("--recipe", recipe, *RECIPES[recipe]) as server:
         for number in range(pairs):
@@ -74,7 +73,6 @@ def _as_batch(server: BatchServer, requests: Sequence[dict[str, Any]]) -> float:
 
 
 def main() -> int:
-    """Return 1 if a target is missed."""
     args = arguments(__doc__ or "", pairs=4, seconds=25.0, recipes=RECIPES, parts=("chat", "alone"))
     record = harness.new_record(rate=RATE, lines=LINES, objectives=RECIPES, recipes={})
     for recipe in args.recipes:

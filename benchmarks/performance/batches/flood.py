@@ -54,7 +54,6 @@ def _steps(server: Skipjoin, requests: Sequence[Figures], headers: Mapping[str, 
 
 
 def flooded(recipe: str, pairs: int, seconds: float) -> Figures:
-    """Measure chat without and with a flood in turn."""
     found = []
     with serving("--recipe", recipe, *RECIPES[recipe]) as server:
         for number in range(pairs):
@@ -86,7 +85,6 @@ def _flood(server: Skipjoin, seed: int) -> Iterator[None]:
 
 
 def main() -> int:
-    """Return 1 if a target is missed."""
     args = arguments(__doc__ or "", pairs=4, seconds=20.0, recipes=RECIPES, parts=("impatient", "flooded"))
     record = harness.new_record(rate=RATE, flood=FLOOD, objectives=RECIPES, recipes={})
     for recipe in args.recipes:

@@ -43,7 +43,6 @@ def compared(pairs: Sequence[dict[str, Figures]], base: str, other: str) -> Figu
 
 
 def ratio_of_rates(pairs: Sequence[Mapping[str, float]], over: str, under: str) -> Figures:
-    """Return the ratios of two figures of each pair."""
     return {
         "ratio": spread([one[over] / one[under] for one in pairs]),
         **{name: spread([one[name] for one in pairs]) for name in (over, under)},
@@ -51,12 +50,10 @@ def ratio_of_rates(pairs: Sequence[Mapping[str, float]], over: str, under: str) 
 
 
 def spread(values: Sequence[float]) -> Figures:
-    """Return the spread of the values, and all of them in order."""
     return {**harness.spread(values), "all": [round(value, 3) for value in values]}
 
 
 def quantiles(values: Iterable[float]) -> dict[str, float]:
-    """Return quantiles by name."""
     ordered = sorted(values)
     return {f"p{level}": percentile(ordered, level) for level in QUANTILES}
 

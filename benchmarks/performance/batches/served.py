@@ -69,7 +69,6 @@ def bodies(count: int, prompts: tuple[int, int], tokens: int) -> list[dict[str, 
 
 
 def submit(client: openai.OpenAI, requests: Sequence[dict[str, Any]]) -> Batch:
-    """Create a batch of these requests, whose custom_ids are their indices."""
     rows = [
         {"custom_id": str(number), "method": "POST", "url": COMPLETIONS, "body": body}
         for number, body in enumerate(requests)
@@ -80,7 +79,6 @@ def submit(client: openai.OpenAI, requests: Sequence[dict[str, Any]]) -> Batch:
 
 
 def wait(client: openai.OpenAI, batch: Batch, status: str) -> Batch:
-    """Wait until the batch has a status."""
     end = time.monotonic() + BATCH_S
     while (batch := client.batches.retrieve(batch.id)).status != status:
         if time.monotonic() > end:
@@ -146,7 +144,6 @@ def _counts(server: Skipjoin) -> tuple[float, float]:
 
 
 def _bench(server: Skipjoin, rate: float, seconds: float, seed: int) -> list[dict[str, Any]]:
-    """Return the requests of one run of `skipjoin bench`."""
     with harness.scratch() as folder:
         options = ("--rates", rate, "--duration", seconds, "--seeds", seed, "--record-requests", folder / "lines")
         harness.records_of("bench", "--base-url", server.url, "--lengths", CHAT_LENGTHS, *options)

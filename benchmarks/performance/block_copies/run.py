@@ -60,9 +60,6 @@ CONCURRENT = {"concurrent": "auto", "concurrent_int8": "int8"}
 MOVE_BLOCKS, ON_WAY = 16, 40
 
 
-# -- copies ---------------------------------------------------------------------------------------------------------
-
-
 def make_store(block_kib: int, blocks: int, swap_dtype: str) -> KVStore:
     """Return two pools of blocks of one size, with every page touched."""
     store = KVStore(
@@ -83,7 +80,6 @@ def make_store(block_kib: int, blocks: int, swap_dtype: str) -> KVStore:
 
 
 def measure_copies(block_kib: int, repeats: int) -> list[dict[str, Any]]:
-    """Measure both directions with blocks of one size."""
     blocks = TOTAL_BYTES // (block_kib << 10)
     store, small = (make_store(block_kib, 2 * blocks, swap_dtype) for swap_dtype in ("auto", "int8"))
     assert store.cpu is not None
@@ -119,9 +115,6 @@ def measure_copies(block_kib: int, repeats: int) -> list[dict[str, Any]]:
             }
         )
     return results
-
-
-# -- concurrent steps ----------------------------------------------------------------------------------------------
 
 
 class Decoder:
@@ -193,7 +186,6 @@ class Decoder:
 
 
 def measure_concurrent(rounds: int, swap_dtype: str) -> dict[str, Any]:
-    """Measure steps with and without copies."""
     with scratch_model(torch.bfloat16) as folder:
         decoder = Decoder(folder, swap_dtype)
     with_copies: list[float] = []

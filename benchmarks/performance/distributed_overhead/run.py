@@ -66,8 +66,6 @@ Clocked = dict[str, list[float]]
 
 
 class Echo:
-    """Actor that answers each message."""
-
     def answer(self, message: bytes) -> bytes:
         return ANSWER
 
@@ -78,15 +76,11 @@ class Echo:
 
 
 def quartiles(times: Sequence[float]) -> dict[str, float]:
-    """Return the median and quartiles in milliseconds."""
     return harness.quartiles([1e3 * one for one in times], 4)
 
 
 def clock(call: Callable[[], Any], times: list[float]) -> None:
     times += [harness.seconds_of(call) for _ in range(CALLS)]
-
-
-# -- ways -------------------------------------------------------------------------------------------------------------
 
 
 def echoes(count: int, **options: Any) -> list[Any]:
@@ -161,9 +155,6 @@ def graph(count: int) -> None:
     cluster.close()
 
 
-# -- steps ------------------------------------------------------------------------------------------------------------
-
-
 class Decoder:
     """Eight requests on an executor that each get one token per step."""
 
@@ -176,7 +167,6 @@ class Decoder:
         self._number = 0
 
     def empty(self) -> None:
-        """Run a step that computes nothing."""
         self.executor.submit(StepPlan(-1, ()), 0.0).result()
 
     def token(self) -> None:
@@ -228,9 +218,6 @@ def steps(cluster: Cluster) -> dict[str, Any]:
     for executor, group in kept.values():
         (group or executor).close()
     return found
-
-
-# -- sums -------------------------------------------------------------------------------------------------------------
 
 
 def sums() -> dict[str, Any]:

@@ -34,14 +34,10 @@ class Engine(Protocol):
 
     warm_up: Callable[[int], list[Job]]
 
-    def run(self, jobs: list[Job]) -> float:
-        """Run all jobs at once and return the seconds."""
-        ...
+    def run(self, jobs: list[Job]) -> float: ...
 
 
 class Ours:
-    """`skipjoin.LLM`, in this process."""
-
     warm_up = FILL_UP
 
     def __init__(self, folder: Path) -> None:
@@ -57,7 +53,6 @@ class Ours:
         return seconds
 
     def scheduling_share(self, jobs: list[Job]) -> float:
-        """Return the share of a run that the engine core's scheduling takes."""
         core = self.llm.engine.core
         spent = 0.0
         originals = core.start_step, core.finish_step
@@ -171,7 +166,6 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 @contextmanager
 def engines(folder: Path, dtype: str, names: list[str]) -> Iterator[tuple[dict[str, Engine], dict[str, str]]]:
-    """Yield Skipjoin's engines and those of the named peers, and the reasons for missing peers."""
     found: dict[str, Engine] = {}
     missing: dict[str, str] = {}
     with ExitStack() as stack:

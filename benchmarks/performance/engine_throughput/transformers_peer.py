@@ -25,7 +25,6 @@ BATCH, MAX_OUTPUT = 16, 256
 
 @torch.inference_mode()
 def generate(model: torch.nn.Module, jobs: Jobs) -> float:
-    """Return the seconds of `generate`."""
     begin = time.perf_counter()
     is_uniform = len({(len(prompt), output) for prompt, output in jobs}) == 1
     size = len(jobs) if is_uniform else BATCH
@@ -40,7 +39,6 @@ def generate(model: torch.nn.Module, jobs: Jobs) -> float:
 
 
 def continuous(model: torch.nn.Module, jobs: Jobs) -> float:
-    """Return the seconds of continuous batching, with a cache for all jobs."""
     config = GenerationConfig(max_new_tokens=MAX_OUTPUT, do_sample=False, eos_token_id=-1, pad_token_id=0)
     batching = ContinuousBatchingConfig(page_size=32, num_blocks=1024, max_batch_tokens=1024)
     manager = model.init_continuous_batching(generation_config=config, continuous_batching_config=batching)

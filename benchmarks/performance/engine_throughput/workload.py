@@ -34,7 +34,6 @@ class WorkloadSet:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that the rate counts."""
         return sum(prompt if self.counts_prompts else output for prompt, output in self.lengths)
 
 

@@ -75,8 +75,6 @@ def measure(task: Task) -> Figures:
 
 
 class _Work:
-    """Tensors of a case."""
-
     def __init__(self, case: Case, device: str) -> None:
         self.heads, self.kv_heads, self.dim, rotates = (MODELS | _TINY)[case.model]
         self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
@@ -179,7 +177,6 @@ def _write_only(work: _Work) -> Callable[[int], torch.Tensor]:
 
 
 def _flashinfer(work: _Work) -> Callable[[int], torch.Tensor]:
-    """Attend without rotation and without a write."""
     import flashinfer  # noqa: PLC0415
 
     workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
@@ -202,7 +199,6 @@ def _flashinfer(work: _Work) -> Callable[[int], torch.Tensor]:
 
 
 def _times(call: Callable[[int], object], layers: int, device: str) -> list[float]:
-    """Return the seconds of single calls, each on the next layer."""
     if device == "cpu":
         return seconds_of(device, lambda: call(0), warmup=0, runs=3)
     from triton.testing import do_bench  # noqa: PLC0415
@@ -213,7 +209,6 @@ def _times(call: Callable[[int], object], layers: int, device: str) -> list[floa
 
 
 def _figures(case: Case, work: _Work, times: list[float], ceilings: Mapping[str, float]) -> Figures:
-    """Return the rate of a case, and its share of the ceiling."""
     name, amount, share, ceiling = (
         ("bytes_per_s", work.kv_bytes, "of_copy", "copy_bytes_per_s")
         if case.kind == "decode"

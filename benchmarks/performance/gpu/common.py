@@ -59,12 +59,10 @@ class Task:
 
     @property
     def is_rehearsal(self) -> bool:
-        """Whether the run only tests the scripts."""
         return self.device == "cpu"
 
     @property
     def left_s(self) -> float:
-        """Remaining seconds."""
         return self.seconds - (time.monotonic() - self.began)
 
     def keep(self, figures: Figures) -> None:
@@ -75,7 +73,6 @@ class Task:
 
 
 def spread(values: Sequence[float], scale: float = 1.0) -> Figures:
-    """Return the median, the range and the number of runs."""
     found = statistics.median(values), min(values), max(values)
     return dict(zip(("median", "min", "max"), (significant(value * scale) for value in found), strict=True)) | {
         "runs": len(values)
@@ -83,12 +80,10 @@ def spread(values: Sequence[float], scale: float = 1.0) -> Figures:
 
 
 def significant(value: float) -> float:
-    """Round to five digits."""
     return float(f"{value:.5g}")
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device is idle."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -114,9 +109,6 @@ def seconds_of(device: str, work: Callable[[], object], *, warmup: int = 3, runs
     return found
 
 
-# -- models and engines -----------------------------------------------------------------------------------
-
-
 def shape_of(task: Task, name: str, *, max_positions: int | None = None) -> ModelShape:
     """Return a model of the simulator's catalog, or in a rehearsal a tiny one of the same family."""
     shape = model_shape(name)
@@ -127,7 +119,6 @@ def shape_of(task: Task, name: str, *, max_positions: int | None = None) -> Mode
 
 
 def config_of(shape: ModelShape, dtype: str) -> dict[str, Any]:
-    """Return the config.json of a model."""
     common = {
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,
@@ -174,7 +165,6 @@ def folder_of(shape: ModelShape, dtype: str) -> Iterator[Path]:
 
 
 def settings_for(task: Task, folder: Path, dtype: str, **settings: Any) -> EngineConfig:
-    """Return the settings of an engine with random weights on the task's device."""
     common: dict[str, Any] = {
         "model": str(folder),
         "dtype": dtype,
@@ -201,7 +191,6 @@ def loaded_model(config: EngineConfig) -> Iterator[Loaded]:
 
 
 def backends(loaded: Loaded) -> Figures:
-    """Return the implementations that the model runs on."""
     model = loaded.executor.model
     return {
         "attention": model.attention.name,
@@ -227,13 +216,10 @@ def plan_of(pieces: Sequence[tuple[int, int]], vocab: int) -> StepPlan:
     return StepPlan(0, tuple(slices))
 
 
-# -- requests through the engine --------------------------------------------------------------------------
-
 GREEDY = SamplingParams(temperature=0.0)
 
 
 def forced(output: int) -> SamplingParams:
-    """Return greedy sampling of exactly `output` tokens."""
     return SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
 
 
@@ -283,7 +269,6 @@ def drive(engine: Engine, jobs: Sequence[WorkloadRequest], until_s: float) -> Re
 
 
 def drain(loop: EngineLoop) -> None:
-    """Abort all requests."""
     for number in list(loop.core.requests):
         loop.abort(number)
     while not loop.idle:

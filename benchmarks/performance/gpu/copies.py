@@ -58,7 +58,6 @@ _BATCH = 8
 
 
 def measure(task: Task) -> Figures:
-    """Return all figures."""
     device = task.device
     figures: Figures = {
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
@@ -88,9 +87,6 @@ def seconds(device: str, work: Callable[[], object], runs: int) -> list[float]:
         synchronize(device)
         times.append(time.perf_counter() - begin)
     return times[1:]
-
-
-# -- the link -------------------------------------------------------------------------------------------------------
 
 
 def measure_link(device: str) -> Figures:
@@ -124,9 +120,6 @@ def measure_link(device: str) -> Figures:
         for _, unlock in locked:
             unlock()
     return figures | {f"{name}_gb_per_s": spread(values) for name, values in rates.items()}
-
-
-# -- moves ----------------------------------------------------------------------------------------------------------
 
 
 def make_store(device: str, block_bytes: int, blocks: int, swap_dtype: str = "auto") -> KVStore:
@@ -177,9 +170,6 @@ def measure_moves(device: str, name: str, block_bytes: int, link: Figures) -> It
                 times = seconds(device, lambda move=move: store.copy(move), _RUNS[device])
                 found["one_by_one_us"] = spread([taken * 1e6 for taken in times])
             yield found
-
-
-# -- concurrent steps-----------------------------------------------------------------------------------------------
 
 
 def decode_like(device: str) -> Callable[[], object]:
@@ -233,7 +223,6 @@ class Traffic:
             self._on_way[direction] += len(more)
 
     def drain(self) -> None:
-        """Wait for all moves."""
         while any(self._on_way.values()):
             self._settle(0.01)
 
@@ -249,7 +238,6 @@ class Traffic:
 
 
 def measure_concurrent(device: str, step: Callable[[], object], name: str, swap_dtype: str, link: Figures) -> Figures:
-    """Measure steps with and without copies of blocks of a size."""
     block_bytes = BLOCK_BYTES[name]
     traffic = Traffic(device, block_bytes, swap_dtype)
     seconds(device, step, 3)

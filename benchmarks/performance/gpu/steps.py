@@ -46,8 +46,6 @@ TARGETS = {"decode_of_floor": 0.8, "gap_share": 0.05, "scheduling_share": 0.01, 
 
 
 class _Model(NamedTuple):
-    """A loaded model with its configuration and shape."""
-
     loaded: Loaded
     config: EngineConfig
     shape: ModelShape
@@ -68,9 +66,6 @@ _REHEARSAL = _Sizes((4, 1), 48, ((64,), (16,) * 4), 2, 6)
 # Batch size for the gap between steps, as on a busy server.
 _GAP_BATCH = {"cuda": 64, "cpu": 4}
 _PROFILED_STEPS = 10
-
-
-# -- decode -----------------------------------------------------------------------------------------------
 
 
 def measure_decode(task: Task) -> Figures:
@@ -114,7 +109,6 @@ def _decode_config(task: Task, folder: Any, sizes: _Sizes, shape: ModelShape) ->
 
 
 def _decode(task: Task, model: _Model, sizes: _Sizes, batch: int) -> tuple[Figures, StepPlan]:
-    """Measure steps of a batch and return the figures and the last plan."""
     loaded, config, shape = model
     loop = EngineLoop(engine_around(loaded, config))
     for number in range(batch):
@@ -162,7 +156,6 @@ def _pretend_prefill(core: EngineCore) -> None:
 
 
 def _results(loop: EngineLoop, count: int) -> Iterable[StepResult]:
-    """Yield the results of the next steps, each with the next step in flight."""
     for _ in range(count):
         yield from (event.result for event in loop.step() if isinstance(event, Computed))
 
@@ -267,15 +260,11 @@ def _spans(task: Task, profiler: Any) -> list[tuple[str, float, float]]:
 
 
 def _union(spans: list[tuple[float, float]]) -> float:
-    """Return the length of the union of the spans."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total
-
-
-# -- prefill ----------------------------------------------------------------------------------------------
 
 
 def measure_prefill(task: Task) -> Figures:

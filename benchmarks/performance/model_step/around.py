@@ -50,7 +50,6 @@ class Stopwatch:
         self.spans: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def watch(self, owner: Any, name: str, part: str) -> None:
-        """Record all calls of a method."""
         inner: Callable[..., Any] = getattr(owner, name)
         spans = self.spans
 
@@ -64,12 +63,10 @@ class Stopwatch:
         setattr(owner, name, call)
 
     def total(self, part: str) -> float:
-        """Return the total seconds of a part."""
         return sum(end - begin for begin, end in self.spans[part])
 
 
 def watched(ours: Ours) -> Stopwatch:
-    """Return a stopwatch on the parts of this engine's steps."""
     watch = Stopwatch()
     engine = ours.llm.engine
     executor: Any = engine.executor
@@ -86,7 +83,6 @@ def watched(ours: Ours) -> Stopwatch:
 
 
 def parts(watch: Stopwatch, seconds: float) -> dict[str, float]:
-    """Return the milliseconds of a step by part."""
     steps = len(watch.spans["begin"])
     found = {name: watch.total(name) for name in ("decide", "pack", "forward", "sample", "finish", "settle", "text")}
     found["begin"] = watch.total("begin") - found["pack"] - found["forward"] - found["sample"]
@@ -102,7 +98,6 @@ class Clocks:
         (self._engine,) = server.engines()
 
     def read(self) -> dict[str, float]:
-        """Return the seconds so far."""
         messages = [thread for thread, name in self._threads(self._engine) if name.startswith("ZMQ")]
         return {
             "api": sum(self._seconds(self._api, thread) for thread, _ in self._threads(self._api)),
@@ -119,7 +114,6 @@ class Clocks:
 
 
 def measure(ours: Ours, http: OverHttp, batch: int, repeats: int) -> Figures:
-    """Measure one batch size."""
     steps = STEPS.get(batch, 64)
     work = WorkloadSet([(64, steps)] * batch)
     clocks = Clocks(http.server)

@@ -50,8 +50,6 @@ def serve(dtype: str) -> None:
 
 
 class Variant:
-    """A process that runs steps of one source."""
-
     def __init__(self, source: Path, dtype: str) -> None:
         command = [sys.executable, __file__, "--serve", dtype]
         environment = os.environ | {"PYTHONPATH": str(source)}
@@ -79,7 +77,6 @@ def tenth(times: list[float]) -> float:
 
 
 def measure(variants: dict[str, Variant], shape: tuple[int, int, int], repeats: int, steps: int) -> dict[str, Any]:
-    """Measure one shape."""
     turns: dict[str, list[tuple[list[float], float]]] = {name: [] for name in variants}
     for turn in range(repeats):
         for name in harness.in_turn(variants, turn):

@@ -160,7 +160,6 @@ def written_kv(model: CausalLM, work: list[Segment]) -> PagedKV:
 
 @torch.inference_mode()
 def measure(model: CausalLM, decodes: int, context: int, prefill: int, repeats: int) -> dict[str, Any]:
-    """Measure one shape."""
     work = segments(decodes, context, prefill)
     kv = written_kv(model, work)
     batch = PackedBatch.build(work, BLOCK)

@@ -34,8 +34,6 @@ TARGET = 0.99
 
 
 class Collector(BaseHTTPRequestHandler):
-    """Accepts spans and discards them."""
-
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
         self.send_response(200)
@@ -63,7 +61,6 @@ def read_events(url: str) -> None:
 
 @contextmanager
 def beside(count: int, target: Callable[[Any], None], argument: Any) -> Iterator[None]:
-    """Run `count` processes."""
     processes = [multiprocessing.Process(target=target, args=(argument,), daemon=True) for _ in range(count)]
     for process in processes:
         process.start()
@@ -90,7 +87,6 @@ async def send_all(url: str, requests: int, tokens: int) -> float:
 
 
 def cpu_s(server: Skipjoin) -> float:
-    """Return the CPU time of the server's processes so far."""
     root = psutil.Process(server.process.pid)
     times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
     return sum(one.user + one.system for one in times)

@@ -23,7 +23,6 @@ PIECE = "word"
 
 
 def outputs(row: OutputFormat, tokens: int) -> Iterator[tuple[str, list[str]]]:
-    """Yield messages by kind, each in pieces."""
     text = PIECE * tokens
     yield "content", cut(row.answer + text)
     if row.think is not None:

@@ -57,7 +57,6 @@ class Client:
             await asyncio.sleep(min(retry_s, max(0.0, until - time.monotonic())))
 
     async def chat(self, key: str) -> float | None:
-        """Return the seconds of a chat, or None if it is refused."""
         messages = [{"role": "user", "content": "Count from 3 to 12"}]
         body = {"messages": messages, "max_tokens": CHAT_OUTPUT, "ignore_eos": True}
         begin = time.monotonic()

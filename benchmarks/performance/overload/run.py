@@ -56,7 +56,6 @@ def bodies(model: str, seed: int) -> Iterator[bytes]:
 
 
 async def measure(url: str, model: str, factors: Sequence[float], seconds: float, longest: float) -> Figures:
-    """Measure the capacity of a server and its figures at each multiple of it."""
     await closed_loop(url, bodies(model, 0), QUEUE, 3.0)  # warm-up
     done = await closed_loop(url, bodies(model, 1), QUEUE, CAPACITY_S)
     if not done:
@@ -74,7 +73,6 @@ async def measure(url: str, model: str, factors: Sequence[float], seconds: float
 
 
 def summary(outcomes: Sequence[Outcome], seconds: float) -> Figures:
-    """Return the figures of one load."""
     admitted = [one for one in outcomes if one.status == 200]
     refused = [one for one in outcomes if one.status == 429]
     kept = [one for one in admitted if keeps_objectives(one)]
@@ -96,7 +94,6 @@ def summary(outcomes: Sequence[Outcome], seconds: float) -> Figures:
 
 
 def keeps_objectives(one: Outcome) -> bool:
-    """Return whether a stream finished within the objectives."""
     pace = one.tpot(OUTPUT)
     return one.ttft is not None and pace is not None and one.ttft <= TTFT_S and pace <= TPOT_S
 
@@ -124,13 +121,11 @@ def honesty(admitted: Sequence[Outcome], refused: Sequence[Outcome]) -> Figures 
 
 
 def next_after(times: Sequence[float], time: float) -> float | None:
-    """Return the first of the sorted times that is later than `time`."""
     at = bisect_right(times, time)
     return times[at] if at < len(times) else None
 
 
 def quantiles(seconds: Sequence[float]) -> Figures | None:
-    """Return quantiles in milliseconds."""
     if not seconds:
         return None
     rising = sorted(seconds)
@@ -139,7 +134,6 @@ def quantiles(seconds: Sequence[float]) -> Figures | None:
 
 
 def verdict(ours: Figures) -> dict[str, bool]:
-    """Return which targets are met."""
     loads = ours["loads"]
     refusing = {name: one for name, one in loads.items() if one["refused"]}
     goodput = [one["goodput_rps"] for one in loads.values()]
@@ -159,7 +153,6 @@ def is_honest(retry_after: Figures) -> bool:
 
 
 def main() -> int:
-    """Return 1 if a target is missed."""
     parser = harness.parser(__doc__)
     parser.add_argument("--factors", type=lambda text: [float(part) for part in text.split(",")], default=[1, 2, 5, 10])
     parser.add_argument("--seconds", type=float, default=30.0)

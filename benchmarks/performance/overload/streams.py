@@ -64,7 +64,6 @@ async def closed_loop(url: str, bodies: Iterator[bytes], lanes: int, seconds: fl
 
 
 async def open_loop(url: str, bodies: Iterator[bytes], rate: float, seconds: float) -> list[Outcome]:
-    """Send streams as a Poisson process and return their outcomes."""
     loop, draw = asyncio.get_running_loop(), random.Random(f"{rate}")
     outcomes: list[Outcome] = []
     tasks: set[asyncio.Task[None]] = set()
@@ -92,7 +91,6 @@ def _session() -> aiohttp.ClientSession:
 
 
 async def _stream(session: aiohttp.ClientSession, url: str, body: bytes, outcome: Outcome, begin: float) -> None:
-    """Send one request and record it in `outcome`."""
     loop = asyncio.get_running_loop()
     outcome.sent = loop.time() - begin
     try:

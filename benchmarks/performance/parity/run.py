@@ -47,7 +47,6 @@ FIELDS = ("normalized_latency_s.mean", "normalized_latency_s.p95", "ttft_s.mean"
 
 
 def start(folder: Path, recipe: str, profile: Path) -> Engine:
-    """Return an engine as `skipjoin serve` builds it."""
     return assemble(
         EngineConfig(
             model=str(folder),
@@ -98,7 +97,6 @@ def real_run(engine: Engine, jobs: list[WorkloadRequest], cost: LinearCost) -> t
 
 
 def value(record: Record, field: str) -> float:
-    """Return the value of a dotted field."""
     first, _, second = field.partition(".")
     found: float = record[first][second] if second else record[first]
     return found

@@ -17,7 +17,6 @@ BLOCK_SIZE, DEVICE_BLOCKS = 16, 1500
 
 
 def pipeline(folder: Path, dtype: str, stages: int) -> RankedExecutor:
-    """Return an executor over `stages` ranks."""
     largest = LargestStep(DEVICE_BLOCKS * BLOCK_SIZE, DEVICE_BLOCKS, DEVICE_BLOCKS * BLOCK_SIZE)
     model = RankModel(str(folder), LoadSpec(dtype=dtype), largest, BLOCK_SIZE, threads=1)
     return RankedExecutor(
@@ -31,6 +30,5 @@ def pipeline(folder: Path, dtype: str, stages: int) -> RankedExecutor:
 
 
 def local(folder: Path, dtype: str) -> LocalExecutor:
-    """Return an executor in this process."""
     model = load_model(folder, LoadSpec(dtype=dtype))
     return LocalExecutor(model, make_store(model, DEVICE_BLOCKS, 0, BLOCK_SIZE), threads=1)

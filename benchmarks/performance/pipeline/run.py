@@ -73,7 +73,6 @@ FIELDS = ("tokens_per_s", "bubbles")
 
 
 def requests(load: str) -> list[Request]:
-    """Return the requests of a load, the same at every call."""
     draw, made = random.Random(0), []
     count, prompts, outputs = LOADS[load]
     for number in range(count):
@@ -115,7 +114,6 @@ def serve(core: EngineCore, executor: Executor, load: list[Request], cost: CostM
 
 
 def predict(core: EngineCore, profile: Profile, load: list[Request]) -> dict[str, float]:
-    """Run the same requests in the simulator."""
     use, steps = StageUse(), 0
 
     def observe(events: list[Any]) -> None:
@@ -175,7 +173,6 @@ def host_seconds(executor: Executor, cost: CostModel) -> float:
 
 
 def profile_of(executor: ModelExecutor, config: ModelConfig, dtype: str, seconds: float) -> Profile:
-    """Profile the pipeline."""
     host_s = host_seconds(executor, WARM)
     key = ProfileKey("random", "-", "cpu", "-", 1, dtype, "auto", "auto", "-", "-", 1, STAGES, "-")
     limits = Limits(MAX_TOKENS, MAX_REQUESTS, MAX_LENGTH, DEVICE_BLOCKS * BLOCK_SIZE)
@@ -210,7 +207,6 @@ spread = partial(harness.spread, digits=4)
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the spread over the pairs."""
     summary: dict[str, Any] = {}
     for load in LOADS:
         alone = [row[f"{load} one process"]["measured"]["tokens_per_s"] for row in rows]

@@ -39,7 +39,6 @@ CPU_GIB, MAX_SEQS, TIMEOUT_S = 1.0, 16, 300.0
 
 
 async def first_token(client: httpx.AsyncClient, server: Server, prompt: list[int]) -> tuple[float, int]:
-    """Return the seconds to the first token and the number of cached prompt tokens."""
     body = {
         "model": server.name,
         "prompt": prompt,
@@ -85,7 +84,6 @@ async def converse(server: Server, seed: int) -> list[dict[str, Any]]:
 
 
 def start_servers(stack: ExitStack, args: argparse.Namespace, kv_gib: float, model: Path) -> dict[str, Server]:
-    """Start all servers with a size of KV."""
     ours = ("--recipe", "fcfs", "--max-num-seqs", MAX_SEQS, "--kv-cache-gib", kv_gib, "--max-model-len", 1024)
     kinds = {
         "skipjoin": ("--swap-space", CPU_GIB),

@@ -80,7 +80,6 @@ def system(recipe: str, blocks: int, block_size: int = PART, *, length: int = 20
 
 
 def traces() -> Iterator[tuple[Trace, int]]:
-    """Yield the traces, each with its tokens per block."""
     yield conversations(0, 3000, rate=0.6), PART
     folder = os.environ.get("SKIPJOIN_TRACES")
     if folder and (Path(folder) / MOONCAKE).exists():
@@ -90,7 +89,6 @@ def traces() -> Iterator[tuple[Trace, int]]:
 
 
 def found(record: Result) -> Result:
-    """Return the figures of a run."""
     return {
         "finished": record["requests"]["finished"],
         "hit_rate": record["prefix"]["hit_rate"] if "prefix" in record else 0.0,

@@ -46,9 +46,6 @@ START_RPS = 3.0  # where the search of one replica begins
 WORKLOAD = synthetic("sharegpt", "poisson")
 
 
-# -- in the simulator -------------------------------------------------------------------------------------------
-
-
 class Records:
     """The records of a sweep by (recipe, replicas, rule)."""
 
@@ -77,7 +74,6 @@ def cells(system: System, rate: float, seeds: int) -> list[Cell]:
 
 
 def measure_rates() -> list[dict[str, Any]]:
-    """Search for the largest rates."""
     records, plans = Records(), []
     for system in systems():
         plans.append(RateSearch(cells(system, START_RPS, 3), BOUND))
@@ -128,8 +124,6 @@ def measure_latencies(rates: list[dict[str, Any]]) -> list[dict[str, Any]]:
         harness.show(result)
     return results
 
-
-# -- kills ------------------------------------------------------------------------------------------------------
 
 # Under `fcfs` no request is preempted for another, so every pause is due to the kill.
 OPTIONS = ("--profile", "off", "--kv-cache-gib", 0.1, "--threads", 1, "--dtype", "float32", "--recipe", "fcfs")

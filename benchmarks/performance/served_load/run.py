@@ -52,8 +52,6 @@ FIELDS = ("normalized_latency_s", "ttft_s", "tpot_s")
 
 
 class Search:
-    """Search for the largest rate of one server."""
-
     def __init__(self, server: Server, capacity: float, bound: Bound, first: float) -> None:
         self.server, self.capacity = server, capacity
         self.rate: float | None = round(first * capacity, 3)
@@ -85,7 +83,6 @@ class Search:
 
     @property
     def largest_rps(self) -> float | None:
-        """The same as a number."""
         found = self._largest
         return None if found is None else found.rate_rps
 
@@ -95,14 +92,12 @@ class Search:
 
 
 def kept(record: Record) -> dict[str, Any]:
-    """Return the part of a record that the result keeps."""
     part: dict[str, Any] = {"rate_rps": record["workload"]["rate_rps"], "seed": record["workload"]["seed"]}
     part |= {name: {key: record[name][key] for key in ("mean", "p95")} for name in FIELDS}
     return part | {"requests": record["requests"], "throughput_tps": record["throughput_tps"]}
 
 
 def load(server: Server, *options: object) -> list[Record]:
-    """Run `skipjoin bench` and return its records."""
     found: list[Record] = harness.records_of("bench", "--base-url", server.url, *options, timeout_s=RUN_TIMEOUT_S)
     return found
 
@@ -122,7 +117,6 @@ def capacity(server: Server) -> float:
 
 
 def start_servers(stack: ExitStack, args: argparse.Namespace, folder: Path) -> tuple[dict[str, Server], dict[str, str]]:
-    """Start all servers, and return them and the reasons for missing ones."""
     # The comparison is about order, so no request is refused.
     limits = ("--max-num-seqs", MAX_SEQS, "--kv-cache-gib", KV_GIB, "--max-num-queued-reqs", 100_000)
     limits += ("--max-num-batched-tokens", MAX_TOKENS)
@@ -190,7 +184,6 @@ def step(search: Search, args: argparse.Namespace) -> None:
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of all runs."""
     return {
         "dtype": "bfloat16",
         "lengths": LENGTHS,

@@ -90,7 +90,6 @@ def _median_step(loop: EngineLoop) -> float:
 
 
 async def first(folder: Path, repeats: int) -> harness.Record:
-    """Return the latencies of one token in milliseconds."""
     times: dict[str, list[float]] = {"free": [], "constrained": []}
     with Skipjoin(folder, "--dtype", "bfloat16", "--kv-cache-gib", 1, "--profile", "off") as server:
         async with aiohttp.ClientSession() as session:

@@ -38,8 +38,6 @@ _names = count()
 
 @dataclass(frozen=True)
 class Job:
-    """Request of a load."""
-
     arrival: float
     prompt: list[int]
     output: int
@@ -47,7 +45,6 @@ class Job:
 
 
 def engine_of(model: str, which: str, *, slots: int, blocks: int | None) -> LLMEngine:
-    """Return an engine with vLLM's scheduler, or with a recipe."""
     chosen: dict[str, Any] = {"scheduling_policy": "priority" if which == "stock-priority" else "fcfs"}
     if which not in STOCK:
         chosen |= {"scheduler_cls": "skipjoin.vllm.Scheduler", "additional_config": {"skipjoin": {"recipe": which}}}
@@ -74,9 +71,6 @@ def add(engine: LLMEngine, job: Job, *, priority: int = 0) -> str:
 
 def scheduler_of(engine: LLMEngine) -> Any:
     return engine.engine_core.engine_core.scheduler
-
-
-# -- throughput -------------------------------------------------------------------------------------------
 
 
 def burst(engine: LLMEngine, jobs: Sequence[Job]) -> dict[str, Any]:
@@ -112,13 +106,8 @@ def measure_burst(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# -- latency under load -----------------------------------------------------------------------------------
-
-
 @dataclass
 class Lane:
-    """One engine with its own clock."""
-
     which: str
     engine: LLMEngine
     jobs: list[Job]
@@ -129,7 +118,6 @@ class Lane:
     first_steps: list[float] = field(default_factory=list)  # seconds of the step with each first token
 
     def turn(self) -> None:
-        """Run one step."""
         if not self.live:
             self.now = max(self.now, self.jobs[0].arrival)
         begin, base = time.process_time(), self.now
@@ -153,7 +141,6 @@ class Lane:
                 self.rows.append(self.live.pop(output.request_id))
 
     def summary(self) -> dict[str, float]:
-        """Return latencies in seconds."""
         normalized = [(times[-1] - job.arrival) / job.output for job, times in self.rows]
         first = sorted(times[0] - job.arrival for job, times in self.rows)
         longs = [times[-1] - job.arrival for job, times in self.rows if not job.is_short]
@@ -228,7 +215,6 @@ def jobs_of(given: Mapping[str, Any], number: int) -> list[Job]:
 
 
 def mixed(seed: int, number: int) -> list[Job]:
-    """Return requests of which 80 % are short and 20 % long."""
     draw, found = random.Random(seed), []
     for _ in range(number):
         is_short = draw.random() < 0.8
@@ -239,9 +225,6 @@ def mixed(seed: int, number: int) -> list[Job]:
 
 def tokens(draw: random.Random, number: int) -> list[int]:
     return [draw.randrange(10, 8000) for _ in range(number)]
-
-
-# -- cost of a step ---------------------------------------------------------------------------------------
 
 
 def measure_cost(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,7 +259,6 @@ class Clock:
         return self.now
 
     def advance(self, tokens: Collection[int]) -> None:
-        """Advance by a step with these numbers of tokens."""
         prompts = [number for number in tokens if number > 1]
         self.now += START_COST.step(StepShape(decodes=len(tokens) - len(prompts), prefill=sum(prompts)))
 

@@ -46,7 +46,6 @@ PARTS = ("burst", "cost", "load", "sharegpt")
 
 
 def measure(python: Path, part: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Run one part in a process of its own."""
     command = [python, Path(__file__).with_name("lanes.py"), part, json.dumps(settings)]
     done = subprocess.run(
         command, env={**os.environ, **ENVIRONMENT}, stdout=subprocess.PIPE, text=True, check=True, timeout=3600

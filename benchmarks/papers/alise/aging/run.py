@@ -41,7 +41,6 @@ FIELDS = {
 
 
 def systems() -> dict[str, System]:
-    """Return the compared systems by name."""
     of = NEAR_TRUE.on(A100)
     aged = {f"{aging_s:g}": replace(of, recipe_params={"aging_s": aging_s}) for aging_s in AGINGS_S}
     return aged | {variant.name: variant.on(A100) for variant in plain("fastserve", "fcfs")}

@@ -48,13 +48,11 @@ def typical_s() -> float:
 
 
 def choosing() -> dict[str, tuple[Workload, float]]:
-    """Return the workloads of the choice and their rates."""
     arrivals = parse_arrivals("poisson")
     return {name: (Replay(read_trace(parts.folder() / name), arrivals=arrivals), rate) for name, rate in CHOICE.items()}
 
 
 def tried(typical: float) -> dict[str, list[tuple[str, Variant]]]:
-    """Return the values of each constant as texts, with their variants."""
     quantiles: list[Mapping[str, Value]] = [{"length_quantile": one} for one in QUANTILES]
     agings: list[Mapping[str, Value]] = [{"aging_s": round(typical * one, 1)} for one in MULTIPLES]
     return {

@@ -103,12 +103,10 @@ def tasks(count: int, seed: int) -> list[Task]:
 
 
 def fits(task: Task, *, short: bool) -> bool:
-    """Return whether the answer has the length of its class."""
     return len(task.answer) <= MAX_SHORT if short else len(task.answer) >= MIN_LONG
 
 
 def write_trace(path: Path, rows: Sequence[Task], lengths: Iterable[int]) -> None:
-    """Write a trace of prompts for `skipjoin bench`."""
     lines = [{"prompt": task.prompt, "output_tokens": length} for task, length in zip(rows, lengths, strict=True)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -148,7 +146,6 @@ class Work:
         return self.folder / f"reference-{seed}.json"
 
     def server(self, entry: Entry, state: Path | str = "none") -> Skipjoin:
-        """Start a server with the forecast folder `state`."""
         options: list[object] = ["--profile", self.profile, "--attention", self.attention]
         options += ["--recipe", SPELLED[entry.recipe], *entry.options]
         options += ["--max-num-seqs", MAX_SEQS, "--kv-cache-gib", KV_GIB, "--swap-space", SWAP_GIB]
@@ -159,7 +156,6 @@ class Work:
 def bench(
     server: Skipjoin, trace: Path, rate: float, seed: int, *, is_oracle: bool = False
 ) -> tuple[Record, list[Record]]:
-    """Run `skipjoin bench` over every row of a trace and return its record and its requests."""
     body = {"ignore_eos": True} if is_oracle else {"max_tokens": MAX_TOKENS}
     requests = len(trace.read_text().splitlines())
     with harness.scratch() as folder:
@@ -185,7 +181,6 @@ class Watch:
             self._samples.append(self._server.metrics())
 
     def end(self, requests: int) -> Counter[str]:
-        """Stop when the server has counted all requests, and return its metrics."""
         self._over.set()
         self._thread.join()
         until = time.monotonic() + 10
@@ -213,7 +208,6 @@ ENDED = ("request_success_total stop", "request_success_total length")
 
 
 def measure(work: Work, entry: Entry, rate: float, seed: int) -> Record:
-    """Run one entry and return the figures of client and server."""
     chats = read_chats(work, seed)
     with harness.scratch() as folder:
         state = folder / "state"
@@ -237,7 +231,6 @@ def measure(work: Work, entry: Entry, rate: float, seed: int) -> Record:
 
 
 def forecasts(numbers: Counter[str], watch: Watch) -> Record:
-    """Return the accuracy of the forecasts, or nothing for a server without forecasts."""
     if not numbers[JUDGED]:
         return {}
     return {
@@ -252,7 +245,6 @@ def forecasts(numbers: Counter[str], watch: Watch) -> Record:
 
 
 def total(numbers: Counter[str], metric: str) -> int:
-    """Return a counter, summed over its labels."""
     return int(sum(value for name, value in numbers.items() if name.split()[0] == metric))
 
 
@@ -331,7 +323,6 @@ def capacity(work: Work, seeds: Sequence[int]) -> float:
 
 
 def plan(rate: float, seeds: Sequence[int], names: Sequence[str]) -> list[Record]:
-    """Return all runs in their order."""
     found = []
     for turn, (seed, share) in enumerate((seed, share) for seed in seeds for share in LOADS):
         for name in harness.in_turn(names, turn):
@@ -424,7 +415,6 @@ def main() -> None:
 
 
 def settings(work: Work, requests: int, seeds: Sequence[int]) -> Record:
-    """Return the settings of all runs."""
     chats = [read_chats(work, seed) for seed in seeds]
     return {
         "attention": work.attention,

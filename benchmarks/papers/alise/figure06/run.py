@@ -91,7 +91,6 @@ def measure(options: Options) -> Result:
 
 
 def curves_of(options: Options) -> list[tuple[str, Kept]]:
-    """Return the plans of all curves with the names of their variants."""
     plans = []
     for (model, dataset), rates in RATES.items():
         for variant in VARIANTS:

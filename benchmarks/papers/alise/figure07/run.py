@@ -25,7 +25,6 @@ BARS = 40
 
 
 def drawn(dataset: str) -> dict[str, list[int]]:
-    """Return prompt and output lengths."""
     jobs = poisson(dataset).draw(1.0, None, 0, REQUESTS)
     return {"input": [job.prompt_tokens for job in jobs], "output": [job.output_tokens for job in jobs]}
 

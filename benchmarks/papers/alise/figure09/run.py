@@ -33,14 +33,12 @@ COLUMNS = ("case", "variant", "mean latency s", "to fcfs", "by seed", "faster th
 
 
 def ended(cell: Cell) -> list[RequestFacts]:
-    """Return the requests of a run by arrival."""
     facts: list[RequestFacts] = []
     run(cell, on_events=RequestLog(facts.append).observe)
     return sorted(facts, key=lambda one: one.id)
 
 
 def middle(facts: list[RequestFacts]) -> list[RequestFacts]:
-    """Return the sampled requests of a run."""
     first = max(0, (len(facts) - SAMPLED) // 2)
     return facts[first : first + SAMPLED]
 
@@ -68,7 +66,6 @@ def _latencies(facts: list[RequestFacts]) -> list[float]:
 
 
 def _row(facts: list[list[RequestFacts]], fcfs: list[list[RequestFacts]]) -> tuple[object, ...]:
-    """Return the figures of a variant from the requests of each seed."""
     mine, first = [_latencies(one) for one in facts], [_latencies(one) for one in fcfs]
     pairs = [pair for both in zip(mine, first, strict=True) for pair in zip(*both, strict=True)]
     mean, other = (fmean(side) for side in zip(*pairs, strict=True))

@@ -38,7 +38,6 @@ LASTING = {"sharegpt": 1.0, "alpaca": 0.2}
 
 
 def system(variant: Variant, kv: str) -> System:
-    """Return a variant with KV of a type in `KV`."""
     return variant.on(replace(A100, **TYPES[kv]))
 
 

@@ -30,7 +30,6 @@ Record = dict[str, Any]
 
 
 def fill(folder: Path) -> None:
-    """Fill the index of the built-in model."""
     draw = random.Random(1)
     forecaster = make_forecaster(ForecastConfig(forecaster="learned", forecast_entries=ENTRIES), "tally")
     for _ in range(ENTRIES):
@@ -42,13 +41,11 @@ def fill(folder: Path) -> None:
 
 
 def bench(server: Skipjoin, load: tuple[str, ...], seed: int) -> Record:
-    """Return the record of one run."""
     (record,) = harness.records_of("bench", "--base-url", server.url, *load, "--seeds", seed)
     return dict(record)
 
 
 def pair(servers: dict[str, Skipjoin], number: int) -> dict[str, Record]:
-    """Run the same loads at both servers."""
     names = harness.in_turn(servers, number)
     found: dict[str, Record] = {name: {} for name in names}
     for name in names:

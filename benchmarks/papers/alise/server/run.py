@@ -82,7 +82,6 @@ def measure(requests: int, options: list[str], folder: Path) -> Record:
 
 
 def learn(server: Skipjoin, prompts: list[str]) -> list[Record]:
-    """Measure the blocks of a server without an index."""
     blocks = []
     for first in range(0, len(prompts), BLOCK):
         blocks.append(send(server, prompts[first : first + BLOCK]))

@@ -70,7 +70,6 @@ def measure(options: Options) -> Result:
 
 
 def at_the_papers_rates(options: Options) -> list[tuple[str, Kept]]:
-    """Return runs that stop at the last arrival."""
     return [
         (variant.name, grid([replace(cell, extent=replace(cell.extent, until_s=extent.duration_s)) for cell in found]))
         for dataset, rate in PAPERS_RPS.items()
@@ -82,7 +81,6 @@ def at_the_papers_rates(options: Options) -> list[tuple[str, Kept]]:
 
 
 def curves_of(options: Options) -> list[tuple[str, Kept]]:
-    """Return runs around the capacity."""
     by_name = {variant.name: variant for variant in VARIANTS}
     return [
         (

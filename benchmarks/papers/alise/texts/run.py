@@ -37,7 +37,6 @@ QUALITY = ("r_log", "mae", "within_25", "coverage_80")
 
 
 def folder() -> Path:
-    """Return the folder of the texts."""
     if "SKIPJOIN_TRACES" not in os.environ:
         sys.exit(
             "texts: SKIPJOIN_TRACES must name the folder of the traces with texts, which are not in the repository"
@@ -72,7 +71,6 @@ def measure(options: Options) -> Result:
 
 
 def curves_of(name: str, options: Options) -> list[tuple[str, Kept]]:
-    """Return the plans of a trace with the names of their variants."""
     of, extent, rates = workload(name), lasting(options, LASTING[name]), options.some(RATES[name])
     if max(rates) * extent.duration_s > len(of.trace.rows):
         sys.exit(
@@ -82,7 +80,6 @@ def curves_of(name: str, options: Options) -> list[tuple[str, Kept]]:
 
 
 def of_trace(records: list[Result], name: str) -> list[Result]:
-    """Return the records of a trace."""
     return pick(records, lengths=f"trace:{name}.jsonl.gz")
 
 

@@ -53,7 +53,6 @@ RATIOS = {TEXTS: [(name, "fcfs") for name in TRAINED], PROXY: [(BERT, "fcfs")]}
 
 
 def panels(trace: str) -> Panels:
-    """Return the panels of a trace, whose records have its file's name."""
     return Panels(MODELS, (f"trace:{_file(trace)}",), NAMES[trace], by="variant")
 
 
@@ -75,7 +74,6 @@ def write_proxy(into: Path) -> None:
 
 
 def variants(trace: str, into: Path) -> list[Variant]:
-    """Return the variants of a trace; the states of trained forecasters are in `into`."""
     states = [Variant(f"alise trained {one}", "alise", f"state:{into / one}") for one in parts.ENCODERS]
     mine = states if trace == TEXTS else [Variant(BERT, "alise", "column:expected_tokens")]
     return [*plain(*BASES), *mine]

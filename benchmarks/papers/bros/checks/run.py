@@ -93,7 +93,6 @@ def _verdict(name: str, kept: Sequence[float]) -> str:
 
 
 def _range(values: Sequence[float]) -> str:
-    """Return the mean and the range in percent."""
     mean, *ends = (f"{100 * value:+.1f}" for value in (fmean(values), min(values), max(values)))
     return mean if len(values) == 1 else f"{mean} ({ends[0]} to {ends[1]})"
 

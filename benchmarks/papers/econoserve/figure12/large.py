@@ -21,14 +21,12 @@ ENOUGH = 0.99
 
 
 def simulate(options: str) -> dict[str, Any]:
-    """Run the command and return its seconds and its records."""
     begin = time.perf_counter()
     records = harness.records_of("simulate", *options.split())
     return {"seconds": round(time.perf_counter() - begin, 1), "records": records}
 
 
 def split(replicas: int, jobs: int) -> dict[str, Any]:
-    """Measure a split into halves."""
     options = (
         f"{COMMON} --recipes fcfs --rates {RATE_RPS * replicas:g} --replicas {replicas} "
         f"--prefill-replicas {replicas // 2} --network-gbps 100 --jobs {jobs}"

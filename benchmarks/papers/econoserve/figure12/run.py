@@ -33,7 +33,6 @@ NEAR, ATTAINED = 0.99, 0.9
 
 
 def split(replicas: int, prefill_replicas: int, prefill_hardware: str | None = None) -> System:
-    """Return prefill and decode replicas, each with 100 Gb/s."""
     machine = replace(OPT_13B, prefill_hardware=prefill_hardware)
     return SPLIT.on(
         machine, replicas=replicas, prefill_replicas=prefill_replicas, network_gbps=100.0, dispatch="least-work"
@@ -41,7 +40,6 @@ def split(replicas: int, prefill_replicas: int, prefill_hardware: str | None = N
 
 
 def whole(variant: Variant, replicas: int) -> System:
-    """Return replicas that do both."""
     return replace(system(variant, SHAREGPT), replicas=replicas, dispatch="least-work")
 
 

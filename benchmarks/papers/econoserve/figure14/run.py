@@ -80,7 +80,6 @@ def measure(options: Options) -> Result:
 def _charged(
     systems: Mapping[tuple[str, str], System], records: Sequence[Record], options: Options
 ) -> Sequence[Record]:
-    """Return the records of all loads, without and with a cost of decisions."""
     measured = {
         (one["case"], one["variant"]): charged(systems[one["case"], one["variant"]], one)
         for one in records

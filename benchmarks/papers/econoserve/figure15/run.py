@@ -38,7 +38,6 @@ FIELDS = {
 
 
 def run_of(trace: Trace, factor: str, value: float, options: Options) -> Kept:
-    """Return the run of one value of a factor."""
     params = {} if factor == "SLO scale" else {factor: value}
     slo = Slo(jct_scale=value) if factor == "SLO scale" else SLO
     return grid(loaded(system(ECONOSERVE, trace, **params), trace, [LOAD], options, slo=slo))

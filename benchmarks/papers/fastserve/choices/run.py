@@ -59,7 +59,6 @@ FIELDS = {
 
 
 def of_recipe(name: str, *, swap_gib: float = 128.0) -> System:
-    """Return a recipe, as `--recipes` takes it, in the standard setting."""
     machine = replace(MACHINE, swap_gib=swap_gib)
     (found,) = machine.systems(name, max_num_seqs=BATCH_CAP, max_tokens=MAX_TOKENS)
     return found
@@ -127,7 +126,6 @@ def _table(title: str, names: Sequence[str], plans: Mapping[tuple[str, ...], Kep
 
 
 def draw(result: Result) -> Mapping[str, Figure]:
-    """Return no pictures: tables show it all."""
     return {}
 
 

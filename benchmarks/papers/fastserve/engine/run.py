@@ -105,7 +105,6 @@ class Setup:
 
 
 def system(setup: Setup, recipe: str) -> System:
-    """Return the simulated counterpart of the server."""
     machine = Machine(
         hardware=str(setup.profile), kv_gib=KV_GIB, swap_gib=SWAP_GIB, swap_bandwidth_gbps=setup.link_gbps
     )
@@ -135,7 +134,6 @@ def light_iteration(profile: Path) -> float:
 
 
 def start(setup: Setup, recipe: str) -> Skipjoin:
-    """Start a server."""
     options: list[object] = ["--recipe", SPELLED[recipe], "--profile", setup.profile, "--slo", setup.bound_s]
     options += ["--set", "oracle=max-tokens"] if recipe == "srpt" else []
     options += ["--threads", THREADS, "--kv-cache-gib", KV_GIB, "--swap-space", SWAP_GIB]
@@ -146,7 +144,6 @@ def start(setup: Setup, recipe: str) -> Skipjoin:
 
 
 def load(server: Skipjoin, lengths: str, *options: object) -> Record:
-    """Run `skipjoin bench` and return its record."""
     common = ("--base-url", server.url, "--lengths", lengths)
     (record,) = harness.records_of("bench", *common, *options, timeout_s=RUN_TIMEOUT_S)
     found: Record = record
@@ -169,14 +166,12 @@ def counters(server: Skipjoin) -> dict[str, float]:
 
 
 def chosen(record: Record, engine: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a record that the result keeps."""
     part: dict[str, Any] = {name: {key: record[name][key] for key in ("mean", "p95")} for name in FIELDS}
     part |= {"requests": record["requests"], "duration_s": record["duration_s"], **engine}
     return part
 
 
 def predicted(one: Cell) -> dict[str, Any]:
-    """Return the simulator's prediction of a run."""
     record = simulate(one)
     engine = {name: record["kv"][name] for name in COUNTERS if name in record["kv"]}
     engine["preemptions"] = preempted(record)
@@ -185,7 +180,6 @@ def predicted(one: Cell) -> dict[str, Any]:
 
 
 def measured(server: Skipjoin, one: Cell) -> dict[str, Any]:
-    """Run a cell and return the figures of client and server."""
     extent, before = one.extent, counters(server)
     options = ("--rates", extent.rate_rps, "--duration", extent.duration_s, "--seeds", extent.seed, "--warmup", 0)
     record = load(server, LENGTHS, *options)
@@ -197,7 +191,6 @@ def measured(server: Skipjoin, one: Cell) -> dict[str, Any]:
 
 
 def plan(setup: Setup, loads: dict[str, tuple[float, ...]], repeats: int) -> list[dict[str, Any]]:
-    """Return all runs in their order, each with its prediction."""
     full = capacity(setup)
     rows = []
     for seed in range(repeats):
@@ -228,7 +221,6 @@ def carry_out(setup: Setup, rows: Sequence[dict[str, Any]], keep: Callable[[], N
 
 
 def rates_at_bound(setup: Setup, rows: Sequence[dict[str, Any]], kind: str) -> dict[str, str | None]:
-    """Return the largest rate of each recipe under the bound, or None if the bound is exceeded at all rates."""
     bound, found = parse_bound(f"normalized_latency_s.mean<={setup.bound_s}"), {}
     for recipe in dict.fromkeys(row["recipe"] for row in rows):
         points: dict[float, list[Record]] = {}
@@ -271,19 +263,43 @@ def prepare(folder: Path, args: argparse.Namespace, duration_s: float) -> Setup:
 
 
 def parse_loads(text: str) -> dict[str, tuple[float, ...]]:
-    """Parse loads such as `fcfs=1.1:1.5,fastserve=2.2`."""
     parts = [part.partition("=") for part in harness.words(text)]
     if unknown := [name for name, _, _ in parts if name not in SPELLED]:
         raise argparse.ArgumentTypeError(f"loads must name recipes of papers.recipes, got {', '.join(unknown)}")
     return {name: tuple(map(float, shares.split(":"))) for name, _, shares in parts}
 
 
-def main() -> None:
-    parser = harness.parser(__doc__, repeats=REPEATS)
-    parser.add_argument("--quick", action="store_true", help="run two recipes at one rate, in two minutes")
+def options(text: str | None, quick: str, repeats: int, duration_s: float) -> argparse.ArgumentParser:
+    parser = harness.parser(text, repeats=repeats)
+    parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--predict", action="store_true", help="only profile and simulate")
     parser.add_argument("--profile", type=Path, help="existing profile of this model with one thread")
-    parser.add_argument("--duration", type=float, default=DURATION_S, help="seconds of arrivals in a run")
+    parser.add_argument("--duration", type=float, default=duration_s, help="seconds of arrivals in a run")
+    return parser
+
+
+def carry_on(
+    args: argparse.Namespace,
+    header: dict[str, Any],
+    setup: Setup,
+    rows: list[dict[str, Any]],
+    whole: Callable[[Setup, Sequence[dict[str, Any]]], dict[str, Any]],
+) -> dict[str, Any]:
+    """Measure the rows, or only show their predictions, and return the result, which is kept after each run."""
+
+    def keep() -> None:
+        harness.write_record(header | whole(setup, rows), args.out)
+        show([row for row in rows if "measured" in row or "failed" in row][-1:])
+
+    if args.predict:
+        show(rows)
+    else:
+        carry_out(setup, rows, keep)
+    return whole(setup, rows)
+
+
+def main() -> None:
+    parser = options(__doc__, "run two recipes at one rate, in two minutes", REPEATS, DURATION_S)
     parser.add_argument("--loads", type=parse_loads, default=LOADS, help="multiples of the capacity of fcfs by recipe")
     args = parser.parse_args()
     loads = QUICK_LOADS if args.quick else args.loads
@@ -293,26 +309,15 @@ def main() -> None:
         setup = prepare(folder, args, duration_s)
         rows = plan(setup, loads, repeats)
         harness.show(f"{len(rows)} runs, bound {setup.bound_s} s per token, about {minutes_of(rows):.0f} minutes")
-
-        def keep() -> None:
-            harness.write_record(header | result(setup, rows), args.out)
-            show([row for row in rows if "measured" in row or "failed" in row][-1:])
-
-        if args.predict:
-            show(rows)
-        else:
-            carry_out(setup, rows, keep)
-        harness.show(result(setup, rows)["largest_rate_rps"])
+        harness.show(carry_on(args, header, setup, rows, result)["largest_rate_rps"])
 
 
 def minutes_of(rows: Sequence[dict[str, Any]]) -> float:
-    """Return the expected minutes of all runs, with the starts of their servers."""
     starts = len({(row["seed"], row["recipe"]) for row in rows})
     return (sum(row["predicted"]["duration_s"] + 4 for row in rows) + 20 * starts) / 60
 
 
 def result(setup: Setup, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the settings, the profile and the figures."""
     settings = {
         "dtype": str(DTYPE).removeprefix("torch."),
         "threads": THREADS,

@@ -34,7 +34,6 @@ STATIC_SHARE = {"sharegpt": 0.25, "alpaca": 0.1}
 
 
 def curves_of(options: Options) -> list[Kept]:
-    """Return the plans of all curves."""
     plans = []
     for (model, dataset), rates in RATES.items():
         for recipe in RECIPES:

@@ -20,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 import harness
-from papers.fastserve.engine.run import LENGTHS, QUICK_S, Setup, carry_out, minutes_of, plan, prepare, result, show
+from papers.fastserve.engine.run import LENGTHS, QUICK_S, Setup, carry_on, minutes_of, options, plan, prepare, result
 from skipjoin.config.profile import read_profile
 from skipjoin.core.step import StepShape
 from skipjoin.workload.workload import synthetic
@@ -69,7 +69,6 @@ def summary(rows: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 def whole(setup: Setup, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the settings, the profile and the figures."""
     found = result(setup, rows)
     del found["largest_rate_rps"]
     found["settings"]["link_gbps"] = setup.link_gbps
@@ -77,11 +76,7 @@ def whole(setup: Setup, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__, repeats=REPEATS)
-    parser.add_argument("--quick", action="store_true", help="run one seed for eight seconds")
-    parser.add_argument("--predict", action="store_true", help="only profile and simulate")
-    parser.add_argument("--profile", type=Path, help="existing profile of this model with one thread")
-    parser.add_argument("--duration", type=float, default=DURATION_S, help="seconds of arrivals in a run")
+    parser = options(__doc__, "run one seed for eight seconds", REPEATS, DURATION_S)
     parser.add_argument("--loads", type=float, nargs="+", default=LOADS, help="multiples of the capacity of fcfs")
     args = parser.parse_args()
     loads = dict.fromkeys(RECIPES, QUICK_LOADS if args.quick else tuple(args.loads))
@@ -92,16 +87,7 @@ def main() -> None:
         setup = replace(setup, link_gbps=link_gbps(setup.profile))
         rows = plan(setup, loads, repeats)
         harness.show(f"{len(rows)} runs, link of {setup.link_gbps} Gb/s, about {minutes_of(rows):.0f} minutes")
-
-        def keep() -> None:
-            harness.write_record(header | whole(setup, rows), args.out)
-            show([row for row in rows if "measured" in row or "failed" in row][-1:])
-
-        if args.predict:
-            show(rows)
-        else:
-            carry_out(setup, rows, keep)
-        for kind, found in whole(setup, rows)["summary"].items():
+        for kind, found in carry_on(args, header, setup, rows, whole)["summary"].items():
             for one in found:
                 harness.show(kind, one)
 

@@ -186,7 +186,7 @@ def test_examples_of_the_policy_page_define_recipes(tmp_path: Path) -> None:
         requests = [Request(number, 0.01 * number, range(length), 20) for number, length in enumerate((30, 8, 12, 10))]
         replica = Replica(EngineCore(Scheduler(one, KVLedger(8, 8, 8))), SimulatedExecutor(cost))
         simulate(replica, requests, on_events=events.extend)
-        assert all(len(request.output) == 20 for request in requests)
+        assert all(len(request.progress.output) == 20 for request in requests)
     assert {event.how for event in events if isinstance(event, Preempted)} == {*Preemption} - {Preemption.SPILL}
     with pytest.raises(ConfigError, match=r"limit_s must be in \[0\.01, 3600\], got 0"):
         late_and_long.read({"limit_s": 0.0})

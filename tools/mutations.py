@@ -48,7 +48,7 @@ MUTATIONS = {
     "evictor": Mutation(
         "an admission evicts a running request only after it has generated a token",
         "core/decide/evict.py",
-        "if not grows and victim.is_newly_resident and victim.last_plan >= latest:",
+        "if not grows and progress.is_newly_resident and progress.last_plan >= latest:",
         "if False:",
         ("core/decide/test_preemption_rules.py", "recipes/test_recorded_plans.py"),
     ),
@@ -62,8 +62,8 @@ MUTATIONS = {
     "prefix cache": Mutation(
         "at least one token of a prompt is computed after a hit",
         "core/kv/prefix_cache.py",
-        "tokens = request.known - 1",
-        "tokens = request.known",
+        "tokens = request.progress.known - 1",
+        "tokens = request.progress.known",
         ("core/kv/test_prefixes.py",),
     ),
     "shared blocks": Mutation(

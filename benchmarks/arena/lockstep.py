@@ -135,7 +135,7 @@ class TimedEngine:
         return number
 
     def _finished(self, request: Request) -> None:
-        tokens = len(request.output)
+        tokens = len(request.progress.output)
         if self._keeper is not None and (predicted := self._predicted.pop(request.id)) and tokens:
             self._keeper.learn(predicted, tokens, exact=False)
         self._background.discard(request.id)

@@ -46,7 +46,7 @@ class ResponseRatio:
         return (True, -(now - request.arrival) / service)
 
     def until(self, request: Request, now: float) -> float:
-        return now + _TICK_S if not request.output else math.inf
+        return now + _TICK_S if not request.progress.output else math.inf
 
     def tokens(self, request: Request, known: int) -> int:
         return request.max_total_tokens
@@ -108,15 +108,15 @@ class PastFuture(Callbacks):
         self._sorted: list[int] = []
 
     def on_finished(self, request: Request, now: float) -> None:
-        if request.finish_reason is not FinishReason.STOP:
+        if request.progress.finish_reason is not FinishReason.STOP:
             return
         if len(self._recent) == _HISTORY:
             self._sorted.remove(self._recent.popleft())
-        self._recent.append(len(request.output))
-        insort(self._sorted, len(request.output))
+        self._recent.append(len(request.progress.output))
+        insort(self._sorted, len(request.progress.output))
 
     def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation | Deferral:
-        blocks = kv.blocks_for(request.known)
+        blocks = kv.blocks_for(request.progress.known)
         allocation = Allocation(now=blocks, blocks=blocks)
         holders = kv.holders()
         if kv.blocks_of(request) is not None or not holders:
@@ -125,7 +125,9 @@ class PastFuture(Callbacks):
 
     def _peak(self, requests: list[Request]) -> float:
         """Return the most tokens that the requests hold together, if each leaves at its predicted length."""
-        parts = sorted(((self._remaining(len(one.output)), one.known) for one in requests), reverse=True)
+        parts = sorted(
+            ((self._remaining(len(one.progress.output)), one.progress.known) for one in requests), reverse=True
+        )
         held = peak = 0.0
         for number, (remaining, known) in enumerate(parts, 1):
             held += known

@@ -79,14 +79,14 @@ def running_chunks() -> Scene:
     """Compute half of the prompt, with no plan in flight."""
     scene = Scene.begin(recipe="sarathi", prompt=40, max_tokens=24)
     scene.stepper.step()
-    assert 0 < scene.victim.computed < 40
+    assert 0 < scene.victim.progress.computed < 40
     return scene
 
 
 def running_chunk_in_flight() -> Scene:
     scene = running_chunks()
     scene.stepper.start()
-    assert scene.victim.computed < scene.victim.planned < 40
+    assert scene.victim.progress.computed < scene.victim.progress.planned < 40
     return scene
 
 
@@ -94,14 +94,14 @@ def decoding() -> Scene:
     scene = Scene.begin()
     scene.stepper.step()
     scene.stepper.step()
-    assert len(scene.victim.output) == 2
+    assert len(scene.victim.progress.output) == 2
     return scene
 
 
 def decoding_in_flight() -> Scene:
     scene = decoding()
     scene.stepper.start()
-    assert scene.victim.in_flight
+    assert scene.victim.progress.in_flight
     return scene
 
 
@@ -111,7 +111,7 @@ def in_flight_with_a_stage_free() -> Scene:
         scene.stepper.fill()
         scene.stepper.finish()
     scene.stepper.start()
-    assert scene.victim.in_flight
+    assert scene.victim.progress.in_flight
     return scene
 
 
@@ -119,7 +119,7 @@ def in_two_plans_in_flight() -> Scene:
     scene = Scene.begin(depth=2, overlap=True)
     scene.stepper.start()
     scene.stepper.start()
-    assert (scene.victim.pending_samples, len(scene.stepper.core.plans)) == (2, 2)
+    assert (scene.victim.progress.pending_samples, len(scene.stepper.core.plans)) == (2, 2)
     return scene
 
 
@@ -137,7 +137,7 @@ def paused() -> Scene:
     scene = decoding()
     scene.fill_slots()
     scene.stepper.step()
-    assert not scene.victim.in_flight
+    assert not scene.victim.progress.in_flight
     return scene
 
 
@@ -175,7 +175,7 @@ def dropped() -> Scene:
     scene.stepper.step()
     scene.outrank(37)
     scene.stepper.start()
-    assert (scene.victim.evictions, scene.victim.computed) == (1, 0)
+    assert (scene.victim.progress.evictions, scene.victim.progress.computed) == (1, 0)
     return scene
 
 
@@ -190,7 +190,7 @@ def moving_in_overlapped() -> Scene:
 
 def moving_in_blocking_and_running() -> Scene:
     scene = on_the_cpu_tier()
-    while (plan := scene.stepper.start()) is not None and not scene.victim.in_flight:
+    while (plan := scene.stepper.start()) is not None and not scene.victim.progress.in_flight:
         scene.stepper.finish()
     assert plan is not None
     assert (Direction.IN, scene.victim) in [(move.direction, move.request) for move in plan.blocking]
@@ -259,7 +259,7 @@ def kept_after_a_failed_move_out() -> Scene:
     held = scene.stepper.core.kv.blocks_of(scene.victim)
     assert held is not None
     assert held.device
-    assert scene.victim.computed > 0
+    assert scene.victim.progress.computed > 0
     return scene
 
 
@@ -269,7 +269,7 @@ def lost_by_a_failed_move_in() -> Scene:
     scene.stepper.finish()
     scene.stepper.fails = never
     assert scene.stepper.core.kv.blocks_of(scene.victim) is None
-    assert scene.victim.computed == 0
+    assert scene.victim.progress.computed == 0
     return scene
 
 
@@ -312,8 +312,8 @@ def at_the_end_of_its_reservation() -> Scene:
     scene = Scene.begin(claims=Scripted({VICTIM: ten_tokens}))
     for _ in range(5):
         scene.stepper.step()
-    assert scene.victim.wait is not None
-    assert (scene.victim.computed, scene.victim.wait.reason) == (10, WaitReason.HELD_BY_ADMISSION)
+    wait = scene.stepper.core.scheduler.waits[scene.victim]
+    assert (scene.victim.progress.computed, wait.reason) == (10, WaitReason.HELD_BY_ADMISSION)
     return scene
 
 
@@ -454,7 +454,7 @@ def test_blocks_of_a_failed_request_are_freed_with_its_last_plan(reach: Callable
         stepper.finish()
     if not any(has):
         stepper.drain()
-    assert scene.victim.finish_reason is FinishReason.ERROR
+    assert scene.victim.progress.finish_reason is FinishReason.ERROR
     assert core.kv.blocks_of(scene.victim) is None
 
 

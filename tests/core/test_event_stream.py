@@ -91,12 +91,12 @@ def test_events_of_a_request_are_in_order_and_agree_with_the_plans(world: World)
         story = by_request[request]
         check_order(story)
         tokens = [event.token for event in story if isinstance(event, Token)]
-        assert tokens == request.output
+        assert tokens == request.progress.output
         # No request stops at a token here, so no sample is discarded.
         assert len(tokens) == samples[request.id] == request.max_tokens
         assert sum(isinstance(event, Moved) for event in story) == moves[request.id]
         reasons = [e.reason for e in story if isinstance(e, Finished)]
-        assert reasons == [request.finish_reason] == [FinishReason.LENGTH]
+        assert reasons == [request.progress.finish_reason] == [FinishReason.LENGTH]
 
 
 @pytest.mark.parametrize("eviction", ["swap", "spill", "proactive", "chaos"])
@@ -109,7 +109,7 @@ def test_events_of_a_request_are_in_order_when_moves_fail(eviction: str, depth: 
     failures = 0
     for request, story in stories(done).items():
         check_order(story)
-        assert [event.token for event in story if isinstance(event, Token)] == request.output
+        assert [event.token for event in story if isinstance(event, Token)] == request.progress.output
         begun = [move for _, plan in done.trace for move in (*plan[2], *plan[3]) if move[1] == request.id]
         ends = [event.move for event in story if isinstance(event, Moved | MoveFailed)]
         assert [(move.direction.name, move.source, move.target) for move in ends] == [(m[0], *m[2:]) for m in begun]

@@ -89,12 +89,12 @@ def test_a_cleared_ledger_allocates_the_same_blocks_again() -> None:
     one, two = make(0, 8), make(1, 8)
     for request in (one, two):
         kv.grow(request, 8)
-        request.computed = 8
+        request.progress.computed = 8
     first = kv.blocks_of(one).table
     kv.reserve(two, 4)
     kv.move_out(two, blocking=False)
     kv.clear()
-    one.computed = two.computed = 0
+    one.progress.computed = two.progress.computed = 0
     kv.check()
     assert (kv.device_free, kv.cpu_free, kv.available, kv.is_moving) == (6, 6, 6, False)
     kv.grow(two, 8)

@@ -78,14 +78,14 @@ class Device:
     def meet(self, request: Request, salt: int) -> None:
         """Register a request. Requests without a prefix share KV with no others."""
         shares = request.prefix is not None
-        self._tags[request] = [_tag(_tag(shares, salt if shares else request.id), request.reverse)]
+        self._tags[request] = [_tag(_tag(shares, salt if shares else request.id), request.progress.reverse)]
         if shares:
             self._prefixes[request] = ContentPrefix(self._size, salted(salt))
 
     def fill(self, request: Request, start: int = 0) -> None:
         """Write the KV of the request's computed tokens after the first `start`, as if it came from elsewhere."""
-        tags = self._tags_of(request, request.computed)
-        self._write(request, tags, self._kv.blocks_of(request).table, start, request.computed)
+        tags = self._tags_of(request, request.progress.computed)
+        self._write(request, tags, self._kv.blocks_of(request).table, start, request.progress.computed)
 
     def run(
         self, plan: StepPlan, seconds: float, *, fails_slices: Collection[int], fails: Fails, held: int
@@ -133,7 +133,7 @@ class Device:
     def lose(self, moves: Iterable[Move]) -> None:
         """Undo blocking moves whose failure is reported late, except slots that were overwritten since."""
         for move in moves:
-            tags = set(self._tags_of(move.request, move.request.computed))
+            tags = set(self._tags_of(move.request, move.request.progress.computed))
             for _, target, slot in self._pairs(move):
                 if target[slot] in tags:
                     target[slot] = GARBAGE
@@ -196,9 +196,9 @@ class Device:
 
     def _problem(self, request: Request, tags: list[int], blocks: Sequence[int], count: int) -> str:
         """Return what is wrong with the KV of the request's first `count` tokens, or an empty string."""
-        size, step = self._size, -1 if request.reverse else 1
+        size, step = self._size, -1 if request.progress.reverse else 1
         n_blocks = -(-count // size)
-        if not request.reverse:  # the usual case, compared at once
+        if not request.progress.reverse:  # the usual case, compared at once
             found = list(chain.from_iterable(map(self._device.__getitem__, blocks[:n_blocks])))
             if found[:count] == tags[1 : 1 + count]:
                 return ""
@@ -211,7 +211,7 @@ class Device:
         return ""
 
     def _write(self, request: Request, tags: list[int], blocks: Sequence[int], start: int, end: int) -> None:
-        size, device, reverse = self._size, self._device, request.reverse
+        size, device, reverse = self._size, self._device, request.progress.reverse
 
         def slot_of(position: int) -> tuple[list[int], int]:
             index, slot = divmod(position, size)
@@ -291,11 +291,13 @@ class Device:
     def _learn_keys(self) -> None:
         size = self._size
         for request, prefix in self._prefixes.items():
-            tags = self._tags_of(request, request.known)
-            for index, key in enumerate(prefix.keys(request.tokens, request.known, reverse=request.reverse)):
+            tags = self._tags_of(request, request.progress.known)
+            for index, key in enumerate(
+                prefix.keys(request.tokens, request.progress.known, reverse=request.progress.reverse)
+            ):
                 if key not in self._content:
                     want = tags[1 + index * size : 1 + (index + 1) * size]
-                    self._content[key] = want[::-1] if request.reverse else want
+                    self._content[key] = want[::-1] if request.progress.reverse else want
 
 
 def salted(salt: int) -> bytes:

@@ -106,18 +106,19 @@ class Ask(NamedTuple):
             deadline_s=self.deadline_s,
             client=self.client,
         )
-        return Request(
+        request = Request(
             self.id,
             now,
             self.tokens(),
             self.max_tokens,
             stop_tokens=frozenset({0}) if self.stops else frozenset(),
             options=options,
-            forecast=Forecast(self.forecast, "fuzz") if self.forecast else None,
             prefix=None if self.salt is None else ContentPrefix(block_size, salted(self.salt)),
-            output=list(range(1, 1 + self.resumed)),
+            resumed=range(1, 1 + self.resumed),
             keeps_kv=self.keeps_kv,
         )
+        request.progress.expect(Forecast(self.forecast, "fuzz") if self.forecast else None)
+        return request
 
 
 # -- calls of a driver ------------------------------------------------------------------------------------------------
@@ -259,7 +260,7 @@ class Machine:
         # The direction in which a request fills its blocks is known once it is added.
         self.core.add(request, self.now)
         self._device.meet(request, self.asked[ask.id].salt or 0)
-        if request.computed:
+        if request.progress.computed:
             self._device.fill(request)
 
     def _request(self, ask: Ask) -> Request:
@@ -276,7 +277,7 @@ class Machine:
         if ask.id in self.asked or ask.prompt + ask.max_tokens > self.core.largest_request or not ask.resumed:
             return
         request = self._request(ask)
-        request.computed = request.planned = request.known - 1
+        request.progress.computed = request.progress.planned = request.progress.known - 1
         if self.core.scheduler.expect(request, self.now):
             self.expected[ask.id] = request
         else:
@@ -295,7 +296,7 @@ class Machine:
         if not (plan.slices or plan.blocking or plan.overlapped or core.kv.is_moving):
             raise FindingError("empty plan", f"plan {plan.id} has no effect")
         for piece in plan.slices:
-            if piece.request.finish_reason is not None:
+            if piece.request.progress.finish_reason is not None:
                 raise FindingError("finished", f"plan {plan.id} runs request {piece.request.id}, which is finished")
         self.trace = hash((self.trace, plan.id, *((s.request.id, *s[1:]) for s in plan.slices)))
         return plan
@@ -309,7 +310,7 @@ class Machine:
             return (None if move.request is None else move.request.id) in fails
 
         result = device.run(plan, call.seconds, fails_slices=call.fails_slices, fails=does_fail, held=call.held)
-        live = [piece.request.finish_reason is None for piece in plan.slices]
+        live = [piece.request.progress.finish_reason is None for piece in plan.slices]
         for index in result.dropped:
             if live[index]:
                 self._may_end[plan.slices[index].request.id] = {FinishReason.ERROR}
@@ -318,17 +319,17 @@ class Machine:
             request, end = piece.request, piece.start + piece.tokens
             self.reads += piece.start
             if not live[index] or index in result.dropped:
-                if live[index] and request.finish_reason is not FinishReason.ERROR:
+                if live[index] and request.progress.finish_reason is not FinishReason.ERROR:
                     raise FindingError("failed slice", f"request {request.id} goes on after its slice failed")
                 continue
             if index in device.tainted:
-                if request.finish_reason is None and request.computed >= end:
+                if request.progress.finish_reason is None and request.progress.computed >= end:
                     raise FindingError("wrong read", f"plan {plan.id} is committed: {device.tainted[index]}")
-                if request.output and request.output[-1] == POISON:
+                if request.progress.output and request.progress.output[-1] == POISON:
                     raise FindingError("wrong token", f"request {request.id}: {device.tainted[index]}")
-            elif piece.samples and request.computed >= end and request.known != end + 1:
+            elif piece.samples and request.progress.computed >= end and request.progress.known != end + 1:
                 raise FindingError(
-                    "lost token", f"request {request.id} knows {request.known} tokens after plan {plan.id}"
+                    "lost token", f"request {request.id} knows {request.progress.known} tokens after plan {plan.id}"
                 )
         if self._has_prefixes:
             device.check_keys()
@@ -349,10 +350,10 @@ class Machine:
         reasons = self._may_end.pop(request.id, None)
         if reasons is None:
             raise FindingError("finished twice", f"request {request.id}")
-        is_whole = request.known == request.max_total_tokens
+        is_whole = request.progress.known == request.max_total_tokens
         if reason not in reasons or (is_whole != (reason is FinishReason.LENGTH) and reason is not FinishReason.STOP):
             raise FindingError(
-                "wrong end", f"request {request.id} finished with {reason} after {len(request.output)} tokens"
+                "wrong end", f"request {request.id} finished with {reason} after {len(request.progress.output)} tokens"
             )
 
     # -- end of a run -------------------------------------------------------------------------------------

@@ -61,10 +61,10 @@ def offers_planned_blocks(patch: pytest.MonkeyPatch) -> None:
         plan = schedule(self, now)
         for piece in plan.slices if plan is not None else ():
             request = piece.request
-            if request.prefix is not None and piece.start + piece.tokens <= request.known:
-                before, request.computed = request.computed, piece.start + piece.tokens
+            if request.prefix is not None and piece.start + piece.tokens <= request.progress.known:
+                before, request.progress.computed = request.progress.computed, piece.start + piece.tokens
                 self.kv.cache.offer(request)
-                request.computed = before
+                request.progress.computed = before
         return plan
 
     patch.setattr(Scheduler, "schedule", early)

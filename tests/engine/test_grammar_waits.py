@@ -130,8 +130,8 @@ def outputs(depth: int) -> list[list[int]]:
         requests = list(one.core.requests.values())
         drain(one)
         assert not one._compiling
-        assert all(request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for request in requests)
-        return [request.output for request in requests]
+        assert all(request.progress.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for request in requests)
+        return [request.progress.output for request in requests]
     finally:
         one.close()
 
@@ -165,14 +165,14 @@ def test_other_requests_run_while_a_mask_is_computed(loop: EngineLoop, monkeypat
     monkeypatch.setattr(loop.core, "charge", lambda request, tokens, now: charged.append(tokens))
     loop.add(20, [5, 6], constrained("[0-9]{4}held"))
     slow = loop.core.requests[20]
-    while not slow.output:
+    while not slow.progress.output:
         loop.step()
     loop.add(21, [5, 6], SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
     ended: list[int] = []
     while not ended:
         ended += [event.request.id for event in loop.step() if isinstance(event, Finished)]
     assert ended == [21]
-    assert len(slow.output) == 1
+    assert len(slow.progress.output) == 1
     wait = loop.core.wait_of(slow)
     assert wait is not None
     assert wait.reason is WaitReason.GRAMMAR
@@ -222,7 +222,7 @@ def test_constraints_of_a_client_wait_for_each_other(loop: EngineLoop, monkeypat
     assert wait is not None
     assert wait.reason is WaitReason.GRAMMAR
     drain(loop)
-    ended = [request.id for request in requests if request.finish_reason is FinishReason.STOP]
+    ended = [request.id for request in requests if request.progress.finish_reason is FinishReason.STOP]
     assert ended == [500, 501, 502, 504, 505]
     assert not loop._compiling._live._clients
 

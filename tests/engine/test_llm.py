@@ -128,7 +128,7 @@ def test_failed_prompt_has_its_error_and_the_others_finish(llm: LLM, monkeypatch
     def fail_longest(result: StepResult, now: float) -> None:
         lengths = [len(item.request.prompt) for item in result.plan.slices]
         index = lengths.index(max(lengths))
-        if max(lengths) > 40 and len(result.plan.slices[index].request.output) == 5:
+        if max(lengths) > 40 and len(result.plan.slices[index].request.progress.output) == 5:
             tokens = [*result.tokens[:index], None, *result.tokens[index + 1 :]]
             result = replace(result, tokens=tokens, dropped={index: "it was too long"})
         finish_step(result, now)

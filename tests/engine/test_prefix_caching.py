@@ -87,7 +87,7 @@ def test_computed_blocks_of_an_aborted_prompt_are_cached(pair: Pair) -> None:
         prompt = [chunks, *prompt]
         loop.add(1_000_000 + chunks, prompt, GREEDY)
         request = loop.core.requests[1_000_000 + chunks]
-        while request.computed < 128 * chunks:  # the first step may be an earlier plan without requests
+        while request.progress.computed < 128 * chunks:  # the first step may be an earlier plan without requests
             loop.step()
         loop.abort(1_000_000 + chunks)
         (found,) = caching.generate(prompt, GREEDY)

@@ -65,7 +65,9 @@ def run(executor: LosingExecutor, requests: int = 4) -> dict[int, tuple[str, int
     core.kv.check()
     assert core.kv.device_free == 64
     finished = [event for event in events if isinstance(event, Finished)]
-    return {event.request.id: (event.reason.value, len(event.request.output), event.detail) for event in finished}
+    return {
+        event.request.id: (event.reason.value, len(event.request.progress.output), event.detail) for event in finished
+    }
 
 
 def test_request_that_crashes_ranks_fails_alone_at_the_third_crash() -> None:

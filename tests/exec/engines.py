@@ -32,6 +32,7 @@ from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.stages import EvenStages
 from skipjoin.sampling import SamplingParams
 from skipjoin.structured_output import StructuredOutput
+from support.load import changed
 from support.policies import SpillAll, SwapAll
 
 VOCAB = 97
@@ -264,7 +265,7 @@ def run(core: EngineCore, executor: Closable, requests: Sequence[Request], *, le
     lends, late = core.scheduler.policies.eviction.lends, list(requests)
 
     def is_due(request: Request) -> bool:
-        if leads and request is not requests[0] and not requests[0].output:
+        if leads and request is not requests[0] and not requests[0].progress.output:
             return False
         return not lends or request.is_best_effort or request is requests[0] or steps >= _APART * request.id
 
@@ -293,10 +294,7 @@ def run(core: EngineCore, executor: Closable, requests: Sequence[Request], *, le
 
 def shortened(requests: list[Request], tokens: int) -> list[Request]:
     """Limit the outputs of new requests, for executors that interpret kernels."""
-    for request in requests:
-        request.max_tokens = min(request.max_tokens, tokens)
-        request.max_total_tokens = len(request.prompt) + request.max_tokens
-    return requests
+    return [changed(request, max_tokens=min(request.max_tokens, tokens)) for request in requests]
 
 
 # Number of steps between real-time requests.

@@ -73,7 +73,7 @@ def outputs(
         overlap=True,
     )
     run(core, executor, requests)
-    return [request.output for request in requests]
+    return [request.progress.output for request in requests]
 
 
 def on_cpu(family: str, requests: list[Request]) -> list[list[int]]:
@@ -81,7 +81,7 @@ def on_cpu(family: str, requests: list[Request]) -> list[list[int]]:
     executor = LocalExecutor(model, make_store(model, 200, 0, BLOCK_SIZE), grammars=GRAMMARS)
     core = make_core(Recompute(), device_blocks=200, slots=1)
     run(core, executor, requests)
-    return [request.output for request in requests]
+    return [request.progress.output for request in requests]
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))

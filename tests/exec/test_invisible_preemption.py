@@ -205,7 +205,7 @@ def outputs_alone(
 
 
 def outputs(requests: list[Request]) -> list[list[int]]:
-    return [request.output for request in requests]
+    return [request.progress.output for request in requests]
 
 
 @pytest.mark.parametrize("turn", [0, exhaustive(3)])

@@ -115,7 +115,7 @@ class Run:
         self._begun: dict[Move, int] = {}
         requests = trace()
         simulate(Replica(core, executor), requests, on_events=self._note)
-        self.outputs = [request.output for request in requests]
+        self.outputs = [request.progress.output for request in requests]
 
     def _note(self, events: list[Event]) -> None:
         for event in events:

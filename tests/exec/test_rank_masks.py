@@ -60,7 +60,7 @@ def outputs(loop: EngineLoop) -> list[list[int]]:
     drain(loop)
     assert not loop._compiling
     assert not loop._compiling._live._clients
-    return [request.output for request in requests]
+    return [request.progress.output for request in requests]
 
 
 class Late:
@@ -111,14 +111,14 @@ def test_others_run_until_all_ranks_have_a_mask_which_has_a_deadline(monkeypatch
     for number in (1, 2):
         loop.add(number, [5, 6], constrained(f"[0-9]{{4}}held{number}"))
     slow = loop.core.requests[1]
-    while not slow.output:
+    while not slow.progress.output:
         loop.step()
     loop.add(3, [5, 6], FREE)
     ended: list[Finished] = []
     while not ended:
         ended += [event for event in loop.step() if isinstance(event, Finished)]
     assert [event.request.id for event in ended] == [3]
-    assert len(slow.output) == 1
+    assert len(slow.progress.output) == 1
     wait = loop.core.wait_of(slow)
     assert wait is not None
     assert wait.reason is WaitReason.GRAMMAR
@@ -126,7 +126,7 @@ def test_others_run_until_all_ranks_have_a_mask_which_has_a_deadline(monkeypatch
     # The second request has not begun on the only thread of a rank, and has therefore no deadline yet.
     monkeypatch.setattr(grammar_waits, "_MAX_AHEAD_S", 0.05)
     while not (overdue := [event for event in loop.step() if isinstance(event, Finished)]):
-        assert slow.finish_reason is None
+        assert slow.progress.finish_reason is None
     monkeypatch.setattr(grammar_waits, "_MAX_AHEAD_S", 60.0)
     (first,) = overdue
     assert (first.reason, first.is_refused) == (FinishReason.ERROR, True)

@@ -132,10 +132,10 @@ def check(probe: Probe, requests: Sequence[Request], *, has_aborts: bool = False
     assert not probe.worker._states
     accepted = sorted((*state.prompt, *state.tokens) for state in probe.states)
     if not has_aborts:
-        assert accepted == sorted((*request.prompt, *request.output[:-1]) for request in requests)
+        assert accepted == sorted((*request.prompt, *request.progress.output[:-1]) for request in requests)
         return
     # A step in flight may have read the last token of an aborted request, or sampled one more.
-    outputs = {tuple(request.prompt): request.output for request in requests}
+    outputs = {tuple(request.prompt): request.progress.output for request in requests}
     for state in probe.states:
         output = outputs[state.prompt]
         assert state.tokens[: len(output)] == output[: len(state.tokens)]
@@ -183,7 +183,7 @@ def test_choices_of_one_prompt_have_separate_states(depth: int, probes: list[Pro
     requests = [Request(number, 0.0, [5, 6, 7], 12, sampling=Sampling(params, number, ())) for number in range(3)]
     drive(*engine(tiny_model("llama"), SwapAll(), device_blocks=8, cpu_blocks=20, depth=depth), requests)
     check(*probes, requests)
-    assert len({tuple(request.output) for request in requests}) == 3
+    assert len({tuple(request.progress.output) for request in requests}) == 3
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_states_are_recreated_after_a_restart(after: int, tp: int, pp: int, prob
     core = make_core(SwapAll(), device_blocks=16, cpu_blocks=60, slots=2, depth=pp)
     lost = thread_executor(tp, pp, "llama", device_blocks=16, cpu_blocks=60)
     drive(core, lost, requests, stop_after=after)
-    finished = [request for request in requests if request.finish_reason is not None]
+    finished = [request for request in requests if request.progress.finish_reason is not None]
     core.restart(0.0)
     lost.close()
     probes.clear()

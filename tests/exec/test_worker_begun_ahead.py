@@ -19,6 +19,7 @@ from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.parallel import Shard
 from skipjoin.sampling import SamplingParams
+from support.load import changed
 
 
 class Ahead:
@@ -117,7 +118,7 @@ def test_out_of_memory_fails_only_the_largest_request(depth: int, caplog: pytest
     ahead(tiny_model("llama"), alone, depth=1)
     together = [greedy(i, *size) for i, size in enumerate(lengths)]
     events, _ = ahead(limited_model(16), together, depth=depth)
-    assert [request.output for request in together] == [alone[0].output, [], alone[2].output]
+    assert [request.progress.output for request in together] == [alone[0].progress.output, [], alone[2].progress.output]
     (failed,) = [e for e in events if isinstance(e, Finished) and e.reason is FinishReason.ERROR]
     assert failed.request is together[1]
     assert "out of memory in a step with 20 tokens of this request; a lower --max-num-batched-tokens" in failed.detail
@@ -138,9 +139,7 @@ def test_chunks_after_a_failed_chunk_are_neither_computed_nor_cached() -> None:
     """The second chunk of the prompt is in flight when the first one runs out of memory."""
 
     def adopting(number: int) -> Request:
-        request = greedy(7, 20, 6)
-        request.id, request.prefix = number, ContentPrefix(BLOCK_SIZE)
-        return request
+        return changed(greedy(7, 20, 6), id=number, prefix=ContentPrefix(BLOCK_SIZE))
 
     def admitted(events: list[Event]) -> list[int]:
         return [event.cached for event in events if isinstance(event, Admitted)]
@@ -157,10 +156,10 @@ def test_chunks_after_a_failed_chunk_are_neither_computed_nor_cached() -> None:
     assert [list(step.dropped) for step in flying] == [[0], [0]]
     for step in flying:
         core.finish_step(worker.finish(step), 0.0)
-    assert lost.finish_reason is FinishReason.ERROR
+    assert lost.progress.finish_reason is FinishReason.ERROR
     events = core.take_events() + run(core, Ahead(worker), [second])
     assert admitted(events) == [0, 0]
-    assert second.output == alone.output
+    assert second.progress.output == alone.progress.output
 
 
 class RowCountingModel(CausalLM):

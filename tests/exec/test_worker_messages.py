@@ -129,7 +129,7 @@ def test_decode_messages_are_small_for_any_context_length() -> None:
     )
     assert len(first) > 64 * 3000
     for request in requests:
-        request.output.append(7)
+        request.progress.output.append(7)
     tables = [(*table, 20000 + i) for i, table in enumerate(tables)]  # each grows by a block
     slices = tuple(Slice(r, 3000, 1, True, False, t) for r, t in zip(requests, tables, strict=True))
     assert len(writer.write(StepPlan(1, slices))) < 64 * 24

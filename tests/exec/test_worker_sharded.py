@@ -84,7 +84,7 @@ def outputs_alone(family: str, eos: int | None = None, common: Sequence[int] = (
 
 
 def outputs(requests: list[Request]) -> list[list[int]]:
-    return [request.output for request in requests]
+    return [request.progress.output for request in requests]
 
 
 def sharded(case: str, family: str, tp: int, pp: int, *, overlap: bool = False, stages: int = 1):

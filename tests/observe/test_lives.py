@@ -12,7 +12,7 @@ from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import FinishReason
 from skipjoin.observe.life import RUNNING, Life, current_prediction, prediction_of
 from skipjoin.observe.lives import LifeLog
-from support.load import load, make
+from support.load import changed, load, make
 from support.policies import EVICTIONS
 from support.watch import Stepper, World
 
@@ -61,7 +61,7 @@ class Watched:
             assert life.intervals[-1].end is None
             state = life.intervals[-1].state
             # A request that a plan in flight computes does not wait, whatever later plans decide.
-            assert state == (RUNNING if wait is None else wait.reason.value) or request.in_flight
+            assert state == (RUNNING if wait is None else wait.reason.value) or request.progress.in_flight
 
 
 def check_cover(life: Life, end: float) -> None:
@@ -75,9 +75,7 @@ def check_cover(life: Life, end: float) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_intervals_cover_a_life_and_end_with_the_current_state(world: World) -> None:
     watched = Watched(world)
-    requests = load(3, count=20)
-    for request in requests:
-        request.arrival = 0.0
+    requests = [changed(request, arrival=0.0) for request in load(3, count=20)]
     watched.stepper.add(*requests)
     watched.run()
     found = {life.number: life for life in watched.log.recent(0.0, watched.stepper.now)}
@@ -86,7 +84,7 @@ def test_intervals_cover_a_life_and_end_with_the_current_state(world: World) -> 
         life = found[request.id]
         assert life.ended is not None
         check_cover(life, life.ended)
-        assert life.output_tokens == len(request.output)
+        assert life.output_tokens == len(request.progress.output)
         assert life.first_token is not None
         assert any(interval.state == RUNNING for interval in life.intervals)
     assert any(life.preemptions for life in found.values())
@@ -175,18 +173,18 @@ def test_forecast_of_a_growing_output_is_ahead_of_it_and_within_its_interval(
     request = make(0, 4, most, forecast=Forecast(tokens, "test", mass))
     first = prediction_of(request)
     assert current_prediction(request) == first
-    request.output.extend([1] * data.draw(st.integers(0, most - 1)))
+    request.progress.output.extend([1] * data.draw(st.integers(0, most - 1)))
     found = current_prediction(request)
     assert found is not None
-    assert len(request.output) + 1 <= found.tokens <= most
+    assert len(request.progress.output) + 1 <= found.tokens <= most
     if found.low is not None and found.high is not None:
-        assert len(request.output) + 1 <= found.low <= found.tokens <= found.high <= most
+        assert len(request.progress.output) + 1 <= found.low <= found.tokens <= found.high <= most
     assert prediction_of(request) == first
 
 
 def test_forecast_without_a_distribution_stays_ahead_of_the_output() -> None:
     request = make(0, 4, 100, forecast=Forecast(10.0, "test"))
-    request.output.extend([1] * 50)
+    request.progress.output.extend([1] * 50)
     assert current_prediction(request) == (51.0, None, None, "test")
 
 

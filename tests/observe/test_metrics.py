@@ -6,7 +6,6 @@ import weakref
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from io import StringIO
 from typing import Any
@@ -29,7 +28,7 @@ from skipjoin.observe.timeline import Timeline
 from skipjoin.observe.usage import EngineUsage
 from skipjoin.policies.eviction import Recompute
 from skipjoin.sim.driver import Replica, simulate
-from support.load import load, make
+from support.load import changed, load, make
 from support.policies import COST, SOME_SYSTEMS, Chaos, SwapAll
 from support.watch import Stepper, World, run
 from support.worlds import worlds
@@ -82,7 +81,7 @@ def test_metrics_of_a_run_match_its_events(world: World) -> None:
     RequestLog(facts.append).observe(done.events)
     usage = EngineUsage(device_blocks=world.device_blocks, block_size=world.block_size, block_bytes=BLOCK_BYTES)
     usage.observe(done.events)
-    outputs = [len(request.output) for request in done.requests]
+    outputs = [len(request.progress.output) for request in done.requests]
     prompts = [len(request.prompt) for request in done.requests]
 
     assert found.summed("generation_tokens_total") == [sum(outputs)]
@@ -237,9 +236,7 @@ def test_objectives_are_counted_as_soon_as_they_are_decided() -> None:
     """Five tokens in steps of 10 ms mean a TTFT and a TPOT of 10 ms and a JCT of 50 ms."""
 
     def ask(*target: float, **fields: Any) -> Request:
-        request = make(0, 4, 5, **fields)
-        request.options = replace(request.options, target=Target(*target))
-        return request
+        return make(0, 4, 5, target=Target(*target), **fields)
 
     def abort(stepper: Stepper, reason: FinishReason = FinishReason.ABORT) -> None:
         stepper.core.abort(0, stepper.now, reason)
@@ -255,10 +252,10 @@ def test_objectives_are_counted_as_soon_as_they_are_decided() -> None:
     assert objectives_of(ask(0.011, 0.011, 0.029), abort) == {"attained": ["ttft"], "missed": ["jct"]}
     assert objectives_of(ask(0.011, 0.011, 9.0, deadline=0.025)) == {"attained": ["ttft"], "missed": ["tpot", "jct"]}
     # A target that depends on the output length is known once the output is complete.
-    late, exact = ask(math.inf, math.inf, 0.049), ask(math.inf, math.inf, 0.051).options
-    assert objectives_of(late, lambda stepper: setattr(late, "options", exact)) == {"attained": ["jct"], "missed": []}
+    late, exact = ask(math.inf, math.inf, 0.049), Target(jct_s=0.051)
+    assert objectives_of(late, lambda stepper: late.progress.expect(None, exact)) == {"attained": ["jct"], "missed": []}
     # A request resumed from another engine has no first token here.
-    assert objectives_of(ask(0.001, 0.001, 9.0, output=[7])) == {"attained": ["jct"], "missed": []}
+    assert objectives_of(ask(0.001, 0.001, 9.0, resumed=[7])) == {"attained": ["jct"], "missed": []}
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -319,9 +316,8 @@ def test_swaps_are_counted_by_direction_and_by_whether_they_block() -> None:
 
 
 def test_service_classes_are_counted_separately() -> None:
-    requests = load(5, 20, best_effort=0.5)
-    for request in requests:
-        request.options = replace(request.options, target=Target(jct_s=1e9 if request.is_best_effort else math.inf))
+    targets = {True: Target(jct_s=1e9), False: Target()}
+    requests = [changed(one, target=targets[one.is_best_effort]) for one in load(5, 20, best_effort=0.5)]
     done = run(World("fcfs"), requests)
     metrics, facts = metrics_of(World()), list[RequestFacts]()
     metrics.observe(done.events)
@@ -371,7 +367,7 @@ def test_histogram_buckets_include_their_upper_bound(bounds: list[float], values
 def test_prefix_hits_count_at_the_first_admission() -> None:
     metrics = metrics_of(World())
     named = partial(NamedPrefix, [1, 2], 16, 16)
-    first, resumed = make(0, 40, prefix=named()), make(1, 40, prefix=named(), output=[7])
+    first, resumed = make(0, 40, prefix=named()), make(1, 40, prefix=named(), resumed=[7])
     unprefixed = make(2, 40)
     metrics.observe(Arrived(request, 0.0) for request in (first, resumed, unprefixed))
     metrics.observe(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 
@@ -17,7 +16,7 @@ from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.spans import Span, SpanLog
 from skipjoin.observe.steps import StepLog, StepSummary
 from skipjoin.observe.usage import EngineUsage
-from support.load import load
+from support.load import changed, load
 from support.watch import World, run
 
 BLOCK_BYTES = 1000
@@ -29,9 +28,7 @@ class Read:
     def __init__(self, world: World, fails: float) -> None:
         self.overlap = world.overlap
         draw, pool = random.Random(3), {"device_blocks": world.device_blocks, "block_size": world.block_size}
-        requests = load(5, 24, texts=3)
-        for request in requests:
-            request.options = replace(request.options, trace=Trace("", str(request.id)))
+        requests = [changed(one, trace=Trace("", str(one.id))) for one in load(5, 24, texts=3)]
         done = run(world, requests, fails=lambda move: draw.random() < fails)
         facts: list[RequestFacts] = []
         self.spans: list[Span] = []

@@ -11,7 +11,7 @@ from skipjoin.core.events import Computed, Finished, Planned, Preempted, Started
 from skipjoin.core.request import Request, Trace
 from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.spans import Span, SpanLog
-from support.load import load, make
+from support.load import changed, load, make
 from support.policies import EVICTIONS, UnitCost
 from support.watch import Run, World, run
 from support.worlds import each_recipe
@@ -119,9 +119,7 @@ def test_figures_agree_with_the_events(recipe: str, seed: int, depth: int, evict
 
 
 def traced(requests: list[Request]) -> list[Request]:
-    for request in requests:
-        request.options = replace(request.options, trace=Trace("", str(request.id)))
-    return requests
+    return [changed(request, trace=Trace("", str(request.id))) for request in requests]
 
 
 def seconds(spans: list[Span], name: str) -> float | None:

@@ -96,7 +96,7 @@ def test_the_timeline_has_every_token_step_copy_and_end_once(world: World) -> No
         generated[span["args"]["request"]] += span["args"]["generated"]
         computed[span["args"]["request"]] += span["args"]["computed"]
         left[span["args"]["request"]].append(span["args"]["left"])
-    assert generated == {request.id: len(request.output) for request in done.requests}
+    assert generated == {request.id: len(request.progress.output) for request in done.requests}
     slices = [piece for result in results for piece in result.plan.slices]
     expected: Counter[int] = Counter()
     for piece in slices:

@@ -240,8 +240,8 @@ def test_only_outputs_that_ended_by_themselves_count_as_ends(reason: FinishReaso
     request = make(0, 10, 40)
     ordering.on_arrived(request, 0.0)
     ordering.on_scheduled([Slice(request, 0, 10, True, False, ())], 0.0)
-    request.output.extend([0] * 40)
-    request.finish_reason = reason
+    request.progress.output.extend([0] * 40)
+    request.progress.finish_reason = reason
     ordering.on_finished(request, 1.0)
     assert sum(index.model.state()["all"][1]) == ends
 
@@ -249,14 +249,16 @@ def test_only_outputs_that_ended_by_themselves_count_as_ends(reason: FinishReaso
 def run_steps(ordering: Adaptive, live: list[Request], chance: random.Random, now: float) -> None:
     """Compute a step of the three best requests, and end some of them."""
     batch = [request for request, _ in zip(ordering.ranked(now), range(3), strict=False)]
-    slices = [Slice(one, one.computed, one.known - one.computed, True, False, ()) for one in batch]
+    slices = [
+        Slice(one, one.progress.computed, one.progress.known - one.progress.computed, True, False, ()) for one in batch
+    ]
     ordering.on_scheduled(slices, now)
     for request in batch:
-        request.computed = request.planned = request.known
-        request.output.append(0)
-        request.known += 1
-        if chance.random() < 0.05 or request.known >= request.max_total_tokens:
-            request.finish_reason = FinishReason.STOP
+        request.progress.computed = request.progress.planned = request.progress.known
+        request.progress.output.append(0)
+        request.progress.known += 1
+        if chance.random() < 0.05 or request.progress.known >= request.max_total_tokens:
+            request.progress.finish_reason = FinishReason.STOP
             live.remove(request)
             ordering.on_finished(request, now)
 
@@ -273,7 +275,7 @@ def test_no_request_overtakes_one_that_arrived_much_earlier(seed: int, rate: flo
         live.append(make(number, chance.randint(1, 300), 2000, arrival=now, forecast=forecast))
         ordering.on_arrived(live[-1], now)
         run_steps(ordering, live, chance, now)
-        begun = [request for request in ordering.ranked(now) if request.output]
+        begun = [request for request in ordering.ranked(now) if request.progress.output]
         for place, later in enumerate(begun):
             assert all(later.arrival <= earlier.arrival + OVERTAKING_S + 1e-6 for earlier in begun[place + 1 :])
 
@@ -336,8 +338,8 @@ def test_recomputation_uses_the_share_of_first_tokens() -> None:
     for request in (old, new):
         ordering.on_arrived(request, request.arrival)
     ordering.on_scheduled([Slice(old, 0, 8, True, False, ())], 1.0)
-    old.output.append(0)
-    old.known += 1
+    old.progress.output.append(0)
+    old.progress.known += 1
     ordering.on_preempted(old, 1.0)
     assert next(ordering.ranked(1.5)) is new
     ordering.on_scheduled([Slice(old, 0, 10_000, False, False, ())], 3.0)  # takes 15 s
@@ -349,12 +351,15 @@ def test_recomputation_uses_the_share_of_first_tokens() -> None:
 
 
 def run_all(ordering: Adaptive, requests: Sequence[Request]) -> None:
-    slices = [Slice(one, one.computed, one.known - one.computed, True, False, ()) for one in requests]
+    slices = [
+        Slice(one, one.progress.computed, one.progress.known - one.progress.computed, True, False, ())
+        for one in requests
+    ]
     ordering.on_scheduled(slices, 0.0)
     for request in requests:
-        request.computed = request.planned = request.known
-        request.output.append(0)
-        request.known += 1
+        request.progress.computed = request.progress.planned = request.progress.known
+        request.progress.output.append(0)
+        request.progress.known += 1
 
 
 def test_pauses_do_not_change_the_lengths_at_which_a_request_changes_its_rank() -> None:

@@ -36,7 +36,7 @@ def test_an_empty_device_admits_every_request_that_can_fit(
     kv = KVLedger(blocks, 0, 4)
     request = make(0, prompt, more)
     if request.max_total_tokens <= blocks * 4:
-        grant = admission.reserve(request, request.known, kv)
+        grant = admission.reserve(request, request.progress.known, kv)
         assert isinstance(grant, Allocation)
         assert max(grant.now, grant.blocks) + grant.spare <= kv.available
 
@@ -62,7 +62,9 @@ def test_claim_has_no_side_effects(admission: AdmissionPolicy, prompt: int, othe
         kv.grow(make(1), others * 4)
     before = kv.available
     request = make(0, prompt)
-    assert admission.reserve(request, request.known, kv) == admission.reserve(request, request.known, kv)
+    assert admission.reserve(request, request.progress.known, kv) == admission.reserve(
+        request, request.progress.known, kv
+    )
     assert kv.blocks_of(request) is None
     assert kv.available == before
 
@@ -75,8 +77,8 @@ def test_on_demand_keeps_the_watermark_for_running_requests() -> None:
 
 def test_on_demand_counts_known_tokens_only() -> None:
     request = make(0, 8, 100)
-    request.known += 4
-    grant = OnDemand(0.0).reserve(request, request.known, KVLedger(100, 0, 4))
+    request.progress.known += 4
+    grant = OnDemand(0.0).reserve(request, request.progress.known, KVLedger(100, 0, 4))
     assert grant == Allocation(now=3, blocks=3)
 
 

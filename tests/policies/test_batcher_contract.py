@@ -70,10 +70,10 @@ def offer_all(packing: BatchBuilder, requests: Sequence[Request]) -> list[int | 
     """Offer the requests in turn, take those that get tokens, and return the verdicts."""
     verdicts: list[int | Refusal] = []
     for request in requests:
-        verdict = packing.offer(request, request.pending)
+        verdict = packing.offer(request, request.progress.pending)
         if isinstance(verdict, int):
             packing.take(request, verdict)
-            request.planned += verdict
+            request.progress.planned += verdict
         verdicts.append(verdict)
     return verdicts
 
@@ -116,7 +116,7 @@ def test_a_step_begins_empty_after_all_requests_finish(batcher: Callable[[], Bat
     same, requests = batcher(), [make(number, 9) for number in range(9)]
     verdicts = offer_all(same.open(StepContext()), requests)
     for request in requests:
-        request.finish_reason = FinishReason.STOP
+        request.progress.finish_reason = FinishReason.STOP
     assert fill(same.open(StepContext(now=1.0)), [9] * 9) == verdicts
 
 
@@ -130,7 +130,7 @@ def test_a_step_that_is_offered_all_requests_schedules_at_least_one(batcher: Cal
         draw.shuffle(alive)
         packing, taken, closed = same.open(StepContext()), 0, False
         for request in alive:
-            if closed and not request.planned:  # the scheduler offers a closed step only to requests with KV
+            if closed and not request.progress.planned:  # the scheduler offers a closed step only to requests with KV
                 continue
             (verdict,) = offer_all(packing, [request])
             taken += isinstance(verdict, int)
@@ -139,12 +139,12 @@ def test_a_step_that_is_offered_all_requests_schedules_at_least_one(batcher: Cal
         for request in alive:
             chance = draw.random()
             if chance < 0.1:
-                request.finish_reason = FinishReason.STOP
+                request.progress.finish_reason = FinishReason.STOP
             elif chance < 0.3:
-                request.planned = 0
-            elif request.planned:
-                request.planned = request.known - 1
-        alive = [request for request in alive if request.finish_reason is None]
+                request.progress.planned = 0
+            elif request.progress.planned:
+                request.progress.planned = request.progress.known - 1
+        alive = [request for request in alive if request.progress.finish_reason is None]
 
 
 @pytest.mark.parametrize("chunked", [False, True])

@@ -11,8 +11,10 @@ DEFAULT = Target(ttft_s=0.4, tpot_s=0.2)
 
 def sample(request: Request) -> Slice:
     """Compute all known tokens of the request; as in the engine, the sampled token is appended after `on_scheduled`."""
-    piece = Slice(request, request.computed, request.known - request.computed, True, False, ())
-    request.computed = request.planned = request.known
+    piece = Slice(
+        request, request.progress.computed, request.progress.known - request.progress.computed, True, False, ()
+    )
+    request.progress.computed = request.progress.planned = request.progress.known
     return piece
 
 
@@ -77,7 +79,7 @@ def test_first_tokens_preempt_the_requests_furthest_ahead_of_their_schedule_if_l
             ordering.on_arrived(request, 0.0)
             for step in range(1, steps + 1):
                 ordering.on_scheduled([sample(request)], step / steps)
-                request.output.append(0)
+                request.progress.output.append(0)
         ordering.on_arrived(fresh, 1.0)
         # One token is due at 1.2. With leads, the schedules are 1.2, and 2.1 after ten tokens within 0.9 s.
         assert ids(ordering, 1.0) == ([1, 2, 0] if counts_lead else [0, 1, 2])

@@ -14,7 +14,7 @@ COST = LinearCost(floor=0.01, prefill_token=1e-4, decode=2e-4)
 
 
 def request(number: int, prompt: int = 10, max_tokens: int = 100, output: int = 0) -> Request:
-    return Request(number, 0.0, [1] * prompt, max_tokens, output=[2] * output)
+    return Request(number, 0.0, [1] * prompt, max_tokens, resumed=[2] * output)
 
 
 def rule_of(*replicas: int, cost: LinearCost = COST) -> LeastWork:
@@ -26,7 +26,7 @@ def rule_of(*replicas: int, cost: LinearCost = COST) -> LeastWork:
 
 def generate(rule: LeastWork, req: Request, tokens: int = 1) -> None:
     for _ in range(tokens):
-        req.output.append(2)
+        req.progress.output.append(2)
         rule.generated(req)
 
 
@@ -149,7 +149,7 @@ def text(first: int, tokens: int) -> list[int]:
 
 def complete(rule: LeastWork, req: Request, *output: int) -> None:
     for token in output:
-        req.output.append(token)
+        req.progress.output.append(token)
         rule.generated(req)
     rule.ended(req, FinishReason.LENGTH)
 
@@ -161,7 +161,7 @@ def test_prefix_hits_go_to_their_replica_and_misses_are_balanced() -> None:
     assert [rule.choose(req) for req in turns] == [0, 1, 2]
     for req in turns:
         complete(rule, req, *range(7000 + req.id, 7008 + req.id))
-    second = prefixed_request(3, [*turns[2].prompt, *turns[2].output, 5, 6, 7])
+    second = prefixed_request(3, [*turns[2].prompt, *turns[2].progress.output, 5, 6, 7])
     assert rule.choose(second) == 2
     assert rule.work(2) == pytest.approx(COST.prefill_token * 7 + 2 * (COST.floor / 32 + COST.decode))  # 404 are hits
     complete(rule, second, 1, 2)

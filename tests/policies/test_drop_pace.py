@@ -23,8 +23,8 @@ COST = LinearCost(floor=1e-9, prefill_token=1.0, decode=1.0, block=1e-9)
 def holder(kv: KVLedger, number: int, tokens: int, priority: int = 0) -> Request:
     request = make(number, tokens, 10, priority=priority)
     kv.grow(request, tokens)
-    request.computed = request.planned = tokens
-    request.known += 1
+    request.progress.computed = request.progress.planned = tokens
+    request.progress.known += 1
     return request
 
 
@@ -60,7 +60,7 @@ def test_growth_and_higher_priorities_are_not_paced() -> None:
 def test_first_tokens_are_not_paced_where_their_ordering_limits_them() -> None:
     kv = KVLedger(10, 0, 4)
     victim, begun = holder(kv, 0, 8), make(1, 4, 10)
-    begun.output.append(0)
+    begun.progress.output.append(0)
     eviction = Swap(COST, exempts_first=True)
     eviction.on_dropped(8, 0.0)
     assert methods(eviction, victim, kv, 1.0, make(2, 4, 10)) == [Preemption.DROP]
@@ -94,7 +94,7 @@ def test_pacing_saves_work_and_time_above_capacity_with_a_full_cpu_tier(recipe: 
         policies = build(recipe, Settings(world.cost, world.max_seqs, world.max_tokens), {"paced": paced})
         requests = load(300, 120, rate=200.0, prompts=(4, 40), outputs=(1, 60))
         done = run(world, requests, core=world.core(policies))
-        assert all(request.finish_reason is FinishReason.LENGTH for request in requests)
+        assert all(request.progress.finish_reason is FinishReason.LENGTH for request in requests)
         drops[paced] = sum(event.how is Preemption.DROP for event in done.events if isinstance(event, Preempted))
         ends[paced] = done.trace[-1][0]
     assert drops[True] < 0.5 * drops[False]
@@ -107,7 +107,7 @@ def test_recipe_parameters_set_the_quantum_and_the_pacing(paced: bool) -> None:
     assert isinstance(policies.ordering, Prioritized)
     request = make(0, 1, 10)
     policies.ordering.on_arrived(request, 0.0)
-    band = policies.ordering._bands[request.band]
+    band = policies.ordering._bands[request.progress.band]
     assert isinstance(band, SkipJoinMlfq)
     assert band.level(request) == 2  # one second is nearly four quanta
     kv = KVLedger(10, 0, 4)

@@ -58,7 +58,7 @@ def test_running_requests_spread_over_all_stages(recipe: str, stages: int, more:
     at most one slice, however the prompts were distributed."""
     stepper = staged(recipe, stages, cost=HIDING)
     stepper.add(*load(seed, stages + more, rate=1e9, prompts=(1, 60), outputs=(40, 40)))
-    while any(not request.output for request in stepper.core.requests.values()):
+    while any(not request.progress.output for request in stepper.core.requests.values()):
         fill(stepper)
         stepper.finish()
     for number in range(6 * stages):
@@ -112,7 +112,7 @@ def test_a_prompt_is_cut_to_balance_decodes() -> None:
     """The cut makes the plan that the prompt joins as long as the other one."""
     stepper = staged("sarathi", 2, cost=HIDING)
     stepper.add(*(make(number, 8, 40) for number in range(40)))
-    while not all(request.output for request in stepper.core.requests.values()):
+    while not all(request.progress.output for request in stepper.core.requests.values()):
         fill(stepper)
         stepper.finish()
     stepper.add(make(99, 400, 9))
@@ -162,7 +162,11 @@ def test_no_request_is_skipped_for_long(recipe: str, stages: int, seed: int, con
         while arriving and arriving[0].arrival <= stepper.now:
             stepper.add(arriving.pop(0))
         while True:
-            idle = [r for r in core.requests.values() if r.planned and not r.pending_samples and not r.is_satisfied]
+            idle = [
+                r
+                for r in core.requests.values()
+                if r.progress.planned and not r.progress.pending_samples and not r.is_satisfied
+            ]
             plan = stepper.start()
             if plan is None:
                 assert not idle or len(core.plans) == stages
@@ -189,18 +193,18 @@ def test_a_preempted_request_resumes_alongside_full_plans(recipe: str, stages: i
     stepper = Stepper(replace(world, starvation_s=1e6, max_seqs=20).core())
     last = make(0, 60, 30, priority=1)
     stepper.add(last, *(make(number, 4, 60) for number in range(1, 7)))
-    while not last.output:
+    while not last.progress.output:
         fill(stepper)
         stepper.finish()
     stepper.add(make(9, 160, 2))
     while 9 in stepper.core.requests:
         fill(stepper)
         stepper.finish()
-    assert last.evictions == 1
+    assert last.progress.evictions == 1
     for _ in range(4 * stages):
         fill(stepper)
         stepper.finish()
-    assert last.last_plan > 0, "the preempted request did not resume"
+    assert last.progress.last_plan > 0, "the preempted request did not resume"
     assert len(stepper.core.requests) == 7
     stepper.drain()
 
@@ -221,7 +225,11 @@ def test_a_plan_has_its_share_of_the_work_or_all_of_it(seed: int, stages: int, r
         while arriving and arriving[0].arrival <= stepper.now:
             stepper.add(arriving.pop(0))
         while (plan := stepper.start()) is not None:
-            left = [r for r in core.requests.values() if not r.pending_samples and r.pending and not r.is_satisfied]
+            left = [
+                r
+                for r in core.requests.values()
+                if not r.progress.pending_samples and r.progress.pending and not r.is_satisfied
+            ]
             free = stages - len(core.plans)
             own = added(COST, plan)
             others = sum(added(COST, other) for other in core.plans if other is not plan)
@@ -237,7 +245,7 @@ def test_a_plan_has_its_share_of_the_work_or_all_of_it(seed: int, stages: int, r
 
 
 def make_slice(request: Request) -> Slice:
-    return Slice(request, request.planned, request.pending, True, False, ())
+    return Slice(request, request.progress.planned, request.progress.pending, True, False, ())
 
 
 def test_a_request_outside_the_candidates_is_held_only_after_a_candidate_was() -> None:

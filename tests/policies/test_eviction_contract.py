@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 
 import pytest
@@ -11,7 +11,7 @@ from skipjoin.core.decide.lazy import LazySequence
 from skipjoin.core.events import Preemption
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import Eviction, EvictionPolicy
-from skipjoin.core.request import Request, RequestOptions, ServiceClass
+from skipjoin.core.request import Request
 from skipjoin.policies.eviction import Defer, DisplacingSwap, Lend, ProactiveSwap, Recompute, Spill, Swap, Vacate
 from support.load import make
 from support.policies import COST, EVICTIONS, Ranks
@@ -24,13 +24,13 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
 every_policy = pytest.mark.parametrize("build", POLICIES.values(), ids=POLICIES.keys())
 
 
-def holders(kv: KVLedger, sizes: list[int]) -> list[Request]:
+def holders(kv: KVLedger, sizes: list[int], best_effort: Container[int] = ()) -> list[Request]:
     requests = []
     for number, blocks in enumerate(sizes):
-        request = make(number, blocks * kv.block_size)
-        kv.grow(request, request.known)
-        request.computed = request.planned = request.known
-        request.known += 1
+        request = make(number, blocks * kv.block_size, best_effort=number in best_effort)
+        kv.grow(request, request.progress.known)
+        request.progress.computed = request.progress.planned = request.progress.known
+        request.progress.known += 1
         requests.append(request)
     return requests
 
@@ -119,7 +119,7 @@ def test_only_defer_makes_newcomers_wait() -> None:
 def test_swap_keeps_decodes_and_drops_unfinished_prefills() -> None:
     kv = KVLedger(10, 10, 4)
     decoding, prefilling = holders(kv, [1, 2])
-    prefilling.known = prefilling.computed + 2
+    prefilling.progress.known = prefilling.progress.computed + 2
     assert Swap(COST).victims(3, [decoding, prefilling], kv, 0.0, None) == [
         Eviction(decoding, Preemption.SWAP),
         Eviction(prefilling, Preemption.DROP),
@@ -137,9 +137,7 @@ def test_swap_drops_kv_that_is_faster_to_recompute_than_to_move_twice() -> None:
 
 def test_spill_prefers_best_effort_requests_and_those_that_are_already_split() -> None:
     kv = KVLedger(30, 12, 4)
-    last, split, best_effort, first = requests = holders(kv, [4, 4, 4, 4])
-    for request in (split, best_effort):
-        request.options = RequestOptions(service=ServiceClass.BEST_EFFORT)
+    last, split, best_effort, first = requests = holders(kv, [4, 4, 4, 4], best_effort=(1, 2))
     kv.land(kv.move_out(split, blocking=True, keep=3))
 
     def spill(short: int) -> list[Eviction]:
@@ -157,8 +155,7 @@ def test_spill_prefers_best_effort_requests_and_those_that_are_already_split() -
 def test_spill_compares_costs_of_the_part_and_paces_drops_for_newcomers() -> None:
     """Recomputing a block takes 2 s; moving blocks out and in takes 1 s per block and 1 s per transfer."""
     kv = KVLedger(30, 9, 4)
-    (victim,) = holders(kv, [4])
-    victim.options = RequestOptions(service=ServiceClass.BEST_EFFORT)
+    (victim,) = holders(kv, [4], best_effort=(0,))
     cost = replace(COST, floor=9.0, prefill_token=0.5, attention_pair=0.0, block=0.5, transfer_floor=0.5)
     spill = Spill(cost)
     assert spill.victims(1, [victim], kv, 0.0, None) == [Eviction(victim, Preemption.SPILL, 1)]
@@ -166,20 +163,20 @@ def test_spill_compares_costs_of_the_part_and_paces_drops_for_newcomers() -> Non
     assert spill.victims(1, [victim], kv, 0.0, None) == [Eviction(victim, Preemption.DROP, 1)]
     assert spill.victims(2, [victim], kv, 0.0, None) == [Eviction(victim, Preemption.SPILL, 2)]
     spill.on_dropped(4, 0.0)
-    assert spill.victims(1, [victim], kv, 0.0, make(9, 1, 1)) == ()
+    assert spill.victims(1, [victim], kv, 0.0, make(9, 1, 1, best_effort=True)) == ()
     kv.reserve(victim, 6)
-    assert spill.victims(2, [victim], kv, 0.0, make(9, 1, 1)) == [Eviction(victim, Preemption.SPILL, 2)], (
-        "reserved blocks without KV are not paced"
-    )
+    assert spill.victims(2, [victim], kv, 0.0, make(9, 1, 1, best_effort=True)) == [
+        Eviction(victim, Preemption.SPILL, 2)
+    ], "reserved blocks without KV are not paced"
 
 
 def test_lend_prefers_the_emptiest_best_effort_request_then_the_least_urgent() -> None:
     kv = KVLedger(30, 30, 4)
-    least_urgent, urgent, full, emptier = requests = holders(kv, [2, 2, 2, 2])
+    least_urgent, urgent, full, emptier = requests = holders(kv, [2, 2, 2, 2], best_effort=(2, 3))
     for request in (full, emptier):
-        request.options, request.reverse = RequestOptions(service=ServiceClass.BEST_EFFORT), True
+        request.progress.fill_down()
     for request in (urgent, emptier):
-        request.computed = request.planned = request.computed - 3
+        request.progress.computed = request.progress.planned = request.progress.computed - 3
     victims = Lend(COST).victims(8, requests, kv, 0.0, None)
     assert [(one.request, one.lent) for one in victims] == [
         (emptier, True), (full, True), (least_urgent, False), (urgent, False),

@@ -111,7 +111,7 @@ COST = LinearCost(floor=8.0, prefill_token=1.0, decode=1.0)
 
 def begun(number: int, client: str, *, best_effort: bool = False) -> Request:
     request = make(number, 21, client=client, best_effort=best_effort)
-    request.planned = request.computed = 20
+    request.progress.planned = request.progress.computed = 20
     return request
 
 
@@ -126,7 +126,7 @@ def step(live: list[Request], offered: list[Request]) -> list[object]:
     builder = batcher.open(StepContext(now=0.0))
     found: list[object] = []
     for request in offered:
-        verdict = builder.offer(request, request.pending)
+        verdict = builder.offer(request, request.progress.pending)
         if isinstance(verdict, int):
             builder.take(request, verdict)
         found.append(verdict)

@@ -28,7 +28,7 @@ def limited(*live: Request, now: float = 0.0, default: Target = NO_TARGET) -> Li
 
 def begun(number: int, pending: int = 1) -> Request:
     request = make(number, 20 + pending, best_effort=True)
-    request.planned = request.computed = 20
+    request.progress.planned = request.progress.computed = 20
     return request
 
 
@@ -36,7 +36,7 @@ def step(batcher: LimitedBestEffort, requests: list[Request], now: float = 0.0) 
     builder = batcher.open(StepContext(now=now))
     found: list[object] = []
     for request in requests:
-        verdict = builder.offer(request, request.pending)
+        verdict = builder.offer(request, request.progress.pending)
         if isinstance(verdict, int):
             builder.take(request, verdict)
         found.append(verdict)

@@ -42,7 +42,7 @@ def test_recomputed_chunks_delay_the_next_promotion() -> None:
     queues.now = 10.0
     assert queues.promoted(first, second) == [first]
     for _ in range(5):
-        assert queues.run(first, most=1) == (3 if first.known > 5 else 0)
+        assert queues.run(first, most=1) == (3 if first.progress.known > 5 else 0)
     # Ten seconds after the first promotion, plus two for each of the four chunks that do not sample.
     queues.now = 27.9
     assert queues.promoted(first, second) == []
@@ -90,7 +90,7 @@ def test_a_promotion_lasts_for_the_recomputation_and_one_quantum(*, returns: boo
     assert queues.promoted(request) == [request]
     # Three chunks of three tokens, the last of which samples, and then one quantum, which a decode uses up.
     assert [queues.run(request, most=3) for _ in range(3)] == [0] * 3
-    assert request.computed == 9
+    assert request.progress.computed == 9
     assert [queues.run(request), queues.run(request)] == after
 
 

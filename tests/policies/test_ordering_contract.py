@@ -101,7 +101,7 @@ class Overdue:
 
 def needs(request: Request, kv: KVAccounts) -> tuple[int, int]:
     """Return the blocks of the prompt and of the output, which a new forecast changes."""
-    return kv.blocks_for(request.known), kv.blocks_for(int(forecast_tokens(request)))
+    return kv.blocks_for(request.progress.known), kv.blocks_for(int(forecast_tokens(request)))
 
 
 def two_queues(order: QueueOrder) -> Ordering:
@@ -173,27 +173,27 @@ class Simulation:
         """Compute up to `most` tokens of each request, then append the samples, as the engine does."""
         slices = []
         for request in batch:
-            tokens = min(most, request.known - request.computed)
-            start, end = request.computed, request.computed + tokens
-            slices.append(Slice(request, start, tokens, end == request.known, False, ()))
-            request.computed = request.planned = end
+            tokens = min(most, request.progress.known - request.progress.computed)
+            start, end = request.progress.computed, request.progress.computed + tokens
+            slices.append(Slice(request, start, tokens, end == request.progress.known, False, ()))
+            request.progress.computed = request.progress.planned = end
             if not start:
                 self.ordering.on_reserved(request, Allocation(0), self.now)
         self.now += 0.02
         self.ordering.on_scheduled(slices, self.now)
         for piece in slices:
             if piece.samples:
-                piece.request.known += 1
-                if piece.request.known >= piece.request.max_total_tokens:
+                piece.request.progress.known += 1
+                if piece.request.progress.known >= piece.request.max_total_tokens:
                     self.leave(piece.request)
 
     def evict(self, request: Request, *, drop: bool) -> None:
         if drop:
-            request.computed = request.planned = 0
+            request.progress.computed = request.progress.planned = 0
         self.ordering.on_preempted(request, self.now)
 
     def forecast(self, request: Request, tokens: int) -> None:
-        request.forecast = Forecast(tokens, "test")
+        request.progress.forecast = Forecast(tokens, "test")
         self.ordering.on_reforecast(request, self.now)
 
     def leave(self, request: Request) -> None:
@@ -252,7 +252,9 @@ def test_requests_that_fit_are_found_in_rank_order(
     for operation, number in operations:
         apply(simulation, operation, number)
         ranked = list(simulation.ordering.ranked(simulation.now))
-        fit = [one for one in ranked if not one.planned and any(map(int.__le__, needs(one, kv), (prompt, output)))]
+        fit = [
+            one for one in ranked if not one.progress.planned and any(map(int.__le__, needs(one, kv), (prompt, output)))
+        ]
         assert list(fitting(simulation.ordering, lambda: (prompt, output), kv)) == fit
         limits = [prompt, output]
         found = fitting(simulation.ordering, lambda limits=limits: tuple(limits), kv)

@@ -55,12 +55,12 @@ class Case:
 
     def _make(self, tokens: int, **fields: object) -> Request:
         request = make(len(self.urgent) + len(self.others), 10 + tokens, 5, **fields)
-        request.planned = request.computed = 10
+        request.progress.planned = request.progress.computed = 10
         return request
 
     def pack(self, in_flight: Sequence[StepPlan] = ()) -> dict[Request, int]:
         ranked = sorted(self.urgent, key=self.tokens.due) + self.others
-        candidates = [(request, request.pending) for request in ranked]
+        candidates = [(request, request.progress.pending) for request in ranked]
         context = StepContext(
             candidates=iter(candidates), blocks_away=lambda one: self.away.get(one, 0), in_flight=in_flight
         )
@@ -75,7 +75,9 @@ class Case:
         return found
 
     def seconds(self, step: dict[Request, int]) -> float:
-        shape = StepShape.of([Slice(one, one.planned, tokens, False, False, ()) for one, tokens in step.items()])
+        shape = StepShape.of(
+            [Slice(one, one.progress.planned, tokens, False, False, ()) for one, tokens in step.items()]
+        )
         away = sum(self.away.get(request, 0) for request in step)
         return COST.step(shape) + (COST.transfer(away) if away else 0)
 
@@ -153,7 +155,7 @@ def test_replacing_selects_the_requests_that_may_be_postponed(replacing: Replaci
     case = Case(max_seqs=2, base=2, replacing=replacing)
     _, late, batch = case.real_time(0.03), case.real_time(0.3), case.best_effort()
     assert (batch in case.pack()) == before
-    late.output.append(1)
+    late.progress.output.append(1)
     assert (batch in case.pack()) == after
 
 
@@ -238,7 +240,9 @@ def test_a_step_ends_before_the_most_urgent_deadline(seed: int) -> None:
     assert len(step) <= (max(cap, len(case.urgent)) if set(case.others) & set(step) else case.packing.max_seqs)
     assert sum(step.values()) <= case.packing.max_tokens
     assert step or not (case.urgent or case.others)
-    alone = [case.tokens.due(one) for one in case.urgent if case.seconds({one: one.pending}) <= case.tokens.due(one)]
+    alone = [
+        case.tokens.due(one) for one in case.urgent if case.seconds({one: one.progress.pending}) <= case.tokens.due(one)
+    ]
     limit = min(alone) if alone else DEFAULT.tpot_s if case.urgent else float("inf")
     assert case.seconds(step) <= limit + 1e-9 or len(step) == 1
 

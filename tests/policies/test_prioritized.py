@@ -61,10 +61,10 @@ def test_a_lifted_request_has_the_best_priority_of_real_time_requests_whatever_i
     for chat, expected in zip(chats, ([0, 1], [0, 2, 1], [0, 3, 2, 1]), strict=True):
         ordering.on_arrived(chat, 12.0)
         assert order(ordering, 12.0) == expected
-        assert old.band == chat.band
+        assert old.progress.band == chat.progress.band
     ordering.on_finished(chats[2], 13.0)
     assert order(ordering, 13.0) == [0, 2, 1]
-    assert old.band == chats[1].band
+    assert old.progress.band == chats[1].progress.band
 
 
 def test_without_real_time_requests_the_oldest_precedes_better_priorities() -> None:

@@ -64,9 +64,9 @@ class Setup:
 
     def _add(self, holder: Holder) -> None:
         request = make(len(self.requests), holder.blocks * 4)
-        self.kv.grow(request, request.known)
-        request.computed = request.planned = request.known
-        request.known += holder.pending
+        self.kv.grow(request, request.progress.known)
+        request.progress.computed = request.progress.planned = request.progress.known
+        request.progress.known += holder.pending
         if holder.is_swapped_out:
             self.kv.land(self.kv.move_out(request, blocking=True))
         self.ordering.numbers[request.id] = holder.turn

@@ -22,14 +22,14 @@ COST = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-3, context_token=1e-
 
 def forecasted(tokens: float, number: int = 0, *, arrival: float = 0.0, prompt: int = 10) -> Request:
     request = make(number, prompt, 10_000, arrival=arrival, forecast=Forecast(tokens, "test"))
-    request.computed = prompt
+    request.progress.computed = prompt
     return request
 
 
 @given(tokens=st.floats(1, 500), generated=st.integers(0, 5000))
 def test_an_exceeded_forecast_is_doubled(tokens: float, generated: int) -> None:
     request = forecasted(tokens)
-    known = request.computed = 10 + generated
+    known = request.progress.computed = 10 + generated
     doubled = tokens * 2 ** max(0, math.ceil(math.log2(max(generated, 1) / tokens)))
     decode = COST.step(StepShape(decodes=1, context=known))
     expected = max(1, doubled - generated) * decode
@@ -38,7 +38,7 @@ def test_an_exceeded_forecast_is_doubled(tokens: float, generated: int) -> None:
 
 def test_an_exceeded_forecast_is_at_most_max_tokens() -> None:
     request = make(0, 10, 100, forecast=Forecast(60, "test"))
-    known = request.computed = 10 + 90
+    known = request.progress.computed = 10 + 90
     decode = COST.step(StepShape(decodes=1, context=known))
     assert RemainingTime(ExecutionTime(COST), forecast_tokens).seconds(request, known) == pytest.approx(10 * decode)
 
@@ -53,10 +53,10 @@ def test_forecasts_default_to_a_constant_and_are_capped_at_max_tokens() -> None:
 def test_remaining_time_grows_with_context_and_uncomputed_prompts() -> None:
     value = RemainingTime(ExecutionTime(COST), forecast_tokens)
     short, long = forecasted(100, prompt=10), forecasted(100, prompt=5000)
-    assert value.seconds(long, long.known) > 4 * value.seconds(short, short.known)
-    computed = value.seconds(short, short.known)
-    short.computed = 0
-    assert value.seconds(short, short.known) == pytest.approx(computed + 10 * ExecutionTime(COST).t0)
+    assert value.seconds(long, long.progress.known) > 4 * value.seconds(short, short.progress.known)
+    computed = value.seconds(short, short.progress.known)
+    short.progress.computed = 0
+    assert value.seconds(short, short.progress.known) == pytest.approx(computed + 10 * ExecutionTime(COST).t0)
 
 
 def test_execution_time_fits_linear_costs_and_follows_a_learning_cost() -> None:
@@ -79,7 +79,9 @@ def test_aging_bounds_overtaking_by_the_ratio_of_remaining_times(tokens: int, ag
     value = RemainingTime(ExecutionTime(COST), forecast_tokens, aging_s=aging_s)
     ordering = Valued(value)
     old, shortest = forecasted(tokens), forecasted(1)
-    bound = aging_s * math.log(value.seconds(old, old.known) / value.seconds(shortest, shortest.known))
+    bound = aging_s * math.log(
+        value.seconds(old, old.progress.known) / value.seconds(shortest, shortest.progress.known)
+    )
     ordering.on_arrived(old, 0.0)
     for number, arrival in enumerate((bound + 1e-6 * aging_s, bound * 1.5 + early), 1):
         newcomer = forecasted(1, number, arrival=arrival)
@@ -111,9 +113,9 @@ def test_the_quantile_of_a_forecast_distribution_is_used_if_present() -> None:
     assert 64 <= points[0] < 66
     assert points[2] == pytest.approx(91, abs=1)
     assert 178 < points[4] <= 181
-    request.forecast = Forecast(110, "test", tuple(mass[:-2]))  # a new forecast: the shorter half alone
+    request.progress.forecast = Forecast(110, "test", tuple(mass[:-2]))  # a new forecast: the shorter half alone
     assert ForecastQuantile(0.99)(request) < 91
-    request.forecast = Forecast(110, "test")
+    request.progress.forecast = Forecast(110, "test")
     assert ForecastQuantile(0.3)(request) == 110
     assert ForecastQuantile(0.3)(make(0, 10, 5, forecast=Forecast(110, "test", tuple(mass)))) == 5
 

@@ -118,8 +118,8 @@ def test_any_load_is_served_in_static_batches(
         eviction=EVICTIONS[eviction](),
     )
     done = run(world, load(seed, 14, priorities=(0, seed % 3)), core=world.core(policies))
-    assert all(request.finish_reason is FinishReason.LENGTH for request in done.requests)
-    assert all(len(request.output) == request.max_tokens for request in done.requests)
+    assert all(request.progress.finish_reason is FinishReason.LENGTH for request in done.requests)
+    assert all(len(request.progress.output) == request.max_tokens for request in done.requests)
     assert_static(done.events, max_seqs)
 
 
@@ -134,7 +134,7 @@ def test_aborts_never_delay_other_requests(eviction: str) -> None:
         one.finish()
         one.core.abort(number, one.now)
     one.drain()
-    reasons = [request.finish_reason for request in requests]
+    reasons = [request.progress.finish_reason for request in requests]
     assert reasons.count(FinishReason.ABORT) >= 15
     assert set(reasons) == {FinishReason.ABORT, FinishReason.LENGTH}
     assert_static(one.events, 6)

@@ -49,7 +49,7 @@ def test_a_one_token_prompt_is_the_shortest_iteration_on_any_machine() -> None:
 def test_only_uncomputed_tokens_determine_the_queue_to_join() -> None:
     queues = Queues()
     request = make(0, 9)
-    request.computed = request.planned = 7
+    request.progress.computed = request.progress.planned = 7
     queues.mlfq.on_arrived(request, 0.0)
     assert queues.mlfq.level(request) == 1
 
@@ -238,7 +238,7 @@ def test_quanta_follow_the_cost_model_and_requests_stay_in_their_queues() -> Non
     for request in (waiting, running):
         mlfq.on_arrived(request, 0.0)
     assert (mlfq.level(waiting), mlfq.level(running)) == (3, 0)
-    running.computed = 1
+    running.progress.computed = 1
     mlfq.on_scheduled([Slice(running, 0, 1, True, False, ())], 1.0)
     assert mlfq.level(running) == 1
     mlfq.on_scheduled([Slice(running, 1, 1, True, False, ())], 2.0)  # the first of two decodes of this quantum
@@ -293,10 +293,10 @@ def test_srpt_ranks_running_requests_by_the_revised_cost() -> None:
         ordering.on_arrived(request, 0.0)
     assert seconds(running) == pytest.approx(11.0)
     slow_down(cost, 3.0)
-    running.computed = 1
+    running.progress.computed = 1
     ordering.on_scheduled([Slice(running, 0, 1, True, False, ())], 1.0)
     assert seconds(running) == pytest.approx(10 * cost.step(StepShape(decodes=1, context=1)))
     assert seconds(waiting) == pytest.approx(10.0)  # until it runs
-    waiting.computed = 1
+    waiting.progress.computed = 1
     ordering.on_scheduled([Slice(waiting, 0, 1, True, False, ())], 2.0)
     assert ordering.outranks(waiting, running)

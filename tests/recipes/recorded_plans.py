@@ -23,7 +23,7 @@ import difflib
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -43,7 +43,7 @@ from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import DEFAULT_OPTIONS, Request
 from skipjoin.core.step import Move, Slice, StepPlan
 from skipjoin.exec.simulated import never
-from support.load import load
+from support.load import changed, load
 from support.policies import EVICTIONS
 from support.watch import Run, World, run
 
@@ -78,15 +78,13 @@ class Scenario:
     def run(self) -> Run:
         draw = random.Random(7)
         sent = load(**{"seed": 3, "count": 14, "prompts": (1, 30), "outputs": (2, 14)} | self.requests)  # type: ignore[arg-type]
-        for request in sent:
-            if self.error is not None:
-                request.forecast = Forecast(request.max_tokens * self.error ** draw.uniform(-1, 1), "test")
-            if self.clients > 1:
-                request.options = replace(request.options, client="abc"[request.id % self.clients])
+        if self.clients > 1:
+            sent = [changed(request, client="abc"[request.id % self.clients]) for request in sent]
+        for request in sent if self.error is not None else ():
+            request.progress.expect(Forecast(request.max_tokens * self.error ** draw.uniform(-1, 1), "test"))
         for number, change in ((self.urgent, {"is_urgent": True}), (self.deadline, {"deadline_s": 0.2})):
             if number is not None:
-                sent[number].options = replace(sent[number].options, **change)
-                sent[number].__post_init__()
+                sent[number] = changed(sent[number], **change)
         fails = (lambda move: draw.random() < self.failures) if self.failures else never
         return run(self.world, sent, fails=fails, fails_slice=self._fails_slice)
 
@@ -162,7 +160,7 @@ def _options(request: Request) -> str:
     options = request.options
     names = [name for name in options.__slots__ if getattr(options, name) != getattr(DEFAULT_OPTIONS, name)]
     found = "".join(f", {name} {getattr(options, name)}" for name in names)
-    return found if request.forecast is None else f"{found}, forecast {request.forecast.tokens:.1f}"
+    return found if request.progress.forecast is None else f"{found}, forecast {request.progress.forecast.tokens:.1f}"
 
 
 def _parts(plan: StepPlan, blocks: dict[Request, Sequence[int]]) -> Iterator[str]:

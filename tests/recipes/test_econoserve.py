@@ -112,7 +112,7 @@ class Seen:
         assert len(self.finished) == len(self.jobs)
         for event in self.finished:
             assert event.reason is FinishReason.STOP
-            assert len(event.request.output) == self.jobs[event.request.id].output_tokens
+            assert len(event.request.progress.output) == self.jobs[event.request.id].output_tokens
 
 
 @cache
@@ -213,14 +213,14 @@ def test_prompts_fill_steps_while_the_reserve_has_room(recipe: str) -> None:
     core, full = stepper.core, 0
     requests = load(2, 60, rate=1e6, prompts=(1, 60), outputs=(1, 20))
     for request in requests:
-        request.forecast = Forecast(max(1.0, request.max_tokens), "test")
+        request.progress.forecast = Forecast(max(1.0, request.max_tokens), "test")
     stepper.add(*requests)
     while core.requests:
         plan = stepper.start()
         assert plan is not None
         room = core.kv.reservations.unused(PROMPTS) * core.kv.block_size
-        waiting = [request for request in core.requests.values() if not request.in_flight]
-        if any(phase_of(one, one.known) is Phase.PROMPT and one.known <= room for one in waiting):
+        waiting = [request for request in core.requests.values() if not request.progress.in_flight]
+        if any(phase_of(one, one.progress.known) is Phase.PROMPT and one.progress.known <= room for one in waiting):
             assert sum(piece.tokens for piece in plan.slices) >= 0.9 * target
             full += 1
         stepper.finish()

@@ -79,9 +79,9 @@ def test_without_fairness_the_noisy_client_gets_all_service() -> None:
 @pytest.mark.parametrize("recipe", ["fcfs", "fastserve", "bros-recompute"])
 def test_clients_do_not_evict_each_other_in_turn(recipe: str) -> None:
     alike, apart = (run(world(recipe, weight), two_floods()) for weight in (None, WEIGHT))
-    evictions = [request.evictions for request in apart.requests]
+    evictions = [request.progress.evictions for request in apart.requests]
     assert max(evictions) <= 6
-    assert sum(evictions) <= sum(request.evictions for request in alike.requests) + len(evictions) / 2
+    assert sum(evictions) <= sum(request.progress.evictions for request in alike.requests) + len(evictions) / 2
     assert apart.end < 1.1 * alike.end
 
 

@@ -57,8 +57,8 @@ def served(world: World) -> Run:
 def assert_served(done: Run) -> None:
     """Assert that each request got all of its tokens, once and in order."""
     for request in done.requests:
-        assert request.finish_reason is FinishReason.LENGTH
-        assert request.output == list(range(len(request.prompt), request.max_total_tokens))
+        assert request.progress.finish_reason is FinishReason.LENGTH
+        assert request.progress.output == list(range(len(request.prompt), request.max_total_tokens))
 
 
 def assert_tokens_between_evictions(done: Run) -> None:
@@ -95,7 +95,7 @@ def test_admission_policies_may_be_asked_about_any_request(
 
     def asked_about_all(self: Placer, request: Request, target: int) -> Allocation | Blocked:
         for other in list(core.requests.values()):
-            answer = core.scheduler.policies.admission.reserve(other, other.known, core.scheduler.kv)
+            answer = core.scheduler.policies.admission.reserve(other, other.progress.known, core.scheduler.kv)
             answers[type(answer)] += other is not request
         return ask(self, request, target)
 
@@ -312,8 +312,8 @@ NO_HURRY = (("ttft_s", 1e6), ("tpot_s", 1e6))
 
 def is_refused(admission: AdmissionPolicy, request: Request, kv: KVLedger) -> bool:
     """Return whether the request needs another reservation and gets none."""
-    return request.known > request.reserved_tokens and isinstance(
-        admission.reserve(request, request.known, kv), Deferral
+    return request.progress.known > request.progress.reserved_tokens and isinstance(
+        admission.reserve(request, request.progress.known, kv), Deferral
     )
 
 
@@ -332,7 +332,7 @@ def test_no_slot_stays_empty_while_a_request_could_use_it(recipe: str, seed: int
     for _ in range(2000):
         while requests and requests[0].arrival <= stepper.now:
             stepper.add(requests.pop(0))
-        evictions = sum(request.evictions for request in core.requests.values())
+        evictions = sum(request.progress.evictions for request in core.requests.values())
         plan = stepper.start()
         if plan is None:
             assert not core.requests
@@ -343,21 +343,21 @@ def test_no_slot_stays_empty_while_a_request_could_use_it(recipe: str, seed: int
         batcher = policies.batcher.batcher if isinstance(policies.batcher, LimitedBestEffort) else policies.batcher
         max_tokens = batcher.target if isinstance(batcher, TargetForward) else world.max_tokens
         tokens = max_tokens - sum(piece.tokens for piece in plan.slices)
-        evicted = evictions != sum(request.evictions for request in core.requests.values())
+        evicted = evictions != sum(request.progress.evictions for request in core.requests.values())
         if len(plan.slices) < world.max_seqs and tokens > 0 and not evicted:
-            idle = [request for request in core.requests.values() if not request.in_flight]
+            idle = [request for request in core.requests.values() if not request.progress.in_flight]
             away = [r for r in idle if (held := kv.blocks_of(r)) and (held.cpu or held.moving)]
             lacking = [
                 r
                 for r in idle
                 if kv.blocks_of(r)
                 and r not in away
-                and (kv.shortfall(r, r.known) > 0 or is_refused(policies.admission, r, kv))
+                and (kv.shortfall(r, r.progress.known) > 0 or is_refused(policies.admission, r, kv))
             ]
             assert [r for r in idle if kv.blocks_of(r) and r not in away] == lacking
             queue = sorted((r for r in idle if not kv.blocks_of(r)), key=policies.ordering.rank)
-            if queue and not lacking and queue[0].pending <= tokens:
-                promise = policies.admission.reserve(queue[0], queue[0].known, kv)
+            if queue and not lacking and queue[0].progress.pending <= tokens:
+                promise = policies.admission.reserve(queue[0], queue[0].progress.known, kv)
                 rank = policies.ordering.rank
                 owed = sum(kv.cpu_footprint(r) for r in away if kv.blocks_of(r).is_settled and rank(r) < rank(queue[0]))
                 if isinstance(promise, Allocation):
@@ -421,7 +421,7 @@ def test_these_worlds_cause_evictions(recipe: str) -> None:
 def test_requests_with_a_reservation_of_their_maximum_are_never_evicted() -> None:
     for recipe, seed in product(("static", "orca"), range(3)):
         done = run(World(recipe), load(seed, 30))
-        assert all(request.evictions == 0 for request in done.requests)
+        assert all(request.progress.evictions == 0 for request in done.requests)
 
 
 def test_an_unknown_recipe_is_refused_with_the_names_that_exist() -> None:

@@ -26,7 +26,7 @@ def test_requests_of_both_classes_finish_with_all_their_tokens(recipe: str, turn
     overlap = (sorted(RECIPES).index(recipe) + turn) % 2
     requests = load(3, 30, best_effort=0.5)
     run(World(recipe, depth=1 + overlap, overlap=bool(overlap)), requests)
-    assert all(len(request.output) == request.max_tokens for request in requests)
+    assert all(len(request.progress.output) == request.max_tokens for request in requests)
 
 
 def run_with(flood: list[Request], recipe: str) -> Run:
@@ -78,7 +78,7 @@ def test_more_first_tokens_are_in_time_if_requests_ahead_of_their_schedule_are_e
         for event in run(world, requests).events:
             if isinstance(event, Token):
                 first.setdefault(event.request, event.now)
-        assert all(len(request.output) == request.max_tokens for request in requests)
+        assert all(len(request.progress.output) == request.max_tokens for request in requests)
         shares.append(fmean(when <= request.arrival + 0.3 for request, when in first.items()))
     assert shares[1] > shares[0] + 0.15
 
@@ -135,5 +135,5 @@ def test_best_effort_requests_finish_under_constant_real_time_load(recipe: str) 
             stepper.add(make(next(numbers), 20, 20, arrival=stepper.now))
         if stepper.start() is not None:
             stepper.finish()
-        ends += [stepper.now for one in batch if one.finish_reason is not None][len(ends) :]
+        ends += [stepper.now for one in batch if one.progress.finish_reason is not None][len(ends) :]
         assert stepper.now < 60, f"{len(ends)} have finished"

@@ -26,15 +26,15 @@ class ToldCore(WatchedCore):
         self.seen = set[WaitReason]()
 
     def start_step(self, now: float) -> StepPlan | None:
-        evictions = {one: one.evictions for one in self.requests.values()}
+        evictions = {one: one.progress.evictions for one in self.requests.values()}
         plan = super().start_step(now)
         if plan is None:
             return None
-        evicted = {one for one in self.requests.values() if one.evictions > evictions.get(one, 0)}
+        evicted = {one for one in self.requests.values() if one.progress.evictions > evictions.get(one, 0)}
         decision = Decision(self, plan, evicted)
-        wrong = {one.id: one.wait for one in decision.waiting if not decision.is_true(one)}
+        wrong = {one.id: decision.waits[one] for one in decision.waiting if not decision.is_true(one)}
         assert not wrong, decision
-        self.seen.update(one.wait.reason for one in decision.waiting if one.wait)
+        self.seen.update(decision.waits[one].reason for one in decision.waiting)
         policies = self.scheduler.policies
         for request in list(self.requests.values())[:3]:
             facts = policies.explain(request, now, self.kv)

@@ -257,7 +257,7 @@ def follows_a_leader(run: BoundedRun) -> None:
     """
     world = run.world
     flood, long = world.max_tokens - 1, [one for one in run.live if len(one.prompt) > world.max_tokens]
-    if not run.count or (len(long) == 1 and long[0].computed >= 2):
+    if not run.count or (len(long) == 1 and long[0].progress.computed >= 2):
         run.add([7] * 488, 4)
     while len(run.live) + (len(long) < 2) < 3:
         run.add(range(10_000 + run.count * flood, 10_000 + (run.count + 1) * flood), 1)

@@ -89,10 +89,10 @@ class SimulatedLoop:
             stop_tokens=frozenset(params.stop_token_ids) | eos,
             options=options,
             sampling=params,
-            forecast=forecast,
             prefix=None if is_scored else ContentPrefix(BLOCK_SIZE, options.cache_salt.encode()),
-            output=list(output),
+            resumed=output,
         )
+        request.progress.expect(forecast)
         self.core.add(request, now)
 
     def reforecast(self, request_id: int, forecast: Forecast) -> bool:
@@ -143,11 +143,11 @@ class SimulatedLoop:
 
 
 def _sample(request: Request) -> int:
-    return request.prompt[len(request.output) % len(request.prompt)]
+    return request.prompt[len(request.progress.output) % len(request.prompt)]
 
 
 def _fails_now(request: Request, priority: int) -> bool:
-    return request.options.priority == priority and len(request.output) == 3
+    return request.options.priority == priority and len(request.progress.output) == 3
 
 
 def _with_detail(event: Event) -> Event:
@@ -158,7 +158,7 @@ def _with_detail(event: Event) -> Event:
     if params.logprobs is None:
         return event
     scores: tuple[TokenLogprob, ...] = ()
-    if params.prompt_logprobs is not None and len(event.request.output) == 1:
+    if params.prompt_logprobs is not None and len(event.request.progress.output) == 1:
         later = [TokenLogprob(token, -0.25, _alternatives(params.prompt_logprobs)) for token in prompt[1:]]
         scores = (TokenLogprob(prompt[0], None), *later)
     return event._replace(detail=TokenDetail(TokenLogprob(event.token, -0.5, _alternatives(params.logprobs)), scores))

@@ -131,4 +131,4 @@ def test_metrics_count_a_resumed_request_once(engine: EngineLoop) -> None:
 
 def test_completed_request_cannot_be_resumed() -> None:
     with pytest.raises(ValueError, match="generated already"):
-        Request(1, 0.0, [1], 2, output=[5, 6])
+        Request(1, 0.0, [1], 2, resumed=[5, 6])

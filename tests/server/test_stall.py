@@ -35,7 +35,7 @@ class Stubborn(Callbacks, ChunkedBuilder):
         return self
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
-        return HELD if self.refuses_all or request.computed else pending
+        return HELD if self.refuses_all or request.progress.computed else pending
 
     def take(self, request: Request, tokens: int) -> None:
         pass

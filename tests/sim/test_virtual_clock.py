@@ -62,7 +62,7 @@ def test_a_deadline_wakes_the_clock() -> None:
     world = replace(UNIT, max_seqs=1)
     done = run(world, [make(0, 50, 1), make(1, 5, 1, deadline=20.0)])
     assert times(done.events, Finished) == [(20.0, 1), (50.0, 0)]
-    assert done.requests[1].finish_reason is FinishReason.DEADLINE
+    assert done.requests[1].progress.finish_reason is FinishReason.DEADLINE
 
 
 def test_two_plans_in_flight_run_back_to_back() -> None:

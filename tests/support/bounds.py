@@ -80,7 +80,7 @@ class BoundedRun:
 
 
 def is_past_first_token(slice_: Slice) -> bool:
-    return slice_.samples and len(slice_.request.output) > 1
+    return slice_.samples and len(slice_.request.progress.output) > 1
 
 
 def lacks_more_than_later_ones_hold(run: BoundedRun) -> bool:
@@ -90,8 +90,10 @@ def lacks_more_than_later_ones_hold(run: BoundedRun) -> bool:
     if not waiting:
         return False
     first = min(waiting, key=rank)
-    held = sum(kv.footprint(one) for one in kv.holders() if one.finish_reason is None and rank(one) > rank(first))
-    return kv.blocks_for(first.known) + 1 > kv.available + held
+    held = sum(
+        kv.footprint(one) for one in kv.holders() if one.progress.finish_reason is None and rank(one) > rank(first)
+    )
+    return kv.blocks_for(first.progress.known) + 1 > kv.available + held
 
 
 @dataclass
@@ -109,19 +111,19 @@ class Overtaking:
     def check(self, run: BoundedRun, plan: StepPlan, begin: float, events: Sequence[Event]) -> None:
         latest: dict[object, float] = {}
         for one in filter(is_past_first_token, plan.slices):
-            band = one.request.band
+            band = one.request.progress.band
             latest[band] = max(latest.get(band, -math.inf), one.request.arrival)
         running = {one.request for one in plan.slices}
         if latest and lacks_more_than_later_ones_hold(run):
             return
         for request in run.live:
-            if request in running or request.in_flight:
+            if request in running or request.progress.in_flight:
                 continue
-            if latest.get(request.band, -math.inf) > request.arrival + self.overtaking_s:
+            if latest.get(request.progress.band, -math.inf) > request.arrival + self.overtaking_s:
                 self.spent[request] += run.now - begin
                 assert self.spent[request] <= self.slack_s, (
                     f"request {request.id} of {request.arrival:.2f} s was overtaken for {self.spent[request]:.2f} s, "
-                    f"at last at {run.now:.2f} s with {request.wait}"
+                    f"at last at {run.now:.2f} s with {run.core.scheduler.waits.get(request)}"
                 )
 
 
@@ -173,7 +175,7 @@ class ShortPrefixWaits:
                     self.spent[event.request] += event.now - since
                 if event.reason is WaitReason.BEHIND_PREFIX:
                     self.since[event.request] = event.now
-        for request in [one for one in self.since if one.finish_reason or one.wait is None]:
+        for request in [one for one in self.since if one.progress.finish_reason or one not in run.core.scheduler.waits]:
             del self.since[request]
         for request, since in self.since.items():
             assert self.spent[request] + begin - since <= MAX_BEHIND_S + 2 * (run.now - begin)
@@ -192,7 +194,10 @@ class OverduePrompts:
                 continue
             for one in admitted:
                 is_overdue = one.now >= request.arrival + self.overdue_s
-                is_other = one.now < one.request.arrival + self.overdue_s and one.request.band >= request.band
+                is_other = (
+                    one.now < one.request.arrival + self.overdue_s
+                    and one.request.progress.band >= request.progress.band
+                )
                 assert not (is_overdue and is_other), (
                     f"request {one.request.id} is admitted at {one.now:.2f} s before {request.id}, which came "
                     f"{one.now - request.arrival:.2f} s before"

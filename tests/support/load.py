@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
+from skipjoin.core.forecast import Forecast
 from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import NO_TARGET, Request, RequestOptions, ServiceClass, Target
 
@@ -24,6 +26,7 @@ def make(
     best_effort: bool = False,
     target: Target = NO_TARGET,
     client: str = "",
+    forecast: Forecast | None = None,
     **rest: Any,
 ) -> Request:
     options = RequestOptions(
@@ -33,7 +36,9 @@ def make(
         target=target,
         client=client,
     )
-    return Request(number, arrival, range(prompt), max_tokens, options=options, **rest)
+    request = Request(number, arrival, range(prompt), max_tokens, options=options, **rest)
+    request.progress.expect(forecast)
+    return request
 
 
 def load(
@@ -78,6 +83,14 @@ def with_common_prefix(request: Request, draw: random.Random, texts: int) -> Req
     """Give the request a prompt that begins with one of the texts, and let it share KV."""
     text, common = 1000 * draw.randrange(1, texts + 1), draw.choice((0, 9, 20, 60))
     length = len(request.prompt)
-    request.prompt = [text + place if place < common else 1000 * (10 + request.id) + place for place in range(length)]
-    request.prefix = ContentPrefix(BLOCK_SIZE)
-    return request
+    prompt = [text + place if place < common else 1000 * (10 + request.id) + place for place in range(length)]
+    return changed(request, prompt=prompt, prefix=ContentPrefix(BLOCK_SIZE))
+
+
+def changed(request: Request, **changes: Any) -> Request:
+    """Return a request that has not begun with other fields or options."""
+    of_options = {name: value for name, value in changes.items() if name in RequestOptions.__slots__}
+    rest = {name: value for name, value in changes.items() if name not in of_options}
+    version = replace(request, options=replace(request.options, **of_options), **rest)
+    version.progress.expect(request.progress.forecast)
+    return version

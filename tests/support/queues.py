@@ -28,16 +28,16 @@ class Queues:
 
     def run(self, request: Request, most: int = 1000) -> int:
         """Run one iteration of up to `most` tokens and return the level of the request afterwards."""
-        tokens = min(most, request.known - request.computed)
-        start, end = request.computed, request.computed + tokens
-        request.computed = request.planned = end
+        tokens = min(most, request.progress.known - request.progress.computed)
+        start, end = request.progress.computed, request.progress.computed + tokens
+        request.progress.computed = request.progress.planned = end
         self.now += tokens
-        self.mlfq.on_scheduled([Slice(request, start, tokens, end == request.known, False, ())], self.now)
-        request.known += end == request.known
+        self.mlfq.on_scheduled([Slice(request, start, tokens, end == request.progress.known, False, ())], self.now)
+        request.progress.known += end == request.progress.known
         return self.mlfq.level(request)
 
     def drop(self, request: Request) -> None:
-        request.computed = request.planned = 0
+        request.progress.computed = request.progress.planned = 0
         self.mlfq.on_preempted(request, self.now)
 
     def order(self) -> list[Request]:

@@ -30,10 +30,8 @@ class Decision:
 
     def __init__(self, core: EngineCore, plan: StepPlan, evicted: set[Request]) -> None:
         self._core, self._plan, self._evicted = core, plan, evicted
-        number = core.scheduler._decisions - 1
-        self.waiting = [
-            one for one in core.requests.values() if one.wait and one.examined == number and not one.in_flight
-        ]
+        self.waits = core.scheduler.waits
+        self.waiting = [one for one in core.requests.values() if one in self.waits and not one.progress.in_flight]
         batcher = core.scheduler.policies.batcher
         while isinstance(batcher, BatcherWrapper):
             batcher = batcher.batcher
@@ -42,30 +40,28 @@ class Decision:
         self._max_seqs = batcher.max_seqs
         self._max_tokens = batcher.target if isinstance(batcher, TargetForward) else batcher.max_tokens
         self._slots, self._tokens = len(plan.slices), sum(slice_.tokens for slice_ in plan.slices)
-        self._number = number
         # Requests that have slots and tokens, and lack KV.
         self._without_kv = len(plan.waiting_for_kv)
         if isinstance(batcher, Packing):  # it may choose requests before KV, or the time of other clients, runs short
             ran = {slice_.request for slice_ in plan.slices}
-            self._without_kv += len(evicted) + sum(one.wait.reason in _CHOSEN for one in self.waiting if one.wait)
-            self._without_kv += sum(one.in_flight and one not in ran for one in core.requests.values())
+            self._without_kv += len(evicted) + sum(self.waits[one].reason in _CHOSEN for one in self.waiting)
+            self._without_kv += sum(one.progress.in_flight and one not in ran for one in core.requests.values())
 
     def is_true(self, request: Request) -> bool:
         """Return whether the reason why a request waits agrees with the state after the decision."""
-        assert request.wait is not None
         held = self._core.kv.blocks_of(request)
         first = set(self._before(request))
         before = [slice_ for slice_ in self._plan.slices if slice_.request in first]
         # `TargetForward` has no maximum for decodes.
-        needs_none = request.pending == 1 and isinstance(self._batcher, TargetForward)
+        needs_none = request.progress.pending == 1 and isinstance(self._batcher, TargetForward)
         has_tokens = needs_none or sum(slice_.tokens for slice_ in before) < self._max_tokens
         has_room = len(before) < self._max_seqs and has_tokens
         moved = {move.request for move in (*self._plan.blocking, *self._plan.overlapped)}
-        match request.wait.reason:
+        match self.waits[request].reason:
             case WaitReason.NO_SLOT:
                 return self._slots + self._without_kv >= self._max_seqs
             case WaitReason.TOKEN_BUDGET:
-                whole = self._tokens + request.known - request.reached > self._max_tokens
+                whole = self._tokens + request.progress.known - request.progress.reached > self._max_tokens
                 return whole or self._tokens >= self._max_tokens or self._without_kv > 0
             case WaitReason.HELD_BY_BATCHER | WaitReason.STEP_TIME | WaitReason.HELD_BY_ADMISSION:
                 return has_room
@@ -80,7 +76,7 @@ class Decision:
             case WaitReason.BEHIND_MEMORY:
                 return bool(self._evicted) or any(map(self._lacks_memory, first))  # evictions change ranks
             case WaitReason.GRAMMAR:
-                return request.awaits_grammar
+                return request.progress.awaits_grammar
         return True
 
     def _before(self, request: Request) -> list[Request]:
@@ -88,7 +84,8 @@ class Decision:
         return [one for one in self._core.requests.values() if rank(one) < rank(request)]
 
     def _lacks_memory(self, request: Request) -> bool:
-        is_behind_plans = request.in_flight and all(slice_.request is not request for slice_ in self._plan.slices)
-        waits = request.wait is not None and request.wait.reason in _OF_MEMORY
-        was_forced = request.in_flight and request.examined == self._number
-        return waits or is_behind_plans or was_forced
+        is_behind_plans = request.progress.in_flight and all(
+            slice_.request is not request for slice_ in self._plan.slices
+        )
+        waits = request in self.waits and self.waits[request].reason in _OF_MEMORY
+        return waits or is_behind_plans

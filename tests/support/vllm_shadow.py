@@ -310,8 +310,11 @@ class ShadowWorld:
         for name in output.num_scheduled_tokens if self.cls is Scheduler else ():
             request, mirror = self.scheduler.requests[name], self.scheduler._mirrors[name]
             samples = request.num_output_placeholders  # AsyncScheduler counts them in either mode
-            assert (mirror.known, mirror.planned) == (request.num_tokens, request.num_computed_tokens), name
-            assert mirror.pending_samples == samples, name
+            assert (mirror.progress.known, mirror.progress.planned) == (
+                request.num_tokens,
+                request.num_computed_tokens,
+            ), name
+            assert mirror.progress.pending_samples == samples, name
 
     def _disturb(self) -> None:
         draw, scheduler = self.draw, self.scheduler

@@ -136,23 +136,27 @@ class WatchedCore(EngineCore):
         return plan
 
     def decode(self, since: float, ends: Sequence[float]) -> None:
-        before = {request: request.computed for request in self.requests.values()}
+        before = {request: request.progress.computed for request in self.requests.values()}
         super().decode(since, ends)
         for request, start in before.items():
             self._device.fill(request, start)
 
     def finish_step(self, result: StepResult, now: float) -> None:
         self.plans.popleft()
-        tokens = sum(len(request.output) for request in self.requests.values())
+        tokens = sum(len(request.progress.output) for request in self.requests.values())
         live = len(self.requests)
         slices = result.plan.slices
-        was_live = [piece.request.finish_reason is None for piece in slices]
+        was_live = [piece.request.progress.finish_reason is None for piece in slices]
         self._device.follow(result)
         super().finish_step(result, now)
         for index, problem in self._device.tainted.items():
             end = slices[index].start + slices[index].tokens
-            assert not was_live[index] or slices[index].request.computed < end, f"a wrong read is kept: {problem}"
-        if len(self.requests) < live or tokens < sum(len(request.output) for request in self.requests.values()):
+            assert not was_live[index] or slices[index].request.progress.computed < end, (
+                f"a wrong read is kept: {problem}"
+            )
+        if len(self.requests) < live or tokens < sum(
+            len(request.progress.output) for request in self.requests.values()
+        ):
             self._fruitless = 0
 
     def abort(self, request_id: int, now: float, reason: FinishReason = FinishReason.ABORT) -> bool:
@@ -166,7 +170,10 @@ class WatchedCore(EngineCore):
         super().restart(now)
         self.kv.check()
         assert list(self.kv.holders()) == []
-        assert not any(one.planned or one.computed or one.pending_samples for one in self.requests.values())
+        assert not any(
+            one.progress.planned or one.progress.computed or one.progress.pending_samples
+            for one in self.requests.values()
+        )
 
     def assert_all_free(self) -> None:
         """Assert that no block is held or reserved, except targets of copies in transit for the prefix cache."""
@@ -201,7 +208,7 @@ class WatchedCore(EngineCore):
             end = piece.start + piece.tokens
             assert piece.tokens >= 1
             if piece.request.prefix is None or was.planned:
-                assert piece.start == (0 if piece.request.evictions > was.evictions else was.planned)
+                assert piece.start == (0 if piece.request.progress.evictions > was.evictions else was.planned)
             assert end <= was.known + was.pending_samples < piece.request.max_total_tokens
             assert piece.samples == (end == was.known + was.pending_samples)
             assert piece.awaits == (end > was.known)
@@ -233,7 +240,7 @@ class WatchedCore(EngineCore):
         new += [m.request for m in plan.overlapped if m.direction is Direction.IN and m.request is not None]
         is_stuck = len(ran) == 1 and not self.plans and not any(state.has_room for state in before.values())
         for victim in self.requests.values():
-            if victim.evictions == before[victim].evictions:
+            if victim.progress.evictions == before[victim].evictions:
                 continue
             assert victim not in ran, "evicted and run in one step"
             by_growth = any(ordering.rank(r) < ordering.rank(victim) for r in grown)
@@ -244,7 +251,7 @@ class WatchedCore(EngineCore):
                 continue
             assert by_growth or (newcomers and not is_spared), f"request {victim.id} was evicted without a reason"
             if not by_growth and runs:
-                tokens = {number: len(request.output) for number, request in self.requests.items()}
+                tokens = {number: len(request.progress.output) for number, request in self.requests.items()}
                 self.newcomer_evictions.append(NewcomerEviction(victim.id, newcomers, tokens))
 
 
@@ -280,11 +287,15 @@ class _State(NamedTuple):
         device, has_room, claim = 0, False, (0, None)
         if held is not None:
             device = len(held.device) if held.moving is None and not held.away else 0
-            has_room = device > 0 and held.room >= request.known + request.pending_samples
+            has_room = device > 0 and held.room >= request.progress.known + request.progress.pending_samples
             own = held.reservation
             claim = own.size + own.adopted - own.lent, kv.reservations.parent_of(request)
-        known, planned, pending = request.known, request.planned, request.pending_samples
-        evictions, is_newly_resident, last_plan = request.evictions, request.is_newly_resident, request.last_plan
+        known, planned, pending = request.progress.known, request.progress.planned, request.progress.pending_samples
+        evictions, is_newly_resident, last_plan = (
+            request.progress.evictions,
+            request.progress.is_newly_resident,
+            request.progress.last_plan,
+        )
         return cls(known, planned, pending, evictions, device, has_room, claim, is_newly_resident, last_plan, latest)
 
 
@@ -314,7 +325,7 @@ class Run:
 
     @property
     def output(self) -> dict[int, list[int]]:
-        return {request.id: request.output for request in self.requests}
+        return {request.id: request.progress.output for request in self.requests}
 
 
 SLICE_ERROR = "too large for the device"

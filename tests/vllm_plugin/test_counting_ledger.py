@@ -61,7 +61,7 @@ def events_of(world: World, ledger: BlockLedger) -> list[tuple[object, ...]]:
     core = EngineCore(Scheduler(world.policies(), ledger, depth=world.depth, overlap=world.overlap))
     requests = load(7, 80, outputs=(1, 30), best_effort=0.3)
     simulate(Replica(core, SimulatedExecutor(world.cost)), requests, on_events=events.extend)
-    assert all(request.finish_reason for request in requests)
+    assert all(request.progress.finish_reason for request in requests)
     if ledger.reservations is not None:
         ledger.reservations.empty_accounts()
     assert ledger.device_free == ledger.available == ledger.device_total
@@ -134,7 +134,7 @@ def test_reservations_count_beyond_the_blocks_that_the_engine_gave() -> None:
     assert (ledger.device_free, ledger.available, ledger.footprint(request)) == (38, 30, 10)
     assert ledger.shortfall(make(1), 4 * 31) == 1
     ledger.trim(request)
-    assert (ledger.available, request.reserved_tokens) == (38, 0)
+    assert (ledger.available, request.progress.reserved_tokens) == (38, 0)
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 5])

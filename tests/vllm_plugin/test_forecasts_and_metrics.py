@@ -38,12 +38,12 @@ def test_forecasts_arrive_later_and_are_learned_and_kept(tmp_path: Path) -> None
     assert forecasts is not None
     first = make(0, 8, 100)
     forecasts.arrived(first)
-    assert first.forecast is not None
-    assert first.forecast.source == "prior"
+    assert first.progress.forecast is not None
+    assert first.progress.forecast.source == "prior"
     for number in range(1, 30):
         request = make(number, 8, 100, prefix=None)
         forecasts.arrived(request)
-        request.output, request.finish_reason = [3] * 12, FinishReason.STOP
+        request.progress.output, request.progress.finish_reason = [3] * 12, FinishReason.STOP
         forecasts.finished(request)
     found = {}
     while first not in found:
@@ -53,7 +53,7 @@ def test_forecasts_arrive_later_and_are_learned_and_kept(tmp_path: Path) -> None
     again = LengthForecasts.open(config, "some/model")
     again.arrived(last := make(99, 8, 100))
     again.close()
-    assert dict(again.ready())[last].tokens < first.forecast.tokens
+    assert dict(again.ready())[last].tokens < first.progress.forecast.tokens
 
 
 def test_a_failing_forecast_does_not_reach_the_engine(caplog: pytest.LogCaptureFixture) -> None:
@@ -66,7 +66,7 @@ def test_a_failing_forecast_does_not_reach_the_engine(caplog: pytest.LogCaptureF
 
     forecasts = LengthForecasts(Broken())  # type: ignore[arg-type]
     forecasts.arrived(request := make(0))
-    request.finish_reason = FinishReason.ABORT
+    request.progress.finish_reason = FinishReason.ABORT
     forecasts.arrived(make(1))
     forecasts.finished(request)
     forecasts.close()
@@ -139,7 +139,7 @@ def test_a_request_is_explained_by_each_of_its_ids_with_what_it_waited_for() -> 
         lives.arrived(request, name, 0.0)
     lives.observe([Started(other, 1.0), Waited(second, 1.0, WaitReason.NO_KV, 3)])
     now = 4.0
-    second.output.append(5)
+    second.progress.output.append(5)
     lives.observe([Started(second, now)])
     lives.generated(second, now)
     lives.finished(second, FinishReason.STOP, 5.0)

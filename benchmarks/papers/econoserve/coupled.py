@@ -42,7 +42,7 @@ class Room:
 
     def open(self, context: StepContext, slots: int, target: int) -> None:
         assert self._kv is not None, "begin comes first"
-        needs = [eligible_tokens(one, context) for one in self._kv.holders() if one.finish_reason is None]
+        needs = [eligible_tokens(one, context) for one in self._kv.holders() if one.progress.finish_reason is None]
         self.steps += 1
         self._target = target
         self._tokens = target - sum(needs)
@@ -138,7 +138,7 @@ class WholePromptsBuilder(TargetBuilder):
         self._target = tokens
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
-        if not request.planned and 0 < self.tokens_left < pending <= self._target:
+        if not request.progress.planned and 0 < self.tokens_left < pending <= self._target:
             return PROMPT_DOES_NOT_FIT
         return super().offer(request, pending)
 
@@ -168,7 +168,7 @@ class HoldersFirst(Callbacks):
             self._ranking.set_stable(request, (_Class.HOLDER, next(self._reservations), request.id))
 
     def on_preempted(self, request: Request, now: float) -> None:
-        if request in self._holders and not request.computed:  # dropped
+        if request in self._holders and not request.progress.computed:  # dropped
             self._holders.remove(request)
             self._wait(request, now)
 
@@ -193,7 +193,7 @@ class HoldersFirst(Callbacks):
         return [(self.rank(request)[0], request) for request in sorted(requests, key=self.rank)]
 
     def _wait(self, request: Request, now: float) -> None:
-        key = self._order.key(request, request.known, Phase.WAITING, now)
+        key = self._order.key(request, request.progress.known, Phase.WAITING, now)
         self._ranking.set_stable(request, (_Class.WAITING, *key, request.arrival, request.id))
 
     def _forget(self, request: Request) -> None:
@@ -241,8 +241,8 @@ class Closest(HoldersFirst):
 
     def _wait(self, request: Request, now: float) -> None:
         super()._wait(request, now)
-        generated = request.known - len(request.prompt)
-        self._waiting[request] = Demand(request.known, self._lengths.kv_tokens(request, generated))
+        generated = request.progress.known - len(request.prompt)
+        self._waiting[request] = Demand(request.progress.known, self._lengths.kv_tokens(request, generated))
 
     def _forget(self, request: Request) -> None:
         super()._forget(request)

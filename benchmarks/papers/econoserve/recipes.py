@@ -131,7 +131,7 @@ def synccoupled(s: Settings, p: WholeGroupParams) -> Policies:
     """SyncCoupled (EconoServe section 2.2): requests of similar length start together, with exact reservations."""
 
     def group(request: Request, now: float) -> tuple[object, ...]:
-        return (request.band, order.key(request, request.known, Phase.WAITING, now))
+        return (request.progress.band, order.key(request, request.progress.known, Phase.WAITING, now))
 
     lengths = PaddedLengths(p.padding)
     order = ByGroup(lengths, p.length_range)

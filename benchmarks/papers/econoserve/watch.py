@@ -127,7 +127,7 @@ class Watch:
         if request in self._exact:
             self._outgrown.add(request)
             self.first.setdefault("reserve" if event.drawn else "more", event.now)
-        elif request.output or isinstance(event.parent, Request):
+        elif request.progress.output or isinstance(event.parent, Request):
             self._exact[request] = event.blocks
 
     def _set(self, request: Request, reservation: Reserved | None) -> None:
@@ -170,11 +170,11 @@ class Watch:
         if self._plans % _EVERY:
             return
         for request in self._live:
-            if request.computed and request not in runs:
-                self._held[self._kind(request)].append(request.computed / (self._blocks * self._block_size))
+            if request.progress.computed and request not in runs:
+                self._held[self._kind(request)].append(request.progress.computed / (self._blocks * self._block_size))
 
     def _kind(self, request: Request) -> str:
-        if request.computed < len(request.prompt):
+        if request.progress.computed < len(request.prompt):
             return CHUNKED
         return PREEMPTED if request in self._exact else NEW
 
@@ -192,7 +192,7 @@ class Watch:
             self._shares[how].append(seconds / (event.now - request.arrival))
         if (reserved := self._exact.pop(request, None)) is not None:
             # The KV of the last token is never computed.
-            needed = -(-(len(request.prompt) + len(request.output) - 1) // self._block_size)
+            needed = -(-(len(request.prompt) + len(request.progress.output) - 1) // self._block_size)
             self._over.append(max(0, reserved - needed) / reserved)
             self._under.append(max(0, needed - reserved) / reserved)
 

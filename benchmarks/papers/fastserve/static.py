@@ -35,7 +35,7 @@ class RunToCompletion:
         self._step = MemberBuilder(set(), max_seqs, max_tokens, recruits=True)
 
     def open(self, context: StepContext) -> BatchBuilder:
-        members = {request for request in self._step.members if request.finish_reason is None}
+        members = {request for request in self._step.members if request.progress.finish_reason is None}
         recruits = not members or self._step.keeps_recruiting
         self._step = MemberBuilder(members, self.max_seqs, self.max_tokens, recruits=recruits)
         return self._step
@@ -50,7 +50,7 @@ class MemberBuilder:
         self._seqs = seqs
         self._whole = WholeBuilder(seqs, tokens)
         # Members whose KV was dropped (all others have planned tokens) and that have not rejoined in this step.
-        self._absent = {request for request in members if not request.planned}
+        self._absent = {request for request in members if not request.progress.planned}
         self._ran = self._joined = self._cramped = False
 
     @property

@@ -148,7 +148,7 @@ def _decode(task: Task, model: _Model, sizes: _Sizes, batch: int) -> tuple[Figur
 
 def _pretend_prefill(core: EngineCore) -> None:
     """Commit the prefill steps without running them, because the KV is random anyway."""
-    while any(not request.output for request in core.requests.values()):
+    while any(not request.progress.output for request in core.requests.values()):
         plan = core.start_step(0.0)
         assert plan is not None
         core.finish_step(StepResult(plan, [5 if piece.samples else None for piece in plan.slices], 1e-3), 0.0)

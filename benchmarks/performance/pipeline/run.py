@@ -148,7 +148,7 @@ def _busy_s() -> tuple[float, float]:
 
 def outcome(load: list[Request], seconds: float, use: StageUse, steps: int) -> dict[str, float]:
     """Return the figures of a run; `tokens_per_s` counts prompts and outputs."""
-    tokens = sum(request.known for request in load)
+    tokens = sum(request.progress.known for request in load)
     return {
         "seconds": round(seconds, 3),
         "tokens_per_s": round(tokens / seconds, 2),

@@ -75,7 +75,7 @@ def engine_with(recipe: str, waiting: int, limit: str) -> EngineCore:
             answer(core, core.start_step(0.0), 0.0)
     for number in range(RUNNING):
         core.add(Request(number, 0.0, range(128), STEPS + 50), 0.0)
-    while any(request.output == [] for request in core.requests.values()):
+    while any(request.progress.output == [] for request in core.requests.values()):
         answer(core, core.start_step(0.0), 0.0)
     options = MISSED if recipe == "adaptive" else DEFAULT_OPTIONS
     for number in range(RUNNING, RUNNING + waiting):

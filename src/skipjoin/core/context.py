@@ -46,11 +46,12 @@ def eligible_tokens(request: Request, context: StepContext) -> int:
 
     The result is 0 if the request pauses or awaits its grammar, or if a token that it needs is still being sampled.
     """
-    if request.awaits_grammar:
+    progress = request.progress
+    if progress.awaits_grammar:
         return 0
-    pending_samples = request.pending_samples
-    end = request.known + pending_samples
+    pending_samples = progress.pending_samples
+    end = progress.known + pending_samples
     if end >= request.max_total_tokens or (pending_samples and not context.overlap):
         return 0
     pausing = context.pausing
-    return 0 if pausing and request in pausing else end - request.planned
+    return 0 if pausing and request in pausing else end - progress.planned

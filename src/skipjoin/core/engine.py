@@ -96,7 +96,7 @@ class EngineCore:
         request = self.requests.get(request_id)
         if request is None:
             return False
-        request.forecast = forecast
+        request.progress.expect(forecast)
         for notify in self.scheduler.policies.on_reforecast:
             notify(request, now)
         return True
@@ -105,10 +105,6 @@ class EngineCore:
         """Count service of a request besides its tokens, as that of `tokens` output tokens. It may be finished."""
         for notify in self.scheduler.policies.on_charged:
             notify(request, tokens, now)
-
-    def grammar_compiled(self, request: Request) -> None:
-        """Let a request run again whose `awaits_grammar` was set."""
-        request.awaits_grammar = False
 
     def start_step(self, now: float) -> StepPlan | None:
         """Plan the next step; None if the pipeline is full or there is nothing to do."""
@@ -124,7 +120,7 @@ class EngineCore:
         """True if requests wait although no plan is in flight and no KV in transit."""
         if self.scheduler.has_plans or self.kv.is_moving:
             return False
-        return any(not request.awaits_grammar for request in self.requests.values())
+        return any(not request.progress.awaits_grammar for request in self.requests.values())
 
     @property
     def next_deadline(self) -> float:
@@ -135,22 +131,23 @@ class EngineCore:
         scheduler = self.scheduler
         void = scheduler.commit(result, now)
         for index, why in sorted(result.dropped.items()):
-            if (request := result.plan.slices[index].request).finish_reason is None:
+            if (request := result.plan.slices[index].request).progress.finish_reason is None:
                 self._finish(request, FinishReason.ERROR, now, why, is_refused=index in result.refused)
         events, details = scheduler.events, result.details
+        new = tuple.__new__  # `Token(...)` takes longer, and each step makes one for each request
         for index, (slice_, token) in enumerate(zip(result.plan.slices, result.tokens, strict=True)):
-            request = slice_.request
+            request, _, _, samples, _, _ = slice_
+            progress = request.progress
             # Requests that finished during the step, or whose KV was lost, get no token.
-            if not slice_.samples or request.finish_reason is not None or request in void:
+            if not samples or progress.finish_reason is not None or request in void:
                 continue
             if token is None:
                 raise ValueError(f"plan {result.plan.id} sampled no token for request {request.id}")
-            request.output.append(token)
-            known = request.known = request.known + 1
-            events.append(Token(request, now, token, details.get(index) if details else None))
-            if token in request.stop_tokens and len(request.output) >= request.min_tokens:
+            progress.append(token)
+            events.append(new(Token, (request, now, token, details.get(index) if details else None)))
+            if token in request.stop_tokens and len(progress.output) >= request.min_tokens:
                 self._finish(request, FinishReason.STOP, now)
-            elif known >= request.max_total_tokens:
+            elif progress.known >= request.max_total_tokens:
                 self._finish(request, FinishReason.LENGTH, now)
 
     def steady(self) -> StepPlan | None:
@@ -172,19 +169,20 @@ class EngineCore:
             raise ValueError(f"{steps} steps need more blocks than are available")
         reserved = kv.device_total - kv.available
         for request in requests:
-            request.output += [request.output[-1]] * steps
-            request.known += steps
-            request.computed += steps
-            request.planned += steps
-            kv.grow(request, request.computed)
+            progress = request.progress
+            end = progress.computed + steps
+            progress.begin(end, False, progress.last_plan)
+            progress.settle(end, False)
+            progress.extend([progress.output[-1]] * steps)
+            kv.grow(request, end)
         totals = [reserved + blocks for blocks in accumulate(grown)]
         self.scheduler.events.append(Decoded(requests, since, ends, totals))
 
     def wait_of(self, request: Request) -> WaitState | None:
-        if request.in_flight or request.last_plan >= self.scheduler.latest_plan:
+        if request.progress.in_flight or request.progress.last_plan >= self.scheduler.latest_plan:
             return None
         tail = self.scheduler.tail
-        return request.wait or tail._replace(since=max(tail.since, request.arrival))
+        return self.scheduler.waits.get(request) or tail._replace(since=max(tail.since, request.arrival))
 
     def restart(self, now: float) -> None:
         """Reset after an executor restart. Requests continue from their known tokens."""
@@ -198,7 +196,7 @@ class EngineCore:
     def _finish(
         self, request: Request, reason: FinishReason, now: float, detail: str = "", *, is_refused: bool = False
     ) -> None:
-        request.finish_reason = reason
+        request.progress.finish(reason)
         del self.requests[request.id]
         if request.deadline < math.inf:
             self._with_deadline -= 1

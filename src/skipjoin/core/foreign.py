@@ -10,7 +10,7 @@ from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.events import Admitted, Preempted, Preemption, Reserved, Waited
 from skipjoin.core.kv.interface import BlockLedger
 from skipjoin.core.policy import Allocation, Deferral, Policies
-from skipjoin.core.request import NEVER, Request
+from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepPlan
 from skipjoin.core.waits import WaitReason, WaitState
 
@@ -39,10 +39,10 @@ class ForeignScheduler(Scheduler):
         if tiers is None:
             return False
         begin_decision(self.policies, kv, now)
-        allocation = self.policies.admission.reserve(request, request.known, kv)
+        allocation = self.policies.admission.reserve(request, request.progress.known, kv)
         if isinstance(allocation, Deferral):
             return False
-        blocks = kv.blocks_for(request.known)
+        blocks = kv.blocks_for(request.progress.known)
         need = max(allocation.now, allocation.blocks, blocks) + allocation.spare
         swapped_out = tiers.cpu_total - tiers.cpu_free
         short = kv.shortfall_of_reservation(request, need, allocation.parent) + swapped_out
@@ -58,7 +58,7 @@ class ForeignScheduler(Scheduler):
         if (allocation := self._expected.pop(request, None)) is None or (tiers := self.kv.tiers) is None:
             return
         tiers.receive(request)
-        request.was_admitted = request.is_newly_resident = True
+        request.progress.place()
         reserved = Reserved(request, now, allocation.parent, allocation.blocks, group=allocation.group)
         self.events += (Admitted(request, now, is_first=False), reserved)
         for notify in self.policies.on_reserved:
@@ -78,11 +78,9 @@ class ForeignScheduler(Scheduler):
         if not self._in_flight or self._in_flight[-1] is not plan:
             raise ValueError(f"plan {plan.id} is not the latest in flight")
         for slice_ in plan.slices:
-            slice_.request.planned = slice_.start
-            slice_.request.pending_samples -= slice_.samples
+            slice_.request.progress.withdraw(slice_.start, slice_.samples)
         for slice_ in slices:
-            slice_.request.planned = slice_.start + slice_.tokens
-            slice_.request.pending_samples += slice_.samples
+            slice_.request.progress.begin(slice_.start + slice_.tokens, slice_.samples, plan.id)
         run = {slice_.request for slice_ in slices}
         for slice_ in plan.slices:
             if slice_.request not in run:
@@ -101,8 +99,7 @@ class ForeignScheduler(Scheduler):
         plan = StepPlan(self._next_id, ())
         self._next_id += 1
         for slice_ in slices:
-            slice_.request.last_plan = plan.id
-            slice_.request.wait = None
+            self.waits.pop(slice_.request, None)
         self._in_flight.append(plan)
         self._note_pauses(plan, len(slices), now)
         return self.amend(plan, slices, now)
@@ -118,9 +115,7 @@ class ForeignScheduler(Scheduler):
 
     def _leave_out(self, request: Request, now: float) -> None:
         if self.kv.blocks_of(request) is None:  # a prefix-cache hit was credited to it
-            request.credit(0)
-        request.last_plan = NEVER
-        request.examined = self._decisions - 1
-        request.wait = WaitState(WaitReason.NO_KV, now)
-        self._waiting.append(request)
+            request.progress.rewind(0)
+        request.progress.pause()
+        self.waits[request] = WaitState(WaitReason.NO_KV, now)
         self.events += (Preempted(request, now, Preemption.PAUSE), Waited(request, now, WaitReason.NO_KV))

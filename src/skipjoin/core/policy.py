@@ -58,7 +58,7 @@ class Callbacks:
         """Called after slices were computed and the counters of their requests updated."""
 
     def on_reserved(self, request: Request, allocation: Allocation, now: float) -> None:
-        """Called after a request got a KV reservation, which covers `request.reserved_tokens` tokens."""
+        """Called after a request got a KV reservation, which covers `request.progress.reserved_tokens` tokens."""
 
     def on_deferred(self, request: Request, now: float) -> None:
         """Called after a step in which the admission policy let the request wait."""
@@ -67,7 +67,7 @@ class Callbacks:
         """Called after some or all of a request's KV was dropped or swapped out. Dropped tokens are recomputed."""
 
     def on_reforecast(self, request: Request, now: float) -> None:
-        """Called after `request.forecast` changed."""
+        """Called after `request.progress.forecast` changed."""
 
     def on_charged(self, request: Request, tokens: float, now: float) -> None:
         """Called after a request took time besides its tokens, as much as `tokens` output tokens take.

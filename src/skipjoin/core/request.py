@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.prefixes import Key, Prefix
-from skipjoin.core.waits import WaitState
 
 NEVER = -(1 << 62)  # less than every plan id
 UNLIMITED = sys.maxsize  # token limit of an unlimited reservation
@@ -87,82 +86,50 @@ DEFAULT_OPTIONS = RequestOptions()
 Band = tuple[bool, bool, int]
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
-class Request:
-    """One sequence to generate.
+@dataclass(eq=False, slots=True)
+class Progress:
+    """How far a request is, and how it is treated. Its methods are all that writes it.
 
-    Requests compare by identity. Only the scheduler and the engine core mutate them, except that the driver may replace
-    `options` while it assigns a forecast, and that `Prioritized` lifts the `band` of old best-effort requests.
-
-    Progress is measured by two counters: *known* tokens (prompt and output) and *computed* tokens (their KV exists).
-    Prefill, chunks, decode and recomputation all raise `computed` to `known`. `planned` and `pending_samples` also
-    count what the plans in flight will add.
+    Two counters measure it: *known* tokens (prompt and output) and *computed* tokens (their KV exists). Prefill,
+    chunks, decode and recomputation all raise `computed` to `known`. `planned` and `pending_samples` also count what
+    the plans in flight will add.
 
     Attributes:
-        id: Unique; increases with arrival.
-        arrival: Seconds on the driver's clock, as is `deadline`.
-        min_tokens: Output length before which `stop_tokens` have no effect.
-        sampling: Parameters of the executor's sampler; opaque to the core.
-        keeps_kv: Whether blocks stay allocated after the request has finished, until `EngineCore.release`.
-        prefix: Keys of the request's KV blocks; None disables prefix caching for it.
+        planned: `computed` after all plans in flight have committed.
+        pending_samples: Tokens that plans in flight will sample.
+        cached: Prefix-cache hit on arrival, in tokens; 0 once it holds KV.
+        reverse: Whether it fills its blocks from the last slot down; fixed on arrival.
+        last_plan: Id of the last plan that contained a slice of it.
+        evictions: Times its KV was dropped or swapped out for another request.
+        was_admitted: Whether it has held KV, at this engine or at the one from which it resumes.
+        is_newly_resident: Whether no token was sampled since its KV was last allocated or swapped in.
+        awaits_grammar: Whether it must not run, because its grammar is being compiled or computes a mask.
+        reserved_tokens: Token limit of its KV reservation.
+        band: That of its options, or of real-time requests once `Prioritized` has lifted it.
+        target: That of its options, or one relative to its forecast.
     """
 
-    id: int
-    arrival: float
-    prompt: Sequence[int]
-    max_tokens: int
-    min_tokens: int = 0
-    stop_tokens: frozenset[int] = frozenset()
-    options: RequestOptions = DEFAULT_OPTIONS
-    sampling: object = None
-    forecast: Forecast | None = None
-    keeps_kv: bool = False
-    prefix: Prefix | None = None
-
-    output: list[int] = field(default_factory=list)
-    deadline: float = field(default=math.inf, init=False)  # derived from the options
-    band: Band = field(default=(False, True, 0), init=False)  # `own_band`, or that of real-time requests once lifted
-    resumed_tokens: int = 0  # output tokens on arrival
-    known: int = 0
+    known: int
+    output: list[int]
+    band: Band
+    target: Target
     computed: int = 0
-    planned: int = 0  # `computed` after all plans in flight have committed
-    pending_samples: int = 0  # tokens that plans in flight will sample
-    awaits_grammar: bool = False  # must not run until its grammar is compiled; see `EngineCore.grammar_compiled`
-    reverse: bool = False  # fills its blocks from the last slot down; fixed on arrival
-    led_since: float = math.inf  # since when it waits for another request to compute a shared prefix
-    cached: int = 0  # prefix-cache hit on arrival, in tokens; 0 once it holds KV
-    max_total_tokens: int = 0  # upper bound of `known`: prompt + max_tokens
-    reserved_tokens: int = UNLIMITED  # token limit of its KV reservation; set by the ledger only
-    last_plan: int = NEVER  # id of the last plan that contained a slice of it
-    evictions: int = 0  # times its KV was dropped or swapped out for another request
-    was_admitted: bool = False  # has held KV, at this engine or at the one from which it resumes
-    is_newly_resident: bool = False  # no token sampled since its KV was last allocated or swapped in
+    planned: int = 0
+    pending_samples: int = 0
+    cached: int = 0
+    reverse: bool = False
+    last_plan: int = NEVER
+    evictions: int = 0
+    was_admitted: bool = field(init=False)
+    is_newly_resident: bool = False
+    awaits_grammar: bool = False
+    reserved_tokens: int = UNLIMITED
+    forecast: Forecast | None = None
     finish_reason: FinishReason | None = None
-    wait: WaitState | None = None  # why the last decision that examined it did not run it
-    examined: int = -1  # number of that decision
 
     def __post_init__(self) -> None:
-        if not self.prompt:
-            raise ValueError(f"request {self.id}: the prompt is empty")
-        if self.max_tokens < 1:
-            raise ValueError(f"request {self.id}: max_tokens must be at least 1, got {self.max_tokens}")
-        if len(self.output) >= self.max_tokens:
-            raise ValueError(f"request {self.id}: all of its {self.max_tokens} tokens are generated already")
-        if self.options.deadline_s is not None:
-            self.deadline = self.arrival + self.options.deadline_s
-        self.band = self.own_band
-        self.resumed_tokens = len(self.output)
-        self.was_admitted = self.resumed_tokens > 0
-        self.known = len(self.prompt) + self.resumed_tokens
-        self.max_total_tokens = len(self.prompt) + self.max_tokens
-
-    @property
-    def is_best_effort(self) -> bool:
-        return self.options.service is ServiceClass.BEST_EFFORT
-
-    @property
-    def own_band(self) -> Band:
-        return (self.is_best_effort, not self.options.is_urgent, self.options.priority)
+        self.known += len(self.output)
+        self.was_admitted = bool(self.output)
 
     @property
     def reached(self) -> int:
@@ -179,27 +146,148 @@ class Request:
         """True if a plan that has not committed contains a slice of this request."""
         return self.planned > self.computed
 
-    @property
-    def is_satisfied(self) -> bool:
-        return self.known + self.pending_samples >= self.max_total_tokens
+    # -- computation --------------------------------------------------------------------------------------
 
-    def credit(self, tokens: int) -> None:
-        """Count the first `tokens` tokens as computed, because the prefix cache has their KV."""
-        self.computed = self.planned = tokens
+    def begin(self, end: int, samples: bool, plan_id: int) -> None:
+        """A plan computes the tokens up to `end`, and samples the next one if `samples` is set."""
+        self.planned = end
+        self.pending_samples += samples
+        self.last_plan = plan_id
+
+    def withdraw(self, start: int, samples: bool) -> None:
+        """Undo `begin` for a slice of the latest plan, which an engine does not run."""
+        self.planned = start
+        self.pending_samples -= samples
+
+    def settle(self, end: int, samples: bool) -> None:
+        """The tokens up to `end` were computed."""
+        self.computed = end
+        if samples:
+            self.pending_samples -= 1
+            self.is_newly_resident = False
+
+    def append(self, token: int) -> None:
+        self.output.append(token)
+        self.known += 1
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self.output.extend(tokens)
+        self.known += len(tokens)
 
     def rewind(self, kept: int) -> None:
-        """Compute the tokens after the first `kept` ones again, because their KV is lost. No plan may contain them."""
+        """Continue after the first `kept` tokens: the other KV is lost, or the prefix cache has that of these.
+
+        No plan in flight may contain the request.
+        """
         self.computed = self.planned = kept
         self.pending_samples = 0
         self.last_plan = NEVER
         # The kept part is not swapped in again.
         self.is_newly_resident = self.is_newly_resident or kept > 0
 
+    def finish(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+
+    # -- blocks -------------------------------------------------------------------------------------------
+
+    def find(self, cached: int) -> None:
+        self.cached = cached
+
+    def fill_down(self) -> None:
+        self.reverse = True
+
+    def place(self) -> None:
+        """Its KV is allocated or swapped in."""
+        self.was_admitted = self.is_newly_resident = True
+
+    def pause(self) -> None:
+        """It leaves the running requests."""
+        self.last_plan = NEVER
+
+    def evict(self) -> None:
+        self.evictions += 1
+        self.last_plan = NEVER
+
+    def reserve(self, tokens: int) -> None:
+        self.reserved_tokens = tokens
+
+    # -- treatment ----------------------------------------------------------------------------------------
+
+    def await_grammar(self, waits: bool) -> None:
+        self.awaits_grammar = waits
+
+    def expect(self, forecast: Forecast | None, target: Target | None = None) -> None:
+        """Replace the forecast, and the target if one follows from it."""
+        self.forecast = forecast
+        self.target = self.target if target is None else target
+
+    def lift(self, band: Band) -> None:
+        self.band = band
+
+
+@dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
+class Request:
+    """One sequence to generate, as it was asked for. How far it is stands in `progress`.
+
+    Requests compare by identity.
+
+    Attributes:
+        id: Unique; increases with arrival.
+        arrival: Seconds on the driver's clock, as is `deadline`.
+        min_tokens: Output length before which `stop_tokens` have no effect.
+        sampling: Parameters of the executor's sampler; opaque to the core.
+        keeps_kv: Whether blocks stay allocated after the request has finished, until `EngineCore.release`.
+        prefix: Keys of the request's KV blocks; None disables prefix caching for it.
+        resumed: Output tokens that another engine has generated for it.
+        max_total_tokens: Upper bound of known tokens: prompt and `max_tokens`.
+    """
+
+    id: int
+    arrival: float
+    prompt: Sequence[int]
+    max_tokens: int
+    min_tokens: int = 0
+    stop_tokens: frozenset[int] = frozenset()
+    options: RequestOptions = DEFAULT_OPTIONS
+    sampling: object = None
+    keeps_kv: bool = False
+    prefix: Prefix | None = None
+    resumed: Sequence[int] = ()
+    deadline: float = field(init=False)
+    max_total_tokens: int = field(init=False)
+    progress: Progress = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ValueError(f"request {self.id}: the prompt is empty")
+        if self.max_tokens < 1:
+            raise ValueError(f"request {self.id}: max_tokens must be at least 1, got {self.max_tokens}")
+        if len(self.resumed) >= self.max_tokens:
+            raise ValueError(f"request {self.id}: all of its {self.max_tokens} tokens are generated already")
+        deadline_s = self.options.deadline_s
+        object.__setattr__(self, "deadline", math.inf if deadline_s is None else self.arrival + deadline_s)
+        object.__setattr__(self, "max_total_tokens", len(self.prompt) + self.max_tokens)
+        progress = Progress(len(self.prompt), list(self.resumed), self.own_band, self.options.target)
+        object.__setattr__(self, "progress", progress)
+
+    @property
+    def is_best_effort(self) -> bool:
+        return self.options.service is ServiceClass.BEST_EFFORT
+
+    @property
+    def own_band(self) -> Band:
+        return (self.is_best_effort, not self.options.is_urgent, self.options.priority)
+
+    @property
+    def is_satisfied(self) -> bool:
+        progress = self.progress
+        return progress.known + progress.pending_samples >= self.max_total_tokens
+
     def keys(self, tokens: int) -> Sequence[Key]:
         """Return the keys of the full blocks in the first `tokens` known tokens; see `Prefix.keys`."""
-        return self.prefix.keys(self.tokens, tokens, reverse=self.reverse) if self.prefix is not None else ()
+        return self.prefix.keys(self.tokens, tokens, reverse=self.progress.reverse) if self.prefix is not None else ()
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Return the known tokens at positions [start, end)."""
         split = len(self.prompt)
-        return [*self.prompt[start:end], *self.output[max(0, start - split) : max(0, end - split)]]
+        return [*self.prompt[start:end], *self.progress.output[max(0, start - split) : max(0, end - split)]]

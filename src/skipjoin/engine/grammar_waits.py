@@ -46,23 +46,23 @@ class GrammarWaits:
         if self._live.add(request):
             self._start(request)
         else:
-            request.awaits_grammar = True
+            request.progress.await_grammar(True)
 
     def on_plan(self, slices: Iterable[Slice]) -> None:
         """Keep requests with slow masks out of further plans until the token of this one is known."""
         for request in _constrained(slices):
             state = self._state_of(request)
-            request.awaits_grammar = state is not None and state.is_slow
+            request.progress.await_grammar(state is not None and state.is_slow)
 
     def on_result(self, result: StepResult) -> None:
         self._mask_wait_s = min(_MASK_WAIT_S, _MASK_WAIT_SHARE * result.seconds)
         for request in _constrained(result.plan.slices):
-            if (state := self._state_of(request)) is None or request.finish_reason is not None:
+            if (state := self._state_of(request)) is None or request.progress.finish_reason is not None:
                 continue
             self._charge(request, state)
-            if request.awaits_grammar or state.is_slow:
-                request.awaits_grammar = True
-                if not request.in_flight:
+            if request.progress.awaits_grammar or state.is_slow:
+                request.progress.await_grammar(True)
+                if not request.progress.in_flight:
                     assert self._executor.ahead is not None
                     self._pending[self._executor.ahead.advance(request)] = request
 
@@ -75,7 +75,7 @@ class GrammarWaits:
         self._pending.clear()
         self._begun.clear()
         for request in self._core.requests.values():
-            request.awaits_grammar = False
+            request.progress.await_grammar(False)
             self.add(request)
 
     def release(self, timeout_s: float = 0.0) -> None:
@@ -84,18 +84,19 @@ class GrammarWaits:
             self._release(future)
         self._end_overdue()
         for request in self._live.admitted():
-            request.awaits_grammar = False
+            request.progress.await_grammar(False)
             self._start(request)
 
     def release_masks(self) -> None:
-        self._wait([future for future, one in self._pending.items() if one.planned], self._mask_wait_s, for_all=True)
+        begun = [future for future, request in self._pending.items() if request.progress.planned]
+        self._wait(begun, self._mask_wait_s, for_all=True)
         self.release()
 
     def _start(self, request: Request) -> None:
         assert self._executor.ahead is not None
         started = self._executor.ahead.start(request)
         if started is not None and not started.done():
-            request.awaits_grammar = True
+            request.progress.await_grammar(True)
             self._pending[started] = request
 
     def _state_of(self, request: Request) -> MaskState | None:
@@ -110,15 +111,15 @@ class GrammarWaits:
         self._begun.pop(future, None)
         if not future.cancelled():
             self._charge(request, future.result())
-        self._core.grammar_compiled(request)
+        request.progress.await_grammar(False)
 
     def _end_overdue(self) -> None:
         """End the requests for which a thread works too long, which cannot be interrupted."""
         now = self._clock()
         for future, request in self._pending.items():
             begun = self._begun.setdefault(future, now) if future.running() else now
-            if now - begun > _MAX_AHEAD_S and request.finish_reason is None:
-                why = too_expensive(len(request.output), f"its next step took more than {_MAX_AHEAD_S:g} s")
+            if now - begun > _MAX_AHEAD_S and request.progress.finish_reason is None:
+                why = too_expensive(len(request.progress.output), f"its next step took more than {_MAX_AHEAD_S:g} s")
                 self._core.abort(request.id, now, FinishReason.ERROR, why, is_refused=True)
 
     def _charge(self, request: Request, state: MaskState) -> None:

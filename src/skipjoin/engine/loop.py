@@ -90,10 +90,10 @@ class EngineLoop:
             stop_tokens=stop_tokens,
             options=options,
             sampling=Sampling(params, seed, eos),
-            forecast=forecast,
             prefix=self._prefix(params, options),
-            output=list(output),
+            resumed=output,
         )
+        request.progress.expect(forecast)
         if self._targets is not None:
             self._targets.arrived(request)
         self._compiling.add(request)

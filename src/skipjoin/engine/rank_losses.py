@@ -22,7 +22,7 @@ class RankLosses:
 
         This is the largest demand if a rank ran out of memory, else the latest arrival in `_LOSSES` losses.
         """
-        slices = [slice_ for plan in plans for slice_ in plan.slices if slice_.request.finish_reason is None]
+        slices = [slice_ for plan in plans for slice_ in plan.slices if slice_.request.progress.finish_reason is None]
         if isinstance(error, RankMemoryError) and slices:
             largest = max(slices, key=memory_rank)
             return largest.request, out_of_memory(largest, error)
@@ -35,6 +35,6 @@ class RankLosses:
 
     def _count(self, request: Request) -> int:
         tokens, losses = self._counts.get(request, (-1, 0))
-        losses = losses + 1 if tokens == len(request.output) else 1
-        self._counts[request] = len(request.output), losses
+        losses = losses + 1 if tokens == len(request.progress.output) else 1
+        self._counts[request] = len(request.progress.output), losses
         return losses

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from math import inf
 from weakref import WeakSet
 
@@ -27,10 +26,10 @@ class RelativeTargets:
         self._requests: WeakSet[Request] = WeakSet()  # requests whose targets are set here
 
     def arrived(self, request: Request) -> None:
-        if request.options.target.jct_s == inf:
+        if request.progress.target.jct_s == inf:
             self._requests.add(request)
-            if request.forecast is not None:
-                self._set(request, request.forecast.tokens)
+            if request.progress.forecast is not None:
+                self._set(request, request.progress.forecast.tokens)
 
     def reforecast(self, request: Request, forecast: Forecast) -> None:
         """Update the target before the core takes the forecast, so that policies see both."""
@@ -40,8 +39,9 @@ class RelativeTargets:
     def observe(self, events: Iterable[Event]) -> None:
         for event in events:
             if isinstance(event, Finished) and event.reason in _WHOLE and event.request in self._requests:
-                self._set(event.request, len(event.request.output))
+                self._set(event.request, len(event.request.progress.output))
 
     def _set(self, request: Request, tokens: float) -> None:
         jct_s = scaled_jct(self._cost, self._scale, len(request.prompt))(tokens)
-        request.options = replace(request.options, target=request.options.target._replace(jct_s=jct_s))
+        progress = request.progress
+        progress.expect(progress.forecast, progress.target._replace(jct_s=jct_s))

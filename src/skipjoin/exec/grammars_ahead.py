@@ -64,8 +64,10 @@ class GrammarsAhead:
         if structured is None:
             return None
         known = self._mask.grammars.known(structured, options.cache_salt)
-        if known is None or known.is_slow or request.output:
-            self._states[request] = self._threads.submit(client_of(request), self._start, request, list(request.output))
+        if known is None or known.is_slow or request.progress.output:
+            self._states[request] = self._threads.submit(
+                client_of(request), self._start, request, list(request.progress.output)
+            )
             return self._states[request]
         started: Future[GrammarState] = Future()
         started.set_result(self._new(request))
@@ -74,7 +76,7 @@ class GrammarsAhead:
 
     def advance(self, request: Request) -> Future[GrammarState]:
         return self._threads.submit(
-            client_of(request), self._advance, request, self._states[request].result(), list(request.output)
+            client_of(request), self._advance, request, self._states[request].result(), list(request.progress.output)
         )
 
     def state_of(self, request: Request) -> GrammarState | None:

@@ -14,7 +14,7 @@ from skipjoin.sampling import TokenLogprob
 
 def wants_scores(slice_: Slice) -> bool:
     request = slice_.request
-    return _asked(request) is not None and slice_.start < len(request.prompt) and not request.output
+    return _asked(request) is not None and slice_.start < len(request.prompt) and not request.progress.output
 
 
 def score_prompt(

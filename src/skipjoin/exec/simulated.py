@@ -118,7 +118,7 @@ class SimulatedExecutor:
         slices, ready_at = handle.outcome.plan.slices, handle.ready_at
         for slice_ in slices:
             request = slice_.request
-            most = min(most, self._alike(request), request.max_total_tokens - request.known - 1)
+            most = min(most, self._alike(request), request.max_total_tokens - request.progress.known - 1)
             if most < 1:
                 return []
         shape, ends = StepShape.of(slices), [ready_at]

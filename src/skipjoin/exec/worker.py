@@ -290,7 +290,7 @@ class Worker:
             slice_.samples,
             all_logits=wants_scores(slice_),
             awaits=row,
-            reverse=request.reverse,
+            reverse=request.progress.reverse,
         )
 
     def _sample_row(self, slice_: Slice, state: SamplingState | None) -> SampleRow:
@@ -299,7 +299,7 @@ class Worker:
         length = slice_.start + slice_.tokens - len(request.prompt)
         if state.reads_output:
             # The engine may append during this call, so take only the tokens before this slice's end.
-            tokens = request.output[state.length : length - slice_.awaits]
+            tokens = request.progress.output[state.length : length - slice_.awaits]
             if slice_.awaits and state.length < length:
                 tokens.append(self._awaited(request))
             state.accept(tokens)

@@ -122,8 +122,8 @@ def new_life(request: Request) -> Life:
         options.service,
         options.is_urgent,
         options.priority,
-        options.target,
-        earlier_tokens=request.resumed_tokens,
+        request.progress.target,
+        earlier_tokens=len(request.resumed),
     )
 
 
@@ -140,12 +140,13 @@ def append(intervals: list[Interval], interval: Interval) -> None:
 
 
 def prediction_of(request: Request) -> Prediction | None:
-    return None if request.forecast is None else _prediction(request.forecast, 0, request.max_tokens)
+    return None if request.progress.forecast is None else _prediction(request.progress.forecast, 0, request.max_tokens)
 
 
 def current_prediction(request: Request) -> Prediction | None:
     """Return the forecast of a request in view of the tokens that it has generated."""
-    return None if request.forecast is None else _prediction(request.forecast, len(request.output), request.max_tokens)
+    forecast, generated = request.progress.forecast, len(request.progress.output)
+    return None if forecast is None else _prediction(forecast, generated, request.max_tokens)
 
 
 def _prediction(forecast: Forecast, generated: int, most: int) -> Prediction:

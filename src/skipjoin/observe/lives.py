@@ -232,7 +232,7 @@ class LifeLog:
             life.intervals[-1] = life.intervals[-1]._replace(end=event.now)
         life.ended, life.reason = event.now, event.reason.value
         life.prediction = prediction_of(request)  # to compare it with the output
-        life.target = request.options.target  # a target that depends on the output length may have changed
+        life.target = request.progress.target  # a target that depends on the output length may have changed
         self._finished.add(life, event.now)
 
     # -- inside -------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class LifeLog:
                 append(intervals, interval)
         return replace(
             life,
-            output_tokens=len(request.output),
+            output_tokens=len(request.progress.output),
             prediction=current_prediction(request),
             preemptions=dict(life.preemptions),
             intervals=intervals,

@@ -17,7 +17,7 @@ class PrefixUse:
 
     def admitted(self, event: Admitted) -> None:
         request = event.request
-        if request.prefix is None or request.resumed_tokens:
+        if request.prefix is None or request.resumed:
             return
         if not event.is_first:
             self.regained += event.cached

@@ -168,7 +168,7 @@ class RequestLog:
     def live(self, now: float) -> Iterator[RequestFacts]:
         """Yield unfinished requests in order of arrival. No events may be observed afterward."""
         for request, facts in self._live.items():
-            facts.output_tokens = len(request.output)
+            facts.output_tokens = len(request.progress.output)
             if facts.waits is not None:
                 self.waits.finished(facts.waits, now)
             yield facts
@@ -222,9 +222,9 @@ class RequestLog:
             request.arrival,
             len(request.prompt),
             request.max_total_tokens - len(request.prompt),
-            earlier_tokens=request.resumed_tokens,
+            earlier_tokens=len(request.resumed),
             waits=self.waits.arrived(request.arrival, event.now),
-            target=request.options.target,
+            target=request.progress.target,
             service=request.options.service,
         )
 
@@ -237,8 +237,8 @@ class RequestLog:
     def _finish(self, event: Finished) -> None:
         facts = self._live.pop(event.request)
         facts.ended, facts.reason = event.now, event.reason.value
-        facts.output_tokens = len(event.request.output)
-        facts.target = event.request.options.target  # a target that depends on the output length may have changed
+        facts.output_tokens = len(event.request.progress.output)
+        facts.target = event.request.progress.target  # a target that depends on the output length may have changed
         if facts.waits is not None:
             self.waits.finished(facts.waits, event.now)
         if not self._live:

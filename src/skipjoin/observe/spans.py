@@ -96,7 +96,7 @@ class SpanLog:
             spans.append(Span("decode", one.first_token, one.last_token, {}))
         attributes = {
             _INPUT: len(request.prompt),
-            _OUTPUT: len(request.output),
+            _OUTPUT: len(request.progress.output),
             "gen_ai.response.finish_reasons": (event.reason.value,),
             "skipjoin.service": request.options.service.value,
             "skipjoin.preemptions": len(one.preemptions),

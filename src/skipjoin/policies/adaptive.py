@@ -81,14 +81,14 @@ class Adaptive(Callbacks):
 
     def on_arrived(self, request: Request, now: float) -> None:
         index = self._index
-        cls = index.model.expect(request.forecast)
+        cls = index.model.expect(request.progress.forecast)
         job = self._jobs[request] = _Job(request, cls, kind_of(request, cls, index.time))
         self._new[job.kind] += 1
         self._latest = max(self._latest, request.arrival)
-        job.is_fresh = self._pace is not None and not request.output
-        if request.output:
-            self._enter(request, job, bin_of(len(request.output) + 1))
-        ttft_s = request.options.target.ttft_s
+        job.is_fresh = self._pace is not None and not request.progress.output
+        if request.progress.output:
+            self._enter(request, job, bin_of(len(request.progress.output) + 1))
+        ttft_s = request.progress.target.ttft_s
         if job.is_fresh and ttft_s < math.inf:
             heapq.heappush(self._missing, (request.arrival + ttft_s, request.id, request))
         self._join(job)
@@ -112,18 +112,18 @@ class Adaptive(Callbacks):
                 prompts += slice_.tokens
             if slice_.samples:
                 self._dropped.discard(request)
-                if request.known >= job.leaves_at:
+                if request.progress.known >= job.leaves_at:
                     self._advance(request, job)
         if prompts and self._pace is not None:
             self._pace.spend(self._index.time.prefill(prompts), now)
 
     def on_preempted(self, request: Request, now: float) -> None:
-        if request in self._begun and request.computed < request.known - 1:
+        if request in self._begun and request.progress.computed < request.progress.known - 1:
             self._dropped.add(request)
 
     def on_reforecast(self, request: Request, now: float) -> None:
         job, index = self._jobs[request], self._index
-        job.cls = index.model.expect(request.forecast)
+        job.cls = index.model.expect(request.progress.forecast)
         job.kind = kind_of(request, job.cls, index.time)
         self._join(job)
 
@@ -134,8 +134,8 @@ class Adaptive(Callbacks):
         self._begun.discard(request)
         self._dropped.discard(request)
         # Others were cut off: of their lengths it is known only which bins they survived.
-        if request.finish_reason is FinishReason.STOP and request.output and job.place != NOT_BEGUN:
-            self._index.model.note(job.cls, bin_of(len(request.output)), ended=True)
+        if request.progress.finish_reason is FinishReason.STOP and request.progress.output and job.place != NOT_BEGUN:
+            self._index.model.note(job.cls, bin_of(len(request.progress.output)), ended=True)
         if len(self._missing) > 2 * len(self._jobs) + 256:  # sweep entries of finished requests
             self._missing = [entry for entry in self._missing if entry[2] in self._jobs]
             heapq.heapify(self._missing)
@@ -200,7 +200,7 @@ class Adaptive(Callbacks):
         before = max((other.arrival for other in others), default=-math.inf) - self._overtaking_s
         running = {slice_.request for slice_ in self._running}
         older = takewhile(lambda one: one.arrival < before, self._jobs)
-        return any(one not in running and not one.awaits_grammar for one in older)
+        return any(one not in running and not one.progress.awaits_grammar for one in older)
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
         job, model = self._jobs[request], self._index.model
@@ -230,7 +230,7 @@ class Adaptive(Callbacks):
 
     def _advance(self, request: Request, job: _Job) -> None:
         """Enter the bin of the lengths that are still possible, and learn that the request survived earlier ones."""
-        place = bin_of(request.known - len(request.prompt) + 1)
+        place = bin_of(request.progress.known - len(request.prompt) + 1)
         if job.place != NOT_BEGUN:
             for left in range(job.place, place):
                 self._index.model.note(job.cls, left, ended=False)
@@ -256,16 +256,16 @@ class Adaptive(Callbacks):
             return
         for request in due.difference(running):
             # Its tokens stay as they are until it runs, however many requests pause.
-            (self._paused if request.known < self._jobs[request].leaves_at else self._leaving).add(request)
+            (self._paused if request.progress.known < self._jobs[request].leaves_at else self._leaving).add(request)
         for request in due.intersection(running):
             job = self._jobs[request]
-            if request.known < job.leaves_at:
+            if request.progress.known < job.leaves_at:
                 self._await_edge(request, job)
             else:
                 self._leaving.add(request)
 
     def _await_edge(self, request: Request, job: _Job) -> None:
-        job.due = self._steps + job.leaves_at - request.known
+        job.due = self._steps + job.leaves_at - request.progress.known
         self._due[job.due].add(request)
 
     def _forget_edge(self, request: Request, job: _Job) -> None:

@@ -14,7 +14,7 @@ class OnDemand:
     is_decode_invariant = True
 
     def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation:
-        known = kv.blocks_for(request.known)
+        known = kv.blocks_for(request.progress.known)
         # Capped by the pool, so that a request nearly as large as the pool is admitted once it is empty or all others
         # are evicted.
         spare = max(0, min(int(_GROWTH_SHARE * kv.device_total), kv.device_total - known))

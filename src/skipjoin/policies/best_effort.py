@@ -33,7 +33,7 @@ _LIMIT_RATE = 0.2
 
 def is_under_way(request: Request) -> bool:
     # One that never ran may have planned tokens by a prefix-cache hit, and is a newcomer still.
-    return request.planned > 0 and (request.last_plan != NEVER or request.evictions > 0)
+    return request.progress.planned > 0 and (request.progress.last_plan != NEVER or request.progress.evictions > 0)
 
 
 class LimitedBestEffort(BatcherWrapper):
@@ -91,7 +91,7 @@ class LimitedBestEffort(BatcherWrapper):
             yield Fact("step limit", self.limit_s, "s", meaning)
 
     def _patience(self, request: Request) -> float:
-        ttft_s, tpot_s, _ = request.options.target.with_default(self.default)
+        ttft_s, tpot_s, _ = request.progress.target.with_default(self.default)
         if min(ttft_s, tpot_s) < inf:
             return min(_TTFT_SHARE * ttft_s, tpot_s)
         alone = StepLoad.of(0, len(request.prompt)).seconds(self.cost)
@@ -112,7 +112,9 @@ class LimitedBuilder:
             return verdict
         away = self._context.blocks_away(request)
         limit = self._limit if self._limit is not None else self._limit_beside(self._load)
-        tokens = fitting_tokens(self._load, request.planned, verdict, away=away, cost=self._rules.cost, limit=limit)
+        tokens = fitting_tokens(
+            self._load, request.progress.planned, verdict, away=away, cost=self._rules.cost, limit=limit
+        )
         if tokens:
             return tokens
         if self._load == StepLoad():  # an empty step always makes some progress
@@ -124,7 +126,7 @@ class LimitedBuilder:
     def take(self, request: Request, tokens: int) -> None:
         if self._limit is None and self._rules.is_best_effort(request):
             self._limit = self._limit_beside(self._load)
-        self._load = self._load.plus(StepLoad.of(request.planned, tokens, self._context.blocks_away(request)))
+        self._load = self._load.plus(StepLoad.of(request.progress.planned, tokens, self._context.blocks_away(request)))
         self._inner.take(request, tokens)
 
     def _limit_beside(self, real_time: StepLoad) -> float:

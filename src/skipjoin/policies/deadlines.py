@@ -41,18 +41,18 @@ class NextTokens:
         return {"deadline_requests": [len(self._due) - late, late]}
 
     def begin(self, request: Request, now: float) -> None:
-        if request.output:
+        if request.progress.output:
             self.sampled(request, now)
             return
         since = now if request.is_best_effort else request.arrival
-        due = since + request.options.target.with_default(self.default).ttft_s
+        due = since + request.progress.target.with_default(self.default).ttft_s
         self._due[request] = self._schedule[request] = due
 
     def sampled(self, request: Request, now: float) -> None:
-        own = request.options.target.tpot_s
+        own = request.progress.target.tpot_s
         tpot_s = own if own != inf else self.default.tpot_s
         # The lead of a first token, and delays, do not count.
-        since = max(now, self._schedule.get(request, now)) if self.counts_lead and request.output else now
+        since = max(now, self._schedule.get(request, now)) if self.counts_lead and request.progress.output else now
         self._due[request] = now + tpot_s
         self._schedule[request] = since + tpot_s
 
@@ -120,7 +120,7 @@ class ByDeadline(Callbacks):
         mine, theirs = self._tier[one], self._tier[other]
         if mine < theirs == _LATE:
             return True
-        is_first = self._next.counts_lead and not one.output  # at most once per request
+        is_first = self._next.counts_lead and not one.progress.output  # at most once per request
         return is_first and mine == theirs == _WINNABLE and self._next.schedule(one) < self._next.schedule(other)
 
     def may_await_prefix(self, request: Request, now: float) -> bool:
@@ -136,12 +136,12 @@ class ByDeadline(Callbacks):
         tier, slack_s = self._tier[request], self._next.schedule(request) - now
         words, meaning = _TIERS[tier]
         yield Fact("deadline", words, "", meaning)
-        what = "next" if request.output else "first"
+        what = "next" if request.progress.output else "first"
         yield Fact("slack", slack_s, "s", f"Time until its {what} token is due; negative: it is late by as much.")
         if tier == _LATE:
             left_s = max(0.0, slack_s + self._overdue_s)
             yield Fact("first in", left_s, "s", "From then on it runs before all others of its class.")
-            left = request.known - request.reached
+            left = request.progress.known - request.progress.reached
             yield Fact("to compute", left, "tokens", "Of requests that missed it, those with the fewest run first.")
 
     def _follow_time(self, now: float) -> None:
@@ -170,7 +170,7 @@ class ByDeadline(Callbacks):
 
     def _key(self, request: Request, tier: int) -> tuple[float, float, int]:
         due = self._next.schedule(request)
-        return (request.known - request.reached if tier == _LATE else due, due, request.id)
+        return (request.progress.known - request.progress.reached if tier == _LATE else due, due, request.id)
 
 
 _OVERDUE, _WINNABLE, _LATE = range(3)
@@ -195,7 +195,7 @@ class StartedFirst(Callbacks):
         self._stages: dict[Request, int] = {}
 
     def on_arrived(self, request: Request, now: float) -> None:
-        self._put(request, _ON_DEVICE if request.planned else _AWAY if request.output else _NEW)
+        self._put(request, _ON_DEVICE if request.progress.planned else _AWAY if request.progress.output else _NEW)
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         for slice_ in slices:

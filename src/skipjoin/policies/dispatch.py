@@ -123,25 +123,25 @@ class LeastWork:
         return chosen
 
     def _assign(self, request: Request, chosen: int, prefill_s: float) -> _Left:
-        tokens = max(1, self._lengths(request) - len(request.output))
+        tokens = max(1, self._lengths(request) - len(request.progress.output))
         left = self._left[request] = _Left(chosen, prefill_s, self._prices[chosen].token_s, tokens)
         self._change(chosen, prefill_s + tokens * left.token_s)
         return left
 
     def _prefill_s(self, request: Request, replica: int, cached: int = 0) -> float:
         """Return the prefill seconds of a request on a replica that has the KV of its first `cached` tokens."""
-        reached = max(cached, request.reached)
-        return self._prices[replica].prefill_s(len(request.prompt) + len(request.output) - reached, reached)
+        reached = max(cached, request.progress.reached)
+        return self._prices[replica].prefill_s(len(request.prompt) + len(request.progress.output) - reached, reached)
 
     def generated(self, request: Request) -> None:
-        """Account for a generated token, which `request.output` includes."""
+        """Account for a generated token, which `request.progress.output` includes."""
         left = self._left[request]
         change = left.prefill_s + left.token_s
         left.prefill_s = 0.0
         left.has_token = True
         left.tokens -= 1
         if left.tokens == 0:  # outgrew its prediction, unless it finishes now
-            left.tokens = max(1, self._lengths(request) - len(request.output))
+            left.tokens = max(1, self._lengths(request) - len(request.progress.output))
             change -= left.tokens * left.token_s
         self._change(left.replica, -change)
 
@@ -240,7 +240,7 @@ class PrefixAware(LeastWork):
 
     def _keys(self, request: Request, last: int) -> Sequence[Key]:
         size = self._block_size
-        count = min(MAX_KEYS, (len(request.prompt) + len(request.output) - last) // size)
+        count = min(MAX_KEYS, (len(request.prompt) + len(request.progress.output) - last) // size)
         return request.keys(count * size)[:count]
 
 

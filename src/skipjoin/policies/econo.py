@@ -33,9 +33,9 @@ class Phase(IntEnum):
 
 def phase_of(request: Request, known: int) -> Phase:
     """Return the phase of a request with `known` tokens, including one that was just sampled."""
-    if known - request.computed > 1 or known == len(request.prompt):
+    if known - request.progress.computed > 1 or known == len(request.prompt):
         return Phase.PROMPT
-    return Phase.RUNNING if known <= request.reserved_tokens else Phase.WAITING
+    return Phase.RUNNING if known <= request.progress.reserved_tokens else Phase.WAITING
 
 
 _PHASES = {
@@ -161,12 +161,12 @@ class ByObjective:
 
     def key(self, request: Request, known: int, phase: Phase, now: float) -> tuple[Any, ...]:
         if phase is Phase.PROMPT:
-            length = known - request.reached
+            length = known - request.progress.reached
         else:
             length = self._lengths.remaining(request, known - len(request.prompt))
         return (
             self._urgency(request, known, now),
-            -(request.computed // self._kv_range),
+            -(request.progress.computed // self._kv_range),
             self._sign * (length // self._length_range),
         )
 
@@ -181,7 +181,7 @@ class ByObjective:
         pass
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
-        known, due = request.known, request.arrival + request.options.target.jct_s
+        known, due = request.progress.known, request.arrival + request.progress.target.jct_s
         left = self._lengths.remaining(request, known - len(request.prompt))
         work_s = self._work_s(request, known)
         yield Fact("predicted to remain", left, "tokens", "Output that it is expected to generate yet.")
@@ -206,13 +206,14 @@ class ByObjective:
 
     def _crossings(self, request: Request, known: int) -> list[float]:
         # `key` and `until` ask for the same times, one after the other.
-        asked = (request, known, request.reached, request.forecast, self._time.alpha, self._time.beta, self._time.t0)
+        time, progress = self._time, request.progress
+        asked = (request, known, progress.reached, progress.forecast, time.alpha, time.beta, time.t0)
         if asked != self._asked:
             self._asked, self._times = asked, self._times_of(request, known)
         return self._times
 
     def _times_of(self, request: Request, known: int) -> list[float]:
-        target_s = request.options.target.jct_s
+        target_s = request.progress.target.jct_s
         if target_s == math.inf:
             return [math.inf] * len(self._borders)
         latest = request.arrival + target_s - self._work_s(request, known)
@@ -220,7 +221,7 @@ class ByObjective:
 
     def _work_s(self, request: Request, known: int) -> float:
         left = self._lengths.remaining(request, known - len(request.prompt))
-        uncached = known - request.reached
+        uncached = known - request.progress.reached
         return left * self._time.decode(known) + (self._time.prefill(uncached) if uncached > 1 else 0.0)
 
 
@@ -246,22 +247,23 @@ class Tasks:
         return (phase, *self._order.key(request, known, phase, now))
 
     def until(self, request: Request, now: float) -> float:
-        known = request.known
+        known = request.progress.known
         return math.inf if phase_of(request, known) is Phase.RUNNING else self._order.until(request, known, now)
 
     def tokens(self, request: Request, known: int) -> int:
-        return request.reserved_tokens + 1 if known <= request.reserved_tokens < UNLIMITED else known + 1
+        reserved = request.progress.reserved_tokens
+        return reserved + 1 if known <= reserved < UNLIMITED else known + 1
 
     def is_overdue(self, request: Request, now: float) -> bool:
         return self._order.is_overdue(request, now)
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
-        words, meaning = _PHASES[phase_of(request, request.known)]
+        words, meaning = _PHASES[phase_of(request, request.progress.known)]
         yield Fact("phase", words, "", meaning)
         yield from explanation(self._order, request, now, kv)
 
     def group(self, request: Request, now: float) -> Hashable:
-        return self._order.key(request, request.known, Phase.WAITING, now)
+        return self._order.key(request, request.progress.known, Phase.WAITING, now)
 
     def on_reserved(self, request: Request) -> None:
         self._reserved[request] = next(self._reservations)
@@ -305,7 +307,7 @@ class TwoQueues(Valued):
     def _place(self, request: Request, now: float) -> None:
         super()._place(request, now)
         self._forget(request)
-        if request.planned:  # it holds KV
+        if request.progress.planned:  # it holds KV
             return
         self._index.put(request, self.rank(request))
         if self._tasks.is_overdue(request, now):

@@ -109,7 +109,7 @@ class Swap(Recompute):
             if (filled == keep > 0) or (filled - keep <= room and self.is_worth_moving(victim, kv, keep)):
                 room -= filled - keep
                 found.append(Eviction(victim, Preemption.SWAP if part is None else Preemption.SPILL, part))
-            elif is_free or (newcomer is not None and newcomer.band < victim.band):
+            elif is_free or (newcomer is not None and newcomer.progress.band < victim.progress.band):
                 displaces = self.displaces and part is None and self.is_worth_moving(victim, kv)
                 found.append(
                     Eviction(victim, Preemption.SWAP if displaces else Preemption.DROP, part, displaces=displaces)
@@ -119,7 +119,7 @@ class Swap(Recompute):
         return found
 
     def _is_exempt(self, newcomer: Request, candidates: Sequence[Request]) -> bool:
-        is_first = self._exempts_first and not (newcomer.output or newcomer.band[0])
+        is_first = self._exempts_first and not (newcomer.progress.output or newcomer.progress.band[0])
         return is_first or must_precede(self._ordering, newcomer, candidates)
 
     def part(self, victim: Request, missing: int, kv: KVAccounts) -> int | None:
@@ -130,11 +130,11 @@ class Swap(Recompute):
         self._next_drop = max(now, self._next_drop) + seconds / self._drop_share
 
     def is_worth_moving(self, request: Request, kv: KVAccounts, keep: int = 0) -> bool:
-        return request.known - request.computed <= 1 and self._moves_faster(request, kv, keep)
+        return request.progress.known - request.progress.computed <= 1 and self._moves_faster(request, kv, keep)
 
     def _moves_faster(self, request: Request, kv: KVAccounts, keep: int) -> bool:
         kept = kv.tokens_in(request, keep)
-        tokens = request.computed - kept
+        tokens = request.progress.computed - kept
         again = StepShape(prefill=tokens, attention=tokens * kept + tokens * (tokens + 1) // 2)
         # Recomputation shares its step with other requests, so the fixed time of a step is not part of its price.
         price = self._cost.step(again) - self._cost.step(StepShape())
@@ -202,14 +202,15 @@ class Lend(Spill):
     ) -> Sequence[Eviction]:
         # Real-time requests share no blocks and keep their order, least urgent first.
         emptiest = sorted(
-            candidates, key=lambda candidate: candidate.is_best_effort and -(-candidate.computed % kv.block_size)
+            candidates,
+            key=lambda candidate: candidate.is_best_effort and -(-candidate.progress.computed % kv.block_size),
         )
         found = super().victims(short, emptiest, kv, now, newcomer)
-        return [one._replace(lent=one.request.reverse and one.how is not Preemption.DROP) for one in found]
+        return [one._replace(lent=one.request.progress.reverse and one.how is not Preemption.DROP) for one in found]
 
     def is_worth_moving(self, request: Request, kv: KVAccounts, keep: int = 0) -> bool:
         # Sharing costs nothing until a slot is overwritten.
-        return request.reverse or super().is_worth_moving(request, kv, keep)
+        return request.progress.reverse or super().is_worth_moving(request, kv, keep)
 
 
 # Share of the device kept free for the growth of running requests, and maximum share kept free for arrivals.
@@ -276,7 +277,7 @@ class ProactiveSwap(Swap):
         Such a move need not beat recomputation. If only KV that is slow to recompute moved, short requests would stay
         on the device while older ones wait behind the limited pace of drops.
         """
-        return request.known - request.computed <= 1
+        return request.progress.known - request.progress.computed <= 1
 
     def link_room(self, direction: Direction, kv: KVAccounts, tiers: Tiered) -> int:
         """Return how many blocks may still start to move in `direction` without queueing, positive on an idle link."""
@@ -298,7 +299,7 @@ class ProactiveSwap(Swap):
 
     def _arrived(self, kv: KVAccounts) -> int:
         new, self._new = self._new, []
-        return sum(kv.blocks_for(request.known) for request in new if request.finish_reason is None)
+        return sum(kv.blocks_for(request.progress.known) for request in new if request.progress.finish_reason is None)
 
     def _awaited(self, ordering: Ordering, kv: KVAccounts, now: float, free: int) -> int:
         """Return the blocks needed by requests without KV that precede every request with KV; 0 if `free` suffices."""
@@ -309,7 +310,7 @@ class ProactiveSwap(Swap):
         for request in ordering.ranked(now):
             if needed >= most or kv.blocks_of(request) is not None:
                 break
-            needed += kv.blocks_for(request.known)
+            needed += kv.blocks_for(request.progress.known)
         return needed
 
 

@@ -79,7 +79,7 @@ class Hosts:
     def _determine(self, kv: KVAccounts) -> None:
         if self._holders < 0 or self._available != kv.available:
             self._holders, self._available = len(kv.holders()), kv.available
-            some = (one for one in kv.holders() if one.reserved_tokens != UNLIMITED)
+            some = (one for one in kv.holders() if one.progress.reserved_tokens != UNLIMITED)
             self._unused = sorted((blocks, one.id, one) for one in some if (blocks := _unused(one, kv)) > 1)
 
     def _place(self, need: int) -> int:
@@ -122,7 +122,7 @@ class GroupGate:
 
     def begin(self) -> None:
         """Start a step. The gate closes if a decode was refused in the last step and a group has members."""
-        for request in [one for one in self._group_of if phase_of(one, one.known) is not Phase.RUNNING]:
+        for request in [one for one in self._group_of if phase_of(one, one.progress.known) is not Phase.RUNNING]:
             self.leave(request)
         if self._was_refused and self._sizes:
             self.is_open = False
@@ -229,11 +229,11 @@ class ExactReservations(Callbacks):
 
     def on_reserved(self, request: Request, allocation: Allocation, now: float) -> None:
         self._change_hosts()
-        if self._gate is not None and phase_of(request, request.known) is Phase.RUNNING:
+        if self._gate is not None and phase_of(request, request.progress.known) is Phase.RUNNING:
             self._gate.join(request, allocation.group)
 
     def on_deferred(self, request: Request, now: float) -> None:
-        if self._gate is not None and request.planned:  # a decode
+        if self._gate is not None and request.progress.planned:  # a decode
             self._gate.refuse()
 
     def on_preempted(self, request: Request, now: float) -> None:
@@ -258,7 +258,7 @@ class ExactReservations(Callbacks):
         if self._has_outgrown(request, kv) and (more := self._more(request, target, kv)) is not None:
             return more
         wanted = self._wanted.get(request)
-        if wanted is None or wanted.target != target or wanted.forecast is not request.forecast:
+        if wanted is None or wanted.target != target or wanted.forecast is not request.progress.forecast:
             wanted = self._wanted[request] = self._want(request, target, kv)
         tokens, blocks = wanted.tokens, wanted.blocks
         is_open = self._gate is None or self._gate.is_open
@@ -278,18 +278,18 @@ class ExactReservations(Callbacks):
         nested = self._lengths.kv_tokens(request, generated, nested=True)
         blocks = kv.blocks_for(nested)
         need = self._hosts.need(blocks, nested - target + 1, kv) if self._hosts is not None else 0
-        return _Wanted(target, request.forecast, tokens, kv.blocks_for(tokens), nested, blocks, need)
+        return _Wanted(target, request.progress.forecast, tokens, kv.blocks_for(tokens), nested, blocks, need)
 
     def _group_of(self, request: Request) -> Hashable:
         return None if self._group is None else self._group(request, self._now)
 
     def needs(self, request: Request, kv: KVAccounts) -> Sequence[int]:
         """Return the blocks of the request's prompt and, with hosts, its need in a parent request."""
-        prompt = kv.blocks_for(request.known)
+        prompt = kv.blocks_for(request.progress.known)
         return (prompt,) if self._hosts is None else (prompt, self._whole(request, self._hosts, kv)[2])
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
-        if kv.blocks_of(request) is None or request.reserved_tokens == UNLIMITED:
+        if kv.blocks_of(request) is None or request.progress.reserved_tokens == UNLIMITED:
             yield Fact("reservation", "none", "", "It holds no KV that the recipe has reserved for it.")
             return
         parent = _parent_of(request, kv)
@@ -301,9 +301,9 @@ class ExactReservations(Callbacks):
             case _:
                 kind, meaning = "prompt", "It has blocks for its prompt alone, from the share for prompts."
         yield Fact("reservation", kind, "", meaning)
-        yield Fact("reserved", kv.blocks_for(request.reserved_tokens), "blocks", "KV that it may fill.")
+        yield Fact("reserved", kv.blocks_for(request.progress.reserved_tokens), "blocks", "KV that it may fill.")
         nested = [one for one in kv.holders() if _parent_of(one, kv) is request]
-        blocks = sum(kv.blocks_for(one.reserved_tokens) for one in nested)
+        blocks = sum(kv.blocks_for(one.progress.reserved_tokens) for one in nested)
         yield Fact("unused", max(0, _unused(request, kv)), "blocks", "Reserved KV that neither it nor others use.")
         yield Fact("hosts", len(nested), "requests", f"Requests that use {blocks} blocks of its reservation meanwhile.")
 
@@ -315,7 +315,7 @@ class ExactReservations(Callbacks):
         return (prompt,) if self._hosts is None else (prompt, self._hosts.largest(kv))
 
     def _first_reservation(self, request: Request, kv: KVAccounts) -> Allocation | Deferral:
-        known = request.known
+        known = request.progress.known
         if self._hosts is not None:
             tokens, blocks, need = self._whole(request, self._hosts, kv)
             if (host := self._hosts.seek(request, need, kv)) is not None:
@@ -333,7 +333,8 @@ class ExactReservations(Callbacks):
         return Deferral.REQUEST if has_room else Deferral.NEWCOMERS
 
     def _has_outgrown(self, request: Request, kv: KVAccounts) -> bool:
-        return len(request.prompt) < request.reserved_tokens < UNLIMITED and _parent_of(request, kv) is not PROMPTS
+        reserved = request.progress.reserved_tokens
+        return len(request.prompt) < reserved < UNLIMITED and _parent_of(request, kv) is not PROMPTS
 
     def _more(self, request: Request, target: int, kv: KVAccounts) -> Allocation | None:
         tokens = self._lengths.kv_tokens(request, target - len(request.prompt))
@@ -346,7 +347,7 @@ class ExactReservations(Callbacks):
 
     def _whole(self, request: Request, hosts: Hosts, kv: KVAccounts) -> tuple[int, int, int]:
         """Return the tokens and blocks of a nested reservation for prompt and output, and its need."""
-        known = request.known
+        known = request.progress.known
         tokens = self._lengths.kv_tokens(request, known - len(request.prompt), nested=True)
         blocks = kv.blocks_for(tokens)
         # One step more, for the prompt.
@@ -357,9 +358,9 @@ class ExactReservations(Callbacks):
             self._hosts.changed()
 
     def _may_displace(self, request: Request, kv: KVAccounts) -> bool:
-        band = request.band
+        band = request.progress.band
         # The first condition is quicker, and false for most loads.
-        if any(own > band for own in self._bands) and any(one.band > band for one in kv.holders()):
+        if any(own > band for own in self._bands) and any(one.progress.band > band for one in kv.holders()):
             return True
         holders = (one for one in kv.holders() if one in self._live)
         return request in self._live and must_precede(self._ordering, request, holders)
@@ -369,21 +370,23 @@ class ExactReservations(Callbacks):
         # Latest holders first, as they are the likeliest to wait.
         return any(
             # The first condition is the quickest, and false for nearly all.
-            request.known > request.reserved_tokens
-            and phase_of(request, request.known) is Phase.WAITING
-            and request.finish_reason is None
+            request.progress.known > request.progress.reserved_tokens
+            and phase_of(request, request.progress.known) is Phase.WAITING
+            and request.progress.finish_reason is None
             for request in reversed(list(kv.holders()))
         )
 
     @staticmethod
     def _is_stuck(request: Request, kv: KVAccounts) -> bool:
         return not any(
-            one.in_flight or phase_of(one, one.known) is Phase.RUNNING for one in kv.holders() if one is not request
+            one.progress.in_flight or phase_of(one, one.progress.known) is Phase.RUNNING
+            for one in kv.holders()
+            if one is not request
         )
 
 
 def _can_host(request: Request) -> bool:
-    return request.finish_reason is None and phase_of(request, request.known) is Phase.RUNNING
+    return request.progress.finish_reason is None and phase_of(request, request.progress.known) is Phase.RUNNING
 
 
 def _unused(owner: Request | Account, kv: KVAccounts) -> int:

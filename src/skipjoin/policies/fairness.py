@@ -100,7 +100,7 @@ class Fair(Routed):
             self._clients[name] = _Client(next(self._numbers), self._make(), served)
             self._is_sorted = False
         client = self._clients[name]
-        client.live[request] = min(request.computed, len(request.prompt))
+        client.live[request] = min(request.progress.computed, len(request.prompt))
         super().on_arrived(request, now)
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
@@ -142,7 +142,7 @@ class Fair(Routed):
         mine = self._of(request)
         before = takewhile(lambda client: client is not mine, self._standings())
         waiting = (one for client in before for one in client.live if kv.blocks_of(one) is None)
-        return all(one.awaits_grammar for one in waiting) and super().may_pass(request, kv)
+        return all(one.progress.awaits_grammar for one in waiting) and super().may_pass(request, kv)
 
     def must_precede(self, request: Request, others: Iterable[Request]) -> bool:
         self._standings()
@@ -255,13 +255,15 @@ class FairBuilder:
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
         verdict = self._inner.offer(request, pending)
-        if isinstance(verdict, Refusal) or request.band[0]:
+        if isinstance(verdict, Refusal) or request.progress.band[0]:
             return verdict
         limit_s = self._limit_beside(request)
         if limit_s == inf:
             return verdict
         away = self._context.blocks_away(request)
-        tokens = fitting_tokens(self._load, request.planned, verdict, away=away, cost=self._cost, limit=limit_s)
+        tokens = fitting_tokens(
+            self._load, request.progress.planned, verdict, away=away, cost=self._cost, limit=limit_s
+        )
         if tokens:
             return tokens
         if pending == 1 and not away:
@@ -269,10 +271,12 @@ class FairBuilder:
         return TOO_LONG if is_under_way(request) else NEWCOMERS_TOO_LONG
 
     def take(self, request: Request, tokens: int) -> None:
-        if not request.band[0]:
+        if not request.progress.band[0]:
             self._limit_s = self._limit_beside(request)
             self._first = request.options.client if self._first is None else self._first
-            self._load = self._load.plus(StepLoad.of(request.planned, tokens, self._context.blocks_away(request)))
+            self._load = self._load.plus(
+                StepLoad.of(request.progress.planned, tokens, self._context.blocks_away(request))
+            )
         self._inner.take(request, tokens)
 
     def _limit_beside(self, request: Request) -> float:

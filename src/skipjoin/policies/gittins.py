@@ -44,7 +44,7 @@ class Kind(NamedTuple):
 def kind_of(request: Request, cls: ForecastClass, time: ExecutionTime) -> Kind:
     prompt = len(request.prompt)
     octave = int(math.log2(max(_SHORT_PROMPT, prompt)))
-    jct_s = request.options.target.jct_s
+    jct_s = request.progress.target.jct_s
     steps = None if jct_s == math.inf else int(math.log2(max(1.0, jct_s / max(_MIN_STEP_S, time.decode(prompt)))))
     return Kind(cls, octave, bin_of(request.max_tokens), steps)
 

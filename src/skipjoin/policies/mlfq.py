@@ -155,7 +155,7 @@ class SkipJoinMlfq(Callbacks):
     def on_arrived(self, request: Request, now: float) -> None:
         if self._cost.revision != self._revision:
             self._revise()
-        prefill = request.known - request.reached
+        prefill = request.progress.known - request.progress.reached
         level = self._covering(self._prefill_seconds(prefill)) if self._skip_join else 0
         job = self._jobs[request] = _Job(prefill, level, self._key(prefill, level), 0.0, now)
         self._queues[level].add(job.key, request)
@@ -270,7 +270,7 @@ class SkipJoinMlfq(Callbacks):
             return
         self._use.demotions += 1
         level = job.level + 1
-        if (uncached := request.known - request.reached) > 1:
+        if (uncached := request.progress.known - request.progress.reached) > 1:
             level = max(level, self._covering(self._prefill_seconds(uncached)))
         self._join(request, job, min(level, len(self._quanta) - 1), 0.0)
 
@@ -303,7 +303,7 @@ class SkipJoinMlfq(Callbacks):
 
     def _promote(self, request: Request, job: _Job, now: float) -> None:
         self._use.promotions += 1
-        again = self._prefill_seconds(request.pending)
+        again = self._prefill_seconds(request.progress.pending)
         job.is_promoted = True
         job.home = (job.level, job.used) if self._returns else None
         self._join(request, job, 0, 0.0)

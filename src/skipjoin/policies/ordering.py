@@ -90,13 +90,13 @@ class Prioritized(Routed):
         return all(map(is_decode_invariant, self._sorted))
 
     def inner(self, request: Request) -> Ordering:
-        return self._bands[request.band]
+        return self._bands[request.progress.band]
 
     def inners(self) -> Sequence[Ordering]:
         return self._sorted
 
     def is_best_effort(self, request: Request) -> bool:
-        return request.band[0]
+        return request.progress.band[0]
 
     def on_arrived(self, request: Request, now: float) -> None:
         if request.is_best_effort:
@@ -124,11 +124,11 @@ class Prioritized(Routed):
         return super().ranked(now)
 
     def rank(self, request: Request) -> tuple[Band, Any]:
-        band = request.band
+        band = request.progress.band
         return (band, self._bands[band].rank(request))
 
     def outranks(self, one: Request, other: Request) -> bool:
-        band, theirs = one.band, other.band
+        band, theirs = one.progress.band, other.progress.band
         return self._bands[band].outranks(one, other) if band == theirs else band < theirs
 
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
@@ -136,7 +136,7 @@ class Prioritized(Routed):
             return self._sorted[0].expected_order(requests, now)
         by_band: dict[Band, list[Request]] = {}
         for request in requests:
-            by_band.setdefault(request.band, []).append(request)
+            by_band.setdefault(request.progress.band, []).append(request)
         return [
             ((band, turn), request)
             for band in sorted(by_band)
@@ -147,7 +147,7 @@ class Prioritized(Routed):
         return request not in self._lifted and super().may_await_prefix(request, now)
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
-        if better := sum(size for band, size in self._sizes.items() if band < request.band):
+        if better := sum(size for band, size in self._sizes.items() if band < request.progress.band):
             yield Fact("in better classes", better, "requests", "They run first: by class, urgency and priority.")
         if request in self._lifted:
             yield Fact("served as", "real-time", "", "It is best-effort, and has waited for so long that it is lifted.")
@@ -166,19 +166,19 @@ class Prioritized(Routed):
 
     def _follow_priorities(self, now: float) -> None:
         """Give the lifted requests the best priority of real-time requests, or their own where there are none."""
-        own = Counter(request.band for request in self._lifted)
+        own = Counter(request.progress.band for request in self._lifted)
         best = min((b for b, size in self._sizes.items() if b[:2] == (False, True) and size > own[b]), default=None)
         for request in self._lifted:
-            if best is not None and request.band != best:
+            if best is not None and request.progress.band != best:
                 self._move(request, best, now)
 
     def _move(self, request: Request, band: Band, now: float) -> None:
         self._leave(request, now)
-        request.band = band
+        request.progress.lift(band)
         self._join(request, now)
 
     def _join(self, request: Request, now: float) -> None:
-        band = request.band
+        band = request.progress.band
         if band not in self._bands:
             self._bands[band] = self._make_best_effort() if band[0] else self._make()
             self._sizes[band] = 0
@@ -187,7 +187,7 @@ class Prioritized(Routed):
         self._bands[band].on_arrived(request, now)
 
     def _leave(self, request: Request, now: float) -> None:
-        band = request.band
+        band = request.progress.band
         self._bands[band].on_finished(request, now)
         self._sizes[band] -= 1
         # Empty bands are removed, since users may send any integer as a priority.

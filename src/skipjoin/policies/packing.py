@@ -92,7 +92,7 @@ class Packing:
         start, margin = self.start_of(context), cost.margin
         for request, pending in sorted(urgent, key=lambda one: due(one[0])):
             left = (due(request) - start) / margin
-            if left > 0 and StepLoad.of(request.planned, pending).seconds(cost) <= left:
+            if left > 0 and StepLoad.of(request.progress.planned, pending).seconds(cost) <= left:
                 return left
         return self.next_tokens.default.tpot_s
 
@@ -126,7 +126,7 @@ class Pack:
         prefill = attention = decodes = context = away = 0
         away_of = self._context.blocks_away
         for request, pending in candidates:
-            start = request.planned
+            start = request.progress.planned
             if pending == 1:
                 decodes += 1
                 context += start + 1
@@ -210,7 +210,9 @@ class Pack:
 
     def _fit(self, request: Request, most: int) -> int:
         away = self._context.blocks_away(request)
-        return fitting_tokens(self._load, request.planned, most, away=away, cost=self._rules.cost, limit=self._limit)
+        return fitting_tokens(
+            self._load, request.progress.planned, most, away=away, cost=self._rules.cost, limit=self._limit
+        )
 
     def _can_wait(self, request: Request) -> bool:
         """Return whether the next token still meets its deadline if computed a step later (BROS equation 6)."""
@@ -218,10 +220,10 @@ class Pack:
         match rules.replacing:
             case Replacing.NONE:
                 return False
-            case Replacing.DECODES if not request.output:
+            case Replacing.DECODES if not request.progress.output:
                 return False
         left = rules.next_tokens.due(request) - rules.start_of(self._context)
-        alone = StepLoad.of(request.planned, self.chosen[request]).seconds(rules.cost)
+        alone = StepLoad.of(request.progress.planned, self.chosen[request]).seconds(rules.cost)
         return left >= rules.cost.margin * (self.seconds + max(rules.mean_s, alone))
 
     def _choose(self, request: Request, tokens: int) -> None:
@@ -230,7 +232,7 @@ class Pack:
 
     def _join(self, request: Request, tokens: int, sign: int = 1) -> None:
         away = self._context.blocks_away(request)
-        self._load = self._load.plus(StepLoad.of(request.planned, tokens, away), sign)
+        self._load = self._load.plus(StepLoad.of(request.progress.planned, tokens, away), sign)
         self._slots += sign
         self._tokens -= sign * tokens
 

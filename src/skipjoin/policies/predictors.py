@@ -12,7 +12,7 @@ NO_FORECAST_TOKENS = 16
 
 def forecast_tokens(request: Request) -> float:
     """Return the forecast within [1, max_tokens], or `NO_FORECAST_TOKENS` without one."""
-    expected = NO_FORECAST_TOKENS if request.forecast is None else request.forecast.tokens
+    expected = NO_FORECAST_TOKENS if request.progress.forecast is None else request.progress.forecast.tokens
     return min(max(expected, 1), request.max_tokens)
 
 
@@ -33,7 +33,7 @@ class ForecastQuantile:
         self._points: dict[int, tuple[Forecast, float]] = {}
 
     def __call__(self, request: Request) -> float:
-        forecast = request.forecast
+        forecast = request.progress.forecast
         if forecast is None or not forecast.mass:
             return forecast_tokens(request)
         # Cached per forecast object, as it is read with every token.
@@ -70,10 +70,10 @@ class LearnedLength:
         for bucket in range(_BUCKETS):
             self._weights[bucket] *= _KEPT
             self._tokens[bucket] *= _KEPT
-        self._add(max(1, len(request.output)))
+        self._add(max(1, len(request.progress.output)))
 
     def predict(self, request: Request) -> int:
-        generated, most = len(request.output), request.max_tokens
+        generated, most = len(request.progress.output), request.max_tokens
         weight = total = 0.0
         for bucket in range(_bucket(max(1, generated)), _BUCKETS):
             if (share := self._weights[bucket]) > 0 and (mean := self._tokens[bucket] / share) > generated:

@@ -48,7 +48,7 @@ class RemainingTime:
         return self._aging_s * (key - math.log(self._time.decode(1)))
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
-        known, uncached = request.known, request.known - request.reached
+        known, uncached = request.progress.known, request.progress.known - request.progress.reached
         left_s = self.seconds(request, known)
         prefill_s = self._time.prefill(uncached) if uncached > 1 else 0.0
         tokens = round((left_s - prefill_s) / self._time.decode(known))
@@ -67,7 +67,7 @@ class RemainingTime:
         length = min(length, request.max_tokens)
         seconds = (length - generated if length > generated else 1) * self._time.decode(known)
         # The step of a just-sampled token is counted above; more uncached tokens are prefill.
-        uncached = known - request.reached
+        uncached = known - request.progress.reached
         if uncached > 1:
             seconds += self._time.prefill(uncached)
         return seconds

@@ -139,7 +139,7 @@ class EvenBuilder:
                     count = min(count, tokens)
                     slices = max(1, count // loads.min_chunk)
                 tokens -= count
-            load = load_of(request.planned, count)
+            load = load_of(request.progress.planned, count)
             self._idle[request] = count, load, slices
             self._slices += slices
             self._sought += load
@@ -171,9 +171,9 @@ class EvenBuilder:
             self._slices -= slices
             self._overdue.discard(request)
             if count != tokens:
-                load = self._loads.of(request.planned, tokens)
+                load = self._loads.of(request.progress.planned, tokens)
         else:
-            load = self._loads.of(request.planned, tokens)
+            load = self._loads.of(request.progress.planned, tokens)
             self._sought += load
             self._share = self._share_of(self._sought)
         self.load += load
@@ -183,12 +183,12 @@ class EvenBuilder:
 
     def _is_urgent(self, request: Request) -> bool:
         is_unseen = request not in self._idle and not self._is_full
-        return is_unseen or request in self._overdue or not (self._rules.holds_back or request.planned)
+        return is_unseen or request in self._overdue or not (self._rules.holds_back or request.progress.planned)
 
     def _fit(self, request: Request, pending: int, most: int) -> int:
         """Return how many prompt tokens fill the share, or `most` if the rest would be too small for a slice."""
         loads, share = self._loads, self._share
         if request not in self._idle:  # it needs memory of others
-            share = self._share_of(self._sought + loads.of(request.planned, pending))
-        tokens = max(loads.min_chunk, loads.reaching(request.planned, share - self.load))
+            share = self._share_of(self._sought + loads.of(request.progress.planned, pending))
+        tokens = max(loads.min_chunk, loads.reaching(request.progress.planned, share - self.load))
         return most if tokens >= most or pending - tokens < loads.min_chunk else tokens

@@ -72,7 +72,7 @@ class Valued(Callbacks):
             request = slice_.request
             # Include the just-sampled token, which is not appended yet. Without it an eviction would lower the key, and
             # the victim could outrank the request that preempted it.
-            known = request.known + slice_.samples
+            known = request.progress.known + slice_.samples
             changes_at = changes.get(request)
             if not changes_at or known >= changes_at or slice_.tokens > 1:
                 if changes_at != 0:
@@ -89,7 +89,9 @@ class Valued(Callbacks):
     def _changing(self, slices: Sequence[Slice]) -> list[Slice]:
         """Return the slices whose requests may have another key. Most are decodes that have not."""
         changes_at = self._changes.get
-        return [slice_ for slice_ in slices if changes_at(slice_[0], 0) <= slice_[0].known + 1 or slice_[2] > 1]
+        return [
+            slice_ for slice_ in slices if changes_at(slice_[0], 0) <= slice_[0].progress.known + 1 or slice_[2] > 1
+        ]
 
     def on_preempted(self, request: Request, now: float) -> None:
         self._place(request, now)
@@ -124,7 +126,7 @@ class Valued(Callbacks):
         return explanation(self._value, request, now, kv)
 
     def _place(self, request: Request, now: float) -> None:
-        key = self._value.key(request, request.known, now)
+        key = self._value.key(request, request.progress.known, now)
         self._ranking.set_stable(request, (key, request.arrival, request.id))
         self._changes.pop(request, None)
         self._watch_until(request, self._value.until(request, now))

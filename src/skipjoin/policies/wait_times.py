@@ -105,7 +105,7 @@ class ShortestWithWaits(Valued):
             seconds = min((running + waiting) / self._batch, max(0.0, value.promoted(key) - now))
             turns.append((int(seconds / self._grain_s), request))
             if request not in self._waiting:
-                running += value.seconds(request, request.known)
+                running += value.seconds(request, request.progress.known)
         return turns
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
@@ -118,6 +118,6 @@ class ShortestWithWaits(Valued):
         super()._place(request, now)
         if request in self._waiting:
             self._backlog.remove(*self._waiting[request])
-        entry = self.rank(request)[0][0], self._remaining.seconds(request, request.known)
+        entry = self.rank(request)[0][0], self._remaining.seconds(request, request.progress.known)
         self._waiting[request] = entry
         self._backlog.add(*entry)

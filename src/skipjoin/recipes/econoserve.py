@@ -107,7 +107,7 @@ def decoupled(
     """
 
     def group(request: Request, now: float) -> tuple[object, ...]:
-        return (request.band, tasks.group(request, now))
+        return (request.progress.band, tasks.group(request, now))
 
     tasks = Tasks(order)
     batcher = TargetForward(s.max_seqs, s.max_tokens, s.cost, target=p.forward_tokens)

@@ -19,7 +19,7 @@ _ANY_COST = LinearCost(floor=0.01, prefill_token=1e-5)
 
 
 class Forecasts(StrEnum):
-    """What a recipe expects in `Request.forecast`, set by an engine or a simulation."""
+    """What a recipe expects in `Request.progress.forecast`, set by an engine or a simulation."""
 
     NONE = "none"  # not read
     LEARNED = "learned"  # a forecaster's prediction; requests without one are served, too

@@ -12,6 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from skipjoin.core.events import Event, Finished
 from skipjoin.core.foreign import ForeignScheduler
@@ -117,7 +118,7 @@ class SplitTraffic:
         self._now = now
         for whole in self._arrivals.take(now):
             self._watcher.arrived(whole)
-            prompt = _prompt_of(whole)
+            prompt = _version_of(whole, max_tokens=1, keeps_kv=True)
             self._whole[prompt] = whole
             yield self._prefill.choose(prompt), prompt
         for replica in self._woken:
@@ -155,8 +156,9 @@ class SplitTraffic:
         self._arrivals.observe((event,))
 
     def _hand_over(self, source: int, prompt: Request, whole: Request) -> None:
-        computed = prompt.computed
-        request = replace(whole, output=list(prompt.output), computed=computed, planned=computed)
+        computed = prompt.progress.computed
+        request = _version_of(whole, resumed=prompt.progress.output)
+        request.progress.rewind(computed)
         target = self._prefill_replicas + self._decode.choose(request)
         handover = Handover(prompt, request, source, target, computed * self._token_bytes, self._now)
         self._waiting[target].append(handover)
@@ -173,5 +175,7 @@ class SplitTraffic:
             heapq.heappush(self._landing, (handover.landed, self._pulls, handover))
 
 
-def _prompt_of(whole: Request) -> Request:
-    return replace(whole, max_tokens=1, keeps_kv=True, output=[])
+def _version_of(whole: Request, **changes: Any) -> Request:
+    version = replace(whole, **changes)
+    version.progress.expect(whole.progress.forecast, whole.progress.target)
+    return version

@@ -44,7 +44,7 @@ class LengthForecasts:
         return cls(forecaster, folder)
 
     def arrived(self, request: Request) -> None:
-        request.forecast = self._forecaster.prior(request.max_tokens)
+        request.progress.expect(self._forecaster.prior(request.max_tokens))
         self._work.put(lambda: self._predict(request))
 
     def ready(self) -> Iterator[tuple[Request, Forecast]]:
@@ -52,7 +52,7 @@ class LengthForecasts:
             yield self._ready.popleft()
 
     def finished(self, request: Request) -> None:
-        tokens, reason = len(request.output), request.finish_reason
+        tokens, reason = len(request.progress.output), request.progress.finish_reason
         self._work.put(lambda: self._learn(request, tokens, reason))
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class LengthForecasts:
             self._save_if_due()
 
     def _predict(self, request: Request) -> None:
-        if request.finish_reason is not None:
+        if request.progress.finish_reason is not None:
             return
         predicted = self._forecaster.forecast(request.prompt, request.max_tokens)
         self._predicted[request] = predicted

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import KeysView
-from math import inf
 
 from skipjoin.core.kv.interface import MISS, BlockLedger, Hit
 from skipjoin.core.kv.reservations import Owner, Reservations
@@ -97,7 +96,7 @@ class CountingLedger(BlockLedger):
 
     def filled(self, request: Request) -> int:
         held = self._held.get(request)
-        return min(len(held.device), self.blocks_for(request.computed)) if held is not None else 0
+        return min(len(held.device), self.blocks_for(request.progress.computed)) if held is not None else 0
 
     def filled_after(self, request: Request, freed: int) -> int:
         return 0
@@ -130,8 +129,8 @@ class CountingLedger(BlockLedger):
     def reserve(self, request: Request, blocks: int, *, tokens: int | None = None, parent: Owner = None) -> None:
         held = self._hold(request)
         self._reservations.promise(request, blocks, parent)
-        request.reserved_tokens = UNLIMITED if tokens is None else tokens
-        held.room = min(len(held.device) * self.block_size, request.reserved_tokens)
+        request.progress.reserve(UNLIMITED if tokens is None else tokens)
+        held.room = min(len(held.device) * self.block_size, request.progress.reserved_tokens)
 
     def adopt(self, request: Request) -> Hit:
         hit = self.hit(request)
@@ -152,8 +151,8 @@ class CountingLedger(BlockLedger):
         held = self._held[request]
         held.reservation.hand_over()
         held.reservation.promised = 0
-        if request.reserved_tokens != UNLIMITED:
-            request.reserved_tokens = 0
+        if request.progress.reserved_tokens != UNLIMITED:
+            request.progress.reserve(0)
         self.resize(request, len(held.device))
 
     def cut(self, request: Request) -> None:
@@ -180,7 +179,7 @@ class CountingLedger(BlockLedger):
             self._tier.release(request)
         del self._held[request]
         self._reservations.close(request)
-        request.reserved_tokens = UNLIMITED
+        request.progress.reserve(UNLIMITED)
         self._held_blocks -= blocks
         self._free += blocks - shared
         self._reservations.total -= shared
@@ -194,7 +193,7 @@ class CountingLedger(BlockLedger):
         if held is None:
             count = Count()
             held = self._held[request] = CountedBlocks(self._reservations.open(request, count), count)
-            request.cached, request.led_since = 0, inf
+            request.progress.find(0)
         return held
 
     def resize(self, request: Request, blocks: int) -> None:
@@ -205,7 +204,7 @@ class CountingLedger(BlockLedger):
         self._free -= more
         held.reservation.resize()
         is_here = not held.cpu and held.moving is None
-        held.room = min(blocks * self.block_size, request.reserved_tokens) if is_here else 0
+        held.room = min(blocks * self.block_size, request.progress.reserved_tokens) if is_here else 0
 
     def _shared(self, request: Request) -> int:
         if request.prefix is None:

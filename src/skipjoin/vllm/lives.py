@@ -79,7 +79,7 @@ class RequestLives:
         self.observe((Arrived(request, now),))
 
     def generated(self, request: Request, now: float) -> None:
-        self.observe((Token(request, now, request.output[0], None),))
+        self.observe((Token(request, now, request.progress.output[0], None),))
 
     def finished(self, request: Request, reason: FinishReason, now: float) -> None:
         self.observe((Finished(request, now, reason),))

@@ -68,10 +68,10 @@ class EngineCollector(Collector):
         waits: Counter[WaitReason] = Counter()
         running = parked = on_cpu = 0
         for request in list(self._mirrors.values()):
-            if request.in_flight or request.last_plan >= core.latest_plan:
+            if request.progress.in_flight or request.progress.last_plan >= core.latest_plan:
                 running += 1
                 continue
-            waits[request.wait.reason if request.wait is not None else core.tail.reason] += 1
+            waits[core.waits.get(request, core.tail).reason] += 1
             held = core.kv.blocks_of(request)
             on_cpu += held is not None and held.away > 0
             parked += held is not None and not held.away
@@ -95,6 +95,7 @@ class EngineCollector(Collector):
             seconds.add_metric([part], getattr(tally, f"{part}_s"))
         yield seconds
         forecast = GaugeMetricFamily("skipjoin:forecast_tokens", "Mean forecast of live requests by source.")
-        told = [mirror.forecast for mirror in list(self._mirrors.values()) if mirror.forecast is not None]
+        forecasts = [mirror.progress.forecast for mirror in list(self._mirrors.values())]
+        told = [one for one in forecasts if one is not None]
         forecast.add_metric([], sum(one.tokens for one in told) / len(told) if told else 0.0)
         yield forecast

@@ -31,7 +31,7 @@ class Mirrors(dict[str, Request]):
 
     def join(self, request: Any, now: float, *, awaits_grammar: bool) -> None:
         mirror = mirror_of(request, next(self._numbers), now, max_model_len=self._max_model_len, caches=self._caches)
-        mirror.awaits_grammar = awaits_grammar
+        mirror.progress.await_grammar(awaits_grammar)
         self[request.request_id] = mirror
         if self._forecasts is not None:
             self._forecasts.arrived(mirror)
@@ -43,7 +43,7 @@ class Mirrors(dict[str, Request]):
         """Remove a request, if it is live. vLLM frees its blocks at once, also while it is in flight."""
         if (mirror := self.pop(request_id, None)) is None:
             return
-        mirror.finish_reason = reason
+        mirror.progress.finish(reason)
         self._core.remove(mirror, now)
         self._ledger.release(mirror)
         if self._forecasts is not None:
@@ -53,8 +53,8 @@ class Mirrors(dict[str, Request]):
 
     def reforecast(self, now: float) -> None:
         for mirror, forecast in self._forecasts.ready() if self._forecasts is not None else ():
-            if mirror.finish_reason is None:
-                mirror.forecast = forecast
+            if mirror.progress.finish_reason is None:
+                mirror.progress.expect(forecast)
                 for notify in self._core.policies.on_reforecast:
                     notify(mirror, now)
 
@@ -65,10 +65,9 @@ class Mirrors(dict[str, Request]):
             for output in client.outputs:
                 if (mirror := self.get(output.request_id)) is None:
                     continue
-                is_first = lives is not None and not mirror.output
+                is_first = lives is not None and not mirror.progress.output
                 new = output.new_token_ids
-                mirror.output += new
-                mirror.known += len(new)
+                mirror.progress.extend(new)
                 if is_first and new and lives is not None:
                     lives.generated(mirror, now)
                 if output.finish_reason is not None:

@@ -142,7 +142,7 @@ class Scheduler(AnyScheduler):
                 self.deferred_waiting.discard(request)
                 self.kv_holding_waiting.remove_request(request)
                 self.waiting.add_request(request)
-                self._mirrors[request.request_id].awaits_grammar = False
+                self._mirrors[request.request_id].progress.await_grammar(False)
 
     def _plan(self, now: float) -> StepPlan | None:
         core = self._core
@@ -246,7 +246,7 @@ class Scheduler(AnyScheduler):
             mirror = self._mirrors[request_id]
             self._ledger.settle(mirror)
             made = slice_of(mirror, tokens, awaits=False)
-            slices.append(made._replace(awaits=made.start + tokens > mirror.known))
+            slices.append(made._replace(awaits=made.start + tokens > mirror.progress.known))
         return self._core.insert(slices, now) if slices else None
 
     def _lose_all(self, now: float) -> None:

@@ -57,7 +57,7 @@ class CountedTier(Tiered):
 
     def can_move_out(self, request: Request, *, keep: int = 0, blocking: bool = True) -> bool:
         held, filled = self._ledger.blocks_of(request), self._ledger.filled(request)
-        if held is None or held.moving is not None or request.in_flight:
+        if held is None or held.moving is not None or request.progress.in_flight:
             return False
         # In the plan that adopts a prefix, the engine has not given its blocks to the request yet.
         return not keep and 0 < filled <= min(self._cpu.free, self._allocated(request))
@@ -143,7 +143,7 @@ class CountedTier(Tiered):
             held.cpu = []
 
     def _begin(self, direction: Direction, request: Request, blocks: list[int]) -> Move:
-        move = Move(direction, request, tuple(blocks), tuple(blocks), request.computed)
+        move = Move(direction, request, tuple(blocks), tuple(blocks), request.progress.computed)
         self._moves[request] = move
         self._counts[direction] += len(blocks)
         held = self._ledger.blocks_of(request)

@@ -31,7 +31,7 @@ def test_a_shorter_slice_replaces_the_planned_one() -> None:
     amended = core.scheduler.amend(plan, [slice_._replace(tokens=4, samples=False)], 0.0)
     commit(core, amended)
     request = slice_.request
-    assert (request.computed, request.planned, request.pending_samples) == (4, 4, 0)
+    assert (request.progress.computed, request.progress.planned, request.progress.pending_samples) == (4, 4, 0)
     (rest,) = core.scheduler.schedule(1.0).slices
     assert (rest.start, rest.tokens, rest.samples) == (4, 6, True)
 
@@ -43,9 +43,8 @@ def test_a_request_that_is_left_out_waits_for_kv_and_is_planned_again() -> None:
     core.take_events()
     amended = core.scheduler.amend(plan, [kept], 0.0)
     request = left.request
-    assert (request.planned, request.pending_samples, request.last_plan) == (0, 0, NEVER)
-    assert request.wait is not None
-    assert request.wait.reason is WaitReason.NO_KV
+    assert (request.progress.planned, request.progress.pending_samples, request.progress.last_plan) == (0, 0, NEVER)
+    assert core.scheduler.waits[request].reason is WaitReason.NO_KV
     assert [one.how for one in core.take_events() if isinstance(one, Preempted)] == [Preemption.PAUSE]
     commit(core, amended)
     again = core.scheduler.schedule(1.0)
@@ -66,7 +65,7 @@ def test_lost_kv_voids_the_slices_in_flight() -> None:
     (current,) = core.scheduler.in_flight
     assert [slice_.request for slice_ in current.slices] == [kept]
     commit(core, current)
-    assert (lost.computed, lost.planned, lost.pending_samples) == (0, 0, 0)
+    assert (lost.progress.computed, lost.progress.planned, lost.progress.pending_samples) == (0, 0, 0)
     assert core.kv.blocks_of(lost) is None
     again = core.scheduler.schedule(1.0)
     assert [slice_.start for slice_ in again.slices if slice_.request is lost] == [0]
@@ -77,13 +76,13 @@ def test_an_inserted_plan_counts_like_a_planned_one() -> None:
     commit(core, plan)
     (slice_,) = plan.slices
     request = slice_.request
-    request.output.append(7)
-    request.known += 1
+    request.progress.output.append(7)
+    request.progress.known += 1
     core.kv.grow(request, 11)
     inserted = core.scheduler.insert([slice_._replace(start=10, tokens=1)], 1.0)
-    assert inserted.id == request.last_plan > plan.id
-    assert (request.planned, request.pending_samples) == (11, 1)
+    assert inserted.id == request.progress.last_plan > plan.id
+    assert (request.progress.planned, request.progress.pending_samples) == (11, 1)
     with pytest.raises(ValueError, match="in flight already"):
         core.scheduler.insert((), 1.0)
     commit(core, inserted)
-    assert (request.computed, request.pending_samples) == (11, 0)
+    assert (request.progress.computed, request.progress.pending_samples) == (11, 0)

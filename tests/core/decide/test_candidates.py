@@ -72,7 +72,7 @@ def test_best_effort_requests_keep_their_blocks_without_real_time_ones() -> None
 
 def run_until_finished(stepper: Stepper, request: Request) -> None:
     stepper.add(request)
-    while request.finish_reason is None:
+    while request.progress.finish_reason is None:
         stepper.step()
 
 

@@ -101,8 +101,7 @@ def test_a_request_keeps_its_kv_while_its_reservation_is_not_renewed() -> None:
     table = scene.kv.blocks_of(paused).table
     assert [scene.ran() for _ in range(3)] == [[1]] * 3
     assert scene.kv.blocks_of(paused).table == table
-    assert paused.wait is not None
-    assert paused.wait.reason is WaitReason.HELD_BY_ADMISSION
+    assert scene.core.scheduler.waits[paused].reason is WaitReason.HELD_BY_ADMISSION
     scene.admission.answers[0] = granting(4, 14)
     assert scene.ran() == [0, 1]
     scene.drain()
@@ -170,7 +169,7 @@ def test_a_nested_reservation_takes_no_available_blocks() -> None:
 
 
 def end(scene: Claims, parent: Request) -> None:
-    parent.max_total_tokens = parent.known + 1
+    object.__setattr__(parent, "max_total_tokens", parent.progress.known + 1)  # it ends earlier than it could
     scene.ran()
 
 
@@ -183,7 +182,7 @@ def evict(scene: Claims, parent: Request) -> None:
     scene.ordering.numbers[9] = -1
     scene.add(make(9, 8, 3))
     assert scene.ran() == [9]  # requests below an evicted one take no blocks in that step
-    assert parent.evictions == 1
+    assert parent.progress.evictions == 1
 
 
 @pytest.mark.parametrize("account", [False, True])
@@ -201,7 +200,7 @@ def test_a_nested_request_goes_on_in_the_grandparent_when_its_parent_is_released
     assert scene.kv.reservations.parent_of(parent) is None
     scene.ordering.numbers[0] = 400  # the parent, when swapped in, takes nothing from the nested request
     scene.drain()
-    assert nested.evictions == 0
+    assert nested.progress.evictions == 0
 
 
 def test_an_account_gets_its_blocks_again_after_a_nested_request() -> None:
@@ -226,10 +225,10 @@ def test_a_parent_that_grows_evicts_its_nested_request_only() -> None:
     assert scene.ran() == [0, 1, 2]
     assert scene.kv.available == 0
     scene.admission.answers = dict.fromkeys((1, 2), refusing(Deferral.REQUEST))
-    while not nested.evictions:
+    while not nested.progress.evictions:
         assert 0 in scene.ran()
     assert len(scene.kv.blocks_of(parent).table) == 10 - 4 + 1
-    assert (parent.evictions, other.evictions) == (0, 0)
+    assert (parent.progress.evictions, other.progress.evictions) == (0, 0)
     scene.admission.answers.clear()
     scene.drain()
 
@@ -237,8 +236,10 @@ def test_a_parent_that_grows_evicts_its_nested_request_only() -> None:
 def test_a_parent_takes_available_blocks_before_it_evicts_its_nested_request() -> None:
     scene, parent, nested = nesting(output=30, blocks=12, eviction=Vacate(COST))
     held = []
-    while not nested.evictions:
-        scene.admission.answers[1] = granting(4, 16, parent) if nested.known <= 16 else refusing(Deferral.REQUEST)
+    while not nested.progress.evictions:
+        scene.admission.answers[1] = (
+            granting(4, 16, parent) if nested.progress.known <= 16 else refusing(Deferral.REQUEST)
+        )
         assert 0 in scene.ran()
         held.append(len(scene.kv.blocks_of(parent).table))
     assert held[-2:] == [12 - 4, 12 - 4 + 1]
@@ -296,7 +297,7 @@ def test_requests_run_one_at_a_time_if_every_reservation_is_refused(how: Deferra
     assert all(len(numbers) == 1 for numbers in ran)
     assert sorted(ran) == ran
     assert [len(scene.tokens[number]) for number in range(3)] == [14] * 3
-    assert all(request.evictions == 0 for request in requests)
+    assert all(request.progress.evictions == 0 for request in requests)
 
 
 def test_a_forced_request_takes_the_blocks_of_one_that_cannot_run() -> None:
@@ -309,7 +310,7 @@ def test_a_forced_request_takes_the_blocks_of_one_that_cannot_run() -> None:
     assert scene.ran() == [0]
     assert scene.preempted() == [(1, Preemption.DROP)]
     scene.drain()
-    assert [request.evictions for request in requests] == [0, 1]
+    assert [request.progress.evictions for request in requests] == [0, 1]
 
 
 def test_no_request_is_forced_while_another_runs() -> None:
@@ -334,7 +335,7 @@ def test_a_reservation_ends_with_a_swap_out_and_is_requested_again(limit: int | 
     eviction.out = [request]
     assert scene.ran() == [0]
     assert scene.kv.cpu_footprint(request) == 2
-    assert request.reserved_tokens == (UNLIMITED if limit is None else 0)
+    assert request.progress.reserved_tokens == (UNLIMITED if limit is None else 0)
     assert scene.kv.available == 12 - 7
     if limit is not None:
         scene.admission.answers[1] = refusing(Deferral.REQUEST)
@@ -362,7 +363,7 @@ def test_kv_is_swapped_into_a_nested_reservation() -> None:
     assert scene.kv.reservations.parent_of(nested) is parent
     assert scene.kv.available == 0
     scene.drain()
-    assert (parent.evictions, nested.evictions) == (0, 0)
+    assert (parent.progress.evictions, nested.progress.evictions) == (0, 0)
 
 
 # -- restarts ---------------------------------------------------------------------------------------------------------
@@ -373,7 +374,12 @@ def test_a_restart_ends_all_reservations_and_all_are_requested_again() -> None:
     scene.start()
     scene.restart()
     unused = scene.kv.reservations.unused(KEPT)
-    assert (scene.kv.available, unused, parent.reserved_tokens, nested.reserved_tokens) == (12, 0, UNLIMITED, UNLIMITED)
+    assert (scene.kv.available, unused, parent.progress.reserved_tokens, nested.progress.reserved_tokens) == (
+        12,
+        0,
+        UNLIMITED,
+        UNLIMITED,
+    )
     assert scene.ran() == [0, 1]
     assert [owner for owner, *_ in scene.claims(0)] == [KEPT, KEPT]
     assert [owner for owner, *_ in scene.claims(1)] == [parent, parent]

@@ -35,7 +35,7 @@ def test_a_promoted_owner_runs_when_its_borrower_fills_the_device(depth: int, ov
 def test_an_owner_that_ranks_first_again_runs_before_its_borrower_finishes(depth: int, overlap: bool) -> None:
     stepper = Scene({0: 1, 1: 0}, blocks=10, cpu=200, eviction=LendAll(), depth=depth, overlap=overlap)
     stepper.add(make(0, 34, 6, best_effort=True))
-    while stepper.core.requests[0].pending > 1:
+    while stepper.core.requests[0].progress.pending > 1:
         stepper.step()
     stepper.add(make(1, 26, 14))
     while len(stepper.tokens.get(1, ())) < 2:

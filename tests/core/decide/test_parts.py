@@ -49,7 +49,7 @@ def test_only_missing_blocks_are_swapped_out_and_swapped_in_again() -> None:
     plan = scene.step()
     (move,) = plan.blocking
     assert (move.source, move.tokens) == (table[5:], 7)
-    assert (scene.blocks(victim), victim.computed, victim.evictions) == ((5, 2), 27, 1)
+    assert (scene.blocks(victim), victim.progress.computed, victim.progress.evictions) == ((5, 2), 27, 1)
     assert scene.kv.blocks_of(victim).table == table[:5]
     while not (plan := scene.step()).blocking:
         assert [piece.request.id for piece in plan.slices] == [1]
@@ -88,10 +88,10 @@ def test_a_failed_move_loses_the_kv_from_its_first_token_on(fails: Direction) ->
     table = scene.kv.blocks_of(victim).table
     scene.request(1, 17, 4)
     scene.fails = lambda move: move.direction is fails
-    while victim.computed == 27:
+    while victim.progress.computed == 27:
         scene.step()
     scene.fails = lambda move: False
-    assert (victim.computed, victim.planned, scene.blocks(victim)) == (20, 20, (5, 0))
+    assert (victim.progress.computed, victim.progress.planned, scene.blocks(victim)) == (20, 20, (5, 0))
     assert scene.kv.blocks_of(victim).table == table[:5]
     assert scene.preemptions() == [(0, Preemption.SPILL, 20), (0, Preemption.DROP, 20)]
     scene.drain()
@@ -108,7 +108,7 @@ def test_dropping_device_blocks_also_drops_later_ones_on_the_cpu_tier() -> None:
     assert scene.blocks(victim) == (7, 1)
     scene.request(2, 7, 2)
     scene.ran()
-    assert (scene.blocks(victim), victim.computed) == ((5, 0), 20)
+    assert (scene.blocks(victim), victim.progress.computed) == ((5, 0), 20)
     assert scene.preemptions() == [(0, Preemption.SPILL, 28), (0, Preemption.DROP, 20)]
     assert scene.kv.cpu_free == 1
     scene.drain()
@@ -162,7 +162,7 @@ def test_requests_of_equal_rank_whose_kv_fills_the_device_all_finish(
         for favorite in requests:
             scene.ordering.numbers.update({0: 5, 1: 5, 2: 5} | {favorite.id: 1})
             for _ in range(6):
-                if favorite.finish_reason is None and scene.start() is not None:
+                if favorite.progress.finish_reason is None and scene.start() is not None:
                     scene.finish()
     scene.ordering.numbers.update({0: 5, 1: 5, 2: 5})
     scene.drain()

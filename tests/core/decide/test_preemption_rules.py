@@ -132,7 +132,7 @@ def test_no_request_is_evicted_for_a_newcomer_that_would_still_not_fit() -> None
     ran(stepper)
     stepper.add(make(2, 17, 5))  # it needs 5 blocks; 2 of request 1 and 1 free block are not enough
     assert ran(stepper) == {0, 1}
-    assert low.evictions == 0
+    assert low.progress.evictions == 0
     stepper.drain()
 
 
@@ -148,7 +148,7 @@ def test_a_running_request_is_evicted_for_a_newcomer_only_after_a_token(cpu: int
         stepper.add(make(number, 13, 1))
         while 0 in ran(stepper):
             assert number not in stepper.tokens
-        assert (victim.evictions, len(victim.output)) == (number, number)
+        assert (victim.progress.evictions, len(victim.progress.output)) == (number, number)
         while 0 not in ran(stepper):
             pass
     stepper.drain()
@@ -162,10 +162,10 @@ def test_a_paused_request_without_a_token_can_be_evicted() -> None:
     assert ran(stepper) == {0}
     stepper.add(make(1, 4, 5))  # it takes all tokens of a step
     assert ran(stepper) == {1}
-    assert (paused.computed, paused.output) == (4, [])
+    assert (paused.progress.computed, paused.progress.output) == (4, [])
     stepper.add(make(2, 16, 3))
     assert ran(stepper) == {1, 2}
-    assert paused.evictions == 1
+    assert paused.progress.evictions == 1
     stepper.drain()
 
 
@@ -175,9 +175,9 @@ def test_growth_evicts_the_lowest_ranked_request_even_before_its_first_token() -
     fresh = make(1, 12, 3)
     stepper.add(make(0, 5, 9), fresh)
     assert ran(stepper) == {0, 1}
-    while not fresh.evictions:
+    while not fresh.progress.evictions:
         stepper.step()
-    assert fresh.output == [] or not fresh.is_newly_resident
+    assert fresh.progress.output == [] or not fresh.progress.is_newly_resident
     stepper.drain()
 
 
@@ -196,18 +196,18 @@ def test_two_requests_that_outrank_each_other_in_turn_both_finish(
     stepper.add(*requests)
     for _ in range(1000):
         for request in requests:
-            runs = request.last_plan >= stepper.core.scheduler.latest_plan
+            runs = request.progress.last_plan >= stepper.core.scheduler.latest_plan
             stepper.ordering.numbers[request.id] = 2 if runs else 1
         stepper.fill()
         if not stepper.core.plans:
             break
         stepper.finish()
     stepper.core.assert_all_free()
-    assert min(request.evictions for request in requests) > 2
+    assert min(request.progress.evictions for request in requests) > 2
     for request in requests:
-        assert len(request.output) == 9
+        assert len(request.progress.output) == 9
         # The remaining parts of both may leave room for neither.
-        assert request.evictions <= (18 if eviction is DropTails else 9)
+        assert request.progress.evictions <= (18 if eviction is DropTails else 9)
 
 
 def test_with_deferred_eviction_newcomers_wait_and_growth_evicts() -> None:
@@ -218,10 +218,10 @@ def test_with_deferred_eviction_newcomers_wait_and_growth_evicts() -> None:
     stepper.add(make(2, 12, 2))
     assert ran(stepper) == {0, 1}
     # Both have 3 blocks now; the next one that the first needs is the second's.
-    while not second.evictions:
+    while not second.progress.evictions:
         assert 0 in ran(stepper)
-    assert first.evictions == 0
-    assert len(first.output) > 4
+    assert first.progress.evictions == 0
+    assert len(first.progress.output) > 4
     stepper.drain()
 
 

@@ -20,9 +20,9 @@ DEVICE, CPU, MACHINE_SIZE = 14, 12, 6
 REQUESTS, OWNERS = 5, 3
 
 
-def request_of(number: int, *, reverse: bool, tokens: int = 60) -> Request:
-    request = make(number, tokens, best_effort=reverse)
-    request.reverse = reverse
+def request_of(number: int, *, reverse: bool, tokens: int = 60, prefix: ContentPrefix | None = None) -> Request:
+    request = make(number, tokens, best_effort=reverse, prefix=prefix)
+    request.progress.reverse = reverse
     return request
 
 
@@ -41,25 +41,31 @@ class SharingMachine:
 
     def new(self, index: int) -> Request:
         """Return a request; the first ones fill blocks in reverse, and every second one has prefix-cache keys."""
-        request = request_of(next(self.numbers), reverse=index < OWNERS)
-        request.prefix = ContentPrefix(MACHINE_SIZE) if index % 2 else None
-        return request
+        prefix = ContentPrefix(MACHINE_SIZE) if index % 2 else None
+        return request_of(next(self.numbers), reverse=index < OWNERS, prefix=prefix)
 
     def run(self, index: int, more: int) -> None:
         """Run a request as the planner does: swap it in, take slots, compute and offer its blocks to the cache."""
         kv, request = self.kv, self.requests[index]
         held = kv.blocks_of(request)
-        tokens = min(request.computed + more, request.known)
-        if tokens == request.computed or kv.shortfall(request, tokens) or (held and not held.is_settled):
+        tokens = min(request.progress.computed + more, request.progress.known)
+        if tokens == request.progress.computed or kv.shortfall(request, tokens) or (held and not held.is_settled):
             return
         if held is not None and tokens > held.room:
             self.go(kv.restore(request, tokens) if held.away else kv.sharing.take_back(request, tokens))
         held = kv.grow(request, tokens)
         self.go(kv.sharing.take_slots(request, tokens))
         assert held.room >= tokens or held.moving
-        piece = Slice(request, request.computed, tokens - request.computed, False, False, kv.blocks_of(request).table)
+        piece = Slice(
+            request,
+            request.progress.computed,
+            tokens - request.progress.computed,
+            False,
+            False,
+            kv.blocks_of(request).table,
+        )
         self.follow(StepPlan(next(self.plans), (piece,)))
-        request.computed = request.planned = tokens
+        request.progress.computed = request.progress.planned = tokens
         kv.cache.offer(request)
 
     def go(self, moves: list[Move]) -> None:
@@ -94,15 +100,15 @@ class SharingMachine:
         request = self.requests[index]
         kv, held = self.kv, self.kv.blocks_of(request)
         if held is not None and held.moving is None:
-            kept = kv.tokens_in(request, keep := min(keep, request.computed // MACHINE_SIZE, len(held.device)))
+            kept = kv.tokens_in(request, keep := min(keep, request.progress.computed // MACHINE_SIZE, len(held.device)))
             kv.drop(request, keep=keep)
-            request.computed = request.planned = kept
+            request.progress.computed = request.progress.planned = kept
 
     def end(self, index: int) -> None:
         request, self.requests[index] = self.requests[index], self.new(index)
         if (held := self.kv.blocks_of(request)) is not None and held.moving is not None:
             self.finish(len(self.transit))
-        request.finish_reason = FinishReason.ABORT
+        request.progress.finish_reason = FinishReason.ABORT
         self.kv.cache.forget_prefix(request)
         self.kv.release(request)
 
@@ -118,7 +124,7 @@ class SharingMachine:
         for request, keep in lost.items():
             kept = self.kv.tokens_in(request, keep)
             self.kv.drop(request, keep=keep)
-            request.computed = request.planned = kept
+            request.progress.computed = request.progress.planned = kept
 
     def check(self) -> None:
         self.kv.check()
@@ -127,7 +133,7 @@ class SharingMachine:
     def finish_all(self) -> None:
         self.finish(len(self.transit))
         for request in list(self.kv.holders()):
-            request.finish_reason = FinishReason.ABORT
+            request.progress.finish_reason = FinishReason.ABORT
             self.kv.release(request)
         self.kv.check()
         assert (self.kv.device_free, self.kv.cpu_free, self.kv.available) == (DEVICE, CPU, DEVICE)
@@ -167,7 +173,7 @@ def disturb(seed: int, seen: Counter[tuple[Direction, bool]]) -> None:
 def filled(kv: KVLedger, number: int, tokens: int, *, reverse: bool) -> Request:
     request = request_of(number, reverse=reverse)
     kv.grow(request, tokens)
-    request.computed = request.planned = tokens
+    request.progress.computed = request.progress.planned = tokens
     return request
 
 
@@ -175,7 +181,7 @@ def fill(kv: KVLedger, request: Request, tokens: int) -> list[Move]:
     moves = [*kv.sharing.take_back(request, tokens)]
     kv.grow(request, tokens)
     moves += kv.sharing.take_slots(request, tokens)
-    request.computed = request.planned = tokens
+    request.progress.computed = request.progress.planned = tokens
     kv.check()
     return moves
 
@@ -245,11 +251,10 @@ def test_owner_and_borrower_run_in_one_block_until_it_is_full() -> None:
 
 def test_blocks_of_the_prefix_cache_are_not_lent_and_lent_blocks_have_no_key() -> None:
     kv = KVLedger(6, 4, SIZE)
-    owner, other, borrower = (request_of(number, reverse=number < 2) for number in range(3))
-    for one in (owner, other):
-        one.prefix = ContentPrefix(SIZE)
+    owner, other = (request_of(number, reverse=True, prefix=ContentPrefix(SIZE)) for number in range(2))
+    borrower = request_of(2, reverse=False)
     kv.grow(owner, 8)
-    owner.computed = owner.planned = 8
+    owner.progress.computed = owner.progress.planned = 8
     kv.cache.offer(owner)
     assert kv.adopt(other).tokens == 8
     assert not kv.sharing.lend(owner, 0, borrower)

@@ -46,7 +46,7 @@ def on_cpu(steps: Stepper) -> list[int]:
 def computed(kv: KVLedger, number: int, of: int) -> Request:
     request = request_for(number, text(of))
     kv.grow(request, 28)
-    request.computed = request.planned = 28
+    request.progress.computed = request.progress.planned = 28
     kv.cache.offer(request)
     return request
 
@@ -113,7 +113,7 @@ def test_swapped_kv_is_found_after_its_request_is_released() -> None:
     move = kv.move_out(first, blocking=False)
     assert move is not None
     kv.land(move)
-    first.finish_reason = FinishReason.ABORT
+    first.progress.finish_reason = FinishReason.ABORT
     kv.release(first)
     kv.grow(make(1, 4), DEVICE * BLOCK)  # takes all blocks of the device
     assert kv.hit(request_for(2, text(1)))[::3] == (28, 7)
@@ -124,7 +124,7 @@ def test_swapped_kv_is_found_after_its_request_is_released() -> None:
 def test_a_copy_is_not_found_if_its_source_block_was_reused_meanwhile() -> None:
     kv = KVLedger(DEVICE, 40, BLOCK)
     first = computed(kv, 0, 1)
-    first.finish_reason = FinishReason.STOP
+    first.progress.finish_reason = FinishReason.STOP
     kv.release(first)
     kv.grow(make(1, 4), BLOCK)
     move = kv.keep_cached(1)

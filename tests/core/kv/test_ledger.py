@@ -59,7 +59,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return request
 
     def content_of(self, request: Request, place: int) -> Hashable:
-        is_full = (place + 1) * BLOCK <= request.computed
+        is_full = (place + 1) * BLOCK <= request.progress.computed
         return self.names[request][place] if is_full else (request, place)
 
     @rule(request=requests)
@@ -72,8 +72,8 @@ class LedgerMachine(RuleBasedStateMachine):
         taken = tokens // BLOCK - held - away
         if taken > available:
             return
-        assert kv.adopt(request).tokens == tokens < request.known
-        request.computed = request.planned = tokens
+        assert kv.adopt(request).tokens == tokens < request.progress.known
+        request.progress.computed = request.progress.planned = tokens
         assert (kv.available, kv.device_free, kv.cpu_free) == (available - taken, free - taken, cpu_free - away)
         assert (kv.blocks_of(request) is None) == (tokens == 0)
 
@@ -101,7 +101,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert parent is None or request in nested_in(kv, parent)
             held = kv.blocks_of(request)
             assert held is not None
-            assert held.room == min(len(held.device) * BLOCK, request.reserved_tokens)
+            assert held.room == min(len(held.device) * BLOCK, request.progress.reserved_tokens)
 
     def ancestors(self, parent: Owner) -> set[Request]:
         found: set[Request] = set()
@@ -147,16 +147,18 @@ class LedgerMachine(RuleBasedStateMachine):
     def compute(self, request: Request, share: float, offers: bool) -> None:
         held = self.kv.blocks_of(request)
         if held is not None and self.on_device(request):
-            begun = request.computed // BLOCK
-            request.computed = request.planned = max(request.computed, int(share * held.room))
+            begun = request.progress.computed // BLOCK
+            request.progress.computed = request.progress.planned = max(
+                request.progress.computed, int(share * held.room)
+            )
             others = {block for one in self.kv.holders() if one is not request for block in self.places(one)[0]}
-            for place in range(begun, self.kv.blocks_for(request.computed)):
-                if place * BLOCK < request.computed > begun * BLOCK:
+            for place in range(begun, self.kv.blocks_for(request.progress.computed)):
+                if place * BLOCK < request.progress.computed > begun * BLOCK:
                     assert held.device[place] not in others, "a block is written that another request reads"
                     self.content["device", held.device[place]] = self.content_of(request, place)
             if offers:
                 self.kv.cache.offer(request)
-                assert held.keyed == request.computed // BLOCK
+                assert held.keyed == request.progress.computed // BLOCK
 
     @rule(request=consumes(requests))
     def release(self, request: Request) -> None:
@@ -164,7 +166,7 @@ class LedgerMachine(RuleBasedStateMachine):
             with pytest.raises(LedgerError, match="in transit"):
                 self.kv.release(request)
             self.land(request)
-        request.finish_reason = FinishReason.ABORT
+        request.progress.finish_reason = FinishReason.ABORT
         self.kv.cache.forget_prefix(request)
         self.kv.release(request)
         assert self.kv.blocks_of(request) is None
@@ -185,7 +187,7 @@ class LedgerMachine(RuleBasedStateMachine):
         move = self.kv.move_out(request, blocking=blocking, keep=keep)
         assert move.source == tuple(table[keep:filled])
         assert len(move.target) == len(move.source) == self.kv.blocks_for(move.tokens)
-        assert keep * BLOCK + move.tokens == min(request.computed, filled * BLOCK)
+        assert keep * BLOCK + move.tokens == min(request.progress.computed, filled * BLOCK)
         # The source of an overlapped copy stays pinned until it lands.
         assert self.kv.device_free - free == len(table) - (keep if blocking else filled) - stay
         assert self.places(request) == (table[: keep if blocking else filled], [*move.target, *rest])
@@ -215,7 +217,7 @@ class LedgerMachine(RuleBasedStateMachine):
         else:
             kept = kv.tokens_in(request, keep)
             kv.drop(request, keep=keep)
-            request.computed = request.planned = kept
+            request.progress.computed = request.progress.planned = kept
             assert self.places(request) == (before[0][:keep], [])
         assert kv.footprint(request) <= max(0, footprint - freed)
         if not self.held_by_others(before[0], request):
@@ -247,7 +249,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.kv.cpu_free == cpu_free, "the CPU blocks must stay pinned"
         table = self.kv.blocks_of(request).table
         assert table[-len(move.target) :] == move.target
-        assert (len(table) - len(move.target)) * BLOCK + move.tokens == request.computed
+        assert (len(table) - len(move.target)) * BLOCK + move.tokens == request.progress.computed
         self.transit[request] = (move, True)
 
     @rule(request=requests)
@@ -283,7 +285,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.places(request) == (device, cpu[len(move.target) :])
         else:
             self.kv.drop(request, keep=keep)
-            request.computed = request.planned = keep * BLOCK
+            request.progress.computed = request.progress.planned = keep * BLOCK
             assert self.places(request) == (device[:keep], [])
             assert not set(device[:keep]).intersection(move.source, move.target)
 
@@ -329,7 +331,7 @@ class LedgerMachine(RuleBasedStateMachine):
             if request in self.transit:
                 continue
             places = [*(("device", block) for block in device), *(("cpu", block) for block in cpu)]
-            filled = places[: self.kv.blocks_for(request.computed)]
+            filled = places[: self.kv.blocks_for(request.progress.computed)]
             assert [self.content[place] for place in filled] == [
                 self.content_of(request, n) for n in range(len(filled))
             ]
@@ -349,7 +351,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for request in list(self.transit):
             self.land(request)
         for request in list(self.names):
-            request.finish_reason = FinishReason.ABORT
+            request.progress.finish_reason = FinishReason.ABORT
             self.kv.cache.forget_prefix(request)
             self.kv.release(request)
         self.kv.check()
@@ -366,7 +368,7 @@ TestLedgerMachine.settings = settings(stateful_step_count=50)
 def blocks_of(kv: KVLedger, number: int, tokens: int) -> Request:
     request = make(number, tokens)
     kv.grow(request, tokens)
-    request.computed = request.planned = tokens
+    request.progress.computed = request.progress.planned = tokens
     return request
 
 
@@ -401,7 +403,7 @@ def key_an_empty_block(kv: KVLedger, *_: RequestBlocks) -> None:
         lambda kv, one, _: setattr(one.reservation, "size", one.reservation.size - 1),
         lambda kv, one, _: setattr(one.reservation, "shared", one.reservation.shared + 1),
         lambda kv, *_: setattr(kv.reservations.root, "lent", kv.reservations.root.lent - 1),
-        lambda kv, *_: setattr(next(iter(kv.holders())), "computed", 100),
+        lambda kv, *_: setattr(next(iter(kv.holders())).progress, "computed", 100),
         lambda kv, *_: kv.blocks_in_transit.update({Direction.OUT: 1}),
         lambda kv, *_: kv._held.popitem(),
         share_without_adoption,
@@ -422,7 +424,7 @@ def test_check_detects_corruption(corrupt: Callable[[KVLedger, RequestBlocks, Re
 def test_expected_kv_is_pinned_until_it_is_received() -> None:
     kv = KVLedger(DEVICE, CPU, BLOCK)
     request = make(0, 10)
-    request.computed = 10
+    request.progress.computed = 10
     kv.expect(request)
     kv.check()
     assert kv.device_free == DEVICE - 3
@@ -492,7 +494,7 @@ def test_a_failed_move_loses_the_kv_unless_its_source_is_intact(
         assert kv.grow(request, 9).room == 12
     else:
         kv.release(request)
-        request.computed = 0
+        request.progress.computed = 0
         assert kv.device_free == DEVICE
     kv.check()
 
@@ -502,7 +504,7 @@ def test_a_move_out_takes_computed_blocks_only_and_ends_the_reservation() -> Non
     request = make(0, 40)
     kv.reserve(request, 10)
     kv.grow(request, 24)
-    request.computed = request.planned = 5
+    request.progress.computed = request.progress.planned = 5
     move = kv.move_out(request, blocking=False)
     assert (move.source, kv.device_free, kv.available) == ((0, 1), 10, 10)
 
@@ -519,7 +521,7 @@ def test_a_move_in_does_not_take_blocks_reserved_by_others() -> None:
 def test_a_request_in_flight_cannot_be_moved_out() -> None:
     kv = KVLedger(DEVICE, CPU, BLOCK)
     request = blocks_of(kv, 0, 8)
-    request.planned += 1
+    request.progress.planned += 1
     assert not kv.can_move_out(request)
 
 
@@ -540,7 +542,7 @@ def test_reclaim_frees_leaked_blocks_and_no_others() -> None:
     kv = KVLedger(DEVICE, CPU, BLOCK)
     first, second = (make(number, 30, prefix=NamedPrefix(range(8), BLOCK, BLOCK)) for number in (1, 2))
     kv.grow(first, 3 * BLOCK)
-    first.known, first.computed = 30, 3 * BLOCK
+    first.progress.known, first.progress.computed = 30, 3 * BLOCK
     kv.cache.offer(first)
     device, cpu = kv._device.take(2), kv._cpu.take(3)
     assert kv._device.name(device[0], b"lost")

@@ -14,7 +14,7 @@ from skipjoin.core.prefixes import ContentPrefix, NamedPrefix
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.waits import WaitReason
 from skipjoin.policies.batching import Greedy
-from support.load import make
+from support.load import changed, make
 from support.watch import Scene, Stepper
 
 BLOCK = 4
@@ -30,11 +30,8 @@ def stepper(blocks: int = 100, *, max_tokens: int = 64, depth: int = 1) -> Stepp
 def request_for(
     number: int, prompt: Sequence[int], max_tokens: int = 3, *, salt: bytes = b"", **options: bool
 ) -> Request:
-    request = make(number, 1, max_tokens, **options)
-    request.prompt, request.known = prompt, len(prompt)
-    request.max_total_tokens = len(prompt) + max_tokens
-    request.prefix = ContentPrefix(BLOCK, salt)
-    return request
+    request = make(number, 1, max_tokens, **options)  # type: ignore[arg-type]
+    return changed(request, prompt=prompt, prefix=ContentPrefix(BLOCK, salt))
 
 
 def computed(steps: Stepper, number: int) -> int:
@@ -61,7 +58,7 @@ def test_a_cache_hit_includes_generated_tokens() -> None:
     first = request_for(0, TEXT[:6], 20)
     steps.add(first)
     steps.drain()
-    steps.add(request_for(1, [*first.prompt, *first.output, 7]))
+    steps.add(request_for(1, [*first.prompt, *first.progress.output, 7]))
     steps.drain()
     assert cached(steps) == [0, 24]  # the last token of an output is never computed
 
@@ -69,8 +66,8 @@ def test_a_cache_hit_includes_generated_tokens() -> None:
 @pytest.mark.parametrize("other", [{"salt": b"other"}, {"prompt": [1, *TEXT[1:20]]}])
 def test_another_salt_or_first_token_is_a_cache_miss(other: dict[str, Any]) -> None:
     steps = stepper()
-    for number, changed in enumerate(({}, other)):
-        steps.add(request_for(number, **{"prompt": TEXT[:20]} | changed))
+    for number, other_fields in enumerate(({}, other)):
+        steps.add(request_for(number, **{"prompt": TEXT[:20]} | other_fields))
         steps.drain()
     assert cached(steps) == [0, 0]
 
@@ -79,8 +76,7 @@ def test_concurrent_requests_compute_their_common_prompt_once() -> None:
     steps = stepper(max_tokens=16)
     steps.add(*(request_for(number, TEXT[:41]) for number in range(8)))
     steps.step()
-    assert steps.core.requests[1].wait is not None
-    assert steps.core.requests[1].wait.reason is WaitReason.BEHIND_PREFIX
+    assert steps.core.scheduler.waits[steps.core.requests[1]].reason is WaitReason.BEHIND_PREFIX
     steps.drain()
     assert [computed(steps, number) for number in range(8)] == [43, *[3] * 7]
 
@@ -155,11 +151,11 @@ def test_blocks_that_a_waiting_request_can_use_are_reused_last() -> None:
     kv = KVLedger(6, 0, BLOCK)
     old, new = (request_for(number, range(start, start + 13)) for number, start in ((0, 100), (1, 200)))
     for request in (old, new):
-        request.finish_reason = None
+        request.progress.finish_reason = None
         kv.grow(request, 12)
-        request.computed = request.planned = 12
+        request.progress.computed = request.progress.planned = 12
         kv.cache.offer(request)
-        request.finish_reason = FinishReason.STOP
+        request.progress.finish_reason = FinishReason.STOP
         kv.release(request)
     again, filler = request_for(2, range(100, 113)), make(3, 12)
     kv.cache.await_prefix(again)
@@ -194,8 +190,7 @@ def test_the_prefix_of_a_waiting_request_is_not_looked_up_at_each_step(monkeypat
         counted(name)
     for _ in range(20):
         steps.step()
-    assert late.wait is not None
-    assert late.wait.reason is WaitReason.NO_KV
+    assert steps.core.scheduler.waits[late].reason is WaitReason.NO_KV
     assert sum(calls.values()) <= 20 * 5
     steps.drain()
     assert cached(steps)[-1] == 3600
@@ -211,7 +206,9 @@ def test_keys_do_not_depend_on_whether_they_are_computed_in_parts_or_in_a_copy()
 
 
 def test_keys_of_reversed_blocks_do_not_depend_on_earlier_calls() -> None:
-    requests = [request_for(number, TEXT[:4], reverse=True) for number in range(2)]
+    requests = [request_for(number, TEXT[:4]) for number in range(2)]
+    for request in requests:
+        request.progress.fill_down()
     requests[0].keys(3)
     first, second = (list(request.keys(4)) for request in requests)
     assert first == second != list(request_for(2, TEXT[:4]).keys(4))

@@ -80,7 +80,7 @@ def test_other_requests_run_during_a_move_and_its_blocks_stay_pinned() -> None:
         assert (scene.kv.device_free, scene.kv.is_moving) == (0, True)
     assert scene.ran() == [0, 2]
     assert (scene.kv.device_free, scene.kv.is_moving) == (2, False)
-    assert first.computed > second.computed == 8
+    assert first.progress.computed > second.progress.computed == 8
     scene.late = 0
     scene.drain()
 
@@ -150,7 +150,7 @@ def test_a_request_in_flight_that_is_chosen_for_swap_out_pauses_first() -> None:
     scene.finish()
     scene.eviction.out = [leaver]
     assert [move.request for move in started(scene.start()).overlapped] == [leaver]
-    assert leaver.evictions == 0, "no request needed its blocks, so it was not evicted"
+    assert leaver.progress.evictions == 0, "no request needed its blocks, so it was not evicted"
     scene.drain()
 
 
@@ -209,7 +209,7 @@ def test_no_request_is_swapped_out_during_the_step_after_a_failed_move() -> None
     for _ in range(3):
         scene.eviction.out = [stubborn]
         scene.ran()
-    assert stubborn.evictions == 1
+    assert stubborn.progress.evictions == 1
     assert scene.kv.blocks_of(stubborn) is None
     scene.fails = lambda move: False
     scene.drain()
@@ -225,10 +225,10 @@ def test_kv_of_a_failed_blocking_move_out_is_recomputed() -> None:
     assert [(move.direction, move.request.id) for move in plan.blocking] == [(OUT, 0)]
     assert [piece.request.id for piece in plan.slices] == [1], "the request that caused the eviction runs"
     assert scene.tokens[1] == [16]
-    assert (victim.computed, scene.kv.blocks_of(victim)) == (0, None)
+    assert (victim.progress.computed, scene.kv.blocks_of(victim)) == (0, None)
     kinds = [event.how if isinstance(event, Preempted) else type(event) for event in scene.story(victim)]
     assert kinds == [Preemption.SWAP, MoveFailed, Preemption.DROP]
-    assert victim.evictions == 1, "the failed move is not a second eviction"
+    assert victim.progress.evictions == 1, "the failed move is not a second eviction"
     scene.drain()
     assert scene.tokens[0] == list(range(8, 13))
 
@@ -257,7 +257,7 @@ def test_slices_that_read_the_kv_of_a_failed_move_are_discarded(depth: int) -> N
     request = scene.request(1, 5)
     scene.ran()
     scene.swap_out(request)
-    known = request.known
+    known = request.progress.known
     plan = started(scene.start())
     assert [move.request for move in plan.blocking] == [request]
     assert [piece.request.id for piece in plan.slices] == [0, 1]
@@ -276,7 +276,12 @@ def test_slices_that_read_the_kv_of_a_failed_move_are_discarded(depth: int) -> N
     scene.finish()
     assert lost == [{request}]
     assert len(scene.tokens[0]) == before + 1
-    assert (request.known, request.computed, request.planned, request.pending_samples) == (known, 0, 0, 0)
+    assert (
+        request.progress.known,
+        request.progress.computed,
+        request.progress.planned,
+        request.progress.pending_samples,
+    ) == (known, 0, 0, 0)
     scene.drain()
     assert scene.tokens[1] == list(range(8, 13))
 
@@ -331,7 +336,7 @@ def test_the_highest_ranked_request_is_swapped_in_by_a_blocking_move() -> None:
     plan = scene.step()
     assert [(move.direction, move.request) for move in plan.blocking if move.direction is IN] == [(IN, away)]
     assert away in [piece.request for piece in plan.slices]
-    assert other.evictions == 1
+    assert other.progress.evictions == 1
     scene.ordering.numbers[2] = -1
     scene.drain()
 

@@ -44,7 +44,10 @@ def observed(system: System, output: int, slo: Slo = NO_SLO) -> list[str]:
     found: list[str] = []
 
     def record(events: list[Event]) -> None:
-        if any(isinstance(one, Token) and one.request.id == 0 and len(one.request.output) == SHORT for one in events):
+        if any(
+            isinstance(one, Token) and one.request.id == 0 and len(one.request.progress.output) == SHORT
+            for one in events
+        ):
             raise ShortOutputEndsError
         found.extend(map(repr, events))
 

@@ -63,7 +63,9 @@ def test_requests_stop_at_their_true_length_below_max_tokens() -> None:
 
     def collect(events: list[Event]) -> None:
         lengths.extend(
-            (len(e.request.output), e.request.max_tokens) for e in events if isinstance(e, Finished) and e.reason
+            (len(e.request.progress.output), e.request.max_tokens)
+            for e in events
+            if isinstance(e, Finished) and e.reason
         )
 
     record = run(asked, on_events=collect)
@@ -157,7 +159,7 @@ def test_scaled_objectives_use_forecasts_in_policies_and_the_truth_in_records(
     expected = bound_s(32) if predictor else math.inf
     (found,) = {one.request.options.target.jct_s for one in finished}
     assert found == pytest.approx(expected)
-    attained = sum(one.now - one.request.arrival <= bound_s(len(one.request.output)) for one in finished)
+    attained = sum(one.now - one.request.arrival <= bound_s(len(one.request.progress.output)) for one in finished)
     assert 0 < attained < len(finished) == len(jobs)
     assert slo["jct_attained"] == slo["all_attained"] == pytest.approx(attained / len(jobs), rel=1e-5)
     assert slo["goodput_rps"] == pytest.approx(attained / record["duration_s"], rel=1e-4)

@@ -15,7 +15,13 @@ MAX_BEHIND_S = 5.0
 
 
 def find_candidates(
-    policies: Policies, kv: KVAccounts, placer: Placer, evictor: Evictor, context: StepContext
+    policies: Policies,
+    kv: KVAccounts,
+    placer: Placer,
+    evictor: Evictor,
+    context: StepContext,
+    *,
+    led_since: dict[Request, float],
 ) -> Iterator[tuple[Request, int]]:
     """Iterate over the requests that find blocks: a dry run of the step, on a count instead of the ledger."""
     blocks_of, supply = kv.blocks_of, _Supply(kv, evictor)
@@ -23,11 +29,11 @@ def find_candidates(
     for request in policies.ordering.ranked(context.now):
         if not (tokens := eligible_tokens(request, context)) or request in supply.donors:
             continue
-        held, target = blocks_of(request), request.planned + tokens
+        held, target = blocks_of(request), request.progress.planned + tokens
         hit = kv.hit(request) if held is None else MISS
-        if comes_soon(request, hit, context, policies.ordering):
+        if comes_soon(request, hit, context, policies.ordering, led_since):
             continue
-        is_covered = held is not None and target <= request.reserved_tokens
+        is_covered = held is not None and target <= request.progress.reserved_tokens
         allocation = None if is_covered else placer.ask(request, target)
         if isinstance(allocation, Blocked) and (held is not None or allocation.closes is Deferral.REQUEST):
             continue
@@ -55,19 +61,20 @@ def find_candidates(
             yield holder, tokens
 
 
-def comes_soon(request: Request, hit: Hit, context: StepContext, ordering: Ordering) -> bool:
+def comes_soon(
+    request: Request, hit: Hit, context: StepContext, ordering: Ordering, led_since: dict[Request, float]
+) -> bool:
     """Return whether the request should wait for a running request that computes a prefix it can reuse.
 
     It waits only for a leader of at least equal importance, for at most `MAX_BEHIND_S`, and as long as its ordering
     allows.
     """
     leader = hit.leader
-    if leader is None or leader.finish_reason is not None or leader.band > request.band:
+    if leader is None or leader.progress.finish_reason is not None or leader.progress.band > request.progress.band:
         return False
-    if leader.last_plan < context.latest or not may_await_prefix(ordering, request, context.now):
+    if leader.progress.last_plan < context.latest or not may_await_prefix(ordering, request, context.now):
         return False
-    request.led_since = min(request.led_since, context.now)
-    return context.now < request.led_since + MAX_BEHIND_S
+    return context.now < led_since.setdefault(request, context.now) + MAX_BEHIND_S
 
 
 class _Supply:
@@ -91,12 +98,12 @@ class _Supply:
     def take(self, request: Request, blocks: int, spare: int) -> bool:
         """Take blocks, if as many and the spare ones remain. Real-time requests also take those of donors."""
         missing = blocks + spare - self._free
-        if not request.band[0] and missing > 0:
+        if not request.progress.band[0] and missing > 0:
             self._collect(request, missing)
             missing -= self._given
         if missing > 0:
             return False
-        taken = blocks if request.band[0] else min(blocks, max(0, self._free))
+        taken = blocks if request.progress.band[0] else min(blocks, max(0, self._free))
         self._free -= taken
         self._given -= blocks - taken
         return True

@@ -14,12 +14,14 @@ class Draft:
 
     Attributes:
         events: Events of the core, to which the decision adds its own.
+        led_since: Since when requests without KV wait for another one to compute a shared prefix.
         slices, blocking, overlapped, waiting_for_kv: See `StepPlan`.
         evicted: Requests that lost device blocks. Policies are notified after the iteration over the ordering.
         reserved, deferred: Requests that got reservations, and that the admission policy let wait; as `evicted`.
     """
 
     events: list[Event]
+    led_since: dict[Request, float]
     slices: list[Slice] = field(default_factory=list)
     blocking: list[Move] = field(default_factory=list)
     overlapped: list[Move] = field(default_factory=list)

@@ -13,7 +13,7 @@ from skipjoin.core.events import Preempted, Preemption
 from skipjoin.core.kv.interface import BlockLedger
 from skipjoin.core.kv.reservations import Owner
 from skipjoin.core.policy import Eviction, Policies
-from skipjoin.core.request import NEVER, Request
+from skipjoin.core.request import Request
 from skipjoin.core.step import Move
 from skipjoin.core.waits import WaitReason
 
@@ -86,7 +86,7 @@ class Evictor:
 
     def best_effort_below(self, request: Request) -> list[Request]:
         below = self._evictable(request, None, grows=False)
-        able = [victim for victim in below if victim.band[0] and not victim.in_flight]
+        able = [victim for victim in below if victim.progress.band[0] and not victim.progress.in_flight]
         return sorted(able, key=lambda victim: not self.blocks_away(victim))
 
     def choose(self, need: Need, short: int) -> Choice:
@@ -95,7 +95,7 @@ class Evictor:
             return self._choose_of_all(need, short)
         # Both are found as far as they are read, which must be before any eviction.
         candidates = LazySequence(self._evictable(need.request, need.parent, grows=need.grows))
-        settled = LazySequence(victim for victim in candidates if not victim.in_flight)
+        settled = LazySequence(victim for victim in candidates if not victim.progress.in_flight)
         victims = partial(self._policies.eviction.victims, short, kv=self._kv, now=self._context.now)
         arriving = None if need.grows else need.request
         if self._suffice(settled, short):
@@ -158,7 +158,9 @@ class Evictor:
     def _choose_of_all(self, need: Need, short: int) -> Choice:
         kv, victims = self._kv, self._others(need.request)
         held = ((one, kv.blocks_of(one)) for one in kv.holders())
-        if any(one.finish_reason is not None or (blocks is not None and blocks.moving) for one, blocks in held):
+        if any(
+            one.progress.finish_reason is not None or (blocks is not None and blocks.moving) for one, blocks in held
+        ):
             # Another engine still uses blocks here, and these may be the missing ones. Evict only lower-ranked
             # requests, and only if that suffices.
             own = self._rank(need.request)
@@ -186,7 +188,9 @@ class Evictor:
         owners = [
             owner
             for owner in self._sharing.in_the_way(request, tokens)
-            if owner.in_flight or owner.last_plan == self._context.plan_id or owner.finish_reason is not None
+            if owner.progress.in_flight
+            or owner.progress.last_plan == self._context.plan_id
+            or owner.progress.finish_reason is not None
         ]
         self._context.pausing.update(owners)
         return bool(owners)
@@ -199,14 +203,14 @@ class Evictor:
         self._draft.blocking += sharing.take_slots(request, tokens)
         for owner in sorted(whole, key=self._rank):
             self._note(owner, Preemption.SPILL, sharing.tokens_there(owner))
-            owner.is_newly_resident = True
+            owner.progress.place()
 
     def swap_ahead(self, request: Request) -> Move:
         assert self._tiers is not None
         move = self._tiers.move_out(request, blocking=False)
         assert move is not None
         self._draft.evicted.append(request)
-        request.last_plan = NEVER
+        request.progress.pause()
         self._draft.events.append(Preempted(request, self._context.now, Preemption.SWAP))
         return move
 
@@ -217,7 +221,7 @@ class Evictor:
             plan_id = self._context.plan_id
             able = []
             for request in self._kv.holders():
-                if request.last_plan == plan_id or request.finish_reason is not None:
+                if request.progress.last_plan == plan_id or request.progress.finish_reason is not None:
                     continue
                 held = blocks_of(request)
                 if held is None or held.moving is not None:
@@ -241,7 +245,8 @@ class Evictor:
                 continue
             if reservations is not None and not reservations.returns_to(victim, owners):
                 continue
-            if not grows and victim.is_newly_resident and victim.last_plan >= latest:
+            progress = victim.progress
+            if not grows and progress.is_newly_resident and progress.last_plan >= latest:
                 continue
             yield victim
 
@@ -281,22 +286,22 @@ class Evictor:
         if self._floor is None or rank < self._floor:
             self._floor = rank
         self._draft.evicted.append(victim)
-        victim.evictions += 1
-        victim.last_plan = NEVER
+        victim.progress.evict()
         self._draft.events.append(Preempted(victim, self._context.now, how, kept))
 
     def _evict(self, eviction: Eviction) -> int:
         victim, kv = eviction.request, self._kv
-        computed = victim.computed
+        computed = victim.progress.computed
         keep = 0 if eviction.blocks is None or self._is_forced else kv.filled_after(victim, eviction.blocks)
         kept = kv.tokens_in(victim, keep)
         displaced = self._displace(victim) if eviction.displaces and not keep else 0
         how = self._take(victim, eviction.how, keep)
         if how is Preemption.DROP:
-            victim.rewind(kept)
-        victim.is_newly_resident = victim.is_newly_resident or keep > 0  # the kept part is not swapped in again
+            victim.progress.rewind(kept)
+        elif keep:  # the kept part is not swapped in again
+            victim.progress.place()
         self._note(victim, how, kept)
-        return displaced + computed - victim.computed
+        return displaced + computed - victim.progress.computed
 
     def _displace(self, victim: Request) -> int:
         """Make room on the CPU tier by dropping the KV of the requests ranked last, and return how many tokens it had.
@@ -317,17 +322,17 @@ class Evictor:
                 break
         else:
             return 0
-        tokens = sum(one.computed for one in chosen)
+        tokens = sum(one.progress.computed for one in chosen)
         for one in chosen:
             kv.drop(one)
-            one.rewind(0)
+            one.progress.rewind(0)
             self._note(one, Preemption.DROP, 0)
         return tokens
 
     def _is_parked(self, request: Request) -> bool:
         held = self._kv.blocks_of(request)
         is_away = held is not None and held.is_settled and bool(held.cpu) and not held.device
-        return is_away and request.finish_reason is None
+        return is_away and request.progress.finish_reason is None
 
     def _take(self, victim: Request, how: Preemption, keep: int) -> Preemption:
         kv, tiers = self._kv, self._tiers

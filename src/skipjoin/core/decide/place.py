@@ -78,7 +78,7 @@ class Placer:
     def _admit(self, request: Request, target: int) -> HeldBlocks | Blocked:
         if (reason := self._evictor.barred(request)) is not None:
             return Blocked(reason, closes=Deferral.NEWCOMERS)
-        hit = self._kv.hit(request) if request.computed else MISS
+        hit = self._kv.hit(request) if request.progress.computed else MISS
         if not hit.tokens:
             return self._enter(request, target, MISS)
         if not self._is_forced and (blocked := self._check(request, target, hit)) is not None:
@@ -111,17 +111,17 @@ class Placer:
         need = self._need_of_admission(request, allocation, target)
         if (blocked := self._make_room(need)) is not None:
             return blocked
-        on_cpu, is_first = hit.away * kv.block_size, not request.was_admitted
+        on_cpu, is_first = hit.away * kv.block_size, not request.progress.was_admitted
         draft.events.append(Admitted(request, self._context.now, hit.tokens, on_cpu, is_first))
-        request.was_admitted = True
+        request.progress.place()
+        self._draft.led_since.pop(request, None)
         self._reserve(request, allocation, need.drawn)
-        request.is_newly_resident = True
         if kv.cache is not None:
             kv.cache.announce(request)
         if hit.away and (tiers := kv.tiers) is not None:
             if not self._is_forced and self._policies.eviction.returns_overlapped(request) and len(kv.holders()) > 1:
                 draft.overlapped.append(tiers.move_in(request))
-                return self._await(request, WaitReason.KV_IN_TRANSIT, kv.blocks_for(request.computed))
+                return self._await(request, WaitReason.KV_IN_TRANSIT, kv.blocks_for(request.progress.computed))
             draft.blocking += tiers.restore(request, target)
         held = kv.grow(request, target)
         self._evictor.take_slots(request, target)
@@ -131,7 +131,7 @@ class Placer:
 
     def _extend(self, request: Request, held: HeldBlocks, target: int) -> HeldBlocks | Blocked:
         if not held.is_settled:
-            return self._await(request, WaitReason.KV_IN_TRANSIT, self._kv.blocks_for(request.computed))
+            return self._await(request, WaitReason.KV_IN_TRANSIT, self._kv.blocks_for(request.progress.computed))
         if held.cpu and not self._is_hasty(request) and self._policies.eviction.returns_overlapped(request):
             self._owed += len(held.cpu)
             return self._await(request, WaitReason.KV_ON_CPU, len(held.device))
@@ -143,8 +143,9 @@ class Placer:
             return Blocked(WaitReason.BEHIND_MEMORY, closes=Deferral.NEWCOMERS)
         # A request whose last tokens were dropped counts as one without KV until it has recomputed them. Otherwise two
         # requests could evict each other endlessly.
-        grows = not held.away and request.planned >= held.tokens_before_drop
-        if target > request.reserved_tokens and (blocked := self._renew(request, target, grows=grows)) is not None:
+        progress = request.progress
+        grows = not held.away and progress.planned >= held.tokens_before_drop
+        if target > progress.reserved_tokens and (blocked := self._renew(request, target, grows=grows)) is not None:
             return blocked
         return (self._return if held.away else self._grow)(request, target, grows=grows)
 
@@ -185,7 +186,7 @@ class Placer:
         if blocked is not None:
             return blocked
         moves = tiers.restore(request, target) if tiers is not None else ()
-        request.is_newly_resident = True
+        request.progress.place()
         held = kv.grow(request, target)
         if spare is None:
             draft.blocking += moves
@@ -214,7 +215,7 @@ class Placer:
 
     def _await(self, request: Request, reason: WaitReason, blocks: int) -> Blocked:
         """Let the request wait for its KV. It gets `blocks` more device blocks if more important ones leave them."""
-        if request.in_flight:  # a plan in flight swaps its KV in before its slices
+        if request.progress.in_flight:  # a plan in flight swaps its KV in before its slices
             return Blocked(reason)
         slices = self._draft.slices
         for slice_ in slices[self._counted :]:

@@ -1,24 +1,20 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 
 from skipjoin.core.context import StepContext, eligible_tokens
 from skipjoin.core.decide.candidates import comes_soon, find_candidates
 from skipjoin.core.decide.draft import Draft
 from skipjoin.core.decide.evict import Evictor
 from skipjoin.core.decide.place import Blocked, Placer
-from skipjoin.core.events import Event, Started, Waited
+from skipjoin.core.events import Started, Waited
 from skipjoin.core.kv.interface import BlockLedger, Tiered
 from skipjoin.core.policy import BatchBuilder, Deferral, Policies, Refusal, Scope
 from skipjoin.core.request import Request
 from skipjoin.core.selective import passing
 from skipjoin.core.step import Slice, StepPlan
 from skipjoin.core.waits import WaitReason, WaitState
-
-# `Slice(...)` takes twice as long, which counts because each step makes one for each request.
-_new_slice: Callable[[tuple[Request, int, int, bool, bool, tuple[int, ...]]], Slice] = partial(tuple.__new__, Slice)
 
 
 def begin_decision(policies: Policies, kv: BlockLedger, now: float) -> None:
@@ -33,19 +29,27 @@ class StepPlanner:
     """Starts asynchronous swaps, fills the batch in rank order and records why the others wait.
 
     Attributes:
-        waiting: Requests that were examined and do not run.
+        waits: Requests that were examined and do not run.
         tail: Wait reason of the requests that were not examined.
         started: Number of requests that join the running ones.
     """
 
-    def __init__(self, policies: Policies, kv: BlockLedger, events: list[Event], context: StepContext) -> None:
-        self.waiting: list[Request] = []
+    def __init__(
+        self,
+        policies: Policies,
+        kv: BlockLedger,
+        draft: Draft,
+        context: StepContext,
+        before: Mapping[Request, WaitState],
+    ) -> None:
+        self.waits: dict[Request, WaitState] = {}
         self.tail = WaitReason.NOT_EXAMINED
         self.started = 0
         self._policies = policies
         self._kv = kv
         self._context = context
-        self._draft = Draft(events)
+        self._draft = draft
+        self._before = before
         self._evictor = Evictor(policies, kv, context, self._draft)
         self._placer = self._new_placer()
         self._closed: WaitReason | None = None  # why no more requests without KV are admitted in this step
@@ -84,7 +88,9 @@ class StepPlanner:
                 notify_of(request, allocation, now)
 
     def _with_candidates(self, context: StepContext) -> StepContext:
-        found = find_candidates(self._policies, self._kv, self._placer, self._evictor, context)
+        found = find_candidates(
+            self._policies, self._kv, self._placer, self._evictor, context, led_since=self._draft.led_since
+        )
         return replace(context, candidates=found, blocks_away=self._blocks_awaited)
 
     def _blocks_awaited(self, request: Request) -> int:
@@ -97,7 +103,7 @@ class StepPlanner:
     def _move_ahead(self, tiers: Tiered) -> None:
         """Start the overlapped moves that the eviction policy chooses."""
         kv, context, ordering = self._kv, self._context, self._policies.ordering
-        held = ((one, kv.blocks_of(one)) for one in kv.holders() if one.finish_reason is None)
+        held = ((one, kv.blocks_of(one)) for one in kv.holders() if one.progress.finish_reason is None)
         settled = [one for one, blocks in held if blocks is not None and blocks.is_settled]
         out, back = self._policies.eviction.ahead(settled, ordering, kv, context.now)
         if out or context.depth > 1 or tiers.cpu_free < tiers.cpu_total:
@@ -107,14 +113,14 @@ class StepPlanner:
         for request in out if context.may_leave else ():
             if request is self._placer.first:
                 continue  # the next to run could be swapped back and forth forever
-            if request.in_flight:
+            if request.progress.in_flight:
                 context.pausing.add(request)
             elif tiers.can_move_out(request, blocking=False):
                 moves.append(self._evictor.swap_ahead(request))
         for request in back:
             if tiers.can_move_in(request):
                 moves.append(tiers.move_in(request))
-                request.is_newly_resident = True
+                request.progress.place()
 
     def _fill_from_first(self, builder: BatchBuilder) -> None:
         last = self._fill(self._policies.ordering.ranked(self._context.now), builder)
@@ -134,6 +140,7 @@ class StepPlanner:
         context, blocks_of, place = self._context, self._kv.blocks_of, self._placer.place
         offer, take, add = builder.offer, builder.take, self._draft.slices.append
         plan_id, latest = context.plan_id, context.latest
+        new = tuple.__new__  # `Slice(...)` takes twice as long, and each step makes one for each request
         closed, is_selective = self._closed, self._is_selective
         for request in queue:
             held = blocks_of(request)
@@ -144,7 +151,8 @@ class StepPlanner:
             elif held is None and closed is not None:
                 self._wait(request, closed)
             elif isinstance(verdict := offer(request, tokens), int):
-                start = request.planned
+                progress = request.progress
+                start = progress.planned
                 target = start + verdict
                 if held is None or target > held.room:
                     placed = place(request, held, target)
@@ -154,21 +162,18 @@ class StepPlanner:
                 if held is not None:
                     take(request, verdict)
                     samples = verdict == tokens  # the slice ends at the last known or awaited token
-                    add(_new_slice((request, start, verdict, samples, target > request.known, held.table)))
-                    request.planned = target
-                    request.pending_samples += samples
-                    request.wait = None
-                    if request.last_plan < latest:
+                    add(new(Slice, (request, start, verdict, samples, target > progress.known, held.table)))
+                    if progress.last_plan < latest:
                         self.started += 1
                         self._draft.events.append(Started(request, context.now))
-                    request.last_plan = plan_id
+                    progress.begin(target, samples, plan_id)
                     continue
             elif self._refuse(request, verdict) is Scope.ALL:
                 if is_credited:
-                    request.credit(0)
+                    request.progress.rewind(0)
                 return None
             if is_credited and blocks_of(request) is None:
-                request.credit(0)
+                request.progress.rewind(0)
             if self._closed is not closed or self._is_selective is not is_selective:
                 self.tail = self._closed or WaitReason.BEHIND_MEMORY
                 return request
@@ -177,10 +182,12 @@ class StepPlanner:
     def _credit_prefix(self, request: Request) -> int:
         """Credit prefix-cache hits; return the eligible tokens, 0 if the request waits for a prefix."""
         hit = self._kv.hit(request)
-        if not self._is_forced and comes_soon(request, hit, self._context, self._policies.ordering):
+        if not self._is_forced and comes_soon(
+            request, hit, self._context, self._policies.ordering, self._draft.led_since
+        ):
             self._wait(request, WaitReason.BEHIND_PREFIX)
             return 0
-        request.credit(hit.tokens)
+        request.progress.rewind(hit.tokens)
         return eligible_tokens(request, self._context)
 
     def _refuse(self, request: Request, refusal: Refusal) -> Scope:
@@ -208,11 +215,12 @@ class StepPlanner:
         self._closed, self._is_selective = None, False
         self._draft.waiting_for_kv.clear()
         self._context.pausing.clear()  # no plan in flight delays their eviction
-        self.waiting.clear()
         builder = self._policies.batcher.open(self._context)
         self._fill_from_first(builder)
         if not (self._draft.slices or self._draft.blocking):
             self._force(builder)
+        for slice_ in self._draft.slices:
+            self.waits.pop(slice_.request, None)  # the first attempt let it wait
 
     def _force(self, builder: BatchBuilder) -> None:
         """Run the first request that the batcher accepts, whatever the other policies decide.
@@ -233,16 +241,15 @@ class StepPlanner:
     # -- waiting ------------------------------------------------------------------------------------------
 
     def _pass_over(self, request: Request) -> None:
-        waits = request.examined == self._context.decision
-        if not (request.in_flight or request.is_satisfied or waits):
-            self._wait(request, WaitReason.GRAMMAR if request.awaits_grammar else WaitReason.HELD_BY_EVICTION)
+        progress = request.progress
+        if not (progress.in_flight or request.is_satisfied or request in self.waits):
+            self._wait(request, WaitReason.GRAMMAR if progress.awaits_grammar else WaitReason.HELD_BY_EVICTION)
 
     def _wait(self, request: Request, reason: WaitReason, short: int = 0) -> None:
-        if request.in_flight:
+        if request.progress.in_flight:
             return
-        self.waiting.append(request)
-        request.examined = self._context.decision
-        wait = request.wait
+        wait = self.waits.get(request) or self._before.get(request)
         if wait is None or wait.reason is not reason:
-            request.wait = WaitState(reason, self._context.now, short)
+            wait = WaitState(reason, self._context.now, short)
             self._draft.events.append(Waited(request, self._context.now, reason, short))
+        self.waits[request] = wait

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from skipjoin.core.context import StepContext
+from skipjoin.core.decide.draft import Draft
 from skipjoin.core.decide.plan import StepPlanner
 from skipjoin.core.events import (
     Computed,
@@ -58,7 +59,9 @@ class Scheduler:
         self._in_flight: deque[StepPlan] = deque()
         self._next_id = 0
         self._decisions = 0
-        self._waiting: list[Request] = []  # examined by the last decision and not run
+        self.waits: dict[Request, WaitState] = {}  # of requests that the last decision examined and did not run
+        self._led_since: dict[Request, float] = {}  # see `Draft`
+        self._kept: set[Request] = set()  # finished, and keep their KV
         # A running request is in one of this many latest plans: `depth` with pipeline stages, where it is scheduled
         # once every `depth` plans.
         self._window = depth if not overlap else 1
@@ -84,11 +87,12 @@ class Scheduler:
     # -- requests -----------------------------------------------------------------------------------------
 
     def add(self, request: Request, now: float) -> None:
-        request.reverse = self.policies.eviction.lends and self.kv.sharing is not None and request.is_best_effort
+        if self.policies.eviction.lends and self.kv.sharing is not None and request.is_best_effort:
+            request.progress.fill_down()
         if self.kv.blocks_of(request) is None:
             if (cache := self.kv.cache) is not None:
                 cache.await_prefix(request)
-            request.cached = self.kv.hit(request).tokens
+            request.progress.find(self.kv.hit(request).tokens)
         for notify in self.policies.on_arrived:
             notify(request, now)
 
@@ -100,12 +104,15 @@ class Scheduler:
         """
         for notify in self.policies.on_finished:
             notify(request, now)
+        self._led_since.pop(request, None)
+        if request.keeps_kv:
+            self._kept.add(request)
         if (cache := self.kv.cache) is not None:
             cache.forget_prefix(request)
         self._release_if_settled(request)
 
     def release(self, request: Request, now: float) -> None:
-        request.keeps_kv = False
+        self._kept.discard(request)
         self._release_if_settled(request)
         self.events.append(Released(request, now, self.kv.device_total - self.kv.available))
 
@@ -131,7 +138,7 @@ class Scheduler:
         )
         self._has_failed_move = False
         self._decisions += 1
-        planner = StepPlanner(self.policies, self.kv, self.events, context)
+        planner = StepPlanner(self.policies, self.kv, Draft(self.events, self._led_since), context, self.waits)
         plan = planner.plan()
         self._note_waits(planner, now)
         # With a plan in flight, the driver waits for its result instead.
@@ -148,11 +155,10 @@ class Scheduler:
         return plan
 
     def _note_waits(self, planner: StepPlanner, now: float) -> None:
-        for request in self._waiting:
-            if request.wait is not None and request.examined != self._decisions - 1 and request.finish_reason is None:
-                request.wait = None
+        for request in self.waits:
+            if request not in planner.waits and request.progress.finish_reason is None:
                 self.events.append(Waited(request, now, WaitReason.NOT_EXAMINED))
-        self._waiting = planner.waiting
+        self.waits = planner.waits
         if self.tail.reason is not planner.tail:
             self.tail = WaitState(planner.tail, now)
 
@@ -166,7 +172,8 @@ class Scheduler:
         old_id = old.id
         for slice_ in old.slices:
             request = slice_.request
-            if request.last_plan == old_id and request.finish_reason is None and not request.is_satisfied:
+            progress = request.progress
+            if progress.last_plan == old_id and progress.finish_reason is None and not request.is_satisfied:
                 self.events.append(Preempted(request, now, Preemption.PAUSE))
 
     def steady(self, live: int) -> StepPlan | None:
@@ -180,7 +187,8 @@ class Scheduler:
         if len(plan.slices) != live or plan.blocking or plan.overlapped or not self.policies.is_decode_invariant:
             return None
         decodes = all(
-            slice_.tokens == 1 and slice_.samples and slice_.request.finish_reason is None for slice_ in plan.slices
+            slice_.tokens == 1 and slice_.samples and slice_.request.progress.finish_reason is None
+            for slice_ in plan.slices
         )
         return plan if decodes else None
 
@@ -200,20 +208,19 @@ class Scheduler:
         lost = self._settle_moves(result, now)
         void = {*lost, *(plan.slices[index].request for index in result.dropped)}
         gone, cache = bool(void), self.kv.cache
-        for slice_ in plan.slices:
-            request = slice_.request
-            request.computed = slice_.start + slice_.tokens
-            if request.finish_reason is not None:
+        for request, start, tokens, samples, _, _ in plan.slices:
+            progress = request.progress
+            progress.settle(start + tokens, samples)
+            if progress.finish_reason is not None:
                 gone = True
             elif request.prefix is not None and cache is not None and request not in void:
                 cache.offer(request)
-            if slice_.samples:
-                request.pending_samples -= 1
-                request.is_newly_resident = False
         alive = plan.slices
         if gone:
             alive = tuple(
-                slice_ for slice_ in plan.slices if slice_.request.finish_reason is None and slice_.request not in void
+                slice_
+                for slice_ in plan.slices
+                if slice_.request.progress.finish_reason is None and slice_.request not in void
             )
             for slice_ in plan.slices:
                 self._release_if_finished(slice_.request)
@@ -228,7 +235,7 @@ class Scheduler:
 
     def restart(self, now: float) -> None:
         self.events.append(Restarted(tuple(self._in_flight), now))
-        holders = [request for request in self.kv.holders() if request.finish_reason is None]
+        holders = [request for request in self.kv.holders() if request.progress.finish_reason is None]
         self.kv.clear()
         self._in_flight.clear()
         self._recent.clear()
@@ -252,7 +259,7 @@ class Scheduler:
 
     def _forget(self, request: Request, keep: int, now: float) -> None:
         """Recompute what the request lost in transit. No other plan contains it."""
-        if request.finish_reason is not None:
+        if request.progress.finish_reason is not None:
             self.kv.release(request)
             return
         self.kv.drop(request, keep=keep)
@@ -260,16 +267,16 @@ class Scheduler:
 
     def _drop(self, request: Request, kept: int, now: float) -> None:
         """Reset the request to its first `kept` tokens after a loss that was not an eviction."""
-        request.rewind(kept)
+        request.progress.rewind(kept)
         for notify in self.policies.on_preempted:
             notify(request, now)
         self.events.append(Preempted(request, now, Preemption.DROP, kept))
 
     def _release_if_finished(self, request: Request) -> None:
-        if request.finish_reason is not None:
+        if request.progress.finish_reason is not None:
             self._release_if_settled(request)
 
     def _release_if_settled(self, request: Request) -> None:
         held = self.kv.blocks_of(request)
-        if held is not None and held.is_settled and not request.in_flight and not request.keeps_kv:
+        if held is not None and held.is_settled and not request.progress.in_flight and request not in self._kept:
             self.kv.release(request)

@@ -278,7 +278,7 @@ class KVAccounts(Protocol):
         return -(-tokens // self.block_size)
 
     def tokens_in(self, request: Request, blocks: int) -> int:
-        return min(request.computed, blocks * self.block_size)
+        return min(request.progress.computed, blocks * self.block_size)
 
     def holders(self) -> Collection[Request]:
         """Return the requests that hold or reserve blocks, oldest holder first."""
@@ -336,7 +336,7 @@ class BlockLedger(KVAccounts, Protocol):
 
         Args:
             blocks: Total number of device blocks that it may have.
-            tokens: Token limit of the reservation (`Request.reserved_tokens`); None for no limit.
+            tokens: Token limit of the reservation (`Progress.reserved_tokens`); None for no limit.
             parent: Parent reservation; None for the shared pool, and always without `Reserving`.
         """
 

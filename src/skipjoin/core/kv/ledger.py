@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
-from math import inf
 
 from skipjoin.core.kv.block_pool import BlockPool, LedgerError
 from skipjoin.core.kv.interface import Hit
@@ -80,7 +79,7 @@ class KVLedger:
         return -(-tokens // self.block_size)
 
     def tokens_in(self, request: Request, blocks: int) -> int:
-        return min(request.computed, blocks * self.block_size)
+        return min(request.progress.computed, blocks * self.block_size)
 
     def holders(self) -> Collection[Request]:
         return self._held.keys()
@@ -91,7 +90,7 @@ class KVLedger:
 
     def filled(self, request: Request) -> int:
         held = self._held.get(request)
-        return min(len(held.device), self.blocks_for(request.computed)) if held else 0
+        return min(len(held.device), self.blocks_for(request.progress.computed)) if held else 0
 
     def filled_after(self, request: Request, freed: int) -> int:
         held = self._held.get(request)
@@ -130,8 +129,10 @@ class KVLedger:
         size, blocks, root = self.block_size, [0] * steps, self.reservations.root
         for request in requests:
             reservation = self._held[request].reservation
-            room = (reservation.size + reservation.adopted - reservation.lent) * size - request.planned
-            if request.planned + steps > request.reserved_tokens or (room < steps and reservation.parent is not root):
+            progress = request.progress
+            room = (reservation.size + reservation.adopted - reservation.lent) * size - progress.planned
+            is_nested = reservation.parent is not root
+            if progress.planned + steps > progress.reserved_tokens or (room < steps and is_nested):
                 return None
             for step in range(room, steps, size):
                 blocks[step] += 1
@@ -149,7 +150,7 @@ class KVLedger:
         self.reservations.find(parent)  # raises before anything changes
         held = self._hold(request)
         self.reservations.promise(request, blocks, parent)
-        request.reserved_tokens = UNLIMITED if tokens is None else tokens
+        request.progress.reserve(UNLIMITED if tokens is None else tokens)
         held.refresh_room()
 
     def grow(self, request: Request, tokens: int) -> RequestBlocks:
@@ -175,7 +176,7 @@ class KVLedger:
         if held.moving is not None:
             raise LedgerError(f"request {request.id} drops KV while it is in transit")
         self._transfers.detach(held, keep)
-        held.tokens_before_drop = request.computed
+        held.tokens_before_drop = request.progress.computed
         self._free_cpu(held)
         self._cut(held, keep)
 
@@ -188,17 +189,17 @@ class KVLedger:
         self._transfers.detach(held)
         del self._held[request]
         self.reservations.close(request)
-        request.reserved_tokens = UNLIMITED
+        request.progress.reserve(UNLIMITED)
         self._give_back(held, held.device)
         self._cpu.put(held.cpu)
         self.cache.retract(request)
-        if request.finish_reason is None:
+        if request.progress.finish_reason is None:
             self.cache.await_prefix(request)
 
     def clear(self) -> None:
         waiting = list(self.cache.awaited)
         for request in self._held:
-            request.reserved_tokens = UNLIMITED
+            request.progress.reserve(UNLIMITED)
         self._compose()
         for request in waiting:
             self.cache.await_prefix(request)
@@ -218,15 +219,15 @@ class KVLedger:
             held = self._held[request] = RequestBlocks(request, self.block_size, device, reservation)
             if request.prefix is not None:
                 self.cache.forget_prefix(request)
-                request.cached, request.led_since = 0, inf
+                request.progress.find(0)
         return held
 
     def _cut(self, held: RequestBlocks, keep: int) -> None:
         reservation, request = held.reservation, held.request
         reservation.hand_over()
         reservation.promised = 0
-        if request.reserved_tokens != UNLIMITED:
-            request.reserved_tokens = 0
+        if request.progress.reserved_tokens != UNLIMITED:
+            request.progress.reserve(0)
         gone = held.device[keep:]
         del held.device[keep:]
         held.keyed = min(held.keyed, keep)
@@ -252,7 +253,7 @@ class KVLedger:
     # -- moves in transit ---------------------------------------------------------------------------------
 
     def expect(self, request: Request) -> None:
-        self._transfers.expect(self.grow(request, request.computed))
+        self._transfers.expect(self.grow(request, request.progress.computed))
 
     def receive(self, request: Request) -> None:
         self._transfers.receive(self._held[request])
@@ -260,7 +261,9 @@ class KVLedger:
     def can_move_out(self, request: Request, *, keep: int = 0, blocking: bool = True) -> bool:
         # Lent blocks leave with blocking moves only.
         held = self._held.get(request)
-        if held is None or held.moving is not None or request.in_flight or (held.sharing.lends and not blocking):
+        if held is None or held.moving is not None or request.progress.in_flight:
+            return False
+        if held.sharing.lends and not blocking:
             return False
         moved = self.filled(request) - keep
         return 0 < moved <= self._cpu.free + sum(index >= keep for index in held.sharing.lends)
@@ -299,7 +302,7 @@ class KVLedger:
         held = self._held[request]
         if not self.can_move_in(request):
             raise LedgerError(f"request {request.id} cannot be moved in")
-        tokens = request.computed - self.tokens_in(request, len(held.device))
+        tokens = request.progress.computed - self.tokens_in(request, len(held.device))
         target = self._device.take(len(held.cpu))
         held.device += target
         held.refresh()

@@ -29,6 +29,6 @@ def _spanned(move: Move, block_size: int) -> Move:
     if move.spans:
         return move
     assert move.request is not None
-    reverse = move.request.reverse
+    reverse = move.request.progress.reverse
     counts = [min(block_size, move.tokens - index * block_size) for index in range(len(move.source))]
     return move._replace(spans=tuple(Span(block_size - count if reverse else 0, count) for count in counts))

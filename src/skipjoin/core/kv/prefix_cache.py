@@ -118,7 +118,7 @@ class PrefixCache:
         held = self._requests.get(request)
         if held is None or request.prefix is None or held.is_private:
             return
-        full = min(request.computed // self._block_size, len(held.device))
+        full = min(request.progress.computed // self._block_size, len(held.device))
         if full <= held.keyed:
             return
         keys = request.keys(full * self._block_size)
@@ -135,7 +135,7 @@ class PrefixCache:
         request = held.request
         if request.prefix is None or held.is_private or not held.cpu or held.cpu[0] != move.target[0]:
             return
-        keys = request.keys(request.computed)[len(held.device) : request.computed // self._block_size]
+        keys = request.keys(request.progress.computed)[len(held.device) : request.progress.computed // self._block_size]
         for block, key in zip(move.target, keys, strict=False):
             self.cpu.name(block, key)
 
@@ -172,5 +172,5 @@ class PrefixCache:
 
     def _usable(self, request: Request) -> Iterable[Key]:
         """Return the keys of blocks that the request could use. At least one known token is always computed."""
-        tokens = request.known - 1
+        tokens = request.progress.known - 1
         return islice(request.keys(tokens), tokens // self._block_size)

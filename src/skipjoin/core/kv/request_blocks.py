@@ -100,7 +100,7 @@ class RequestBlocks:
 
     def _room(self) -> int:
         size, sharing = self.block_size, self.sharing
-        room = min(len(self.device) * size, self.request.reserved_tokens)
+        room = min(len(self.device) * size, self.request.progress.reserved_tokens)
         last = sharing.lends.get(len(self.device) - 1) if sharing.lends else None
         if last is not None and last.borrower is not None:
             room = min(room, (last.index + 1) * size - last.split)
@@ -111,7 +111,7 @@ class RequestBlocks:
 
     def check(self) -> None:
         request, move, direction = self.request, self.transit.move, self.transit.direction
-        need, there = -(-request.computed // self.block_size), len(self.device) + len(self.cpu)
+        need, there = -(-request.progress.computed // self.block_size), len(self.device) + len(self.cpu)
         if move is not None and (direction is not Direction.OUT or self.holds_source(move)):
             there -= len(move.source)  # on both tiers meanwhile
         if need > there:

@@ -15,7 +15,7 @@ from skipjoin.core.step import Direction, Move, Span
 class SharedBlocks:
     """Blocks that two requests fill from both ends.
 
-    A request that fills its blocks from the last slot down (`Request.reverse`) lends blocks to one that fills upward,
+    A request that fills its blocks from the last slot down (`Progress.reverse`) lends blocks to one that fills upward,
     while no plan contains the owner. Before the borrower overwrites a slot of the owner, the slot is saved to a
     CPU-tier block (a lazy checkpoint). The owner runs again once all of its KV is on the device: in place if the
     borrower has left, otherwise in its own block.
@@ -52,7 +52,7 @@ class SharedBlocks:
 
     def can_lend(self, owner: Request, borrower: Request) -> bool:
         lends, borrows = self._requests.get(owner), self._requests.get(borrower)
-        if lends is None or not owner.reverse or borrower.reverse or owner.in_flight:
+        if lends is None or not owner.progress.reverse or borrower.progress.reverse or owner.progress.in_flight:
             return False
         return lends.moving is None and (borrows is None or not (borrows.moving or borrows.away))
 
@@ -77,7 +77,7 @@ class SharedBlocks:
 
     def tokens_there(self, request: Request) -> int:
         held = self._requests[request]
-        there = min(request.computed, len(held.device) * self._size)
+        there = min(request.progress.computed, len(held.device) * self._size)
         return there - sum(shared.saved for shared in held.sharing.lends.values())
 
     def lend(self, owner: Request, keep: int, borrower: Request) -> bool:
@@ -199,7 +199,7 @@ class SharedBlocks:
 
     def filled_slots(self, held: RequestBlocks, index: int) -> int:
         """Return how many of the block's slots have KV of the request: in place, saved, or planned."""
-        return max(0, self._slots(index, held.request.planned))
+        return max(0, self._slots(index, held.request.progress.planned))
 
     def _limit(self, shared: SharedBlock) -> int:
         return self._size - self.filled_slots(shared.owner, shared.index) + shared.saved
@@ -210,7 +210,7 @@ class SharedBlocks:
 
     def _taken(self, shared: SharedBlock) -> int:
         borrower = shared.borrower
-        return max(0, self._slots(shared.at, borrower.request.planned)) if borrower is not None else 0
+        return max(0, self._slots(shared.at, borrower.request.progress.planned)) if borrower is not None else 0
 
     def _is_contested(self, shared: SharedBlock, tokens: int) -> bool:
         if shared.borrower is None:
@@ -265,16 +265,16 @@ class SharedBlocks:
         owner, borrower = shared.owner, shared.borrower
         filled = self.filled_slots(owner, shared.index)
         lent = owner.sharing.lends.get(shared.index)
-        if not owner.request.reverse or lent is not shared or owner.device[shared.index] != block:
+        if not owner.request.progress.reverse or lent is not shared or owner.device[shared.index] != block:
             return "is not its owner's"
         if shared.copy is None or not filled or shared.saved > filled:
             return "has slots saved that are not filled"
         if borrower is None:
             return "" if shared.saved else "is used by its owner alone"
         borrowed = borrower.sharing.borrows.get(shared.at)
-        if borrower.request.reverse or borrowed is not shared or borrower.device[shared.at] != block:
+        if borrower.request.progress.reverse or borrowed is not shared or borrower.device[shared.at] != block:
             return "is not its borrower's"
-        taken = max(0, self._slots(shared.at, borrower.request.computed))
+        taken = max(0, self._slots(shared.at, borrower.request.progress.computed))
         if taken > shared.split or shared.split > self._limit(shared):
             return "has slots that both may fill"
         return ""

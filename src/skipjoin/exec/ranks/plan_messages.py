@@ -104,7 +104,7 @@ class PlanWriter:
         )
 
     def _updated(self, request: Request, new: list[NewRequest], known: list[KnownTokens]) -> _SentState:
-        sent, output = self._state_of(request, new), request.output
+        sent, output = self._state_of(request, new), request.progress.output
         if len(output) > sent.tokens:
             known.append(KnownTokens(sent.number, output[sent.tokens :]))
             sent.tokens = len(output)
@@ -124,7 +124,7 @@ class PlanWriter:
                     params=sampling.params,
                     seed=sampling.seed,
                     eos_token_ids=tuple(sampling.eos_token_ids),
-                    reverse=request.reverse,
+                    reverse=request.progress.reverse,
                     client=request.options.client,
                     cache_salt=request.options.cache_salt,
                 )
@@ -178,10 +178,11 @@ class PlanReader:
             sampling = Sampling(new.params, new.seed, new.eos_token_ids)
             options = RequestOptions(client=new.client, cache_salt=new.cache_salt)
             request = Request(new.id, 0.0, new.prompt, 1, options=options, sampling=sampling)
-            request.reverse = new.reverse
+            if new.reverse:
+                request.progress.fill_down()
             self._requests[new.number] = _Mirrored(request)
         for known in message.known:
-            self._requests[known.request].request.output.extend(known.tokens)
+            self._requests[known.request].request.progress.extend(known.tokens)
 
     def _end(self, message: ToRank) -> None:
         # Moves in flight keep references to their requests.

@@ -213,9 +213,9 @@ class EngineClient:
             prompt,
             params.output_limit,
             options=options,
-            forecast=forecast,
             prefix=self._prefix(info, params, options, like),
         )
+        request.progress.expect(forecast)
         sequence = EngineSequence(request, params, mailbox, index, label, owner, on_start, on_end)
         if options.deadline_s is not None:
             # The engine ends it between two steps unless the engine hangs, which this timer covers.
@@ -225,7 +225,7 @@ class EngineClient:
         return sequence
 
     def reforecast(self, sequence: EngineSequence, forecast: Forecast) -> None:
-        sequence.request.forecast = forecast
+        sequence.request.progress.expect(forecast)
         if (replica := self._places.get(sequence.id)) is not None:
             replica.send(Reforecast(sequence.id, forecast))
 
@@ -334,7 +334,7 @@ class EngineClient:
             if sequence is None:  # aborted while the step ran
                 continue
             request = sequence.request
-            request.output.append(token)
+            request.progress.append(token)
             generated(request)
             if sequence.stuck:
                 self._isolation.passed(sequence)
@@ -373,7 +373,7 @@ class EngineClient:
             del replica.sequences[sequence.id]
             self._dispatch.ended(sequence.request, reason)
         if sequence.on_end is not None:
-            sequence.on_end(reason, len(sequence.request.output))
+            sequence.on_end(reason, len(sequence.request.progress.output))
         self._isolation.leave(sequence)
         return replica
 

@@ -150,10 +150,11 @@ def _describe(core: EngineCore, request: Request, place: int, now: float, facts:
 
 
 def state_name(core: EngineCore, request: Request) -> str:
-    if request.last_plan >= core.scheduler.latest_plan:
+    if request.progress.last_plan >= core.scheduler.latest_plan:
         return "running"
     held = core.kv.blocks_of(request)
     if held is not None and (held.cpu or held.moving is not None):
         return "swapped"
-    has_run = request.computed or request.evictions or len(request.output) > request.resumed_tokens
+    progress = request.progress
+    has_run = progress.computed or progress.evictions or len(progress.output) > len(request.resumed)
     return "preempted" if has_run else "waiting"

@@ -256,15 +256,15 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
             options.priority,
             place,
             len(request.prompt),
-            len(request.output),
-            request.computed,
+            len(request.progress.output),
+            request.progress.computed,
             predicted_tokens=predicted and predicted.tokens,
             forecast_source=predicted and predicted.source,
             predicted_low=predicted and predicted.low,
             predicted_high=predicted and predicted.high,
             max_tokens=request.max_tokens,
             age_s=now - request.arrival,
-            **{name: seconds for name, seconds in options.target._asdict().items() if seconds < math.inf},
+            **{name: seconds for name, seconds in request.progress.target._asdict().items() if seconds < math.inf},
             **more,
         )
 

@@ -105,21 +105,21 @@ class EngineSequence:
 
     def started(self, cached_tokens: int) -> None:
         self.has_begun = True
-        if not self.request.output:  # otherwise another engine reported the hits
+        if not self.request.progress.output:  # otherwise another engine reported the hits
             self.cached_tokens = cached_tokens
         if self.on_start is not None:
             self.on_start()
 
     def message(self, now: float) -> Add:
         request, params = self.request, self.params
-        if request.output and params.prompt_logprobs is not None:
+        if request.progress.output and params.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)  # the client got them with the first token
         return Add(
             id=request.id,
             prompt=list(request.prompt),
             params=params,
             options=request.options,
-            output=list(request.output),
+            output=list(request.progress.output),
             age_s=now - request.arrival,
-            forecast=request.forecast,
+            forecast=request.progress.forecast,
         )

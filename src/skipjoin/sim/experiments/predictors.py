@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import NamedTuple, Protocol
 
@@ -178,7 +178,7 @@ class Online:
 
     def ended(self, event: Finished) -> None:
         self._now = event.now
-        predicted, tokens = self._predicted.pop(event.request.id), len(event.request.output)
+        predicted, tokens = self._predicted.pop(event.request.id), len(event.request.progress.output)
         if tokens:
             self._forecaster.learn(predicted, tokens, exact=event.reason is FinishReason.STOP)
 
@@ -259,13 +259,13 @@ class Predictions:
 
     def predict(self, request: Request) -> None:
         prediction = self._predictions[request.id] = self._predictor.forecast(request)
-        request.forecast = prediction.forecast
+        target = None
         if self._jct is not None and not request.is_best_effort:
-            target = request.options.target._replace(jct_s=self._jct(prediction.forecast.tokens))
-            request.options = replace(request.options, target=target)
+            target = request.progress.target._replace(jct_s=self._jct(prediction.forecast.tokens))
+        request.progress.expect(prediction.forecast, target)
 
     def learn(self, event: Finished) -> None:
-        (forecast, interval), tokens = self._predictions.pop(event.request.id), len(event.request.output)
+        (forecast, interval), tokens = self._predictions.pop(event.request.id), len(event.request.progress.output)
         if event.reason is FinishReason.STOP:
             self.log.add(forecast.tokens, tokens, forecast.source, interval)
         self._predictor.ended(event)

@@ -65,4 +65,4 @@ def _sampler(lengths: Sequence[int]) -> Callable[[Request, int], int]:
 
 
 def _alike(lengths: Sequence[int]) -> Callable[[Request], int]:
-    return lambda request: lengths[request.id] - len(request.output) - 1
+    return lambda request: lengths[request.id] - len(request.progress.output) - 1

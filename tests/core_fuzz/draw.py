@@ -68,7 +68,7 @@ def world_of(draw: random.Random, recipes: Sequence[str]) -> World:
         best_effort_wait_s=draw.choice((0.02, 0.05, 0.1, 60.0)),
         fair=draw.random() < 0.1,
         voids=draw.random() < 0.5,
-        is_exact=recipe.needs_lossless_swap or draw.random() < 0.9,
+        is_exact=draw.random() < 0.9,
         cost=cost,
         params=tuple((key, value) for key, value in params.items() if key in recipe.parameters),
         eviction=draw.choice((*sorted(EVICTIONS), "lend", "patchwork", "spill")) if draw.random() < 0.25 else "",

@@ -195,7 +195,6 @@ def test_every_stage_has_a_lane_with_its_parts_of_steps_and_its_bubbles() -> Non
     assert use.idle == pytest.approx(
         [sum(end - begin for name, begin, end, _ in found if name == "bubble") for found in (first, second)]
     )
-    assert use.bubble_share == pytest.approx(sum(use.idle) / (sum(use.idle) + 18))
 
 
 def test_without_stages_there_are_no_stage_lanes() -> None:
@@ -203,7 +202,7 @@ def test_without_stages_there_are_no_stage_lanes() -> None:
     assert not [name for name in lanes(trace_of(done.events)) if name.startswith("Stage")]
     use = StageUse()
     use.observe(done.events)
-    assert (use.busy, use.idle, use.bubble_share) == ([], [], 0.0)
+    assert (use.busy, use.idle) == ([], [])
 
 
 def test_parts_with_inconsistent_times_do_not_overlap() -> None:

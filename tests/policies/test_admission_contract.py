@@ -15,8 +15,6 @@ from support.load import make
 
 ADMISSIONS: dict[str, AdmissionPolicy] = {
     "on demand": OnDemand(),
-    "no watermark": OnDemand(0.0),
-    "high watermark": OnDemand(0.5),
     "whole maximum": WholeMaximum(),
     "whole claims": WholeReservations(PaddedLengths(0.15)),
     "exact claims": ExactReservations(PaddedLengths(0.15), group=None, reserve=0.1, hosts=None),
@@ -69,16 +67,16 @@ def test_claim_has_no_side_effects(admission: AdmissionPolicy, prompt: int, othe
     assert kv.available == before
 
 
-def test_on_demand_keeps_the_watermark_for_running_requests() -> None:
-    kv = KVLedger(100, 0, 4)
+def test_on_demand_leaves_blocks_for_running_requests() -> None:
+    kv = KVLedger(1000, 0, 4)
     kv.grow(make(1), 4)
-    assert OnDemand(0.1).reserve(make(0, 8), 8, kv) == Allocation(now=2, blocks=2, spare=10)
+    assert OnDemand().reserve(make(0, 8), 8, kv) == Allocation(now=2, blocks=2, spare=10)
 
 
 def test_on_demand_counts_known_tokens_only() -> None:
     request = make(0, 8, 100)
     request.progress.known += 4
-    grant = OnDemand(0.0).reserve(request, request.progress.known, KVLedger(100, 0, 4))
+    grant = OnDemand().reserve(request, request.progress.known, KVLedger(99, 0, 4))
     assert grant == Allocation(now=3, blocks=3)
 
 
@@ -99,9 +97,3 @@ def test_an_exhausted_whole_claim_grows_to_the_forecast_or_by_one_block(others: 
     if others:
         kv.reserve(make(1), others)
     assert admission.reserve(request, 17, kv) == expected
-
-
-@pytest.mark.parametrize("watermark", [-0.1, 1.0, float("nan")])
-def test_a_watermark_outside_zero_to_one_is_refused(watermark: float) -> None:
-    with pytest.raises(ValueError, match="watermark"):
-        OnDemand(watermark)

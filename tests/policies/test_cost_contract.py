@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from skipjoin.core.policy import CostModel
 from skipjoin.core.step import Slice, StepShape
-from skipjoin.policies.cost import MAX_MOVE, REVISION_FACTOR, STEP_TERMS, LearningCost, LinearCost
+from skipjoin.policies.cost import (
+    COMMON_RATE,
+    MAX_ERROR,
+    OWN_RATE,
+    REVISION_FACTOR,
+    STEP_TERMS,
+    LearningCost,
+    LinearCost,
+)
 from support.load import make
 from support.policies import COST
 
@@ -26,6 +34,9 @@ COSTS: dict[str, CostModel] = {
 }
 every_cost = pytest.mark.parametrize("cost", COSTS.values(), ids=COSTS.keys())
 SHAPES = st.builds(StepShape, *[st.integers(0, 10_000)] * 4)
+
+# No coefficient moves by more than this share of itself in one step.
+MAX_MOVE = MAX_ERROR * (OWN_RATE + COMMON_RATE)
 
 
 @every_cost

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.policies.cost import LinearCost
-from skipjoin.policies.dispatch import MAX_KEYS, OWN_WEIGHT, LeastWork, PrefixAware, least_work
+from skipjoin.policies.dispatch import MAX_KEYS, OWN_WEIGHT, LeastWork, PrefixAware
 from skipjoin.policies.predictors import LearnedLength, longest_output
 
 COST = LinearCost(floor=0.01, prefill_token=1e-4, decode=2e-4)
@@ -87,7 +87,7 @@ def test_a_slow_replica_gets_fewer_requests() -> None:
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), max_size=40))
 def test_work_is_zero_after_all_requests_finish(requests: list[tuple[int, int]]) -> None:
     """The forecast may be too short or too long."""
-    rule = least_work()
+    rule = LeastWork.learning()
     rule.join(0, COST)
     rule.join(1, COST)
     live = [request(number, max_tokens=300) for number in range(len(requests))]
@@ -309,7 +309,7 @@ def test_the_prediction_without_history_is_a_typical_chat() -> None:
 
 
 def test_aborted_and_timed_out_requests_are_not_learned_from() -> None:
-    rule = least_work()
+    rule = LeastWork.learning()
     rule.join(0, COST)
     for number, reason in enumerate([FinishReason.ABORT, FinishReason.DEADLINE] * 20):
         req = request(number, max_tokens=5000)

@@ -276,14 +276,6 @@ def test_lookahead_does_not_read_the_whole_queue() -> None:
     assert read <= 9
 
 
-@pytest.mark.parametrize("name", ["stages", "max_seqs", "max_tokens"])
-def test_settings_below_one_are_refused(name: str) -> None:
-    values = {"stages": 2, "max_seqs": 8, "max_tokens": 8} | {name: 0}
-    stages = values.pop("stages")
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-        EvenStages(Greedy(4, 64, chunked=True), COST, stages, **values, cuts=True)
-
-
 def test_loads_are_updated_with_the_cost_model() -> None:
     """A new revision of the profile takes effect at the next step."""
 

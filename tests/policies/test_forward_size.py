@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,9 +53,3 @@ def test_a_falling_rate_above_the_cache_size_is_handled() -> None:
     assert cost.calls < 100
     assert found <= 1920
     assert rate(cost, found) >= 0.9 * 0.95 * rate(cost, 1920)  # type: ignore[arg-type]  # the grid misses the best one
-
-
-@pytest.mark.parametrize(("most", "share", "field"), [(0, 0.9, "most"), (5, 0.0, "share"), (5, 1.1, "share")])
-def test_errors_name_the_parameter(most: int, share: float, field: str) -> None:
-    with pytest.raises(ValueError, match=field):
-        saturating_tokens(Tiles(), most, share=share)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from papers.bros.turns import ByTurn, Turn
-from papers.econoserve.coupled import ByGroup, Closest, HoldersFirst, Room
+from papers.econoserve.coupled import ByArrival, ByGroup, Closest, HoldersFirst, Room
 from skipjoin.core.context import StepContext
 from skipjoin.core.forecast import LENGTH_EDGES, Forecast, length_bin
 from skipjoin.core.kv.interface import KVAccounts
@@ -22,7 +22,7 @@ from skipjoin.core.selective import fitting
 from skipjoin.core.step import Slice
 from skipjoin.policies.adaptive import Adaptive
 from skipjoin.policies.deadlines import ByDeadline, NextTokens, StartedFirst
-from skipjoin.policies.econo import ByArrival, ByObjective, PaddedLengths, QueueOrder, Tasks, TwoQueues
+from skipjoin.policies.econo import ByObjective, PaddedLengths, QueueOrder, Tasks, TwoQueues
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.fairness import Fair
 from skipjoin.policies.gittins import GittinsIndex

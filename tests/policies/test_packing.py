@@ -245,9 +245,3 @@ def test_a_step_ends_before_the_most_urgent_deadline(seed: int) -> None:
     ]
     limit = min(alone) if alone else DEFAULT.tpot_s if case.urgent else float("inf")
     assert case.seconds(step) <= limit + 1e-9 or len(step) == 1
-
-
-@pytest.mark.parametrize("name", ["max_seqs", "max_tokens", "base"])
-def test_limits_below_one_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-        Case(**{name: 0})

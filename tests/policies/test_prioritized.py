@@ -182,7 +182,7 @@ RESOURCES: dict[str, tuple[tuple[str, ...], dict[str, int], tuple[tuple[int, int
     "slot": (ALL, {"max_seqs": 2}, ((4, 30),) * 3, (20, 5)),
     "token budget": (ALL, {"max_tokens": 3}, ((1, 20),) * 3, (3, 5)),
     "memory": ((*ALL[1:], "econoserve-d"), {"device_blocks": 10}, ((12, 24),) * 2, (30, 5)),
-    # The watermark, which keeps space for growth, must not exclude a request that may preempt all others.
+    # The share of blocks that is kept for growth must not exclude a request that may preempt all others.
     "device": (
         ("fcfs", "fastserve", "econoserve"),
         {"device_blocks": 200, "max_tokens": 1000},

@@ -99,12 +99,6 @@ def test_without_aging_only_the_remaining_time_counts() -> None:
     assert ordering.outranks(newcomer, old)
 
 
-@pytest.mark.parametrize("aging_s", [-0.1, 0.0, math.nan])
-def test_aging_out_of_bounds_is_refused(aging_s: float) -> None:
-    with pytest.raises(ValueError, match="aging_s must be above 0"):
-        RemainingTime(ExecutionTime(COST), forecast_tokens, aging_s=aging_s)
-
-
 def test_the_quantile_of_a_forecast_distribution_is_used_if_present() -> None:
     mass = [0.0] * length_bin(64) + [0.5, 0.0, 0.5]  # half of 64 to 90 tokens, half of 128 to 180
     request = make(0, 10, 1000, forecast=Forecast(110, "test", tuple(mass)))

@@ -207,22 +207,6 @@ def test_finished_requests_are_not_kept_until_their_starvation_time() -> None:
     assert len(queues.mlfq._watch) < 1000
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"levels": 0},
-        {"quantum_s": 0.0},
-        {"starvation_s": 0.0},
-        {"hysteresis_s": 0.0},
-        {"promotion_share": 0.0},
-        {"promotion_share": math.nan},
-    ],
-)
-def test_settings_that_are_not_positive_are_refused(bad: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="must be above 0"):
-        SkipJoinMlfq(COST, **bad)  # type: ignore[arg-type]
-
-
 def slow_down(cost: LearningCost, times: float) -> None:
     """Make the cost model learn that every step takes `times` as long as before."""
     before = cost.current

@@ -11,20 +11,16 @@ from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Recompute
 from skipjoin.recipes import RECIPES, Settings, absolute, build, find, names_in
-from skipjoin.recipes.renamed import RENAMED
 from skipjoin.report.results import load_results
 from skipjoin.sim.experiments.machines import Machine
-from support.recipes import RECIPES as LABELLED
 
-ROOT = Path(__file__).parents[2]
 MACHINE = Machine(hardware="a100-40gb", model="opt-13b", kv_gib=4)
 SETTINGS = Settings(LinearCost(0.01, 1e-4), has_true_forecasts=True)
 SIMULATE = ["simulate", "--model", "opt-13b", "--kv-gib", "1.5", "--rates", "8", "--requests", "20", "--jobs", "1"]
 
 
-def test_the_package_has_eight_recipes_and_tests_have_all_renamed_ones() -> None:
+def test_the_package_has_eight_recipes() -> None:
     assert set(RECIPES) == {"adaptive", "fcfs", "sarathi", "fastserve", "alise", "econoserve", "bros", "srpt"}
-    assert set(LABELLED) >= set(RECIPES) | set(RENAMED)
 
 
 def test_a_list_is_split_at_the_commas_outside_brackets() -> None:
@@ -136,20 +132,3 @@ def test_errors_of_names_say_which_part_is_wrong_and_the_remedy(names: str, erro
     pattern = error if ".*" in error else re.escape(error)
     with pytest.raises(ConfigError, match=pattern):
         MACHINE.systems(names)
-
-
-@pytest.mark.parametrize("old", RENAMED)
-def test_a_former_name_is_an_error_that_says_the_new_one(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(ConfigError) as raised:
-        find(old)
-    error = re.fullmatch(
-        r"recipe '(\S+)' is now (\S+), (or recipe (\S+) with --set (\S+)|a file of .*)", str(raised.value)
-    )
-    assert error is not None, raised.value
-    assert error[1] == old
-    assert build(error[2], SETTINGS)
-    if error[4] is not None:
-        name, _, value = error[5].partition("=")
-        parameters = find(error[4]).parameters
-        assert find(error[2]).fixed == {name: parameters[name].read(value)}

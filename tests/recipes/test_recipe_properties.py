@@ -440,12 +440,3 @@ def test_an_oracle_is_refused_without_true_lengths(recipe: str) -> None:
     with pytest.raises(ConfigError, match=f"recipe {recipe} needs true output lengths"):
         build(recipe, Settings(COST))
     assert build(recipe, Settings(COST), {"oracle": "max-tokens"})
-
-
-@pytest.mark.parametrize("recipe", [name for name, one in RECIPES.items() if one.needs_lossless_swap])
-def test_recipes_that_need_lossless_swapping_refuse_lossy_swapping(recipe: str) -> None:
-    assert build(recipe, Settings(COST))
-    with pytest.raises(
-        ConfigError, match=f"recipe {RECIPES[recipe].name} needs KV that returns .* swap_dtype must be auto"
-    ):
-        build(recipe, Settings(COST, lossless_swap=False))

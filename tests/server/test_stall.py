@@ -42,7 +42,7 @@ class Stubborn(Callbacks, ChunkedBuilder):
 
 
 def stalled(*, refuses_all: bool) -> EngineCore:
-    policies = Policies(Fcfs(), Stubborn(refuses_all=False), OnDemand(0.0), Recompute())
+    policies = Policies(Fcfs(), Stubborn(refuses_all=False), OnDemand(), Recompute())
     core = EngineCore(Scheduler(policies, KVLedger(8, 0, 4)))
     core.add(make(0, 8, 4), 0.0)
     plan = core.start_step(0.0)

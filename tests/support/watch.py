@@ -72,7 +72,6 @@ class World:
             stages=self.stages,
             best_effort_wait_s=self.best_effort_wait_s,
             fair_output_weight=self.fair_output_weight,
-            lossless_swap=self.is_exact,
             limits=None if self.fair_output_weight is None else limits,
         )
         params = {"starvation_s": self.starvation_s, "oracle": "max-tokens", **dict(self.params)}
@@ -465,7 +464,7 @@ class Scene(Stepper):
         policies = Policies(
             self.ordering,
             batcher or Greedy(8, 1000, chunked=True),
-            admission or OnDemand(0.0),
+            admission or OnDemand(),
             eviction or Recompute(),
         )
         overlap = depth == 2 if overlap is None else overlap

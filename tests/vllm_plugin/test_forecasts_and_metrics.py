@@ -20,7 +20,7 @@ from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import FinishReason
 from skipjoin.core.waits import WaitReason
 from skipjoin.forecast import ForecastConfig
-from skipjoin.observe.finished_lives import MAX_FINISHED
+from skipjoin.observe.lives import MAX_FINISHED
 from skipjoin.recipes import Settings, build
 from skipjoin.vllm.forecasts import LengthForecasts
 from skipjoin.vllm.listener import listen

@@ -11,16 +11,10 @@ from skipjoin.core.policy import Allocation, Deferral, Policies
 from skipjoin.core.request import Request
 from skipjoin.policies.eviction import Recompute
 from skipjoin.policies.ordering import Fcfs
-from skipjoin.recipes import Forecasts, Settings, alise, recipe
-from skipjoin.recipes.alise import AgingParams, ForecastParams, shortest
+from skipjoin.recipes import Forecasts, Settings, recipe
+from skipjoin.recipes.alise import AgingParams, shortest
 from skipjoin.recipes.parts import Oracle, classed, greedy, true_lengths
 from skipjoin.recipes.registry import Params
-
-
-@recipe(forecasts=Forecasts.LEARNED, needs_lossless_swap=True)
-def alise_fp(s: Settings, p: ForecastParams) -> Policies:
-    """ALISE without quantization: swapping preserves KV exactly."""
-    return alise.alise(s, p)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

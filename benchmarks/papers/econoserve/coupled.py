@@ -12,7 +12,7 @@ from skipjoin.core.kv.reservations import Account
 from skipjoin.core.policy import PROMPT_DOES_NOT_FIT, Allocation, BatchBuilder, Callbacks, CostModel, Deferral, Refusal
 from skipjoin.core.request import Request
 from skipjoin.policies.batching import TargetBuilder, TargetForward
-from skipjoin.policies.econo import ByArrival, PaddedLengths, Phase, QueueOrder
+from skipjoin.policies.econo import PaddedLengths, Phase, QueueOrder
 from skipjoin.policies.ranking import Ranking
 
 
@@ -247,6 +247,24 @@ class Closest(HoldersFirst):
     def _forget(self, request: Request) -> None:
         super()._forget(request)
         self._waiting.pop(request, None)
+
+
+class ByArrival:
+    """First come, first served in both queues, without groups."""
+
+    revision = 0
+
+    def key(self, request: Request, known: int, phase: Phase, now: float) -> tuple[Any, ...]:
+        return (request.arrival, request.id)
+
+    def until(self, request: Request, known: int, now: float) -> float:
+        return math.inf
+
+    def is_overdue(self, request: Request, now: float) -> bool:
+        return False
+
+    def left(self, request: Request) -> None:
+        pass
 
 
 class ByGroup(ByArrival):

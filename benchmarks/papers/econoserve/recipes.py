@@ -12,7 +12,7 @@ from skipjoin.core.policy import Ordering, Policies
 from skipjoin.core.request import Request
 from skipjoin.core.selective import Limits
 from skipjoin.policies.admission import OnDemand
-from skipjoin.policies.econo import ByArrival, PaddedLengths, Phase
+from skipjoin.policies.econo import PaddedLengths, Phase
 from skipjoin.policies.eviction import KeepKv, Recompute, Swap
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.mlfq import SkipJoinMlfq
@@ -28,7 +28,7 @@ from skipjoin.recipes.parts import ForwardTokens, LengthRange, Padding, classed,
 
 # `skipjoin serve --recipe` loads this file by its path.
 sys.path.append(str(Path(__file__).parents[2]))
-from papers.econoserve.coupled import ByGroup, Closest, HoldersFirst, Room, WholePrompts, WholeReservations
+from papers.econoserve.coupled import ByArrival, ByGroup, Closest, HoldersFirst, Room, WholePrompts, WholeReservations
 from papers.fastserve.static import WholeMaximum
 
 

@@ -152,7 +152,7 @@ def outcome(load: list[Request], seconds: float, use: StageUse, steps: int) -> d
     return {
         "seconds": round(seconds, 3),
         "tokens_per_s": round(tokens / seconds, 2),
-        "bubbles": round(use.bubble_share, 4),
+        "bubbles": round(sum(use.idle) / max(sum(use.busy) + sum(use.idle), 1e-12), 4),
         "steps": steps,
     }
 

@@ -25,7 +25,7 @@ from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import Request
 from skipjoin.policies import dispatch
 from skipjoin.policies.cost import LinearCost
-from skipjoin.policies.dispatch import OWN_WEIGHT, prefix_aware
+from skipjoin.policies.dispatch import OWN_WEIGHT, PrefixAware
 from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.machines import Machine
 from skipjoin.sim.experiments.simulation import Run, run
@@ -241,7 +241,7 @@ def routing_cost() -> Result:
     """Measure the processor time for choosing one of four replicas: hashing the prompt, and looking up its keys."""
     results: Result = {}
     for tokens in (1000, 10_000, 30_000, 100_000):
-        rule = prefix_aware()
+        rule = PrefixAware.learning()
         for replica in range(4):
             rule.join(replica, LinearCost(floor=0.01, prefill_token=1e-4, decode=2e-4), 20_000, 16)
         draw, times = random.Random(0), []

@@ -10,15 +10,14 @@ from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.policy import Callbacks, Fact
 from skipjoin.core.request import Request, Target
 from skipjoin.core.step import Slice
-from skipjoin.policies.ranking import Ranking
+from skipjoin.policies.ranking import Ranked, Ranking
 
 
 class NextTokens:
     """Deadlines of the next token of each real-time request.
 
     The first token is due a TTFT after the arrival, each further one a TPOT after the last token (BROS section 4.1). If
-    `counts_lead`, a request's schedule, until which it may be without KV, includes the time by which its tokens came
-    faster than its TPOT; in the paper it does not.
+    `counts_lead`, which the paper does not, a request may be without KV for the time by which its tokens came faster.
     """
 
     def __init__(self, default: Target, *, counts_lead: bool = False) -> None:
@@ -65,8 +64,7 @@ class ByDeadline(Callbacks):
     """Earliest deadline of the next token first (BROS section 4.2), or earliest schedule if leads count.
 
     A request that missed its deadline ranks behind those that can still meet theirs, fewest remaining tokens first.
-    After another `overdue_s` it ranks first, by deadline, so no request starves. It can then preempt late requests, but
-    not those that can still meet their deadlines.
+    After another `overdue_s` it ranks first, by deadline, so no request starves, and can then preempt late requests.
     """
 
     def __init__(self, next_tokens: NextTokens, overdue_s: float) -> None:
@@ -181,53 +179,38 @@ _TIERS = (
 )
 
 
-class StartedFirst(Callbacks):
-    """Ordering of best-effort requests without preemption.
+class StartedFirst(Ranked):
+    """Ordering of best-effort requests without preemption: those with KV on the device first, so that it is freed.
 
-    Started requests come first, so that their KV is freed, and of those the ones that lost no KV, which minimizes
-    swapping (BROS section 4.2). Ties are broken by deadline, then by arrival.
+    Requests that lost KV come next, which minimizes swapping (BROS section 4.2). Ties are broken by deadline, then by
+    arrival.
     """
 
     is_decode_invariant = True
-
-    def __init__(self) -> None:
-        self._ranking = Ranking()
-        self._stages: dict[Request, int] = {}
 
     def on_arrived(self, request: Request, now: float) -> None:
         self._put(request, _ON_DEVICE if request.progress.planned else _AWAY if request.progress.output else _NEW)
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         for slice_ in slices:
-            if self._stages[slice_.request] != _ON_DEVICE:
+            if self.rank(slice_.request)[0] != _ON_DEVICE:
                 self._put(slice_.request, _ON_DEVICE)
 
     def on_preempted(self, request: Request, now: float) -> None:
-        if self._stages[request] == _ON_DEVICE:
+        if self.rank(request)[0] == _ON_DEVICE:
             self._put(request, _AWAY)
 
     def on_finished(self, request: Request, now: float) -> None:
         self._ranking.discard(request)
-        del self._stages[request]
-
-    def ranked(self, now: float) -> Iterator[Request]:
-        return iter(self._ranking)
-
-    def rank(self, request: Request) -> Any:
-        return self._ranking.key(request)
 
     def outranks(self, one: Request, other: Request) -> bool:
         return False
 
-    def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
-        return [(self._stages[request], request) for request in sorted(requests, key=self.rank)]
-
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
-        words, meaning = _STAGES[self._stages[request]]
+        words, meaning = _STAGES[self.rank(request)[0]]
         yield Fact("stage", words, "", meaning)
 
     def _put(self, request: Request, stage: int) -> None:
-        self._stages[request] = stage
         self._ranking.set_stable(request, (stage, request.deadline, request.arrival, request.id))
 
 

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Protocol, Self
 
 from skipjoin.core.events import Admitted, Event, Finished, Token
 from skipjoin.core.policy import CostModel
@@ -43,13 +45,10 @@ class RoundRobin:
     ignores_tokens = True
 
     def __init__(self, replicas: int) -> None:
-        self._replicas = replicas
-        self._next = 0
+        self._order = cycle(range(replicas))
 
     def choose(self, request: Request) -> int:
-        chosen = self._next
-        self._next = (chosen + 1) % self._replicas
-        return chosen
+        return next(self._order)
 
     def observe(self, replica: int, events: Sequence[Event]) -> None:
         pass
@@ -68,18 +67,16 @@ class _Prices:
         return self._cost.step(StepShape(tokens, pairs, _TYPICAL_BATCH, _TYPICAL_BATCH)) - self._batch_s
 
 
+@dataclass(slots=True)
 class _Left:
     """Remaining work: expected number of further output tokens, of `token_s` seconds each."""
 
-    __slots__ = ("has_token", "keys", "prefill_s", "replica", "token_s", "tokens")
-
-    def __init__(self, replica: int, prefill_s: float, token_s: float, tokens: int) -> None:
-        self.has_token = False
-        self.keys = 0
-        self.replica = replica
-        self.prefill_s = prefill_s
-        self.token_s = token_s
-        self.tokens = tokens
+    replica: int
+    prefill_s: float
+    token_s: float
+    tokens: int
+    has_token: bool = False
+    keys: int = 0
 
 
 class LeastWork:
@@ -103,6 +100,11 @@ class LeastWork:
         # Heap of (work, replica) with stale entries, and the replicas whose current work may not be in it.
         self._least: list[tuple[float, int]] = []
         self._changed: set[int] = set()
+
+    @classmethod
+    def learning(cls) -> Self:
+        lengths = LearnedLength()
+        return cls(lengths.predict, learn=lengths.learn)
 
     def join(self, replica: int, cost: CostModel) -> None:
         self._prices[replica] = _Prices(cost)
@@ -129,7 +131,6 @@ class LeastWork:
         return left
 
     def _prefill_s(self, request: Request, replica: int, cached: int = 0) -> float:
-        """Return the prefill seconds of a request on a replica that has the KV of its first `cached` tokens."""
         reached = max(cached, request.progress.reached)
         return self._prices[replica].prefill_s(len(request.prompt) + len(request.progress.output) - reached, reached)
 
@@ -256,30 +257,17 @@ def make_dispatch(
     blocks: int = 0,
     block_size: int = 1,
 ) -> Dispatch:
-    """Return the dispatch policy `name`, one of `DISPATCH_RULES`.
-
-    `least-work-oracle` takes lengths from `oracle`; the others learn them from finished requests, as in the server.
-    """
+    """Return the dispatch policy `name`, one of `DISPATCH_RULES`; `least-work-oracle` takes lengths from `oracle`."""
     if name == "round-robin":
         return RoundRobin(replicas)
     if name not in DISPATCH_RULES:
         raise ValueError(f"dispatch must be one of {', '.join(DISPATCH_RULES)}, got {name!r}")
     if name == "prefix-aware":
-        aware = prefix_aware()
+        aware = PrefixAware.learning()
         for replica in range(replicas):
             aware.join(replica, cost, blocks, block_size)
         return aware
-    rule = least_work() if name == "least-work" else LeastWork(oracle)
+    rule = LeastWork.learning() if name == "least-work" else LeastWork(oracle)
     for replica in range(replicas):
         rule.join(replica, cost)
     return rule
-
-
-def least_work() -> LeastWork:
-    lengths = LearnedLength()
-    return LeastWork(lengths.predict, learn=lengths.learn)
-
-
-def prefix_aware() -> PrefixAware:
-    lengths = LearnedLength()
-    return PrefixAware(lengths.predict, learn=lengths.learn)

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from enum import IntEnum
-from itertools import count, pairwise
+from itertools import count
 from typing import Any, Protocol
 
 from skipjoin.core.kv.interface import KVAccounts
@@ -49,13 +49,11 @@ class PaddedLengths:
     """Predicted output lengths with padding (EconoServe section 2.3).
 
     Args:
-        padding: Share of the forecast that is added to it. A negative share is not reserved until a request outgrows
-            its reservation. Nested reservations are never below the forecast, since the parent request needs its KV.
+        padding: Share of the forecast that is added. A negative share is not reserved until a request outgrows its
+            reservation. Nested reservations are never below the forecast, since the parent request needs its KV.
     """
 
     def __init__(self, padding: float, lengths: Callable[[Request], float] = forecast_tokens) -> None:
-        if not padding > -1:
-            raise ValueError(f"padding must be above -1, got {padding}")
         self._padding = padding
         self._nested_padding = max(padding, 0.0)
         self._lengths = lengths
@@ -83,10 +81,7 @@ class QueueOrder(Protocol):
     def revision(self) -> int: ...
 
     def key(self, request: Request, known: int, phase: Phase, now: float) -> tuple[Any, ...]:
-        """Return the key of a request in its phase's queue, smallest first, with ties by arrival.
-
-        Decodes with equal keys form a group and reserve KV together as far as it suffices (EconoServe section 3.3.2).
-        """
+        """Return the key in the phase's queue, by which decodes form groups that reserve KV together."""
         ...
 
     def until(self, request: Request, known: int, now: float) -> float: ...
@@ -99,35 +94,16 @@ class QueueOrder(Protocol):
         """Forget a request that no longer waits."""
 
 
-class ByArrival:
-    """First come, first served in both queues, without groups."""
-
-    revision = 0
-
-    def key(self, request: Request, known: int, phase: Phase, now: float) -> tuple[Any, ...]:
-        return (request.arrival, request.id)
-
-    def until(self, request: Request, known: int, now: float) -> float:
-        return math.inf
-
-    def is_overdue(self, request: Request, now: float) -> bool:
-        return False
-
-    def left(self, request: Request) -> None:
-        pass
-
-
 class ByObjective:
     """Order by slack to the request's objective, then most KV held, then length (EconoServe section 3.4).
 
     Each is compared by range, and decodes of equal ranges form groups. Slack is the time until the completion target
-    (`Target.jct_s`) minus the remaining work. A request without a target has the most slack. One that can no longer
-    meet its target follows all that can.
+    (`Target.jct_s`) minus the remaining work. Requests without a target follow those with one, and missed targets are
+    last.
 
     Args:
         time_ranges_s: Ascending boundaries between ranges of slack.
         kv_range, length_range: Width of ranges in tokens.
-        longest_first: As in the paper; otherwise the shortest length comes first.
         overdue_s: Age in seconds from which requests precede all others, so that none starves.
     """
 
@@ -142,12 +118,9 @@ class ByObjective:
         longest_first: bool = False,
         overdue_s: float = math.inf,
     ) -> None:
-        borders = (0.0, *time_ranges_s)
-        if any(not one < other for one, other in pairwise(borders)):
-            raise ValueError(f"time_ranges_s must rise from above 0, got {', '.join(map(str, time_ranges_s))}")
         self._time = time
         self._lengths = lengths
-        self._borders = borders[::-1]
+        self._borders = (0.0, *time_ranges_s)[::-1]
         self._kv_range = kv_range
         self._length_range = length_range
         self._sign = -1 if longest_first else 1
@@ -226,10 +199,7 @@ class ByObjective:
 
 
 class Tasks:
-    """Value function of the two queues: running decodes by time of reservation, then waiting decodes, then prompts.
-
-    A nested reservation therefore ranks behind its parent request.
-    """
+    """Value function of the two queues: running decodes by time of reservation, then waiting decodes, then prompts."""
 
     def __init__(self, order: QueueOrder) -> None:
         self._order = order

@@ -29,6 +29,7 @@ class Recompute:
 
     is_decode_invariant = True
     lends = False
+    how = Preemption.DROP
 
     def returns_overlapped(self, request: Request) -> bool:
         return False
@@ -39,7 +40,7 @@ class Recompute:
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
     ) -> Sequence[Eviction]:
-        return [Eviction(victim, Preemption.DROP) for victim, _ in _until_enough(short, candidates, kv)]
+        return [Eviction(victim, self.how) for victim, _ in _until_enough(short, candidates, kv)]
 
     def on_dropped(self, tokens: int, now: float) -> None:
         pass
@@ -64,10 +65,7 @@ class Defer(Recompute):
 class KeepKv(Recompute):
     """Swaps the lowest-ranked requests with blocking transfers, and drops KV only when the CPU tier is full."""
 
-    def victims(
-        self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
-    ) -> Sequence[Eviction]:
-        return [Eviction(victim, Preemption.SWAP) for victim, _ in _until_enough(short, candidates, kv)]
+    how = Preemption.SWAP
 
 
 class Swap(Recompute):
@@ -76,8 +74,8 @@ class Swap(Recompute):
     KV is dropped if its prefill is unfinished, the CPU tier is full, or recomputation is faster than swapping.
 
     Args:
-        drop_share: Maximum share of time for recomputation after drops for new requests; inf disables the limit. New
-            requests of a better band than their victim are exempt, and those that must precede a candidate.
+        drop_share: Maximum share of time for recomputation after drops for new requests, except for those of a better
+            band than their victim, and those that must precede a candidate.
         exempts_first: Whether real-time requests without output are exempt, too. Their ordering must then limit the
             share of time for first tokens and recomputation.
     """
@@ -162,8 +160,8 @@ class Vacate(Swap):
 class Spill(Swap):
     """Swaps out only the missing number of blocks, the last ones of best-effort requests (BROS section 5.2).
 
-    A victim waits until all of its KV can be on the device again. Best-effort requests with KV on the CPU tier come
-    first, because they wait already. Real-time requests are evicted last, and as a whole.
+    A victim waits until all of its KV can be on the device again. Requests with KV on the CPU tier come first, because
+    they wait already. Real-time requests are evicted last, and as a whole.
     """
 
     is_decode_invariant = True
@@ -190,8 +188,7 @@ class Spill(Swap):
 class Lend(Spill):
     """`Spill` with bidirectional block sharing (BROS section 5).
 
-    A real-time request fills blocks of best-effort requests from the other end, emptiest blocks first. Victims of other
-    best-effort requests, or of a request that is itself swapped out, are handled by `Spill`.
+    A real-time request fills blocks of best-effort requests from the other end, emptiest blocks first.
     """
 
     is_decode_invariant = True
@@ -227,8 +224,7 @@ class ProactiveSwap(Swap):
     """Proactive swapping (FastServe section 4.2), overlapped with steps and ordered by next scheduled time.
 
     While blocks are short, the request scheduled last is swapped out first, and the one scheduled soonest is swapped in
-    first. Blocks are kept free for growth, expected arrivals, and waiting requests that precede all others. Swaps are
-    blocking where that does not suffice, and where transfers take next to no time; these must beat recomputation.
+    first. Swaps are blocking where that does not suffice, and where transfers take next to no time.
     """
 
     def __init__(self, cost: CostModel, *, drop_share: float = DROP_SHARE, exempts_first: bool = False) -> None:
@@ -254,7 +250,11 @@ class ProactiveSwap(Swap):
         assert tiers is not None, "only a ledger with a CPU tier swaps ahead"
         spare = self._spare(kv, now)
         free = kv.available + tiers.blocks_in_transit[Direction.OUT] - spare
-        spare += max(self._arrived(kv), self._awaited(ordering, kv, now, free))
+        new, self._new = self._new, []
+        arrived = sum(
+            kv.blocks_for(request.progress.known) for request in new if request.progress.finish_reason is None
+        )
+        spare += max(arrived, self._awaited(ordering, kv, now, free))
         self._is_cheap = self._finds_moves_cheap(len(still), kv, tiers)
         if self._is_cheap:
             return (), ()
@@ -272,7 +272,7 @@ class ProactiveSwap(Swap):
         return self._cost.transfer(held // max(1, len(kv.holders()))) <= _CHEAP_SHARE * self._cost.step(step)
 
     def may_move_ahead(self, request: Request) -> bool:
-        """Return whether the request may be swapped out with an overlapped move. Its prompt must be complete.
+        """Return whether the request may be swapped out with an overlapped move.
 
         Such a move need not beat recomputation. If only KV that is slow to recompute moved, short requests would stay
         on the device while older ones wait behind the limited pace of drops.
@@ -296,10 +296,6 @@ class ProactiveSwap(Swap):
         tokens = self._arrivals.tokens_within(_LEAD_STEPS * self._step_s, now)
         growth = max(1, int(_GROWTH_SHARE * kv.device_total))
         return growth + min(kv.blocks_for(int(tokens)), int(_MAX_SPARE * kv.device_total))
-
-    def _arrived(self, kv: KVAccounts) -> int:
-        new, self._new = self._new, []
-        return sum(kv.blocks_for(request.progress.known) for request in new if request.progress.finish_reason is None)
 
     def _awaited(self, ordering: Ordering, kv: KVAccounts, now: float, free: int) -> int:
         """Return the blocks needed by requests without KV that precede every request with KV; 0 if `free` suffices."""

@@ -23,13 +23,10 @@ PROMPTS = Account("prompts")
 class Hosts:
     """Finds parent requests, whose unused reserved KV can hold another request until it finishes (KVC pipelining).
 
-    A nested request needs `blocks` blocks for `steps` steps, and the growth of the parent request in that time must fit
-    as well. The parent request with the fewest unused blocks is chosen.
+    The growth of the parent request until then must fit as well. The one with the fewest unused blocks is chosen.
     """
 
     def __init__(self, buffer: float) -> None:
-        if not buffer >= 0:
-            raise ValueError(f"buffer must be at least 0, got {buffer}")
         self._buffer = buffer
         # Unused blocks of limited reservations, ascending. They shrink as requests grow, which is corrected when read.
         self._unused: list[tuple[int, int, Request]] = []
@@ -86,7 +83,6 @@ class Hosts:
         return bisect_left(self._unused, need, key=itemgetter(0))
 
     def _is_current(self, place: int, kv: KVAccounts) -> bool:
-        """Return whether a request has as many unused blocks as noted; if not, correct that."""
         blocks, number, host = self._unused[place]
         if (unused := _unused(host, kv)) >= blocks:
             return True
@@ -108,8 +104,8 @@ class Hosts:
 class GroupGate:
     """Admission of groups until KV is full, and again once a group completes (EconoServe Algorithm 1).
 
-    A group consists of the decodes that reserve with equal labels while the gate is open. It completes when none of its
-    members runs within its reservation any more.
+    A group consists of the decodes that reserve with equal labels while the gate is open, until none of them runs
+    within its reservation any more.
     """
 
     def __init__(self) -> None:
@@ -121,7 +117,7 @@ class GroupGate:
         self._numbers = count()
 
     def begin(self) -> None:
-        """Start a step. The gate closes if a decode was refused in the last step and a group has members."""
+        """Close the gate if a decode was refused in the last step and a group has members."""
         for request in [one for one in self._group_of if phase_of(one, one.progress.known) is not Phase.RUNNING]:
             self.leave(request)
         if self._was_refused and self._sizes:
@@ -152,11 +148,7 @@ class GroupGate:
 
 
 class _Wanted(NamedTuple):
-    """Reservation that a decode asks for in every step until it is granted, for `target` tokens and a forecast.
-
-    Attributes:
-        need: Unused blocks that a parent request must have.
-    """
+    """Reservation of a decode, and the unused blocks that a parent request must have. Kept until it is granted."""
 
     target: int
     forecast: Forecast | None
@@ -168,22 +160,20 @@ class _Wanted(NamedTuple):
 
 
 class ExactReservations(Callbacks):
-    """Reserves exactly the KV that a decode is predicted to need until it finishes.
+    """Reserves exactly the KV that a decode is predicted to need until it finishes (EconoServe section 3.3).
 
-    A prompt reserves only its own KV, from a share of the pool. It then becomes a decode that waits for its reservation
-    (EconoServe section 3.3). If a parent request has room, a request nests its whole reservation, prompt and output.
+    A prompt reserves only its own KV, from a share of the pool. It then becomes a decode that waits for its
+    reservation. If a parent request has room, a request nests its whole reservation, prompt and output.
 
     A request that outgrows its reservation extends it from its parent's unused blocks, available blocks, and the
-    prompts' share, in this order. If none suffices it pauses with its KV in place and waits for a new reservation
-    (offload-free preemption). Other requests are evicted for a reservation only if nothing runs or if they have a worse
-    priority, or must be preceded by it.
+    prompts' share, in this order. If none suffices it pauses with its KV in place (offload-free preemption). Other
+    requests are evicted for a reservation only if nothing runs, they have a worse priority, or it must precede them.
 
     Args:
         reserve: Share of the pool for prompts, which they exceed only while no decode waits.
-        hosts: None disables nested reservations.
         gate: Decides when waiting decodes are admitted; None admits them whenever KV suffices.
-        overdue_s: Age in seconds from which a request without KV for its prompt blocks KV for other prompts. Otherwise
-            a prompt larger than the reserve would starve behind decodes.
+        overdue_s: Age in seconds from which a prompt without KV blocks KV for other prompts. Otherwise one larger than
+            the reserve would starve behind decodes.
     """
 
     is_decode_invariant = True
@@ -198,8 +188,6 @@ class ExactReservations(Callbacks):
         gate: GroupGate | None = None,
         overdue_s: float = math.inf,
     ) -> None:
-        if not 0 <= reserve < 1:
-            raise ValueError(f"reserve must be in [0, 1), got {reserve}")
         self._lengths = lengths
         self._group = group
         self._reserve = reserve
@@ -346,7 +334,6 @@ class ExactReservations(Callbacks):
         return None
 
     def _whole(self, request: Request, hosts: Hosts, kv: KVAccounts) -> tuple[int, int, int]:
-        """Return the tokens and blocks of a nested reservation for prompt and output, and its need."""
         known = request.progress.known
         tokens = self._lengths.kv_tokens(request, known - len(request.prompt), nested=True)
         blocks = kv.blocks_for(tokens)

@@ -41,8 +41,7 @@ class _Client:
 
     Attributes:
         number: Decreases with each arriving client, so that the latest is first among equal counters.
-        distance: Number of whole leads ahead of the client with the least service; `is_apart` if no other client has
-            it.
+        distance: Number of whole leads ahead of the client with the least service; `is_apart` if it has no other.
     """
 
     number: int
@@ -63,15 +62,12 @@ _BY_KEY = attrgetter("key")
 class Fair(Routed):
     """Ordering of clients by least service received, with a separate ordering of each client's requests.
 
-    Service counts computed prompt tokens, and output tokens and charges times `output_weight`; recomputation does not
-    count. A returning client is lifted to the smallest counter of the active clients. Requests are preempted only for
-    clients that are behind by a `lead` (in weighted tokens) or more, so two clients do not preempt each other in turn.
+    Service counts computed prompt tokens, and output tokens and charges times `output_weight`. A returning client is
+    lifted to the smallest counter of the active clients. Requests are preempted only for clients that are behind by a
+    `lead` (in weighted tokens) or more, so two clients do not preempt each other in turn.
     """
 
     def __init__(self, make: Callable[[], Ordering], *, lead: float, output_weight: float) -> None:
-        for name, value in (("lead", lead), ("output_weight", output_weight)):
-            if not value > 0:
-                raise ValueError(f"{name} must be above 0, got {value}")
         self._make = make
         self._lead, self._output_weight = lead, output_weight
         self._clients: dict[str, _Client] = {}
@@ -214,7 +210,7 @@ class FairSteps(BatcherWrapper):
     """Batcher around `LimitedBestEffort` that bounds how long clients make each other's steps.
 
     While `n` > 1 clients have real-time requests, a step takes at most `n` times the modeled time of its first client's
-    requests alone, so that this client gets at least 1/n of the time.
+    requests alone.
     """
 
     def __init__(self, batcher: LimitedBestEffort) -> None:

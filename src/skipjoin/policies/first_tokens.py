@@ -10,8 +10,6 @@ class FirstTokenPace:
     """Gate that gives requests without output precedence for at most a `share` of the time in (0, 1], with bursts."""
 
     def __init__(self, share: float) -> None:
-        if not 0 < share <= 1:
-            raise ValueError(f"share must be in (0, 1], got {share}")
         self._share = share
         self._until = -math.inf  # time at which the used time has been paid for
 

@@ -13,12 +13,8 @@ def saturating_tokens(cost: CostModel, most: int, *, share: float = 0.9) -> int:
     """Return the target forward size (EconoServe section 2.1).
 
     This is the smallest number of prompt tokens in a step whose tokens per second reach `share` of the best rate on a
-    geometric grid up to `most`. It is exact if the rate never falls with the size.
+    geometric grid up to `most`.
     """
-    if most < 1:
-        raise ValueError(f"most must be at least 1 token, got {most}")
-    if not 0 < share <= 1:
-        raise ValueError(f"share must be in (0, 1], got {share}")
 
     def rate(tokens: int) -> float:
         return tokens / cost.step(StepShape(prefill=tokens))

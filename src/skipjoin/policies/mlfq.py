@@ -92,16 +92,14 @@ class SkipJoinMlfq(Callbacks):
 
     Args:
         quantum_s: First quantum; None uses the shortest iteration, and follows revisions of the cost model.
-        hysteresis_s: Scheduled times that differ by less count as equal, so that KV does not move for them; None
-            derives it from the shortest iteration.
+        hysteresis_s: Scheduled times that differ by less count as equal, so that KV does not move for them.
         promotion_share: Maximum share of time for promoted requests. Infinity bounds waiting, but leaves time for
             little else at overload.
         returns: Whether a promoted request returns to its former queue after one quantum. Otherwise it moves down queue
             by queue, as in Algorithm 1, which lengthens the mean latency at overload.
-        shortest_prefill: Whether requests in a queue are ordered by the tokens of their prefill. The first queue is
-            always FIFO, so that none starves in it.
+        shortest_prefill: Whether requests in a queue are ordered by the tokens of their prefill, except in the first
+            queue, so that none starves.
         skip_join: Whether requests skip queues; False is plain MLFQ.
-        use: Counts that other feedback queues share.
     """
 
     def __init__(
@@ -125,15 +123,6 @@ class SkipJoinMlfq(Callbacks):
             quantum_s = shortest_s
         if hysteresis_s is None:
             hysteresis_s = _HYSTERESIS_STEPS * shortest_s
-        for name, value in (
-            ("levels", levels),
-            ("quantum_s", quantum_s),
-            ("starvation_s", starvation_s),
-            ("hysteresis_s", hysteresis_s),
-            ("promotion_share", promotion_share),
-        ):
-            if not value > 0:
-                raise ValueError(f"{name} must be above 0, got {value}")
         self._cost = cost
         self._revision = cost.revision
         self._starvation_s = starvation_s
@@ -174,7 +163,9 @@ class SkipJoinMlfq(Callbacks):
             if slice_.tokens == 1:
                 # Cached by buckets of 64 context tokens, as decode time changes slowly.
                 bucket = slice_.start >> 6
-                seconds = decode_seconds.get(bucket) or self._fill_decode_seconds(bucket)
+                if (seconds := decode_seconds.get(bucket, 0.0)) == 0.0:
+                    seconds = self._cost.step(StepShape(decodes=1, context=(bucket << 6) + 1))
+                    decode_seconds[bucket] = seconds
             else:
                 seconds = self._cost.step(StepShape.of((slice_,)))
             if job.is_promoted and (slice_.tokens > 1 or not slice_.samples):
@@ -337,8 +328,3 @@ class SkipJoinMlfq(Callbacks):
         if tokens == 1:  # a one-token slice is computed and charged as a decode
             return shortest_step(self._cost)
         return self._cost.step(StepShape(prefill=tokens, attention=tokens * (tokens + 1) // 2))
-
-    def _fill_decode_seconds(self, bucket: int) -> float:
-        seconds = self._cost.step(StepShape(decodes=1, context=(bucket << 6) + 1))
-        self._decode_seconds[bucket] = seconds
-        return seconds

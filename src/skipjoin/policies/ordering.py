@@ -6,43 +6,30 @@ from math import isfinite
 from typing import Any
 
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.policy import Callbacks, Fact, Ordering, is_decode_invariant
+from skipjoin.core.policy import Fact, Ordering, is_decode_invariant
 from skipjoin.core.request import Band, Request
 from skipjoin.core.step import Slice
-from skipjoin.policies.ranking import Ranking
+from skipjoin.policies.ranking import Ranked
 from skipjoin.policies.routed import Routed
 
 # Age in seconds from which a best-effort request is served as real-time.
 BEST_EFFORT_WAIT_S = 60.0
 
 
-class FixedKey(Callbacks):
+class FixedKey(Ranked):
     """Ordering by a constant, comparable key, smallest first, with ties by arrival."""
 
     is_decode_invariant = True
 
     def __init__(self, key: Callable[[Request], Any]) -> None:
+        super().__init__()
         self._key = key
-        self._ranking = Ranking()
 
     def on_arrived(self, request: Request, now: float) -> None:
         self._ranking.set_stable(request, (self._key(request), request.arrival, request.id))
 
     def on_finished(self, request: Request, now: float) -> None:
         self._ranking.discard(request)
-
-    def ranked(self, now: float) -> Iterator[Request]:
-        return iter(self._ranking)
-
-    def rank(self, request: Request) -> Any:
-        return self._ranking.key(request)
-
-    def outranks(self, one: Request, other: Request) -> bool:
-        smaller: bool = self.rank(one)[0] < self.rank(other)[0]
-        return smaller
-
-    def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
-        return [(self.rank(request)[0], request) for request in sorted(requests, key=self.rank)]
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
         key = self.rank(request)[0]
@@ -61,12 +48,11 @@ class Fcfs(FixedKey):
 
 
 class Prioritized(Routed):
-    """Strict bands, each with its own ordering.
+    """Strict bands, each with its own ordering: by class, urgency and `priority`.
 
-    Real-time precedes best-effort, within each class urgent precedes other requests, and then lower `priority` numbers
-    come first. Best-effort requests that are `best_effort_wait_s` seconds old are lifted, oldest first and one at a
-    time: served as real-time until they finish, with the best priority of the real-time requests that are not urgent.
-    If the lifted ones have not run for as long, another one follows.
+    Best-effort requests that are `best_effort_wait_s` seconds old are lifted, oldest first and one at a time: served as
+    real-time until they finish, with the best priority of the real-time requests that are not urgent. If the lifted
+    ones have not run for as long, another one follows.
     """
 
     def __init__(

@@ -29,10 +29,10 @@ class Replacing(Enum):
 class Packing:
     """Builds steps whose modeled time ends before the next token of the most urgent real-time request is due.
 
-    The most urgent real-time request joins unconditionally, others by urgency within the limit. Best-effort requests
-    follow while slots and time remain; otherwise each may replace the least urgent real-time request if that can wait
-    for another step. A step has up to `cap` best-effort requests, which doubles with each step without real-time
-    requests, up to `max_seqs`, and resets to `base` when these exceed the time. The paper caps both classes.
+    That request joins unconditionally, others by urgency within the limit. Best-effort requests follow while slots and
+    time remain; otherwise each may replace the least urgent real-time request if that can wait. A step has up to `cap`
+    best-effort requests, which doubles with each step without real-time requests, and resets to `base` when these
+    exceed the time. The paper caps both classes.
     """
 
     def __init__(
@@ -45,9 +45,6 @@ class Packing:
         base: int,
         replacing: Replacing = Replacing.DECODES,
     ) -> None:
-        for name, value in (("max_seqs", max_seqs), ("max_tokens", max_tokens), ("base", base)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
         self.max_seqs = max_seqs
         self.max_tokens = max_tokens
         self.cost = cost
@@ -194,7 +191,6 @@ class Pack:
             self._join(request, tokens)
 
     def _reason(self, request: Request, pending: int) -> WaitReason:
-        """Return why a request is not in the batch."""
         if self._slots >= self._rules.max_seqs:
             return WaitReason.NO_SLOT
         if self._tokens <= 0:

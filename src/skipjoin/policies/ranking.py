@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from typing import Any
 
+from skipjoin.core.policy import Callbacks
 from skipjoin.core.request import Request
 
 _request_of: Callable[[tuple[Any, Request]], Request] = itemgetter(1)
@@ -13,8 +14,7 @@ _request_of: Callable[[tuple[Any, Request]], Request] = itemgetter(1)
 class Ranking:
     """Requests by key, smallest first. Keys must be comparable and distinct, so end them with the request's id.
 
-    Volatile keys, which change in the next step, are sorted on every read, which is cheap while they are few and nearly
-    sorted.
+    Volatile keys, which change in the next step, are sorted on every read, which is cheap while they are few.
     """
 
     def __init__(self) -> None:
@@ -59,3 +59,22 @@ class Ranking:
         while at < end:
             yield stable[at][1]
             at += 1
+
+
+class Ranked(Callbacks):
+    """Base of an ordering by the keys of one `Ranking`. Requests with equal first elements are equals."""
+
+    def __init__(self) -> None:
+        self._ranking = Ranking()
+
+    def ranked(self, now: float) -> Iterator[Request]:
+        return iter(self._ranking)
+
+    def rank(self, request: Request) -> Any:
+        return self._ranking.key(request)
+
+    def outranks(self, one: Request, other: Request) -> bool:
+        return bool(self.rank(one)[0] < self.rank(other)[0])
+
+    def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
+        return [(self.rank(request)[0], request) for request in sorted(requests, key=self.rank)]

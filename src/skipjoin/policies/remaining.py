@@ -12,20 +12,12 @@ from skipjoin.policies.execution import ExecutionTime
 class RemainingTime:
     """Value function of the least remaining work in seconds: uncached tokens plus predicted output (ALISE section 3.1).
 
-    A request that outgrows its predicted length is predicted to get twice as long, repeatedly, up to its `max_tokens`.
-    Every `aging_s` seconds since its arrival count like e times less remaining work. As all requests age alike, the key
-    does not change while the request waits.
+    A request that outgrows its predicted length is predicted to get twice as long, repeatedly. Every `aging_s` seconds
+    since its arrival count like e times less remaining work. As all requests age alike, the key does not change while
+    the request waits.
     """
 
-    def __init__(
-        self,
-        time: ExecutionTime,
-        lengths: Callable[[Request], float],
-        *,
-        aging_s: float = math.inf,
-    ) -> None:
-        if not aging_s > 0:
-            raise ValueError(f"aging_s must be above 0, got {aging_s}")
+    def __init__(self, time: ExecutionTime, lengths: Callable[[Request], float], *, aging_s: float = math.inf) -> None:
         self._aging_s = aging_s
         self._time = time
         self._lengths = lengths

@@ -51,8 +51,7 @@ class EvenStages(BatcherWrapper):
     """Batcher wrapper that gives the plans in flight equal shares of the work, so that no pipeline stage idles.
 
     A plan takes the best requests until its load reaches the mean: the load of all running and runnable requests
-    divided by the number of stages. A skipped request joins the next plan, and is skipped at most `stages` - 1 times in
-    a row.
+    divided by the number of stages. A request is skipped at most `stages` - 1 times in a row.
 
     Args:
         max_seqs, max_tokens: What fits all stages together.
@@ -71,9 +70,6 @@ class EvenStages(BatcherWrapper):
         cuts: bool,
         holds_back: bool = True,
     ) -> None:
-        for name, value in (("stages", stages), ("max_seqs", max_seqs), ("max_tokens", max_tokens)):
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
         super().__init__(batcher)
         self.stages = stages
         self.max_seqs = max_seqs

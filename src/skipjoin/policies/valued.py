@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.policy import Callbacks, Fact, explanation
+from skipjoin.core.policy import Fact, explanation
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
-from skipjoin.policies.ranking import Ranking
+from skipjoin.policies.ranking import Ranked
 
 _NEVER = math.inf
 # A key that lasts this many tokens is inserted into the sorted list, which costs as much as sorting it in some steps.
@@ -41,17 +41,17 @@ class Value(Protocol):
         ...
 
 
-class Valued(Callbacks):
+class Valued(Ranked):
     """Ordering by value, smallest key first, with ties by arrival.
 
     A key is computed on arrival, eviction, a changed forecast, every prompt chunk, and at the token counts and times
-    that the value names. After a revision, waiting requests keep their keys until the next such event.
+    that the value names. After a revision, waiting requests keep their keys until then.
     """
 
     def __init__(self, value: Value) -> None:
+        super().__init__()
         self._value = value
         self._revision = value.revision
-        self._ranking = Ranking()
         # For requests that ran since they got KV: known tokens at the next change of the key.
         self._changes: dict[Request, int] = {}
         self._changes_often = False  # whether some keys change with every token
@@ -87,7 +87,6 @@ class Valued(Callbacks):
                     self._watch_until(request, when)
 
     def _changing(self, slices: Sequence[Slice]) -> list[Slice]:
-        """Return the slices whose requests may have another key. Most are decodes that have not."""
         changes_at = self._changes.get
         return [
             slice_ for slice_ in slices if changes_at(slice_[0], 0) <= slice_[0].progress.known + 1 or slice_[2] > 1
@@ -111,16 +110,7 @@ class Valued(Callbacks):
     def ranked(self, now: float) -> Iterator[Request]:
         if self._watch and self._watch[0][0] <= now:
             self._place_due(now)
-        return iter(self._ranking)
-
-    def rank(self, request: Request) -> Any:
-        return self._ranking.key(request)
-
-    def outranks(self, one: Request, other: Request) -> bool:
-        return bool(self.rank(one)[0] < self.rank(other)[0])
-
-    def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
-        return [(self.rank(request)[0], request) for request in sorted(requests, key=self.rank)]
+        return super().ranked(now)
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterable[Fact]:
         return explanation(self._value, request, now, kv)

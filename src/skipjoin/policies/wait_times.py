@@ -67,14 +67,11 @@ class ShortestWithWaits(Valued):
     """Shortest remaining time first, with next scheduled times from wait times (ALISE section 3.2, equations 6 and 7).
 
     The wait time is the total remaining time of smaller keys divided by the mean batch size, up to the time when aging
-    ranks the request before all future arrivals. Requests that have not run since their arrival or eviction count
-    through a `Backlog`, the others only if they are passed to `expected_order`.
+    ranks the request before all future arrivals. Requests that run count only if they are passed to `expected_order`.
     """
 
     def __init__(self, value: RemainingTime, *, hysteresis_s: float = 0.25) -> None:
         super().__init__(value)
-        if not hysteresis_s > 0:
-            raise ValueError(f"hysteresis_s must be above 0, got {hysteresis_s}")
         self._remaining = value
         self._grain_s = hysteresis_s
         self._batch = 1.0  # mean number of requests in a step

@@ -12,7 +12,6 @@ from skipjoin.options import ConfigError, Setting, Value, check, nearest, settin
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.ordering import BEST_EFFORT_WAIT_S
 from skipjoin.recipes import files, packages, spelling
-from skipjoin.recipes.renamed import RENAMED, renamed
 
 # Placeholder for an unknown machine.
 _ANY_COST = LinearCost(floor=0.01, prefill_token=1e-5)
@@ -28,12 +27,7 @@ class Forecasts(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """Capacity limits of an engine.
-
-    Attributes:
-        requests: Maximum number of unfinished requests; None is unlimited.
-        device_blocks, cpu_blocks: KV blocks of `block_size` tokens on the device and CPU tiers.
-    """
+    """Capacity limits of an engine; None `requests` is unlimited."""
 
     requests: int | None
     max_len: int
@@ -51,10 +45,9 @@ class Settings:
         max_seqs, max_tokens: Limits of a step.
         slo_s: Acceptable seconds per output token; None derives parameters from step times.
         best_effort_wait_s: Age from which a best-effort request is served as real-time.
-        fair_output_weight: Weight of a generated token relative to a prompt token for fairness between clients; None
-            disables fairness.
+        fair_output_weight: Weight of a generated token relative to a prompt token; None disables fairness between
+            clients.
         stages: Pipeline stages, with as many plans in flight and without overlap.
-        lossless_swap: Whether swapping preserves KV exactly.
     """
 
     cost: CostModel
@@ -66,7 +59,6 @@ class Settings:
     fair_output_weight: float | None = None
     has_true_forecasts: bool = False
     stages: int = 1
-    lossless_swap: bool = True
     limits: EngineLimits | None = None
 
 
@@ -78,11 +70,7 @@ class Params:
         check(self)
 
     def resolved(self, s: Settings, policies: Policies) -> Self:
-        """Return the parameters with derived values filled in.
-
-        Raises:
-            ConfigError: Values exclude each other or are infeasible for this engine.
-        """
+        """Return the parameters with derived values filled in, or raise `ConfigError` if they exclude each other."""
         return self
 
     def notice(self, s: Settings) -> str:
@@ -95,7 +83,6 @@ class Recipe:
     """Scheduler that users choose by name.
 
     Attributes:
-        needs_lossless_swap: Whether swapping must preserve KV exactly.
         fixed: Parameters given in the name, as in `fastserve[eviction=recompute]`.
     """
 
@@ -104,7 +91,6 @@ class Recipe:
     params: type[Params]
     function: Callable[..., Policies]
     forecasts: Forecasts = Forecasts.NONE
-    needs_lossless_swap: bool = False
     fixed: Mapping[str, Value] = field(default_factory=dict)
 
     @property
@@ -118,7 +104,6 @@ class Recipe:
         return self.params(**{**self.fixed, **given})
 
     def fix(self, texts: Iterable[str]) -> Recipe:
-        """Return the recipe with these parameters in its name."""
         found = read_assignments([self], texts, "a parameter in brackets")
         self.params(**found)
         ordered = {name: found[name] for name in self.parameters if name in found}
@@ -133,10 +118,6 @@ class Recipe:
         return self.make(s, self.resolve(s, given))
 
     def make(self, s: Settings, params: Params) -> Policies:
-        if self.needs_lossless_swap and not s.lossless_swap:
-            raise ConfigError(
-                f"recipe {self.name} needs KV that returns from CPU memory as it left: swap_dtype must be auto"
-            )
         with files.located_errors():
             return self.function(s) if self.params is Params else self.function(s, params)
 
@@ -151,14 +132,11 @@ _Make = TypeVar("_Make", bound=Callable[..., Policies])
 @overload
 def recipe(make: _Make) -> _Make: ...
 @overload
-def recipe(*, forecasts: Forecasts = Forecasts.NONE, needs_lossless_swap: bool = False) -> Callable[[_Make], _Make]: ...
-def recipe(
-    make: _Make | None = None, *, forecasts: Forecasts = Forecasts.NONE, needs_lossless_swap: bool = False
-) -> _Make | Callable[[_Make], _Make]:
-    """Make a function a recipe of its name, with hyphens: `@recipe`, or `@recipe(...)` with fields of `Recipe`.
+def recipe(*, forecasts: Forecasts = Forecasts.NONE) -> Callable[[_Make], _Make]: ...
+def recipe(make: _Make | None = None, *, forecasts: Forecasts = Forecasts.NONE) -> _Make | Callable[[_Make], _Make]:
+    """Make a function a recipe of its name, with hyphens.
 
-    The function takes `Settings` and, if the recipe has parameters, these as a second argument, whose annotation is
-    their class.
+    It takes `Settings` and, if it has parameters, these as a second argument, whose annotation is their class.
     """
 
     def register(make: _Make) -> _Make:
@@ -166,7 +144,7 @@ def recipe(
         second = _second_argument(make)
         params = get_type_hints(make)[second] if second else Params
         summary = (getdoc(make) or "").split("\n\n")[0].replace("\n", " ")
-        _MADE[make] = Recipe(name, summary, params, make, forecasts, needs_lossless_swap)
+        _MADE[make] = Recipe(name, summary, params, make, forecasts)
         return make
 
     return register if make is None else register(make)
@@ -189,8 +167,7 @@ def recipes_of(module: str) -> dict[str, Recipe]:
 def find(name: str) -> Recipe:
     """Return the recipe of a name, such as `bros`, `./my_policy.py:edf` or `fastserve[eviction=recompute,paced=off]`.
 
-    It is built in, in a file, which runs once per process, or in an installed package. If there is none, the
-    `ConfigError` lists those that exist.
+    If there is none, the `ConfigError` lists those that exist.
     """
     base, texts = spelling.split(name)
     recipe = _find(base)
@@ -209,8 +186,6 @@ def _find(name: str) -> Recipe:
         return _installed(name)
     if name in RECIPES:
         return RECIPES[name]
-    if name in RENAMED:
-        raise ConfigError(renamed(name))
     known = sorted([*RECIPES, *packages.installed()])
     raise ConfigError(f"recipe must be one of {', '.join(known)}, or FILE.py:NAME, got {name!r}{nearest(name, known)}")
 
@@ -227,7 +202,6 @@ def _from_file(file: files.RecipeFile) -> Recipe:
 
 
 def in_file(path: Path) -> Mapping[str, Recipe]:
-    """Return the recipes of a file by name. Raise `ConfigError` with the line if the file fails to run."""
     if path not in _FROM_FILES:
         _FROM_FILES[path] = recipes_of(files.run(path))
     return _FROM_FILES[path]
@@ -245,11 +219,7 @@ def _installed(name: str) -> Recipe:
 
 
 def listed() -> dict[str, Recipe]:
-    """Return all recipes, built in or of installed packages, by name.
-
-    Raises:
-        ConfigError: A package's recipe fails to load, or has the name of another one.
-    """
+    """Return all recipes, built in or of installed packages, by name."""
     return {**RECIPES, **{name: _installed(name) for name in packages.installed()}}
 
 
@@ -264,12 +234,8 @@ def build(name: str, settings: Settings, given: Mapping[str, Value] | None = Non
     return find(name).build(settings, given or {})
 
 
-def check_recipe(
-    name: str, given: Mapping[str, Value], *, lossless_swap: bool = True, fair_output_weight: float | None = None
-) -> None:
-    """Raise `ConfigError` for a recipe and parameters that are invalid for every model."""
-    settings = Settings(_ANY_COST, fair_output_weight=fair_output_weight, lossless_swap=lossless_swap)
-    build(name, settings, given)
+def check_recipe(name: str, given: Mapping[str, Value], *, fair_output_weight: float | None = None) -> None:
+    build(name, Settings(_ANY_COST, fair_output_weight=fair_output_weight), given)
 
 
 def own(name: str, given: Mapping[str, Value]) -> dict[str, Value]:

@@ -11,10 +11,10 @@ from typing import Protocol
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event
 from skipjoin.core.request import Request
-from skipjoin.core.step import StepPlan, StepResult
+from skipjoin.core.step import StepResult
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle
 from skipjoin.observe.decisions import DecisionTimes
-from skipjoin.policies.dispatch import Dispatch
+from skipjoin.policies.dispatch import Dispatch, RoundRobin
 
 # Maximum number of steps simulated at once, because an arrival invalidates the rest of the prediction.
 _MAX_STEPS = 32
@@ -54,7 +54,6 @@ class Replica:
 
     @property
     def next_at(self) -> float:
-        """Time of the next `turn` if nothing arrives; inf for never."""
         if self._ends:
             return self._ends[-1]
         landing = self._in_flight[0].ready_at if self._in_flight else math.inf
@@ -79,15 +78,11 @@ class Replica:
         return self.core.take_events()
 
     def _start(self, now: float) -> None:
-        while (plan := self._decide(now)) is not None:
-            self._in_flight.append(self._executor.submit(plan, now + self._decision_s))
-
-    def _decide(self, now: float) -> StepPlan | None:
         begun = thread_time()
-        plan = self.core.start_step(now)
-        if plan is not None:
+        while (plan := self.core.start_step(now)) is not None:
             self.decisions.add(thread_time() - begun)
-        return plan
+            self._in_flight.append(self._executor.submit(plan, now + self._decision_s))
+            begun = thread_time()
 
     def _predicted(self) -> Sequence[float]:
         if self._decision_s or (plan := self.core.steady()) is None:
@@ -128,21 +123,19 @@ def simulate(
         >>> round(simulate(Replica(core, SimulatedExecutor(cost)), requests), 3)
         0.21
     """
-    return simulate_cluster([replica], requests, _One(), on_events=lambda _, events: on_events(events), until=until)
+    return simulate_cluster(
+        [replica], requests, RoundRobin(1), on_events=lambda _, events: on_events(events), until=until
+    )
 
 
 class Traffic(Protocol):
-    """Source of requests for the replicas of a run."""
-
     @property
     def next_at(self) -> float:
         """Time of the next request; inf if there is none unless a replica makes progress."""
         ...
 
     @property
-    def left(self) -> int:
-        """Number of unfinished requests that are not at a replica."""
-        ...
+    def left(self) -> int: ...
 
     def due(self, now: float) -> Iterable[tuple[int, Request | None]]:
         """Return the replicas that must run at `now`, each with an arriving request or None.
@@ -174,8 +167,6 @@ class Arrivals:
 
 
 class Dispatched:
-    """Traffic in which a dispatch rule assigns each arriving request to one replica."""
-
     def __init__(self, arrivals: Arrivals, dispatch: Dispatch) -> None:
         self._arrivals = arrivals
         self._dispatch = dispatch
@@ -251,13 +242,3 @@ def simulate_traffic(
     if left:
         raise StalledError(f"{left} requests are left, but no plan is in flight and none arrives")
     return now
-
-
-class _One:
-    ignores_tokens = True
-
-    def choose(self, request: Request) -> int:
-        return 0
-
-    def observe(self, replica: int, events: Sequence[Event]) -> None:
-        pass

@@ -5,7 +5,8 @@ from collections.abc import KeysView
 from skipjoin.core.kv.interface import MISS, BlockLedger, Hit
 from skipjoin.core.kv.reservations import Owner, Reservations
 from skipjoin.core.request import UNLIMITED, Request
-from skipjoin.vllm.counts import Count, CountedBlocks, Pool
+from skipjoin.vllm.counts import Count, CountedBlocks
+from skipjoin.vllm.pool import ManagedPool
 from skipjoin.vllm.tier import CountedTier
 
 
@@ -13,14 +14,14 @@ class CountingLedger(BlockLedger):
     """Ledger over a pool, which has the true counts of device blocks.
 
     Between two calls of `refresh` the ledger counts what the current plan takes and frees. The engine then does the
-    same itself, and `settle` adopts the result. The engine evicts whole requests only. Blocks without KV stay with
-    their request until it is evicted.
+    same itself, and `settle` adopts the result. Blocks without KV stay with their request until it is evicted as a
+    whole.
     """
 
     block_size = 0
     device_total = 0
 
-    def __init__(self, pool: Pool, cpu_blocks: int = 0) -> None:
+    def __init__(self, pool: ManagedPool, cpu_blocks: int = 0) -> None:
         self._pool = pool
         self._tier = CountedTier(self, cpu_blocks, pool.held) if cpu_blocks else None
         self.block_size, self.device_total = pool.block_size, pool.total
@@ -80,7 +81,6 @@ class CountingLedger(BlockLedger):
         return self._held.get(request)
 
     def away(self, request: Request) -> bool:
-        """Return whether the request's KV is on the CPU tier, or on its way from or to it."""
         held = self._held.get(request)
         return held is not None and bool(held.cpu)
 

@@ -13,10 +13,9 @@ from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.observe.explanation import Standing, explained, standing
-from skipjoin.observe.finished_lives import MAX_FINISHED
 from skipjoin.observe.holders import Holder
 from skipjoin.observe.life import Life
-from skipjoin.observe.lives import LifeLog
+from skipjoin.observe.lives import MAX_FINISHED, LifeLog
 from skipjoin.observe.reasons import OptionNames, explanations, words_of
 from skipjoin.recipes import find
 
@@ -90,10 +89,7 @@ class RequestLives:
     # -- questions ----------------------------------------------------------------------------------------
 
     def explain(self, name: str) -> dict[str, Any] | None:
-        """Return the explanation of a request as `skipjoin explain` reads it, or None if it is unknown.
-
-        `name` is the id of the response, or `x-request-id`.
-        """
+        """Return the explanation of the request with this response id or `x-request-id`, or None if it is unknown."""
         now = self._clock()
         choices: list[dict[str, Any]] = []
         for number in self._numbers(name):
@@ -142,7 +138,6 @@ class RequestLives:
         }
 
     def _numbers(self, name: str) -> list[int]:
-        """Return the numbers of a request's sequences, in the order of its choices."""
         pattern, found = re.compile(_ID.format(re.escape(name))), {}
         for number, full in list(self._names.items()):
             if name in full and (match := pattern.fullmatch(full)) is not None:

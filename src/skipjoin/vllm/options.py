@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
 from skipjoin.forecast import ForecastConfig
@@ -14,8 +14,6 @@ _FORECASTER = {one.name for one in fields(ForecastConfig)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginOptions:
-    """Options of the scheduler inside vLLM, besides those of forecasts."""
-
     recipe: Annotated[str, Option("Scheduler, such as fastserve or fastserve[eviction=recompute].")] = DEFAULT
     slo_s: Annotated[
         float | None,
@@ -51,7 +49,6 @@ class PluginOptions:
 
 
 def read_options(additional_config: object) -> PluginOptions:
-    """Return the options in `--additional-config`."""
     given = additional_config.get(KEY, {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(given, Mapping):
         raise ConfigError(f"--additional-config: {KEY} must be an object, got {given!r}")
@@ -80,5 +77,4 @@ def _with_forecasts(options: PluginOptions, given: Mapping[str, Any]) -> PluginO
     is_needed = options.found.forecasts is Forecasts.LEARNED
     if config.forecaster == "none" or (config.forecaster is None and not is_needed):
         return options
-    own = {name: getattr(options, name) for name in settings_of(PluginOptions)}
-    return PluginOptions(**own, params=options.params, forecasts=config)
+    return replace(options, forecasts=config)

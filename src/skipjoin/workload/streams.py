@@ -47,10 +47,7 @@ class Closed:
         return Kind(self.name, self.service)
 
     def jobs(self, seed: int, index: int) -> Iterator[WorkloadRequest]:
-        """Yield jobs of the stream indefinitely, all with arrival 0.
-
-        The k-th job has the same lengths regardless of the system; `index` is for the seed.
-        """
+        """Yield jobs indefinitely, all with arrival 0. The k-th has the same lengths regardless of the system."""
         chance, groups = generator(seed, index, "closed"), generator(seed, index, "closed prefix")
         while True:
             prompt, output = self.lengths.draw(chance)
@@ -58,22 +55,11 @@ class Closed:
             yield job.after(self.prefix, groups)
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "lengths": self.lengths.name,
-            "size": self.size,
-            "mode": self.mode.value,
-            "priority": self.priority,
-            "service": self.service.value,
-            **({"key": self.key} if self.key else {}),
-            **_described(self.prefix),
-        }
+        return _described(self, size=self.size, mode=self.mode.value)
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Open-loop stream of jobs."""
-
     name: str
     lengths: Lengths
     arrivals: Arrivals
@@ -87,10 +73,7 @@ class Stream:
         in_bounds(f"share of stream {self.name!r}", self.share, most=1)
 
     def jobs(self, rate_rps: float, seed: int, index: int) -> Iterator[WorkloadRequest]:
-        """Yield jobs of the stream indefinitely, at its share of `rate_rps`.
-
-        The k-th job has the same lengths at every rate; `index` is for the seed.
-        """
+        """Yield jobs indefinitely, at the stream's share of `rate_rps`. The k-th has the same lengths at every rate."""
         lengths, groups = generator(seed, index, "lengths"), generator(seed, index, "prefix")
         for time in self.arrivals.times(generator(seed, index, "arrivals")):
             prompt, output = self.lengths.draw(lengths)
@@ -99,16 +82,7 @@ class Stream:
             yield job.after(self.prefix, groups)
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "lengths": self.lengths.name,
-            "arrivals": self.arrivals.name,
-            "share": self.share,
-            "priority": self.priority,
-            "service": self.service.value,
-            **({"key": self.key} if self.key else {}),
-            **_described(self.prefix),
-        }
+        return _described(self, arrivals=self.arrivals.name, share=self.share)
 
 
 def parse_stream(text: str) -> Stream:
@@ -145,8 +119,16 @@ def _prefix_of(fields: FieldTexts) -> SharedPrefix | None:
     return parse_shared_prefix(fields["prefix"]) if "prefix" in fields else None
 
 
-def _described(prefix: SharedPrefix | None) -> dict[str, Any]:
-    return {} if prefix is None else {"prefix": str(prefix)}
+def _described(stream: Closed | Stream, **own: Any) -> dict[str, Any]:
+    return {
+        "name": stream.name,
+        "lengths": stream.lengths.name,
+        **own,
+        "priority": stream.priority,
+        "service": stream.service.value,
+        **({"key": stream.key} if stream.key else {}),
+        **({} if stream.prefix is None else {"prefix": str(stream.prefix)}),
+    }
 
 
 def generator(seed: int, stream: int, purpose: str) -> random.Random:

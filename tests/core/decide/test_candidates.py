@@ -31,7 +31,7 @@ class Recording(Greedy):
 def recording(eviction: EvictionPolicy | None = None) -> tuple[Stepper, Recording]:
     """Return an engine of 10 blocks of 4 tokens, and its batcher."""
     batcher = Recording(8, 1000, chunked=False)
-    policies = Policies(Prioritized(Fcfs), batcher, OnDemand(watermark=0.0), eviction or Spill(COST))
+    policies = Policies(Prioritized(Fcfs), batcher, OnDemand(), eviction or Spill(COST))
     return Stepper(World(device_blocks=10, max_seqs=8).core(policies)), batcher
 
 
@@ -145,7 +145,7 @@ def test_newcomers_held_ends_reading_the_queue_but_holders_run() -> None:
 
 
 def test_a_full_device_ends_reading_the_queue() -> None:
-    for admission in (OnDemand(0.0), WholeMaximum()):
+    for admission in (OnDemand(), WholeMaximum()):
         scene = queue(Greedy(100, 1000, chunked=False), 500, blocks=3, admission=admission)
         assert scene.ran() == [0, 1, 2]
         assert scene.ordering.read == 4

@@ -55,7 +55,7 @@ def test_an_owner_that_ranks_first_again_runs_before_its_borrower_finishes(depth
 def test_a_request_that_the_batcher_refuses_is_evicted_for_one_that_it_accepts() -> None:
     """It is evicted although it ranks higher, since otherwise no request would run."""
     verdicts = Verdicts({})
-    policies = Policies(Ranks({0: 0, 1: 1}), verdicts, OnDemand(0.0), Recompute())
+    policies = Policies(Ranks({0: 0, 1: 1}), verdicts, OnDemand(), Recompute())
     core = EngineCore(Scheduler(policies, KVLedger(4, 0, 4)))
     core.add(make(0, 12, 4), 0.0)
     core.add(make(1, 12, 2), 0.0)
@@ -73,7 +73,7 @@ def test_a_request_that_the_batcher_refuses_is_evicted_for_one_that_it_accepts()
 def test_a_request_does_not_wait_for_a_prefix_whose_leader_cannot_run() -> None:
     """Plan ids stand still while no request runs, so the leader seems to be running all that time."""
     verdicts = Verdicts({0: 4})
-    policies = Policies(Ranks({0: 0, 1: 1}), verdicts, OnDemand(0.0), Recompute())
+    policies = Policies(Ranks({0: 0, 1: 1}), verdicts, OnDemand(), Recompute())
     core = EngineCore(Scheduler(policies, KVLedger(20, 0, 4)))
     for number in range(2):
         core.add(make(number, 12, 1, prefix=ContentPrefix(4)), 0.0)

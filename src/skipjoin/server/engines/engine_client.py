@@ -14,7 +14,7 @@ from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
 from skipjoin.engine.text import Output
 from skipjoin.observe.metric_snapshot import Snapshot, merged
-from skipjoin.policies.dispatch import prefix_aware
+from skipjoin.policies.dispatch import PrefixAware
 from skipjoin.sampling import SamplingParams, TokenDetail
 from skipjoin.server.engines.connected_engine import (
     ConnectedEngine,
@@ -82,7 +82,7 @@ class EngineClient:
         self._places: dict[int, ConnectedEngine | None] = {}  # by id of the sequence; None while it waits
         self._waiting: dict[int, EngineSequence] = {}
         self._isolation = CrashIsolation(self._place)
-        self._dispatch = prefix_aware()
+        self._dispatch = PrefixAware.learning()
         self._gone = Snapshot.zero()  # metrics of engines that have exited, so that counters never decrease
         self._joined = 0
         # Not the ids of clients, which may collide.

@@ -4,17 +4,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from skipjoin.config import (
-    ConfigError,
-    KVType,
-    SwapBandwidth,
-    SwapType,
-    bytes_per_s,
-    check_swap_bandwidth,
-    check_swap_type,
-)
 from skipjoin.config.profile import Profile, read_profile
-from skipjoin.options import Option, check
+from skipjoin.config.shared import KVType, SwapBandwidth, SwapType, bytes_per_s, check_swap_bandwidth, check_swap_type
+from skipjoin.options import ConfigError, Option, check
 from skipjoin.policies.cost import LinearCost, with_link_limit
 from skipjoin.recipes import check_names, find, names_in
 from skipjoin.sim.experiments.system import ProfileBasis, System
@@ -102,7 +94,7 @@ class Machine:
         if twice := next((name for name in shown if shown.count(name) > 1), None):
             raise ConfigError(f"recipes must differ in results, but two are called {twice}: drop or rename one of them")
         check_names(found, settings.get("recipe_params", {}))
-        return [System(recipe=name, **self._for_recipe(name)._values(name, settings)) for name in names]
+        return [System(recipe=name, **self._values(name, settings)) for name in names]
 
     def _values(self, recipe: str, settings: dict[str, Any]) -> dict[str, Any]:
         values = self._parts() | settings
@@ -111,9 +103,6 @@ class Machine:
             alone = {name: value for name, value in settings.items() if name not in _OF_THE_CLUSTER}
             values["prefill"] = System(recipe=recipe, **(prefill._parts() | alone))
         return values
-
-    def _for_recipe(self, name: str) -> Machine:
-        return replace(self, swap_dtype="auto") if find(name).needs_lossless_swap else self
 
     def _parts(self) -> dict[str, Any]:
         return self._from_profile() if self.hardware.endswith(".json") else self._from_catalog()

@@ -26,8 +26,7 @@ _BLOCK = 256
 class Submissions:
     """Jobs of one shard, by request id: those of the workload, then those of closed streams.
 
-    Attributes:
-        rejected: Rejected jobs of closed streams, each replaced at once by the next job.
+    `rejected` has jobs of closed streams, each replaced at once by the next job.
     """
 
     def __init__(self, system: System, jobs: Iterable[WorkloadRequest], slo: Slo, predictor: Predictor | None) -> None:
@@ -80,8 +79,6 @@ class Submissions:
     def _request(self, number: int, at: float) -> Request:
         job = self.jobs[number]
         usual = self._target if job.service is ServiceClass.REAL_TIME else NO_TARGET
-        # A job's own objective takes precedence.
-        target = usual if job.target == NO_TARGET else Target(*map(_own_or_usual, job.target, usual))
         return Request(
             number,
             at,
@@ -92,15 +89,11 @@ class Submissions:
                 service=job.service,
                 priority=job.priority,
                 deadline_s=job.deadline_s,
-                target=target,
+                target=job.target.with_default(usual),
                 client=job.key,
             ),
             prefix=self._system.prefix_of(job),
         )
-
-
-def _own_or_usual(own: float, usual: float) -> float:
-    return own if own < math.inf else usual
 
 
 def _or_never(seconds: float | None) -> float:

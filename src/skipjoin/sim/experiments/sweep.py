@@ -31,8 +31,6 @@ _TICK_S = 0.2
 
 
 class SweepPlan(Protocol):
-    """Source of cells, which can add cells after each result."""
-
     def first(self) -> Iterable[Cell]: ...
 
     def then(self, cell: Cell, record: Record) -> Iterable[Cell]: ...
@@ -98,12 +96,11 @@ class BoundSearch(ABC):
         """Return the cells at this number, one per seed; none ends the search."""
 
     @abstractmethod
-    def _beyond(self, known: float, factor: float) -> float | None:
-        """Return the next number, about `factor` times a known one; None ends the search."""
+    def _beyond(self, known: float, factor: float) -> float | None: ...
 
     @abstractmethod
     def _between(self, holds: float, breaks: float) -> float | None:
-        """Return a number within the bracket, or None if the bracket is narrow enough."""
+        """Return a number within the bracket, or None to end the search."""
 
 
 class RateSearch(BoundSearch):

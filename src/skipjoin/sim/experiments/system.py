@@ -4,10 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
-from skipjoin.config import (
+from skipjoin.config.shared import (
     MAX_NUM_SEQS,
     BestEffortWait,
-    ConfigError,
     FairBy,
     KVType,
     MaxBatchedTokens,
@@ -24,7 +23,7 @@ from skipjoin.core.policy import CostModel, Policies
 from skipjoin.core.prefixes import NamedPrefix
 from skipjoin.kv_format import SWAP_FORMATS
 from skipjoin.observe.record import Record
-from skipjoin.options import Option, Value, check
+from skipjoin.options import ConfigError, Option, Value, check
 from skipjoin.policies.dispatch import DISPATCH_RULES
 from skipjoin.policies.execution import decode_alone, prefill_alone, scaled_jct
 from skipjoin.policies.starvation import starvation_after
@@ -62,9 +61,7 @@ class System:
     Attributes:
         recipe_params: Parameters of any recipes; those that this recipe lacks, or has in its name, are ignored.
         stage_shares: Share of each stage in a step's computation; empty if all are equal.
-        kv_blocks, cpu_blocks: Blocks per replica on the device and in CPU memory.
         cpu_block_bytes: None if the size is the same as on the device.
-        step_noise: Standard deviation of the logarithm of measured over modeled step times.
         basis: None if the costs are computed from a data sheet.
         prefill: System of the prefill replicas, of which only the machine matters.
     """
@@ -240,7 +237,6 @@ class System:
         return max(self.stages, self.pipeline_depth)
 
     def scheduler(self, policies: Policies, kv: KVLedger, *, receives_kv: bool) -> Scheduler:
-        """Return the scheduler that a server would use."""
         make = ForeignScheduler if receives_kv else Scheduler
         return make(policies, kv, depth=self.depth, overlap=self.pipeline_depth > 1)
 
@@ -267,7 +263,6 @@ class System:
             fair_output_weight=None if self.fair_by == "none" else self.fair_output_weight,
             has_true_forecasts=True,
             stages=self.stages,
-            lossless_swap=SWAP_FORMATS[self.swap_dtype].is_exact,
             limits=limits,
         )
 

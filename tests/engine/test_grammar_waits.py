@@ -23,6 +23,7 @@ from skipjoin.model.grammar_mask import GrammarMask, GrammarState
 from skipjoin.model.grammars import _MAX_COMPILED, Grammars
 from skipjoin.sampling import SamplingParams
 from skipjoin.structured_output import StructuredOutput
+from support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,6 @@ def test_other_requests_run_while_a_grammar_is_compiled(loop: EngineLoop, monkey
     while 2 not in ended:
         ended += [event.request.id for event in loop.step() if isinstance(event, Finished)]
         wait = loop.core.wait_of(first)
-        assert wait is not None
         assert wait.reason is WaitReason.GRAMMAR
     assert not loop.core.is_stalled
     assert loop.step() == []
@@ -95,7 +95,6 @@ def test_aborted_requests_leave_no_grammar_state(loop: EngineLoop, monkeypatch: 
     ended = [event.reason for event in drain(loop) if isinstance(event, Finished) and event.request.id == 9]
     assert ended == [FinishReason.STOP]
     executor = loop.engine.executor
-    assert executor.grammars is not None
     assert len(executor.grammars._compiled) <= _MAX_COMPILED
     executor._thread.submit(lambda: None).result()  # type: ignore[attr-defined] # states are freed on this thread
     assert not executor._worker._states  # type: ignore[attr-defined]
@@ -106,10 +105,8 @@ def test_aborted_requests_leave_no_grammar_state(loop: EngineLoop, monkeypatch: 
     assert isinstance(executor.ahead, GrammarsAhead)
     assert not executor.ahead._states
     assert not loop._compiling._live._clients
-    while any(state() is not None for state in states):  # the frame of a thread may hold one for a moment
-        assert time.monotonic() < deadline
-        gc.collect()
-        time.sleep(0.01)
+    # The frame of a thread may hold one for a moment.
+    wait_until(lambda: gc.collect() >= 0 and not any(state() is not None for state in states))
 
 
 ITEM = {"type": "object", "properties": {"id": {"type": "integer"}, "ok": {"type": "boolean"}}, "required": ["id"]}
@@ -117,7 +114,6 @@ SCHEMA = StructuredOutput.json({"type": "array", "items": ITEM, "minItems": 3, "
 
 
 def outputs(depth: int) -> list[list[int]]:
-    """Return the outputs of constrained and free requests that run together."""
     config = EngineConfig(
         profile="off", kv_cache_gib=0.02, swap_space_gib=0, threads=1, pipeline_depth=depth, max_num_seqs=3
     )
@@ -174,7 +170,6 @@ def test_other_requests_run_while_a_mask_is_computed(loop: EngineLoop, monkeypat
     assert ended == [21]
     assert len(slow.progress.output) == 1
     wait = loop.core.wait_of(slow)
-    assert wait is not None
     assert wait.reason is WaitReason.GRAMMAR
     go.set()
     assert [event.reason for event in drain(loop) if isinstance(event, Finished)] == [FinishReason.LENGTH]
@@ -213,13 +208,11 @@ def test_constraints_of_a_client_wait_for_each_other(loop: EngineLoop, monkeypat
         loop.add(500 + number, [5, 6], constrained(f"[0-9]{{4}}{text}"), options=RequestOptions(client="x"))
     loop.add(505, [5, 6], constrained("[0-9]{4}e"), options=RequestOptions(client="y"))
     ahead = loop.engine.executor.ahead
-    assert ahead is not None
     requests = list(loop.core.requests.values())
     assert [request.id for request in requests if ahead.state_of(request) is None] == [502, 503]
     loop.abort(503)
     loop.step()
     wait = loop.core.wait_of(requests[2])
-    assert wait is not None
     assert wait.reason is WaitReason.GRAMMAR
     drain(loop)
     ended = [request.id for request in requests if request.progress.finish_reason is FinishReason.STOP]

@@ -69,17 +69,6 @@ def test_next_turn_hits_the_cached_output_and_another_prefix_misses(pair: Pair) 
     assert caching.generate([prompt[0] + 1, *prompt[1:]], GREEDY)[0].cached_tokens == 0
 
 
-def test_blocks_evicted_from_the_device_are_found_in_the_cpu_tier(pair: Pair) -> None:
-    caching, plain = pair
-    prompt = prompt_of(15, 300)
-    caching.generate(prompt, GREEDY)
-    caching.generate(prompt_of(16, 1000), GREEDY)
-    (again,) = caching.generate(prompt, GREEDY)
-    has_all = again.cached_tokens == full_blocks(prompt)
-    assert has_all == (caching.engine.info.cpu_blocks > 0)
-    assert again.token_ids == plain.generate(prompt, GREEDY)[0].token_ids
-
-
 def test_computed_blocks_of_an_aborted_prompt_are_cached(pair: Pair) -> None:
     caching, plain = pair
     prompt, loop = prompt_of(20, 600), caching._loop
@@ -105,25 +94,6 @@ def test_prompt_logprobs_bypass_the_cache(pair: Pair) -> None:
     assert found.cached_tokens == 0
     assert found.details == expected.details
     assert len(found.details[0].prompt) == len(prompt)
-
-
-def test_prompts_hit_only_blocks_with_their_salt(pair: Pair) -> None:
-    caching, _ = pair
-    prompt, full = prompt_of(40, 100), 96
-    cached = [
-        [one.cached_tokens for one in caching.generate(prompts, GREEDY, cache_salt=salt)]
-        for prompts, salt in (
-            (prompt, "a"),
-            ([prompt, prompt], ["a", "b"]),
-            (prompt, None),
-            ([prompt, prompt, prompt], ("b", None, "a")),
-            (prompt, "c" * 256),
-        )
-    ]
-    assert cached == [[0], [full, 0], [0], [full] * 3, [0]]
-    chat = [{"role": "user", "content": "Count from 1 to 3. " * 20}]
-    found = [caching.chat(chat, GREEDY, cache_salt=salt)[0].cached_tokens for salt in ("a", "b", "a")]
-    assert found[:2] == [0, 0] < [found[2]] * 2
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
 
@@ -63,10 +64,7 @@ except ClusterError as error:
 def test_killing_the_process_while_ray_starts_leaves_no_folder(tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     assert subprocess.run([sys.executable, "-c", STARTS], env=environment, check=False).returncode == -signal.SIGKILL
-    end = time.monotonic() + 30
-    while list(tmp_path.iterdir()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_until(lambda: not list(tmp_path.iterdir()), 30)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +92,6 @@ def test_orphans_that_write_into_the_folder_are_terminated_with_the_process(tmp_
     folder.mkdir()
     command = [sys.executable, "-c", PROGRAM, str(folder)]
     parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
     inside, outside = (psutil.Process(int(number)) for number in parent.stdout.readline().split())
     guards = psutil.Process(parent.pid).children()
     try:

@@ -18,21 +18,11 @@ from skipjoin.exec.throttle import ThrottledCopier, copier_for
 from skipjoin.exec.transfer import Ended
 from skipjoin.model.config import ModelConfig
 from skipjoin.policies.cost import LinearCost
+from support.waiting import Clock
 
 # Exact in binary, so that times can be compared exactly.
 STEP_S, BLOCK_S = 1.0, 0.25
 OUT, IN = Direction.OUT, Direction.IN
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 class InstantCopier:

@@ -30,7 +30,6 @@ OWNER = Request(0, 0.0, [0], 1)
 
 
 def make_store(kind: type[StoreT] = HarshStore, device: str = "cpu", *, cpu_blocks: int = CPU_BLOCKS) -> StoreT:
-    """Return a store with random numbers in both pools."""
     store = kind(
         ModelConfig.from_dict(CONFIGS["llama"]),
         torch.float32,
@@ -50,7 +49,6 @@ def move(direction: Direction, source: list[int], target: list[int], block_size:
 
 
 def pools(store: KVStore) -> dict[Direction, torch.Tensor]:
-    assert store.cpu is not None
     return {OUT: store.device.block_view(), IN: store.cpu.block_view()}
 
 
@@ -126,7 +124,6 @@ def test_moves_that_overlap_compute_equal_plain_indexing(block_size: int) -> Non
     device = torch.device("cuda")
     store = KVStore(config, torch.float32, device, device_blocks=64, cpu_blocks=64, block_size=block_size)
     host = store.cpu
-    assert host is not None
     assert host.tensor.is_pinned()
     draw, copier = random.Random(5), StreamCopier(store)
     for _ in range(12):
@@ -157,7 +154,6 @@ def test_moves_are_ordered_with_steps_on_streams(block_size: int) -> None:
     config = ModelConfig.from_dict(CONFIGS["llama"] | {"num_hidden_layers": 4, "head_dim": 64})
     device = torch.device("cuda")
     store = KVStore(config, torch.float32, device, device_blocks=8, cpu_blocks=8, block_size=block_size)
-    assert store.cpu is not None
     copier, pool, host = StreamCopier(store), store.device.block_view(), store.cpu.block_view()
     for value in range(20):
         host[3] = -1.0 - value
@@ -183,7 +179,6 @@ def test_moves_are_ordered_with_steps_on_streams(block_size: int) -> None:
 def test_spans_keep_their_slots_in_all_directions() -> None:
     """One step moves blocks in all directions: sources are read before they are overwritten, and moves in come last."""
     store = make_store(KVStore)
-    assert store.cpu is not None
     device, host = store.device.head_view(), store.cpu.head_view()
     was = device.clone(), host.clone()
     incoming = Move(IN, OWNER, (2,), (4,), 2, (Span(0, 2),))
@@ -296,35 +291,11 @@ def steps(store: HarshStore) -> Iterator[Steps]:
 
 
 def until_landed(steps: Steps, count: int) -> list[Move]:
-    """Submit plans without slices until `count` moves have completed, and return them."""
     landed: list[Move] = []
     deadline = time.perf_counter() + LONG_S
     while len(landed) < count and time.perf_counter() < deadline:
         landed += steps.run(slices=False).landed
     return landed
-
-
-def test_blocking_moves_complete_with_their_plan(store: HarshStore, steps: Steps) -> None:
-    kept = pools(store)[OUT][5].clone()
-    moves = [move(IN, [4], [9]), move(OUT, [5], [7])]
-    result = steps.run(blocking=moves)
-    assert result.landed == moves[::-1]  # moves out come first
-    assert result.failed == []
-    assert 0 < result.moving <= result.seconds
-    assert torch.equal(pools(store)[IN][7], kept)
-    assert steps.run().moving == 0
-
-
-def test_a_failed_blocking_move_does_not_stop_the_step(
-    store: HarshStore, steps: Steps, caplog: pytest.LogCaptureFixture
-) -> None:
-    bad, good, later = move(OUT, [5], [7]), move(OUT, [6], [8]), move(IN, [9], [5])
-    store.fails = lambda one: one is bad
-    with caplog.at_level(logging.ERROR):
-        result = steps.run(blocking=[later, bad, good])
-    assert result.landed == [good, later]
-    assert result.failed == [bad]
-    assert len(caplog.records) == 1
 
 
 def test_completed_overlapped_moves_are_reported_by_the_next_result(store: HarshStore, steps: Steps) -> None:
@@ -395,15 +366,6 @@ def test_plans_without_slices_end_when_a_move_completes(store: HarshStore) -> No
     steps.run(blocking=[move(OUT, [5], [7])], slices=False)
     assert Patient.asked_for == [PAUSE_S, PAUSE_S, 0, 0]
     steps.executor.close()
-
-
-def test_closing_the_executor_during_a_copy_does_not_hang(store: HarshStore) -> None:
-    store.delay_s = 0.05
-    steps = Steps(store)
-    steps.run(overlapped=[move(OUT, [i % DEVICE_BLOCKS], [i % CPU_BLOCKS]) for i in range(10_000)])
-    begin = time.perf_counter()
-    steps.executor.close()
-    assert time.perf_counter() - begin < LONG_S
 
 
 def test_without_a_cpu_tier_there_is_no_copy_thread() -> None:

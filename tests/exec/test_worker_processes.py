@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 from engines import CONFIGS, Restless, SwapAll, engine, make_core, mixed_requests, run
 from rank_links import GROUP_S, LAYERS, Processes, processes
-from test_int8_swapping import POOLS, check_ranks
 from test_invisible_preemption import happened
 from torch import distributed
 
 from skipjoin.core.events import Preemption
 from skipjoin.exec.base import RankError
-from skipjoin.exec.ranks.plan_messages import OutOfStepError
 from skipjoin.model.loader import random_model
 from skipjoin.model.parallel import GroupError, Shard
 from skipjoin.model.torch_group import TorchGroup
@@ -65,11 +63,6 @@ def test_several_processes_produce_the_tokens_of_one(ranks: Processes, family: s
     assert all(found[what] >= 3 for what in EXPECTED[case]), found
 
 
-def test_every_process_quantizes_its_own_share(ranks: Processes) -> None:
-    for types in ({"swap_dtype": "int8"}, {"kv_cache_dtype": "int8"}):
-        check_ranks(ranks.executor("llama", **POOLS, **types), ranks.pp, **types)
-
-
 def test_collectives_support_every_type(ranks: Processes) -> None:
     assert ranks.check_collectives() == [b""] * len(ranks.links)
 
@@ -78,29 +71,6 @@ def test_collectives_support_every_type(ranks: Processes) -> None:
 def test_sums_over_more_than_two_ranks_are_batch_invariant(tmp_path: Path, tp: int) -> None:
     with processes(tp, 1, tmp_path) as started:
         assert started.check_collectives() == [b""] * tp
-
-
-@pytest.mark.parametrize("how", ["overlapped", "late copies fail"])
-def test_several_processes_produce_the_tokens_of_one_with_all_features(ranks: Processes, how: str) -> None:
-    store: dict = {"device_blocks": 20, "cpu_blocks": 40}
-    depth, overlap = ranks.pp, False
-    if how == "overlapped":
-        depth, overlap = 2, ranks.pp == 1
-    else:
-        store |= {"late": 3, "fails": ["OUT", "IN"]}
-    core = make_core(Restless(5), **_only_blocks(store), slots=3, chunk=9, depth=depth, overlap=overlap)
-    requests = mixed_requests()
-    found = happened(run(core, ranks.executor("qwen2", **store), requests))
-    assert [request.output for request in requests] == outputs_of_one_process("qwen2")
-    expected = {"failed out overlapped", "failed in overlapped"} if store.get("fails") else {"moved out overlapped"}
-    assert all(found[what] >= 3 for what in expected), found
-
-
-def _only_blocks(store: dict) -> dict:
-    return {name: store[name] for name in ("device_blocks", "cpu_blocks")}
-
-
-# -- failing ranks: each test has processes of its own ----------------------------------------------------------------
 
 
 def start_requests(processes: Processes, timeout_s: float = 30.0):
@@ -150,18 +120,3 @@ def test_a_hanging_rank_times_out(tmp_path: Path) -> None:
             step(1)
         assert time.monotonic() - begin < GROUP_S / 2
         os.kill(started.links[1].process.pid or 0, signal.SIGKILL)
-
-
-def test_a_rank_with_an_altered_plan_fails_without_blocking_others(tmp_path: Path) -> None:
-    with processes(2, 1, tmp_path) as started:
-        step = start_requests(started)
-        link = started.links[1]
-        send = link.send
-        link.send = lambda message: send(message[:-1] + bytes([message[-1] ^ 1]))  # type: ignore[method-assign]
-        begin = time.monotonic()
-        with pytest.raises(OutOfStepError, match=r"rank 1 .* failed: OutOfStepError: the checksum of all plans"):
-            step(1)
-        # The other rank, which was in the middle of a step, has noticed and computes nothing more.
-        started.links[0].send(b"whatever comes")
-        assert b"GroupError" in started.links[0].receive(GROUP_S)
-        assert time.monotonic() - begin < GROUP_S / 2

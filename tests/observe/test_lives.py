@@ -57,7 +57,6 @@ class Watched:
         core, now = self.stepper.core, self.stepper.now
         for request in core.requests.values():
             life, wait = self.log.find(request.id, now), core.wait_of(request)
-            assert life is not None
             assert life.intervals[-1].end is None
             state = life.intervals[-1].state
             # A request that a plan in flight computes does not wait, whatever later plans decide.
@@ -96,12 +95,10 @@ def test_waiting_request_names_the_requests_that_held_its_slot() -> None:
     watched.run(5)
     now = watched.stepper.now
     life = watched.log.find(2, now)
-    assert life is not None
     assert [interval.state for interval in life.intervals] == ["no_slot"]
     assert [holder.number for holder in watched.log.holders(life, now)] == [0, 1]
     watched.run()
     ended = watched.log.find(2, watched.stepper.now)
-    assert ended is not None
     assert [interval.state for interval in ended.intervals] == ["no_slot", RUNNING]
     (first, *_), end = ended.intervals, watched.stepper.now
     holders = {holder.number: holder for holder in watched.log.holders(ended, end)}
@@ -117,7 +114,6 @@ def test_aborted_request_that_never_ran_is_kept_with_its_reason() -> None:
     watched.stepper._take()
     watched.observe()
     life = watched.log.find(1, watched.stepper.now)
-    assert life is not None
     assert (life.reason, life.first_token) == (FinishReason.ABORT.value, None)
     check_cover(life, watched.stepper.now)
 
@@ -175,7 +171,6 @@ def test_forecast_of_a_growing_output_is_ahead_of_it_and_within_its_interval(
     assert current_prediction(request) == first
     request.progress.output.extend([1] * data.draw(st.integers(0, most - 1)))
     found = current_prediction(request)
-    assert found is not None
     assert len(request.progress.output) + 1 <= found.tokens <= most
     if found.low is not None and found.high is not None:
         assert len(request.progress.output) + 1 <= found.low <= found.tokens <= found.high <= most
@@ -201,5 +196,4 @@ def test_finished_request_keeps_the_forecast_with_which_it_began() -> None:
     watched.stepper.core.add(request, watched.stepper.now)
     watched.run()
     life = watched.log.find(0, watched.stepper.now)
-    assert life is not None
     assert (life.output_tokens, life.prediction) == (30, (10.0, None, None, "test"))

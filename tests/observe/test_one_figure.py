@@ -23,8 +23,6 @@ BLOCK_BYTES = 1000
 
 
 class Read:
-    """Everything that a user can read about one run."""
-
     def __init__(self, world: World, fails: float) -> None:
         self.overlap = world.overlap
         draw, pool = random.Random(3), {"device_blocks": world.device_blocks, "block_size": world.block_size}

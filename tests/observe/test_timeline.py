@@ -54,7 +54,6 @@ def spans(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def lanes(entries: list[dict[str, Any]]) -> dict[str, list[tuple[Decimal, Decimal]]]:
-    """Return the begins and ends of the spans of each lane, by the lane's name."""
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in entries if e["name"] == "thread_name"}
     found: dict[str, list[tuple[Decimal, Decimal]]] = defaultdict(list)
     for span in spans(entries):
@@ -63,7 +62,6 @@ def lanes(entries: list[dict[str, Any]]) -> dict[str, list[tuple[Decimal, Decima
 
 
 def max_running(events: Iterable[Event]) -> int:
-    """Return the maximum number of running requests after any decision."""
     running = set()
     found = 0
     for event in events:

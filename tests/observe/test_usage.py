@@ -41,7 +41,6 @@ def failing(share: float) -> Callable[[Move], bool]:
 def on_device(kv: KVLedger, request: Request) -> int:
     """Return the number of the request's tokens with KV on the device, without blocks in transit."""
     held = kv.blocks_of(request)
-    assert held is not None
     move, blocks = held.transit.move, held.device
     carried = () if move is None else move.source if move.direction is Direction.OUT else move.target
     return kv.tokens_in(request, blocks.index(carried[0]) if carried and carried[0] in blocks else len(blocks))

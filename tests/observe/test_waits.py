@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -93,22 +94,17 @@ def test_a_request_that_lacks_a_slot_reports_it() -> None:
     }
 
 
-class Setup:
-    """An engine whose requests are ranked by id and whose wait reasons are read after a step."""
+class Setup(Scene):
+    """A scene whose requests are ranked by id and whose wait reasons are read after a step."""
 
-    def __init__(self, *, blocks: int = 100, host: int = 0, depth: int = 1, **policies: object) -> None:
-        numbers = {number: number for number in range(9)}
-        self.stepper = Scene(numbers, blocks=blocks, cpu=host, depth=depth, **policies)  # type: ignore[arg-type]
-
-    def add(self, *requests: Request) -> None:
-        self.stepper.add(*requests)
+    def __init__(self, *, blocks: int = 100, cpu: int = 0, **policies: Any) -> None:
+        super().__init__({number: number for number in range(9)}, blocks=blocks, cpu=cpu, **policies)
 
     def reasons(self) -> list[str | None]:
         """Run a step and return the reasons of the live requests, by id, while it is in flight."""
-        core = self.stepper.core
-        self.stepper.start()
-        waits = [core.wait_of(request) for _, request in sorted(core.requests.items())]
-        self.stepper.finish()
+        self.start()
+        waits = [self.core.wait_of(request) for _, request in sorted(self.core.requests.items())]
+        self.finish()
         return [wait and wait.reason.value for wait in waits]
 
 
@@ -130,7 +126,7 @@ def test_memory_waits_report_the_missing_blocks() -> None:
     setup = Setup(blocks=4)
     setup.add(make(0, 8, 4), make(1, 12, 4), make(2, 4, 4))
     assert setup.reasons() == [None, "no_kv", "behind_memory"]
-    (wait,) = [event for event in setup.stepper.events if isinstance(event, Waited)]
+    (wait,) = [event for event in setup.events if isinstance(event, Waited)]
     assert (wait.request.id, wait.reason, wait.short) == (1, WaitReason.NO_KV, 1)
     setup = Setup(blocks=4, admission=WholeMaximum())
     setup.add(make(0, 4, 5), make(1, 4, 9))
@@ -148,11 +144,11 @@ def test_wait_reasons_of_swapped_out_kv() -> None:
             return True
 
     eviction = Returning()
-    setup = Setup(host=50, eviction=eviction)
-    setup.stepper.late = 1
+    setup = Setup(cpu=50, eviction=eviction)
+    setup.late = 1
     setup.add(make(0, 8, 20), make(1, 8, 20))
     setup.reasons()
-    eviction.out = [setup.stepper.core.requests[1]]
+    eviction.out = [setup.core.requests[1]]
     assert setup.reasons() == [None, "kv_in_transit"]
     setup.reasons()
     assert setup.reasons() == [None, "kv_on_cpu"]
@@ -164,7 +160,7 @@ def test_requests_that_are_not_examined_share_the_reason_of_the_tail() -> None:
     assert setup.reasons() == [None, "no_kv"]
     setup.add(make(0, 12, 2))
     assert setup.reasons()[2] == "behind_memory"
-    changes = [(event.request.id, event.reason) for event in setup.stepper.events if isinstance(event, Waited)]
+    changes = [(event.request.id, event.reason) for event in setup.events if isinstance(event, Waited)]
     assert (2, WaitReason.NOT_EXAMINED) in changes
 
 

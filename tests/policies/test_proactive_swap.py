@@ -92,8 +92,27 @@ class Setup:
         self._transit = []
 
 
-def test_nothing_moves_while_blocks_are_free() -> None:
-    assert Setup(Holder(1), Holder(2), Holder(3), Holder(4)).step() == ([], [])
+@pytest.mark.parametrize(
+    ("holders", "arrives", "moves"),
+    [
+        ([Holder(1), Holder(2), Holder(3), Holder(4)], 0, ([], [])),  # blocks are free
+        ([Holder(turn) for turn in (1, 2, 3, 4, 5)], 25, ([5, 4], [])),  # the arrival needs 7 blocks
+        # 16 blocks are free, and one of them is kept free. The soonest turns come first.
+        ([Holder(1), swapped_out(7), swapped_out(5), swapped_out(6), swapped_out(8)], 0, ([], [5, 6, 7])),
+        # Small requests do not take the blocks that a large one waits for.
+        ([Holder(1), swapped_out(5, 4), swapped_out(6, 18), swapped_out(7, 2)], 0, ([], [5])),
+        ([swapped_out(2), Holder(1), Holder(2), Holder(2), Holder(2, 7)], 0, ([], [])),  # equal turns
+        ([Holder(1), Holder(2), Holder(3), Holder(4), Holder(5, pending=2)], 0, ([4], [])),  # 5 is in its prompt
+        # The last request stays on the device: it would be swapped out for space and in for lack of others.
+        ([Holder(1, 20)], 0, ([], [])),
+        ([Holder(1, 10), Holder(2, 10)], 70, ([2], [])),
+    ],
+)
+def test_moves_of_one_step(holders: list[Holder], arrives: int, moves: tuple[list[int], list[int]]) -> None:
+    setup = Setup(*holders)
+    if arrives:
+        setup.arrive(prompt=arrives)
+    assert setup.step() == moves
 
 
 def test_the_latest_turn_is_swapped_out_first_and_no_more_than_needed() -> None:
@@ -103,12 +122,6 @@ def test_the_latest_turn_is_swapped_out_first_and_no_more_than_needed() -> None:
     assert setup.step() == ([], []), "blocks that are being swapped out count as free"
     setup.land()
     assert setup.step() == ([], [])
-
-
-def test_blocks_are_freed_for_a_request_that_arrived() -> None:
-    setup = Setup(*(Holder(turn) for turn in (1, 2, 3, 4, 5)))
-    setup.arrive(prompt=25)  # 7 blocks
-    assert setup.step() == ([5, 4], [])
 
 
 @pytest.mark.parametrize(("turn", "out"), [(0, [10]), (5, [])])
@@ -141,30 +154,12 @@ def test_blocks_are_kept_free_for_expected_arrivals() -> None:
     assert setup.eviction._spare(setup.kv, setup.now) == 1 + 11
 
 
-def test_the_soonest_turns_are_swapped_in_first_into_free_blocks() -> None:
-    setup = Setup(Holder(1), swapped_out(7), swapped_out(5), swapped_out(6), swapped_out(8))
-    # 16 blocks are free, and one of them is kept free.
-    assert setup.step() == ([], [5, 6, 7])
-    assert setup.step() == ([], [])
-
-
-def test_a_swap_in_that_does_not_fit_blocks_later_turns() -> None:
-    """Otherwise small requests would take the blocks that a large one waits for."""
-    setup = Setup(Holder(1), swapped_out(5, 4), swapped_out(6, 18), swapped_out(7, 2))
-    assert setup.step() == ([], [5])
-
-
 def test_a_sooner_turn_replaces_later_turns_on_the_device() -> None:
     setup = Setup(swapped_out(2), Holder(1), Holder(3), Holder(4), Holder(5), Holder(6, 3))
     # One block is free, for growth. Four are needed, so the two last ones are swapped out.
     assert setup.step() == ([6, 5], [])
     setup.land()
     assert setup.step() == ([], [2])
-
-
-def test_equal_turns_do_not_replace_each_other() -> None:
-    setup = Setup(swapped_out(2), Holder(1), Holder(2), Holder(2), Holder(2, 7))
-    assert setup.step() == ([], [])
 
 
 @given(
@@ -241,11 +236,6 @@ def test_cheap_transfers_are_left_to_the_step_that_needs_them() -> None:
     )
 
 
-def test_an_unfinished_prefill_is_not_swapped_out_ahead() -> None:
-    setup = Setup(Holder(1), Holder(2), Holder(3), Holder(4), Holder(5, pending=2))
-    assert setup.step() == ([4], [])
-
-
 def test_kv_that_is_cheaper_to_recompute_is_moved_only_with_overlapped_moves() -> None:
     """A blocking move would take longer than recomputation, so there it is dropped."""
     cheap = replace(COST, prefill_token=0.04)  # 16 tokens: 0.64 s against 0.8 s
@@ -253,14 +243,6 @@ def test_kv_that_is_cheaper_to_recompute_is_moved_only_with_overlapped_moves() -
     assert setup.step() == ([4], [])
     victims = setup.eviction.victims(4, setup.requests[3:4], setup.kv, setup.now, None)
     assert [one.how for one in victims] == [Preemption.DROP]
-
-
-def test_the_last_request_stays_on_the_device_however_short_blocks_are() -> None:
-    """Otherwise it would be swapped out for space and in for lack of others, forever."""
-    assert Setup(Holder(1, 20)).step() == ([], [])
-    setup = Setup(Holder(1, 10), Holder(2, 10))
-    setup.arrive(prompt=70)
-    assert setup.step() == ([2], [])
 
 
 @pytest.mark.parametrize("blocks", [4, 19, 20])

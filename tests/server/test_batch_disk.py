@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from skipjoin.server.batches.database import DATABASE_FILE
 from skipjoin.server.batches.records import LineResult, LineState, OwnerUsage, StoreDamaged
 from skipjoin.server.batches.service import Batches
 from support.small_disk import SmallDisk
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.anyio
 FULL = "disk full: no space is left for the batches' folder"
@@ -53,10 +53,7 @@ class Client:
         return {file["id"] for file in self.ask("GET", "/v1/files").json()["data"]}
 
     def wait_for_files(self) -> None:
-        end = time.monotonic() + 60
-        while self.ask("GET", "/v1/files").status_code != 200:
-            assert time.monotonic() < end
-            time.sleep(0.1)
+        wait_until(lambda: self.ask("GET", "/v1/files").status_code == 200, 60)
 
 
 def storage_error(answer: httpx.Response) -> str:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server_worlds import HERE, ServerProcess, StartServer
 from tiny_model import EOS
+
+from support.waiting import wait_until
 
 # The engine repeats the prompt and stops at its EOS.
 KINDS = ([65, 66, 67, EOS], [*range(97, 123), EOS])
@@ -39,11 +40,8 @@ def learn(server: ServerProcess, requests: int = BLOCK) -> float:
     known, before = count_and_sum()
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(ask, range(requests)))
-    end = time.monotonic() + 30
-    while (now := count_and_sum())[0] < known + requests:
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    return (now[1] - before) / requests
+    wait_until(lambda: count_and_sum()[0] >= known + requests)
+    return (count_and_sum()[1] - before) / requests
 
 
 def test_learned_forecasts_survive_restarts_and_crashes(start_server: StartServer, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from skipjoin.observe.metric_table import FORECAST_OUTCOMES
 from skipjoin.server.api import length_server
 from skipjoin.server.api.length_server import KEY_VARIABLE, LengthServer, NoLengthError, excerpt
 from support.openai_stub import OpenAiStub
+from support.waiting import wait_until
 
 pytestmark = pytest.mark.anyio
 
@@ -245,9 +246,6 @@ async def test_forecast_url_excludes_learned_forecaster() -> None:
     await server.close()
 
 
-# -- whole servers ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
@@ -283,10 +281,7 @@ def test_server_can_be_stopped_during_first_question(tokenizer_folder: Path) -> 
     with Predictor(hangs) as predictor:
         settings = [f"forecast_url={predictor.url}", f"forecast_timeout_s={NEVER_S}", "forecast_dir=none"]
         with subprocess.Popen([*command, *settings], stderr=subprocess.PIPE, text=True) as server:
-            end = time.monotonic() + 30
-            while not predictor.bodies:
-                assert time.monotonic() < end
-                time.sleep(0.01)
+            wait_until(lambda: predictor.bodies)
             server.terminate()
             _, errors = server.communicate(timeout=NEVER_S / 3)
     assert (server.returncode, errors) == (0, "")

@@ -21,25 +21,16 @@ from skipjoin.server.engines.errors import EngineDeadError, LostRequestError, No
 from skipjoin.server.engines.messages import Ready, Refused, StepOutputs
 from skipjoin.server.engines.sequences import EngineSequence, OnEnd, OutputQueue
 from skipjoin.server.metrics import Metrics
+from support.waiting import Clock
 
 pytestmark = pytest.mark.anyio
 
 PROMPT = [7, 8, 9, 10]
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class World:
-    """Client over paused engines."""
-
     def __init__(self, engines: int = 2, ready: Ready = READY, **settings: Any) -> None:
-        self.clock = Clock()
+        self.clock = Clock(100.0)
         self.ready = ready
         self.metrics = Metrics()
         self.client = EngineClient(self.metrics, wanted=engines, clock=self.clock, **settings)
@@ -128,8 +119,6 @@ async def test_choices_share_prefix_keys_and_single_engine_has_none() -> None:
     first = world.submit(prompt=prompt)
     second = world.submit(1, prompt, like=first)
     one, two = (sequence.request.prefix for sequence in (first, second))
-    assert one is not None
-    assert two is not None
     assert one is not two
     assert one.keys(first.request.tokens, 96) == two.keys(second.request.tokens, 96)
     assert World(engines=1).submit(prompt=prompt).request.prefix is None
@@ -501,7 +490,6 @@ async def test_hung_engine_enforces_deadlines_and_rejects_requests(make_api: Mak
         response = await api.complete(deadline_ms=50)
         assert (response.status_code, response.json()["error"]["code"]) == (408, "deadline_exceeded")
         assert api.engine.aborted == [api.engine.added[0].id]
-        assert api.engine.replica is not None
         api.engine.replica.is_hung = True
         for answer in (await api.http.get("/health"), await api.http.get("/ready"), await api.complete()):
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_hung")

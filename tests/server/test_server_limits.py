@@ -15,15 +15,7 @@ from hypothesis import strategies as st
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.limits import Admission, AdmissionSlot, estimate_tokens
 from skipjoin.server.metrics import Metrics
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
+from support.waiting import Clock
 
 METRICS = Metrics()
 
@@ -97,7 +89,6 @@ def test_best_effort_flood_leaves_room_for_other_requests() -> None:
 
 
 def retry_after(admission: Admission, *tokens: int) -> int:
-    """Return the Retry-After of a refused request with prompts of these sizes."""
     with pytest.raises(ApiError, match="the queue is full") as refused:
         admission.reserve(tokens)
     return int(refused.value.headers["Retry-After"])

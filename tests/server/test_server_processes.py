@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,36 +25,15 @@ from simulated_engine import HOPELESS, OUT_OF_MEMORY, STUCK
 from skipjoin.config import EngineConfig, ForecastConfig, ServerConfig
 from skipjoin.server.lifecycle import EXIT_OK, Server
 from skipjoin.server.settings import check_settings
+from support.streams import Stream
 from support.waiting import wait_until
 
 JSON_HEAD = "Host: localhost\r\nContent-Type: application/json"
 LONG = {"prompt": "abc", "max_tokens": 500, "stream": True}
 
 
-class Stream(threading.Thread):
-    def __init__(self, server: ServerProcess, **fields: Any) -> None:
-        super().__init__(daemon=True)
-        self.lines: list[str] = []
-        self._url = f"{server.url}/v1/completions"
-        self._body = {**LONG, **fields}
-        self.begun = threading.Event()
-        self.start()
-
-    def run(self) -> None:
-        with (
-            contextlib.suppress(httpx.TransportError),  # The server may be killed.
-            httpx.stream("POST", self._url, json=self._body, timeout=30) as response,
-        ):
-            for line in response.iter_lines():
-                if line:
-                    self.lines.append(line.removeprefix("data: "))
-                    self.begun.set()
-        self.begun.set()
-
-    def last(self) -> Any:
-        self.join(60)
-        assert not self.is_alive()
-        return self.lines[-1] if self.lines[-1] == "[DONE]" else json.loads(self.lines[-1])
+def long_stream(server: ServerProcess, **fields: Any) -> Stream:
+    return Stream(f"{server.url}/v1/completions", {**LONG, **fields})
 
 
 def health(server: ServerProcess) -> int:
@@ -133,7 +111,7 @@ def test_disconnect_within_a_body_only_logs_the_request(server: ServerProcess) -
 
 def test_deadline_expires_in_the_queue(slow_server: ServerProcess) -> None:
     server = slow_server
-    running = Stream(server, prompt="abc" * 30, max_tokens=120, priority=-1)
+    running = long_stream(server, prompt="abc" * 30, max_tokens=120, priority=-1)
     assert running.begun.wait(30)
     body = {"prompt": "z" * 500, "max_tokens": 5, "deadline_ms": 100}
     begin = time.monotonic()
@@ -142,14 +120,13 @@ def test_deadline_expires_in_the_queue(slow_server: ServerProcess) -> None:
     assert response.json()["error"]["code"] == "deadline_exceeded"
     assert time.monotonic() - begin > 0.09
     assert running.lines[-1] != "[DONE]"  # The request would have had to wait for it.
-    streamed = Stream(server, **{**body, "stream": True})
+    streamed = long_stream(server, **{**body, "stream": True})
     assert streamed.last()["error"]["code"] == "deadline_exceeded"
     assert running.last() == "[DONE]"
     server.wait_idle()
 
 
 def finished(server: ServerProcess, reason: str) -> float:
-    """Return the number of real-time requests that finished for a reason."""
     text = httpx.get(f"{server.url}/metrics").text
     name = f'skipjoin:request_success_total{{class="real-time",finished_reason="{reason}"}} '
     (found,) = (line.removeprefix(name) for line in text.splitlines() if line.startswith(name))
@@ -159,7 +136,7 @@ def finished(server: ServerProcess, reason: str) -> float:
 def test_failed_request_gets_an_error_and_the_others_finish(slow_server: ServerProcess) -> None:
     server = slow_server
     before = [finished(server, reason) for reason in ("error", "length")]
-    other = Stream(server, max_tokens=40)
+    other = long_stream(server, max_tokens=40)
     assert other.begun.wait(30)
     body = {"prompt": "abc", "max_tokens": 50, "priority": HOPELESS}
     response = httpx.post(f"{server.url}/v1/completions", json=body)
@@ -170,7 +147,7 @@ def test_failed_request_gets_an_error_and_the_others_finish(slow_server: ServerP
         "param": None,
         "code": "request_failed",
     }
-    streamed = Stream(server, **body)
+    streamed = long_stream(server, **body)
     assert streamed.last() == response.json()
     assert len(streamed.lines) == 4  # three tokens and the error
     assert other.last() == "[DONE]"
@@ -184,7 +161,7 @@ def test_failed_request_gets_an_error_and_the_others_finish(slow_server: ServerP
 
 def test_sigterm_drains(start_server: StartServer) -> None:
     server = start_server(step_s=0.02)
-    streams = [Stream(server, max_tokens=150) for _ in range(4)]
+    streams = [long_stream(server, max_tokens=150) for _ in range(4)]
     assert all(stream.begun.wait(30) for stream in streams)
     server.process.terminate()
     wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
@@ -198,7 +175,7 @@ def test_sigterm_drains(start_server: StartServer) -> None:
 
 def test_drain_ends_at_its_timeout(start_server: StartServer) -> None:
     server = start_server(step_s=0.05, shutdown_timeout_s=0.5)
-    stream = Stream(server)
+    stream = long_stream(server)
     assert stream.begun.wait(30)
     server.process.terminate()
     assert stream.last()["error"]["code"] == "shutting_down"
@@ -207,7 +184,7 @@ def test_drain_ends_at_its_timeout(start_server: StartServer) -> None:
 
 def test_second_signal_exits_immediately(start_server: StartServer) -> None:
     server = start_server(step_s=0.05)
-    stream = Stream(server)
+    stream = long_stream(server)
     assert stream.begun.wait(30)
     server.process.send_signal(signal.SIGINT)
     wait_until(lambda: httpx.get(f"{server.url}/ready").status_code == 503)
@@ -247,7 +224,7 @@ def test_engine_ignores_signals(server: ServerProcess, number: int) -> None:
 
 def test_engine_death_under_load_is_reported_to_clients(start_server: StartServer) -> None:
     server = start_server(step_s=0.02)
-    streams = [Stream(server) for _ in range(6)]
+    streams = [long_stream(server) for _ in range(6)]
     with ThreadPoolExecutor(1) as pool:
         response = pool.submit(httpx.post, f"{server.url}/v1/completions", json={**LONG, "stream": False}, timeout=30)
         assert all(stream.begun.wait(30) for stream in streams)
@@ -266,7 +243,7 @@ def test_engine_death_under_load_is_reported_to_clients(start_server: StartServe
 @pytest.mark.parametrize("is_stopped", [True, False])
 def test_hanging_engine_is_reported_and_killed(start_server: StartServer, is_stopped: bool) -> None:
     server = start_server(step_s=0.02 if is_stopped else 300, hang_timeout_s=2, step_timeout_s=1)
-    stream = Stream(server)
+    stream = long_stream(server)
     wait_until(lambda: httpx.get(f"{server.url}/load").json()["server_load"] == 1)
     if is_stopped:
         server.engine.suspend()
@@ -300,7 +277,7 @@ def test_stalled_engine_drops_all_kv_and_then_exits(start_server: StartServer) -
 
 def test_engine_exits_with_the_api_process(start_server: StartServer) -> None:
     server = start_server()
-    stream = Stream(server)
+    stream = long_stream(server)
     assert stream.begun.wait(30)
     server.process.kill()
     _, alive = psutil.wait_procs([server.engine], timeout=20)

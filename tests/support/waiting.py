@@ -1,4 +1,4 @@
-"""Waiting for a condition that another task, thread or process makes true."""
+"""Waiting for a condition that another task, thread or process makes true, and a clock that a test advances."""
 
 from __future__ import annotations
 
@@ -16,6 +16,19 @@ def wait_until(condition: Callable[[], object], seconds: float = PATIENCE_S) -> 
         assert time.monotonic() - begin < seconds, f"the condition does not hold after {seconds:g} s"
         time.sleep(0.02)
     return time.monotonic() - begin
+
+
+class Clock:
+    """A clock that only tests advance."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 async def until(condition: Callable[[], object], seconds: float = PATIENCE_S) -> None:

@@ -17,8 +17,6 @@ DEVICE = 12
 
 
 class Overlapped(Recompute):
-    """Swaps requests in during a step."""
-
     def returns_overlapped(self, request: Request) -> bool:
         return True
 
@@ -128,7 +126,6 @@ def test_a_copy_is_not_found_if_its_source_block_was_reused_meanwhile() -> None:
     kv.release(first)
     kv.grow(make(1, 4), BLOCK)
     move = kv.keep_cached(1)
-    assert move is not None
     assert kv.keep_cached(1) is None  # one copy at a time
     assert len(move.source) == 2
     kv.grow(make(2, 4), 5 * BLOCK)  # the four empty blocks and the last cached one

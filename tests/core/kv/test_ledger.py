@@ -100,7 +100,6 @@ class LedgerMachine(RuleBasedStateMachine):
             assert kv.reservations.parent_of(request) == parent
             assert parent is None or request in nested_in(kv, parent)
             held = kv.blocks_of(request)
-            assert held is not None
             assert held.room == min(len(held.device) * BLOCK, request.progress.reserved_tokens)
 
     def ancestors(self, parent: Owner) -> set[Request]:
@@ -226,7 +225,6 @@ class LedgerMachine(RuleBasedStateMachine):
             assert kv.available - headroom == footprint - kv.footprint(request)
 
     def places(self, request: Request) -> tuple[list[int], list[int]]:
-        """Return the request's blocks on the device and on the CPU tier."""
         held = self.kv.blocks_of(request)
         return ([], []) if held is None else (list(held.device), list(held.cpu))
 
@@ -342,7 +340,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def size(self, request: Request) -> int:
         held = self.kv.blocks_of(request)
-        assert held is not None
         lent = sum(map(self.size, nested_in(self.kv, request)))
         return max(held.reservation.promised, len(held.device) + lent) - held.reservation.adopted
 

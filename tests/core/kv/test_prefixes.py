@@ -35,7 +35,6 @@ def request_for(
 
 
 def computed(steps: Stepper, number: int) -> int:
-    """Return the number of the request's tokens that all plans so far compute."""
     return sum(piece[2] for _, plan in steps.core.trace for piece in plan[1] if piece[0] == number)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from skipjoin.core.events import Event, Moved, MoveFailed, Preempted, Preemption
 from skipjoin.core.request import Request
-from skipjoin.core.step import Direction, Move, StepPlan, StepResult
+from skipjoin.core.step import Direction, Move, StepResult
 from support.load import make
 from support.policies import OnCall
 from support.watch import Scene
@@ -13,8 +13,6 @@ OUT, IN = Direction.OUT, Direction.IN
 
 
 class OnCallOverlapped(OnCall):
-    """Swaps requests in only during a step, and only on call."""
-
     def returns_overlapped(self, request: Request) -> bool:
         return True
 
@@ -45,7 +43,6 @@ class Swaps(Scene):
         plan = self.step()
         assert [move.request for move in plan.overlapped] == [request]
         held = self.kv.blocks_of(request)
-        assert held is not None
         assert held.cpu
         assert not held.device
 
@@ -58,11 +55,6 @@ class Swaps(Scene):
 
 def always(move: Move) -> bool:
     return True
-
-
-def started(plan: StepPlan | None) -> StepPlan:
-    assert plan is not None
-    return plan
 
 
 # -- moves that outlast steps -----------------------------------------------------------------------------------------
@@ -117,12 +109,12 @@ def test_no_plan_without_slices_is_made_while_another_is_in_flight() -> None:
     scene.ran()
     scene.late = 2
     scene.eviction.out = [request]
-    assert [piece.request.id for piece in started(scene.start()).slices] == [1]
+    assert [piece.request.id for piece in scene.start().slices] == [1]
     scene.core.abort(1, scene.now)
     for _ in range(2):
         assert scene.start() is None
         scene.finish()
-        assert not started(scene.start()).slices
+        assert not scene.start().slices
     scene.drain()
 
 
@@ -142,14 +134,14 @@ def test_a_request_in_flight_that_is_chosen_for_swap_out_pauses_first() -> None:
     scene = Swaps({0: 1, 1: 2}, depth=2)
     scene.request(0)
     leaver = scene.request(1)
-    assert [p.request.id for p in started(scene.start()).slices] == [0, 1]
+    assert [p.request.id for p in scene.start().slices] == [0, 1]
     scene.eviction.out = [leaver]
-    plan = started(scene.start())
+    plan = scene.start()
     assert [piece.request.id for piece in plan.slices] == [0]
     assert plan.overlapped == ()
     scene.finish()
     scene.eviction.out = [leaver]
-    assert [move.request for move in started(scene.start()).overlapped] == [leaver]
+    assert [move.request for move in scene.start().overlapped] == [leaver]
     assert leaver.progress.evictions == 0, "no request needed its blocks, so it was not evicted"
     scene.drain()
 
@@ -258,7 +250,7 @@ def test_slices_that_read_the_kv_of_a_failed_move_are_discarded(depth: int) -> N
     scene.ran()
     scene.swap_out(request)
     known = request.progress.known
-    plan = started(scene.start())
+    plan = scene.start()
     assert [move.request for move in plan.blocking] == [request]
     assert [piece.request.id for piece in plan.slices] == [0, 1]
     before = len(scene.tokens[0])

@@ -21,7 +21,7 @@ from torch import distributed
 
 from skipjoin.core.step import Direction, Move
 from skipjoin.exec.base import RankError
-from skipjoin.exec.graphs import DecodeGraphs, GraphRecorder
+from skipjoin.exec.graphs import CudaRecorder, DecodeGraphs
 from skipjoin.exec.ranks.rank import Rank
 from skipjoin.exec.ranks.sharded import ShardedExecutor
 from skipjoin.model.loader import random_model
@@ -62,7 +62,7 @@ def make_rank(
     keeps: Keeps = keeps_nothing,
     swap_dtype: str = "auto",
     kv_cache_dtype: str = "auto",
-    recorder: GraphRecorder | None = None,
+    recorder: CudaRecorder | None = None,
 ) -> Rank:
     """Return a rank of the family's small model; see `engines.engine` for the other arguments.
 

@@ -131,7 +131,7 @@ def test_graph_memory_is_that_of_decode_steps(monkeypatch: pytest.MonkeyPatch) -
             gpu.use(sum(piece.tokens for piece in plan.slices) * GIB)
 
     monkeypatch.setattr(memory, "Worker", Runs)
-    monkeypatch.setattr(memory, "KVStore", lambda *args, **rest: None)
+    monkeypatch.setattr(memory, "make_store", lambda *args, **rest: None)
     peaks = measure_peak(gpu_model(), LARGEST, BLOCK_SIZE)
     assert peaks == (int(37 * GIB * 1.05), int(6 * GIB * 1.05))
 
@@ -152,7 +152,7 @@ def test_out_of_memory_in_the_profile_names_the_settings(monkeypatch: pytest.Mon
                 raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
 
     monkeypatch.setattr(memory, "Worker", Full)
-    monkeypatch.setattr(memory, "KVStore", lambda *args, **rest: None)
+    monkeypatch.setattr(memory, "make_store", lambda *args, **rest: None)
     expected = r"37 tokens or 6 requests .* weights of 1.00 GiB \(64.00 of 80.00 GiB are free\): lower max_num_batched"
     with pytest.raises(ModelError, match=expected):
         measure_peak(gpu_model(), LARGEST, BLOCK_SIZE)

@@ -1,20 +1,11 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
 import torch
 
 # Seconds on the CPU's clock, or an event on a CUDA stream.
 Mark = float | torch.cuda.Event
-
-
-class Clock(Protocol):
-    def mark(self) -> Mark: ...
-
-    def between(self, start: Mark, end: Mark) -> float: ...
-
-    def is_past(self, mark: Mark) -> bool: ...
 
 
 class CpuClock:

@@ -52,10 +52,7 @@ def cost_errors(cost: LinearCost, shapes: Sequence[StepShape], seconds: Sequence
 
 
 def fit_times(features: Array, seconds: Array) -> Array:
-    """Fit nonnegative coefficients [k] such that `features @ coefficients`, [n], is close to positive `seconds`.
-
-    Minimizes the sum of absolute relative errors, so that outliers have little weight.
-    """
+    """Fit nonnegative coefficients by the sum of absolute relative errors, so that outliers have little weight."""
     relative = features / seconds[:, None]
     weights = np.ones(len(seconds))
     coefficients = np.zeros(features.shape[1])

@@ -45,10 +45,9 @@ class MasksAhead(Protocol):
 
 
 class GrammarsAhead:
-    """`MasksAhead` on threads of this process, on which clients take turns.
+    """`MasksAhead` on threads, on which clients take turns. One thread makes all calls except `state_of`.
 
-    All methods but `state_of` are called from one thread. `on_begin` is called on one of the threads with each request
-    that they work for.
+    `on_begin` is called on one of the threads with each request that they work for.
     """
 
     def __init__(self, mask: GrammarMask, on_begin: Callable[[Request], object] = lambda request: None) -> None:

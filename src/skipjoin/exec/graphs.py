@@ -6,7 +6,6 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
-from typing import Protocol
 
 import torch
 
@@ -27,12 +26,6 @@ Run = Callable[[], torch.Tensor]
 OnProgress = Callable[[float], None]
 
 
-class GraphRecorder(Protocol):
-    def record(self, run: Run) -> Run:
-        """Capture `run`, which reads tensors at fixed addresses. The replay returns the same tensor each time."""
-        ...
-
-
 class CudaRecorder:
     """Captures CUDA graphs in one pool: a graph's result is valid until another graph runs."""
 
@@ -42,6 +35,7 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)
 
     def record(self, run: Run) -> Run:
+        """Capture `run`, which reads tensors at fixed addresses. The replay returns the same tensor each time."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -76,16 +70,13 @@ def _sizes() -> Iterator[int]:
 
 
 class DecodeGraphs:
-    """CUDA graphs of decode steps; a batch between two captured sizes is padded to the larger.
-
-    All ranks of a model must have graphs of the same sizes, or none.
-    """
+    """CUDA graphs of decode steps, padded to the next size. All ranks must have graphs of the same sizes, or none."""
 
     def __init__(
         self,
         model: CausalLM,
         pool: PagedKV,
-        recorder: GraphRecorder,
+        recorder: CudaRecorder,
         *,
         sizes: Sequence[int],
         longest: int,
@@ -130,10 +121,7 @@ class DecodeGraphs:
         return self._logits[: batch.num_rows].copy_(self._model.logits(found))
 
     def run(self, segments: Sequence[Segment], sampled: torch.Tensor | None) -> tuple[PackedBatch, torch.Tensor]:
-        """Replay the smallest fitting graph; raises as `CausalLM.check` does.
-
-        The logits are valid until the next call, and empty before the last stage.
-        """
+        """Replay the smallest fitting graph. Logits are valid until the next call, and empty before the last stage."""
         size = self._sizes[bisect_left(self._sizes, len(segments))]
         if sampled is not None:
             self._sampled[: len(sampled)].copy_(sampled)

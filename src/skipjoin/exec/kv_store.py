@@ -14,10 +14,7 @@ from skipjoin.model.parallel import WHOLE, Shard
 
 
 class KVStore:
-    """KV blocks of both tiers in block-major layout, so that a block moves as one contiguous copy.
-
-    `link_bytes_per_s` limits the bandwidth between the tiers in each direction.
-    """
+    """KV blocks of both tiers in block-major layout, so that a block moves as one contiguous copy."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from skipjoin.core.step import Direction, StepPlan, StepResult
 from skipjoin.exec.grammars_ahead import GrammarsAhead
 from skipjoin.exec.graphs import DecodeGraphs
 from skipjoin.exec.kv_store import KVStore
-from skipjoin.exec.model_threads import CallerThread, ModelThread, OwnThread
+from skipjoin.exec.model_threads import CallerThread, OwnThread
 from skipjoin.exec.rank_spec import measure_transfers, rank_spec_of, touch
 from skipjoin.exec.transfer import Copier
 from skipjoin.exec.worker import InFlightStep, Worker
@@ -40,10 +40,7 @@ class LocalHandle:
 
 
 class LocalExecutor:
-    """Runs plans sequentially on a dedicated thread, so that the engine schedules while the model runs.
-
-    On a GPU the thread only queues work. If `is_deferred`, a plan runs on the thread that asks for its result.
-    """
+    """Runs plans on a thread, which only queues work on a GPU; if `is_deferred`, on the one that asks for a result."""
 
     def __init__(
         self,
@@ -69,7 +66,7 @@ class LocalExecutor:
             limit_of=self.ahead.state_of if self.ahead is not None else lambda request: None,
         )
         threads = threads or torch.get_num_threads()
-        self._thread: ModelThread = (CallerThread if is_deferred else OwnThread)(model, threads)
+        self._thread: OwnThread | CallerThread = (CallerThread if is_deferred else OwnThread)(model, threads)
         self.rank_specs = (rank_spec_of(model, store.device.block_size, threads, store.swap_dtype),)
 
     @property

@@ -8,7 +8,7 @@ import torch
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepPlan
 from skipjoin.exec.base import LargestStep
-from skipjoin.exec.kv_store import KVStore
+from skipjoin.exec.rank_spec import make_store
 from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.worker import Worker
 from skipjoin.model.causal_lm import CausalLM
@@ -44,21 +44,11 @@ def measure_peak(model: CausalLM, largest: LargestStep, block_size: int) -> Peak
     """
     if model.device.type != "cuda":
         return Peaks()
-    shard = model.shard
     steps = largest_steps(largest, block_size)
 
     def run(steps: Sequence[StepPlan]) -> None:
         # One block suffices: all sequences share it, since the results are not used.
-        store = KVStore(
-            model.config,
-            model.dtype,
-            model.device,
-            device_blocks=1,
-            cpu_blocks=0,
-            block_size=block_size,
-            shard=shard,
-            of=model.kv_format,
-        )
+        store = make_store(model, 1, 0, block_size)
         worker = Worker(model, store)
         for step in steps:
             worker.run(step)

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,15 +13,6 @@ from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.cuda import use_device
 
 T = TypeVar("T")
-
-
-class ModelThread(Protocol):
-    def submit(self, work: Callable[[], T]) -> Future[T]: ...
-
-    def after_these(self, work: Callable[[], object]) -> None:
-        """Run `work` after the calls submitted so far."""
-
-    def close(self) -> None: ...
 
 
 class OwnThread:
@@ -34,6 +25,7 @@ class OwnThread:
         return self._pool.submit(work)
 
     def after_these(self, work: Callable[[], object]) -> None:
+        """Run `work` after the calls submitted so far."""
         with suppress(RuntimeError):  # closed
             self._pool.submit(work)
 
@@ -42,10 +34,7 @@ class OwnThread:
 
 
 class CallerThread:
-    """The thread that asks for a result, which runs the calls up to it.
-
-    Where the model computes on all cores, another thread gains nothing and costs two switches per step.
-    """
+    """The thread that asks for a result, which runs the calls up to it: with a busy CPU, another gains nothing."""
 
     def __init__(self, model: CausalLM, threads: int) -> None:
         self._model, self._threads = model, threads

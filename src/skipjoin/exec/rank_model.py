@@ -38,10 +38,7 @@ class RankModel(NamedTuple):
 
 
 class LoadedRank:
-    """A rank's weights and, after `make_pools`, its KV pools and CUDA graphs.
-
-    `ranks_here` is the number of ranks that share this machine's RAM.
-    """
+    """A rank's weights and, after `make_pools`, its KV pools and CUDA graphs; `ranks_here` share the machine's RAM."""
 
     def __init__(
         self,

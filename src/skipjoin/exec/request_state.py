@@ -8,10 +8,7 @@ from skipjoin.sampling import TokenLogprob
 
 @dataclass(eq=False, slots=True)
 class RequestState:
-    """State of a request in a worker, apart from its KV. Preemption does not change it.
-
-    `scores` are prompt logprobs until the first output token. A dropped slice left a hole in the KV.
-    """
+    """State of a request in a worker. Preemption does not change it; a dropped slice leaves a hole in its KV."""
 
     sampling: SamplingState | None
     scores: list[TokenLogprob] = field(default_factory=list)

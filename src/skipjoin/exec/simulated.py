@@ -111,10 +111,7 @@ class SimulatedExecutor:
     def on_finished(self, request: Request) -> None: ...
 
     def predict(self, handle: SimulatedHandle, most: int) -> list[float]:
-        """Predict the end times of up to `most` steps: the one in flight and identical decode steps.
-
-        Assumes one stage, no moves and no jitter. Empty if a request may finish in the step in flight.
-        """
+        """Predict the ends of up to `most` identical decode steps, without moves; none if a request may finish now."""
         slices, ready_at = handle.outcome.plan.slices, handle.ready_at
         for slice_ in slices:
             request = slice_.request

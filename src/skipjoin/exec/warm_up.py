@@ -12,10 +12,7 @@ OnProgress = Callable[[float], None]
 
 
 def warm_up(model: CausalLM, pool: PagedKV, largest: LargestStep, on_progress: OnProgress = lambda share: None) -> None:
-    """Compile the kernels of all batches that the attention back end distinguishes, so that no step waits for it.
-
-    Writes into block 0. All ranks of a model must call this at the same time.
-    """
+    """Compile the kernels of all batches that the back end distinguishes, on all ranks. Writes into block 0."""
     seqs = min(largest.seqs, largest.tokens)
     batches = model.attention.versions(model.config, pool.block_size, seqs, largest.positions, model.shard)
     for done, (lengths, width) in enumerate(batches):

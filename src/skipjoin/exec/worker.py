@@ -82,7 +82,7 @@ class Worker:
         self._limit_of = limit_of
         self._sampler = _sampler(model, grammars)
         self._alone = model.shard.ranks == 1
-        self._clock = DeviceClock(model.device) if model.device.type == "cuda" else CpuClock()
+        self._clock: DeviceClock | CpuClock = DeviceClock(model.device) if model.device.type == "cuda" else CpuClock()
         # Tokens sampled by the latest plan and the row of each request, for slices of the next plan that await them.
         self._sampled: SampledTokens | None = None
         self._rows: dict[Request, int] = {}
@@ -116,10 +116,7 @@ class Worker:
         return in_flight
 
     def finish(self, in_flight: InFlightStep) -> StepResult:
-        """Wait for a plan's result, with tokens if this rank samples.
-
-        Its seconds exclude waiting for the previous stage, and its `stages` holds only this rank's time.
-        """
+        """Wait for a plan's result, with tokens if this rank samples. Its seconds exclude waiting for another stage."""
         plan, sampled = in_flight.plan, in_flight.sampled
         tokens: list[int | None] = [None] * len(plan.slices)
         details: dict[int, object] = {}

@@ -39,10 +39,7 @@ class RankListener:
         self.secret = secrets.token_bytes(32)
 
     def accept(self, ranks: int, timeout_s: float) -> list[TcpLink]:
-        """Accept the links to all ranks in rank order; raise RankError if one does not connect in time.
-
-        Connections without the secret are closed and do not delay others.
-        """
+        """Accept the links to all ranks, in rank order, in time. Connections without the secret delay no others."""
         links: dict[int, TcpLink] = {}
         greeted: SimpleQueue[tuple[Connection, int]] = SimpleQueue()
         deadline = time.monotonic() + timeout_s
@@ -119,6 +116,7 @@ class TcpLink:
         self._rank = rank
 
     def send(self, message: bytes) -> None:
+        """Queue a message without blocking; a lost rank raises in `receive`, not here."""
         with suppress(OSError):
             self._connection.send_bytes(message)
 
@@ -129,6 +127,7 @@ class TcpLink:
             return True
 
     def receive(self, timeout_s: float) -> bytes:
+        """Wait for the next answer; raise `RankError` if the rank is lost, and `TimeoutError`."""
         try:
             if self._connection.poll(timeout_s):
                 return self._connection.recv_bytes()

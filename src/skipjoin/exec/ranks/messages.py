@@ -48,10 +48,7 @@ class SlicePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class MovePart(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Encoded `Move`; `direction` is an index into the members of `Direction`.
-
-    Moves are numbered from 0 over all plans; in each plan blocking moves come first.
-    """
+    """Encoded `Move`. Moves are numbered from 0 over all plans; in each plan blocking moves come first."""
 
     direction: int
     request: int | None

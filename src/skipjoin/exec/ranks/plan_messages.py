@@ -41,43 +41,37 @@ class PlanWriter:
     def __init__(self) -> None:
         self.checksum = FIRST_CHECKSUM
         self._sent: dict[Request, _SentState] = {}
+        self._new: list[NewRequest] = []
+        self._known: list[KnownTokens] = []
         self._ended: list[int] = []
         self._requests = 0
         self._encoder = msgspec.msgpack.Encoder()
 
     def write(self, plan: StepPlan) -> bytes:
-        new: list[NewRequest] = []
-        known: list[KnownTokens] = []
-        ended, self._ended = self._ended, []
-        message = PlanMessage(
-            id=plan.id,
-            slices=[self._slice(slice_, new, known) for slice_ in plan.slices],
-            blocking=[self._move(move, new) for move in plan.blocking],
-            overlapped=[self._move(move, new) for move in plan.overlapped],
-            new=new,
-            known=known,
-            ended=ended,
-        )
-        return self._sealed(message)
+        slices = [self._slice(slice_) for slice_ in plan.slices]
+        blocking, overlapped = ([self._move(move) for move in moves] for moves in (plan.blocking, plan.overlapped))
+        return self._sealed(PlanMessage(plan.id, slices, blocking, overlapped, *self._untold()))
 
     def write_mask(self, request: Request) -> tuple[int, bytes]:
-        new: list[NewRequest] = []
-        known: list[KnownTokens] = []
-        ended, self._ended = self._ended, []
-        number = self._updated(request, new, known).number
-        return number, self._sealed(MaskMessage(number, new, known, ended))
+        number = self._updated(request).number
+        return number, self._sealed(MaskMessage(number, *self._untold()))
 
     def on_finished(self, request: Request) -> None:
         if (sent := self._sent.pop(request, None)) is not None:
             self._ended.append(sent.number)
+
+    def _untold(self) -> tuple[list[NewRequest], list[KnownTokens], list[int]]:
+        untold = self._new, self._known, self._ended
+        self._new, self._known, self._ended = [], [], []
+        return untold
 
     def _sealed(self, message: ToRank) -> bytes:
         body = self._encoder.encode(message)
         self.checksum = checksum_after(self.checksum, body)
         return self.checksum + body
 
-    def _slice(self, slice_: Slice, new: list[NewRequest], known: list[KnownTokens]) -> SlicePart:
-        sent, blocks = self._updated(slice_.request, new, known), slice_.blocks
+    def _slice(self, slice_: Slice) -> SlicePart:
+        sent, blocks = self._updated(slice_.request), slice_.blocks
         kept = len(sent.table)
         if blocks is not sent.table:
             if blocks[:kept] != sent.table:
@@ -93,30 +87,30 @@ class PlanWriter:
             blocks=list(blocks[kept:]),
         )
 
-    def _move(self, move: Move, new: list[NewRequest]) -> MovePart:
+    def _move(self, move: Move) -> MovePart:
         return MovePart(
             direction=_DIRECTIONS.index(move.direction),
-            request=self._state_of(move.request, new).number if move.request is not None else None,
+            request=self._state_of(move.request).number if move.request is not None else None,
             source=list(move.source),
             target=list(move.target),
             tokens=move.tokens,
             spans=list(move.spans),
         )
 
-    def _updated(self, request: Request, new: list[NewRequest], known: list[KnownTokens]) -> _SentState:
-        sent, output = self._state_of(request, new), request.progress.output
+    def _updated(self, request: Request) -> _SentState:
+        sent, output = self._state_of(request), request.progress.output
         if len(output) > sent.tokens:
-            known.append(KnownTokens(sent.number, output[sent.tokens :]))
+            self._known.append(KnownTokens(sent.number, output[sent.tokens :]))
             sent.tokens = len(output)
         return sent
 
-    def _state_of(self, request: Request, new: list[NewRequest]) -> _SentState:
+    def _state_of(self, request: Request) -> _SentState:
         sent = self._sent.get(request)
         if sent is None:
             sent = self._sent[request] = _SentState(self._requests)
             self._requests += 1
             sampling: Sampling = request.sampling  # type: ignore[assignment]
-            new.append(
+            self._new.append(
                 NewRequest(
                     number=sent.number,
                     id=request.id,

@@ -44,10 +44,7 @@ def _torch_version() -> str:
 
 
 class RankActor:
-    """Ray actor of one rank; errors reach the caller unchanged.
-
-    Call order: `place`, `open_store` on rank 0, then methods of `RankProcess` by `call`.
-    """
+    """Ray actor of one rank. Call `place`, `open_store` on rank 0, then methods of `RankProcess` by `call`."""
 
     def __init__(self) -> None:
         self._ip: str = import_ray().util.get_node_ip_address()

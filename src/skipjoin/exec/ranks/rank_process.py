@@ -29,10 +29,9 @@ GROUP_S = 60.0
 
 
 class RankProcess:
-    """Model, pools and connection of a rank, in its own process.
+    """Model, pools and connection of a rank. Rank 0 of several has `store_socket`, at which all ranks meet.
 
-    Call order: `load`, `make_pools`, `forget_graphs` if one rank has none, `serve`. `progress` may be called during
-    `load`. Rank 0 of several has `store_socket`, at which all ranks meet.
+    Call order: `load`, with `progress` meanwhile, `make_pools`, `forget_graphs` if a rank has none, `serve`.
     """
 
     def __init__(self, ip: str, store_socket: socket.socket | None = None) -> None:

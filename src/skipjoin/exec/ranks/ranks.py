@@ -202,10 +202,7 @@ def _ips(nodes: Sequence[Node]) -> str:
 
 
 class RankedExecutor:
-    """`ModelExecutor` on several ranks, or on one rank in a separate process.
-
-    `pools_for` chooses the KV blocks of the first ranks; restarts reuse its result.
-    """
+    """`ModelExecutor` on separate processes. Restarts reuse the result of `pools_for`."""
 
     def __init__(
         self,

@@ -5,11 +5,11 @@ from collections import deque
 from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from skipjoin.core.request import Request
 from skipjoin.core.step import Move, StageTime, StepPlan, StepResult
 from skipjoin.exec.base import RankError, RankMemoryError
+from skipjoin.exec.ranks.links import TcpLink
 from skipjoin.exec.ranks.messages import FROM_RANK_DECODER, Done, MaskBegun, MaskDone, RankFailed
 from skipjoin.exec.ranks.plan_messages import OutOfStepError, PlanWriter
 from skipjoin.exec.ranks.rank_masks import RankMasks
@@ -19,20 +19,6 @@ from skipjoin.model.parallel import Shard
 _GRACE_S = 2.0
 # Interval in seconds at which the other ranks are checked while one is awaited: a failed rank may be the cause.
 _LOOK_S = 0.1
-
-
-class RankLink(Protocol):
-    def send(self, message: bytes) -> None:
-        """Queue a message without blocking; a lost rank raises in `receive`, not here."""
-        ...
-
-    def is_ready(self) -> bool: ...
-
-    def receive(self, timeout_s: float) -> bytes:
-        """Wait for the next answer; raise `RankError` if the rank is lost, and `TimeoutError`."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class ShardedHandle:
@@ -65,7 +51,7 @@ class ShardedExecutor:
     `result`.
     """
 
-    def __init__(self, links: Sequence[RankLink], *, tp_size: int, timeout_s: float) -> None:
+    def __init__(self, links: Sequence[TcpLink], *, tp_size: int, timeout_s: float) -> None:
         if not links or len(links) % tp_size:
             raise ValueError(f"{len(links)} ranks cannot form stages of tp_size {tp_size}")
         self._links = links
@@ -104,10 +90,7 @@ class ShardedExecutor:
             link.close()
 
     def settle(self, handle: ShardedHandle, *, wait: bool) -> bool:
-        """Process answers and return whether the handle has its outcome or cannot get one.
-
-        With `wait`, wait for answers, and raise the error that prevents the outcome.
-        """
+        """Return whether the handle has its outcome or cannot get one. With `wait`, wait, or raise what prevents it."""
         while handle.outcome is None and self._failure is None:
             try:
                 if not wait and not self._can_settle():

@@ -8,12 +8,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from skipjoin.config import ConfigError, EngineConfig, ForecastConfig
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import FinishReason
 from skipjoin.recipes import Forecasts, find
+
+if TYPE_CHECKING:
+    from skipjoin.forecast.forecaster import Forecaster
+    from skipjoin.forecast.owners import OwnerForecasters
 
 _log = logging.getLogger(__name__)
 
@@ -37,43 +41,17 @@ class Predicted(Protocol):
     def interval(self) -> tuple[float, float]: ...
 
 
-class Forecaster(Protocol):
-    @property
-    def batch(self) -> int: ...
-    def encode(self, prompts: Sequence[Sequence[int]]) -> Sequence[Any]: ...
-    def predict(self, prompt: Any, max_tokens: int) -> Predicted: ...  # of its own `encode`
-    def prior(self, max_tokens: int) -> Forecast: ...
-    def learn(self, predicted: Any, tokens: int, *, exact: bool) -> None: ...  # of its own forecasts
-    def __len__(self) -> int: ...
-
-
-class OwnerForecasters(Protocol):
-    def predict(self, owner: str, prompt: Any, max_tokens: int) -> Predicted: ...
-    def prior(self, owner: str, max_tokens: int) -> Forecast: ...
-    def learn(self, owner: str, predicted: Any, tokens: int, *, exact: bool) -> None: ...
-    def __len__(self) -> int: ...
-
-
-class Save(Protocol):
-    """Saves a forecaster's state and returns whether that succeeded. With `quiet`, failures are not logged."""
-
-    def __call__(self, *, quiet: bool) -> bool: ...
-
-
 def is_exact(reason: FinishReason) -> bool:
     return reason is FinishReason.STOP
 
 
 class ForecastKeeper:
-    """Forecaster with persistent state. One thread owns it and calls `save_if_due` periodically.
-
-    Without `owners`, all requests share one forecaster.
-    """
+    """Forecaster with persistent state, or one for each owner. One thread owns it and calls `save_if_due`."""
 
     def __init__(
         self,
         forecaster: Forecaster,
-        save: Save | None = None,
+        save: Callable[..., bool] | None = None,
         clock: Callable[[], float] = time.monotonic,
         owners: OwnerForecasters | None = None,
     ) -> None:
@@ -108,7 +86,7 @@ class ForecastKeeper:
     def __len__(self) -> int:
         return len(self.forecaster if self._owners is None else self._owners)
 
-    def learn(self, predicted: Predicted, tokens: int, *, exact: bool, owner: str = "") -> None:
+    def learn(self, predicted: Any, tokens: int, *, exact: bool, owner: str = "") -> None:
         if self._owners is None:
             self.forecaster.learn(predicted, tokens, exact=exact)
         else:

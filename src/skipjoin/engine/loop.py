@@ -26,10 +26,7 @@ _COMPILE_WAIT_S = 0.001
 
 
 class EngineLoop:
-    """Accepts requests and returns their events step by step. Not thread-safe: one thread owns it.
-
-    `on_plan` is called with every plan before it runs.
-    """
+    """Accepts requests and returns their events step by step. Not thread-safe: one thread owns it."""
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
         self.engine = engine
@@ -133,10 +130,7 @@ class EngineLoop:
             self._restart(error)
 
     def step(self) -> list[Event]:
-        """Fill the pipeline, commit its oldest plan and return the events in order.
-
-        If a rank is lost, all ranks restart and requests continue from their known tokens; see `RankLosses`.
-        """
+        """Commit the oldest plan and return its events. If a rank is lost, requests continue; see `RankLosses`."""
         try:
             self._release_compiled()
             if self.idle:

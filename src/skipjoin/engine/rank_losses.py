@@ -18,10 +18,7 @@ class RankLosses:
         self._counts: WeakKeyDictionary[Request, tuple[int, int]] = WeakKeyDictionary()
 
     def blame(self, plans: Sequence[StepPlan], error: RankError) -> tuple[Request, str] | None:
-        """Choose the request to drop after a loss, with its error text; None to retry all.
-
-        This is the largest demand if a rank ran out of memory, else the latest arrival in `_LOSSES` losses.
-        """
+        """Choose a request to drop: the largest if memory ran out, else the latest in `_LOSSES` losses."""
         slices = [slice_ for plan in plans for slice_ in plan.slices if slice_.request.progress.finish_reason is None]
         if isinstance(error, RankMemoryError) and slices:
             largest = max(slices, key=memory_rank)

@@ -13,10 +13,7 @@ class _Hit(NamedTuple):
 
 
 class StopStrings:
-    """Finds the first stop string in a text, and holds back text that may begin one.
-
-    Stop strings that contain `special` tokens are also found where the text leaves tokens out.
-    """
+    """Finds the first stop string, and holds back text that may begin one; `special` ones contain special tokens."""
 
     def __init__(self, stops: Sequence[str], *, include: bool, special: Sequence[str] = ()) -> None:
         self._stops, self._special, self._include = stops, special, include
@@ -27,10 +24,7 @@ class StopStrings:
         self.found = False
 
     def add(self, text: str, *, hidden: str = "", is_early: bool = False) -> str:
-        """Add text and return what may be shown now; empty once a stop string was `found`.
-
-        `hidden` is a special token before the text. With `is_early`, stop strings that end here do not count.
-        """
+        """Return what may be shown after a `hidden` token and a text; if `is_early`, no stop string ends here."""
         if self.found:
             return ""
         if hidden and self._special:

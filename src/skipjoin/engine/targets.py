@@ -15,10 +15,7 @@ _WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 class RelativeTargets:
-    """Gives each request without a JCT target `scale` times its time alone (EconoServe section 4).
-
-    That is its prefill plus a decode step for each forecast token: the true length would be revealed by its target.
-    """
+    """Sets JCT targets of `scale` times a request's time alone by its forecast (EconoServe section 4)."""
 
     def __init__(self, cost: CostModel, scale: float) -> None:
         self._cost = cost

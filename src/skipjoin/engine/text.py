@@ -22,10 +22,7 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRules:
-    """How a request's tokens become text.
-
-    Stop strings count after `min_tokens`. `score_only` returns prompt logprobs and no tokens.
-    """
+    """How tokens become text. Stop strings count after `min_tokens`; `score_only` returns prompt logprobs alone."""
 
     stop: tuple[str, ...] = ()
     include_stop: bool = False
@@ -48,22 +45,6 @@ class Choice:
         tokens: Includes those of a stop string and the end-of-sequence token.
         offsets: For each generated token of `scored`, the index in the text at which it begins.
     """
-
-    __slots__ = (
-        "_detokenizer",
-        "_lead",
-        "_rules",
-        "_stops",
-        "_text_length",
-        "answer",
-        "echoed",
-        "finish_reason",
-        "index",
-        "offsets",
-        "prompt",
-        "scored",
-        "tokens",
-    )
 
     def __init__(
         self,

@@ -18,10 +18,7 @@ _TRUST = 40
 
 
 class Calibrator:
-    """Maps cumulative probabilities to the observed shares of past requests with prompts of similar length.
-
-    Requests that were cut off are censored observations of a Kaplan-Meier estimate.
-    """
+    """Maps cumulative probabilities to shares of past requests, of which those cut off are censored (Kaplan-Meier)."""
 
     def __init__(self) -> None:
         # Columns: prompt tokens, cumulative probability of the length in the uncalibrated forecast, whether the length

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from skipjoin.forecast.encode import FEATURES
 from skipjoin.forecast.head import Example, Head
 from skipjoin.forecast.mass import BINS, EDGES, Array
-from skipjoin.forecast.models import Guess, Prompt
+from skipjoin.forecast.models import Guess, Model, Prompt
 from skipjoin.forecast.prior import Prior
 
 # Number of classes, as in SSJF's proxy.
@@ -15,7 +13,7 @@ CLASSES = 5
 _RATE, _FIRST_SQUARES = 0.1, 1e-2
 
 
-class ProxyClassifier:
+class ProxyClassifier(Model):
     """Multinomial logistic regression from hashed features to equally frequent classes of `lengths`."""
 
     name = "proxy"
@@ -51,14 +49,8 @@ class ProxyClassifier:
         self._squares[ids] += slope * slope
         self._weights[ids] -= _RATE * slope / np.sqrt(self._squares[ids])
 
-    def state(self) -> dict[str, Array]:
-        return {"weights": self._weights.copy(), "squares": self._squares.copy()}
 
-    def restore(self, state: Mapping[str, Array]) -> None:
-        self._weights, self._squares = state["weights"].copy(), state["squares"].copy()
-
-
-class HeadOnly:
+class HeadOnly(Model):
     name = "head"
 
     def __init__(self) -> None:
@@ -69,9 +61,3 @@ class HeadOnly:
 
     def learn(self, prompt: Prompt, guess: Guess, tokens: int, end: int, exact: bool) -> None:
         self._head.learn(Example(prompt.features.ids, prompt.features.weights, end, exact))
-
-    def state(self) -> dict[str, Array]:
-        return self._head.state()
-
-    def restore(self, state: Mapping[str, Array]) -> None:
-        self._head.restore(state)

@@ -35,10 +35,7 @@ def make_forecaster(
     remembered: int = 0,
     read: Read | None = None,
 ) -> Forecaster:
-    """Return a forecaster that starts from `forecast_state` or untrained.
-
-    `read` returns the tokens of a prompt that are hashed, if not its own. A trained state decides it otherwise.
-    """
+    """Return a forecaster; `read` returns the tokens that are hashed, unless `forecast_state` decides it."""
     trained = None if config.forecast_state is None else Trained.open(config.forecast_state)
     if trained is not None:
         config = trained.configure(config)

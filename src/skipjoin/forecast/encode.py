@@ -75,10 +75,7 @@ def _length_features(tokens: int) -> tuple[Array, Array]:
 
 
 class Encoder(Protocol):
-    """Encoder of prompts as vectors. Its `name` identifies them in stored states.
-
-    `batch` is the number of prompts up to which encoding them together is cheaper than one after the other.
-    """
+    """Encoder of prompts, with its `name` in stored states. Encoding up to `batch` of them together is cheaper."""
 
     name: str
     width: int

@@ -52,10 +52,7 @@ def position(mass: Array, tokens: int) -> float:
 
 
 def capped(mass: Array, most: int, source: str, tokens: float | None = None) -> Forecast:
-    """Return the forecast of a request that may generate at most `most` tokens.
-
-    `tokens` is the expected length. None uses the mean, which orders pairs as well as the median and correlates better.
-    """
+    """Return a forecast. Its default, the mean, orders pairs as well as the median and correlates better."""
     last = length_bin(most)
     kept = mass[: last + 1].copy()
     kept[last] += mass[last + 1 :].sum()

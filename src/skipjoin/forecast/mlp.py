@@ -23,10 +23,7 @@ class Estimate(NamedTuple):
 
 
 class Mlp:
-    """Model log length = w2 . relu(w1 x + b1) + b2, trained online with Adam on squared errors.
-
-    A request that was cut off counts only if it got longer than predicted.
-    """
+    """Model log length = w2 . relu(w1 x + b1) + b2, trained by Adam. Requests that were cut off bound it from below."""
 
     def __init__(self, width: int) -> None:
         drawn = np.random.default_rng(0)

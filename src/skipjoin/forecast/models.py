@@ -35,11 +35,12 @@ class Model(Protocol):
         """Learn that the predicted output ended after `tokens` tokens, in bin `end`; not `exact` if it was cut off."""
         ...
 
-    def state(self) -> dict[str, Array]: ...
+    def state(self) -> dict[str, Array]:
+        return {}
 
     def restore(self, state: Mapping[str, Array]) -> None:
         """Restore the arrays of `state`, or raise ValueError or KeyError if they are not of this model."""
-        ...
+        return
 
 
 # Minimum learning rate of the mixture, and minimum share of each component.
@@ -99,15 +100,10 @@ def part_of(state: Mapping[str, Array], name: str) -> dict[str, Array]:
     return {key.removeprefix(f"{name}."): value for key, value in state.items() if key.startswith(f"{name}.")}
 
 
-class PriorOnly:
+class PriorOnly(Model):
     name = "prior"
 
     def guess(self, prompt: Prompt, prior: Prior) -> Guess:
         return Guess(prior.mass(), self.name)
 
     def learn(self, prompt: Prompt, guess: Guess, tokens: int, end: int, exact: bool) -> None: ...
-
-    def state(self) -> dict[str, Array]:
-        return {}
-
-    def restore(self, state: Mapping[str, Array]) -> None: ...

@@ -9,10 +9,7 @@ _KEPT = 0.995
 
 @dataclass(slots=True)
 class Stats:
-    """Total counts and recent averages, which are 0 before any request.
-
-    The length of `known` requests is known, because they ended by themselves or at max_tokens.
-    """
+    """Total counts and recent averages. Lengths are `known` of requests that ended by themselves or at max_tokens."""
 
     forecasts: Counter[str] = field(default_factory=Counter)
     requests: int = 0

@@ -73,10 +73,7 @@ def train_online(forecaster: Forecaster, samples: Sequence[Sample], progress: Pr
 def train_alise(
     forecaster: Forecaster, model: Alise, samples: Sequence[Sample], held_out: Sequence[bool], progress: Progress
 ) -> Training:
-    """Train `model`, the untrained one of `forecaster`.
-
-    The held-out rows choose k, s0 and the decoder's epochs, and calibrate. Then they are learned as well.
-    """
+    """Train `model`, the untrained one of `forecaster`. Held-out rows choose and calibrate, and are learned then."""
     rows = _encoded(forecaster, samples, progress)
     held = np.asarray(held_out, dtype=bool)
     known, unseen = rows.at(np.flatnonzero(~held)[-model.entries :]), rows.at(np.flatnonzero(held))

@@ -21,10 +21,7 @@ class Vectors(Protocol):
     def drop(self, index: int) -> None: ...
 
     def search(self, vector: Array, count: int) -> tuple[Array, Array]:
-        """Return indices of up to `count` most similar vectors in any order, and their cosines, (n,) each.
-
-        Unused indices may be included with a cosine of 0.
-        """
+        """Return indices of up to `count` most similar vectors, and their cosines; unused ones may come with 0."""
         ...
 
     def state(self, indices: Array) -> dict[str, Array]: ...

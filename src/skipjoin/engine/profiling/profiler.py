@@ -110,10 +110,9 @@ def measure_profile(
     host_s: float,
     on_progress: OnProgress,
 ) -> Profile:
-    """Measure steps and transfers, and fit a cost model to them, before the first request.
+    """Measure steps and transfers before the first request, in free KV blocks, and fit a cost model to them.
 
-    Writes into free KV blocks. In a pipeline, each stage is measured while the others are busy. `host_s` is the CPU
-    time that the engine adds to each step.
+    In a pipeline, each stage is measured while the others are busy. `host_s` is the engine's CPU time per step.
     """
     began = time.perf_counter()
     rank_specs, block_size = executor.rank_specs, executor.pools[-1]

@@ -65,10 +65,7 @@ def _profiled_cost(config: EngineConfig, loaded: Loaded, on_progress: OnProgress
 def measure(
     loaded: Loaded, config: EngineConfig, effort: Effort, on_progress: OnProgress = lambda what, share: None
 ) -> Profile:
-    """Measure a loaded model's costs, once again if the fit is poor, and return the better profile.
-
-    Writes into KV blocks, so no engine may be running.
-    """
+    """Measure costs, once again if the fit is poor. Writes into KV blocks, so no engine may be running."""
     profile = _measure(loaded, config, effort, on_progress)
     if profile.is_poor:
         _log.warning("%s; they are measured again", poor_fit(profile))

@@ -143,6 +143,9 @@ def test_bfloat16_is_rejected_on_gpus_without_it():
 class FakeTritonAttention(TorchAttention):
     name = "triton"
 
+    def __init__(self, *, invariant: bool) -> None:
+        assert not invariant
+
 
 @pytest.fixture
 def kernels(monkeypatch):
@@ -160,7 +163,7 @@ def kernels(monkeypatch):
         module.TritonAttention, module.check_triton_attention = FakeTritonAttention, check
         monkeypatch.setitem(sys.modules, "skipjoin.model.attention.triton_backend", module)
         other = types.ModuleType("triton_ops")
-        other.TritonOps = type("TritonOps", (torch_ops.TorchOps,), {"name": "triton"})
+        other.TritonOps = other.InvariantOps = type("TritonOps", (torch_ops.TorchOps,), {"name": "triton"})
         monkeypatch.setitem(sys.modules, "skipjoin.model.ops.triton_ops", other)
         monkeypatch.setattr(backends, "check_ops", lambda ops, dtype, device: ops.name == "triton")
 

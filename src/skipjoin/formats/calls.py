@@ -81,10 +81,9 @@ class _JsonValue:
 
 
 class CallsReader:
-    """Reader of a region that may contain several calls.
+    """Reader of a region of calls. A call begins when its name and the start of its arguments are known.
 
-    A call begins when its name and the start of its arguments are known. Text that never becomes a call is returned as
-    content when the region closes. `count` includes the calls of earlier regions.
+    Text that never becomes a call is returned as content when the region closes.
     """
 
     def __init__(

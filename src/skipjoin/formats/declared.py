@@ -32,9 +32,7 @@ class UnknownTemplateError(ValueError):
 
 
 def declared_format(template: Any, known: OutputFormat | None) -> OutputFormat:
-    """Return the format that a response template declares.
-
-    What it does not declare is that of `known`, the format of the chat template.
+    """Return the format that a response template declares; `known` completes it.
 
     Raises:
         UnknownTemplateError: If it is not of the subset that can be read while tokens arrive, and enforced.

@@ -20,11 +20,7 @@ _ANY = r"/(.|\n)*/"
 
 
 class CallSchema(NamedTuple):
-    """Function that a grammar allows.
-
-    Only declared arguments are allowed, unless the schema says otherwise. Without `is_strict`, keywords that cannot be
-    enforced are ignored.
-    """
+    """Function that a grammar allows. Without `is_strict`, keywords that cannot be enforced are ignored."""
 
     name: str
     schema: dict[str, Any]

@@ -10,25 +10,21 @@ from typing import Any
 from skipjoin.formats.table import HERMES, Calls, OutputFormat
 from skipjoin.formats.template_input import text_of
 
-# The marks that most models have seen in their training.
-_MARKED = HERMES
 _RESULT, _END_OF_RESULT = "<tool_response>\n", "\n</tool_response>"
 
 
 def prompted_format(known: OutputFormat | None) -> OutputFormat:
+    """Return a format of calls with the marks that most models have seen in their training."""
     if known is None:
-        return replace(_MARKED, name="json", think=None, is_prompted=True)
-    markers = tuple(dict.fromkeys((*known.markers, *_MARKED.markers)))
-    return replace(known, name="json", calls=_MARKED.calls, markers=markers, is_prompted=True)
+        return replace(HERMES, name="json", think=None, is_prompted=True)
+    markers = tuple(dict.fromkeys((*known.markers, *HERMES.markers)))
+    return replace(known, name="json", calls=HERMES.calls, markers=markers, is_prompted=True)
 
 
 def prompted_messages(
     messages: Sequence[Mapping[str, Any]], functions: Sequence[Mapping[str, Any]], calls: Calls, *, has_system: bool
 ) -> list[dict[str, Any]]:
-    """Return a conversation without tools: calls, results and the description of functions are text.
-
-    Without `has_system`, the first message of the user has the description.
-    """
+    """Return a conversation with tools as text; without `has_system`, the first message of the user describes them."""
     found: list[dict[str, Any]] = []
     is_result = False  # the last message has results, which go on with the next ones, because templates want turns
     for message in messages:

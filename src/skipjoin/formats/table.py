@@ -104,10 +104,10 @@ class OutputFormat:
             fields[REASONING] = {
                 "open_pattern": self.think.open_pattern,
                 "close_pattern": self.think.close_pattern,
-                **_REPEATED,
+                **_TEXT,
             }
         if reads_calls and self.calls is not None:
-            fields[CALLS] = {"open_pattern": self.calls.open, **_REPEATED}
+            fields[CALLS] = {"open_pattern": self.calls.open, **_TEXT}
             if self.calls.close is not None:
                 fields[CALLS]["close"] = self.calls.close
         return {"start_anchor_pattern": r"\A", "fields": fields}
@@ -115,7 +115,6 @@ class OutputFormat:
 
 # A region that occurs again continues the first instead of replacing it.
 _TEXT: dict[str, Any] = {"content": "text", "content_args": {"strip": False}, "repeats": True, "join": ""}
-_REPEATED = _TEXT
 
 
 def _tags(name: str, open_mark: str = "<{}>", close_mark: str = "</{}>") -> Think:
@@ -131,20 +130,22 @@ def _tags(name: str, open_mark: str = "<{}>", close_mark: str = "</{}>") -> Thin
 
 _THINK = _tags("think")
 
+_TOOL_CALL = Calls(
+    open=r"\s{0,8}<tool_call>",
+    close="</tool_call>",
+    between="\n",
+    before='<tool_call>\n{"name": "',
+    middle='", "arguments": ',
+    after="}\n</tool_call>",
+    trigger="<tool_call>",
+)
+
 HERMES = OutputFormat(
     name="hermes",
     signs=(("<tool_call>",),),
     markers=("<tool_call>", "</tool_call>", "<think>", "</think>"),
     think=_THINK,
-    calls=Calls(
-        open=r"\s{0,8}<tool_call>",
-        close="</tool_call>",
-        between="\n",
-        before='<tool_call>\n{"name": "',
-        middle='", "arguments": ',
-        after="}\n</tool_call>",
-        trigger="<tool_call>",
-    ),
+    calls=_TOOL_CALL,
 )
 
 QWEN_CODER = OutputFormat(
@@ -152,15 +153,12 @@ QWEN_CODER = OutputFormat(
     signs=(("<tool_call>", "<function="),),
     markers=HERMES.markers,
     think=_THINK,
-    calls=Calls(
-        open=r"\s{0,8}<tool_call>",
-        close="</tool_call>",
+    calls=replace(
+        _TOOL_CALL,
         head=r"\s{0,8}<function=(?P<name>[^>\s]{1,256})>",
-        between="\n",
         before="<tool_call>\n<function=",
         middle=">\n",
         after="</function>\n</tool_call>",
-        trigger="<tool_call>",
         tags=Tags(open="<parameter=", middle=">\n", close="\n</parameter>\n", end="</function>"),
     ),
 )
@@ -170,15 +168,12 @@ GLM = OutputFormat(
     signs=(("<tool_call>", "<arg_key>"),),
     markers=(*HERMES.markers, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     think=_THINK,
-    calls=Calls(
-        open=r"\s{0,8}<tool_call>",
-        close="</tool_call>",
+    calls=replace(
+        _TOOL_CALL,
         head=r"\s{0,8}(?P<name>[^\s<{]{1,256})",
-        between="\n",
         before="<tool_call>",
         middle="\n",
         after="</tool_call>",
-        trigger="<tool_call>",
         tags=Tags(open="<arg_key>", middle="</arg_key>\n<arg_value>", close="</arg_value>\n"),
     ),
 )

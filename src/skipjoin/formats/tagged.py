@@ -24,10 +24,7 @@ _SCALARS = re.compile(r"true|false|null|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
 def read_tagged(calls: Calls, text: str, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str, str] | None:
-    """Return the name and the arguments, as JSON, of the call in a region, or None if it is not a call.
-
-    `schemas` tell strings from JSON.
-    """
+    """Return the name and the JSON arguments of a region's call, or None; `schemas` tell strings from JSON."""
     assert calls.tags is not None
     head = re.match(calls.head, text)
     if head is None:

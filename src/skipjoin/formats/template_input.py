@@ -131,10 +131,7 @@ def _shown(text: str) -> str:
 
 
 def find_input(render: Render) -> TemplateInput:
-    """Return the form that a template expects, from what it writes of short conversations.
-
-    `render` returns None if the template refuses messages or fails.
-    """
+    """Return the form that a template expects, by what it renders of short conversations; None if it refuses one."""
     found = TemplateInput()
     found = replace(found, parts=frozenset(role for role in ("user", "assistant") if _wants_parts(render, found, role)))
     found = replace(found, has_system=_shows(render, found, "system") or _wants_parts(render, found, "system"))

@@ -61,7 +61,7 @@ def implementations(
     elif device.type == "cuda":
         chosen, lost = _on_cuda(attention, dtype, device, lost, cuda_facts() if facts is None else facts, of=of)
         if invariant:
-            chosen = _invariant()
+            chosen = _triton(invariant=True)
     else:
         chosen = _on_cpu(attention, dtype)
     if lost is not None:
@@ -100,19 +100,12 @@ def _on_cuda(
     return None, f"{why}: {slower}" + ("" if lost is None else f"; {lost}")
 
 
-def _triton() -> tuple[LayerOps, TritonAttention]:
+def _triton(*, invariant: bool = False) -> tuple[LayerOps, TritonAttention]:
     # Imported lazily: Triton is needed on a GPU only.
     from skipjoin.model.attention.triton_backend import TritonAttention  # noqa: PLC0415
-    from skipjoin.model.ops.triton_ops import TritonOps  # noqa: PLC0415
+    from skipjoin.model.ops.triton_ops import InvariantOps, TritonOps  # noqa: PLC0415
 
-    return TritonOps(), TritonAttention()
-
-
-def _invariant() -> Implementations:
-    from skipjoin.model.attention.triton_backend import TritonAttention  # noqa: PLC0415
-    from skipjoin.model.ops.triton_ops import InvariantOps  # noqa: PLC0415
-
-    return InvariantOps(), TritonAttention(invariant=True)
+    return (InvariantOps if invariant else TritonOps)(), TritonAttention(invariant=invariant)
 
 
 def _flash(

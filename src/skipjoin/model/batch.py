@@ -36,10 +36,7 @@ class Segment(NamedTuple):
 
 
 class GraphBuffers:
-    """Fixed device tensors for up to `capacity` decodes, so that CUDA graphs can be replayed with new contents.
-
-    Several buffers may share `tables`, int64 [capacity or more, width].
-    """
+    """Fixed device tensors for up to `capacity` decodes, so that CUDA graphs can be replayed with new contents."""
 
     def __init__(self, capacity: int, tables: torch.Tensor) -> None:
         self.capacity, self.width = capacity, tables.shape[1]
@@ -170,13 +167,9 @@ class PackedBatch:
         if graph_buffers is not None:
             parts, block_tables = graph_buffers.place(buffer, block_tables)
         return cls(
-            parts.token_ids,
-            parts.positions,
-            parts.slots,
+            *parts[:3],
             parts.sources if pending_samples or graph_buffers is not None else None,
-            parts.query_start,
-            parts.context_lens,
-            parts.reversed,
+            *parts[4:7],
             block_tables,
             None if rows is None else parts.wanted,
             row_starts=[*row_starts, *range(n + 1, n + empty + 1)],
@@ -218,13 +211,9 @@ class PackedBatch:
             raise ValueError(f"block {lowest} does not exist")
         parts = _Parts(*to_device(torch.from_numpy(flat), device).split_with_sizes(sizes))
         return cls(
-            parts.token_ids,
-            parts.positions,
-            parts.slots,
+            *parts[:3],
             parts.sources if any(segment.awaits is not None for segment in segments) else None,
-            parts.query_start,
-            parts.context_lens,
-            parts.reversed,
+            *parts[4:7],
             parts.tables.view(n, width),
             None,
             row_starts=list(range(n + 1)),
@@ -237,6 +226,8 @@ class PackedBatch:
 
 
 class _Parts(NamedTuple):
+    """Index tensors in the order of `PackedBatch`, up to the tables."""
+
     token_ids: Any
     positions: Any
     slots: Any

@@ -65,10 +65,7 @@ def _is_zip(file: Path) -> bool:
 
 
 def _unshared(tensors: dict[str, torch.Tensor], known: dict[str, str]) -> dict[str, torch.Tensor]:
-    """Return contiguous tensors that share no memory.
-
-    Tied tensors are written under each name, so that a missing name always means a damaged file.
-    """
+    """Return contiguous tensors that share no memory; a tied one under each name, as a missing name means damage."""
     result: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():

@@ -178,10 +178,7 @@ def choose_device(name: str, facts: CudaFacts | None = None) -> str:
 
 
 def expand_segments() -> None:
-    """Let the allocator grow its segments, so that steps of different sizes leave no unusable gaps.
-
-    Call it before the first tensor on a GPU.
-    """
+    """Let the allocator grow its segments, against unusable gaps. Call it before the first tensor on a GPU."""
     if any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
         return
     os.environ[_ALLOCATOR_VARIABLES[0]] = _ALLOCATOR_SETTINGS  # for child processes

@@ -13,10 +13,7 @@ ResultT = TypeVar("ResultT")
 
 
 class FairThreads:
-    """Threads that run the calls of clients in turn, and those of one client in order. Thread-safe.
-
-    A call that is canceled before it runs leaves the queue. The threads start on demand, with `niceness` added.
-    """
+    """Threads, with `niceness` added, that run the calls of clients in turn, and those of one in order. Thread-safe."""
 
     def __init__(self, threads: int, name: str, *, niceness: int = 0) -> None:
         self._most, self._name, self._niceness = threads, name, niceness

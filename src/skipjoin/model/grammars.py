@@ -56,8 +56,7 @@ class CompiledGrammar:
 class Grammars:
     """Compiles grammars, and keeps the recent ones. Thread-safe.
 
-    Salts separate the users of compiled grammars, because the time to the first token reveals whether a grammar is
-    compiled. `max_items` bounds the parser's items in one mask.
+    Salts separate the users of grammars, because the time to the first token reveals whether one is compiled.
     """
 
     def __init__(

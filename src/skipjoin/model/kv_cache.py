@@ -97,10 +97,7 @@ class PagedKV:
 
 
 class SwapPool:
-    """Blocks in CPU memory in a format other than the cache's, as rows of bytes.
-
-    `shape` of a block is (heads, block_size, head_dim), with the heads of keys and values of all layers.
-    """
+    """Blocks in CPU memory in another format, as rows of bytes; a block's `shape` is (heads, block_size, head_dim)."""
 
     def __init__(
         self,

@@ -41,10 +41,7 @@ def load_model(
     progress: Progress | None = None,
     group: Group | None = None,
 ) -> CausalLM:
-    """Load a model, or the shard of this group's rank; raise `ModelError` if it cannot run.
-
-    The device becomes the calling thread's current device.
-    """
+    """Load a model, or the shard of this group's rank. Its device becomes the calling thread's current device."""
     has_weights = spec.load_format != "dummy"
     files = ModelFiles.of(resolve_folder(name_or_path, weights=has_weights), has_weights=has_weights)
     config, stored = read_config(files, spec), format_of(files, spec)
@@ -64,10 +61,7 @@ def load_model(
 
 
 def planned_model(files: ModelFiles, config: ModelConfig, spec: LoadSpec, shard: Shard = WHOLE) -> CausalLM:
-    """Return a model whose tensors have shapes but no memory, to learn its sizes.
-
-    Its weights take no more bytes than those of the loaded model, which may be padded.
-    """
+    """Return a model without memory, to learn its sizes: the loaded one, which may be padded, is no smaller."""
     stored = format_of(files, spec)
     chosen = _choose(config, spec, stored)
     # A stored format has a layout of its own only for the products that it reads itself.

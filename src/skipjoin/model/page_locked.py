@@ -20,8 +20,7 @@ _ADVICE = "MADV_DONTFORK"
 def page_locked_bytes(size: int) -> tuple[torch.Tensor, Callable[[], None]]:
     """Return `size` zero bytes, and a function that unlocks them once no copy uses them.
 
-    Locks memory in place if possible, because torch rounds the size of its page-locked memory up to a power of two.
-    Memory that cannot be locked makes steps wait for copies.
+    Locks memory in place, because torch rounds the size of its own up to a power of two.
     """
     memory = large_page_bytes(size, _ADVICE)
     if _lock(memory):

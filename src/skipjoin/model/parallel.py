@@ -126,10 +126,7 @@ def _nearest(size: int, fitting: Sequence[int]) -> str:
 
 
 class Group(Protocol):
-    """Communication of a rank with the other ranks of its model.
-
-    All make the same calls in the same order. A rank whose call raises has failed.
-    """
+    """Communication of a model's ranks, which make the same calls in order. A rank whose call raises has failed."""
 
     shard: Shard
     waited_s: float

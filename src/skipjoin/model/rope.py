@@ -38,8 +38,7 @@ class RopeSettings:
     def context(self, max_positions: int) -> int:
         """Return the context length of a model with this `max_position_embeddings`.
 
-        Linear and YaRN scaling extend the original length by `factor`, whether or not config.json says so. Llama 3
-        states the extended length.
+        Linear and YaRN scaling extend the original length, whether or not config.json does; Llama 3 states the result.
         """
         if self.scaling not in ("linear", "yarn"):
             return max_positions

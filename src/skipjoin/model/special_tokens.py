@@ -21,10 +21,7 @@ class SpecialTokens(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path, settings: Mapping[str, Any]) -> SpecialTokens:
-        """Return the tokens of a folder, with tokenizer_config.json as `settings`.
-
-        The file of older versions of transformers counts only without `added_tokens_decoder`. It then takes precedence.
-        """
+        """Return the tokens of a folder. transformers' older file counts only without `added_tokens_decoder`."""
         given = dict(settings)
         if "added_tokens_decoder" not in given and (folder / _MAP).is_file():
             given |= read_json(folder / _MAP)

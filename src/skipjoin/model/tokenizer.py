@@ -191,10 +191,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 class Detokenizer:
-    """Converter of one output to text, token by token, in time and memory that do not grow with its length.
-
-    A character whose bytes span tokens is held back until its last byte. Special tokens are skipped unless `kept`.
-    """
+    """Converter of one output to text, in constant time and memory per token. It holds back incomplete characters."""
 
     def __init__(
         self,

@@ -22,10 +22,7 @@ _CONTROL, _QUOTED = re.compile(r"[\x00-\x1f\x7f]"), re.compile(r'["\\\\]')
 
 
 def one_spelling(objects: Sequence[tuple[dict[str, Any], str]], refuse: Callable[[str, str], None]) -> dict[str, Any]:
-    """Exclude other spellings of property names from schemas, in place. Return the compiler's options for it.
-
-    `refuse` is called with the path of a schema for which there is no way, and the reason.
-    """
+    """Exclude other spellings of names, in place, and return compiler options; `refuse` gets paths without a way."""
     named: list[tuple[dict[str, Any], str, list[str]]] = []
     hard: list[tuple[dict[str, Any], str, list[str]]] = []
     for node, path in objects:

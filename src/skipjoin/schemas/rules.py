@@ -43,11 +43,7 @@ def schema_of(text: str) -> Any:
 
 
 def json_rules(schema: Any, notation: Notation, prefix: str = "json") -> Rules:
-    """Return the grammar of a schema's JSON texts; names of rules begin with `prefix`.
-
-    Raises:
-        GrammarError: For keywords that cannot be enforced, with their path.
-    """
+    """Return the grammar of a schema's JSON texts, or raise `GrammarError` for what cannot be enforced."""
     simple = simplify(schema, is_lenient=notation.is_lenient)
     writer = _Writer(simple, notation, prefix)
     try:

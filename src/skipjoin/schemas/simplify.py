@@ -36,10 +36,7 @@ _MAX_REFERENCES = 8
 
 
 class Simplified(NamedTuple):
-    """Schema that means the same; `impossible` is why parts of it allow no value.
-
-    It has no keywords that the compiler does not have, but may have `NUMBER` and `LITERALS`.
-    """
+    """Schema that means the same in the compiler's keywords, `NUMBER` and `LITERALS`, and why parts allow nothing."""
 
     schema: Any
     options: dict[str, Any]
@@ -47,11 +44,7 @@ class Simplified(NamedTuple):
 
 
 def simplify(schema: Any, *, is_lenient: bool = False) -> Simplified:
-    """Simplify a schema. With `is_lenient`, keywords that cannot be enforced are ignored.
-
-    Raises:
-        GrammarError: For keywords that cannot be enforced, with their path.
-    """
+    """Simplify a schema. Keywords that cannot be enforced raise `GrammarError`, or are ignored with `is_lenient`."""
     return _Simplifier(is_lenient=is_lenient).run(schema)
 
 

@@ -48,10 +48,7 @@ def make_private(folder: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[str]:
-    """Hold an exclusive lock of a cache file, so that only one process creates its content.
-
-    Yields an error text, or an empty one. If files cannot be locked, it does not wait.
-    """
+    """Hold an exclusive lock of a cache file, so that one process creates it. Yield why it cannot be held, if so."""
     try:
         make_private(path.parent)
         lock = os.fdopen(os.open(path.with_suffix(".lock"), _LOCK_FLAGS, 0o600), "w")

@@ -304,10 +304,7 @@ def decode_configs(group: int, dim: int, itemsize: int) -> list[dict[str, int]]:
 
 
 def share_out(batch: PackedBatch, segments: torch.Tensor | None = None, *, window: int) -> WorkList:
-    """Return the work list of the segments of length one.
-
-    Shapes do not depend on lengths, so a graph can replay it after the batch's index tensors have changed.
-    """
+    """Return the work list of segments of one token. Shapes do not depend on lengths, so a graph can replay it."""
     count = len(batch.lengths) if segments is None else segments.shape[0]
     most = count * max_chunks(batch.block_tables.shape[1] * batch.block_size)
     items, sequences, total = (

@@ -109,10 +109,7 @@ def _prefill(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> None:
-    """Attend for BLOCK_M // GROUP tokens of a segment and all query heads of a group.
-
-    A program is (key-value head, tile). Row r of the tile is token r // GROUP, head r % GROUP.
-    """
+    """Attend for a (key-value head, tile). Row r of the tile is token r // GROUP, head r % GROUP."""
     kv_head = tl.program_id(0)
     segment = tl.load(tiles + tl.program_id(1) * 2)
     first_token = tl.load(tiles + tl.program_id(1) * 2 + 1).to(tl.int32)

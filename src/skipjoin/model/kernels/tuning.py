@@ -85,10 +85,7 @@ class TunedTable:
         run: Callable[[Config, int], None],
         turns: int = 1,
     ) -> Config:
-        """Time `run` with each of `configs`, keep the fastest for `key` and return it.
-
-        A config that this device cannot run is skipped. If it can run none, the first is returned and nothing is kept.
-        """
+        """Keep and return the fastest of `configs`; if this device can run none, return the first and keep nothing."""
         times: dict[int, float] = {}
         for i, config in enumerate(configs):
             try:

@@ -83,10 +83,7 @@ def say_once(text: str, level: int = logging.INFO) -> None:
 
 
 def compiled_library(target: Sequence[str] = _NATIVE) -> Path:
-    """Return the library file for a processor, building it if it is missing or damaged.
-
-    A truncated library would crash the process, and one that another user can write would run that user's code.
-    """
+    """Return the library file for a processor, built if it is missing or damaged: a truncated one would crash."""
     library, compiler = _place(target)
     if _is_usable(library):
         return library

@@ -143,11 +143,7 @@ class CppRMSNorm(TorchRMSNorm):
 
 
 class CppLinear:
-    """Weights in panels of outputs, each read once per product, in order.
-
-    Quantized weights are round(weight / scale) in 8 bits, with a scale per output, expanded exactly to the model's
-    type.
-    """
+    """Weights in panels of outputs, each read once per product; int8 ones are round(weight / scale), per output."""
 
     def __init__(
         self,

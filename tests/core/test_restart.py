@@ -92,10 +92,10 @@ def test_a_cleared_ledger_allocates_the_same_blocks_again() -> None:
         request.progress.computed = 8
     first = kv.blocks_of(one).table
     kv.reserve(two, 4)
-    kv.move_out(two, blocking=False)
+    kv.tiers.move_out(two, blocking=False)
     kv.clear()
     one.progress.computed = two.progress.computed = 0
     kv.check()
-    assert (kv.device_free, kv.cpu_free, kv.available, kv.is_moving) == (6, 6, 6, False)
+    assert (kv.device_free, kv.tiers.cpu_free, kv.available, kv.is_moving) == (6, 6, 6, False)
     kv.grow(two, 8)
     assert kv.blocks_of(two).table == first

@@ -68,7 +68,7 @@ class Device:
 
     def clear(self) -> None:
         self._device: Pool = [[GARBAGE] * self._size for _ in range(self._kv.device_total)]
-        self._cpu: Pool = [[GARBAGE] * self._size for _ in range(self._kv.cpu_total)]
+        self._cpu: Pool = [[GARBAGE] * self._size for _ in range(self._kv.tiers.cpu_total)]
         self._transit: deque[_Copy] = deque()
         # The tokens that the latest plan with slices sampled: their positions, and whether they are correct.
         self._rows: MutableMapping[Request, tuple[int, bool]] = WeakKeyDictionary()
@@ -274,7 +274,7 @@ class Device:
 
     def check_keys(self) -> None:
         """Raise `FindingError` unless every block with a prefix-cache key holds the KV of that key."""
-        for name, pool, blocks in (("device", self._kv._device, self._device), ("CPU", self._kv._cpu, self._cpu)):
+        for name, pool, blocks in (("device", self._kv.device, self._device), ("CPU", self._kv.cpu, self._cpu)):
             self._check_pool(name, pool, blocks)
 
     def _check_pool(self, name: str, pool: BlockPool, blocks: Pool) -> None:

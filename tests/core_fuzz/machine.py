@@ -383,9 +383,9 @@ class Machine:
             raise FindingError("lost request", f"requests {[*self._may_end]} never finished")
         if holders := list(kv.holders()):
             raise FindingError("leak", f"finished requests {[request.id for request in holders]} hold KV")
-        copied = kv.blocks_in_transit[Direction.OUT]
-        if (kv.device_free, kv.cpu_free + copied) != (kv.device_total, kv.cpu_total):
-            raise FindingError("leak", f"{kv.device_free} device blocks and {kv.cpu_free} CPU blocks are free")
+        copied = kv.tiers.blocks_in_transit[Direction.OUT]
+        if (kv.device_free, kv.tiers.cpu_free + copied) != (kv.device_total, kv.tiers.cpu_total):
+            raise FindingError("leak", f"{kv.device_free} device blocks and {kv.tiers.cpu_free} CPU blocks are free")
         if kv.cache.awaited or kv.cache._announced or kv.cache._coming:
             raise FindingError("leak", "the prefix cache keeps finished requests")
 

@@ -9,7 +9,7 @@ from core_fuzz.machine import Case, replay
 from core_fuzz.shrink import script, shrunk
 from skipjoin.core.decide.plan import StepPlanner
 from skipjoin.core.decide.scheduler import Scheduler
-from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.kv.ledger import KVLedger, Tiers
 from skipjoin.core.request import Request
 from skipjoin.core.step import Move
 from support.recipes import RECIPES
@@ -72,16 +72,16 @@ def offers_planned_blocks(patch: pytest.MonkeyPatch) -> None:
 
 def frees_the_source_of_a_move(patch: pytest.MonkeyPatch) -> None:
     """Free the source blocks of an overlapped move out at once."""
-    move_out = KVLedger.move_out
+    move_out = Tiers.move_out
 
-    def unfenced(self: KVLedger, request: Request, *, blocking: bool, **rest: object) -> Move | None:
+    def unfenced(self: Tiers, request: Request, *, blocking: bool, **rest: object) -> Move | None:
         return move_out(self, request, blocking=True, **rest)  # type: ignore[arg-type]
 
-    patch.setattr(KVLedger, "move_out", unfenced)
+    patch.setattr(Tiers, "move_out", unfenced)
 
 
 def ignores_failed_moves(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KVLedger, "fail", KVLedger.land)
+    patch.setattr(Tiers, "fail", Tiers.land)
 
 
 def leaks_blocks(patch: pytest.MonkeyPatch) -> None:

@@ -409,7 +409,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineInfo]:
         engine = assemble(EngineConfig(threads=1, device="cpu", profile="off", **settings))
         engine.executor.close()
         host = engine.executor.store.cpu
-        assert engine.info.cpu_blocks == engine.core.kv.cpu_total == (host.num_blocks if host else 0)
+        assert engine.info.cpu_blocks == engine.core.kv.tiers.cpu_total == (host.num_blocks if host else 0)
         return engine.info
 
     return started
@@ -486,7 +486,7 @@ def test_unused_cpu_pool_takes_no_memory() -> None:
     with LLM(progress=False, threads=1, profile="off", kv_cache_gib=0.1, swap_space_gib=1.0) as llm:
         llm.generate(["hello"], GREEDY)
         assert psutil.Process().memory_info().rss - before < GIB / 2
-        assert llm.engine.core.kv.cpu_free == llm.engine.core.kv.cpu_total == GIB // BLOCK_BYTES
+        assert llm.engine.core.kv.tiers.cpu_free == llm.engine.core.kv.tiers.cpu_total == GIB // BLOCK_BYTES
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ class Restless(SwapAll):
         self, idle: Sequence[Request], ordering: Ordering, kv: KVLedger, now: float
     ) -> tuple[Sequence[Request], Sequence[Request]]:
         some = [request for request in idle if self._random.random() < 0.5]
-        return some, [request for request in some if not kv.can_move_out(request)]
+        return some, [request for request in some if not kv.tiers.can_move_out(request)]
 
 
 class RestlessParts(SpillAll, Restless):
@@ -237,7 +237,7 @@ def findable(core: EngineCore) -> Keeps:
         shared = set(core.kv._shared.of)
         if (plan := start_step(now)) is not None:
             kv = core.kv
-            recent.append((set(kv._device._keys), set(kv._cpu._keys), shared.union(kv._shared.of)))
+            recent.append((set(kv.device._keys), set(kv.cpu._keys), shared.union(kv._shared.of)))
         return plan
 
     core.start_step = start_and_note  # type: ignore[method-assign]
@@ -288,7 +288,7 @@ def run(core: EngineCore, executor: Closable, requests: Sequence[Request], *, le
     executor.close()
     assert core.kv.device_free == core.kv.device_total
     # The prefix cache may still have copies in flight.
-    assert core.kv.cpu_free + core.kv.blocks_in_transit[Direction.OUT] == core.kv.cpu_total
+    assert core.kv.tiers.cpu_free + core.kv.tiers.blocks_in_transit[Direction.OUT] == core.kv.tiers.cpu_total
     return events
 
 

@@ -118,7 +118,7 @@ class Session:
         kv = self.loop.core.kv
         kv.check()
         assert kv.device_free == kv.device_total
-        assert kv.cpu_free == kv.cpu_total
+        assert kv.tiers.cpu_free == kv.tiers.cpu_total
         return self.outputs
 
     def count(self, kind: type) -> int:

@@ -68,7 +68,7 @@ class Setup:
         request.progress.computed = request.progress.planned = request.progress.known
         request.progress.known += holder.pending
         if holder.is_swapped_out:
-            self.kv.land(self.kv.move_out(request, blocking=True))
+            self.kv.tiers.land(self.kv.tiers.move_out(request, blocking=True))
         self.ordering.numbers[request.id] = holder.turn
         self.requests.append(request)
 
@@ -79,8 +79,8 @@ class Setup:
         """Start the moves of the next step and return the turns of those swapped out and in, in order."""
         idle = [request for request in self.requests if self.kv.blocks_of(request).is_settled]
         out, back = self.eviction.ahead(idle, self.ordering, self.kv, self.now)
-        self.moves = [self.kv.move_out(request, blocking=False) for request in out]
-        self.moves += [self.kv.move_in(request) for request in back]
+        self.moves = [self.kv.tiers.move_out(request, blocking=False) for request in out]
+        self.moves += [self.kv.tiers.move_in(request) for request in back]
         self._transit += self.moves
         self.now += 1.0
         turns = self.ordering.numbers
@@ -88,7 +88,7 @@ class Setup:
 
     def land(self) -> None:
         for move in self._transit:
-            self.kv.land(move)
+            self.kv.tiers.land(move)
         self._transit = []
 
 
@@ -175,7 +175,7 @@ def test_swaps_follow_the_order_of_turns(holders: list[Holder], spare: int, devi
     setup = Setup(*holders, device=device, host=100)
     setup.arrive(prompt=max(1, 4 * spare))
     turns = setup.ordering.numbers
-    on_device = {r.id for r in setup.requests if not setup.kv.cpu_footprint(r)}
+    on_device = {r.id for r in setup.requests if not setup.kv.tiers.cpu_footprint(r)}
     in_cpu_tier = {r.id for r in setup.requests} - on_device
     short = 1 + max(1, spare) - setup.kv.available
     out, back = setup.step()
@@ -190,7 +190,7 @@ def test_swaps_follow_the_order_of_turns(holders: list[Holder], spare: int, devi
         assert back[-1] <= turns[waiting[0]]
     passed = [setup.requests[number] for number in waiting if back and turns[number] < back[-1]]
     soon = setup.kv.available + sum(len(move.source) for move in leaving)
-    assert sum(map(setup.kv.cpu_footprint, passed)) <= soon
+    assert sum(map(setup.kv.tiers.cpu_footprint, passed)) <= soon
     for turn, move in zip(out, leaving, strict=True):
         is_for_spare = short > 0
         short -= len(move.source)
@@ -269,4 +269,4 @@ def test_swap_outs_to_a_full_cpu_tier_are_infeasible(host: int) -> None:
     idle = list(setup.requests)
     out, back = setup.eviction.ahead(idle, setup.ordering, setup.kv, 0.0)
     assert back == []
-    assert not [request for request in out if setup.kv.can_move_out(request)]
+    assert not [request for request in out if setup.kv.tiers.can_move_out(request)]

@@ -359,7 +359,9 @@ def test_no_slot_stays_empty_while_a_request_could_use_it(recipe: str, seed: int
             if queue and not lacking and queue[0].progress.pending <= tokens:
                 promise = policies.admission.reserve(queue[0], queue[0].progress.known, kv)
                 rank = policies.ordering.rank
-                owed = sum(kv.cpu_footprint(r) for r in away if kv.blocks_of(r).is_settled and rank(r) < rank(queue[0]))
+                owed = sum(
+                    kv.tiers.cpu_footprint(r) for r in away if kv.blocks_of(r).is_settled and rank(r) < rank(queue[0])
+                )
                 if isinstance(promise, Allocation):
                     assert max(promise.now, promise.blocks) + promise.spare > kv.available - owed
         stepper.finish()

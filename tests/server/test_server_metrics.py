@@ -276,7 +276,7 @@ class LeakyLoop(SimulatedLoop):
 
     def step(self) -> list[Event]:
         events = super().step()
-        self.leaked = self.leaked or self.core.kv._device.take(3)
+        self.leaked = self.leaked or self.core.kv.device.take(3)
         return events
 
 
@@ -300,13 +300,13 @@ def test_blocks_held_by_an_idle_engine_are_freed() -> None:
     assert recover_blocks(kv, is_idle=False) == 0
     assert recover_blocks(kv, is_idle=True) == 3
     kv.check()
-    assert (kv.device_free, kv.cpu_free) == (8, 4)
+    assert (kv.device_free, kv.tiers.cpu_free) == (8, 4)
 
 
 def test_block_in_two_places_is_an_error() -> None:
     """Requests that share a block overwrite each other's KV."""
     kv = KVLedger(8, 4, 16)
-    kv._device.put([5])
+    kv.device.put([5])
     with pytest.raises(LedgerError, match="two places at once: 1 too many"):
         recover_blocks(kv, is_idle=False)
 

@@ -101,7 +101,7 @@ def split(
     simulate_traffic(replicas, traffic, on_events=observe)
     for one in cores:
         kv = one.kv
-        assert (kv.device_free, kv.cpu_free) == (kv.device_total, kv.cpu_total)
+        assert (kv.device_free, kv.tiers.cpu_free) == (kv.device_total, kv.tiers.cpu_total)
         assert not list(kv.holders())
     return recorded
 

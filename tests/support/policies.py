@@ -220,8 +220,8 @@ class Chaos(Swap):
         self, still: Sequence[Request], ordering: Ordering, kv: KVLedger, now: float
     ) -> tuple[Sequence[Request], Sequence[Request]]:
         chosen = [request for request in still if self._draw.random() < self._rate]
-        out = [request for request in chosen if not kv.cpu_footprint(request)]
-        return out, [request for request in chosen if kv.cpu_footprint(request)]
+        out = [request for request in chosen if not kv.tiers.cpu_footprint(request)]
+        return out, [request for request in chosen if kv.tiers.cpu_footprint(request)]
 
 
 class Patchwork(Chaos):

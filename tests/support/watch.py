@@ -180,8 +180,8 @@ class WatchedCore(EngineCore):
         kv.check()
         assert not self.plans
         assert not self.requests
-        copied = kv.blocks_in_transit[Direction.OUT]
-        assert (kv.device_free, kv.cpu_free + copied) == (kv.device_total, kv.cpu_total)
+        copied = kv.tiers.blocks_in_transit[Direction.OUT]
+        assert (kv.device_free, kv.tiers.cpu_free + copied) == (kv.device_total, kv.tiers.cpu_total)
         assert list(kv.holders()) == []
         assert kv.cache.awaited == kv.cache._announced == kv.cache._coming == {}
 

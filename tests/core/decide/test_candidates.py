@@ -107,7 +107,7 @@ def test_newcomers_leave_the_blocks_that_a_swapped_out_request_waits_for() -> No
     stepper.add(make(10, 9, 3))
     run_until_finished(stepper, make(11, 4, 1))
     stepper.add(make(12, 3, 4, best_effort=True))
-    assert stepper.core.kv.available == 1 < stepper.core.kv.cpu_footprint(last)
+    assert stepper.core.kv.available == 1 < stepper.core.kv.tiers.cpu_footprint(last)
     stepper.step()
     assert [request.id for request in batcher.seen] == [10, 0]
 

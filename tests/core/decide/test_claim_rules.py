@@ -334,16 +334,16 @@ def test_a_reservation_ends_with_a_swap_out_and_is_requested_again(limit: int | 
     scene.ran()
     eviction.out = [request]
     assert scene.ran() == [0]
-    assert scene.kv.cpu_footprint(request) == 2
+    assert scene.kv.tiers.cpu_footprint(request) == 2
     assert request.progress.reserved_tokens == (UNLIMITED if limit is None else 0)
     assert scene.kv.available == 12 - 7
     if limit is not None:
         scene.admission.answers[1] = refusing(Deferral.REQUEST)
         assert scene.ran() == [0]
-        assert scene.kv.cpu_footprint(request) == 2, "a request without a grant is not swapped in"
+        assert scene.kv.tiers.cpu_footprint(request) == 2, "a request without a grant is not swapped in"
         scene.admission.answers[1] = granting(5, limit)
     assert scene.ran() == [0, 1]
-    assert scene.kv.cpu_footprint(request) == 0
+    assert scene.kv.tiers.cpu_footprint(request) == 0
     assert len(list(scene.claims(1))) == 1 + (limit is not None)
     scene.drain()
     assert sum(isinstance(event, Admitted) and event.request is request for event in scene.events) == 1

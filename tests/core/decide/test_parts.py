@@ -110,7 +110,7 @@ def test_dropping_device_blocks_also_drops_later_ones_on_the_cpu_tier() -> None:
     scene.ran()
     assert (scene.blocks(victim), victim.progress.computed) == ((5, 0), 20)
     assert scene.preemptions() == [(0, Preemption.SPILL, 28), (0, Preemption.DROP, 20)]
-    assert scene.kv.cpu_free == 1
+    assert scene.kv.tiers.cpu_free == 1
     scene.drain()
     assert scene.tokens[0] == [32, 33, 34]
 

@@ -52,7 +52,7 @@ class SharingMachine:
         if tokens == request.progress.computed or kv.shortfall(request, tokens) or (held and not held.is_settled):
             return
         if held is not None and tokens > held.room:
-            self.go(kv.restore(request, tokens) if held.away else kv.sharing.take_back(request, tokens))
+            self.go(kv.tiers.restore(request, tokens) if held.away else kv.sharing.take_back(request, tokens))
         held = kv.grow(request, tokens)
         self.go(kv.sharing.take_slots(request, tokens))
         assert held.room >= tokens or held.moving
@@ -92,8 +92,8 @@ class SharingMachine:
 
     def move_out(self, index: int, keep: int) -> None:
         request = self.requests[index]
-        if self.kv.can_move_out(request, keep=keep):
-            move = self.kv.move_out(request, blocking=True, keep=keep)
+        if self.kv.tiers.can_move_out(request, keep=keep):
+            move = self.kv.tiers.move_out(request, blocking=True, keep=keep)
             self.go([move] if move is not None else [])
 
     def drop(self, index: int, keep: int) -> None:
@@ -118,7 +118,7 @@ class SharingMachine:
         if fails:
             self.device.lose(ended)
         for move in ended:
-            keep = (self.kv.fail if fails else self.kv.land)(move)
+            keep = (self.kv.tiers.fail if fails else self.kv.tiers.land)(move)
             if keep is not None:
                 lost[move.request] = min(keep, lost.get(move.request, keep))
         for request, keep in lost.items():
@@ -136,7 +136,7 @@ class SharingMachine:
             request.progress.finish_reason = FinishReason.ABORT
             self.kv.release(request)
         self.kv.check()
-        assert (self.kv.device_free, self.kv.cpu_free, self.kv.available) == (DEVICE, CPU, DEVICE)
+        assert (self.kv.device_free, self.kv.tiers.cpu_free, self.kv.available) == (DEVICE, CPU, DEVICE)
         assert not self.kv.sharing.lent_blocks
 
 
@@ -197,7 +197,7 @@ def test_a_borrower_fills_empty_slots_first_and_only_overwritten_slots_are_saved
     assert kv.blocks_of(owner).room == 6
     (move,) = fill(kv, borrower, 3)
     assert (move.direction, move.request, move.source, move.spans) == (Direction.OUT, owner, table, (Span(2, 1),))
-    assert (kv.blocks_of(owner).room, kv.cpu_footprint(owner)) == (0, 1)
+    assert (kv.blocks_of(owner).room, kv.tiers.cpu_footprint(owner)) == (0, 1)
     (second,) = fill(kv, borrower, 4)
     assert (second.spans, second.target) == ((Span(3, 1),), move.target)
     assert kv.sharing.tokens_there(owner) == 4
@@ -208,15 +208,15 @@ def test_slots_are_restored_in_place_after_the_borrower_is_released() -> None:
     owner, borrower = filled(kv, 0, 8, reverse=True), request_of(1, reverse=False)
     kv.sharing.lend(owner, 1, borrower)
     (out,) = fill(kv, borrower, 3)
-    kv.land(out)
+    kv.tiers.land(out)
     kv.release(borrower)
     assert kv.shortfall(owner, 8) == 0
-    (back,) = kv.restore(owner, 8)
+    (back,) = kv.tiers.restore(owner, 8)
     assert (back.direction, back.source, back.target) == (Direction.IN, out.target, out.source)
     assert back.spans == (Span(0, 3),)
-    kv.land(back)
+    kv.tiers.land(back)
     kv.check()
-    assert (kv.cpu_free, kv.blocks_of(owner).room, kv.sharing.lent_blocks) == (4, 8, 0)
+    assert (kv.tiers.cpu_free, kv.blocks_of(owner).room, kv.sharing.lent_blocks) == (4, 8, 0)
 
 
 def test_slots_are_restored_in_another_block_while_the_borrower_remains() -> None:
@@ -224,16 +224,16 @@ def test_slots_are_restored_in_another_block_while_the_borrower_remains() -> Non
     owner, borrower = filled(kv, 0, 8, reverse=True), request_of(1, reverse=False)
     kv.sharing.lend(owner, 1, borrower)
     (out,) = fill(kv, borrower, 3)
-    kv.land(out)
+    kv.tiers.land(out)
     (shared,) = kv.blocks_of(borrower).table
     assert kv.shortfall(owner, 8) == 0
     assert kv._shared.extra(kv.blocks_of(owner), 8) == 1
-    within, back = kv.restore(owner, 8)
+    within, back = kv.tiers.restore(owner, 8)
     assert within[:4:2] == (Direction.WITHIN, (shared,))
     assert (within.spans, back.spans, back.target) == ((Span(3, 1),), (Span(0, 3),), within.target)
     assert kv.blocks_of(owner).table[1] == within.target[0] != shared
     for move in (within, back):
-        kv.land(move)
+        kv.tiers.land(move)
     kv.check()
     assert (kv.footprint(owner), kv.footprint(borrower), kv.sharing.lent_blocks) == (2, 1, 0)
 

@@ -108,14 +108,14 @@ def test_kv_is_swapped_in_while_others_run() -> None:
 def test_swapped_kv_is_found_after_its_request_is_released() -> None:
     kv = KVLedger(DEVICE, 8, BLOCK)
     first = computed(kv, 0, 1)
-    move = kv.move_out(first, blocking=False)
+    move = kv.tiers.move_out(first, blocking=False)
     assert move is not None
-    kv.land(move)
+    kv.tiers.land(move)
     first.progress.finish_reason = FinishReason.ABORT
     kv.release(first)
     kv.grow(make(1, 4), DEVICE * BLOCK)  # takes all blocks of the device
     assert kv.hit(request_for(2, text(1)))[::3] == (28, 7)
-    assert (kv.cpu_free, kv.cache.cached_cpu_blocks) == (8, 7)
+    assert (kv.tiers.cpu_free, kv.cache.cached_cpu_blocks) == (8, 7)
     kv.check()
 
 
@@ -125,11 +125,11 @@ def test_a_copy_is_not_found_if_its_source_block_was_reused_meanwhile() -> None:
     first.progress.finish_reason = FinishReason.STOP
     kv.release(first)
     kv.grow(make(1, 4), BLOCK)
-    move = kv.keep_cached(1)
-    assert kv.keep_cached(1) is None  # one copy at a time
+    move = kv.tiers.keep_cached(1)
+    assert kv.tiers.keep_cached(1) is None  # one copy at a time
     assert len(move.source) == 2
     kv.grow(make(2, 4), 5 * BLOCK)  # the four empty blocks and the last cached one
-    kv.land(move)
+    kv.tiers.land(move)
     kv.check()
     assert (kv.cache.cached_blocks, kv.cache.cached_cpu_blocks) == (6, 1)
     assert kv.hit(request_for(3, text(1))) == (24, 0, None, 0)
@@ -151,23 +151,23 @@ def test_requests_take_cpu_blocks_from_the_cache() -> None:
     kv = KVLedger(DEVICE, 7, BLOCK)
     for number in range(2):
         request = computed(kv, number, number)
-        move = kv.move_out(request, blocking=True)
+        move = kv.tiers.move_out(request, blocking=True)
         assert move is not None
-        kv.land(move)
+        kv.tiers.land(move)
         assert kv.hit(request_for(5, text(number))).away == 0  # the request holds them
         if number == 0:
             kv.release(request)
             assert kv.cache.cached_cpu_blocks == 7
-    assert (kv.cpu_free, kv.cache.cached_cpu_blocks) == (0, 0)
+    assert (kv.tiers.cpu_free, kv.cache.cached_cpu_blocks) == (0, 0)
     kv.check()
 
 
 def test_a_recalled_move_leaves_no_cached_cpu_blocks() -> None:
     kv = KVLedger(DEVICE, 40, BLOCK)
     request = computed(kv, 0, 1)
-    move = kv.move_out(request, blocking=True, keep=3)
+    move = kv.tiers.move_out(request, blocking=True, keep=3)
     assert move is not None
-    kv.recall(move)
+    kv.tiers.recall(move)
     kv.drop(request)
-    assert (kv.cpu_free, kv.cache.cached_cpu_blocks) == (40, 0)
+    assert (kv.tiers.cpu_free, kv.cache.cached_cpu_blocks) == (40, 0)
     kv.check()

@@ -68,13 +68,13 @@ class LedgerMachine(RuleBasedStateMachine):
         if kv.blocks_of(request) is not None:
             return
         tokens, held, _, away = kv.hit(request)
-        available, free, cpu_free = kv.available, kv.device_free, kv.cpu_free
+        available, free, cpu_free = kv.available, kv.device_free, kv.tiers.cpu_free
         taken = tokens // BLOCK - held - away
         if taken > available:
             return
         assert kv.adopt(request).tokens == tokens < request.progress.known
         request.progress.computed = request.progress.planned = tokens
-        assert (kv.available, kv.device_free, kv.cpu_free) == (available - taken, free - taken, cpu_free - away)
+        assert (kv.available, kv.device_free, kv.tiers.cpu_free) == (available - taken, free - taken, cpu_free - away)
         assert (kv.blocks_of(request) is None) == (tokens == 0)
 
     @rule(
@@ -176,14 +176,14 @@ class LedgerMachine(RuleBasedStateMachine):
         if self.kv.blocks_of(request) is None:
             return
         keep = int(share * self.kv.filled(request))
-        if not self.kv.can_move_out(request, keep=keep):
+        if not self.kv.tiers.can_move_out(request, keep=keep):
             with pytest.raises(LedgerError, match="cannot be moved out"):
-                self.kv.move_out(request, blocking=blocking, keep=keep)
+                self.kv.tiers.move_out(request, blocking=blocking, keep=keep)
             return
         free, filled = self.kv.device_free, self.kv.filled(request)
         table, rest = self.places(request)
         stay = self.held_by_others(table[keep if blocking else filled :], request)
-        move = self.kv.move_out(request, blocking=blocking, keep=keep)
+        move = self.kv.tiers.move_out(request, blocking=blocking, keep=keep)
         assert move.source == tuple(table[keep:filled])
         assert len(move.target) == len(move.source) == self.kv.blocks_for(move.tokens)
         assert keep * BLOCK + move.tokens == min(request.progress.computed, filled * BLOCK)
@@ -237,14 +237,14 @@ class LedgerMachine(RuleBasedStateMachine):
     def move_in(self, request: Request) -> None:
         if self.kv.blocks_of(request) is None:
             return
-        if not self.kv.can_move_in(request):
+        if not self.kv.tiers.can_move_in(request):
             with pytest.raises(LedgerError, match="cannot be moved in"):
-                self.kv.move_in(request)
+                self.kv.tiers.move_in(request)
             return
-        cpu_free = self.kv.cpu_free
-        move = self.kv.move_in(request)
+        cpu_free = self.kv.tiers.cpu_free
+        move = self.kv.tiers.move_in(request)
         assert self.kv.available >= 0, "the move took blocks that are promised to other requests"
-        assert self.kv.cpu_free == cpu_free, "the CPU blocks must stay pinned"
+        assert self.kv.tiers.cpu_free == cpu_free, "the CPU blocks must stay pinned"
         table = self.kv.blocks_of(request).table
         assert table[-len(move.target) :] == move.target
         assert (len(table) - len(move.target)) * BLOCK + move.tokens == request.progress.computed
@@ -259,14 +259,14 @@ class LedgerMachine(RuleBasedStateMachine):
         if not (blocking and move.direction is Direction.OUT):
             self.copy(move)
         device, cpu = self.places(request)
-        self.kv.land(move)
+        self.kv.tiers.land(move)
         assert self.kv.blocks_of(request).is_settled
         if move.direction is Direction.OUT:
             assert self.places(request) == (device if blocking else device[: -len(move.source)], cpu)
         else:
             assert self.places(request) == (device, [])
         with pytest.raises(LedgerError, match="not in transit"):
-            self.kv.land(move)
+            self.kv.tiers.land(move)
 
     @rule(request=requests)
     def fail(self, request: Request) -> None:
@@ -274,11 +274,11 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         move, blocking = self.transit.pop(request)
         device, cpu = self.places(request)
-        keep = self.kv.fail(move)
+        keep = self.kv.tiers.fail(move)
         assert (keep is None) == (move.direction is Direction.OUT and not blocking)
         assert self.kv.blocks_of(request).is_settled
         with pytest.raises(LedgerError, match="not in transit"):
-            self.kv.fail(move)
+            self.kv.tiers.fail(move)
         if keep is None:
             assert self.places(request) == (device, cpu[len(move.target) :])
         else:
@@ -289,7 +289,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def keep_cached(self) -> None:
-        move = self.kv.keep_cached(1)
+        move = self.kv.tiers.keep_cached(1)
         assert move is None or self.copied is None
         self.copied = self.copied or move
 
@@ -302,7 +302,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 ("cpu", target): self.content.get(("device", source))
                 for source, target in zip(self.copied.source, self.copied.target, strict=True)
             }
-        assert (self.kv.fail if fails else self.kv.land)(self.copied) is None
+        assert (self.kv.tiers.fail if fails else self.kv.tiers.land)(self.copied) is None
         self.copied = None
 
     @invariant()
@@ -311,13 +311,13 @@ class LedgerMachine(RuleBasedStateMachine):
         for direction in Direction:
             blocks = sum(len(move.source) for move, _ in self.transit.values() if move.direction is direction)
             copied = len(self.copied.source) if self.copied and direction is Direction.OUT else 0
-            assert kv.blocks_in_transit[direction] == blocks + copied
+            assert kv.tiers.blocks_in_transit[direction] == blocks + copied
         assert kv.is_moving == bool(self.transit or self.copied)
         kv.check()
         held = [kv.blocks_of(request) for request in kv.holders()]
         assert kv.device_free + len({block for one in held if one for block in one.device}) == DEVICE
         copied = len(self.copied.target) if self.copied else 0
-        assert kv.cpu_free + sum(len(one.cpu) for one in held if one) + copied == CPU
+        assert kv.tiers.cpu_free + sum(len(one.cpu) for one in held if one) + copied == CPU
         top = sum(self.size(one) for one in kv.holders() if kv.reservations.parent_of(one) is None)
         account = max(kv.reservations.find(ACCOUNT).promised, sum(map(self.size, nested_in(kv, ACCOUNT))))
         assert kv.available == DEVICE - top - account
@@ -333,7 +333,7 @@ class LedgerMachine(RuleBasedStateMachine):
             assert [self.content[place] for place in filled] == [
                 self.content_of(request, n) for n in range(len(filled))
             ]
-        for tier, pool in (("device", self.kv._device), ("cpu", self.kv._cpu)):
+        for tier, pool in (("device", self.kv.device), ("cpu", self.kv.cpu)):
             for name, block in pool._blocks.items():
                 if tier == "device" or pool.find_free(name) is not None:
                     assert self.content[tier, block] == int.from_bytes(name[:8], "big", signed=True)
@@ -352,10 +352,10 @@ class LedgerMachine(RuleBasedStateMachine):
             self.kv.cache.forget_prefix(request)
             self.kv.release(request)
         self.kv.check()
-        assert not self.kv._device._waiting
-        assert not self.kv._cpu._waiting
+        assert not self.kv.device._waiting
+        assert not self.kv.cpu._waiting
         self.kv.reservations.fund(ACCOUNT, 0)
-        assert (self.kv.device_free, self.kv.cpu_free, self.kv.available) == (DEVICE, CPU, DEVICE)
+        assert (self.kv.device_free, self.kv.tiers.cpu_free, self.kv.available) == (DEVICE, CPU, DEVICE)
 
 
 TestLedgerMachine = LedgerMachine.TestCase
@@ -380,29 +380,29 @@ def reserve_in_a_cycle(kv: KVLedger, one: RequestBlocks, other: RequestBlocks) -
 
 
 def key_an_empty_block(kv: KVLedger, *_: RequestBlocks) -> None:
-    block = kv._device._empty[0]
-    kv._device._blocks[b"key"], kv._device._keys[block] = block, b"key"
+    block = kv.device._empty[0]
+    kv.device._blocks[b"key"], kv.device._keys[block] = block, b"key"
 
 
 @pytest.mark.parametrize(
     "corrupt",
     [
-        lambda kv, *_: kv._device._empty.pop(),
-        lambda kv, *_: kv._cpu._empty.pop(),
-        lambda kv, *_: kv._device._empty.append(kv._device._empty[-1]),
-        lambda kv, *_: kv._device._empty.__setitem__(0, DEVICE + 5),
-        lambda kv, *_: kv._device._cached.update({kv._device._empty.pop(): None}),
-        lambda kv, *_: kv._device._blocks.update({b"key": 0}),
+        lambda kv, *_: kv.device._empty.pop(),
+        lambda kv, *_: kv.cpu._empty.pop(),
+        lambda kv, *_: kv.device._empty.append(kv.device._empty[-1]),
+        lambda kv, *_: kv.device._empty.__setitem__(0, DEVICE + 5),
+        lambda kv, *_: kv.device._cached.update({kv.device._empty.pop(): None}),
+        lambda kv, *_: kv.device._blocks.update({b"key": 0}),
         lambda kv, one, other: one.device.__setitem__(0, other.device[0]),
         lambda kv, one, _: setattr(one, "table", one.table[::-1]),
         lambda kv, one, _: setattr(one, "room", one.room + BLOCK),
-        lambda kv, one, _: one.cpu.extend(kv._cpu.take(1)),
+        lambda kv, one, _: one.cpu.extend(kv.cpu.take(1)),
         lambda kv, one, _: setattr(one.reservation, "size", one.reservation.size - 1),
         lambda kv, one, _: setattr(one.reservation, "shared", one.reservation.shared + 1),
         lambda kv, *_: setattr(kv.reservations.root, "lent", kv.reservations.root.lent - 1),
         lambda kv, *_: setattr(next(iter(kv.holders())).progress, "computed", 100),
-        lambda kv, *_: kv.blocks_in_transit.update({Direction.OUT: 1}),
-        lambda kv, *_: kv._held.popitem(),
+        lambda kv, *_: kv.tiers.blocks_in_transit.update({Direction.OUT: 1}),
+        lambda kv, *_: kv.held.popitem(),
         share_without_adoption,
         reserve_in_a_cycle,
         key_an_empty_block,
@@ -422,16 +422,16 @@ def test_expected_kv_is_pinned_until_it_is_received() -> None:
     kv = KVLedger(DEVICE, CPU, BLOCK)
     request = make(0, 10)
     request.progress.computed = 10
-    kv.expect(request)
+    kv.tiers.expect(request)
     kv.check()
     assert kv.device_free == DEVICE - 3
-    assert (kv.blocks_of(request).is_settled, kv.is_moving, kv.can_move_out(request)) == (False, False, False)
-    for wrong in (kv.release, kv.expect):
+    assert (kv.blocks_of(request).is_settled, kv.is_moving, kv.tiers.can_move_out(request)) == (False, False, False)
+    for wrong in (kv.release, kv.tiers.expect):
         with pytest.raises(LedgerError, match="in transit"):
             wrong(request)
-    kv.receive(request)
+    kv.tiers.receive(request)
     with pytest.raises(LedgerError, match="does not expect"):
-        kv.receive(request)
+        kv.tiers.receive(request)
     kv.check()
     kv.release(request)
     assert kv.device_free == DEVICE
@@ -474,18 +474,18 @@ def test_a_failed_move_loses_the_kv_unless_its_source_is_intact(
     kv = KVLedger(DEVICE, CPU, BLOCK)
     request = blocks_of(kv, 0, 8)
     table = kv.blocks_of(request).table
-    move = kv.move_out(request, blocking=blocking)
+    move = kv.tiers.move_out(request, blocking=blocking)
     if direction is Direction.IN:
-        kv.land(move)
-        move = kv.move_in(request)
-    assert (kv.blocks_in_transit[direction], sum(kv.blocks_in_transit.values())) == (2, 2)
+        kv.tiers.land(move)
+        move = kv.tiers.move_in(request)
+    assert (kv.tiers.blocks_in_transit[direction], sum(kv.tiers.blocks_in_transit.values())) == (2, 2)
     if grows:
         kv.grow(request, 9)
     is_kept = direction is Direction.OUT and not blocking
-    assert kv.fail(move) == (None if is_kept else 0)
-    assert (kv.cpu_free, kv.is_moving) == (CPU, False)
+    assert kv.tiers.fail(move) == (None if is_kept else 0)
+    assert (kv.tiers.cpu_free, kv.is_moving) == (CPU, False)
     with pytest.raises(LedgerError, match="not in transit"):
-        kv.land(move)
+        kv.tiers.land(move)
     if is_kept:
         assert (kv.device_free, kv.blocks_of(request).table) == (DEVICE - 2, table)
         assert kv.grow(request, 9).room == 12
@@ -502,30 +502,30 @@ def test_a_move_out_takes_computed_blocks_only_and_ends_the_reservation() -> Non
     kv.reserve(request, 10)
     kv.grow(request, 24)
     request.progress.computed = request.progress.planned = 5
-    move = kv.move_out(request, blocking=False)
+    move = kv.tiers.move_out(request, blocking=False)
     assert (move.source, kv.device_free, kv.available) == ((0, 1), 10, 10)
 
 
 def test_a_move_in_does_not_take_blocks_reserved_by_others() -> None:
     kv = KVLedger(DEVICE, CPU, BLOCK)
     request = blocks_of(kv, 0, 16)
-    kv.land(kv.move_out(request, blocking=True))
+    kv.tiers.land(kv.tiers.move_out(request, blocking=True))
     kv.reserve(make(1), 9)
     assert kv.device_free == 12
-    assert not kv.can_move_in(request)
+    assert not kv.tiers.can_move_in(request)
 
 
 def test_a_request_in_flight_cannot_be_moved_out() -> None:
     kv = KVLedger(DEVICE, CPU, BLOCK)
     request = blocks_of(kv, 0, 8)
     request.progress.planned += 1
-    assert not kv.can_move_out(request)
+    assert not kv.tiers.can_move_out(request)
 
 
 def test_a_request_larger_than_the_free_cpu_tier_cannot_be_moved_out() -> None:
     kv = KVLedger(DEVICE, 1, BLOCK)
-    assert not kv.can_move_out(blocks_of(kv, 0, 5))
-    assert kv.can_move_out(blocks_of(kv, 1, 4))
+    assert not kv.tiers.can_move_out(blocks_of(kv, 0, 5))
+    assert kv.tiers.can_move_out(blocks_of(kv, 1, 4))
 
 
 @pytest.mark.parametrize("sizes", [(0, 0, 4), (1, -1, 4), (1, 0, 0)])
@@ -541,8 +541,8 @@ def test_reclaim_frees_leaked_blocks_and_no_others() -> None:
     kv.grow(first, 3 * BLOCK)
     first.progress.known, first.progress.computed = 30, 3 * BLOCK
     kv.cache.offer(first)
-    device, cpu = kv._device.take(2), kv._cpu.take(3)
-    assert kv._device.name(device[0], b"lost")
+    device, cpu = kv.device.take(2), kv.cpu.take(3)
+    assert kv.device.name(device[0], b"lost")
     assert kv.adopt(second).tokens == 3 * BLOCK
     assert kv.leaked == (2, 3)
     with pytest.raises(LedgerError, match="leaked or doubled"):
@@ -550,6 +550,6 @@ def test_reclaim_frees_leaked_blocks_and_no_others() -> None:
     assert kv.reclaim() == 5
     kv.check()
     assert kv.leaked == (0, 0)
-    assert kv._device.find(b"lost") is None
-    assert (kv.device_free, kv.cpu_free, kv.cache.shared_blocks) == (DEVICE - 3, CPU, 3)
+    assert kv.device.find(b"lost") is None
+    assert (kv.device_free, kv.tiers.cpu_free, kv.cache.shared_blocks) == (DEVICE - 3, CPU, 3)
     assert (device, cpu) == ([3, 4], [0, 1, 2])

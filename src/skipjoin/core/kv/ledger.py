@@ -31,21 +31,21 @@ class KVLedger:
         for name, value, low in bounds:
             if value < low:
                 raise ValueError(f"{name} must be at least {low}, got {value}")
-        self.device_total, self.cpu_total, self.block_size = device_blocks, cpu_blocks, block_size
-        self.tiers, self._is_exact = self, is_exact
+        self.device_total, self.block_size = device_blocks, block_size
+        self._cpu_total, self._is_exact = cpu_blocks, is_exact
         self._compose()
 
     def _compose(self) -> None:
         size, held = self.block_size, dict[Request, RequestBlocks]()
-        self._held = held
-        self._device, self._cpu = device, cpu = BlockPool(self.device_total), BlockPool(self.cpu_total)
+        self.held = held
+        self.device, self.cpu = device, cpu = BlockPool(self.device_total), BlockPool(self._cpu_total)
         self._holders = holders = Holders()
         self._transfers = transfers = Transfers(held)
         self._shared = SharedBlocks(held, device, cpu, holders, transfers, block_size=size, hold=self._hold)
-        self.sharing = self._shared if self.cpu_total and self._is_exact else None
+        self.sharing = self._shared if self._cpu_total and self._is_exact else None
         self.cache = PrefixCache(held, device, cpu, holders, size, is_exact=self._is_exact)
         self.reservations = Reservations(self.device_total)
-        self.blocks_in_transit = transfers.blocks
+        self.tiers = Tiers(self, transfers, self._shared, is_exact=self._is_exact)
         # Called for many requests in every step, so bind the methods of the parts directly.
         self.blocks_of: Callable[[Request], RequestBlocks | None] = held.get
         self.footprint: Callable[[Request], int] = self.reservations.footprint
@@ -53,11 +53,7 @@ class KVLedger:
 
     @property
     def device_free(self) -> int:
-        return self._device.free
-
-    @property
-    def cpu_free(self) -> int:
-        return self._cpu.free
+        return self.device.free
 
     @property
     def available(self) -> int:
@@ -65,11 +61,11 @@ class KVLedger:
 
     @property
     def is_moving(self) -> bool:
-        return any(self.blocks_in_transit.values())
+        return any(self.tiers.blocks_in_transit.values())
 
     @property
     def leaked(self) -> tuple[int, int]:
-        device, cpu, held = self._device, self._cpu, self._held.values()
+        device, cpu, held = self.device, self.cpu, self.held.values()
         return (
             device.total - device.free - sum(len(one.device) - one.reservation.adopted for one in held),
             cpu.total - cpu.free - sum(len(one.cpu) for one in held) - sum(1 for _ in self._copies()),
@@ -82,18 +78,14 @@ class KVLedger:
         return min(request.progress.computed, blocks * self.block_size)
 
     def holders(self) -> Collection[Request]:
-        return self._held.keys()
-
-    def cpu_footprint(self, request: Request) -> int:
-        held = self._held.get(request)
-        return held.away if held else 0
+        return self.held.keys()
 
     def filled(self, request: Request) -> int:
-        held = self._held.get(request)
+        held = self.held.get(request)
         return min(len(held.device), self.blocks_for(request.progress.computed)) if held else 0
 
     def filled_after(self, request: Request, freed: int) -> int:
-        held = self._held.get(request)
+        held = self.held.get(request)
         if held is None:
             return 0
         keep, reservation = self.filled(request), held.reservation
@@ -106,17 +98,17 @@ class KVLedger:
         return keep
 
     def shortfall(self, request: Request, tokens: int) -> int:
-        held = self._held.get(request)
+        held = self.held.get(request)
         if held is None:
             return max(0, self.blocks_for(tokens) - self.available)
         need = self.blocks_for(tokens) - len(held.device)
         if held.sharing.lends:
             need += self._shared.extra(held, tokens)
         unused = self.reservations.unused_in_all(held.reservation)
-        return max(0, need - unused - self.available, need - self._device.free)
+        return max(0, need - unused - self.available, need - self.device.free)
 
     def shortfall_of_blocks(self, request: Request, tokens: int) -> int:
-        held, need = self._held.get(request), self.blocks_for(tokens) - self._device.free
+        held, need = self.held.get(request), self.blocks_for(tokens) - self.device.free
         return need if held is None else need - len(held.device) + self._shared.extra(held, tokens)
 
     def shortfall_of_reservation(self, request: Request, blocks: int, parent: Owner = None) -> int:
@@ -128,7 +120,7 @@ class KVLedger:
             return None
         size, blocks, root = self.block_size, [0] * steps, self.reservations.root
         for request in requests:
-            reservation = self._held[request].reservation
+            reservation = self.held[request].reservation
             progress = request.progress
             room = (reservation.size + reservation.adopted - reservation.lent) * size - progress.planned
             is_nested = reservation.parent is not root
@@ -158,18 +150,18 @@ class KVLedger:
         missing = self.blocks_for(tokens) - len(held.device)
         if held.moving is Direction.OUT or (held.away and held.moving is None):
             raise LedgerError(f"request {request.id} grows while its KV is not on the device")
-        if missing > self._device.free:
-            raise LedgerError(f"request {request.id} needs {missing} blocks, {self._device.free} are free")
+        if missing > self.device.free:
+            raise LedgerError(f"request {request.id} needs {missing} blocks, {self.device.free} are free")
         if missing > 0:
-            held.device += self._device.take(missing)
+            held.device += self.device.take(missing)
             held.refresh()
         return held
 
     def trim(self, request: Request) -> None:
-        self._cut(self._held[request], self.filled(request))
+        self.cut(self.held[request], self.filled(request))
 
     def drop(self, request: Request, *, keep: int = 0) -> None:
-        held = self._held[request]
+        held = self.held[request]
         if not keep:
             self.release(request)
             return
@@ -177,52 +169,52 @@ class KVLedger:
             raise LedgerError(f"request {request.id} drops KV while it is in transit")
         self._transfers.detach(held, keep)
         held.tokens_before_drop = request.progress.computed
-        self._free_cpu(held)
-        self._cut(held, keep)
+        self.tiers.free_cpu(held)
+        self.cut(held, keep)
 
     def release(self, request: Request) -> None:
-        held = self._held.get(request)
+        held = self.held.get(request)
         if held is None:
             return
         if held.moving is not None:
             raise LedgerError(f"request {request.id} is released while its KV is in transit")
         self._transfers.detach(held)
-        del self._held[request]
+        del self.held[request]
         self.reservations.close(request)
         request.progress.reserve(UNLIMITED)
         self._give_back(held, held.device)
-        self._cpu.put(held.cpu)
+        self.cpu.put(held.cpu)
         self.cache.retract(request)
         if request.progress.finish_reason is None:
             self.cache.await_prefix(request)
 
     def clear(self) -> None:
         waiting = list(self.cache.awaited)
-        for request in self._held:
+        for request in self.held:
             request.progress.reserve(UNLIMITED)
         self._compose()
         for request in waiting:
             self.cache.await_prefix(request)
 
     def reclaim(self) -> int:
-        held = self._held.values()
-        lost = self._device.reclaim({block for one in held for block in one.device})
+        held = self.held.values()
+        lost = self.device.reclaim({block for one in held for block in one.device})
         for block in lost:
             self._holders.of.pop(block, None)
-        return len(lost) + len(self._cpu.reclaim({*self._copies(), *(block for one in held for block in one.cpu)}))
+        return len(lost) + len(self.cpu.reclaim({*self._copies(), *(block for one in held for block in one.cpu)}))
 
     def _hold(self, request: Request) -> RequestBlocks:
-        held = self._held.get(request)
+        held = self.held.get(request)
         if held is None:
             device: list[int] = []
             reservation = self.reservations.open(request, device)
-            held = self._held[request] = RequestBlocks(request, self.block_size, device, reservation)
+            held = self.held[request] = RequestBlocks(request, self.block_size, device, reservation)
             if request.prefix is not None:
                 self.cache.forget_prefix(request)
                 request.progress.find(0)
         return held
 
-    def _cut(self, held: RequestBlocks, keep: int) -> None:
+    def cut(self, held: RequestBlocks, keep: int) -> None:
         reservation, request = held.reservation, held.request
         reservation.hand_over()
         reservation.promised = 0
@@ -240,139 +232,17 @@ class KVLedger:
         if self._holders.of or self._shared.of:
             remove = self._shared.remove if self._shared.of else self._holders.remove
             blocks = [block for block in blocks if not remove(block, held)]
-        self._device.put(blocks)
-
-    def _free_cpu(self, held: RequestBlocks, blocks: int | None = None) -> None:
-        self._cpu.put(held.cpu[:blocks])
-        del held.cpu[:blocks]
-        held.refresh_room()
+        self.device.put(blocks)
 
     def _copies(self) -> Iterable[int]:
         return chain(self._shared.copies(), self.cache.cpu.targets)
 
-    # -- moves in transit ---------------------------------------------------------------------------------
-
-    def expect(self, request: Request) -> None:
-        self._transfers.expect(self.grow(request, request.progress.computed))
-
-    def receive(self, request: Request) -> None:
-        self._transfers.receive(self._held[request])
-
-    def can_move_out(self, request: Request, *, keep: int = 0, blocking: bool = True) -> bool:
-        # Lent blocks leave with blocking moves only.
-        held = self._held.get(request)
-        if held is None or held.moving is not None or request.progress.in_flight:
-            return False
-        if held.sharing.lends and not blocking:
-            return False
-        moved = self.filled(request) - keep
-        return 0 < moved <= self._cpu.free + sum(index >= keep for index in held.sharing.lends)
-
-    def can_move_in(self, request: Request) -> bool:
-        held = self._held.get(request)
-        if held is None or held.moving is not None or held.sharing.overwritten:
-            return False
-        return 0 < len(held.cpu) <= self.reservations.unused_in_all(held.reservation) + self.available
-
-    def move_out(self, request: Request, *, blocking: bool, keep: int = 0, before: Move | None = None) -> Move | None:
-        held = self._held[request]
-        if not self.can_move_out(request, keep=keep):
-            raise LedgerError(f"request {request.id} cannot be moved out")
-        self.trim(request)
-        move = self._shared.move_out(held, keep) if held.sharing.lends else self._out_of(held, keep)
-        if blocking:
-            self._cut(held, keep)
-        if move is not None and before is not None:
-            move = joined(move, before, self.block_size)
-        move = move or before
-        return self._transfers.begin(held, move) if move is not None else None
-
-    def _out_of(self, held: RequestBlocks, keep: int) -> Move:
-        request, source = held.request, held.device[keep:]
-        target = self._cpu.take(len(source))
-        tokens = self.tokens_in(request, len(held.device)) - self.tokens_in(request, keep)
-        held.cpu[:0] = target
-        return Move(Direction.OUT, request, tuple(source), tuple(target), tokens)
-
-    def recall(self, move: Move) -> None:
-        self.land(move)
-        self.cache.cpu.forget(move.target)
-
-    def move_in(self, request: Request) -> Move:
-        held = self._held[request]
-        if not self.can_move_in(request):
-            raise LedgerError(f"request {request.id} cannot be moved in")
-        tokens = request.progress.computed - self.tokens_in(request, len(held.device))
-        target = self._device.take(len(held.cpu))
-        held.device += target
-        held.refresh()
-        return self._transfers.begin(held, Move(Direction.IN, request, tuple(held.cpu), tuple(target), tokens))
-
-    def restore(self, request: Request, tokens: int) -> list[Move]:
-        # Its slots in blocks that a borrower has overwritten go to other blocks.
-        held, take_back = self._held[request], self._shared.take_back
-        if not held.sharing.overwritten:
-            back = [self.move_in(request)] if held.cpu else []
-            return [*take_back(request, tokens), *back]
-        copies = list[Copy]()
-        if held.cpu:  # one move carries both
-            size, first = self.block_size, len(held.device)
-            target = self._device.take(len(held.cpu))
-            copies = [
-                (here, there, Span(size - (filled := self._shared.filled_slots(held, first + place)), filled))
-                for place, (here, there) in enumerate(zip(held.cpu, target, strict=True))
-            ]
-            held.device += target
-        return take_back(request, tokens, copies)
-
-    def keep_cached(self, depth: int) -> Move | None:
-        move = self.cache.cpu.begin(depth)
-        return self._transfers.begin_copy(move) if move is not None else None
-
-    def land(self, move: Move) -> int | None:
-        held, part = self._transfers.end(move)
-        if held is None:
-            if move.request is None:
-                self.cache.cpu.end(has_landed=True)
-            return None
-        if move.direction is Direction.IN:
-            self._free_cpu(held)
-            held.is_private = held.is_private or not self._is_exact
-        elif part is None and move.direction is Direction.OUT:
-            if held.holds_source(move):
-                self._cut(held, len(held.device) - len(move.source))
-            if not move.spans:
-                self.cache.offer_swapped(held, move)
-        return self._transfers.lose(held)
-
-    def fail(self, move: Move) -> int | None:
-        held, part = self._transfers.end(move)
-        if held is None:
-            if move.request is None:
-                self.cache.cpu.end(has_landed=False)
-            return None
-        if part is not None:
-            keep = min(part, len(held.device))
-        elif move.direction is Direction.OUT and held.holds_source(move):
-            self._free_cpu(held, len(move.target))
-            return None
-        elif move.direction is Direction.OUT:
-            keep = len(held.device)
-            self.cache.cpu.forget(move.target)
-        else:
-            keep = held.device.index(move.target[0])
-            if move.direction is Direction.IN:  # otherwise the request would hit it again and fail again
-                self.cache.cpu.forget(move.source)
-        if part is None and move.direction is not Direction.WITHIN:
-            self._free_cpu(held)
-        return self._transfers.lose(held, keep)
-
     # -- consistency check --------------------------------------------------------------------------------
 
     def check(self) -> None:
-        held = self._held.values()
-        self._device.check(chain.from_iterable(map(self._holders.counted, held)))
-        self._cpu.check(chain(self._copies(), *(one.cpu for one in held)))
+        held = self.held.values()
+        self.device.check(chain.from_iterable(map(self._holders.counted, held)))
+        self.cpu.check(chain(self._copies(), *(one.cpu for one in held)))
         self._holders.check(held)
         self._transfers.check()
         self._shared.check()
@@ -382,3 +252,143 @@ class KVLedger:
             one.check()
         if any(self.leaked):
             raise LedgerError(f"{self.leaked} blocks are leaked by the count")
+
+
+class Tiers:
+    """Part of the ledger that moves KV between the device and the CPU tier, or receives it from another engine."""
+
+    def __init__(self, kv: KVLedger, transfers: Transfers, shared: SharedBlocks, *, is_exact: bool) -> None:
+        self._kv = kv
+        self._transfers = transfers
+        self._shared = shared
+        self._is_exact = is_exact
+        self.cpu_total = kv.cpu.total
+        self.blocks_in_transit = transfers.blocks
+
+    @property
+    def cpu_free(self) -> int:
+        return self._kv.cpu.free
+
+    def cpu_footprint(self, request: Request) -> int:
+        held = self._kv.held.get(request)
+        return held.away if held else 0
+
+    def expect(self, request: Request) -> None:
+        self._transfers.expect(self._kv.grow(request, request.progress.computed))
+
+    def receive(self, request: Request) -> None:
+        self._transfers.receive(self._kv.held[request])
+
+    def can_move_out(self, request: Request, *, keep: int = 0, blocking: bool = True) -> bool:
+        # Lent blocks leave with blocking moves only.
+        held = self._kv.held.get(request)
+        if held is None or held.moving is not None or request.progress.in_flight:
+            return False
+        if held.sharing.lends and not blocking:
+            return False
+        moved = self._kv.filled(request) - keep
+        return 0 < moved <= self._kv.cpu.free + sum(index >= keep for index in held.sharing.lends)
+
+    def can_move_in(self, request: Request) -> bool:
+        held = self._kv.held.get(request)
+        if held is None or held.moving is not None or held.sharing.overwritten:
+            return False
+        return 0 < len(held.cpu) <= self._kv.reservations.unused_in_all(held.reservation) + self._kv.available
+
+    def move_out(self, request: Request, *, blocking: bool, keep: int = 0, before: Move | None = None) -> Move | None:
+        held = self._kv.held[request]
+        if not self.can_move_out(request, keep=keep):
+            raise LedgerError(f"request {request.id} cannot be moved out")
+        self._kv.trim(request)
+        move = self._shared.move_out(held, keep) if held.sharing.lends else self._out_of(held, keep)
+        if blocking:
+            self._kv.cut(held, keep)
+        if move is not None and before is not None:
+            move = joined(move, before, self._kv.block_size)
+        move = move or before
+        return self._transfers.begin(held, move) if move is not None else None
+
+    def _out_of(self, held: RequestBlocks, keep: int) -> Move:
+        request, source = held.request, held.device[keep:]
+        target = self._kv.cpu.take(len(source))
+        tokens = self._kv.tokens_in(request, len(held.device)) - self._kv.tokens_in(request, keep)
+        held.cpu[:0] = target
+        return Move(Direction.OUT, request, tuple(source), tuple(target), tokens)
+
+    def recall(self, move: Move) -> None:
+        self.land(move)
+        self._kv.cache.cpu.forget(move.target)
+
+    def move_in(self, request: Request) -> Move:
+        held = self._kv.held[request]
+        if not self.can_move_in(request):
+            raise LedgerError(f"request {request.id} cannot be moved in")
+        tokens = request.progress.computed - self._kv.tokens_in(request, len(held.device))
+        target = self._kv.device.take(len(held.cpu))
+        held.device += target
+        held.refresh()
+        return self._transfers.begin(held, Move(Direction.IN, request, tuple(held.cpu), tuple(target), tokens))
+
+    def restore(self, request: Request, tokens: int) -> list[Move]:
+        # Its slots in blocks that a borrower has overwritten go to other blocks.
+        held, take_back = self._kv.held[request], self._shared.take_back
+        if not held.sharing.overwritten:
+            back = [self.move_in(request)] if held.cpu else []
+            return [*take_back(request, tokens), *back]
+        copies = list[Copy]()
+        if held.cpu:  # one move carries both
+            size, first = self._kv.block_size, len(held.device)
+            target = self._kv.device.take(len(held.cpu))
+            copies = [
+                (here, there, Span(size - (filled := self._shared.filled_slots(held, first + place)), filled))
+                for place, (here, there) in enumerate(zip(held.cpu, target, strict=True))
+            ]
+            held.device += target
+        return take_back(request, tokens, copies)
+
+    def keep_cached(self, depth: int) -> Move | None:
+        move = self._kv.cache.cpu.begin(depth)
+        return self._transfers.begin_copy(move) if move is not None else None
+
+    def land(self, move: Move) -> int | None:
+        held, part = self._transfers.end(move)
+        if held is None:
+            if move.request is None:
+                self._kv.cache.cpu.end(has_landed=True)
+            return None
+        if move.direction is Direction.IN:
+            self.free_cpu(held)
+            held.is_private = held.is_private or not self._is_exact
+        elif part is None and move.direction is Direction.OUT:
+            if held.holds_source(move):
+                self._kv.cut(held, len(held.device) - len(move.source))
+            if not move.spans:
+                self._kv.cache.offer_swapped(held, move)
+        return self._transfers.lose(held)
+
+    def fail(self, move: Move) -> int | None:
+        held, part = self._transfers.end(move)
+        if held is None:
+            if move.request is None:
+                self._kv.cache.cpu.end(has_landed=False)
+            return None
+        if part is not None:
+            keep = min(part, len(held.device))
+        elif move.direction is Direction.OUT and held.holds_source(move):
+            self.free_cpu(held, len(move.target))
+            return None
+        elif move.direction is Direction.OUT:
+            keep = len(held.device)
+            self._kv.cache.cpu.forget(move.target)
+        else:
+            keep = held.device.index(move.target[0])
+            if move.direction is Direction.IN:  # otherwise the request would hit it again and fail again
+                self._kv.cache.cpu.forget(move.source)
+        if part is None and move.direction is not Direction.WITHIN:
+            self.free_cpu(held)
+        return self._transfers.lose(held, keep)
+
+    def free_cpu(self, held: RequestBlocks, blocks: int | None = None) -> None:
+        self._kv.cpu.put(held.cpu[:blocks])
+        del held.cpu[:blocks]
+        held.refresh_room()

@@ -454,13 +454,14 @@ class Scene(Stepper):
         blocks: int,
         cpu: int = 0,
         is_exact: bool = True,
+        states: tuple[str, int] | None = None,
         depth: int = 1,
         overlap: bool | None = None,
         batcher: Batcher | None = None,
         admission: AdmissionPolicy | None = None,
         eviction: EvictionPolicy | None = None,
     ) -> None:
-        self.ordering, self.kv = Ranks(numbers), KVLedger(blocks, cpu, 4, is_exact=is_exact)
+        self.ordering, self.kv = Ranks(numbers), KVLedger(blocks, cpu, 4, is_exact=is_exact, states=states)
         policies = Policies(
             self.ordering,
             batcher or Greedy(8, 1000, chunked=True),

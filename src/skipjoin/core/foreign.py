@@ -36,7 +36,7 @@ class ForeignScheduler(Scheduler):
             swapped-out requests need.
         """
         kv, tiers = self.kv, self.kv.tiers
-        if tiers is None:
+        if tiers is None or (kv.states is not None and not kv.states.free):
             return False
         begin_decision(self.policies, kv, now)
         allocation = self.policies.admission.reserve(request, request.progress.known, kv)

@@ -13,7 +13,7 @@ class WaitReason(StrEnum):
 
     NO_SLOT = "no_slot"  # the batch has its maximum number of requests
     TOKEN_BUDGET = "token_budget"  # the batch has its maximum number of tokens
-    NO_KV = "no_kv"  # too few KV blocks
+    NO_KV = "no_kv"  # too few KV blocks, or no slot for other state
     KV_ON_CPU = "kv_on_cpu"  # swapped out, and not yet swapped in by the eviction policy
     KV_IN_TRANSIT = "kv_in_transit"  # a swap is in progress
     GRAMMAR = "grammar"  # its grammar is being compiled, or computes the allowed tokens

@@ -122,6 +122,32 @@ class Evictor:
             self._policies.eviction.on_dropped(dropped, self._context.now)
         return choice
 
+    def free_state(self, request: Request) -> bool:
+        """Drop the KV and the state of the last request that may be evicted for this one; return whether one was.
+
+        State is not swapped, so requests with KV on either tier are evicted.
+        """
+        kv, rank, latest = self._kv, self._rank, self._context.latest
+        own, outranks = rank(request), self._policies.ordering.outranks
+        below = []
+        for victim in kv.holders():
+            held, progress = kv.blocks_of(victim), victim.progress
+            if held is None or not held.is_settled or progress.finish_reason is not None or victim is request:
+                continue
+            has_begun = progress.last_plan == self._context.plan_id
+            is_new = progress.is_newly_resident and progress.last_plan >= latest
+            is_below = own < rank(victim) and outranks(request, victim) and not is_new
+            if not has_begun and (self._is_forced or is_below):
+                below.append(victim)
+        if not below:
+            return False
+        victim = max(below, key=rank)
+        if victim.progress.in_flight:  # it pauses, and is evicted in a later step
+            self._context.pausing.add(victim)
+            return False
+        self._evict(Eviction(victim, Preemption.DROP))
+        return True
+
     def _suffice(self, victims: Sequence[Request], short: int) -> bool:
         """Return whether the victims' blocks reach `short`. Reads no more victims than necessary."""
         footprint = self._kv.footprint

@@ -78,6 +78,8 @@ class Placer:
     def _admit(self, request: Request, target: int) -> HeldBlocks | Blocked:
         if (reason := self._evictor.barred(request)) is not None:
             return Blocked(reason, closes=Deferral.NEWCOMERS)
+        if self._kv.states is not None and not self._kv.states.free and not self._evictor.free_state(request):
+            return Blocked(WaitReason.NO_KV, closes=Deferral.NEWCOMERS)
         hit = self._kv.hit(request) if request.progress.computed else MISS
         if not hit.tokens:
             return self._enter(request, target, MISS)

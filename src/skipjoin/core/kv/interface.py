@@ -1,6 +1,6 @@
 """Interface of the KV ledger to the planner and the policies, which any engine's account of KV blocks can implement.
 
-A ledger returns its capabilities `Tiered`, `Cached`, `Shared` and `Reserving`, or None.
+A ledger returns its capabilities `Tiered`, `Cached`, `Shared`, `Reserving` and `Stateful`, or None.
 """
 
 from __future__ import annotations
@@ -238,6 +238,13 @@ class Reserving(Protocol):
         """Leave all accounts empty until the next `fund`. The shared pool takes over their loans."""
 
 
+class Stateful(Protocol):
+    """Slots for state that is no KV block. A request has one while it holds blocks on either tier."""
+
+    @property
+    def free(self) -> int: ...
+
+
 class KVAccounts(Protocol):
     """Queries about KV blocks. Calls change nothing."""
 
@@ -272,6 +279,10 @@ class KVAccounts(Protocol):
 
     @property
     def reservations(self) -> Reserving | None:
+        return None
+
+    @property
+    def states(self) -> Stateful | None:
         return None
 
     def blocks_for(self, tokens: int) -> int:

@@ -10,6 +10,7 @@ from skipjoin.core.kv.prefix_cache import PrefixCache
 from skipjoin.core.kv.request_blocks import Holders, RequestBlocks
 from skipjoin.core.kv.reservations import Owner, Reservations
 from skipjoin.core.kv.shared_blocks import SharedBlocks
+from skipjoin.core.kv.states import StateSlots
 from skipjoin.core.kv.transfers import Transfers
 from skipjoin.core.request import UNLIMITED, Request
 from skipjoin.core.step import Direction, Move, Span
@@ -24,15 +25,24 @@ class KVLedger:
 
     Args:
         is_exact: Whether swapping preserves KV exactly. Otherwise swapped KV is neither cached nor shared.
+        states: Name and number of the slots for state that is no KV block, if requests have any.
     """
 
-    def __init__(self, device_blocks: int, cpu_blocks: int, block_size: int, *, is_exact: bool = True) -> None:
+    def __init__(
+        self,
+        device_blocks: int,
+        cpu_blocks: int,
+        block_size: int,
+        *,
+        is_exact: bool = True,
+        states: tuple[str, int] | None = None,
+    ) -> None:
         bounds = ("device_blocks", device_blocks, 1), ("cpu_blocks", cpu_blocks, 0), ("block_size", block_size, 1)
         for name, value, low in bounds:
             if value < low:
                 raise ValueError(f"{name} must be at least {low}, got {value}")
         self.device_total, self.block_size = device_blocks, block_size
-        self._cpu_total, self._is_exact = cpu_blocks, is_exact
+        self._cpu_total, self._is_exact, self._states = cpu_blocks, is_exact, states
         self._compose()
 
     def _compose(self) -> None:
@@ -45,6 +55,7 @@ class KVLedger:
         self.sharing = self._shared if self._cpu_total and self._is_exact else None
         self.cache = PrefixCache(held, device, cpu, holders, size, is_exact=self._is_exact)
         self.reservations = Reservations(self.device_total)
+        self.states = StateSlots(*self._states) if self._states is not None else None
         self.tiers = Tiers(self, transfers, self._shared, is_exact=self._is_exact)
         # Called for many requests in every step, so bind the methods of the parts directly.
         self.blocks_of: Callable[[Request], RequestBlocks | None] = held.get
@@ -86,7 +97,7 @@ class KVLedger:
 
     def filled_after(self, request: Request, freed: int) -> int:
         held = self.held.get(request)
-        if held is None:
+        if held is None or self.states is not None:
             return 0
         keep, reservation = self.filled(request), held.reservation
         missing = freed - (reservation.size + reservation.adopted - reservation.lent - keep)
@@ -180,6 +191,8 @@ class KVLedger:
             raise LedgerError(f"request {request.id} is released while its KV is in transit")
         self._transfers.detach(held)
         del self.held[request]
+        if self.states is not None:
+            self.states.release(request)
         self.reservations.close(request)
         request.progress.reserve(UNLIMITED)
         self._give_back(held, held.device)
@@ -206,6 +219,8 @@ class KVLedger:
     def _hold(self, request: Request) -> RequestBlocks:
         held = self.held.get(request)
         if held is None:
+            if self.states is not None:
+                self.states.reserve(request)
             device: list[int] = []
             reservation = self.reservations.open(request, device)
             held = self.held[request] = RequestBlocks(request, self.block_size, device, reservation)
@@ -248,6 +263,8 @@ class KVLedger:
         self._shared.check()
         self.cache.check()
         self.reservations.check()
+        if self.states is not None:
+            self.states.check(self.held.keys())
         for one in held:
             one.check()
         if any(self.leaked):
@@ -364,7 +381,7 @@ class Tiers:
                 self._kv.cut(held, len(held.device) - len(move.source))
             if not move.spans:
                 self._kv.cache.offer_swapped(held, move)
-        return self._transfers.lose(held)
+        return self._lose(held)
 
     def fail(self, move: Move) -> int | None:
         held, part = self._transfers.end(move)
@@ -386,7 +403,11 @@ class Tiers:
                 self._kv.cache.cpu.forget(move.source)
         if part is None and move.direction is not Direction.WITHIN:
             self.free_cpu(held)
-        return self._transfers.lose(held, keep)
+        return self._lose(held, keep)
+
+    def _lose(self, held: RequestBlocks, keep: int | None = None) -> int | None:
+        kept = self._transfers.lose(held, keep)
+        return kept if kept is None or self._kv.states is None else 0
 
     def free_cpu(self, held: RequestBlocks, blocks: int | None = None) -> None:
         self._kv.cpu.put(held.cpu[:blocks])

@@ -1,1 +1,1 @@
-"""Scheduling core. It uses the standard library only, and time is always an argument."""
+"""Scheduling core: standard library only, and time is an argument."""

@@ -16,16 +16,13 @@ class StepContext:
     """Inputs of a scheduling decision besides requests and KV.
 
     Attributes:
-        now: Seconds on the driver's clock.
         latest: Requests whose last slice was in this plan or a later one are running.
         overlap: Whether a request may be scheduled while its input token is being sampled.
-        decision: Number of this decision; decisions without a plan count too.
         in_flight: Plans that have not committed, oldest first.
-        candidates: Requests that could run, in rank order, with the number of tokens to compute. Requests without KV
-            are included only if they find blocks. Best-effort requests are left out if real-time ones take their
-            blocks. The lazy iterator may be read once, before the first offer.
-        blocks_away: Returns how many KV blocks of a request the step must swap in before it computes.
-        pausing: Requests that skip this step, so that they can be evicted once no plan in flight contains them.
+        candidates: Requests that find blocks, in rank order, with the tokens to compute, without best-effort requests
+            whose blocks real-time ones take. May be read once, before the first offer.
+        blocks_away: Returns how many KV blocks of a request the step must swap in first.
+        pausing: Requests that skip this step, so that they can be evicted in a later one.
     """
 
     now: float = 0.0
@@ -42,10 +39,7 @@ class StepContext:
 
 
 def eligible_tokens(request: Request, context: StepContext) -> int:
-    """Return how many tokens of the request a plan may compute now. Pure.
-
-    The result is 0 if the request pauses or awaits its grammar, or if a token that it needs is still being sampled.
-    """
+    """Return how many tokens of the request a plan may compute now."""
     progress = request.progress
     if progress.awaits_grammar:
         return 0

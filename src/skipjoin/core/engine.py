@@ -1,5 +1,3 @@
-"""Request lifecycle around the scheduler: appends tokens, ends requests and emits events."""
-
 from __future__ import annotations
 
 import heapq
@@ -16,16 +14,14 @@ from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.core.waits import WaitState
 
 
-class RequestTooLargeError(ValueError):
-    """The request can never fit the KV pool."""
+class RequestTooLargeError(ValueError): ...
 
 
 class EngineCore:
     """Synchronous engine core without a clock.
 
-    A driver calls `start_step` until it returns None and passes the plans to an executor. It then calls `finish_step`
-    with each result in order. `take_events` returns what happened since its last call. `on_finished` is called once
-    with each request when it finishes.
+    A driver calls `start_step` until it returns None, runs the plans, and calls `finish_step` with each result in
+    order.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -42,11 +38,10 @@ class EngineCore:
 
     @property
     def largest_request(self) -> int:
-        """Maximum number of tokens of one request, prompt and output together."""
         return self.kv.device_total * self.kv.block_size
 
     def add(self, request: Request, now: float) -> None:
-        """Add a request. If `ForeignScheduler.expect` was called for it, its KV has arrived.
+        """Add a request, whose KV has arrived if it was expected.
 
         Raises:
             RequestTooLargeError: The request could not run even alone.
@@ -83,7 +78,7 @@ class EngineCore:
         Args:
             reason: STOP if the output is complete although more could be generated.
             detail: Explanation of an ERROR, for the client.
-            is_refused: Whether the cause is a limit that the request exceeds.
+            is_refused: Whether it exceeds a limit.
         """
         request = self.requests.get(request_id)
         if request is None:
@@ -92,7 +87,7 @@ class EngineCore:
         return True
 
     def reforecast(self, request_id: int, forecast: Forecast, now: float) -> bool:
-        """Replace the request's forecast; return False if it does not exist or has finished."""
+        """Replace the request's forecast; return False if it has finished."""
         request = self.requests.get(request_id)
         if request is None:
             return False
@@ -102,7 +97,7 @@ class EngineCore:
         return True
 
     def charge(self, request: Request, tokens: float, now: float) -> None:
-        """Count service of a request besides its tokens, as that of `tokens` output tokens. It may be finished."""
+        """Count service of a request, which may be finished, as that of `tokens` output tokens."""
         for notify in self.scheduler.policies.on_charged:
             notify(request, tokens, now)
 
@@ -117,14 +112,12 @@ class EngineCore:
 
     @property
     def is_stalled(self) -> bool:
-        """True if requests wait although no plan is in flight and no KV in transit."""
         if self.scheduler.has_plans or self.kv.is_moving:
             return False
         return any(not request.progress.awaits_grammar for request in self.requests.values())
 
     @property
     def next_deadline(self) -> float:
-        """Time at which `start_step` must be called for a deadline; inf without deadlines."""
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def finish_step(self, result: StepResult, now: float) -> None:
@@ -154,11 +147,13 @@ class EngineCore:
         return None if self._deadlines else self.scheduler.steady(len(self.requests))
 
     def decode(self, since: float, ends: Sequence[float]) -> None:
-        """Simulate consecutive decode-only steps at once, after the plan that `steady` returned.
+        """Simulate the decode-only steps after the plan that `steady` returned, in which no request finishes.
 
-        In each step every request gets one more token, equal to its last one, and none finishes. The outcome equals
-        that of single steps, except for ids and events (`Decoded`). `since` is the time of the steady plan's result,
-        `ends` those of the steps.
+        The outcome equals that of single steps, except for ids and events.
+
+        Args:
+            since: Time of the steady plan's result.
+            ends: Times of the steps.
 
         Raises:
             ValueError: There are too few blocks.
@@ -185,7 +180,6 @@ class EngineCore:
         return self.scheduler.waits.get(request) or tail._replace(since=max(tail.since, request.arrival))
 
     def restart(self, now: float) -> None:
-        """Reset after an executor restart. Requests continue from their known tokens."""
         self.scheduler.restart(now)
 
     def take_events(self) -> list[Event]:

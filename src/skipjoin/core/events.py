@@ -1,5 +1,3 @@
-"""Events of the engine core, in order, for drivers, metrics and traces."""
-
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
@@ -13,8 +11,6 @@ from skipjoin.core.waits import WaitReason
 
 
 class Preemption(Enum):
-    """What happened to the KV of a preempted request."""
-
     PAUSE = "kept on the device"
     SPILL = "moved to CPU memory in part"
     SWAP = "moved to CPU memory"
@@ -30,9 +26,8 @@ class Admitted(NamedTuple):
     """A request got its first KV blocks, or the first ones after an eviction.
 
     Attributes:
-        cached: Prefix-cache hit in tokens.
-        on_cpu: Number of the hit's last tokens that were on the CPU tier.
-        is_first: False if the request has held KV before, so that the hit may be its own KV.
+        cached: Prefix-cache hit in tokens; may be its own KV unless `is_first`.
+        on_cpu: How many of them, the last ones, were on the CPU tier.
     """
 
     request: Request
@@ -47,7 +42,7 @@ class Reserved(NamedTuple):
 
     Attributes:
         drawn: Blocks that an account gave to it.
-        group: Equal for requests that start and end together; their reservations are made in one decision.
+        group: Equal for requests that start and end together.
     """
 
     request: Request
@@ -59,18 +54,12 @@ class Reserved(NamedTuple):
 
 
 class Started(NamedTuple):
-    """A request joined the running batch, for the first time or again."""
-
     request: Request
     now: float
 
 
 class Preempted(NamedTuple):
-    """A request that was running, or that held KV on the device, was preempted.
-
-    Attributes:
-        kept: Tokens whose KV stays on the device. With PAUSE, all of it stays.
-    """
+    """A request that ran, or held KV on the device, was preempted. `kept` tokens of KV stay; all of it with PAUSE."""
 
     request: Request
     now: float
@@ -79,13 +68,7 @@ class Preempted(NamedTuple):
 
 
 class Waited(NamedTuple):
-    """A request's wait reason changed. The wait ends when a plan contains the request.
-
-    With NOT_EXAMINED, the reason is that of `Planned.tail`.
-
-    Attributes:
-        short: Number of missing KV blocks, with NO_KV.
-    """
+    """A request's wait reason changed. The wait ends when a plan contains the request."""
 
     request: Request
     now: float
@@ -94,14 +77,12 @@ class Waited(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """A move landed."""
-
     move: Move
     now: float
 
 
 class MoveFailed(NamedTuple):
-    """A move failed. If its request lost KV, a `Preempted` event (DROP) follows."""
+    """A move failed. `Preempted` (DROP) follows if KV is lost."""
 
     move: Move
     now: float
@@ -112,8 +93,8 @@ class Planned(NamedTuple):
 
     Attributes:
         held: Device blocks that are not free; `reserved` also counts reserved ones.
-        tail: Wait reason of requests that the decision did not examine.
-        cap: Number of requests up to which the next step accepts best-effort requests.
+        tail: Wait reason of requests that were not examined.
+        cap: Requests up to which the next step accepts best-effort ones.
     """
 
     plan: StepPlan
@@ -126,19 +107,17 @@ class Planned(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """The result of a step arrived. Events of its moves, tokens and finished requests follow."""
-
     result: StepResult
     now: float
 
 
 class Decoded(NamedTuple):
-    """Several decode-only steps ran at once (`EngineCore.decode`), instead of `Planned`, `Computed` and `Token` events.
+    """Several decode-only steps ran at once, instead of `Planned`, `Computed` and `Token` events.
 
     Attributes:
         since: Time at which the first step was planned.
-        ends: Times of the steps' results, at which the next steps were planned.
-        reserved: Value of `Planned.reserved` for each step.
+        ends: Times of the results, at which the next steps were planned.
+        reserved: `Planned.reserved` of each step.
     """
 
     requests: tuple[Request, ...]
@@ -148,8 +127,6 @@ class Decoded(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A token was generated. `detail` is further output of the sampler, usually None."""
-
     request: Request
     now: float
     token: int
@@ -159,11 +136,9 @@ class Token(NamedTuple):
 class Finished(NamedTuple):
     """A request left the engine.
 
-    Its blocks are freed when the plans that contain it commit, or with `Released` if it keeps its KV.
-
     Attributes:
-        detail: With `FinishReason.ERROR`, the cause and remedy; may be shown to the client.
-        is_refused: Whether the cause is a limit that the request exceeds.
+        detail: Cause and remedy of an ERROR; may be shown to the client.
+        is_refused: Whether the request exceeds a limit.
     """
 
     request: Request
@@ -174,7 +149,7 @@ class Finished(NamedTuple):
 
 
 class Released(NamedTuple):
-    """The KV that a finished request kept (`Request.keeps_kv`) was released. `reserved` is as in `Planned`."""
+    """The KV that a finished request kept was released."""
 
     request: Request
     now: float
@@ -182,10 +157,7 @@ class Released(NamedTuple):
 
 
 class Restarted(NamedTuple):
-    """The executor restarted. All KV on both tiers and these plans are lost.
-
-    Requests that held KV are preempted (DROP) next.
-    """
+    """The executor restarted: all KV and these plans are lost. `Preempted` events (DROP) follow."""
 
     plans: tuple[StepPlan, ...]
     now: float

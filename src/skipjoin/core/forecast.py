@@ -1,5 +1,3 @@
-"""Forecasts of output lengths, which requests carry."""
-
 from __future__ import annotations
 
 import math
@@ -21,11 +19,7 @@ def length_bin(tokens: float) -> int:
 
 
 def length_quantile(mass: Sequence[float], level: float) -> float:
-    """Return the quantile `level` of a distribution of lengths, in tokens, at least 1.
-
-    Args:
-        mass: Probability of each bin, not empty. Within a bin, lengths are spread evenly on a log scale.
-    """
+    """Return the quantile `level` of lengths in tokens, at least 1, spread evenly on a log scale within a bin."""
     below, index = 0.0, 0
     for index, share in enumerate(mass):  # noqa: B007 (used after the loop)
         if below + share >= level:
@@ -49,7 +43,7 @@ def share_below(mass: Sequence[float], tokens: float) -> float:
 
 
 def mean_from(mass: Sequence[float], tokens: float) -> float | None:
-    """Return the mean of the lengths of at least `tokens` tokens, or None if none is expected."""
+    """Return the mean of the lengths of at least `tokens` tokens, if one is expected."""
     total = weighted = 0.0
     for place in range(length_bin(tokens), len(mass)):
         first, end = _edges(place)
@@ -69,8 +63,8 @@ class Forecast(NamedTuple):
     """Predicted output length of a request, made before its first token.
 
     Attributes:
-        tokens: Expected number of output tokens in total, at least 1.
-        mass: Probability of each bin of `LENGTH_EDGES` from the first, without trailing zeros; empty if unknown.
+        tokens: Expected number of output tokens, at least 1.
+        mass: Probability of each bin of `LENGTH_EDGES`, without trailing zeros; empty if unknown.
     """
 
     tokens: float

@@ -1,5 +1,3 @@
-"""Scheduling for an engine that changes plans by itself, or that receives KV from another engine."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -16,12 +14,9 @@ from skipjoin.core.waits import WaitReason, WaitState
 
 
 class ForeignScheduler(Scheduler):
-    """Scheduler that accepts what other engines do.
+    """Scheduler for an engine that changes plans, whose ledger has what each request holds, or that receives KV.
 
-    - An engine with its own allocator may `amend` a plan, `insert` one, and `lose` KV. The ledger must already have
-      what each request holds.
-    - Requests that `expect` KV of another engine are added when it has arrived. Until then, only the admission policy
-      knows them.
+    Only the admission policy knows requests that `expect` KV of another engine, until they are added.
     """
 
     def __init__(self, policies: Policies, kv: BlockLedger, *, depth: int = 1, overlap: bool = False) -> None:
@@ -29,11 +24,10 @@ class ForeignScheduler(Scheduler):
         self._expected: dict[Request, Allocation] = {}
 
     def expect(self, request: Request, now: float) -> bool:
-        """Admit a request and pin device blocks for its computed tokens. Nothing is evicted.
+        """Admit a request and pin device blocks for its computed tokens, without an eviction.
 
         Returns:
-            False if the ledger cannot receive KV, the admission policy refuses, or there is no room beyond what
-            swapped-out requests need.
+            False if that is impossible, or if swapped-out requests need the room.
         """
         kv, tiers = self.kv, self.kv.tiers
         if tiers is None or (kv.states is not None and not kv.states.free):
@@ -65,12 +59,9 @@ class ForeignScheduler(Scheduler):
             notify(request, allocation, now)
 
     def amend(self, plan: StepPlan, slices: Sequence[Slice], now: float) -> StepPlan:
-        """Replace the slices of the latest plan by those that the engine really runs.
+        """Replace the slices of the latest plan by those that the engine really runs, and return it.
 
-        Requests that are left out are paused, with the wait reason NO_KV.
-
-        Returns:
-            The plan to commit instead.
+        Requests that are left out wait for KV.
 
         Raises:
             ValueError: The plan is not the latest one in flight.
@@ -105,7 +96,7 @@ class ForeignScheduler(Scheduler):
         return self.amend(plan, slices, now)
 
     def lose(self, request: Request, now: float) -> None:
-        """Reset a request whose KV the engine evicted by itself. Its slices in flight are void."""
+        """Reset a request whose KV the engine evicted. Its slices in flight are void."""
         for index, plan in enumerate(self._in_flight):
             kept = tuple(slice_ for slice_ in plan.slices if slice_.request is not request)
             if len(kept) < len(plan.slices):

@@ -1,5 +1,3 @@
-"""Policy interfaces of the scheduler, which depends on nothing else."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -21,36 +19,35 @@ class CostModel(Protocol):
 
     @property
     def revision(self) -> int:
-        """Version of the estimates. Callers that cache estimates discard them when it changes."""
+        """Version of the estimates, with which callers discard what they cached."""
         ...
 
     @property
     def margin(self) -> float:
-        """Factor, at least 1, that nearly all measured steps stayed within: measured <= margin x estimated."""
+        """Factor that nearly all measured steps stayed within, at least 1."""
         ...
 
     def step(self, shape: StepShape) -> float: ...
 
     def transfer(self, blocks: float) -> float:
-        """Return the time to transfer `blocks` KV blocks between the tiers, in one direction."""
+        """Return the time to transfer KV blocks in one direction."""
         ...
 
 
 class Callbacks:
-    """Notifications that every policy may receive; a policy overrides those that it needs.
+    """Notifications that every policy may receive.
 
-    All other policy methods are queries and must not change the policy unless their docstring says otherwise: the
-    planner may call them speculatively and repeatedly.
+    All other methods are queries that change nothing unless their docstring says so: the planner may call them
+    speculatively.
     """
 
-    def on_arrived(self, request: Request, now: float) -> None:
-        """Called when a request enters the engine."""
+    def on_arrived(self, request: Request, now: float) -> None: ...
 
     def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
         """Called before a step is planned.
 
         Returns:
-            Accounts with the number of blocks that each should reserve. An account gets fewer if fewer are available.
+            Accounts with the number of blocks that each should reserve, as far as available.
         """
         return ()
 
@@ -60,31 +57,22 @@ class Callbacks:
     def on_reserved(self, request: Request, allocation: Allocation, now: float) -> None:
         """Called after a request got a KV reservation, which covers `request.progress.reserved_tokens` tokens."""
 
-    def on_deferred(self, request: Request, now: float) -> None:
-        """Called after a step in which the admission policy let the request wait."""
+    def on_deferred(self, request: Request, now: float) -> None: ...
 
     def on_preempted(self, request: Request, now: float) -> None:
-        """Called after some or all of a request's KV was dropped or swapped out. Dropped tokens are recomputed."""
+        """Called after some or all of a request's KV was dropped, to be recomputed, or swapped out."""
 
-    def on_reforecast(self, request: Request, now: float) -> None:
-        """Called after `request.progress.forecast` changed."""
+    def on_reforecast(self, request: Request, now: float) -> None: ...
 
     def on_charged(self, request: Request, tokens: float, now: float) -> None:
-        """Called after a request took time besides its tokens, as much as `tokens` output tokens take.
-
-        The request may be finished.
-        """
+        """Called after a request, which may be finished, took the time of `tokens` output tokens besides its own."""
 
     def on_finished(self, request: Request, now: float) -> None:
-        """Called when a request has finished for any reason. Its state should be discarded."""
+        """Called when a request has finished for any reason."""
 
 
 class Ordering(Protocol):
-    """Priority order of requests.
-
-    The order is total and changes only in the `Callbacks` and in `ranked`. The cost of a step therefore does not depend
-    on the length of the queue.
-    """
+    """Priority order of requests, which is total and changes only in the `Callbacks` and in `ranked`."""
 
     def on_arrived(self, request: Request, now: float) -> None: ...
     def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]: ...
@@ -95,14 +83,14 @@ class Ordering(Protocol):
     def on_finished(self, request: Request, now: float) -> None: ...
 
     def ranked(self, now: float) -> Iterator[Request]:
-        """Iterate lazily over all requests in rank order, best first.
+        """Iterate lazily over all requests in rank order. May promote requests that are due at `now`.
 
-        May promote requests that are due at `now`. During the iteration, only `rank` and `outranks` may be called.
+        During the iteration, only `rank` and `outranks` may be called.
         """
         ...
 
     def rank(self, request: Request) -> Any:
-        """Return the sort key of `ranked`, smaller first. Keys of all requests are comparable."""
+        """Return the sort key of `ranked`; keys of all requests are comparable."""
         ...
 
     def outranks(self, one: Request, other: Request) -> bool:
@@ -112,8 +100,7 @@ class Ordering(Protocol):
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         """Return the requests in the order in which they are expected to run next, soonest first.
 
-        Returns:
-            Pairs of sort key and request. Keys are equal where neither of two requests has a reason to run first.
+        Keys of the pairs are equal where neither of two requests has a reason to run first.
         """
         ...
 
@@ -123,7 +110,7 @@ class Fact(NamedTuple):
 
     Attributes:
         label: Its name in a few words, such as "slack".
-        unit: Unit of a number: "s", or what it counts, such as "tokens". Empty for words and plain numbers.
+        unit: "s", or what a number counts, such as "tokens"; may be empty.
         meaning: What the value says about the request, in one sentence.
     """
 
@@ -134,21 +121,18 @@ class Fact(NamedTuple):
 
 
 class Explaining(Protocol):
-    """Policy that explains its decisions. Only a reader's question costs time; steps keep nothing for it."""
+    """Policy that explains its decisions to a reader."""
 
-    def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterable[Fact]:
-        """Return the figures by which the policy decides about an unfinished request. Must be pure."""
-        ...
+    def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterable[Fact]: ...
 
 
 def explanation(policy: object, request: Request, now: float, kv: KVAccounts) -> list[Fact]:
-    """Return what an `Explaining` policy returns, and nothing for others."""
     explain = getattr(policy, "explain", None)
     return [] if explain is None else list(explain(request, now, kv))
 
 
 class Measured(Protocol):
-    """Figures of a recipe's own, for metrics. Asked a few times per second, so that steps need not report them."""
+    """Figures of a recipe's own, for metrics, asked a few times per second."""
 
     def measure(self, now: float) -> Mapping[str, Sequence[float]]:
         """Return values by name of a metric, in the order of its label's values."""
@@ -156,16 +140,10 @@ class Measured(Protocol):
 
 
 class Learned(Protocol):
-    """State that the policies of a recipe learn from requests, and that outlives the engine."""
-
     @property
-    def notes(self) -> int:
-        """Counter that increases whenever something is learned."""
-        ...
+    def notes(self) -> int: ...
 
-    def state(self) -> dict[str, Any]:
-        """Return what was learned, as JSON values."""
-        ...
+    def state(self) -> dict[str, Any]: ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state`.
@@ -177,16 +155,12 @@ class Learned(Protocol):
 
 
 class Scope(Enum):
-    """Requests that a batcher's refusal applies to."""
-
     REQUEST = "this request"
     NEWCOMERS = "every request that holds no KV yet"
     ALL = "every request that was not offered yet"
 
 
 class Refusal(NamedTuple):
-    """Refusal of a request or of all remaining ones, with the reason for which they wait."""
-
     scope: Scope
     reason: WaitReason
 
@@ -213,37 +187,29 @@ QUIET_S = 60.0
 
 
 class BatchBuilder(Protocol):
-    """Batch of one step while it is being filled."""
-
     def offer(self, request: Request, pending: int) -> int | Refusal:
-        """Return how many of the request's `pending` tokens to compute in this step, at least 1, or a refusal.
+        """Return how many of the `pending` tokens to compute in this step, at least 1, or a refusal.
 
-        An offer that is not followed by `take` must not change the builder.
+        Must not change the builder; `take` follows if the request has its KV.
         """
         ...
 
-    def take(self, request: Request, tokens: int) -> None:
-        """Add the request, whose KV is now allocated, to the batch."""
+    def take(self, request: Request, tokens: int) -> None: ...
 
 
 class Batcher(Protocol):
-    """Policy that selects which of the ordered requests run together, and how many tokens of each."""
-
     @property
     def cap(self) -> int:
-        """Number of requests up to which the next step accepts best-effort requests."""
+        """Number of requests up to which the next step accepts best-effort ones."""
         ...
 
     def open(self, context: StepContext) -> BatchBuilder:
-        """Start the batch of a step. May change the batcher.
-
-        Called once per step, and again without candidates if nothing in the first batch can run.
-        """
+        """Start the batch of a step; may change the batcher. Called again if nothing in the first batch can run."""
         ...
 
 
 class BatcherWrapper(Callbacks):
-    """Base of a batcher around another one. `Policies` notifies and explains both, so a wrapper forwards nothing."""
+    """Base of a batcher around another one. `Policies` notifies and explains both."""
 
     def __init__(self, batcher: Batcher) -> None:
         self.batcher = batcher
@@ -261,7 +227,7 @@ class Allocation:
         now: Device blocks that must be available immediately.
         blocks: Total size of the reservation.
         spare: Additional blocks that must remain available.
-        tokens: Tokens that the request may hold before it needs another reservation; None for no limit.
+        tokens: Tokens that it covers; None for no limit.
         parent: Parent reservation; None for the shared pool.
         draws: Account whose unused blocks permanently cover a shortage.
     """
@@ -276,22 +242,19 @@ class Allocation:
 
 
 class Deferral(Enum):
-    """Refusal of an admission policy; the value says which requests wait for a later step."""
+    """Refusal of an admission policy; the value says which requests wait."""
 
     NEWCOMERS = "no request without KV is admitted in this step"
     REQUEST = "of requests without KV, those that the ordering finds by their needs are still admitted"
 
 
 class AdmissionPolicy(Protocol):
-    """Policy that sizes a request's KV reservation, at admission and when an earlier reservation is exhausted."""
-
     def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation | Deferral:
         """Decide on a reservation for a request that has none, or one that covers fewer than `target` tokens.
 
         Must be pure. It is called speculatively, and before arrival if the KV comes from another engine.
 
         Args:
-            target: Number of tokens that the request is to hold on the device.
             kv: Current state of the ledger; blocks that evictions would free are not counted.
         """
         ...
@@ -302,12 +265,11 @@ class Eviction(NamedTuple):
 
     Attributes:
         how: What happens to its device KV: SWAP, SPILL or DROP.
-        blocks: With SPILL and DROP, the number of blocks to free, in the order of `KVAccounts.filled_after`. The
-            request then waits until all of its KV fits on the device again. None evicts the whole request.
-        lent: Whether to share these blocks bidirectionally with the request that needs them. `how` applies where
-            sharing is impossible.
-        displaces: Whether requests that rank after this one lose their KV on the CPU tier, if it is too full for the
-            swapped-out KV. If even that does not suffice, the KV of this request is dropped.
+        blocks: With SPILL and DROP, the number of blocks to free, in the order of `KVAccounts.filled_after`; None for
+            all. The request then waits until all of its KV fits on the device.
+        lent: Whether to share these blocks bidirectionally with the request that needs them, where possible.
+        displaces: Whether requests that rank after this one lose their KV on the CPU tier if it is too full. If even
+            that does not suffice, the KV of this request is dropped.
     """
 
     request: Request
@@ -318,28 +280,25 @@ class Eviction(NamedTuple):
 
 
 class EvictionPolicy(Protocol):
-    """Policy that decides which KV leaves the device under memory pressure, and which KV is swapped in advance."""
+    """Policy that decides which KV leaves the device, and which is swapped in advance."""
 
     @property
     def lends(self) -> bool:
-        """True if blocks are shared bidirectionally.
-
-        Best-effort requests then fill their blocks from the last slot down, from arrival on.
-        """
+        """True if blocks are shared bidirectionally: best-effort requests fill theirs from the last slot down."""
         ...
 
     def returns_overlapped(self, request: Request) -> bool:
-        """Return whether `ahead` alone swaps the request in, with overlapped moves. Must be pure.
+        """Return whether `ahead` alone swaps the request in. Must be pure.
 
-        If False, the step that would run the request swaps its KV in, see `returns_alongside`.
+        If False, the step that would run the request swaps its KV in.
         """
         ...
 
     def returns_alongside(self, request: Request) -> bool:
         """Return whether a step that computes other slices swaps the request in with overlapped moves. Must be pure.
 
-        The request then takes its place in the batch without a slice, and runs in a later step. Otherwise the moves are
-        blocking, and the step runs it.
+        The request then takes its place in the batch without a slice. Otherwise the moves are blocking, and the step
+        runs it.
         """
         ...
 
@@ -350,13 +309,12 @@ class EvictionPolicy(Protocol):
 
         Args:
             candidates: Requests that may be evicted, least important first. Their footprints together suffice.
-            newcomer: Request without its KV on the device that needs the blocks; it waits if the result is empty. None
-                if a running request grows, or if nothing else could run; then at least one candidate must be evicted.
+            newcomer: Request without its KV on the device that needs the blocks; it waits if the result is empty. If
+                None, at least one candidate must be evicted.
         """
         ...
 
-    def on_dropped(self, tokens: int, now: float) -> None:
-        """Called after the KV of `tokens` tokens was dropped for a newcomer."""
+    def on_dropped(self, tokens: int, now: float) -> None: ...
 
     def ahead(
         self, settled: Sequence[Request], ordering: Ordering, kv: KVAccounts, now: float
@@ -364,11 +322,7 @@ class EvictionPolicy(Protocol):
         """Return the requests to swap out and to swap in with overlapped moves. They do not join this step.
 
         Called once per step before the batch is filled; may change the policy. If all requests have swapped-out KV and
-        return overlapped, at least one must be swapped in.
-
-        Args:
-            settled: Unordered holders of KV on either tier with nothing in transit. Running ones pause, and are swapped
-                out in a later step.
+        return overlapped, it must swap one in. Running ones of the `settled` holders pause, and are swapped out later.
         """
         ...
 
@@ -376,15 +330,13 @@ class EvictionPolicy(Protocol):
 class Bindable(Protocol):
     """Policy that asks the ordering, for example about what it promises (`core.promises`)."""
 
-    def bind(self, ordering: Ordering) -> None:
-        """Called when the policy becomes part of `Policies`, with their ordering."""
-        ...
+    def bind(self, ordering: Ordering) -> None: ...
 
 
 def is_decode_invariant(policy: object) -> bool:
-    """True if decode-only steps without waiting requests leave the policy unchanged, even if its calls are skipped.
+    """True if decode-only steps without waiting requests leave the policy unchanged, even if calls are skipped.
 
-    A class declares this with its own attribute of this name, which subclasses do not inherit.
+    A class declares this with an attribute of its own, which subclasses do not inherit.
     """
     name = "is_decode_invariant"
     return name in vars(type(policy)) and bool(getattr(policy, name))
@@ -392,7 +344,7 @@ def is_decode_invariant(policy: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """One serving system: an implementation of each policy interface, their learned state and their own figures."""
+    """One serving system: a policy of each kind, their learned state and their own figures."""
 
     ordering: Ordering
     batcher: Batcher
@@ -418,14 +370,12 @@ class Policies:
 
     @property
     def parts(self) -> tuple[object, ...]:
-        """All policies, with those that a batcher wraps."""
         batchers: list[Batcher] = [self.batcher]
         while isinstance(wrapper := batchers[-1], BatcherWrapper):
             batchers.append(wrapper.batcher)
         return (self.ordering, *batchers, self.admission, self.eviction)
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> list[Fact]:
-        """Return what all policies say about an unfinished request."""
         return [fact for part in self.parts for fact in explanation(part, request, now, kv)]
 
     def __post_init__(self) -> None:

@@ -1,5 +1,3 @@
-"""Keys by which requests find KV blocks that others have computed."""
-
 from __future__ import annotations
 
 from array import array
@@ -25,16 +23,14 @@ class Prefix(Protocol):
 
         Args:
             read: Reads the tokens; always the same ones for one object, as is `reverse`.
-            reverse: Whether blocks are filled from their last slot down.
         """
         ...
 
 
 class ContentPrefix:
-    """Keys that are hashes of the tokens.
+    """Keys that are hashes of the previous key and the block's tokens.
 
-    Each key is the hash of the previous key and the block's tokens. Requests share no keys if their salts differ, or if
-    they fill their blocks from different ends.
+    Requests share none if their salts differ, or if they fill their blocks from different ends.
     """
 
     __slots__ = ("_block_size", "_keys", "_last")
@@ -59,14 +55,14 @@ class ContentPrefix:
         return keys
 
     def copy(self) -> ContentPrefix:
-        """Return a copy for another request with the same prompt and salt, to save hashing again."""
+        """Return a copy for another request with the same prompt and salt."""
         other = ContentPrefix(self._block_size)
         other._keys, other._last = list(self._keys), self._last
         return other
 
 
 class NamedPrefix:
-    """Keys from given names, for traces that name blocks of text without containing the text. Output has no keys.
+    """Keys from given names, for traces without texts. Output has no keys.
 
     Args:
         names: Equal names mean equal slices at the same position after equal ones.

@@ -17,10 +17,10 @@ class Promising(Protocol):
         ...
 
     def must_precede(self, request: Request, others: Iterable[Request]) -> bool:
-        """Return whether the request must not wait for KV while one of the others has some. Must be pure.
+        """Return whether the request must not wait for KV while another one has some. Must be pure.
 
         Args:
-            others: Unfinished requests of this ordering, in any order. Those of other bands do not count.
+            others: Unfinished requests of this ordering; those of other bands do not count.
         """
         ...
 
@@ -30,18 +30,15 @@ class Promising(Protocol):
 
 
 def may_await_prefix(ordering: object, request: Request, now: float) -> bool:
-    """Return what a `Promising` ordering returns, and True for others."""
     ask = getattr(ordering, "may_await_prefix", None)
     return ask is None or bool(ask(request, now))
 
 
 def must_precede(ordering: object, request: Request, others: Iterable[Request]) -> bool:
-    """Return what a `Promising` ordering returns, and False for others."""
     ask = getattr(ordering, "must_precede", None)
     return ask is not None and bool(ask(request, others))
 
 
 def may_pass(ordering: object, request: Request, kv: KVAccounts) -> bool:
-    """Return what a `Promising` ordering returns, and True for others."""
     ask = getattr(ordering, "may_pass", None)
     return ask is None or bool(ask(request, kv))

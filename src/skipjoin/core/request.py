@@ -23,24 +23,18 @@ class FinishReason(StrEnum):
 
 
 class ServiceClass(StrEnum):
-    """Service class of a request (BROS section 1)."""
-
     REAL_TIME = "real-time"  # served for latency
     BEST_EFFORT = "best-effort"  # served for throughput; uses spare capacity only
 
 
 class Target(NamedTuple):
-    """Soft latency objectives in seconds: time to first token, time per output token after it, and job completion time.
-
-    A request that misses one continues; the hard limit is `RequestOptions.deadline_s`.
-    """
+    """Soft latency objectives in seconds: time to first token, time per output token after it, job completion time."""
 
     ttft_s: float = math.inf
     tpot_s: float = math.inf
     jct_s: float = math.inf
 
     def with_default(self, default: Target) -> Target:
-        """Return a copy in which missing objectives come from `default`."""
         return Target(*(own if own < math.inf else other for own, other in zip(self, default, strict=True)))
 
 
@@ -48,7 +42,7 @@ NO_TARGET = Target()
 
 
 class Trace(NamedTuple):
-    """Trace that a request belongs to.
+    """Trace of a request.
 
     Attributes:
         parent: W3C `traceparent`; empty or invalid starts a new trace.
@@ -64,9 +58,9 @@ class RequestOptions:
     """Scheduling options of a request.
 
     Attributes:
-        is_urgent: Whether the request runs before others of its service class.
-        priority: Lower values run first among requests with equal `service` and `is_urgent`.
-        deadline_s: Seconds after arrival at which the request is ended; None for no deadline.
+        is_urgent: Whether it runs before others of its service class.
+        priority: Lower values run first among equal classes and urgency.
+        deadline_s: Seconds after arrival at which the request is ended.
         cache_salt: Only requests with equal salts share KV.
     """
 
@@ -91,21 +85,18 @@ class Progress:
     """How far a request is, and how it is treated. Its methods are all that writes it.
 
     Two counters measure it: *known* tokens (prompt and output) and *computed* tokens (their KV exists). Prefill,
-    chunks, decode and recomputation all raise `computed` to `known`. `planned` and `pending_samples` also count what
-    the plans in flight will add.
+    chunks, decode and recomputation all raise `computed` to `known`.
 
     Attributes:
         planned: `computed` after all plans in flight have committed.
         pending_samples: Tokens that plans in flight will sample.
         cached: Prefix-cache hit on arrival, in tokens; 0 once it holds KV.
         reverse: Whether it fills its blocks from the last slot down; fixed on arrival.
-        last_plan: Id of the last plan that contained a slice of it.
-        evictions: Times its KV was dropped or swapped out for another request.
-        was_admitted: Whether it has held KV, at this engine or at the one from which it resumes.
-        is_newly_resident: Whether no token was sampled since its KV was last allocated or swapped in.
-        awaits_grammar: Whether it must not run, because its grammar is being compiled or computes a mask.
-        reserved_tokens: Token limit of its KV reservation.
-        band: That of its options, or of real-time requests once `Prioritized` has lifted it.
+        last_plan: Last plan with a slice of it, unless it has left the running requests.
+        was_admitted: Whether it has held KV, at this engine or an earlier one.
+        is_newly_resident: Whether no token was sampled since its KV was allocated or swapped in.
+        awaits_grammar: Whether it must not run, because its grammar is not ready.
+        band: That of its options, or of real-time requests once it is lifted.
         target: That of its options, or one relative to its forecast.
     """
 
@@ -133,34 +124,31 @@ class Progress:
 
     @property
     def reached(self) -> int:
-        """Number of tokens known to need no computation: computed, or found in the prefix cache."""
+        """Number of tokens that need no computation: computed, or found in the prefix cache."""
         return self.computed or self.cached
 
     @property
     def pending(self) -> int:
-        """Number of tokens to compute before the next sample, including those that plans in flight will sample."""
+        """Number of tokens to compute before the next sample, with those that plans in flight will sample."""
         return self.known + self.pending_samples - self.planned
 
     @property
     def in_flight(self) -> bool:
-        """True if a plan that has not committed contains a slice of this request."""
         return self.planned > self.computed
 
     # -- computation --------------------------------------------------------------------------------------
 
     def begin(self, end: int, samples: bool, plan_id: int) -> None:
-        """A plan computes the tokens up to `end`, and samples the next one if `samples` is set."""
         self.planned = end
         self.pending_samples += samples
         self.last_plan = plan_id
 
     def withdraw(self, start: int, samples: bool) -> None:
-        """Undo `begin` for a slice of the latest plan, which an engine does not run."""
+        """Undo `begin` for a slice of the latest plan."""
         self.planned = start
         self.pending_samples -= samples
 
     def settle(self, end: int, samples: bool) -> None:
-        """The tokens up to `end` were computed."""
         self.computed = end
         if samples:
             self.pending_samples -= 1
@@ -175,10 +163,7 @@ class Progress:
         self.known += len(tokens)
 
     def rewind(self, kept: int) -> None:
-        """Continue after the first `kept` tokens: the other KV is lost, or the prefix cache has that of these.
-
-        No plan in flight may contain the request.
-        """
+        """Continue after the first `kept` tokens, whose KV is kept or found. No plan in flight contains it."""
         self.computed = self.planned = kept
         self.pending_samples = 0
         self.last_plan = NEVER
@@ -197,11 +182,9 @@ class Progress:
         self.reverse = True
 
     def place(self) -> None:
-        """Its KV is allocated or swapped in."""
         self.was_admitted = self.is_newly_resident = True
 
     def pause(self) -> None:
-        """It leaves the running requests."""
         self.last_plan = NEVER
 
     def evict(self) -> None:
@@ -227,19 +210,16 @@ class Progress:
 
 @dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class Request:
-    """One sequence to generate, as it was asked for. How far it is stands in `progress`.
-
-    Requests compare by identity.
+    """One sequence to generate, as it was asked for; `progress` says how far it is. Requests compare by identity.
 
     Attributes:
         id: Unique; increases with arrival.
         arrival: Seconds on the driver's clock, as is `deadline`.
         min_tokens: Output length before which `stop_tokens` have no effect.
         sampling: Parameters of the executor's sampler; opaque to the core.
-        keeps_kv: Whether blocks stay allocated after the request has finished, until `EngineCore.release`.
-        prefix: Keys of the request's KV blocks; None disables prefix caching for it.
-        resumed: Output tokens that another engine has generated for it.
-        max_total_tokens: Upper bound of known tokens: prompt and `max_tokens`.
+        keeps_kv: Whether blocks stay allocated after it has finished, until `EngineCore.release`.
+        prefix: Keys of its KV blocks; None disables prefix caching.
+        resumed: Output tokens that another engine has generated.
     """
 
     id: int
@@ -284,10 +264,9 @@ class Request:
         return progress.known + progress.pending_samples >= self.max_total_tokens
 
     def keys(self, tokens: int) -> Sequence[Key]:
-        """Return the keys of the full blocks in the first `tokens` known tokens; see `Prefix.keys`."""
+        """Return the keys of the full blocks in the first `tokens` known tokens."""
         return self.prefix.keys(self.tokens, tokens, reverse=self.progress.reverse) if self.prefix is not None else ()
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Return the known tokens at positions [start, end)."""
         split = len(self.prompt)
         return [*self.prompt[start:end], *self.progress.output[max(0, start - split) : max(0, end - split)]]

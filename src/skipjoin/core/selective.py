@@ -1,4 +1,4 @@
-"""Admission that passes over waiting requests that do not fit, at a cost that does not depend on the queue's length."""
+"""Admission that passes over requests that do not fit, at a cost independent of the queue."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ Limits = Callable[[], Sequence[int]]
 
 
 class Selective(Protocol):
-    """Admission policy that passes over requests."""
-
     def limits(self, kv: KVAccounts) -> Sequence[int]:
-        """Return how many blocks a request without KV may need to get a reservation now, for each kind of need."""
+        """Return how many blocks a request without KV may need to be admitted now, for each kind of need."""
 
 
 class Indexed(Protocol):
@@ -29,20 +27,18 @@ class Indexed(Protocol):
     def fitting(self, limits: Limits, kv: KVAccounts) -> Iterator[Request]:
         """Iterate lazily, in rank order, over requests without KV of which a need is within its limit.
 
-        Args:
-            limits: Called again after each request, which may have taken blocks.
+        `limits` is called again after each request, which may have taken blocks.
         """
 
 
 def fitting(ordering: object, limits: Limits, kv: KVAccounts) -> Iterator[Request]:
-    """Return what an `Indexed` ordering finds; other orderings find nothing."""
     find = getattr(ordering, "fitting", None)
     found: Iterator[Request] = iter(()) if find is None else find(limits, kv)
     return found
 
 
 def passing(policies: Policies, kv: KVAccounts, holders: Sequence[Request]) -> Iterator[Request]:
-    """Iterate in rank order over the holders, and the requests without KV that the admission policy would admit."""
+    """Iterate in rank order over the holders, and the requests without KV that would be admitted."""
     limits = getattr(policies.admission, "limits", None)
     if limits is None:
         return iter(holders)

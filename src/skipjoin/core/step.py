@@ -1,5 +1,3 @@
-"""Immutable descriptions of one engine step: the decision (`StepPlan`) and its outcome (`StepResult`)."""
-
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,8 +12,8 @@ class Slice(NamedTuple):
     """Consecutive tokens of one request that are computed in one step.
 
     Attributes:
-        samples: Whether the step samples the next token, because the slice ends at the last known token.
-        awaits: Whether a plan in flight samples the last input token. The executor takes it from that plan.
+        samples: Whether the step samples the next token.
+        awaits: Whether a plan in flight samples the last input token, from which the executor takes it.
         blocks: Device blocks of positions [0, start + tokens), in order.
     """
 
@@ -47,7 +45,7 @@ class Move(NamedTuple):
 
     Attributes:
         request: Owner of the blocks, which without `spans` are consecutive in its table. None for cached blocks.
-        tokens: Number of tokens that the copied slots hold. Only the last block may be partly filled.
+        tokens: Number of tokens that the copied slots hold.
         spans: Slots to copy of each block, to the same slots of its target. Empty to copy whole blocks.
     """
 
@@ -59,7 +57,6 @@ class Move(NamedTuple):
     spans: tuple[Span, ...] = ()
 
     def blocks(self, block_size: int) -> float:
-        """Return the copied volume in blocks; fractional if only spans are copied."""
         return self.tokens / block_size if self.spans else len(self.source)
 
 
@@ -94,14 +91,14 @@ class StepShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Decision for one step. Executors run plans in the order of their ids and do not modify them.
+    """Decision for one step. Executors run plans in the order of their ids.
 
-    Blocks that a move reads stay reserved until it has landed. The source of a blocking swap-out is copied first, so
-    the same plan may overwrite it. A plan without slices ends as soon as a move has landed, or after `PAUSE_S`.
+    The source of a blocking swap-out is copied first, so the same plan may overwrite it. A plan without slices ends as
+    soon as a move has landed, or after `PAUSE_S`.
 
     Attributes:
         blocking: Moves that must land before the slices run.
-        overlapped: Moves that start with the slices and run asynchronously, possibly over many plans.
+        overlapped: Moves that run asynchronously, possibly over many plans.
         waiting_for_kv: Requests that would be in this step if all their KV were on the device.
     """
 
@@ -113,11 +110,11 @@ class StepPlan:
 
 
 class StageTime(NamedTuple):
-    """Time that one pipeline stage spent on a step.
+    """Seconds that one pipeline stage spent on a step.
 
     Attributes:
-        busy: Seconds of work, blocking moves included.
-        idle: Seconds between the end of the stage's previous step and the start of this one; 0 in its first step.
+        busy: Work, blocking moves included.
+        idle: Gap after the stage's previous step; 0 in its first step.
     """
 
     busy: float
@@ -131,14 +128,11 @@ class StepResult:
     Attributes:
         tokens: The sampled token of each slice; None if the slice does not sample.
         seconds: Duration of the step, blocking moves included. In a pipeline, the sum over its stages.
-        moving: Part of `seconds` that the step spent waiting for its blocking moves.
-        landed: Moves that completed since the previous result, in order: all of the plan's blocking moves, and
-            overlapped moves of this or earlier plans.
-        failed: Moves that failed since then. Their target blocks, and slices that read these, are invalid.
-        stages: Times of the pipeline stages, first to last. Empty without a pipeline.
+        moving: Part of `seconds` that the step waited for its blocking moves.
+        landed: Moves that completed since the previous result, in order.
+        failed: Moves that failed since then. Slices that read their targets are invalid.
         dropped: Reasons why slices were dropped, by index: the step exceeded the device's memory, or the grammar
-            failed. Their tokens are ignored, and their requests end with `FinishReason.ERROR`. Several ranks drop none
-            for lack of memory, because they would diverge.
+            failed. Several ranks drop none for lack of memory, because they would diverge.
         refused: Those of `dropped` whose requests exceed a limit.
     """
 

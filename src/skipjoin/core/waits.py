@@ -7,8 +7,7 @@ from typing import NamedTuple
 class WaitReason(StrEnum):
     """Reason why a request is not running.
 
-    The planner examines requests in rank order and stops where no further one can run. Requests after that point share
-    one reason, so that a long queue costs nothing.
+    The planner examines requests in rank order and stops where no further one can run. Those after it share one reason.
     """
 
     NO_SLOT = "no_slot"  # the batch has its maximum number of requests
@@ -30,11 +29,7 @@ class WaitReason(StrEnum):
 
 
 class WaitState(NamedTuple):
-    """Current wait of a request.
-
-    Attributes:
-        short: Number of missing KV blocks, with NO_KV.
-    """
+    """Current wait of a request. `short` is the number of missing KV blocks, with NO_KV."""
 
     reason: WaitReason
     since: float

@@ -1,1 +1,1 @@
-"""Scheduler: plans engine steps and decides which requests hold device KV."""
+"""Scheduler: which requests run next and hold device KV."""

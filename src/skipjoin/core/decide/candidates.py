@@ -23,7 +23,7 @@ def find_candidates(
     *,
     led_since: dict[Request, float],
 ) -> Iterator[tuple[Request, int]]:
-    """Iterate over the requests that find blocks: a dry run of the step, on a count instead of the ledger."""
+    """Iterate over the requests that find blocks, on a count instead of the ledger."""
     blocks_of, supply = kv.blocks_of, _Supply(kv, evictor)
     returns_overlapped = policies.eviction.returns_overlapped
     for request in policies.ordering.ranked(context.now):
@@ -64,11 +64,7 @@ def find_candidates(
 def comes_soon(
     request: Request, hit: Hit, context: StepContext, ordering: Ordering, led_since: dict[Request, float]
 ) -> bool:
-    """Return whether the request should wait for a running request that computes a prefix it can reuse.
-
-    It waits only for a leader of at least equal importance, for at most `MAX_BEHIND_S`, and as long as its ordering
-    allows.
-    """
+    """Return whether the request should wait for a prefix that a running, not less important one computes."""
     leader = hit.leader
     if leader is None or leader.progress.finish_reason is not None or leader.progress.band > request.progress.band:
         return False
@@ -81,9 +77,8 @@ class _Supply:
     """Count of the device blocks that candidates can still take.
 
     Attributes:
-        donors: Least important best-effort requests, whose blocks real-time candidates take. Best-effort candidates do
-            not get their surplus, because an eviction may leave it in place.
-        is_awaited: Whether a swapped-out request waits for blocks, which admissions must leave to it.
+        donors: Least important best-effort requests, whose blocks real-time candidates take.
+        is_awaited: Whether a swapped-out request waits for blocks.
     """
 
     def __init__(self, kv: KVAccounts, evictor: Evictor) -> None:
@@ -96,7 +91,6 @@ class _Supply:
         self._more: Iterator[Request] | None = None  # further donors
 
     def take(self, request: Request, blocks: int, spare: int) -> bool:
-        """Take blocks, if as many and the spare ones remain. Real-time requests also take those of donors."""
         missing = blocks + spare - self._free
         if not request.progress.band[0] and missing > 0:
             self._collect(request, missing)
@@ -109,7 +103,6 @@ class _Supply:
         return True
 
     def take_back(self, request: Request, blocks: int, spare: int | None) -> bool:
-        """Take blocks for a swapped-out request; see `Placer.spare_of_return`."""
         is_taken = self.take(request, blocks, spare or 0)
         self.is_awaited = self.is_awaited or (spare is not None and not is_taken)
         return is_taken

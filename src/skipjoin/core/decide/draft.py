@@ -10,14 +10,13 @@ from skipjoin.core.step import Move, Slice
 
 @dataclass(eq=False, slots=True)
 class Draft:
-    """Step that is being decided. Everything that a decision changes besides the ledger and requests is here.
+    """Step that is being decided: what a decision changes besides the ledger and requests.
+
+    Policies are notified of `evicted`, `reserved` and `deferred` after the iteration over the ordering.
 
     Attributes:
         events: Events of the core, to which the decision adds its own.
         led_since: Since when requests without KV wait for another one to compute a shared prefix.
-        slices, blocking, overlapped, waiting_for_kv: See `StepPlan`.
-        evicted: Requests that lost device blocks. Policies are notified after the iteration over the ordering.
-        reserved, deferred: Requests that got reservations, and that the admission policy let wait; as `evicted`.
     """
 
     events: list[Event]

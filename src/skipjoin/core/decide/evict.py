@@ -19,15 +19,14 @@ from skipjoin.core.waits import WaitReason
 
 
 class Need(NamedTuple):
-    """Device blocks that a request needs, of which others hold some.
+    """Device blocks that a request needs.
 
     Attributes:
-        tokens: Number of tokens that the request is to hold.
-        missing: Returns how many blocks are missing now, except for `drawn` ones.
-        parent: Parent of the reservation that the blocks are for.
-        grows: Whether the request runs and all of its KV is on the device. Otherwise it evicts only requests that it
-            outranks, and not those that have computed nothing since they got their KV.
-        drawn: Blocks that an account gives to the reservation.
+        missing: Returns how many blocks are missing now, which depends on evictions.
+        parent: Parent of the reservation; only blocks that return to it help.
+        grows: Whether all requests ranked after this one may be evicted at once. Otherwise only those that it outranks,
+            each with at least one token since it got its KV.
+        drawn: Blocks of the account that the allocation draws, which need no eviction.
     """
 
     request: Request
@@ -42,13 +41,13 @@ class Need(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Evictions that make room for a request, or why there are none now.
+    """What to evict for a request.
 
     Attributes:
-        whole: Requests that are evicted whole until nothing is missing, instead of `evictions`.
-        pausing: Requests that leave the plans in flight, so that they can be evicted in a later step. None if no plan
-            in flight is the reason.
-        is_stuck: Whether even the KV of all requests that may be evicted would not suffice.
+        reason: Why it waits; None if the evictions suffice.
+        whole: Requests to evict whole, worst first, until nothing is missing, because they share blocks.
+        pausing: Requests that must pause, because plans in flight contain them.
+        is_stuck: Whether all that may be evicted would not suffice.
     """
 
     reason: WaitReason | None = None
@@ -59,8 +58,6 @@ class Choice(NamedTuple):
 
 
 class Evictor:
-    """Frees device blocks within one step."""
-
     def __init__(self, policies: Policies, kv: BlockLedger, context: StepContext, draft: Draft) -> None:
         self._is_forced = False
         self._policies = policies
@@ -74,7 +71,7 @@ class Evictor:
         self._holders: list[tuple[Any, Request]] | None = None  # with ranks, best first; sorted on first use
 
     def barred(self, request: Request) -> WaitReason | None:
-        """Return why the request gets no blocks after the evictions of this step, or None if it may get some."""
+        """Return why the request gets no blocks after the evictions of this step, if so."""
         if self._floor is None or (rank := self._rank(request)) < self._floor:
             return None
         return WaitReason.NO_KV if rank == self._floor else WaitReason.BEHIND_MEMORY
@@ -90,7 +87,7 @@ class Evictor:
         return sorted(able, key=lambda victim: not self.blocks_away(victim))
 
     def choose(self, need: Need, short: int) -> Choice:
-        """Choose what to evict for `short` blocks among the requests ranked below. Nothing changes."""
+        """Choose what to evict for `short` blocks among the requests ranked below. Pure."""
         if self._is_forced:
             return self._choose_of_all(need, short)
         # Both are found as far as they are read, which must be before any eviction.
@@ -111,7 +108,7 @@ class Evictor:
         return Choice(WaitReason.NO_KV, is_stuck=True)
 
     def make_room(self, need: Need, short: int) -> Choice:
-        """Evict what `choose` returns, and return it with the wait reason if blocks are still missing."""
+        """Evict what `choose` returns, and return it with the wait reason if that was not enough."""
         choice = self.choose(need, short)
         self._context.pausing.update(choice.pausing or ())
         if choice.whole is not None:
@@ -123,10 +120,7 @@ class Evictor:
         return choice
 
     def free_state(self, request: Request) -> bool:
-        """Drop the KV and the state of the last request that may be evicted for this one; return whether one was.
-
-        State is not swapped, so requests with KV on either tier are evicted.
-        """
+        """Drop KV and state of the last request, on either tier, that may be evicted for this one, if there is one."""
         kv, rank, latest = self._kv, self._rank, self._context.latest
         own, outranks = rank(request), self._policies.ordering.outranks
         below = []
@@ -149,7 +143,6 @@ class Evictor:
         return True
 
     def _suffice(self, victims: Sequence[Request], short: int) -> bool:
-        """Return whether the victims' blocks reach `short`. Reads no more victims than necessary."""
         footprint = self._kv.footprint
         for victim in victims:
             if short <= 0:
@@ -158,7 +151,6 @@ class Evictor:
         return short <= 0
 
     def _freed_by_all(self, victims: Sequence[Request], need: Need) -> int:
-        """Return how many blocks the request gains if all victims are evicted whole."""
         freed, cache, sharing = sum(map(self._kv.footprint, victims)), self._kv.cache, self._sharing
         freed += cache.shared_within(victims) if cache is not None else 0
         return freed + (sharing.saved_blocks(need.request, need.tokens, victims) if sharing is not None else 0)
@@ -168,7 +160,7 @@ class Evictor:
         return held.away if held is not None else 0
 
     def _evict_whole(self, victims: list[Request], need: Need) -> WaitReason | None:
-        """Evict whole victims until nothing is missing. Shared blocks are freed with their last holder."""
+        """Evict whole victims until nothing is missing."""
         kv, eviction, arriving = self._kv, self._policies.eviction, None if need.grows else need.request
         while victims and (short := need.short()) > 0:
             most = max(1, min(short, sum(map(kv.footprint, victims))))
@@ -201,14 +193,11 @@ class Evictor:
         return [one for one in found if one is not request and (held := blocks_of(one)) is not None and held.device]
 
     def force(self) -> None:
-        """From now on, evict any other request regardless of rank, and always whole."""
+        """From now on, evict any other request whole, regardless of rank."""
         self._is_forced, self._floor = True, None
 
     def is_hindered(self, request: Request, tokens: int) -> bool:
-        """Return whether a co-owner of a needed shared block must keep its slots.
-
-        A co-owner keeps them while it runs, or while another engine reads its KV. A running co-owner pauses.
-        """
+        """Return whether a co-owner of a needed shared block runs, and then pauses, or is read by another engine."""
         if self._sharing is None:
             return False
         owners = [
@@ -222,7 +211,7 @@ class Evictor:
         return bool(owners)
 
     def take_slots(self, request: Request, tokens: int) -> None:
-        """Save the KV in shared slots that the request is about to overwrite. Check `is_hindered` first."""
+        """Save the KV in shared slots that the request overwrites. Check `is_hindered` first."""
         if (sharing := self._sharing) is None:
             return
         whole = {owner for owner in sharing.in_the_way(request, tokens) if not self.blocks_away(owner)}
@@ -260,8 +249,8 @@ class Evictor:
     def _evictable(self, request: Request, parent: Owner, *, grows: bool) -> Iterator[Request]:
         """Iterate over requests that may be evicted for this one once no plan in flight contains them, worst first.
 
-        Unless the request grows, a running one is evicted only after it has generated a token since it got its KV. Two
-        requests therefore cannot evict each other endlessly.
+        Unless the request grows, a running one must have generated a token since it got its KV. Otherwise two requests
+        could evict each other endlessly.
         """
         reservations, latest, blocks_of = self._reservations, self._context.latest, self._kv.blocks_of
         owners = reservations.sources(request, parent) if reservations is not None else frozenset[Owner]()
@@ -279,7 +268,7 @@ class Evictor:
     def _ranked_below(self, request: Request, *, grows: bool) -> Iterator[Request]:
         """Iterate over the holders ranked after `request`, worst first; unless it grows, only those that it outranks.
 
-        They are the last holders. Most evictions need few, so their start is searched in chunks of doubling size.
+        Most evictions need few, so the start is searched in chunks of doubling size.
         """
         holders, own, outranks = self._holders_ranked(), self._rank(request), self._policies.ordering.outranks
 
@@ -297,7 +286,7 @@ class Evictor:
             end, size = chunk, 2 * size
 
     def _lend(self, eviction: Eviction, borrower: Request | None) -> bool:
-        """Share the victim's blocks bidirectionally, if asked. The victim loses no KV yet."""
+        """Share the victim's blocks bidirectionally, if asked."""
         victim, kv, sharing = eviction.request, self._kv, self._sharing
         if not eviction.lent or self._is_forced or borrower is None or sharing is None:
             return False
@@ -330,7 +319,7 @@ class Evictor:
         return displaced + computed - victim.progress.computed
 
     def _displace(self, victim: Request) -> int:
-        """Make room on the CPU tier by dropping the KV of the requests ranked last, and return how many tokens it had.
+        """Drop the KV of requests ranked last, to make room on the CPU tier, and return its tokens.
 
         Only requests ranked after the victim lose KV, and none if that would not suffice.
         """

@@ -20,9 +20,9 @@ class Blocked(NamedTuple):
 
     Attributes:
         short: Number of missing blocks, with NO_KV.
-        closes: Which later requests without KV wait for memory, too; None for no others.
+        closes: Which later requests without KV wait for memory, too.
         joins: Whether the request takes its place in the batch, because the step swaps its KV in meanwhile.
-        is_deferred: Whether the admission policy let the request wait.
+        is_deferred: Whether the admission policy let it wait.
     """
 
     reason: WaitReason
@@ -57,17 +57,13 @@ class Placer:
         self._stuck: tuple[int, Any, int] | None = None
 
     def place(self, request: Request, held: HeldBlocks | None, target: int) -> HeldBlocks | Blocked:
-        """Give the request device blocks for `target` tokens, evicting others if necessary."""
         found = self._admit(request, target) if held is None else self._extend(request, held, target)
         if isinstance(found, Blocked):
             self._first_waits = self._first_waits or (request is self.first and self._context.depth > 1)
         return found
 
     def force(self) -> None:
-        """From now on, allocate what a request needs for its next step without asking the admission policy.
-
-        Other requests are evicted whole, because kept parts of their KV could fill the device.
-        """
+        """From now on, evict others whole, and allocate what a request needs next without the admission policy."""
         self._first_waits = False
         self._owed = 0
         self._is_forced = True
@@ -93,7 +89,7 @@ class Placer:
         return found
 
     def _check(self, request: Request, target: int, hit: Hit) -> Blocked | None:
-        """Return why the request cannot be admitted even if plans in flight end; nothing changes."""
+        """Return why the request cannot be admitted even if plans in flight end."""
         allocation = self.ask(request, target)
         if isinstance(allocation, Blocked):
             return allocation
@@ -199,12 +195,9 @@ class Placer:
         return Blocked(WaitReason.KV_IN_TRANSIT, joins=True)
 
     def spare_of_return(self, request: Request, target: int) -> int | None:
-        """Return how many blocks stay free when the request is swapped in alongside slices: as many as at an admission.
+        """Return how many blocks stay free after a swap-in alongside slices, or None if it is blocking.
 
-        Without them, the next admission would take the blocks back.
-
-        Returns:
-            None for a request that is swapped in by a blocking move.
+        They are those of an admission, which would otherwise take the blocks back.
         """
         if not self._policies.eviction.returns_alongside(request):
             return None
@@ -216,7 +209,7 @@ class Placer:
         return self._is_forced or request is self.first
 
     def _await(self, request: Request, reason: WaitReason, blocks: int) -> Blocked:
-        """Let the request wait for its KV. It gets `blocks` more device blocks if more important ones leave them."""
+        """Let the request wait for its KV and, if more important ones leave them, `blocks` more device blocks."""
         if request.progress.in_flight:  # a plan in flight swaps its KV in before its slices
             return Blocked(reason)
         slices = self._draft.slices
@@ -231,7 +224,6 @@ class Placer:
     # -- reservations and room ----------------------------------------------------------------------------
 
     def ask(self, request: Request, target: int) -> Allocation | Blocked:
-        """Return the decision of the admission policy. Pure."""
         kv = self._kv
         if self._is_forced:
             blocks = max(kv.blocks_for(target), kv.footprint(request))
@@ -273,14 +265,13 @@ class Placer:
         self._draft.events.append(Reserved(request, now, allocation.parent, allocation.blocks, drawn, allocation.group))
 
     def _make_room(self, need: Need) -> Blocked | None:
-        """Evict what the request needs. If that is impossible, requests without KV that rank after it wait, too."""
+        """Evict what the request needs."""
         if (short := need.short()) <= 0:
             return None
         choice = self._evictor.make_room(need, short)
         return Blocked(choice.reason, short, Deferral.NEWCOMERS) if choice.reason is not None else None
 
     def _make_room_within(self, request: Request, target: int, *, grows: bool) -> Blocked | None:
-        """Evict what the request needs of its reservation and beyond, as `_make_room`."""
         kv, reservations, rank = self._kv, self._reservations, self._policies.ordering.rank
         if (short := kv.shortfall(request, target)) <= 0:
             return None

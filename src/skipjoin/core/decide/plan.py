@@ -30,7 +30,7 @@ class StepPlanner:
 
     Attributes:
         waits: Requests that were examined and do not run.
-        tail: Wait reason of the requests that were not examined.
+        tail: Wait reason of those that were not examined.
         started: Number of requests that join the running ones.
     """
 
@@ -94,14 +94,12 @@ class StepPlanner:
         return replace(context, candidates=found, blocks_away=self._blocks_awaited)
 
     def _blocks_awaited(self, request: Request) -> int:
-        """Return how many KV blocks a step would wait for if it ran the request."""
         return 0 if self._policies.eviction.returns_alongside(request) else self._evictor.blocks_away(request)
 
     def _new_placer(self) -> Placer:
         return Placer(self._policies, self._kv, self._context, self._draft, self._evictor)
 
     def _move_ahead(self, tiers: Tiered) -> None:
-        """Start the overlapped moves that the eviction policy chooses."""
         kv, context, ordering = self._kv, self._context, self._policies.ordering
         held = ((one, kv.blocks_of(one)) for one in kv.holders() if one.progress.finish_reason is None)
         settled = [one for one, blocks in held if blocks is not None and blocks.is_settled]
@@ -134,8 +132,7 @@ class StepPlanner:
         """Offer the queue's requests to the batch, best first.
 
         Returns:
-            The request at which the step was closed to requests without KV, or became selective; None if there was
-            none.
+            The request at which the step closed to requests without KV or became selective, if there was one.
         """
         context, blocks_of, place = self._context, self._kv.blocks_of, self._placer.place
         offer, take, add = builder.offer, builder.take, self._draft.slices.append
@@ -180,7 +177,7 @@ class StepPlanner:
         return None
 
     def _credit_prefix(self, request: Request) -> int:
-        """Credit prefix-cache hits; return the eligible tokens, 0 if the request waits for a prefix."""
+        """Credit prefix-cache hits; return the eligible tokens, 0 if it waits for a prefix."""
         hit = self._kv.hit(request)
         if not self._is_forced and comes_soon(
             request, hit, self._context, self._policies.ordering, self._draft.led_since
@@ -209,7 +206,7 @@ class StepPlanner:
         return blocked
 
     def _restart(self) -> None:
-        """Restart an empty batch without candidates, because the earlier candidates found no space."""
+        """Restart an empty batch without candidates, which found no space."""
         first, self._placer = self._placer.first, self._new_placer()
         self._placer.first = first
         self._closed, self._is_selective = None, False
@@ -225,8 +222,7 @@ class StepPlanner:
     def _force(self, builder: BatchBuilder) -> None:
         """Run the first request that the batcher accepts, whatever the other policies decide.
 
-        Every other request can be evicted, except where another engine still reads or writes blocks
-        (`Request.keeps_kv`, `ForeignScheduler.expect`).
+        Every other one can be evicted, except where another engine uses blocks.
         """
         self._is_forced = True
         if (reservations := self._kv.reservations) is not None:

@@ -29,8 +29,7 @@ class Scheduler:
     """Preemptive scheduler: `schedule(now)` plans a step, `commit(result, now)` applies its outcome.
 
     Args:
-        kv: Ledger, modified only by the scheduler.
-        depth: Maximum number of plans in flight, at least 1; at most 2 with `overlap`.
+        depth: Maximum number of plans in flight; at most 2 with `overlap`.
         overlap: Whether a request may be scheduled while its input token is being sampled, for one device that runs
             plans back to back. Otherwise, only prompt chunks may follow each other through pipeline stages.
     """
@@ -81,7 +80,6 @@ class Scheduler:
 
     @property
     def in_flight(self) -> Sequence[StepPlan]:
-        """Plans that have not committed, oldest first."""
         return self._in_flight
 
     # -- requests -----------------------------------------------------------------------------------------
@@ -97,11 +95,7 @@ class Scheduler:
             notify(request, now)
 
     def remove(self, request: Request, now: float) -> None:
-        """Remove a request whose `finish_reason` is set.
-
-        Its blocks are freed now, when the last plan that contains or moves them commits, or on `release` if it keeps
-        its KV.
-        """
+        """Remove a finished request, whose blocks are freed once no plan or move holds them."""
         for notify in self.policies.on_finished:
             notify(request, now)
         self._led_since.pop(request, None)
@@ -119,11 +113,7 @@ class Scheduler:
     # -- planning -----------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Plan the next step.
-
-        Returns:
-            None if the pipeline is full or nothing can be done; an empty plan if only moves in transit remain.
-        """
+        """Plan the next step: None if nothing can be done, an empty plan if only moves remain."""
         if len(self._in_flight) >= self.depth:
             return None
         context = StepContext(
@@ -179,7 +169,7 @@ class Scheduler:
     def steady(self, live: int) -> StepPlan | None:
         """Return the plan in flight if equal steps can follow while blocks and tokens last, else None.
 
-        It must decode all `live` requests, with nothing in transit and decode-invariant policies.
+        It decodes all `live` requests, with nothing in transit and decode-invariant policies.
         """
         if self.depth > 1 or self.overlap or not self._in_flight or self.kv.is_moving:
             return None
@@ -198,8 +188,7 @@ class Scheduler:
         """Apply the outcome of the oldest plan in flight, except its tokens.
 
         Returns:
-            Requests whose slices are void, because KV that they read was lost in transit, or because the executor
-                dropped them. Slices of finished requests are void too: the executor may have dropped an earlier one.
+            Requests whose slices are void: they read KV that was lost in transit, or the executor dropped them.
         """
         if not self._in_flight or result.plan is not self._in_flight[0]:
             raise ValueError(f"plan {result.plan.id} is not the oldest in flight")
@@ -258,7 +247,6 @@ class Scheduler:
         return lost
 
     def _forget(self, request: Request, keep: int, now: float) -> None:
-        """Recompute what the request lost in transit. No other plan contains it."""
         if request.progress.finish_reason is not None:
             self.kv.release(request)
             return
@@ -266,7 +254,6 @@ class Scheduler:
         self._drop(request, self.kv.tokens_in(request, keep), now)
 
     def _drop(self, request: Request, kept: int, now: float) -> None:
-        """Reset the request to its first `kept` tokens after a loss that was not an eviction."""
         request.progress.rewind(kept)
         for notify in self.policies.on_preempted:
             notify(request, now)

@@ -1,1 +1,1 @@
-"""KV blocks: the ledger that accounts for them, and its interface to the scheduler and the policies."""
+"""Ledger of KV blocks, and its interface."""

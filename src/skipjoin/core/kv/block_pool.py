@@ -7,15 +7,14 @@ from itertools import chain, islice
 from skipjoin.core.prefixes import Key
 
 
-class LedgerError(AssertionError):
-    """A block leaked, was allocated twice, or was used out of order."""
+class LedgerError(AssertionError): ...
 
 
 class BlockPool:
     """Block pool of one memory tier.
 
-    A block is *free* while no request's KV is in it. A free block whose KV has a key is *cached*. Empty blocks are
-    reused first, then cached ones in LRU order, those that waiting requests want last.
+    A *free* block holds no request's KV. A free block whose KV has a key is *cached*. Empty blocks are reused first,
+    then cached ones in LRU order, those that waiting requests want last.
 
     Attributes:
         changes: Number of times that KV which requests wait for was lost, allocated or freed.
@@ -35,7 +34,6 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Number of blocks without a holder, including cached ones."""
         return len(self._empty) + len(self._cached) + len(self._wanted)
 
     @property
@@ -52,10 +50,7 @@ class BlockPool:
         return [empty.pop() if empty else self._take_cached() for _ in range(count)]
 
     def put(self, blocks: Sequence[int]) -> None:
-        """Free blocks, given in token order.
-
-        Empty ones are reused first, the first of them before the others; of cached ones, the last before the others.
-        """
+        """Free blocks, given in token order. Of cached ones, the last is reused first."""
         if not self._keys:
             self._empty.extend(reversed(blocks))
             return
@@ -69,7 +64,6 @@ class BlockPool:
                 self._cached[block] = None
 
     def reclaim(self, held: Collection[int]) -> list[int]:
-        """Free and return the blocks that are neither free nor in `held`."""
         lost = sorted(set(range(self.total)).difference(held, self.free_blocks()))
         for block in lost:
             if block in self._keys:
@@ -83,7 +77,6 @@ class BlockPool:
         return self._blocks.get(key)
 
     def find_free(self, key: Key) -> int | None:
-        """Return the block with this KV if it is free."""
         block = self._blocks.get(key)
         return block if block in self._cached or block in self._wanted else None
 
@@ -111,13 +104,12 @@ class BlockPool:
         self._read.update(blocks)
 
     def end_read(self, block: int) -> bool:
-        """Unmark a copied block; return False if its KV was lost, so the copy may be invalid."""
+        """Unmark a copied block; return False if its KV was lost."""
         was_there = block in self._read
         self._read.discard(block)
         return was_there
 
     def revive(self, block: int) -> bool:
-        """Allocate a cached block with its KV; return False if it is already allocated."""
         if block in self._wanted:
             del self._wanted[block]
             self.changes += 1
@@ -125,7 +117,6 @@ class BlockPool:
         return self._cached.pop(block, False) is None
 
     def want(self, keys: Sequence[Key]) -> None:
-        """Count a request that waits for this KV, in token order, so that its blocks are reused last."""
         # As in `put`: the KV of a request is lost from its first missing block on, so its last blocks are reused first.
         for key in reversed(keys):
             self._waiting[key] += 1

@@ -18,8 +18,8 @@ _SOON, _AFTER = 3, 2
 class CpuCache:
     """Prefix cache in the free blocks of the CPU tier.
 
-    When few other device blocks are free, the cached blocks that are reused next are copied in advance, one copy at a
-    time. A copy is discarded if its source is reused before it is complete.
+    When few device blocks are empty, the cached ones that are reused next are copied in advance, one copy at a time. A
+    block that is reused during its copy is not kept.
     """
 
     def __init__(self, device: BlockPool, cpu: BlockPool, block_size: int, *, is_exact: bool) -> None:

@@ -1,7 +1,4 @@
-"""Interface of the KV ledger to the planner and the policies, which any engine's account of KV blocks can implement.
-
-A ledger returns its capabilities `Tiered`, `Cached`, `Shared`, `Reserving` and `Stateful`, or None.
-"""
+"""Interface of the KV ledger to the planner and the policies, which any engine's account of KV blocks can implement."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ class Hit(NamedTuple):
     """Prefix-cache hit of a request.
 
     Attributes:
-        tokens: Number of cached tokens, always less than the number of known tokens.
+        tokens: Always fewer than the known tokens.
         held: Number of hit blocks that other requests hold.
         leader: Request that is about to compute the block after the hit.
-        away: Number of hit blocks on the CPU tier; they are the last ones.
+        away: Number of the last hit blocks, which are on the CPU tier.
     """
 
     tokens: int
@@ -35,15 +32,12 @@ MISS = Hit(0, 0)
 class HeldBlocks(Protocol):
     """Read-only view of the blocks that one request holds.
 
-    The fields from `cpu` on are constant with a single tier.
-
     Attributes:
-        device: Blocks on the device. Only the numbers of `device` and `cpu` blocks are used.
         table: Block table for plans; empty for ledgers that only count.
-        room: Tokens that the request may have on the device without another ledger call; 0 unless all its KV is there.
-        tokens_before_drop: Tokens that it had before its last ones were dropped; 0 if none were.
-        away: Blocks that must be swapped in before the request can run.
-        is_settled: Whether none of its KV is in transit, including saves of slots that another request overwrites.
+        room: Tokens that it may have on the device without another ledger call.
+        tokens_before_drop: Tokens that it had before its last ones were dropped.
+        away: Blocks that must be swapped in before it can run.
+        is_settled: Whether nothing of it is in transit, slots that another request overwrites included.
     """
 
     @property
@@ -67,7 +61,7 @@ class HeldBlocks(Protocol):
 class Tiered(Protocol):
     """KV that moves between the device and a CPU tier, or arrives from another engine.
 
-    Moves are in transit until `land` or `fail`. Until then, what they read or write is pinned.
+    What a move reads or writes is pinned until `land` or `fail`.
     """
 
     @property
@@ -75,83 +69,68 @@ class Tiered(Protocol):
         """Number of CPU-tier blocks; 0 if KV only arrives from other engines."""
 
     @property
-    def cpu_free(self) -> int:
-        """Number of CPU-tier blocks that no request holds and no move reads."""
+    def cpu_free(self) -> int: ...
 
     @property
     def blocks_in_transit(self) -> Mapping[Direction, int]: ...
 
-    def cpu_footprint(self, request: Request) -> int:
-        """Return the number of blocks with KV of the request that must be swapped in before it runs."""
+    def cpu_footprint(self, request: Request) -> int: ...
 
-    def can_move_out(self, request: Request, *, keep: int = 0, blocking: bool = True) -> bool:
-        """Return whether the KV after the first `keep` device blocks can be swapped out now."""
+    def can_move_out(self, request: Request, *, keep: int = 0, blocking: bool = True) -> bool: ...
 
-    def can_move_in(self, request: Request) -> bool:
-        """Return whether the swapped-out KV fits on the device now, within the request's own and unreserved blocks."""
+    def can_move_in(self, request: Request) -> bool: ...
 
     def move_out(self, request: Request, *, blocking: bool, keep: int = 0, before: Move | None = None) -> Move | None:
         """Start swapping out the KV after the first `keep` device blocks, and trim the request.
 
         Args:
-            blocking: If True, the copy precedes the plan's slices, and the device blocks are free at once.
-            before: Recalled blocking move of the same plan for the blocks that follow; the new move includes it.
+            blocking: Whether the copy precedes the plan's slices. The device blocks are free at once then.
+            before: Recalled blocking move of the same plan for the blocks that follow, which the new move includes.
 
         Returns:
-            The move, or None if the CPU tier already has a copy of everything.
+            None if the CPU tier already has a copy of everything.
         """
 
-    def recall(self, move: Move) -> None:
-        """Cancel a blocking swap-out of the unfinished plan, because another one replaces it or its KV is dropped."""
+    def recall(self, move: Move) -> None: ...
 
-    def move_in(self, request: Request) -> Move:
-        """Start swapping in all of the request's KV."""
+    def move_in(self, request: Request) -> Move: ...
 
     def restore(self, request: Request, tokens: int) -> Sequence[Move]:
-        """Start blocking moves that swap in all KV. Check `shortfall` for `tokens` tokens first."""
+        """Start blocking moves that swap in all KV, if `shortfall` is 0."""
 
     def land(self, move: Move) -> int | None:
-        """Unpin the blocks of a completed move.
-
-        Returns:
-            The deferred result of an earlier `fail` of the same request, else None.
-        """
+        """Unpin the blocks of a completed move, and return the deferred result of an earlier `fail` of the request."""
 
     def fail(self, move: Move) -> int | None:
         """Handle a failed move.
 
         Returns:
-            The number of first device blocks that still hold KV; the rest must be dropped. None if no KV is lost, or
-            while other moves of the request are in transit.
+            The number of first device blocks that still hold KV. None if no KV is lost, or while other moves of the
+            request are in transit.
         """
 
     def keep_cached(self, depth: int) -> Move | None:
-        """Start an overlapped copy to the CPU tier of cached device blocks that are about to be reused."""
+        """Start an overlapped copy to the CPU tier of cached blocks that are reused next."""
 
-    def expect(self, request: Request) -> None:
-        """Allocate and pin device blocks for the computed tokens, whose KV arrives from another engine."""
+    def expect(self, request: Request) -> None: ...
 
-    def receive(self, request: Request) -> None:
-        """Unpin the KV that has arrived."""
+    def receive(self, request: Request) -> None: ...
 
 
 class Cached(Protocol):
-    """Prefix cache. The scheduler reports computed blocks, waiting requests and running leaders."""
+    """Prefix cache."""
 
-    def announce(self, request: Request) -> None:
-        """Register the request as the leader of the blocks that it is about to compute."""
+    def announce(self, request: Request) -> None: ...
 
-    def offer(self, request: Request, /) -> None:
-        """Add the full computed blocks of the request to the cache."""
+    def offer(self, request: Request, /) -> None: ...
 
     def await_prefix(self, request: Request) -> None:
-        """Prefer to keep the cached blocks that this waiting request could use, until it holds blocks."""
+        """Prefer to keep the cached blocks that this waiting request could use."""
 
-    def forget_prefix(self, request: Request) -> None:
-        """Undo `await_prefix`; no effect if it was not called."""
+    def forget_prefix(self, request: Request) -> None: ...
 
     def shared_within(self, requests: Iterable[Request]) -> int:
-        """Return the number of device blocks shared only among these requests; no single footprint includes them."""
+        """Return how many device blocks only these requests share; no footprint includes them."""
 
     @property
     def cached_blocks(self) -> int: ...
@@ -160,86 +139,72 @@ class Cached(Protocol):
     def cached_cpu_blocks(self) -> int: ...
 
     @property
-    def shared_blocks(self) -> int:
-        """Number of device blocks that several requests hold."""
+    def shared_blocks(self) -> int: ...
 
 
 class Shared(Protocol):
     """Bidirectional block sharing (BROS section 5), which requires that swapping preserves KV exactly."""
 
     @property
-    def lent_blocks(self) -> int:
-        """Number of bidirectionally shared device blocks."""
+    def lent_blocks(self) -> int: ...
 
-    def can_lend(self, owner: Request, borrower: Request) -> bool:
-        """Return whether `owner` can share blocks with `borrower` now."""
+    def can_lend(self, owner: Request, borrower: Request) -> bool: ...
 
     def lend(self, owner: Request, keep: int, borrower: Request) -> bool:
         """Append the owner's blocks with KV, except the first `keep`, to the blocks of the borrower.
 
         Returns:
-            False, without any change, if the blocks cannot be saved or if other requests share some of them.
+            False if the blocks cannot be saved or other requests share some of them.
         """
 
     def in_the_way(self, request: Request, tokens: int) -> Iterable[Request]:
-        """Return the owners of slots that must be saved before the request can have `tokens` tokens."""
+        """Return the owners of slots to save before the request can have `tokens` tokens."""
 
     def saved_blocks(self, request: Request, tokens: int, others: Iterable[Request]) -> int:
-        """Return how many fewer device blocks the request needs for `tokens` tokens if `others` hold nothing."""
+        """Return how many fewer blocks the request needs if `others` hold nothing."""
 
-    def tokens_there(self, request: Request) -> int:
-        """Return the number of the request's computed tokens whose KV is on the device."""
+    def tokens_there(self, request: Request) -> int: ...
 
     def take_slots(self, request: Request, tokens: int) -> Sequence[Move]:
-        """Let the request fill its borrowed blocks up to `tokens` tokens. The owners must not run meanwhile.
+        """Let the request fill its borrowed blocks up to `tokens` tokens, while the owners do not run.
 
         Returns:
             Moves that save what is overwritten; they must precede the writes.
         """
 
     def take_back(self, request: Request, tokens: int) -> Sequence[Move]:
-        """Give the request slots for `tokens` tokens in blocks that it lends.
-
-        Returns:
-            Moves that bring its KV there; they must precede the slices.
-        """
+        """Give the request slots for `tokens` tokens in blocks that it lends, by moves that precede its slices."""
 
 
 class Reserving(Protocol):
-    """Nested reservations: a request or an account lends blocks that it reserves and does not use."""
+    """Nested reservations: a request or an account lends blocks that it does not use."""
 
     @property
-    def is_flat(self) -> bool:
-        """Whether no reservation is nested."""
-        ...
+    def is_flat(self) -> bool: ...
 
-    def parent_of(self, request: Request) -> Owner:
-        """Return the parent reservation; None for the shared pool or without a reservation."""
+    def parent_of(self, request: Request) -> Owner: ...
 
     def sources(self, request: Request, parent: Owner) -> frozenset[Owner]:
-        """Return the owners whose freed blocks help a reservation of the request from `parent`."""
+        """Return the owners whose freed blocks help a reservation from `parent`."""
 
     def returns_to(self, request: Request, owners: frozenset[Owner]) -> bool:
         """Return whether evicting the request returns its whole footprint to one of `owners`."""
 
-    def unused(self, owner: Request | Account) -> int:
-        """Return how many blocks the owner reserves but neither holds nor lends."""
+    def unused(self, owner: Request | Account) -> int: ...
 
-    def unused_without(self, account: Account, request: Request) -> int:
-        """Return how many blocks the account could lend if it lent none to the request."""
+    def unused_without(self, account: Account, request: Request) -> int: ...
 
     def fund(self, account: Account, blocks: int) -> None:
-        """Set the number of blocks that the account can lend, limited to what is available."""
+        """Set how many blocks the account can lend, as far as available."""
 
-    def draw(self, account: Account, blocks: int) -> None:
-        """Remove unused blocks from the account permanently."""
+    def draw(self, account: Account, blocks: int) -> None: ...
 
     def empty_accounts(self) -> None:
-        """Leave all accounts empty until the next `fund`. The shared pool takes over their loans."""
+        """Leave all accounts empty until the next `fund`; the shared pool takes over their loans."""
 
 
 class Stateful(Protocol):
-    """Slots for state that is no KV block. A request has one while it holds blocks on either tier."""
+    """Slots for state that is no KV block, one for each request with blocks."""
 
     @property
     def free(self) -> int: ...
@@ -254,12 +219,11 @@ class KVAccounts(Protocol):
     def device_total(self) -> int: ...
 
     @property
-    def device_free(self) -> int:
-        """Number of device blocks that no request holds and no move reads."""
+    def device_free(self) -> int: ...
 
     @property
     def available(self) -> int:
-        """Number of unreserved device blocks. Negative if the reservations exceed the pool."""
+        """Number of unreserved device blocks; negative if the reservations exceed the pool."""
 
     @property
     def is_moving(self) -> bool:
@@ -291,68 +255,56 @@ class KVAccounts(Protocol):
     def tokens_in(self, request: Request, blocks: int) -> int:
         return min(request.progress.computed, blocks * self.block_size)
 
-    def holders(self) -> Collection[Request]:
-        """Return the requests that hold or reserve blocks, oldest holder first."""
+    def holders(self) -> Collection[Request]: ...
 
-    def blocks_of(self, request: Request, /) -> HeldBlocks | None:
-        """Return what the request holds, or None if it neither holds nor reserves blocks."""
+    def blocks_of(self, request: Request, /) -> HeldBlocks | None: ...
 
     def footprint(self, request: Request, /) -> int:
-        """Return the number of device blocks that evicting the request would free, its reservation included."""
+        """Return how many device blocks evicting the request would free, its reservation included."""
 
-    def filled(self, request: Request) -> int:
-        """Return the number of the request's first device blocks with computed KV."""
+    def filled(self, request: Request) -> int: ...
 
     def filled_after(self, request: Request, freed: int) -> int:
         """Return what `filled` would be after `freed` blocks of the footprint were freed.
 
-        Reserved blocks that the request does not hold go first, then blocks without KV, then the last ones with KV.
+        Reserved blocks go first, then blocks without KV, then the last ones with KV.
         """
 
     def shortfall(self, request: Request, tokens: int) -> int:
-        """Return how many device blocks must become available before the request can hold `tokens` tokens."""
+        """Return how many device blocks must become available for `tokens` tokens."""
 
     def shortfall_of_blocks(self, request: Request, tokens: int) -> int:
         """Return how many free blocks the request lacks for `tokens` tokens, regardless of reservations."""
 
     def shortfall_of_reservation(self, request: Request, blocks: int, parent: Owner) -> int:
-        """Return how many available blocks the request lacks to reserve `blocks` in total. May be negative."""
+        """Return how many available blocks the request lacks to reserve `blocks`; may be negative."""
 
     def growth(self, requests: Iterable[Request], steps: int) -> list[int] | None:
-        """Return how many unreserved blocks each of the next `steps` decode-only steps needs.
-
-        Returns:
-            None if that is unknown, or if the steps need another decision.
-        """
+        """Return how many unreserved blocks each of the next decode-only steps needs, or None if that is unknown."""
         return None
 
     def hit(self, request: Request, /) -> Hit:
-        """Return the hit of a request that holds nothing: full blocks from the first one on."""
         return MISS
 
     @property
     def leaked(self) -> tuple[int, int]:
-        """Number of leaked blocks on the device and on the CPU tier.
-
-        A negative number means that more blocks are free or held than exist.
-        """
+        """Number of leaked blocks on the device and on the CPU tier, negative if more are free or held than exist."""
         return (0, 0)
 
 
 class BlockLedger(KVAccounts, Protocol):
-    """Operations of plans and their outcomes. Only the scheduler calls them, and only where the queries allow it."""
+    """Operations of plans and their outcomes. Only the scheduler calls them, where the queries allow it."""
 
     def reserve(self, request: Request, blocks: int, *, tokens: int | None = None, parent: Owner = None) -> None:
         """Replace the request's reservation. Check `shortfall_of_reservation` first.
 
         Args:
             blocks: Total number of device blocks that it may have.
-            tokens: Token limit of the reservation (`Progress.reserved_tokens`); None for no limit.
-            parent: Parent reservation; None for the shared pool, and always without `Reserving`.
+            tokens: Token limit of the reservation; None for no limit.
+            parent: Parent reservation; None for the shared pool.
         """
 
     def adopt(self, request: Request) -> Hit:
-        """Give a request that holds nothing the blocks of its prefix-cache hit."""
         return MISS
 
     def grow(self, request: Request, tokens: int) -> HeldBlocks:
@@ -362,13 +314,11 @@ class BlockLedger(KVAccounts, Protocol):
         """Cancel the reservation and free the device blocks without KV."""
 
     def drop(self, request: Request, *, keep: int = 0) -> None:
-        """Drop the KV and the reservation, except the first `keep` device blocks, which must be full."""
+        """Drop the KV and the reservation, except the first `keep` device blocks, which are full."""
 
-    def release(self, request: Request) -> None:
-        """Free everything the request holds and reserves, if anything."""
+    def release(self, request: Request) -> None: ...
 
-    def clear(self) -> None:
-        """Drop all KV, blocks, reservations and moves."""
+    def clear(self) -> None: ...
 
     def reclaim(self) -> int:
         return 0

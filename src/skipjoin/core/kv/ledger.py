@@ -17,15 +17,14 @@ from skipjoin.core.step import Direction, Move, Span
 
 
 class KVLedger:
-    """Ledger of the KV blocks that each request holds and reserves, and of the moves in transit.
+    """Ledger of the KV blocks that each request holds and reserves.
 
     The first blocks of a request are on the device and the rest on the CPU tier. A request with a move in transit
-    cannot be moved again or released. Blocks that the move still reads are *pinned*: neither free nor usable until
-    `land`. Blocks are allocated in a fixed order, so that traces are reproducible.
+    cannot be moved again or released. Blocks are allocated in a fixed order, so that traces are reproducible.
 
     Args:
         is_exact: Whether swapping preserves KV exactly. Otherwise swapped KV is neither cached nor shared.
-        states: Name and number of the slots for state that is no KV block, if requests have any.
+        states: Name and number of the slots for state that is no KV block.
     """
 
     def __init__(
@@ -272,7 +271,10 @@ class KVLedger:
 
 
 class Tiers:
-    """Part of the ledger that moves KV between the device and the CPU tier, or receives it from another engine."""
+    """Moves of KV between the device and the CPU tier, or from another engine.
+
+    Blocks that a move reads are *pinned* until `land`: neither free nor usable.
+    """
 
     def __init__(self, kv: KVLedger, transfers: Transfers, shared: SharedBlocks, *, is_exact: bool) -> None:
         self._kv = kv

@@ -13,9 +13,7 @@ from skipjoin.core.step import Move
 
 
 class _Search:
-    """Incremental prefix-cache lookup of one waiting request.
-
-    `update` only looks up the first missing key, unless a pool reports changes.
+    """Lookup of one waiting request, which only tries the first missing key unless a pool reports changes.
 
     Attributes:
         away: Number of hit blocks on the CPU tier, after those on the device.
@@ -48,9 +46,6 @@ class PrefixCache:
 
     Blocks with keys are full and read-only while requests hold them. Hits on the CPU tier are not shared: one request
     swaps them in.
-
-    Args:
-        is_exact: Whether swapping preserves KV exactly. Otherwise swapped KV gets no keys.
     """
 
     def __init__(
@@ -171,6 +166,6 @@ class PrefixCache:
                 raise LedgerError(f"request {leader.id} leads a key that it does not compute")
 
     def _usable(self, request: Request) -> Iterable[Key]:
-        """Return the keys of blocks that the request could use. At least one known token is always computed."""
+        """Return the keys of blocks that it could use, without its last known token."""
         tokens = request.progress.known - 1
         return islice(request.keys(tokens), tokens // self._block_size)

@@ -16,7 +16,7 @@ class SharedBlock:
     Attributes:
         copy: CPU-tier block with the saved slots; None once it is part of the owner's swapped-out blocks.
         borrower: None after it left while some of the owner's slots are still saved.
-        split: First slot that the owner may fill; the borrower may fill the slots below.
+        split: First slot that the owner may fill.
         saved: Number of the owner's lowest slots that the borrower overwrites.
     """
 
@@ -32,12 +32,6 @@ class SharedBlock:
 
 @dataclass(eq=False, slots=True)
 class Sharing:
-    """Bidirectional blocks of one request, by index in its table; changed by `SharedBlocks`.
-
-    Attributes:
-        overwritten: Number of lent blocks in which the borrower overwrites slots.
-    """
-
     lends: dict[int, SharedBlock] = field(default_factory=dict)
     borrows: dict[int, SharedBlock] = field(default_factory=dict)
     overwritten: int = 0
@@ -50,7 +44,7 @@ class Transit:
     Attributes:
         move: Move between the tiers; None while KV arrives from another engine.
         saves: Moves that save slots which a borrower overwrites, with the index of their block.
-        lost_from: Index of the first device block that a failed move lost, while another move is in transit.
+        lost_from: First device block that a failed move lost, while another move is in transit.
     """
 
     direction: Direction | None = None
@@ -65,8 +59,8 @@ class RequestBlocks:
     """Blocks of one request, with one part for each part of the ledger.
 
     Attributes:
-        keyed: Number of the first device blocks that were offered to the prefix cache.
-        is_private: Whether new KV is excluded from the prefix cache, because inexact KV was swapped in.
+        keyed: Number of first device blocks that were offered to the prefix cache.
+        is_private: Whether new KV is not cached, because inexact KV was swapped in.
     """
 
     request: Request
@@ -133,14 +127,13 @@ class Holders:
     The first holder counts a block in its reservation; the others adopt it.
 
     Attributes:
-        of: Holders of each block, at least one; blocks without keys that one request holds are left out.
+        of: Holders of each block, without those of blocks without keys that one request holds.
     """
 
     def __init__(self) -> None:
         self.of: dict[int, list[RequestBlocks]] = {}
 
     def add(self, block: int, held: RequestBlocks) -> None:
-        """Add a holder without resizing reservations."""
         if (holders := self.of.get(block)) is None:
             self.of[block] = [held]
             return

@@ -20,16 +20,13 @@ Owner = Request | Account | None
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """Reservation of a number of blocks; concrete blocks are assigned on allocation.
-
-    Reservations form a tree: nested ones use blocks that their parent does not use (EconoServe section 3.2).
+    """Reservation of a number of blocks; nested ones use blocks that their parent does not (EconoServe section 3.2).
 
     Attributes:
-        owner: None for the root, which holds everything that is reserved.
         held: Blocks that the owner holds. The ledger changes them and then calls `resize`.
-        promised: Number of blocks that the owner may have in total, including those that it holds and lends.
-        adopted: Number of held blocks that are counted in the reservation of another holder.
-        shared: Number of blocks counted here that others hold too.
+        promised: Blocks that the owner may have in total, with those that it lends.
+        adopted: Held blocks that are counted in the reservation of another holder.
+        shared: Blocks counted here that others hold too.
         size: Blocks taken from the parent: the maximum of `promised` and of blocks held and lent, minus `adopted`.
     """
 
@@ -49,7 +46,6 @@ class Reservation:
 
     @property
     def alone(self) -> int:
-        """Number of blocks that return to the parent when this reservation ends."""
         return self.size - self.lent - self.shared
 
     def ancestors(self) -> Iterator[Reservation]:
@@ -120,7 +116,6 @@ class Reservations:
         return len(self.root.nested) == len(self._of)
 
     def open(self, owner: Request | Account, held: Sized = ()) -> Reservation:
-        """Add an empty reservation, taken from the shared pool."""
         reservation = self._of[owner] = Reservation(owner, held)
         reservation.join(self.root)
         return reservation
@@ -185,7 +180,6 @@ class Reservations:
         return unused
 
     def _freed(self, this: Reservation, parent: Reservation) -> int:
-        """Return how many blocks `parent` and its ancestors gain when the reservation ends."""
         theirs = (parent, *parent.ancestors())
         one, freed = this.parent, this.size
         while one is not None and one not in theirs:

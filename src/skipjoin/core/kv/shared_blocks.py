@@ -1,5 +1,3 @@
-"""Bidirectional block sharing between a real-time and a best-effort request (BROS section 5)."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,15 +11,12 @@ from skipjoin.core.step import Direction, Move, Span
 
 
 class SharedBlocks:
-    """Blocks that two requests fill from both ends.
+    """Blocks that a real-time and a best-effort request fill from both ends (BROS section 5).
 
-    A request that fills its blocks from the last slot down (`Progress.reverse`) lends blocks to one that fills upward,
-    while no plan contains the owner. Before the borrower overwrites a slot of the owner, the slot is saved to a
-    CPU-tier block (a lazy checkpoint). The owner runs again once all of its KV is on the device: in place if the
-    borrower has left, otherwise in its own block.
-
-    A lent block counts in its owner's reservation while the owner holds it. A block has at most one borrower and no
-    key.
+    The best-effort owner lends blocks while no plan contains it. Before the borrower overwrites a slot of the owner,
+    the slot is saved to a CPU-tier block (a lazy checkpoint). The owner runs again once all of its KV is on the device:
+    in place if the borrower has left, otherwise in its own block. A lent block counts in its owner's reservation, and
+    has at most one borrower and no key.
     """
 
     def __init__(
@@ -139,7 +134,7 @@ class SharedBlocks:
         return self._transfers.begin_saving(owner, move, shared.index)
 
     def move_out(self, held: RequestBlocks, keep: int) -> Move | None:
-        """Swap out the blocks from index `keep`. Blocks with saved slots go to the CPU-tier blocks that have them."""
+        """Swap out the blocks from index `keep`; saved slots stay where they are."""
         copies, target, size = list[Copy](), list[int](), self._size
         for index in range(keep, len(held.device)):
             shared, saved, copy = held.sharing.lends.get(index), 0, None
@@ -173,7 +168,7 @@ class SharedBlocks:
         """Give the request slots for `tokens` tokens.
 
         Returns:
-            Copies from other device blocks and copies from the CPU tier. The caller takes over the CPU-tier blocks.
+            Copies from device blocks and from the CPU tier, whose blocks the caller takes over.
         """
         within, back = list[Copy](), list[Copy]()
         for index, shared in sorted(held.sharing.lends.items()):
@@ -205,7 +200,6 @@ class SharedBlocks:
         return self._size - self.filled_slots(shared.owner, shared.index) + shared.saved
 
     def _slots(self, index: int, tokens: int) -> int:
-        """Return how many slots of block `index` the first `tokens` tokens fill; may be negative."""
         return min(self._size, tokens - index * self._size)
 
     def _taken(self, shared: SharedBlock) -> int:

@@ -9,8 +9,7 @@ from skipjoin.core.request import Request
 class StateSlots:
     """Slots for state of a request that is no KV block, such as that of linear attention.
 
-    A request has one slot from its first block until it holds nothing, and keeps it while its KV is swapped out. Its
-    state cannot return to an earlier token, so it loses all of its KV or none.
+    State cannot return to an earlier token, so a request with one loses all of its KV or none.
     """
 
     def __init__(self, name: str, total: int) -> None:

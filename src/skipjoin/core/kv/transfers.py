@@ -9,8 +9,6 @@ from skipjoin.core.step import Direction, Move
 
 
 class Transfers:
-    """Moves in transit, each of a request or of none."""
-
     def __init__(self, requests: Mapping[Request, RequestBlocks]) -> None:
         self.blocks = dict.fromkeys(Direction, 0)
         self._requests = requests
@@ -21,7 +19,6 @@ class Transfers:
         return self._count(held, move)
 
     def begin_aside(self, held: RequestBlocks, move: Move) -> Move:
-        """Start a move to other device blocks; one between the tiers may follow."""
         held.transit.direction, held.transit.aside = held.transit.direction or move.direction, move
         return self._count(held, move)
 
@@ -47,12 +44,7 @@ class Transfers:
         held.refresh_room()
 
     def end(self, move: Move) -> tuple[RequestBlocks | None, int | None]:
-        """Unregister a move.
-
-        Returns:
-            What its request holds, and the index of the block if the move saved slots. (None, None) if no request
-            depends on the move.
-        """
+        """Unregister a move; return what its request holds and the block whose slots it saved, if any."""
         held, index = None, None
         if move in self._detached:
             self._detached.remove(move)
@@ -67,7 +59,7 @@ class Transfers:
     def detach(self, held: RequestBlocks, keep: int = 0) -> None:
         """Detach moves that save slots of blocks after the first `keep`, whose KV is dropped.
 
-        Their CPU-tier blocks can be reused at once, because later writes are ordered after these moves.
+        Their CPU-tier blocks can be reused, because later writes are ordered after these moves.
         """
         saves = held.transit.saves
         for move in [move for move, index in saves.items() if index >= keep]:
@@ -79,7 +71,7 @@ class Transfers:
         """Record that the request lost the KV after its first `keep` device blocks.
 
         Returns:
-            The number of blocks that remain after all losses, once no move of the request is in transit, else None.
+            The number of blocks that remain, once no move of the request is in transit.
         """
         transit = held.transit
         lost = [index for index in (keep, transit.lost_from) if index is not None]

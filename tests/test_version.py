@@ -11,8 +11,6 @@ from skipjoin.version import install_command
 
 
 class Installed:
-    """Distribution that pip installed from a file or folder."""
-
     def __init__(self, url: str) -> None:
         self.record = json.dumps({"url": url})
 

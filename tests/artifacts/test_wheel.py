@@ -27,7 +27,6 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a virtual environment with the base installation of the wheel."""
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, with_pip=True)
     pip = [str(folder / "bin/python"), "-m", "pip", "install", "--quiet", "--constraint", str(ROOT / "constraints.txt")]
@@ -37,7 +36,6 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def environment(bare: Path, tmp_path: Path) -> dict[str, str]:
-    """Return variables with which only programs of the virtual environment are found."""
     kept = {name: value for name, value in os.environ.items() if name in ("LANG", "LD_LIBRARY_PATH")}
     return kept | {"PATH": str(bare / "bin"), "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
@@ -53,7 +51,6 @@ def server(bare: Path, environment: dict[str, str], tmp_path: Path) -> Iterator[
         ) as process,
     ):
         try:
-            assert process.stdout is not None
             ready = process.stdout.readline()
             assert ready.startswith("Ready"), log.read_text()
             yield ready.split(" at ")[1].split()[0], log

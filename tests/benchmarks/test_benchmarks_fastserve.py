@@ -86,15 +86,7 @@ def test_searches_keep_their_records_and_find_the_rate() -> None:
     tried = dict(search.tried())
     holds = max(rate for rate, value in tried.items() if value <= 1)
     breaks = min(rate for rate, value in tried.items() if value > 1)
-    assert search.rate is not None
     assert holds <= search.rate.rate_rps <= breaks <= 1.02 * holds
-
-
-def test_capacity_is_the_throughput_of_a_saturated_system() -> None:
-    of, workload = setting.system("fcfs", batch_cap=4), runs.poisson("fixed:16,50")
-    (found,) = runs.capacities("a capacity", [(of, workload)], runs.Options(out=FOLDER, jobs=1))
-    one_step_s = of.light_load(workload.draw(1.0, None, 0, 1))[1]
-    assert found == pytest.approx(4 / (50 * one_step_s), rel=0.05)
 
 
 @pytest.mark.parametrize("cv", [0.0, 0.5, 1.0, 2.0])

@@ -13,8 +13,6 @@ _IDS = range(32, 500)
 
 
 class Entry(NamedTuple):
-    """Request with the fields that affect its tokens."""
-
     path: str
     body: dict[str, Any]
 

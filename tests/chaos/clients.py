@@ -21,8 +21,6 @@ _DONE = "[DONE]"
 
 @dataclass
 class Choice:
-    """Text and finish reason received for a choice."""
-
     text: str = ""
     reason: str | None = None
 
@@ -43,7 +41,6 @@ class Outcome:
 
     @property
     def is_complete(self) -> bool:
-        """True if all choices were received without an error."""
         return self.is_done and self.error is None
 
     @property
@@ -77,7 +74,6 @@ class Clients:
         await self._session.close()
 
     async def ask(self, ask: Ask) -> Outcome:
-        """Send a request at its planned time."""
         outcome = Outcome(ask)
         self.outcomes.append(outcome)
         await asyncio.sleep(ask.begin_s)

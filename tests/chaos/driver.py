@@ -49,8 +49,6 @@ def possible_worlds() -> tuple[World, ...]:
 
 
 class References:
-    """Cached reference answers of an idle server."""
-
     def __init__(self, served: Served) -> None:
         self._served = served
         self.known: dict[int, dict[int, tuple[str, str]]] = {}
@@ -105,7 +103,6 @@ class Driver:
         return found
 
     def close(self) -> None:
-        """Kill the server and remove its folders."""
         if self._served is not None:
             self._served.close()
         if self._place is not None:
@@ -114,7 +111,6 @@ class Driver:
         self._block = -1
 
     def processes(self) -> dict[str, psutil.Process]:
-        """Return the API and engine processes of the running server."""
         if self._served is None:
             return {}
         engines = {f"engine {number}": engine for number, engine in enumerate(self._served.engines())}
@@ -245,7 +241,6 @@ def run(work: Coroutine[Any, Any, _T]) -> _T:
 
     async def until_terminated() -> _T:
         task = asyncio.current_task()
-        assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         return await work
 

@@ -103,10 +103,8 @@ async def _terminate(scene: Scene) -> None:
 
 
 async def _few_descriptors(scene: Scene) -> None:
-    """Leave the API process almost no descriptors for a while."""
     api = scene.served.api
     before = api.rlimit(resource.RLIMIT_NOFILE)
-    assert before is not None
     api.rlimit(resource.RLIMIT_NOFILE, (api.num_fds() + scene.draw.randint(0, 6), before[1]))
     try:
         await asyncio.sleep(scene.length_s)
@@ -115,10 +113,8 @@ async def _few_descriptors(scene: Scene) -> None:
 
 
 async def _little_memory(scene: Scene) -> None:
-    """Limit the engine's memory to about what it has for a while."""
     (engine,) = scene.served.engines()
     before = engine.rlimit(resource.RLIMIT_AS)
-    assert before is not None
     engine.rlimit(resource.RLIMIT_AS, (engine.memory_info().vms + scene.draw.choice((0, 1 << 20)), before[1]))
     try:
         await asyncio.sleep(scene.length_s)
@@ -129,7 +125,6 @@ async def _little_memory(scene: Scene) -> None:
 
 async def _full_disk(scene: Scene) -> None:
     disk = scene.served.place.disk
-    assert disk is not None
     try:
         disk.fill()
         await asyncio.sleep(scene.length_s)

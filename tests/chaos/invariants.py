@@ -121,7 +121,6 @@ def _texts(outcome: Outcome, reference: Mapping[int, tuple[str, str]]) -> str | 
 
 
 def batch(lines: Sequence[int], found: Any, references: References) -> Iterator[str]:
-    """Check that every line has exactly one answer, which matches the reference."""
     if sorted(one["custom_id"] for one in found) != sorted(str(index) for index in range(len(lines))):
         yield f"of {len(lines)} lines the output has {[one['custom_id'] for one in found]}"
         return
@@ -134,7 +133,6 @@ def batch(lines: Sequence[int], found: Any, references: References) -> Iterator[
 
 
 def as_outcome(number: int, body: Any) -> Outcome:
-    """Return the outcome of an unstreamed answer to an entry of the catalog."""
     outcome = Outcome(Ask(number, {"stream": False}, "read", 0, 0.0), 200)
     take_whole(outcome, body)
     return outcome
@@ -206,7 +204,6 @@ def metrics(
 
 
 def grown(before: Metrics, after: Metrics, metric: str, *labels: str) -> float:
-    """Return by how much a counter grew."""
     return sum(
         value - before.get(name, 0)
         for name, value in after.items()

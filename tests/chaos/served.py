@@ -56,7 +56,6 @@ class Place:
 
     @property
     def enter(self) -> list[str]:
-        """Prefix of commands that use the disk."""
         return [] if self.disk is None else self.disk.enter
 
     def close(self) -> None:
@@ -158,7 +157,6 @@ class Launched:
                 process.kill()
         self.process.wait()
         self.log.close()
-        assert self.process.stdout is not None
         self.process.stdout.close()
 
 
@@ -174,7 +172,6 @@ class Served(Launched):
         self.idle_usage: Mapping[str, int] | None = None
 
     def _wait_ready(self) -> str:
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("Ready"):
                 return line.split(" at ")[1].split()[0]

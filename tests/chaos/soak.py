@@ -54,7 +54,6 @@ def slope(points: Sequence[Point]) -> float:
 
 
 def main() -> int:
-    """Return 1 if a round failed or memory grew."""
     args = parser("soak", __doc__, 60.0).parse_args()
     print(f"seed {args.seed}", flush=True)
     return run(soak(limited(quiet_rounds(args.seed), args.rounds, args.minutes)))

@@ -24,7 +24,6 @@ STREAM = {"stream": True}
 
 
 def cut(pairs: Sequence[tuple[str, str]]) -> list[Round]:
-    """Return a round with fewer requests for each pair that this machine supports."""
     possible = {world.name: world for world in possible_worlds() if not world.needs_ray}
     return [
         replace(this, block=block, world=possible[world], fault=fault, asks=this.asks[:12], late_s=0.8)

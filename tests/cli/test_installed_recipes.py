@@ -107,7 +107,6 @@ def test_the_engine_process_of_a_server_finds_an_installed_recipe(site: Path) ->
     command += ["--threads", "1", "--kv-cache-gib", "0.05", "--swap-space", "0"]
     with subprocess.Popen(command, env=_with_site(site), text=True, stdout=subprocess.PIPE) as server:
         try:
-            assert server.stdout is not None
             assert "recipe by-prompt, " in server.stdout.readline()
         finally:
             server.terminate()

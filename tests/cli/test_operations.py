@@ -1,20 +1,21 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
+from rich.console import Console
+from rich.progress import BarColumn
 from typer.testing import CliRunner
 
 from skipjoin.builtin import builtin_model_path
 from skipjoin.cli import app
+from skipjoin.cli.progress import Bars
 from skipjoin.version import VERSION
 from support.commands import outcomes_of
 
@@ -66,19 +67,6 @@ def test_wrong_models_are_refused_by_each_command(tmp_path: Path) -> None:
         assert (done.exit_code, message in done.stderr) == (2, True), (arguments, done.stderr)
 
 
-def test_help_of_every_command_fits_80_columns_without_ellipsis() -> None:
-    def paths(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-        yield path
-        for name, one in getattr(command, "commands", {}).items():
-            yield from paths(one, (*path, name))
-
-    for path in paths(typer.main.get_command(app)):
-        done = CliRunner().invoke(app, [*path, "--help"], terminal_width=80)
-        assert done.exit_code == 0
-        assert not re.search(r"\w\.\.\.$", done.stdout, re.MULTILINE), path
-        assert max(map(len, done.stdout.splitlines())) <= 80, path
-
-
 def test_env_describes_the_installation_without_values_of_variables() -> None:
     done = run("env", SKIPJOIN_API_KEY="secret-key")
     assert done.exit_code == 0, done.output
@@ -93,8 +81,6 @@ def test_shell_completes_options() -> None:
     done = CliRunner().invoke(app, [], prog_name="skipjoin", env=words)
     assert "--recipe" in done.stdout.split()
 
-
-# -- models -------------------------------------------------------------------------------------------------------
 
 COMMIT = "0" * 40
 
@@ -164,3 +150,22 @@ def test_pulled_model_is_listed_and_served_without_the_hub(hub: str, tmp_path: P
     assert "org/tally" in listed.stdout
     assert "yes" in next(line for line in listed.stdout.splitlines() if "org/tally" in line)
     assert offline.code == 0, offline.stderr
+
+
+def test_lines_have_each_task_and_come_no_more_often_than_asked() -> None:
+    lines = ["runs: 0 of 4, now: 0 %", "runs: 1 of 4, now: 0 %", "runs: 1 of 4, now: 50 %"]
+    for every_s, expected in ((0.0, lines), (60.0, [])):
+        console = Console(file=StringIO())
+        with Bars(BarColumn(), console=console, every_s=every_s) as bars:
+            runs, now = bars.add_task("runs", total=None), bars.add_task("now", total=100)
+            bars.update(runs, total=4)
+            bars.update(runs, completed=1)
+            bars.update(now, completed=50)
+        assert console.file.getvalue().splitlines() == expected
+
+
+def test_terminal_has_bars_and_no_lines() -> None:
+    console = Console(file=StringIO(), force_terminal=True)
+    with Bars("{task.description}", console=console, every_s=0.0) as bars:
+        bars.update(bars.add_task("work", total=2), completed=1)
+    assert "work:" not in console.file.getvalue()

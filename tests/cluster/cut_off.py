@@ -235,7 +235,6 @@ class Rehearsal:
 
     @contextmanager
     def _cluster(self) -> Iterator[Process]:
-        """Run Ray on both machines, and yield the process of the second."""
         shared = ["--object-store-memory", str(80 << 20), "--block"]
         head = ["--head", "--port", str(RAY_PORT), "--num-cpus", "2", "--include-dashboard=false"]
         joins = ["--address", RAY, "--num-cpus", "1"]
@@ -283,8 +282,6 @@ class Rehearsal:
 
 
 class Process:
-    """Child process with its output in a log file."""
-
     def __init__(self, log: Path, command: list[str]) -> None:
         self._log = log
         with log.open("w") as out:
@@ -301,7 +298,6 @@ class Process:
 
     def end(self) -> float:
         begin = time.monotonic()
-        assert self._popen.stdin is not None
         self._popen.stdin.close()
         self._popen.terminate()
         try:

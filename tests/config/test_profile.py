@@ -47,9 +47,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
 @given(terms=st.tuples(st.floats(1e-9, 1e3), *[SECONDS] * 6), errors=st.tuples(SECONDS, SECONDS), name=st.text())
 def test_profile_round_trips_through_a_file(
     terms: tuple[float, ...], errors: tuple[float, float], name: str, tmp_path_factory: pytest.TempPathFactory
@@ -128,9 +125,6 @@ def test_transfer_cost_scales_with_block_size() -> None:
     assert cost.step(StepShape(9, 9, 9, 9)) == PROFILE.cost.step(StepShape(9, 9, 9, 9))
 
 
-# -- the cache --------------------------------------------------------------------------------------------------------
-
-
 def test_profile_cache_ignores_the_model_name_only() -> None:
     write_profile(PROFILE, cache_path(KEY))
     assert cached_profile(dataclasses.replace(KEY, model="renamed")) == PROFILE
@@ -160,9 +154,6 @@ def test_profile_cache_is_in_the_users_cache_folder_by_default(monkeypatch: pyte
     assert cache_path(KEY).parent == Path("/some/home/.cache/skipjoin/profiles")
 
 
-# -- the engine -------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[ProfileKey]:
     keys: list[ProfileKey] = []
@@ -176,7 +167,6 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[ProfileKey]:
 
 
 def start(**settings: Any) -> LinearCost:
-    """Start an engine with the built-in model and return its initial cost model."""
     engine = assemble(EngineConfig(threads=1, kv_cache_gib=0.01, max_model_len=256, **settings))
     engine.executor.close()
     return engine.info.cost.current
@@ -283,9 +273,6 @@ def test_engine_learns_costs_from_its_steps(tmp_path: Path) -> None:
         llm.generate(["one"], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
         assert cost.revision > 5
         assert cost.step(StepShape(decodes=1, context=1)) < before / 2
-
-
-# -- the command ------------------------------------------------------------------------------------------------------
 
 
 def test_profile_command_writes_a_file_that_an_engine_accepts(tmp_path: Path) -> None:

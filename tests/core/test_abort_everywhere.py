@@ -145,7 +145,6 @@ def moving_out_overlapped() -> Scene:
     scene = paused()
     scene.eviction.out = [scene.victim]
     plan = scene.stepper.start()
-    assert plan is not None
     assert [move.request for move in plan.overlapped] == [scene.victim]
     return scene
 
@@ -155,7 +154,6 @@ def moving_out_blocking() -> Scene:
     scene.stepper.step()
     scene.outrank(37)
     plan = scene.stepper.start()
-    assert plan is not None
     assert scene.victim in [move.request for move in plan.blocking if move.direction is Direction.OUT]
     return scene
 
@@ -164,7 +162,6 @@ def on_the_cpu_tier() -> Scene:
     scene = moving_out_overlapped()
     scene.stepper.finish()
     held = scene.stepper.core.kv.blocks_of(scene.victim)
-    assert held is not None
     assert (held.device, held.moving) == ([], None)
     assert held.cpu
     return scene
@@ -183,7 +180,6 @@ def moving_in_overlapped() -> Scene:
     scene = on_the_cpu_tier()
     scene.eviction.back = [scene.victim]
     plan = scene.stepper.start()
-    assert plan is not None
     assert [(move.direction, move.request) for move in plan.overlapped] == [(Direction.IN, scene.victim)]
     return scene
 
@@ -192,7 +188,6 @@ def moving_in_blocking_and_running() -> Scene:
     scene = on_the_cpu_tier()
     while (plan := scene.stepper.start()) is not None and not scene.victim.progress.in_flight:
         scene.stepper.finish()
-    assert plan is not None
     assert (Direction.IN, scene.victim) in [(move.direction, move.request) for move in plan.blocking]
     return scene
 
@@ -257,7 +252,6 @@ def kept_after_a_failed_move_out() -> Scene:
     scene.stepper.finish()
     scene.stepper.fails = never
     held = scene.stepper.core.kv.blocks_of(scene.victim)
-    assert held is not None
     assert held.device
     assert scene.victim.progress.computed > 0
     return scene

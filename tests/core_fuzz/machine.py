@@ -165,8 +165,6 @@ class Reforecast(NamedTuple):
 
 
 class Release(NamedTuple):
-    """Release the KV that a finished request keeps."""
-
     id: int
 
 

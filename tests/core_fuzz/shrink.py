@@ -44,7 +44,6 @@ def shrunk(case: Case, kind: str, seconds: float) -> Case:
 
 
 def _fewer_calls(case: Case, fails: Callable[[Case], bool], end: float) -> Case:
-    """Remove runs of calls, long ones first."""
     size = max(1, len(case.calls) // 2)
     while size and time.monotonic() < end:
         at = len(case.calls) - size
@@ -133,6 +132,5 @@ def _with(case: Case, index: int, call: Any) -> Case:
 
 
 def script(case: Case) -> str:
-    """Return a program that makes the calls of the case and fails with its finding."""
     imports = "from core_fuzz.machine import *  # with tests/ in PYTHONPATH"
     return f"# {replay(case)}\n{imports}\n\ncase = {pformat(case, width=110)}\nraise replay(case)\n"

@@ -48,7 +48,6 @@ def first_finding(recipes: list[str], count: int = 3000) -> tuple[Case, str]:
 
 
 def stalls(patch: pytest.MonkeyPatch) -> None:
-    """Make no plan if no candidate finds space."""
     patch.setattr(StepPlanner, "_force", lambda self, builder: None)
     patch.setattr(StepPlanner, "_restart", lambda self: None)
 
@@ -71,7 +70,6 @@ def offers_planned_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def frees_the_source_of_a_move(patch: pytest.MonkeyPatch) -> None:
-    """Free the source blocks of an overlapped move out at once."""
     move_out = Tiers.move_out
 
     def unfenced(self: Tiers, request: Request, *, blocking: bool, **rest: object) -> Move | None:
@@ -108,7 +106,6 @@ def test_the_fuzzer_finds_bugs_of_the_core(
     smaller = shrunk(case, kind, TRIAL_SHRINK_S)
     assert len(smaller.calls) <= len(case.calls)
     found = replay(smaller)
-    assert found is not None
     assert found.kind == kind
 
 

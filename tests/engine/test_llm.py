@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ import pytest
 from skipjoin import LLM, SamplingParams, Target
 from skipjoin.builtin import builtin_model_path
 from skipjoin.config import ConfigError, EngineConfig
-from skipjoin.core.events import Preempted, Preemption
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import Request, RequestOptions, ServiceClass
 from skipjoin.core.step import StepResult
@@ -28,7 +26,6 @@ from skipjoin.exec.rank_spec import MemoryBudget
 from skipjoin.model.config import ModelError
 from skipjoin.model.folder import model_folder
 from skipjoin.policies.execution import scaled_jct
-from skipjoin.policies.starvation import starvation_after
 from skipjoin.sampling import ParameterError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=300)
@@ -66,7 +63,6 @@ def test_chat_returns_calls_in_a_message_that_continues_the_conversation(llm: LL
     fields = {"tools": [PICK], "tool_choice": choice}
     (found,) = llm.chat(chat, GREEDY, **fields)
     assert found.finish_reason == "tool_calls"
-    assert found.message is not None
     (call,) = found.message["tool_calls"]
     assert call["function"]["name"] == "pick"
     assert json.loads(call["function"]["arguments"])["color"] in ("red", "green")
@@ -88,7 +84,6 @@ def test_built_in_model_calls_tools_and_repeats_their_results(llm: LLM) -> None:
     ):
         chat: list[Any] = user(question)
         (found,) = llm.chat(chat, GREEDY, tools=tools)
-        assert found.message is not None
         (call,) = found.message["tool_calls"]
         assert call["function"] == {"name": tools[-1]["function"]["name"], "arguments": arguments}
         chat += [found.message, {"role": "tool", "tool_call_id": call["id"], "content": result}]
@@ -171,7 +166,6 @@ def test_forecaster_learns_output_lengths_and_saves_them(tmp_path: Path, monkeyp
     count = user("Count from 3 to 12")
     lessons: list[tuple[int, bool]] = []
     with LLM(**settings) as llm:
-        assert llm._forecasts is not None
         learn = llm._forecasts.learn
 
         def recorded(predicted: Predicted, tokens: int, *, exact: bool) -> None:
@@ -188,7 +182,6 @@ def test_forecaster_learns_output_lengths_and_saves_them(tmp_path: Path, monkeyp
         (len(answer.token_ids), exact) for answer, exact in zip(answers, (True, True, False, False), strict=True)
     ]
     with LLM(**settings) as llm:
-        assert llm._forecasts is not None
         assert len(llm._forecasts.forecaster) == 4
 
 
@@ -363,37 +356,6 @@ def test_bad_settings_name_the_bound(settings: dict[str, object], error: type[Ex
         LLM(**{"progress": False, **settings})
 
 
-def test_recipes_give_the_same_texts_for_many_mixed_requests() -> None:
-    draw = random.Random(2)
-    makers = [
-        lambda: f"Count from {draw.randint(0, 9)} to {draw.randint(10, 60)}",
-        lambda: f"Spell {draw.choice(['river', 'stone', 'pencil'])}",
-        lambda: f"Repeat the word {draw.choice(['cat', 'tree'])} {draw.randint(1, 12)} times",
-        lambda: f"The {draw.randint(2, 12)} times table",
-        lambda: draw.choice(["hello", "Where are you?", "what is the capital of france"]),
-    ]
-    conversations = [user(draw.choice(makers)()) for _ in range(80)]
-    texts: dict[str, list[str]] = {}
-    # 16 requests of up to 300 tokens do not fit into 72 blocks.
-    pool = 72 * 16 * 4 * 2 * 128 * 4 / 2**30
-    for recipe in ("fcfs", "fastserve"):
-        with LLM(progress=False, recipe=recipe, kv_cache_gib=pool, max_num_seqs=16, threads=1, profile="off") as llm:
-            evictions = 0
-            take_events = llm.engine.core.take_events
-
-            def counted(take_events=take_events):
-                nonlocal evictions
-                events = take_events()
-                evictions += sum(isinstance(event, Preempted) and event.how is not Preemption.PAUSE for event in events)
-                return events
-
-            llm.engine.core.take_events = counted
-            texts[recipe] = [answer.text for answer in llm.chat(conversations, GREEDY)]
-            assert evictions > 0, recipe
-            assert llm.engine.core.kv.device_free == llm.engine.core.kv.device_total
-    assert texts["fcfs"] == texts["fastserve"]
-
-
 # -- the CPU pool -----------------------------------------------------------------------------------------------------
 
 GIB = 1 << 30
@@ -487,22 +449,6 @@ def test_unused_cpu_pool_takes_no_memory() -> None:
         llm.generate(["hello"], GREEDY)
         assert psutil.Process().memory_info().rss - before < GIB / 2
         assert llm.engine.core.kv.tiers.cpu_free == llm.engine.core.kv.tiers.cpu_total == GIB // BLOCK_BYTES
-
-
-@pytest.mark.parametrize(
-    ("settings", "threshold_s"),
-    [
-        ({}, None),
-        ({"slo_s": 2.0}, 200.0),
-        ({"slo_s": 2.0, "recipe_params": {"starvation_s": 4}}, 4.0),
-    ],
-)
-def test_starvation_threshold_follows_step_times_or_the_objective(
-    settings: dict[str, Any], threshold_s: float | None
-) -> None:
-    with LLM(progress=False, threads=1, profile="off", kv_cache_gib=0.1, recipe="fastserve", **settings) as llm:
-        info = llm.engine.info
-        assert info.recipe_params["starvation_s"] == (threshold_s or pytest.approx(starvation_after(info.cost)))
 
 
 def test_policies_know_the_limit_of_the_link() -> None:

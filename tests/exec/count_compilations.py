@@ -47,8 +47,6 @@ seen: dict[tuple[str, ...], None] = {}
 
 
 class Launches:
-    """Replacement of a kernel that records the versions launched."""
-
     def __init__(self, kernel: Any) -> None:
         backend = make_backend(GPUTarget("cuda", 90, 32))
         self.name, self.bind = kernel.__name__, create_function_from_signature(kernel.signature, kernel.params, backend)
@@ -84,7 +82,6 @@ def replace_kernels() -> None:
 
 
 def some_step(chance: random.Random, number: int) -> StepPlan:
-    """Return a random plan of decodes, prompt chunks or both."""
     slices, left = [], TOKENS
     for index in range(chance.randint(1, SEQS)):
         tokens = 1 if chance.random() < 0.8 else min(left, chance.choice((2, 7, 40, 130)))

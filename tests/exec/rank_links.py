@@ -145,7 +145,6 @@ def thread_executor(
 
 
 def _serve(rank: int, tp: int, pp: int, meeting_point: str, connection: Connection) -> None:
-    """Run a rank's process: make the models that it is asked for and run their plans."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     store = distributed.FileStore(meeting_point, tp * pp)
@@ -162,7 +161,6 @@ def _serve(rank: int, tp: int, pp: int, meeting_point: str, connection: Connecti
                 settings = json.loads(message[1:])
                 current = make_rank(group, connection.send_bytes, settings.pop("family"), **settings)
             else:
-                assert current is not None
                 current.run(message[1:])
     group.close()
 
@@ -259,7 +257,6 @@ class Processes:
         return [link.receive(PLAN_S) for link in self.links]
 
     def executor(self, family: str, **store: Any) -> ShardedExecutor:
-        """Return an executor of a new model; see `make_rank` for `store`."""
         for link in self.links:
             link.make({"family": family, **store})
         return ShardedExecutor(self.links, tp_size=self.tp, timeout_s=PLAN_S)

@@ -86,8 +86,6 @@ class Nodes:
 
     def close(self) -> None:
         everything = self.processes()
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with suppress(BrokenPipeError):  # the process may exit before it reads the command
             self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
@@ -100,14 +98,12 @@ class Nodes:
             process.kill()
 
     def _ask(self, command: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # the missing answer is the better error
             self._process.stdin.write(json.dumps(command) + "\n")
             self._process.stdin.flush()
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, f"the cluster's process exited:\n{self._words.read_text(errors='replace')[-_MAX_ERROR_CHARS:]}"
         answer: dict[str, Any] = json.loads(line)
@@ -116,7 +112,6 @@ class Nodes:
 
 @contextmanager
 def nodes(*, has_token: bool = True) -> Iterator[Nodes]:
-    """Yield a running cluster and stop it afterwards."""
     # The name is short because sockets lie in the folder.
     with tempfile.TemporaryDirectory(prefix="sj-nodes-", ignore_cleanup_errors=True) as folder:
         started = Nodes(Path(folder), has_token=has_token)

@@ -71,9 +71,6 @@ def test_negative_terms_are_clamped_and_the_others_refitted() -> None:
     assert found[:2].tolist() == pytest.approx(alone.tolist())
 
 
-# -- which steps are measured -----------------------------------------------------------------------------------------
-
-
 @given(
     tokens=st.integers(1, 4096),
     requests=st.integers(1, 512),

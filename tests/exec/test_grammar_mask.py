@@ -175,7 +175,6 @@ def test_new_grammars_are_slow_until_they_prove_to_be_quick() -> None:
 
     def masks_until_quick() -> int:
         state = GrammarMask(grammars).start(params, [1], (EOS,))
-        assert state is not None
         for number in range(1000):
             if not state.is_slow:
                 state.note_mask(0.01)

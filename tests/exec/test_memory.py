@@ -60,9 +60,6 @@ def gpu_model() -> CausalLM:
     return cast(CausalLM, SimpleNamespace(**facts, shard=model.shard, weight_bytes=GIB))
 
 
-# -- the largest steps ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("largest", "few", "many", "decodes"),
     [
@@ -98,9 +95,6 @@ def test_a_worker_runs_the_largest_steps_in_one_block() -> None:
         result = worker.run(step)
         assert all(token is not None for token in result.tokens)
     assert not store.device.tensor.isnan().any()
-
-
-# -- the profile run ------------------------------------------------------------------------------------------------
 
 
 def test_cpu_models_are_not_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,9 +150,6 @@ def test_out_of_memory_in_the_profile_names_the_settings(monkeypatch: pytest.Mon
     expected = r"37 tokens or 6 requests .* weights of 1.00 GiB \(64.00 of 80.00 GiB are free\): lower max_num_batched"
     with pytest.raises(ModelError, match=expected):
         measure_peak(gpu_model(), LARGEST, BLOCK_SIZE)
-
-
-# -- remaining memory -------------------------------------------------------------------------------------------------
 
 
 def test_the_pool_gets_the_remaining_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,9 +220,6 @@ def test_container_limit_bounds_the_free_ram(monkeypatch: pytest.MonkeyPatch) ->
     for limit, free in ((12345, 12345), (1 << 62, rank_spec.free_ram()), (None, rank_spec.free_ram())):
         monkeypatch.setattr(rank_spec, "free_memory", lambda limit=limit: limit)
         assert rank_spec.free_ram() == pytest.approx(free, rel=0.1)
-
-
-# -- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

@@ -33,6 +33,7 @@ from skipjoin.sim.driver import Replica, simulate
 from skipjoin.sim.experiments.machines import Machine
 from support.policies import SYSTEMS, SpillAny
 from support.recipes import RECIPES, build, own
+from support.watch import plan_value
 from support.worlds import exhaustive
 
 # Moves take about as long as steps, so that some are in flight for several steps.
@@ -95,7 +96,7 @@ class LocalOnVirtualClock(SimulatedExecutor):
 def trace() -> list[Request]:
     draw = random.Random(4)
     now, requests = 0.0, []
-    for number in range(30):
+    for number in range(20):
         now += draw.expovariate(12)
         prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 30))]
         sampling = Sampling(SamplingParams(temperature=0), 0, ())
@@ -121,13 +122,8 @@ class Run:
         for event in events:
             if isinstance(event, Planned):
                 plan = event.plan
-                pieces = tuple((piece.request.id, *piece[1:]) for piece in plan.slices)
-                moves = [
-                    tuple((move.direction, move.request and move.request.id, *move[2:]) for move in part)
-                    for part in (plan.blocking, plan.overlapped)
-                ]
                 self._begun.update((move, len(self.made)) for move in (*plan.blocking, *plan.overlapped))
-                self.made.append((round(event.now, 9), pieces, *moves))
+                self.made.append((round(event.now, 9), *plan_value(plan)))
                 self._in_flight += 1
                 self.max_in_flight = max(self.max_in_flight, self._in_flight)
             elif isinstance(event, Computed):
@@ -161,10 +157,10 @@ def test_simulator_and_engine_make_the_same_plans(recipes: list[str], cpu_blocks
         simulated = Run(recipe, SimulatedExecutor(COST), cpu_blocks, of_simulator(depth))
         assert real.made == simulated.made, (recipe, depth)
         assert (real.max_in_flight, simulated.max_in_flight) == (depth, depth), recipe
-        assert len(real.made) > 50
+        assert len(real.made) > 30
         outputs.append(real.outputs)
         if cpu_blocks and recipe not in EXACT:
-            assert real.moved > 10, (recipe, depth)
+            assert real.moved > 5, (recipe, depth)
         if cpu_blocks and recipe == "fastserve":
             assert real.longest > 2
     # Sampling is greedy, so that every recipe yields the same tokens, whatever it moved or dropped.

@@ -189,9 +189,6 @@ def test_default_cost_adds_stages_but_not_tensor_ranks() -> None:
     assert two.floor == pytest.approx(2 * one.floor)
 
 
-# -- on ranks ---------------------------------------------------------------------------------------------------------
-
-
 class FixedTimeRanks(ShardedExecutor):
     """Ranks that report times of `STEP_TIMES`.
 

@@ -120,7 +120,6 @@ def test_others_run_until_all_ranks_have_a_mask_which_has_a_deadline(monkeypatch
     assert [event.request.id for event in ended] == [3]
     assert len(slow.progress.output) == 1
     wait = loop.core.wait_of(slow)
-    assert wait is not None
     assert wait.reason is WaitReason.GRAMMAR
 
     # The second request has not begun on the only thread of a rank, and has therefore no deadline yet.

@@ -239,7 +239,6 @@ def test_replicas_leave_lost_nodes_and_exit_with_their_server(cluster: Nodes) ->
     command = [sys.executable, "-c", SERVE, "serve", "tally", "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
         try:
-            assert server.stdout is not None
             (url,) = (line.split(" at ")[1].split()[0] for line in server.stdout.readlines(1) if line[:5] == "Ready")
             wait_until(lambda: replicas_alive(url) == 2)
             cluster.lose(next(iter(cluster.cpus)))

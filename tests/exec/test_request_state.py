@@ -61,7 +61,6 @@ class Probe:
 
 @pytest.fixture
 def probes(monkeypatch: pytest.MonkeyPatch) -> list[Probe]:
-    """Return the probes of all workers created, in arbitrary order."""
     for alone in (outputs_alone, outputs_of_one_rank):
         alone("llama")  # cache its outputs without a probe
     made: list[Probe] = []
@@ -128,7 +127,6 @@ def check(probe: Probe, requests: Sequence[Request], *, has_aborts: bool = False
     """Assert that each request's state was made once, freed once, and accepted all tokens but the last, in order."""
     assert probe.started == Counter(tuple(request.prompt) for request in requests)
     assert Counter(probe.freed) == probe.started
-    assert probe.worker is not None
     assert not probe.worker._states
     accepted = sorted((*state.prompt, *state.tokens) for state in probe.states)
     if not has_aborts:

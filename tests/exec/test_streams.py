@@ -123,14 +123,11 @@ def lazy_store(streams: Streams) -> LazyStore:
     )
     store.streams = streams
     store.device.tensor.fill_(torch.nan)
-    assert store.cpu is not None
     store.cpu.tensor.fill_(torch.nan)
     return store
 
 
 class Device:
-    """Executes plans as the worker does, all on streams."""
-
     def __init__(self, streams: Streams) -> None:
         self.store = lazy_store(streams)
         self.copier = StreamCopier(self.store)
@@ -237,7 +234,6 @@ def test_overlapped_moves_in_wait_for_earlier_moves_out(monkeypatch: pytest.Monk
     streams = Streams(monkeypatch, seed)
     device = Device(streams)
     store, copier = device.store, device.copier
-    assert store.cpu is not None
     pool, host = store.device.block_view(), store.cpu.block_view()
     pool[4], host[5] = 1.0, 2.0
     streams.model.work.append(lambda: pool[7].fill_(3.0))
@@ -249,12 +245,7 @@ def test_overlapped_moves_in_wait_for_earlier_moves_out(monkeypatch: pytest.Monk
     assert [pool[4, 0].item(), host[4, 0].item(), host[8, 0].item()] == [2.0, 1.0, 3.0]
 
 
-# -- many small blocks ----------------------------------------------------------------------------------------------
-
-
 class Kernel:
-    """Small-block kernel that works or fails."""
-
     def __init__(self) -> None:
         self.calls: list[int] = []
         self.error: Exception | None = None
@@ -288,7 +279,6 @@ def test_kernel_copies_many_short_runs_only(monkeypatch: pytest.MonkeyPatch, cap
     store.device.block_view().copy_(source)
 
     def copied(rows: list[int], to: list[int]) -> bool:
-        assert store.cpu is not None
         pool = store.cpu.block_view()
         pool.fill_(-1)
         expected = pool.clone()

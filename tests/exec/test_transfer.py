@@ -207,9 +207,6 @@ def test_invalid_moves_are_rejected(store: HarshStore) -> None:
         make_store(KVStore, cpu_blocks=0).copy(move(OUT, [0], [0]))
 
 
-# -- the copier -----------------------------------------------------------------------------------------------------
-
-
 def test_a_failed_copy_is_reported_once_and_later_ones_complete(
     store: HarshStore, copier: ThreadCopier, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -258,9 +255,6 @@ def test_close_waits_for_the_running_copy_and_drops_the_rest(store: HarshStore) 
     assert not closing.is_alive()
     changed = (pools(store)[IN] != before).any(dim=1)
     assert changed.tolist() == [True] + [False] * (CPU_BLOCKS - 1)
-
-
-# -- the executor ---------------------------------------------------------------------------------------------------
 
 
 class Steps:

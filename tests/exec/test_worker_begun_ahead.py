@@ -49,7 +49,6 @@ class Ahead:
 
 
 def ahead(model: CausalLM, requests: list[Request], *, depth: int, **options: int) -> tuple[list[Event], int]:
-    """Run the requests and return the events and the maximum number of plans in flight."""
     store = make_store(model, 12, 40)
     executor = Ahead(Worker(model, store, grammars=GRAMMARS))
     core = make_core(SwapAll(), device_blocks=12, cpu_blocks=40, slots=3, depth=depth, overlap=True, **options)
@@ -126,8 +125,6 @@ def test_out_of_memory_fails_only_the_largest_request(depth: int, caplog: pytest
 
 
 class OnceLimitedMemoryModel(LimitedMemoryModel):
-    """A model whose device runs out of memory in its first step only."""
-
     def wanted_rows(self, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         room, self.room = self.room, 1 << 20
         if batch.num_tokens > room:
@@ -163,8 +160,6 @@ def test_chunks_after_a_failed_chunk_are_neither_computed_nor_cached() -> None:
 
 
 class RowCountingModel(CausalLM):
-    """A model that records the number of rows of each call of `logits`."""
-
     widest = 0
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:

@@ -152,9 +152,6 @@ def test_settings_outside_their_bounds_are_refused() -> None:
             ForecastConfig(**values)
 
 
-# -- distributions ------------------------------------------------------------------------------------------
-
-
 @given(st.lists(st.floats(1e-6, 1), min_size=BINS, max_size=BINS), st.integers(1, 1 << 20))
 def test_distributions_agree_with_their_hazards_ranks_and_quantiles(weights, tokens) -> None:
     mass = np.array(weights) / sum(weights)

@@ -22,8 +22,6 @@ Accepts = Callable[[StructuredOutput, str], bool]
 
 
 class Bytes:
-    """Vocabulary of bytes, of which `marks` are special tokens."""
-
     bos_token_id, eos_token_id = None, 256
 
     def __init__(self, marks: tuple[str, ...]) -> None:
@@ -71,7 +69,6 @@ def accepts(vocabulary: Bytes) -> Accepts:
 
 
 def written(row: OutputFormat, *calls: tuple[str, str]) -> str:
-    assert row.calls is not None
     texts = [
         row.calls.before + name + row.calls.middle + arguments_of(row, arguments) + row.calls.after
         for name, arguments in calls
@@ -80,7 +77,6 @@ def written(row: OutputFormat, *calls: tuple[str, str]) -> str:
 
 
 def arguments_of(row: OutputFormat, arguments: str) -> str:
-    assert row.calls is not None
     if (tags := row.calls.tags) is None:
         return arguments
     values = json.loads(arguments).items()

@@ -84,7 +84,6 @@ def test_calls_of_declared_formats_are_enforced_as_they_are_read(case: str) -> N
     calls, _ = CASES[case]
     found = chosen(declared(calls))
     row = found.calls
-    assert row is not None
     functions = [CallSchema("f", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})]
     marks = Marks(found, lambda mark: None)
     grammar = calls_grammar(found, marks, functions, is_parallel=False, is_thinking=False, must_call=True)
@@ -95,7 +94,6 @@ def test_calls_of_declared_formats_are_enforced_as_they_are_read(case: str) -> N
 
 def test_a_declaration_precedes_the_table_and_is_completed_by_it() -> None:
     found = chosen(declared(CASES["name in the mark"][0]), "<tool_call> </think>")
-    assert found.think is not None
     assert (found.think.open, found.calls and found.calls.trigger) == ("[[", "<fn=")
     partly = chosen({"fields": {"thinking": THINK, "content": {"content": "text"}}}, "<tool_call> </think>")
     assert partly.calls is HERMES.calls
@@ -141,5 +139,4 @@ def test_declarations_of_calls_that_are_no_json_take_rows_of_the_table() -> None
     for calls, row in ((elements, QWEN_CODER), (strings, GEMMA)):
         found = chosen(declared(calls))
         assert found.calls is row.calls
-        assert found.think is not None
         assert found.think.open == "[["

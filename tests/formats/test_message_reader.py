@@ -84,9 +84,7 @@ TWO = [("f", ARGUMENTS), ("g", "{}")]
 
 
 def deepseek(output_format: OutputFormat) -> str:
-    """Write two calls with the marks of the row."""
     calls = output_format.calls
-    assert calls is not None
     written = [calls.before + name + calls.middle + arguments + calls.after for name, arguments in TWO]
     return f"why\n</think>\n\nx{calls.begin}{(calls.between or '').join(written)}{calls.end}"
 
@@ -209,11 +207,9 @@ def test_formats_are_found_by_their_templates() -> None:
     for row in FORMATS:
         for group in row.signs:
             found = find_format(" ".join(group))
-            assert found is not None
             assert found.name == row.name
     assert find_format("{{ messages }}") is None
     hermes_without_reasoning = find_format("{% if tools %}<tool_call>{% endif %}")
-    assert hermes_without_reasoning is not None
     assert hermes_without_reasoning.think is None
 
 

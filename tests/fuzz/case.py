@@ -114,5 +114,4 @@ BODIES: dict[str, dict[str, object]] = {
 
 
 def encoded(path: str, **more: object) -> bytes:
-    """Return a valid body for a path, with additional fields."""
     return json.dumps({**BODIES[path], **more}).encode()

@@ -214,7 +214,6 @@ class Fuzzer:
 
 
 def alarm_of(log: str) -> str | None:
-    """Return the part of a log around its first error, or None."""
     found = _ALARMS.search(log)
     return None if found is None else log[max(0, found.start() - _SHOWN) : found.end() + _SHOWN]
 

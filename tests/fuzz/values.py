@@ -46,7 +46,6 @@ _ODD_SHARE, _HUGE_SHARE, _BROKEN_SHARE = 0.05, 0.04, 0.05
 
 
 def odd(draw: random.Random) -> str:
-    """Return an odd JSON text, which may be invalid."""
     if draw.random() < _HUGE_SHARE:
         return draw.choice(_HUGE)()
     return draw.choice(_ODD)

@@ -313,7 +313,6 @@ def slow(draw: random.Random) -> Case:
 
 
 def pipeline(draw: random.Random) -> Case:
-    """Return several pipelined requests, which are answered in order."""
     count = draw.randint(2, 12)
     some = draw.choices(
         (

@@ -50,9 +50,6 @@ def kinds(run: ClientRun) -> dict[str, int]:
     return dict(Counter(one.failure.kind if one.failure else "finished" for one in run.exchanges))
 
 
-# -- parsing of responses ---------------------------------------------------------------------------------
-
-
 def test_a_response_has_the_times_of_its_tokens() -> None:
     answer = Answer()
     role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
@@ -108,7 +105,6 @@ def test_invalid_responses_are_errors_with_a_kind(data: bytes, kind: str, messag
     answer = Answer()
     answer.feed(data, 1.0)
     found = answer.problem(3, may_stop=False)
-    assert found is not None
     assert found.kind == kind
     assert message in found.detail
 
@@ -124,9 +120,6 @@ def test_a_response_may_stop_early_only_without_ignore_eos() -> None:
         assert "ignore_eos" not in stub.bodies[-1]
     assert kinds(run) == {"finished": 1}
     assert run.exchanges[0].facts.reason == "stop"
-
-
-# -- bodies -----------------------------------------------------------------------------------------------
 
 
 def test_bodies_depend_on_the_seed_and_share_no_prefix() -> None:
@@ -221,9 +214,6 @@ def test_invalid_settings_are_refused(make: Any, message: str) -> None:
     assert message in str(error.value)
 
 
-# -- runs -------------------------------------------------------------------------------------------------
-
-
 def test_times_count_from_the_due_time() -> None:
     with OpenAiStub() as stub:
         run, seconds = go(stub.url, jobs(20))
@@ -266,7 +256,6 @@ async def misbehave(stub: OpenAiStub, request: web.Request, body: dict[str, Any]
         return await stream(request, token(), usage(1))
     if kind == 6:
         response = await stream(request, token())
-        assert request.transport is not None
         request.transport.abort()
         return response
     if kind == 7:

@@ -86,6 +86,5 @@ def has_tiles_here() -> bool:
 
 
 def is_permitted() -> bool:
-    """Return whether the kernel permits this process to use tiles."""
     tile_data = 18  # index among the components of the processor's state
     return ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, tile_data) == 0

@@ -137,7 +137,6 @@ class Case:
 
 
 def assert_near(ours: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
-    """Assert that the relative error of the whole tensor is within the tolerance."""
     ours = ours.cpu().double()
     assert ours.isfinite().all()
     error = ((ours - expected).norm() / expected.norm()).item()

@@ -142,7 +142,6 @@ def _calls(
 
 
 def dumped(kernel: Any) -> tuple[str, str]:
-    """Return the kernel's resource usage and machine code."""
     dump = str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])

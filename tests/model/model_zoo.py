@@ -149,7 +149,6 @@ class PagedRunner:
 
 
 def greedy(model: CausalLM, prompts: list[list[int]], count: int, block_size: int = 4) -> list[list[int]]:
-    """Return `count` greedy tokens per prompt, decoded in one batch."""
     width = -(-(max(map(len, prompts)) + count) // block_size)
     kv = poisoned_kv(model, width * len(prompts), block_size)
     tables = [list(range(i, width * len(prompts), len(prompts))) for i in range(len(prompts))]

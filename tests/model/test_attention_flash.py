@@ -158,9 +158,6 @@ def test_schedules_follow_the_contents_of_replayed_batches(library):
         assert len(library.schedules) - before == 2
 
 
-# -- selection ------------------------------------------------------------------------------------------------------
-
-
 def facts(capability: tuple[int, int] = (9, 0)) -> CudaFacts:
     gpu = Card("H100" if capability == (9, 0) else "A100", capability)
     return CudaFacts("13.0", (gpu,), present=True, triton="3.7.1", compiler="gcc")

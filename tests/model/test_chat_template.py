@@ -77,7 +77,6 @@ def test_templates_that_overload_the_compiler_are_rejected(source: str) -> None:
 
 def process_of(template: ChatTemplate) -> psutil.Process:
     process = template._renderer._process.process
-    assert process is not None
     return psutil.Process(process.pid)
 
 
@@ -105,7 +104,6 @@ def test_the_process_exits_with_its_owner() -> None:
         "print(t._renderer._process.process.pid, flush=True); input()"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
-        assert owner.stdout is not None
         process = psutil.Process(int(owner.stdout.readline()))
         os.kill(owner.pid, signal.SIGKILL)
     gone, _ = psutil.wait_procs([process], timeout=30)
@@ -117,8 +115,6 @@ def test_messages_that_are_not_json_are_rejected() -> None:
     with pytest.raises(ModelError, match="messages must be of JSON values: object is no JSON value"):
         template.render([{"role": "user", "content": object()}])
 
-
-# -- what templates expect of messages -------------------------------------------------------------------------------
 
 CALL = (
     "{% for call in m.tool_calls or [] %}({{ call.function.name }} {{ call.function.arguments | tojson }}){% endfor %}"

@@ -101,7 +101,6 @@ class FakeGpus:
 
 
 def sums_of(gpus: FakeGpus, *sizes: int, dtype: torch.dtype = torch.bfloat16) -> tuple[int, int]:
-    """Return the number of sums by all_reduce and by the one-shot kernel."""
     before = gpus.one_shot, gpus.nccl
     for size in sizes:
         x = torch.ones((2, size // 2), dtype=dtype)

@@ -19,8 +19,6 @@ TIMES = {64: 3.0, 32: 1.0, 128: 2.0}
 
 
 class Runs:
-    """Kernel that counts its runs and whose time is that of its last config."""
-
     def __init__(self, refuses=()) -> None:
         self.ran, self.refuses = [], refuses
 

@@ -44,7 +44,6 @@ class FakeRuntime:
 
 @pytest.fixture
 def pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the sizes of page-locked memory requested from torch."""
     sizes: list[int] = []
     zeros = torch.zeros
 

@@ -122,9 +122,6 @@ def test_models_reject_sizes_that_do_not_fit(tmp_path):
         load_model(tmp_path, group=group)
 
 
-# -- loading ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "part", [{}, {"rows": range(10, 37)}, {"columns": range(48, 64)}, {"rows": range(0, 1), "columns": range(2, 5)}]
 )

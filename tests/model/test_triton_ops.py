@@ -34,7 +34,6 @@ LIMIT = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Fill uninitialized memory with NaN."""
     empty = torch.empty
 
     def full_of_nan(*shape, **options) -> torch.Tensor:

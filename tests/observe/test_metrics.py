@@ -412,9 +412,6 @@ def test_a_stopped_engine_runs_nothing_and_keeps_its_counters() -> None:
     assert snapshot.at_rest().summed("generation_tokens_total") == [1]
 
 
-# -- figures of a recipe ----------------------------------------------------------------------------------------------
-
-
 def rows_of(world: World, requests: list[Request], name: str) -> list[tuple[list[float], list[Request]]]:
     """Return the row of a metric after the events of each moment, as a server sends it, and the live requests."""
     core, metrics = world.core(), metrics_of(world)

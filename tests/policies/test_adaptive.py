@@ -56,9 +56,6 @@ def heavy_tailed(chance: random.Random) -> float:
     return min(20_000, 10 * chance.paretovariate(1.0))
 
 
-# -- what it learns ---------------------------------------------------------------------------------------------------
-
-
 def test_bins_are_those_of_forecasts_with_the_first_ones_merged() -> None:
     assert BIN_EDGES[0] == 1
     assert set(BIN_EDGES) <= set(LENGTH_EDGES)
@@ -146,9 +143,6 @@ def test_an_invalid_state_is_refused_and_changes_nothing(change: dict[str, objec
     assert model.state() == before
 
 
-# -- the index --------------------------------------------------------------------------------------------------------
-
-
 def test_equal_lengths_raise_the_index_and_heavy_tails_lower_it() -> None:
     """So nothing is preempted with equal lengths, and short work goes first otherwise."""
     kind = Kind(None, 7, LAST, None)
@@ -198,9 +192,6 @@ def test_long_prompts_cost_more_only_while_slots_are_free() -> None:
         ratios[running] = index.log_index(Kind(None, 5, LAST, None), 5) - index.log_index(Kind(None, 10, LAST, None), 5)
     assert ratios[1] > 1.0
     assert ratios[4] < 0.1
-
-
-# -- bounds -----------------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -347,9 +338,6 @@ def test_recomputation_uses_the_share_of_first_tokens() -> None:
     assert next(ordering.ranked(99.0)) is new
 
 
-# -- pauses -----------------------------------------------------------------------------------------------------------
-
-
 def run_all(ordering: Adaptive, requests: Sequence[Request]) -> None:
     slices = [
         Slice(one, one.progress.computed, one.progress.known - one.progress.computed, True, False, ())
@@ -397,9 +385,6 @@ def test_a_step_does_not_examine_paused_requests() -> None:
         return seen.count("call")
 
     assert calls(1000) == calls(10)
-
-
-# -- explanations -----------------------------------------------------------------------------------------------------
 
 
 def test_a_rank_is_explained() -> None:

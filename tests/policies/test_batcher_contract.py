@@ -67,7 +67,6 @@ def fill(packing: BatchBuilder, pending: Sequence[int]) -> list[int | Refusal]:
 
 
 def offer_all(packing: BatchBuilder, requests: Sequence[Request]) -> list[int | Refusal]:
-    """Offer the requests in turn, take those that get tokens, and return the verdicts."""
     verdicts: list[int | Refusal] = []
     for request in requests:
         verdict = packing.offer(request, request.progress.pending)

@@ -25,7 +25,6 @@ def test_the_closest_request_is_chosen_until_none_fits() -> None:
     for number, (prompt, tokens) in enumerate(SIZES):
         core.add(make(number, prompt, tokens, forecast=Forecast(tokens, "test")), 0.0)
     plan = core.start_step(0.0)
-    assert plan is not None
     assert [(piece.request.id, piece.tokens) for piece in plan.slices] == [(1, 60), (3, 30)]
     assert [request.id for request in policies.ordering.ranked(0.0)] == [1, 3, 0, 2]
     assert core.kv.available == 0

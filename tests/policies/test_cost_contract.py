@@ -112,7 +112,6 @@ def teach(cost: LearningCost, actual: LinearCost, steps: int, *, seed: int = 0, 
 
 
 def errors(cost: CostModel, actual: LinearCost) -> list[float]:
-    """Return the sorted absolute relative errors on 200 shapes."""
     draw = random.Random(99)
     shapes = [real_shape(draw) for _ in range(200)]
     return sorted(abs(cost.step(shape) / actual.step(shape) - 1) for shape in shapes)

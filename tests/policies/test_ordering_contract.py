@@ -79,7 +79,6 @@ def by_objective(*, longest_first: bool = False) -> ByObjective:
 
 
 def fair(make: Callable[[], Ordering]) -> Ordering:
-    """Return an ordering whose lead is exceeded while requests live."""
     return Fair(make, lead=200, output_weight=2.0)
 
 

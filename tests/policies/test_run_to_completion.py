@@ -47,7 +47,6 @@ def static(
 
 
 def table(done: Run) -> list[tuple[float, dict[int, int]]]:
-    """Return the start of each step and the tokens that it computes of each request."""
     return [(now, {piece[0]: piece[2] for piece in plan[1]}) for now, plan in done.trace]
 
 

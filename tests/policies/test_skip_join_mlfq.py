@@ -208,7 +208,6 @@ def test_finished_requests_are_not_kept_until_their_starvation_time() -> None:
 
 
 def slow_down(cost: LearningCost, times: float) -> None:
-    """Make the cost model learn that every step takes `times` as long as before."""
     before = cost.current
     for _ in range(500):
         for shape in (StepShape(decodes=1, context=1), StepShape(prefill=8, attention=36)):

@@ -217,7 +217,6 @@ def test_prompts_fill_steps_while_the_reserve_has_room(recipe: str) -> None:
     stepper.add(*requests)
     while core.requests:
         plan = stepper.start()
-        assert plan is not None
         room = core.kv.reservations.unused(PROMPTS) * core.kv.block_size
         waiting = [request for request in core.requests.values() if not request.progress.in_flight]
         if any(phase_of(one, one.progress.known) is Phase.PROMPT and one.progress.known <= room for one in waiting):

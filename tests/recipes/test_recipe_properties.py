@@ -187,9 +187,6 @@ def test_plans_do_not_depend_on_lengths_that_are_not_known_yet(recipe: str) -> N
     assert long.trace != short.trace
 
 
-# -- any world, any link ----------------------------------------------------------------------------------------------
-
-
 def failing(seed: int, share: float) -> Callable[[Move], bool]:
     draw = random.Random(seed)
     return lambda move: draw.random() < share
@@ -301,9 +298,6 @@ def test_kv_is_recomputed_when_the_cpu_tier_is_full(eviction: str, cpu_blocks: i
     assert ways[Preemption.DROP] > 0
     moved = ways[Preemption.SWAP] + ways[Preemption.SPILL]
     assert cpu_blocks == 1 or (moved > 0) == (cpu_blocks > 0)  # one block may be too small for all
-
-
-# -- composition of batches -------------------------------------------------------------------------------------------
 
 
 # With these objectives, no step ends early for the next token of a real-time request.

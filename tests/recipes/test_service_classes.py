@@ -12,25 +12,14 @@ from skipjoin.policies.cost import LinearCost
 from support.load import load, make
 from support.recipes import RECIPES
 from support.watch import Run, Stepper, World, run
-from support.worlds import each_recipe, exhaustive, halved, is_variant
+from support.worlds import each_recipe, halved, is_variant
 
 # A static batch runs to its end, and round robin serves both classes equally.
 BANDED = sorted(set(RECIPES) - {"static", "round-robin"})
 PACKING = sorted(name for name in RECIPES if name.startswith("bros"))
 
 
-# Every other recipe has overlapped steps. `exhaustive` exchanges them.
-@pytest.mark.parametrize("turn", [0, exhaustive(1)])
-@pytest.mark.parametrize("recipe", each_recipe())
-def test_requests_of_both_classes_finish_with_all_their_tokens(recipe: str, turn: int) -> None:
-    overlap = (sorted(RECIPES).index(recipe) + turn) % 2
-    requests = load(3, 30, best_effort=0.5)
-    run(World(recipe, depth=1 + overlap, overlap=bool(overlap)), requests)
-    assert all(len(request.progress.output) == request.max_tokens for request in requests)
-
-
 def run_with(flood: list[Request], recipe: str) -> Run:
-    """Run the same real-time requests together with a flood."""
     chat = load(5, 24, rate=5.0, outputs=(1, 10))
     return run(World(recipe, device_blocks=80), sorted([*chat, *flood], key=lambda request: request.arrival))
 
@@ -40,7 +29,6 @@ def flood_of(size: int, *, best_effort: bool = True) -> list[Request]:
 
 
 def mean_time(done: Run) -> float:
-    """Return the mean latency of the real-time requests in seconds."""
     return fmean(
         event.now - event.request.arrival
         for event in done.events

@@ -24,7 +24,6 @@ def record(at_target: float = 0.0, **wait_s: float) -> Record:
 )
 def test_the_limit_is_what_requests_wait_for_most(records: list[Record], limit: str, share: float) -> None:
     found = limit_of(records)
-    assert found is not None
     assert found[0] == limit
     assert found[1] == pytest.approx(share)
 

@@ -69,9 +69,6 @@ def sample(found: LLMatcher, draw: random.Random, limit: int = 60) -> str | None
     return b"".join(map(tokenizer.token_bytes, tokens)).decode() if found.is_accepting() else None
 
 
-# -- the table ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("row", ENFORCED, ids=lambda row: row.names[0])
 def test_enforced_keywords_allow_and_exclude_their_examples(row: Enforced) -> None:
     assert any(name in json.dumps(row.example) for name in row.names)
@@ -120,8 +117,6 @@ def test_formats_are_enforced_ignored_or_refused() -> None:
         matcher({"type": "array", "items": {"type": "string", "format": "color"}})
     assert allows(matcher({"type": "integer", "format": "color"}), "1")
 
-
-# -- numbers ------------------------------------------------------------------------------------------------------
 
 INTEGERS = st.sampled_from(
     [0, 1, 7, -3, 2**53 - 1, 2**53, 2**53 + 1, -(2**53) - 1, -(2**63), 2**63, 2**64 - 1, BIG, 10**25]
@@ -301,9 +296,6 @@ def test_schemas_without_a_value_are_refused_in_words(schema: dict[str, Any], pa
     is_value = "must be a JSON schema" not in str(error.value) and "allows no" in str(error.value)
     if is_value:  # an alternative without a value is none
         assert allows(matcher({"anyOf": [schema, {"type": "null"}]}), "null")
-
-
-# -- properties ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

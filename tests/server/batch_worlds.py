@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 
 import sqlalchemy as sa
@@ -18,7 +17,6 @@ from skipjoin.server.batches.store import Store
 from skipjoin.server.batches.tables import servers
 
 OWNER = "a" * 64
-_STEP = count()
 
 
 @dataclass

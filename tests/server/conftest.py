@@ -52,7 +52,6 @@ async def api(make_api: MakeApi) -> AsyncIterator[Api]:
 
 @pytest.fixture
 def start_server(tokenizer_folder: Path) -> Iterator[StartServer]:
-    """Return a function that starts a server over the simulated engine."""
     started: list[ServerProcess] = []
 
     def start(step_s: float = 0.001, blocks: int = BLOCKS, **settings: Any) -> ServerProcess:
@@ -80,7 +79,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Postgres]:
-    """PostgreSQL server of this test session."""
     with running() as server:
         if server is None:
             pytest.skip("PostgreSQL is not installed")

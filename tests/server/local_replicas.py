@@ -66,8 +66,6 @@ class LocalSupervisor:
 
 
 class LocalCluster:
-    """Empty `skipjoin.exec.ranks.cluster.Cluster`."""
-
     ip = "127.0.0.1"
 
     def close(self) -> None:

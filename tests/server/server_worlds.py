@@ -193,13 +193,11 @@ class Api:
         return await self.http.post("/v1/completions", json={"prompt": "abcdef", **body})
 
     async def chat(self, **body: Any) -> httpx.Response:
-        """POST to /v1/chat/completions, with a default message."""
         return await self.http.post(
             "/v1/chat/completions", json={"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, **body}
         )
 
     def is_clean(self) -> bool:
-        """Return whether the engine and the queue's counts are empty."""
         admission = self.service.admission
         return not (self.engine.client.active or admission.requests or admission.tokens or self.service.busy)
 
@@ -223,7 +221,6 @@ class ServerProcess:
         self.errors: list[str] = []
         self._reader = threading.Thread(target=self._read_errors, daemon=True)
         self._reader.start()
-        assert self.process.stdout is not None
         ready = self.process.stdout.readline()
         assert "Ready: " in ready, (ready, self.errors)
         self.url = ready.split(" at ")[1].split()[0]
@@ -272,7 +269,6 @@ class ServerProcess:
         self.process.wait()
         self._reader.join(5)
         for stream in (self.process.stdout, self.process.stderr):
-            assert stream is not None
             stream.close()
         _, left = psutil.wait_procs(started, timeout=15)
         assert not left

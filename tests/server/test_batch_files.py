@@ -282,9 +282,6 @@ async def test_content_is_kept_if_its_row_may_be_committed(
     assert await world.blobs.sweep(await world.store.files.known()) == kept
 
 
-# -- on the wire ------------------------------------------------------------------------------------------------
-
-
 @contextlib.asynccontextmanager
 async def served(world: Files) -> AsyncIterator[httpx.AsyncClient]:
     with listen("127.0.0.1", 0) as listener:

@@ -67,7 +67,6 @@ async def written(store: Store, batch_id: str) -> tuple[list[str], list[str]]:
 async def settle(store: Store, row_id: str, owner: str = OWNER) -> tuple[BatchStatus, list[str], list[str]]:
     """Finalize a due batch, as the runner does, and return its status and the custom_ids in its files."""
     batch = await store.batches.get(owner, row_id)
-    assert batch is not None
     if batch.status is BatchStatus.CANCELLING:
         await store.lines.close(row_id, LineState.CANCELLED)
     elif batch.expires_at <= store.now():
@@ -77,7 +76,6 @@ async def settle(store: Store, row_id: str, owner: str = OWNER) -> tuple[BatchSt
     output, error = await written(store, row_id)
     file = file_of(store, owner=owner, purpose="batch_output")
     ended = await store.batches.finalize(row_id, status, file, None)
-    assert ended is not None
     assert ended.status is status
     return status, output, error
 
@@ -573,7 +571,6 @@ async def test_committed_results_survive_sigkill(tmp_path: Path) -> None:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", KILLED, str(tmp_path), stdout=asyncio.subprocess.PIPE
         )
-        assert process.stdout is not None
         for _ in range(5 + 17 * kill):
             printed += map(int, (await process.stdout.readline()).split())
         os.kill(process.pid, signal.SIGKILL)
@@ -598,12 +595,9 @@ async def test_cancel_during_finalization(location: StoreLocation) -> None:
         file = file_of(store, purpose="batch_output")
         for row, status in ((late, BatchStatus.FINALIZING), (early, BatchStatus.CANCELLING)):
             cancelled = await store.batches.cancel(OWNER, row.id)
-            assert cancelled is not None
             assert cancelled.status is status
         ended = await store.batches.finalize(late.id, BatchStatus.COMPLETED, file, None)
-        assert ended is not None
         assert (ended.status, ended.output_file_id, ended.cancelling_at) == (BatchStatus.COMPLETED, file.id, None)
         assert await settle(store, early.id) == (BatchStatus.CANCELLED, ["id-1", "id-2"], [])
         again = await store.batches.cancel(OWNER, early.id)
-        assert again is not None
         assert again.status is BatchStatus.CANCELLED

@@ -46,7 +46,6 @@ class Outcome(NamedTuple):
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[EngineLoop]:
-    """Real engine, which both starts and resumes requests."""
     loop = EngineLoop(assemble(EngineConfig(profile="off", kv_cache_gib=0.02, swap_space_gib=0, threads=1)))
     yield loop
     loop.close()

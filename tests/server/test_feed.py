@@ -33,7 +33,6 @@ def parse(event: bytes) -> tuple[str, Any]:
 
 
 async def reply(api: Api, **parts: Any) -> None:
-    """Answer the engine's next question."""
     while not api.engine.asked:
         await asyncio.sleep(0)
     numbers = list(api.engine.live)
@@ -78,7 +77,6 @@ async def test_listeners_share_snapshots_and_none_is_taken_without_them(
         for stream in (*streams, late):
             await stream.aclose()
         task = source._task
-        assert task is not None
         while not task.done():
             api.engine.asked and await reply(api)
             await asyncio.sleep(0.001)

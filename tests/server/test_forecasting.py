@@ -254,12 +254,7 @@ def test_every_forecast_source_has_a_metric_label() -> None:
     assert seen | {"url"} == set(FORECAST_SOURCES)
 
 
-# -- saved state ------------------------------------------------------------------------------------------------
-
-
 class Disk:
-    """Simulated disk that counts saves and warnings."""
-
     def __init__(self) -> None:
         self.now = 0.0
         self.saves = 0

@@ -27,7 +27,6 @@ WAIT_MS = 60_000
 def console(*options: str) -> Iterator[str]:
     command = [sys.executable, "-m", "skipjoin", "console", "--port", "0", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
     try:
         line = process.stdout.readline()
         yield line.split()[1].removesuffix("/console,")

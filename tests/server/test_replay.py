@@ -90,7 +90,6 @@ async def test_simulations_run_one_at_a_time_in_a_process_that_ends_with_its_rea
     first = replays.events(b"{}\n")
     assert b"progress" in await anext(first)
     process = replays._process
-    assert process is not None
     with pytest.raises(ApiError, match="runs already"):
         await anext(replays.events(b"{}\n"))
     await first.aclose()

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import pytest
 import zmq
 from local_replicas import LocalReplicas, local_replicas
 from server_worlds import HERE
-from simulated_engine import POISON
 
 from skipjoin.config import EngineConfig
 from skipjoin.core.request import DEFAULT_OPTIONS, RequestOptions
@@ -23,7 +21,7 @@ from skipjoin.sampling import SamplingParams
 from skipjoin.server.engines import link
 from skipjoin.server.engines.engine_handle import EngineStartError
 from skipjoin.server.engines.engine_program import ORPHANED
-from skipjoin.server.engines.errors import EngineDeadError, LostRequestError
+from skipjoin.server.engines.errors import EngineDeadError
 from skipjoin.server.engines.link import EngineLink, EngineListener, NoAnswerError, connect
 from skipjoin.server.engines.messages import Add, ListenerKey, Setup
 from skipjoin.server.engines.sequences import OutputQueue
@@ -52,40 +50,6 @@ def expected(tokens: int) -> list[int]:
     return [PROMPT[n % len(PROMPT)] for n in range(tokens)]
 
 
-async def test_streams_survive_engine_kills(tokenizer_folder: Path) -> None:
-    """Engines are killed at random moments while requests run, once all of them together."""
-    draw = random.Random(3)
-    async with local_replicas(tokenizer_folder, 2, step_s=0.005) as replicas:
-        stopping = asyncio.Event()
-
-        async def user(number: int) -> int:
-            count = 0
-            while not stopping.is_set():
-                tokens = 50 + 37 * number + count
-                assert await generate(replicas, tokens) == expected(tokens)
-                count += 1
-            return count
-
-        users = [asyncio.create_task(user(number)) for number in range(10)]
-        for kill in range(4):
-            await asyncio.sleep(draw.uniform(0.05, 0.3))
-            victims = replicas.engines
-            for victim in victims if kill == 2 else victims[:1]:
-                victim.kill()
-            await until(lambda: replicas.client.alive < 2)
-            await until(lambda: replicas.client.alive == 2)
-        stopping.set()
-        assert min(await asyncio.wait_for(asyncio.gather(*users), 60)) >= 1
-        assert replicas.client.active == 0
-        numbers = dict(
-            line.split()
-            for line in replicas.metrics.render().decode().splitlines()
-            if line[:9] == "skipjoin:" and "{" not in line
-        )
-        assert float(numbers["skipjoin:replica_restarts_total"]) == 5
-        assert float(numbers["skipjoin:requests_moved_total"]) >= 10
-
-
 async def test_engine_death_is_detected_immediately_and_requests_move(tokenizer_folder: Path) -> None:
     async with local_replicas(tokenizer_folder, 2) as replicas:
         replicas.supervisor.is_paused = True
@@ -98,17 +62,6 @@ async def test_engine_death_is_detected_immediately_and_requests_move(tokenizer_
         assert time.monotonic() - begin < link.SILENCE_S / 2
         assert await request == expected(400)
         assert not replicas.died.is_set()
-
-
-async def test_request_that_crashes_engines_fails_alone(tokenizer_folder: Path) -> None:
-    """It fails after the second engine, and all concurrent requests complete."""
-    async with local_replicas(tokenizer_folder, 2, step_s=0.01) as replicas:
-        others = [asyncio.create_task(generate(replicas, 200)) for _ in range(6)]
-        await until(lambda: replicas.client.load().running == 6)
-        with pytest.raises(LostRequestError, match="ended 2 times while they ran this request"):
-            await generate(replicas, 50, options=RequestOptions(priority=POISON))
-        assert await asyncio.gather(*others) == [expected(200)] * 6
-        assert 'requests_lost_total{reason="engine_lost"} 1.0' in replicas.metrics.render().decode()
 
 
 async def test_hung_engine_is_replaced(tokenizer_folder: Path) -> None:
@@ -190,9 +143,6 @@ async def test_failed_starts_are_tolerated_while_one_engine_lives(tokenizer_fold
 async def test_progress_of_every_replica_is_reported(tokenizer_folder: Path) -> None:
     async with local_replicas(tokenizer_folder, 2) as replicas:
         assert {"replica 1: pretending to load", "replica 2: pretending to load"} <= set(replicas.progress)
-
-
-# -- the listener -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

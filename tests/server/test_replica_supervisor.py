@@ -53,8 +53,6 @@ class Actor:
 
 
 class World:
-    """Supervisor with a settable clock and a scripted Ray."""
-
     exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, replicas: int = 2) -> None:

@@ -129,9 +129,6 @@ async def test_large_headers_are_431(make_api: MakeApi) -> None:
         assert (await api.http.get("/health", headers={"x": "y" * 1000})).status_code == 200
 
 
-# -- on the wire ------------------------------------------------------------------------------------------------
-
-
 def exchange(server: ServerProcess, request: bytes) -> bytes:
     """Send the bytes and return the answer until the server closes or pauses for two seconds."""
     host, port = server.url.removeprefix("http://").split(":")
@@ -179,7 +176,6 @@ def test_health_needs_no_key_and_key_grants_access(locked: ServerProcess) -> Non
 
 
 def test_metrics_port_needs_no_key_and_reports_memory(locked: ServerProcess) -> None:
-    assert locked.process.stdout is not None
     _, line = (locked.process.stdout.readline() for _ in range(2))
     url = line.removeprefix("Metrics: ").strip()
     assert not url.startswith(locked.url)

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
-from server_worlds import MakeApi, StartServer
+from server_worlds import MakeApi
 from simulated_engine import SimulatedLoop
 
 from skipjoin.config import EngineConfig
@@ -136,32 +134,6 @@ def test_forecasts_arrive_with_and_after_requests() -> None:
     assert (told["forecast from"], told["chance to end"]) == (1, pytest.approx(0.5, abs=0.5))
     assert describe(loop.core, 0.0)[0].facts == []
     assert expected(Abort([1])) == expected(Reforecast(1, Forecast(2.0, "learned"))) == [(1.5, "prior")]
-
-
-def test_running_server_lists_every_request(start_server: StartServer) -> None:
-    """The device holds few of the 20 requests. Prompts are shorter than a block, so that none is shared."""
-    learning = {"forecaster": "learned", "forecast_dir": "none"}
-    server = start_server(step_s=0.05, blocks=12, **learning)
-    with httpx.Client(base_url=server.url) as client:
-        body = {"prompt": "abc" * 5, "max_tokens": 100, "n": 10, "stream": True}
-        with client.stream("POST", "/v1/completions", json=body), client.stream("POST", "/v1/completions", json=body):
-            end = time.monotonic() + 30
-            while True:
-                rows = httpx.get(f"{server.url}/debug/requests").json()["requests"]
-                states = {row["state"] for row in rows}
-                sources = {row["forecast_source"] for row in rows}
-                if len(rows) == 20 and {"running", "waiting"} <= states and sources == {"learned"}:
-                    break
-                assert time.monotonic() < end, rows
-        assert [row["place"] for row in rows] == list(range(20))
-        assert len({(row["id"], row["choice"]) for row in rows}) == 20
-        assert sum(row["device_blocks"] for row in rows) <= 12
-        for row in rows:
-            assert row["prompt_tokens"] == 15
-            assert 1 <= row["predicted_tokens"] <= 100
-            assert row["computed_tokens"] <= row["prompt_tokens"] + row["output_tokens"]
-            assert row["device_blocks"] == -(-row["computed_tokens"] // 16) or row["state"] == "running"
-    server.wait_idle()
 
 
 def with_key(name: str) -> dict[str, Any]:

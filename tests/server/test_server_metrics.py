@@ -44,7 +44,6 @@ def names(text: str) -> list[str]:
 
 
 def numbers(text: str) -> Numbers:
-    """Return the value of each sample by name and labels."""
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -58,9 +57,6 @@ def scrape(server: ServerProcess) -> Numbers:
 
 def sent(snapshot: Snapshot) -> Stats:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(Stats(7, snapshot)), type=FromEngine)  # type: ignore[return-value]
-
-
-# -- names ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.anyio
@@ -80,9 +76,6 @@ async def test_without_compatibility_names_have_the_skipjoin_prefix(api: Api) ->
 def test_unknown_compatibility_is_refused() -> None:
     with pytest.raises(ConfigError, match="metrics_compat must be one of none, vllm, got 'tgi'"):
         ServerConfig(metrics_compat="tgi")
-
-
-# -- the API process --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.anyio
@@ -229,9 +222,6 @@ async def test_choices_and_rejections_are_counted(make_api: MakeApi) -> None:
     assert reasons == {"requests": 1, "tokens": 1, "draining": 1}
 
 
-# -- the engine process -----------------------------------------------------------------------------------------
-
-
 class Wire:
     """Socket that delivers one request and a shutdown after its end, and records sent messages."""
 
@@ -270,8 +260,6 @@ def test_stats_are_sent_before_the_last_output() -> None:
 
 
 class LeakyLoop(SimulatedLoop):
-    """Loop that leaks three blocks in its first step."""
-
     leaked: Sequence[int] = ()
 
     def step(self) -> list[Event]:
@@ -325,9 +313,6 @@ def test_outputs_are_sent_before_the_next_step_is_planned() -> None:
     loop = SimulatedLoop(Setup(EngineConfig(), "", 0), 0.0, BLOCKS, 100)
     EngineServer(wire, os.getppid()).run(loop, EngineMetrics(device_blocks=BLOCKS, block_size=16, block_bytes=1))  # type: ignore[arg-type]
     assert latest == [0, 1, 2, 3]
-
-
-# -- over real processes ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -406,9 +391,6 @@ def test_unanswered_requests_are_counted_by_finish_reason(start_server: StartSer
     }
     assert counts == {"stop": 0, "length": 0, "abort": 1, "deadline": 1}
     assert found["skipjoin:deadline_dropped_total", ()] == 1
-
-
-# -- the timeline -----------------------------------------------------------------------------------------------
 
 
 def test_a_server_writes_its_timeline(recorded: tuple[ServerProcess, Path]) -> None:

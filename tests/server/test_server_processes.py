@@ -48,9 +48,6 @@ def slow_server(tokenizer_folder: Path) -> Iterator[ServerProcess]:
     shared.stop()
 
 
-# -- disconnects ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_blocks_are_freed_after_disconnect(slow_server: ServerProcess, path: str, stream: bool) -> None:
@@ -106,9 +103,6 @@ def test_disconnect_within_a_body_only_logs_the_request(server: ServerProcess) -
     assert [line for line in server.errors[logged:] if "request_log: POST" not in line] == []
 
 
-# -- errors -----------------------------------------------------------------------------------------------------
-
-
 def test_deadline_expires_in_the_queue(slow_server: ServerProcess) -> None:
     server = slow_server
     running = long_stream(server, prompt="abc" * 30, max_tokens=120, priority=-1)
@@ -154,9 +148,6 @@ def test_failed_request_gets_an_error_and_the_others_finish(slow_server: ServerP
     server.wait_idle()
     after = [finished(server, reason) for reason in ("error", "length")]
     assert [now - then for now, then in zip(after, before, strict=True)] == [2, 1]
-
-
-# -- shutdown and failures --------------------------------------------------------------------------------------
 
 
 def test_sigterm_drains(start_server: StartServer) -> None:
@@ -321,9 +312,6 @@ def test_a_port_in_use_is_reported_before_anything_is_loaded(tokenizer_folder: P
     assert f"port {port}" in result.stderr
     assert "in use" in result.stderr
     assert "pretending to load" not in result.stderr
-
-
-# -- soak -------------------------------------------------------------------------------------------------------
 
 
 def test_hundreds_of_requests_leak_no_resources(server: ServerProcess) -> None:

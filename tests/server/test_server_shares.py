@@ -46,7 +46,6 @@ class Queue:
             pass
 
     def end(self, key: str) -> None:
-        """Start and finish the oldest sequence of a key."""
         slot = self.slots[key].popleft()
         slot.started()
         slot.ended()
@@ -239,9 +238,6 @@ def test_retry_after_of_a_key_over_its_share_is_accurate(others: dict[str, float
     ]
     assert len(pairs) > 100
     assert sum(true <= predicted for true, predicted in pairs) >= min_accurate * len(pairs)
-
-
-# -- over HTTP ----------------------------------------------------------------------------------------------------
 
 
 def key(name: str) -> dict[str, Any]:

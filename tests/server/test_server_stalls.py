@@ -79,9 +79,6 @@ def peak_memory() -> int:
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
-# -- bodies -----------------------------------------------------------------------------------------------------
-
-
 def filled(begin: str, unit: str, end: str, size: int = LARGEST) -> bytes:
     return (begin + unit * ((size - len(begin) - len(end)) // len(unit.encode())) + end).encode()
 
@@ -235,9 +232,6 @@ def post_body(tokenizer_folder: Path) -> Any:
         api.service.close()
 
 
-# -- scores of prompts ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_prompt_logprobs_are_formatted_off_the_event_loop(
     api: Api, stream: bool, monkeypatch: pytest.MonkeyPatch
@@ -275,9 +269,6 @@ def test_prompt_logprobs_are_sent_in_parts(start_server: StartServer) -> None:
     for choice, ids in zip(choices, (prompt, prompt[:700]), strict=True):
         assert choice["logprobs"]["token_logprobs"] == [None] + [-0.25] * (len(ids) - 1) + [-0.5] * 2
         assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
-
-
-# -- the queue --------------------------------------------------------------------------------------------------
 
 
 async def test_tokenization_counts_toward_the_queue_limits(make_api: MakeApi) -> None:
@@ -322,9 +313,6 @@ async def test_full_queue_refuses_before_tokenization(make_api: MakeApi, monkeyp
         monkeypatch.undo()
         await running
         assert api.is_clean()
-
-
-# -- slow readers -----------------------------------------------------------------------------------------------
 
 
 class Reader:

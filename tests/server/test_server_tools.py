@@ -193,7 +193,6 @@ async def test_allowed_tools_limit_the_calls_and_not_the_prompt(echo: Api) -> No
     for mode in ("auto", "required"):
         assert (await say(echo, "x", tool_choice=choice(mode, "now"))).status_code == 200
         structured = echo.engine.added[-1].params.structured_outputs
-        assert structured is not None
         assert '"now\\"' in structured.text
         assert '"add\\"' not in structured.text
         assert ("mixed" in structured.text) == (mode == "auto")
@@ -218,9 +217,6 @@ async def test_hostile_tools_are_refused(echo: Api) -> None:
         assert named in error["message"]
 
 
-# -- OpenAI's client --------------------------------------------------------------------------------------------
-
-
 async def test_openai_client_streams_calls_and_sends_them_back(echo: Api) -> None:
     client = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=echo.http, max_retries=0)
     asked: list[Any] = [{"role": "user", "content": CALLS}]
@@ -239,8 +235,6 @@ async def test_openai_client_streams_calls_and_sends_them_back(echo: Api) -> Non
     assert answer.choices[0].message.content == "It is 3."
     assert (message.tool_calls or [])[0].id in prompt_of(echo)
 
-
-# -- a chat template without tools ------------------------------------------------------------------------------------
 
 PLAIN = "{{ messages[-1].content }}<eos>{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
 RESULTS = [

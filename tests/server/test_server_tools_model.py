@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,10 +10,6 @@ import openai
 import pytest
 import tiny_model as tiny
 from server_worlds import ServerProcess
-
-from skipjoin import LLM, SamplingParams
-from skipjoin.config import ConfigError
-from skipjoin.sampling import ParameterError
 
 TEMPLATE = tiny.TEMPLATE.replace("message['content']", "(message['content'] or '')") + (
     "{% if tools %}{% endif %}{{ '<think>\n' if enable_thinking else '<think>\n\n</think>\n\n' }}{# <tool_call> #}"
@@ -142,30 +137,3 @@ def test_unenforceable_keywords_of_other_functions_are_ignored(client: openai.Op
     fields = ask(model=named(server), tools=tools, tool_choice="required", parallel_tool_calls=False)
     (call,) = client.chat.completions.create(**fields).choices[0].message.tool_calls or []
     assert call.function.arguments == '{"a": 1}'
-
-
-GREEDY = SamplingParams(temperature=0, max_tokens=300)
-NO_TOOLS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
-
-
-def test_any_model_has_tools_in_a_format_of_the_prompt(tmp_path: Path) -> None:
-    folder = tiny.write_model(tmp_path)
-    (folder / "chat_template.jinja").write_text(NO_TOOLS)
-    (folder / "config.json").write_text(json.dumps({**tiny.CONFIG, "max_position_embeddings": 2048}))
-    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    chat: list[Any] = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
-    chat += [{"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "Good."}]}]
-    settings: dict[str, Any] = {"progress": False, "threads": 1, "profile": "off"}
-    with LLM(str(folder), tool_format="json", **settings) as model:
-        for choice in ("required", {"type": "function", "function": {"name": "add"}}):
-            (found,) = model.chat(chat, GREEDY, tools=TOOLS[:1], tool_choice=choice, parallel_tool_calls=False)
-            assert found.message is not None
-            assert found.message["tool_calls"][0]["function"]["name"] == "add"
-        for wrong, param in (
-            ([{"role": "user", "content": 3}], "messages.0.content"),
-            ([{"role": "assistant", "tool_calls": [{}]}], "messages.0.tool_calls.0"),
-        ):
-            with pytest.raises(ParameterError, match=param):
-                model.chat(wrong, GREEDY)
-    with pytest.raises(ConfigError, match="tool_format must be one of auto, json"):
-        LLM(str(folder), tool_format="hermes", **settings)

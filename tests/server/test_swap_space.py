@@ -24,7 +24,6 @@ def test_startup_line_and_metrics_report_the_cpu_pool(command: list[str]) -> Non
     options = ["--swap-space", "0.02", "--swap-dtype", "int8", "--dtype", "bfloat16"]
     with subprocess.Popen([*command, *options], text=True, **pipes) as server:
         try:
-            assert server.stdout is not None
             ready = server.stdout.readline()
             words = ready.split()
             device, cpu = (int(words[words.index(word) - 1]) for word in ("KV", "in"))

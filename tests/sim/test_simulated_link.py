@@ -30,7 +30,6 @@ def landings(handles: list[SimulatedHandle]) -> list[list[Move]]:
 
 
 def run_steps(executor: SimulatedExecutor, *plans: StepPlan) -> list[SimulatedHandle]:
-    """Submit each plan when the previous one is done."""
     handles: list[SimulatedHandle] = []
     for one in plans:
         handles.append(executor.submit(one, handles[-1].ready_at if handles else 0.0))

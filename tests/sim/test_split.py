@@ -175,11 +175,3 @@ def test_requests_of_one_token_free_their_kv_at_once() -> None:
     recorded = split([make(number, 40, 1) for number in range(4)], world=replace(WORLD, device_blocks=11))
     assert len(recorded.ends) == 4
     assert not recorded.handovers
-
-
-def test_the_same_requests_give_the_same_events() -> None:
-    def times(recorded: Recorder) -> list[tuple[int, str, float]]:
-        return [(replica, type(event).__name__, event.now) for replica, event in recorded.events]
-
-    one, other = (split(load(5, 15), prefill=2, decode=3, rule="least-work") for _ in range(2))
-    assert times(one) == times(other)

@@ -49,5 +49,4 @@ def chromium() -> Iterator[Any]:
 
 
 def open_page(browser: Any, url: str, **context: Any) -> Watched:
-    """Return a new page that has loaded nothing yet."""
     return Watched(browser.new_context(**context).new_page(), url)

@@ -36,7 +36,6 @@ def figure_module(evaluation: str, figure: str) -> ModuleType:
 
 
 def assert_documented(evaluation: str, figures: Sequence[str]) -> None:
-    """Fail if a figure's README lacks its command, or the evaluation's README lacks the figure."""
     overview = (BENCHMARKS / "papers" / evaluation / "README.md").read_text(encoding="utf-8")
     for name in figures:
         assert f"`{name}`" in overview

@@ -11,8 +11,6 @@ _NAME = "SKIPJOIN_TEST_MARK"
 
 
 class Mark:
-    """A mark for a program that is started with `environment`, and for all its descendants."""
-
     def __init__(self) -> None:
         self._value = secrets.token_hex(8)
 

@@ -17,7 +17,6 @@ def slowness() -> float:
 
 
 def max_stall_s() -> float:
-    """Return STALL_S times the current slowdown of this machine."""
     return STALL_S * slowness()
 
 

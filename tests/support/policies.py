@@ -54,7 +54,6 @@ class UnitCost:
 
 
 def told_by(policy: object, request: Request, now: float = 0.0, kv: KVLedger | None = None) -> dict[str, float | str]:
-    """Return what a policy says about a request, by label."""
     facts = explanation(policy, request, now, KVLedger(100, 0, 4) if kv is None else kv)
     assert len({fact.label for fact in facts}) == len(facts)
     return {fact.label: fact.value for fact in facts}

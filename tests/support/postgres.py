@@ -56,7 +56,6 @@ class Postgres:
 
     def stop(self) -> None:
         """Stop the server immediately, without closing its connections cleanly."""
-        assert self._process is not None
         self._run("pg_ctl", "stop", "-D", str(self.folder / "data"), "-m", "immediate")
         self._process.wait(30)
 

@@ -15,8 +15,6 @@ def load(path: str) -> ModuleType:
     name = path.removesuffix(".py").replace("/", "_")
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, ROOT / path)
-        assert spec is not None
-        assert spec.loader is not None
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]

@@ -23,7 +23,6 @@ class SmallDisk:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        assert self._process.stdout is not None
         if self._process.stdout.readline() != b"mounted\n":
             self.close()
             raise OSError("a disk cannot be mounted here")
@@ -43,7 +42,6 @@ class SmallDisk:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
-        assert self._process.stdout is not None
         self._process.stdout.close()
 
 

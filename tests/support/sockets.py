@@ -23,7 +23,6 @@ def open_sockets(processes: Iterable[psutil.Process]) -> dict[str, bool]:
 
 
 def assert_only_local(processes: Iterable[psutil.Process], *names: str) -> None:
-    """Fail if a socket is not on a loopback address, or if a name has no process with a socket."""
     found = open_sockets(processes)
     assert not (reachable := [one for one, is_local in found.items() if not is_local]), reachable
     assert all(any(one.startswith(name) for one in found) for name in names), found

@@ -133,8 +133,6 @@ def next_token(tokens: list[int]) -> int:
 
 @dataclass
 class State:
-    """What the runner knows of one request."""
-
     blocks: list[int]
     tokens: list[int]
     computed: int

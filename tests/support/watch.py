@@ -85,8 +85,6 @@ class World:
 
 @dataclass(frozen=True)
 class NewcomerEviction:
-    """An eviction of a running request that only newcomers can have caused."""
-
     victim: int
     newcomers: tuple[int, ...]
     tokens: dict[int, int]
@@ -255,7 +253,6 @@ class WatchedCore(EngineCore):
 
 
 def nested_in(kv: KVLedger, owner: Owner) -> list[Request]:
-    """Return the requests whose reservations are nested in that of `owner`, oldest holder first."""
     return [request for request in kv.holders() if kv.reservations.parent_of(request) == owner]
 
 

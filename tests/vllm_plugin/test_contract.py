@@ -93,7 +93,6 @@ def finished(scheduler: Any, shadow: ShadowRunner) -> list[Any]:
 
 
 def turn(scheduler: Any, shadow: ShadowRunner) -> list[str]:
-    """Run one step, and return the names of the requests that finished in it."""
     return [one.request_id for one in finished(scheduler, shadow)]
 
 

@@ -45,7 +45,6 @@ def described(event: Event) -> tuple[object, ...]:
 
 
 def plain(part: object) -> object:
-    """Return a part of an event with ids in place of requests."""
     if isinstance(part, Request):
         return part.id
     if isinstance(part, StepPlan):
@@ -80,8 +79,6 @@ def test_plans_equal_those_of_the_own_ledger_without_a_cpu_tier(recipe: str, dep
 
 
 class OwnPool(FakePool):
-    """A pool whose engine gives every block at once."""
-
     ledger: CountingLedger
 
     def held(self, request: Request) -> int:
@@ -101,7 +98,6 @@ def test_plans_equal_those_of_the_own_ledger_with_a_cpu_tier(recipe: str, depth:
     found = events_of(world, pool.ledger)
     assert found == events_of(world, own)
     assert any(name == "Moved" for name, *_ in found)
-    assert pool.ledger.tiers is not None
     assert pool.ledger.tiers.cpu_free == cpu_blocks
 
 

@@ -35,10 +35,8 @@ from support.watch import World
 def test_forecasts_arrive_later_and_are_learned_and_kept(tmp_path: Path) -> None:
     config = ForecastConfig(forecaster="learned", forecast_dir=str(tmp_path))
     forecasts = LengthForecasts.open(config, "some/model")
-    assert forecasts is not None
     first = make(0, 8, 100)
     forecasts.arrived(first)
-    assert first.progress.forecast is not None
     assert first.progress.forecast.source == "prior"
     for number in range(1, 30):
         request = make(number, 8, 100, prefix=None)
@@ -145,7 +143,6 @@ def test_a_request_is_explained_by_each_of_its_ids_with_what_it_waited_for() -> 
     lives.finished(second, FinishReason.STOP, 5.0)
     for name in ("chatcmpl-me-7", "me-7"):
         found = lives.explain(name)
-        assert found is not None
         choices = found["choices"]
         assert [(one["number"], one["replica"]) for one in choices] == [(1, 2), (0, 2)]
         assert (choices[0]["state"], choices[0]["first_token_s"], choices[0]["total_s"]) == ("stop", 4.0, 5.0)

@@ -51,7 +51,6 @@ class Server:
             return dict(json.load(response))
 
     def explain(self, engine: int, name: str) -> tuple[int, str]:
-        """Return exit code and output of `skipjoin explain`."""
         done = CliRunner().invoke(app, ["explain", name, "--url", f"http://127.0.0.1:{self.metrics + engine}"])
         return done.exit_code, done.output
 

@@ -133,9 +133,6 @@ def test_error_positions_are_right_after_quoted_cells(
     )
 
 
-# -- texts and further columns ----------------------------------------------------------------------------------------
-
-
 def test_jsonl_files_have_texts_and_default_to_word_counts(tmp_path: Path) -> None:
     text = (
         '{"prompt": "Count to 5!", "output": "1, 2, 3, 4, 5.", "arrival_s": 0}\n\n'
@@ -188,8 +185,6 @@ def test_errors_of_jsonl_lines_name_the_line_and_field(tmp_path: Path, row: str,
     first = '{"prompt": "a", "output": "b"}'
     assert error_of(tmp_path, f"{first}\n{row}\n", "trace.jsonl").startswith(f"trace.jsonl {error}")
 
-
-# -- parts of prompts -------------------------------------------------------------------------------------------------
 
 MOONCAKE = '{"timestamp": %s, "input_length": %s, "output_length": 9, "hash_ids": %s}\n'
 
@@ -298,9 +293,6 @@ def test_columns_of_numbers_are_available_by_name(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             trace.column(name)
         assert str(caught.value).replace(f"{tmp_path}{os.sep}", "").startswith(error)
-
-
-# -- options of rows --------------------------------------------------------------------------------------------------
 
 
 def test_request_options_of_rows_are_read(tmp_path: Path) -> None:

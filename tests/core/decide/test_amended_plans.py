@@ -16,7 +16,6 @@ def started(world: World, *requests: Request) -> tuple[WatchedCore, StepPlan]:
     for request in requests:
         core.add(request, 0.0)
     plan = core.scheduler.schedule(0.0)
-    assert plan is not None
     assert len(plan.slices) == len(requests)
     return core, plan
 

@@ -73,9 +73,6 @@ def refusing(how: Deferral) -> Answer:
     return lambda *_: how
 
 
-# -- renewals ---------------------------------------------------------------------------------------------------------
-
-
 @DEPTHS
 def test_a_reservation_is_renewed_at_the_first_token_beyond_it(depth: int, overlap: bool) -> None:
     """The last block may have room for more tokens than the reservation covers."""
@@ -108,9 +105,6 @@ def test_a_request_keeps_its_kv_while_its_reservation_is_not_renewed() -> None:
     assert scene.preempted() == [(0, Preemption.PAUSE)]
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("how", "passes"), [(Deferral.REQUEST, True), (Deferral.NEWCOMERS, False)])
 def test_requests_that_fit_pass_a_refused_one(how: Deferral, passes: bool) -> None:
     scene = Claims({number: refusing(how) for number in range(1, 150)}, blocks=1000, slots=300)
@@ -133,9 +127,6 @@ def test_a_refusal_that_ends_admission_does_not_affect_requests_that_hold_kv() -
     assert scene.ran() == [1, 2]
     scene.admission.answers.clear()
     scene.drain()
-
-
-# -- nested reservations ----------------------------------------------------------------------------------------------
 
 
 def nesting(
@@ -247,9 +238,6 @@ def test_a_parent_takes_available_blocks_before_it_evicts_its_nested_request() -
     scene.drain()
 
 
-# -- blocks drawn from accounts ---------------------------------------------------------------------------------------
-
-
 def test_blocks_that_are_not_available_are_drawn_from_an_account() -> None:
     scene = Claims({0: granting(4, 10)}, blocks=10, keeps=4, eviction=Vacate(COST))
     scene.add(make(0, 8, 12), make(1, 6, 2))
@@ -280,9 +268,6 @@ def test_nothing_is_drawn_from_an_account_with_too_few_blocks() -> None:
     assert scene.ran() == [1]
     assert scene.kv.reservations.unused(KEPT) == 2
     scene.drain()
-
-
-# -- progress without grants ------------------------------------------------------------------------------------------
 
 
 @DEPTHS
@@ -320,9 +305,6 @@ def test_no_request_is_forced_while_another_runs() -> None:
         assert scene.ran() == [0]
     assert scene.ran() == [1]
     scene.drain()
-
-
-# -- the CPU tier -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("limit", [None, 20])
@@ -364,9 +346,6 @@ def test_kv_is_swapped_into_a_nested_reservation() -> None:
     assert scene.kv.available == 0
     scene.drain()
     assert (parent.progress.evictions, nested.progress.evictions) == (0, 0)
-
-
-# -- restarts ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_restart_ends_all_reservations_and_all_are_requested_again() -> None:

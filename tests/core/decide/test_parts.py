@@ -31,7 +31,6 @@ class Parts(Scene):
         return request
 
     def blocks(self, request: Request) -> tuple[int, int]:
-        """Return the numbers of blocks that the request has on the device and on the CPU tier."""
         held = self.kv.blocks_of(request)
         return (len(held.device), len(held.cpu)) if held else (0, 0)
 

@@ -54,15 +54,6 @@ def test_requests_of_equal_rank_do_not_evict_each_other() -> None:
     assert not stepper.preempted()
 
 
-def test_a_higher_ranked_request_evicts() -> None:
-    stepper = scene({0: 5, 1: 4}, blocks=4)
-    stepper.add(make(0, 8, 5))
-    ran(stepper)
-    stepper.add(make(1, 8, 5))
-    assert ran(stepper) == {1}
-    stepper.drain()
-
-
 def test_an_eviction_examines_only_the_holders_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     stepper = scene({number: number for number in range(50)}, blocks=98, slots=100)
     stepper.add(*(make(number, 6, 5) for number in range(1, 50)))
@@ -276,16 +267,6 @@ def test_a_request_that_cannot_grow_yet_blocks_those_behind_it() -> None:
     assert ran(stepper) == {0, 1}  # 12 tokens of request 1 take 3 blocks, and 1 is free
     stepper.add(make(2, 2, 3))
     assert ran(stepper) == {0}
-    stepper.drain()
-
-
-def test_kv_is_dropped_when_the_cpu_tier_is_full() -> None:
-    stepper = scene({0: 5, 1: 1}, blocks=4, cpu=1)
-    stepper.add(make(0, 12, 4))
-    ran(stepper)
-    stepper.add(make(1, 12, 2))
-    assert ran(stepper) == {1}
-    assert stepper.preempted() == [(0, Preemption.DROP)]
     stepper.drain()
 
 

@@ -57,9 +57,6 @@ def always(move: Move) -> bool:
     return True
 
 
-# -- moves that outlast steps -----------------------------------------------------------------------------------------
-
-
 def test_other_requests_run_during_a_move_and_its_blocks_stay_pinned() -> None:
     scene = Swaps({0: 1, 1: 2, 2: 3}, blocks=7)
     first, second = scene.request(0), scene.request(1)
@@ -167,9 +164,6 @@ def test_the_highest_ranked_request_is_not_swapped_out_during_a_step() -> None:
     assert [move.request.id for move in plan.overlapped] == [1]
     assert [piece.request.id for piece in plan.slices] == [0]
     scene.drain()
-
-
-# -- moves that fail --------------------------------------------------------------------------------------------------
 
 
 def test_a_request_goes_on_after_a_failed_overlapped_move_out() -> None:
@@ -295,9 +289,6 @@ def test_a_request_aborted_in_transit_is_released_though_its_move_fails(directio
     story = [event for event in scene.story(request) if isinstance(event, Preempted)]
     assert [event.how for event in story] == [Preemption.SWAP], "a finished request is not preempted again"
     scene.drain()
-
-
-# -- requests on the CPU tier -----------------------------------------------------------------------------------------
 
 
 def test_the_eviction_policy_decides_whether_moves_in_block_or_overlap() -> None:

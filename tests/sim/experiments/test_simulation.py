@@ -22,31 +22,13 @@ from skipjoin.sim.experiments.machines import Machine
 from skipjoin.sim.experiments.simulation import run
 from skipjoin.workload.traces import read_trace
 from skipjoin.workload.workload import Replay, with_best_effort
-from support.recipes import RECIPES, SPELLED
+from support.recipes import SPELLED
 from support.simulated import CELL, COST, SYSTEM, WORKLOAD, repeatable
 from support.worlds import combinations, each_recipe
 
 
 def test_another_seed_gives_another_record() -> None:
     assert repeatable(run(CELL)) != repeatable(run(replace(CELL, extent=replace(CELL.extent, seed=4))))
-
-
-@pytest.mark.parametrize("recipe", each_recipe())
-def test_the_same_arguments_give_the_same_record(recipe: str) -> None:
-    extent = replace(CELL.extent, duration_s=4.0)
-    cell = replace(CELL, system=replace(SYSTEM, recipe=SPELLED[recipe]), extent=extent)
-    record = run(cell)
-    assert repeatable(record) == repeatable(run(cell))
-    times = record["decision_ms"]
-    assert 0 < times["mean"] < 1000
-    assert 0 < times["p99"] < 1000
-    counts = record["requests"]
-    assert counts["submitted"] == counts["finished"] == len(cell.jobs())
-    assert record["recipe"] == RECIPES[recipe].name
-    # No other work takes time, so a request waits whenever steps do not work for it.
-    parts = record["breakdown_s"]
-    assert sum(parts.values()) == pytest.approx(record["jct_s"]["mean"], rel=1e-4)
-    assert record["settings"]["kv_blocks"] == 300
 
 
 def test_records_round_trip_through_results_files(tmp_path) -> None:
@@ -315,8 +297,6 @@ def test_a_run_without_requests_is_refused() -> None:
     with pytest.raises(ConfigError, match="no request arrives"):
         Cell(SYSTEM, WORKLOAD, Extent(0.001, 1.0, 0)).check()
 
-
-# -- the CPU tier and the objective -----------------------------------------------------------------------------------
 
 GIB = 1 << 30
 

@@ -128,7 +128,7 @@ def test_forecasts_arrive_with_and_after_requests() -> None:
     assert expected(Add(1, [5], params)) == [(None, None)]
     assert expected(Add(2, [5], params, forecast=Forecast(1.5, "prior", mass))) == [(None, None), (1.5, "prior")]
     assert expected(Reforecast(1, Forecast(3.0, "learned"))) == [(3.0, "learned"), (1.5, "prior")]
-    assert loop.core.requests[2].forecast == Forecast(1.5, "prior", mass)
+    assert loop.core.requests[2].progress.forecast == Forecast(1.5, "prior", mass)
     (first, _) = describe(loop.core, 0.0, has_facts=True)
     told = {fact.label: fact.value for fact in first.facts}
     assert (told["forecast from"], told["chance to end"]) == (1, pytest.approx(0.5, abs=0.5))

@@ -92,7 +92,7 @@ def test_crashes_with_progress_in_between_fail_no_request() -> None:
 def test_out_of_memory_step_fails_its_largest_request(fatal: int) -> None:
     """A request with prompt logprobs counts as larger."""
     error = RankMemoryError("rank 0 failed: OutOfMemoryError")
-    executor = LosingExecutor(error, lambda request: request.id == fatal and len(request.output) < 2)
+    executor = LosingExecutor(error, lambda request: request.id == fatal and len(request.progress.output) < 2)
     outcomes = run(executor, requests=2 if fatal == 1 else 4)
     reason, _, message = outcomes.pop(fatal)
     assert reason == "error"

@@ -200,7 +200,7 @@ def outputs_alone(
     outputs = []
     for request in mixed_requests(eos, common):
         run(*engine(tiny_model(family, attention, **int8), Recompute(), device_blocks=60), [request])
-        outputs.append(request.output)
+        outputs.append(request.progress.output)
     return outputs
 
 
@@ -291,7 +291,7 @@ def test_aborts_change_no_tokens_of_other_requests(case: str) -> None:
     run(core, executor, requests)
     for number, request in enumerate(requests):
         if all(number not in some for some in victims.values()):
-            assert request.output == alone[number]
+            assert request.progress.output == alone[number]
 
 
 @pytest.mark.parametrize("cpu_blocks", [0, 60])
@@ -304,7 +304,7 @@ def test_preemption_changes_no_tokens_under_exact_allocation(depth: int, cpu_blo
     core = EngineCore(Scheduler(policies, ledger, depth=depth, overlap=depth > 1))
     requests = mixed_requests(has_classes=False)
     for request in requests:
-        request.forecast = Forecast((2, request.max_tokens)[request.id % 2], "test")
+        request.progress.expect(Forecast((2, request.max_tokens)[request.id % 2], "test"))
     events = run(core, LocalExecutor(model, make_store(model, 9, cpu_blocks), grammars=GRAMMARS), requests)
     assert outputs(requests) == outputs_alone("llama")
     assert any(isinstance(event, Reserved) and isinstance(event.parent, Request) for event in events)

@@ -161,7 +161,7 @@ def test_preemption_keeps_request_states(case: str, probes: list[Probe]) -> None
     requests = mixed_requests()
     core, executor = forced(case, "llama")
     drive(core, executor, requests)
-    assert [request.output for request in requests] == outputs_alone("llama")
+    assert [request.progress.output for request in requests] == outputs_alone("llama")
     check(*probes, requests)
 
 
@@ -196,7 +196,7 @@ def test_each_rank_that_samples_has_its_own_states(
     tp, pp, overlap = layout
     requests = mixed_requests()
     drive(*sharded(case, "llama", tp, pp, overlap=overlap), requests)
-    assert [request.output for request in requests] == outputs_of_one_rank("llama")
+    assert [request.progress.output for request in requests] == outputs_of_one_rank("llama")
     sampling = [probe for probe in probes if probe.worker is not None and probe.worker.model.shard.is_last]
     assert len(sampling) == tp
     for probe in sampling:
@@ -218,7 +218,7 @@ def test_states_are_recreated_after_a_restart(after: int, tp: int, pp: int, prob
     lost.close()
     probes.clear()
     drive(core, thread_executor(tp, pp, "llama", device_blocks=16, cpu_blocks=60), ())
-    assert [request.output for request in requests] == outputs_of_one_rank("llama")
+    assert [request.progress.output for request in requests] == outputs_of_one_rank("llama")
     unfinished = [request for request in requests if request not in finished]
     assert unfinished
     assert any(finished) == (after == 28)

@@ -60,7 +60,7 @@ def test_pipeline_depth_changes_no_tokens() -> None:
     ahead(tiny_model("llama"), one, depth=1, chunk=6)
     _, max_begun = ahead(tiny_model("llama"), other, depth=2, chunk=6)
     assert max_begun == 2
-    assert [request.output for request in other] == [request.output for request in one]
+    assert [request.progress.output for request in other] == [request.progress.output for request in one]
 
 
 @pytest.mark.parametrize("attention", ["auto", "torch"])

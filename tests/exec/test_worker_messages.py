@@ -93,7 +93,7 @@ def test_ranks_decode_the_original_plans(eviction: Callable, depth: int) -> None
     events = run(core, executor, requests)  # type: ignore[arg-type]
     alone = mixed_requests()
     run(*engine(model, SwapAll(), device_blocks=60), alone)
-    assert [request.output for request in requests] == [request.output for request in alone]
+    assert [request.progress.output for request in requests] == [request.progress.output for request in alone]
     plans = [event.plan for event in events if isinstance(event, Planned)]
     assert any(plan.blocking or plan.overlapped for plan in plans)
     assert any(piece.awaits for plan in plans for piece in plan.slices) == (depth > 1)

@@ -44,7 +44,7 @@ def outputs_of_one_process(family: str) -> list[list[int]]:
     model = random_model(CONFIGS[family] | {"num_hidden_layers": LAYERS}, seed=3)
     requests = mixed_requests()
     run(*engine(model, Recompute(), device_blocks=60, slots=4), requests)
-    return [request.output for request in requests]
+    return [request.progress.output for request in requests]
 
 
 # test_parallel_families.py has all families.
@@ -57,7 +57,7 @@ def test_several_processes_produce_the_tokens_of_one(ranks: Processes, family: s
     executor = ranks.executor(family, device_blocks=options["device_blocks"], cpu_blocks=options["cpu_blocks"])
     requests = mixed_requests()
     events = run(core, executor, requests)
-    assert [request.output for request in requests] == outputs_of_one_process(family)
+    assert [request.progress.output for request in requests] == outputs_of_one_process(family)
     found = happened(events)
     assert found[Preemption.SWAP] >= 3
     assert all(found[what] >= 3 for what in EXPECTED[case]), found

@@ -11,7 +11,7 @@ from skipjoin.core.forecast import Forecast, length_quantile, share_below
 from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import FinishReason
 from skipjoin.observe.life import RUNNING, Life, current_prediction, prediction_of
-from skipjoin.observe.lives import LifeLog
+from skipjoin.observe.lives import FinishedLives, LifeLog
 from support.load import changed, load, make
 from support.policies import EVICTIONS
 from support.watch import Stepper, World
@@ -32,7 +32,7 @@ class Watched:
 
     def __init__(self, world: World, **bounds: float) -> None:
         self.stepper = Stepper(world.core())
-        self.log = LifeLog(**bounds)  # type: ignore[arg-type]
+        self.log = LifeLog(FinishedLives(**bounds))  # type: ignore[arg-type]
         self._seen = 0
 
     def observe(self) -> None:
@@ -124,7 +124,7 @@ def test_number_and_age_of_finished_requests_are_bounded() -> None:
     watched.run()
     now = watched.stepper.now
     assert [life.number for life in watched.log.recent(0.0, now)] == [5, 4, 3]
-    assert [life.number for life in watched.log.finished_after(4, 10)] == [5, 4]
+    assert [life.number for life in watched.log.finished.after(4, 10)] == [5, 4]
     assert watched.log.find(0, now) is None
     assert watched.log.find(5, now + 4) is not None
     assert watched.log.find(5, now + 6) is None

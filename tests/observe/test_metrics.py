@@ -378,7 +378,7 @@ def test_prefix_hits_count_at_the_first_admission() -> None:
             Admitted(first, 1.0, 16, is_first=False),
         ]
     )
-    metrics.shares(cached=3, cached_on_cpu=4, shared=2, lent=1)
+    metrics.measured({"kv_cached_blocks": [3], "kv_cpu_cached_blocks": [4], "kv_shared_blocks": [2]})
     found = metrics.snapshot()
     assert (found.row("prefix_cache_queries_total"), found.row("prefix_cache_hits_total")) == ([40], [20, 12])
     assert (found.row("kv_cached_blocks"), found.row("kv_cpu_cached_blocks")) == ([3], [4])

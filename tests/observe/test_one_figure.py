@@ -38,7 +38,7 @@ class Read:
             for one in (metrics, lives, steps, usage, log, spans):
                 one.observe([event])
             self.steps += steps.take() if len(facts) == len(requests) else []
-        self.facts, self.lives = facts, lives.finished_after(0, len(requests))
+        self.facts, self.lives = facts, lives.finished.after(0, len(requests))
         self.snapshot, self.end = metrics.snapshot(), done.end
         self.record: Record = summarize(facts, now=done.end)
         add_usage(self.record, [usage])

@@ -56,7 +56,7 @@ def test_the_limit_must_be_a_finite_number(limit: str) -> None:
 )
 def test_each_operator_compares_correctly(sign: str, below: bool, at: bool, above: bool) -> None:
     bound = Bound("ttft_s.mean", sign, LIMIT)
-    assert [bound.holds(record(value)) for value in (0.9, 1.0, 1.1)] == [below, at, above]
+    assert [bound.allows(bound.value(record(value))) for value in (0.9, 1.0, 1.1)] == [below, at, above]
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from skipjoin import recipes
 from skipjoin.core.policy import Policies
 from skipjoin.options import Value
-from skipjoin.recipes import Settings
+from skipjoin.recipes import Settings, registry
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from papers.recipes import LABELLED, SPELLED, label_of
@@ -24,4 +23,4 @@ def build(label: str, settings: Settings, given: Mapping[str, Value] | None = No
 
 
 def own(label: str, given: Mapping[str, Value]) -> dict[str, Value]:
-    return recipes.own(SPELLED[label], given)
+    return registry.own(SPELLED[label], given)

@@ -35,7 +35,8 @@ from skipjoin.core.request import DEFAULT_OPTIONS, Request, RequestOptions, Targ
 from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.observe.record import preempted
 from skipjoin.policies.cost import LinearCost
-from skipjoin.recipes import Settings, build, own
+from skipjoin.recipes import Settings, build
+from skipjoin.recipes.registry import own
 from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.machines import Machine
 from skipjoin.sim.experiments.simulation import run

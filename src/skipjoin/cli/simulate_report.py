@@ -18,10 +18,9 @@ from skipjoin.cli.requests_file import RequestsFile
 from skipjoin.config import ConfigError
 from skipjoin.observe.record import Record, preempted
 from skipjoin.observe.timeline import Timeline
-from skipjoin.report.basis import basis_text
 from skipjoin.report.bottleneck import NOTHING, limit_of
 from skipjoin.report.bound import Bounds
-from skipjoin.report.results import ResultsFile, rate_of
+from skipjoin.report.results import ResultsFile, basis_text, rate_of
 from skipjoin.sim.experiments.cell import Cell
 from skipjoin.sim.experiments.simulation import run
 from skipjoin.sim.experiments.sweep import BoundSearch, OnRequests, ReplicaSearch

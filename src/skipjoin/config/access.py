@@ -137,12 +137,10 @@ class AccessConfig:
         """TLS settings in uvicorn's names."""
         if self.ssl_certfile is None:
             return {}
-        found = {"ssl_certfile": self.ssl_certfile, "ssl_keyfile": self.ssl_keyfile}
-        return (
-            found
-            if self.ssl_ca_certs is None
-            else {**found, "ssl_ca_certs": self.ssl_ca_certs, "ssl_cert_reqs": ssl.CERT_REQUIRED}
-        )
+        found: dict[str, Any] = {"ssl_certfile": self.ssl_certfile, "ssl_keyfile": self.ssl_keyfile}
+        if self.ssl_ca_certs is not None:
+            found |= {"ssl_ca_certs": self.ssl_ca_certs, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+        return found
 
     def check_access(self) -> None:
         for name in ("ssl_keyfile", "ssl_ca_certs"):

@@ -36,10 +36,6 @@ class _Line(NamedTuple):
     where: str
     text: str
 
-    @property
-    def is_section(self) -> bool:
-        return self.text.startswith("[")
-
 
 def owner_of_key(key: bytes) -> str:
     """Return a hash of the key, the owner of requests and files."""
@@ -51,7 +47,7 @@ def read_keys(field: str, file: str | None) -> dict[str, KeyRights]:
     found: dict[str, KeyRights] = {}
     rights, section = AS_ALL, None
     for line in () if file is None else _lines(field, file):
-        if line.is_section:
+        if line.text.startswith("["):
             _check_has_keys(section)
             rights, section = _rights(line), line
             continue

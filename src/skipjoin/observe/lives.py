@@ -114,10 +114,8 @@ class FinishedLives:
 class LifeLog:
     """Folds core events into the lives of live requests, and of those that finished in the last `KEEP_S` seconds."""
 
-    def __init__(
-        self, *, keep_s: float = KEEP_S, max_finished: int = MAX_FINISHED, max_intervals: int = MAX_INTERVALS
-    ) -> None:
-        self._finished = FinishedLives(keep_s=keep_s, max_finished=max_finished, max_intervals=max_intervals)
+    def __init__(self, finished: FinishedLives | None = None) -> None:
+        self.finished = finished or FinishedLives()
         self._live: dict[Request, _LiveRecord] = {}
         self._numbers: dict[int, _LiveRecord] = {}
         self._silent: set[Request] = set()  # without a first token on this engine
@@ -148,10 +146,6 @@ class LifeLog:
     def requests(self) -> Collection[Request]:
         return self._live.keys()
 
-    @property
-    def total_finished(self) -> int:
-        return self._finished.total
-
     # -- questions ----------------------------------------------------------------------------------------
 
     def find(self, number: int, now: float, request: Request | None = None) -> Life | None:
@@ -163,16 +157,13 @@ class LifeLog:
             return self._current(record)
         if request is not None:
             return self._current(_LiveRecord(request, new_life(request), request.arrival))
-        return self._finished.find(number, now)
+        return self.finished.find(number, now)
 
     def recent(self, since: float, now: float) -> Iterator[Life]:
         """Yield the requests that lived after `since`: live ones, then finished ones, newest first."""
         for record in self._live.values():
             yield self._current(record)
-        yield from self._finished.since(since, now)
-
-    def finished_after(self, total: int, most: int) -> list[Life]:
-        return self._finished.after(total, most)
+        yield from self.finished.since(since, now)
 
     def holders(self, life: Life, now: float) -> list[Holder]:
         return holders(life, self.recent(life.arrival, now), now)
@@ -233,7 +224,7 @@ class LifeLog:
         life.ended, life.reason = event.now, event.reason.value
         life.prediction = prediction_of(request)  # to compare it with the output
         life.target = request.progress.target  # a target that depends on the output length may have changed
-        self._finished.add(life, event.now)
+        self.finished.add(life, event.now)
 
     # -- inside -------------------------------------------------------------------------------------------
 

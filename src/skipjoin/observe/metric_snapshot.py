@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from skipjoin.observe.metric_table import ENGINE_METRICS, engine_metric, engine_metric_index
+from skipjoin.observe.metric_table import ENGINE_INDEX, ENGINE_METRICS, engine_metric
 
 
 class Snapshot(NamedTuple):
@@ -16,7 +16,7 @@ class Snapshot(NamedTuple):
         return cls([metric.zero() for metric in ENGINE_METRICS])
 
     def row(self, name: str) -> list[float]:
-        return self.rows[engine_metric_index(name)]
+        return self.rows[ENGINE_INDEX[name]]
 
     def summed(self, name: str) -> list[float]:
         return engine_metric(name).summed(self.row(name))

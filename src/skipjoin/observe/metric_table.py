@@ -305,12 +305,8 @@ API_METRICS = (
 )
 """Metrics of the API process."""
 
-_INDEX = {metric.name: index for index, metric in enumerate(ENGINE_METRICS)}
-
-
-def engine_metric_index(name: str) -> int:
-    return _INDEX[name]
+ENGINE_INDEX = {metric.name: index for index, metric in enumerate(ENGINE_METRICS)}
 
 
 def engine_metric(name: str) -> Metric:
-    return ENGINE_METRICS[_INDEX[name]]
+    return ENGINE_METRICS[ENGINE_INDEX[name]]

@@ -155,14 +155,8 @@ class EngineMetrics:
                 self._classes[is_best_effort].next(gap, count)
             gaps.clear()
 
-    def shares(self, *, cached: int, cached_on_cpu: int, shared: int, lent: int) -> None:
-        """Set the block gauges that no event reports."""
-        self._rows["kv_cached_blocks"][0] = cached
-        self._rows["kv_cpu_cached_blocks"][0] = cached_on_cpu
-        self._rows["kv_shared_blocks"][0] = shared
-        self._rows["kv_lent_blocks"][0] = lent
-
     def measured(self, figures: Mapping[str, Sequence[float]]) -> None:
+        """Set figures that no event reports."""
         for name, values in figures.items():
             self._rows[name][:] = values
 

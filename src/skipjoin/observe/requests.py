@@ -180,7 +180,10 @@ class RequestLog:
                 facts = live[event.request]
                 last, facts.last_token = facts.last_token, event.now
                 if last is None:
-                    self._begin(facts, event.now)
+                    if not facts.earlier_tokens:
+                        facts.first_token = event.now
+                    if self._on_first is not None:
+                        self._on_first(facts)
                 elif on_gap is not None:
                     on_gap((event.now - last, facts.is_best_effort))
             elif (handle := handlers.get(type(event))) is not None:
@@ -227,12 +230,6 @@ class RequestLog:
             target=request.progress.target,
             service=request.options.service,
         )
-
-    def _begin(self, facts: RequestFacts, now: float) -> None:
-        if not facts.earlier_tokens:
-            facts.first_token = now
-        if self._on_first is not None:
-            self._on_first(facts)
 
     def _finish(self, event: Finished) -> None:
         facts = self._live.pop(event.request)

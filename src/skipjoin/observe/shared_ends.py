@@ -13,14 +13,11 @@ class SharedEndUse:
         self.slots = 0
         self.restores = 0
         self._saved: set[Request] = set()  # requests with checkpointed slots
-        self._lent = 0  # current number of blocks
+        self.lent = 0  # current number of blocks
         self._lent_block_s = 0.0
 
     def pass_time(self, seconds: float) -> None:
-        self._lent_block_s += seconds * self._lent
-
-    def planned(self, lent: int) -> None:
-        self._lent = lent
+        self._lent_block_s += seconds * self.lent
 
     def moved(self, move: Move) -> None:
         if move.request is None:

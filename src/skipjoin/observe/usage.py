@@ -126,7 +126,7 @@ class EngineUsage:
     def _plan(self, event: Planned) -> None:
         self._advance(event.now)
         self._reserved = event.reserved
-        self.shared_ends.planned(event.lent)
+        self.shared_ends.lent = event.lent
         for move in event.plan.blocking:
             # Another slot of a request that is preempted already. Its first slots are part of the preemption event.
             if not move.spans or move.request is None:

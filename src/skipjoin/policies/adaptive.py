@@ -319,11 +319,10 @@ class Adaptive(Callbacks):
         oldest = [now - cell.entries[0][0] for cell in self._cells.values()]
         newest = [now - cell.entries[-1][0] for cell in self._cells.values()]
         ages = [(one + other) / 2 for one, other in zip(oldest, newest, strict=True)]
-        self._aging.derive(indices, waiting, ages, self._new_indices())
+        # Recent arrivals weigh less with each call.
+        self._new = Counter({kind: kept for kind, n in self._new.items() if (kept := n * _NEW_KEPT) > _MIN_NEW})
+        new = [(self._index.log_index(kind, NOT_BEGUN), weight) for kind, weight in self._new.items()]
+        self._aging.derive(indices, waiting, ages, new)
         for cell, log_index in zip(self._cells.values(), indices, strict=True):
             cell.base = self._aging.base(log_index)
         self._sort()
-
-    def _new_indices(self) -> list[tuple[float, float]]:
-        self._new = Counter({kind: kept for kind, n in self._new.items() if (kept := n * _NEW_KEPT) > _MIN_NEW})
-        return [(self._index.log_index(kind, NOT_BEGUN), weight) for kind, weight in self._new.items()]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from skipjoin.core.policy import CostModel
 from skipjoin.core.step import StepShape
@@ -27,6 +28,8 @@ class LinearCost:
     block: float = 0.0
     transfer_floor: float = 0.0
     weights: float = 0.0
+    revision: ClassVar[int] = 0
+    margin: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -35,14 +38,6 @@ class LinearCost:
                 raise ValueError(f"{name} must be a finite number of seconds, at least 0, got {value}")
         if self.floor <= 0:
             raise ValueError(f"floor must be above 0 seconds, got {self.floor}")
-
-    @property
-    def revision(self) -> int:
-        return 0
-
-    @property
-    def margin(self) -> float:
-        return 1.0
 
     def step(self, shape: StepShape) -> float:
         work = self.prefill_token * shape.prefill + self.decode * shape.decodes

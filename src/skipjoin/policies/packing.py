@@ -164,8 +164,8 @@ class Pack:
         if not self._last or not self._can_wait(self._last[-1]):
             return False
         replaced = self._last.pop()
-        given = self.chosen[replaced]
-        self._drop(replaced)
+        given = self.chosen.pop(replaced)
+        self._join(replaced, given, -1)
         if tokens := self._room_for(request, pending):
             self._choose(request, tokens)
             return True
@@ -231,6 +231,3 @@ class Pack:
         self._load = self._load.plus(StepLoad.of(request.progress.planned, tokens, away), sign)
         self._slots += sign
         self._tokens -= sign * tokens
-
-    def _drop(self, request: Request) -> None:
-        self._join(request, self.chosen.pop(request), -1)

@@ -27,8 +27,6 @@ class ForecastQuantile:
     """
 
     def __init__(self, level: float) -> None:
-        if not 0 < level < 1:
-            raise ValueError(f"level must be above 0 and below 1, got {level}")
         self._level = level
         self._points: dict[int, tuple[Forecast, float]] = {}
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 from skipjoin.core.policy import CostModel
@@ -120,11 +121,6 @@ def starvation_within(bound_s: float, most: WorstCase) -> float:
 
 
 def max_requests(bound_s: float, most: WorstCase) -> int:
-    low, high = 0, most.requests
-    while low < high:
-        middle = (low + high + 1) // 2
-        if min_bound(replace(most, requests=middle)) <= bound_s:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_right(
+        range(1, most.requests + 1), bound_s, key=lambda count: min_bound(replace(most, requests=count))
+    )

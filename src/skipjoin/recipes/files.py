@@ -20,10 +20,6 @@ class RecipeFile(NamedTuple):
     path: Path
     recipe: str
 
-    @property
-    def short(self) -> str:
-        return f"{self.path.name}:{self.recipe}"
-
 
 def parse(name: str) -> RecipeFile | None:
     if name.endswith(_SUFFIX):

@@ -198,7 +198,7 @@ def _from_file(file: files.RecipeFile) -> Recipe:
         raise ConfigError(f"recipe must be FILE:NAME for a file: {file.path} has {', '.join(found)}")
     if file.recipe not in found:
         raise unknown(f"recipe: {file.path}", file.recipe, found)
-    return replace(found[file.recipe], name=file.short)
+    return replace(found[file.recipe], name=f"{file.path.name}:{file.recipe}")
 
 
 def in_file(path: Path) -> Mapping[str, Recipe]:

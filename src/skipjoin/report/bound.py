@@ -33,9 +33,6 @@ class Bound:
     def value(self, record: Record) -> float:
         return field_value(record, self.field)
 
-    def holds(self, record: Record) -> bool:
-        return self.allows(self.value(record))
-
     def allows(self, value: float) -> bool:
         return bool(_OPERATORS[self.operator](value, self.limit))
 

@@ -9,13 +9,12 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from skipjoin.config import ConfigError
-from skipjoin.report.basis import basis_text
 from skipjoin.report.bound import Bound, field_value
 from skipjoin.report.plots import style
 from skipjoin.report.plots.curves import draw_latency, draw_ttft_tpot
 from skipjoin.report.plots.lines import Line, NothingToDrawError, Warn, lines_of, same_rate
 from skipjoin.report.plots.snapshots import draw_breakdown, draw_cdf, draw_kv
-from skipjoin.report.results import Record, rate_of
+from skipjoin.report.results import Record, basis_text, rate_of
 from skipjoin.system.disk import why_not_written
 
 METRIC = "normalized_latency_s.mean"

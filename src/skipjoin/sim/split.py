@@ -25,9 +25,8 @@ from skipjoin.sim.hardware import NETWORK_LATENCY_S
 class Network:
     """Full-duplex links, one per replica. Transfers queue in request order."""
 
-    def __init__(self, bytes_per_s: float, *, latency_s: float = NETWORK_LATENCY_S) -> None:
+    def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
-        self._latency_s = latency_s
         self._out_free_at: defaultdict[int, float] = defaultdict(float)
         self._in_free_at: defaultdict[int, float] = defaultdict(float)
 
@@ -35,7 +34,7 @@ class Network:
         begun = max(now, self._out_free_at[source], self._in_free_at[target])
         ended = begun + size / self._bytes_per_s
         self._out_free_at[source] = self._in_free_at[target] = ended
-        return begun, ended + self._latency_s
+        return begun, ended + NETWORK_LATENCY_S
 
 
 @dataclass(slots=True)

@@ -191,11 +191,6 @@ def chooses_scheduler(config: Any) -> bool:
     return name in SCHEDULERS
 
 
-def check_tier(config: Any) -> None:
-    if is_chosen(config) and not chooses_scheduler(config):
-        raise ConfigError("--kv-transfer-config: CpuTier needs --scheduler-cls skipjoin.vllm.Scheduler")
-
-
 def check_kv_groups(kv_cache_config: Any) -> None:
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1 or getattr(kv_cache_config, "has_mamba_layers", False):

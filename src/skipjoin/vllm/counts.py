@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+from skipjoin.core.kv.interface import MISS, Hit
 from skipjoin.core.kv.reservations import Reservation
+from skipjoin.core.request import Request
 from skipjoin.core.step import Direction
 
 
@@ -35,3 +38,31 @@ class CountedBlocks:
     @property
     def is_settled(self) -> bool:
         return self.moving is None
+
+
+class ManagedPool:
+    """Block pool of a `KVCacheManager` with one KV cache group."""
+
+    def __init__(self, manager: Any, block_size: int) -> None:
+        self.block_size = block_size
+        self._pool = manager.block_pool
+        self._find = manager.get_computed_blocks
+        (group,) = manager.coordinator.single_type_managers
+        self._blocks: dict[str, list[Any]] = group.req_to_blocks
+        self.total = self._pool.num_gpu_blocks - 1  # the null block is never allocated
+
+    @property
+    def free(self) -> int:
+        return int(self._pool.get_num_free_blocks())
+
+    def held(self, request: Request) -> int:
+        return len(self._blocks.get(request.sampling.request_id, ()))  # type: ignore[attr-defined]
+
+    def shared(self, request: Request) -> int:
+        """Return the number of blocks that the request and others hold."""
+        return sum(block.ref_cnt > 1 for block in self._blocks.get(request.sampling.request_id, ()))  # type: ignore[attr-defined]
+
+    def hit(self, request: Request) -> Hit:
+        # Releases differ in what follows the number of tokens.
+        blocks, tokens, *_ = self._find(request.sampling)
+        return Hit(tokens, sum(block.ref_cnt > 0 for block in blocks.blocks[0])) if tokens else MISS

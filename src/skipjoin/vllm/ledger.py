@@ -5,8 +5,7 @@ from collections.abc import KeysView
 from skipjoin.core.kv.interface import MISS, BlockLedger, Hit
 from skipjoin.core.kv.reservations import Owner, Reservations
 from skipjoin.core.request import UNLIMITED, Request
-from skipjoin.vllm.counts import Count, CountedBlocks
-from skipjoin.vllm.pool import ManagedPool
+from skipjoin.vllm.counts import Count, CountedBlocks, ManagedPool
 from skipjoin.vllm.tier import CountedTier
 
 
@@ -19,21 +18,22 @@ class CountingLedger(BlockLedger):
     """
 
     block_size = 0
-    device_total = 0
+    device_total = device_free = 0
+    tiers: CountedTier | None = None
 
     def __init__(self, pool: ManagedPool, cpu_blocks: int = 0) -> None:
         self._pool = pool
-        self._tier = CountedTier(self, cpu_blocks, pool.held) if cpu_blocks else None
+        self.tiers = CountedTier(self, cpu_blocks, pool.held) if cpu_blocks else None
         self.block_size, self.device_total = pool.block_size, pool.total
         self._held: dict[Request, CountedBlocks] = {}
         self.blocks_of = self._held.get  # type: ignore[method-assign] # without a call of Python's
         # Counts a shared block once for each holder, and so does the total of the reservations.
         self._held_blocks = 0
-        self._free = pool.free
+        self.device_free = pool.free
         # Caches of this step, in which the engine changes no block.
         self._hits: dict[Request, Hit] = {}
         self._shared_blocks: dict[Request, int] = {}
-        self._reservations = Reservations(self._free)
+        self._reservations = Reservations(self.device_free)
 
     # -- the engine's truth -------------------------------------------------------------------------------
 
@@ -41,8 +41,8 @@ class CountingLedger(BlockLedger):
         """Adopt the engine's number of free blocks, before a plan."""
         self._hits.clear()
         self._shared_blocks.clear()
-        self._free = self._pool.free
-        self._reservations.total = self._free + self._held_blocks
+        self.device_free = self._pool.free
+        self._reservations.total = self.device_free + self._held_blocks
 
     def settle(self, request: Request) -> None:
         """Adopt the number of blocks that the request holds, after the engine ran a plan with it."""
@@ -55,16 +55,8 @@ class CountingLedger(BlockLedger):
     # -- queries ------------------------------------------------------------------------------------------
 
     @property
-    def tiers(self) -> CountedTier | None:
-        return self._tier
-
-    @property
     def is_moving(self) -> bool:
-        return self._tier is not None and any(self._tier.blocks_in_transit.values())
-
-    @property
-    def device_free(self) -> int:
-        return self._free
+        return self.tiers is not None and any(self.tiers.blocks_in_transit.values())
 
     @property
     def available(self) -> int:
@@ -107,11 +99,11 @@ class CountingLedger(BlockLedger):
             return max(0, need - self.available)
         need -= len(held.device)
         unused = self._reservations.unused_in_all(held.reservation)
-        return max(0, need - unused - self.available, need - self._free)
+        return max(0, need - unused - self.available, need - self.device_free)
 
     def shortfall_of_blocks(self, request: Request, tokens: int) -> int:
         held = self._held.get(request)
-        return self.blocks_for(tokens) - (len(held.device) if held is not None else 0) - self._free
+        return self.blocks_for(tokens) - (len(held.device) if held is not None else 0) - self.device_free
 
     def shortfall_of_reservation(self, request: Request, blocks: int, parent: Owner) -> int:
         return self._reservations.shortfall(request, blocks, parent)
@@ -137,7 +129,7 @@ class CountingLedger(BlockLedger):
         if hit.tokens:
             self._hold(request)
             # Blocks of others were not free, and are counted once more.
-            self._free += hit.held
+            self.device_free += hit.held
             self._reservations.total += hit.held
             self.resize(request, self.blocks_for(hit.tokens))
         return hit
@@ -161,7 +153,7 @@ class CountingLedger(BlockLedger):
         shared = self._shared(request)
         self.trim(request)
         held.reservation.shared = 0
-        self._free -= shared
+        self.device_free -= shared
         self._reservations.total -= shared
         self.resize(request, 0)
         if held.reservation.parent is not root:
@@ -175,13 +167,13 @@ class CountingLedger(BlockLedger):
         if held is None:
             return
         shared, blocks = self._shared(request), len(held.device)
-        if self._tier is not None:
-            self._tier.release(request)
+        if self.tiers is not None:
+            self.tiers.release(request)
         del self._held[request]
         self._reservations.close(request)
         request.progress.reserve(UNLIMITED)
         self._held_blocks -= blocks
-        self._free += blocks - shared
+        self.device_free += blocks - shared
         self._reservations.total -= shared
 
     def clear(self) -> None:
@@ -201,7 +193,7 @@ class CountingLedger(BlockLedger):
         more = blocks - held.device.blocks
         held.device.blocks = blocks
         self._held_blocks += more
-        self._free -= more
+        self.device_free -= more
         held.reservation.resize()
         is_here = not held.cpu and held.moving is None
         held.room = min(blocks * self.block_size, request.progress.reserved_tokens) if is_here else 0

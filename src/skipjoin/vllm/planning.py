@@ -9,10 +9,10 @@ from skipjoin.policies.cost import LearningCost, LinearCost
 from skipjoin.recipes import EngineLimits, Settings
 from skipjoin.version import VERSION
 from skipjoin.vllm.compat import REFUSED
+from skipjoin.vllm.counts import ManagedPool
 from skipjoin.vllm.ledger import CountingLedger
 from skipjoin.vllm.lives import Limits, RequestLives
 from skipjoin.vllm.options import PluginOptions
-from skipjoin.vllm.pool import ManagedPool
 
 # First estimate of a step's duration. It adapts to the measured steps within seconds.
 START_COST = LinearCost(floor=2e-3, prefill_token=2e-5, decode=1e-4, context_token=1e-7)

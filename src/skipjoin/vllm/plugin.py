@@ -6,8 +6,9 @@ from importlib import import_module
 from typing import Any
 
 from skipjoin.options import ConfigError
-from skipjoin.vllm.compat import check_features, check_tier, chooses_scheduler, remedy
+from skipjoin.vllm.compat import check_features, chooses_scheduler, remedy
 from skipjoin.vllm.options import read_options
+from skipjoin.vllm.tier_options import is_chosen
 
 
 def register() -> None:
@@ -50,7 +51,8 @@ def _check_release() -> None:
 
 
 def check_config(config: Any) -> None:
-    check_tier(config)
     if chooses_scheduler(config):
         read_options(config.additional_config)
         check_features(config)
+    elif is_chosen(config):
+        raise ConfigError("--kv-transfer-config: CpuTier needs --scheduler-cls skipjoin.vllm.Scheduler")

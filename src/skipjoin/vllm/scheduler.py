@@ -124,7 +124,9 @@ class Scheduler(AnyScheduler):
         self._restore(waiting, holding, joining)
         if batch is not None:
             self._settle(batch, output, scheduled)
-        self._lose_all(scheduled)
+        for request in self._lost:
+            self._lose(request, scheduled)
+        self._lost.clear()
         if is_paused:
             plan = self._follow(output, scheduled)
         self._flights.append(Flight(output, plan is not None, scheduled))
@@ -248,11 +250,6 @@ class Scheduler(AnyScheduler):
             made = slice_of(mirror, tokens, awaits=False)
             slices.append(made._replace(awaits=made.start + tokens > mirror.progress.known))
         return self._core.insert(slices, now) if slices else None
-
-    def _lose_all(self, now: float) -> None:
-        for request in self._lost:
-            self._lose(request, now)
-        self._lost.clear()
 
     def _relieve(self, now: float) -> None:
         """Drop the KV of the lowest-ranked waiting request, after a step in which vLLM could schedule nothing."""

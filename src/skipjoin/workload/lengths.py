@@ -93,10 +93,6 @@ class QuantileTable:
     edges: tuple[float, ...]
 
     @classmethod
-    def load(cls, name: str) -> QuantileTable:
-        return cls.of(name, read_table(name))
-
-    @classmethod
     def of(cls, name: str, table: dict[str, Any]) -> QuantileTable:
         bins = tuple(PromptBin(row["upto"], tuple(row["prompt"]), tuple(row["output"])) for row in table["bins"])
         return cls(name, tuple(table["output_levels"]), bins, (0.0, *(row.upto for row in bins)))
@@ -198,7 +194,7 @@ def _parse_base(name: str) -> Uniform | QuantileTable | TraceLengths:
         trace = read_trace(rest, has_parts=False)
         return TraceLengths(f"trace:{trace.name}", trace)  # without the folder, as in a replay's records
     if form in BUILT_IN and not colon:
-        return QuantileTable.load(form)
+        return QuantileTable.of(form, read_table(form))
     if form not in ("uniform", "fixed"):
         raise unknown("lengths", name, sorted(FORMS))
     parts = rest.split(",")

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from skipjoin.cli import app
 from skipjoin.observe.record import Record
-from skipjoin.report.bound import parse_bound
+from skipjoin.report.bound import Bounds, parse_bound
 from skipjoin.report.results import load_results
 from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.simulation import run
@@ -165,7 +165,7 @@ def test_the_command_finds_the_fewest_replicas(tmp_path: Path) -> None:
     sizes: dict[tuple[str, float], dict[int, bool]] = {}
     for record in load_results([out]):
         tried = sizes.setdefault((record["recipe"], record["workload"]["rate_rps"]), {})
-        tried[record["settings"]["replicas"]] = parse_bound(bound).holds(record)
+        tried[record["settings"]["replicas"]] = Bounds((parse_bound(bound),)).hold([record])
     for tried in sizes.values():
         fewest = min(replicas for replicas, holds in tried.items() if holds)
         assert fewest == 1 or tried[fewest - 1] is False

@@ -222,12 +222,16 @@ class EngineServer:
         self._events.flush()
         kv, cache = loop.core.kv, loop.core.kv.cache
         metrics.recovered(recover_blocks(loop.core.scheduler.kv, is_idle=loop.idle))
-        metrics.shares(
-            cached=cache.cached_blocks if cache is not None else 0,
-            cached_on_cpu=cache.cached_cpu_blocks if cache is not None else 0,
-            shared=cache.shared_blocks if cache is not None else 0,
-            lent=kv.sharing.lent_blocks if kv.sharing is not None else 0,
-        )
+        if cache is not None:
+            metrics.measured(
+                {
+                    "kv_cached_blocks": [cache.cached_blocks],
+                    "kv_cpu_cached_blocks": [cache.cached_cpu_blocks],
+                    "kv_shared_blocks": [cache.shared_blocks],
+                }
+            )
+        if kv.sharing is not None:
+            metrics.measured({"kv_lent_blocks": [kv.sharing.lent_blocks]})
         if (measured := loop.core.scheduler.policies.measured) is not None:
             metrics.measured(measured.measure(now))
         stats = Stats(kv.device_total - kv.device_free, metrics.snapshot())

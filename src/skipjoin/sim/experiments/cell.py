@@ -51,10 +51,6 @@ class Cell:
         return jobs
 
     @property
-    def closed_size(self) -> int:
-        return sum(one.size for one in self.workload.closed)
-
-    @property
     def window_s(self) -> float | None:
         duration_s = self.extent.duration_s
         return None if duration_s is None else min(duration_s, self.extent.until_s)

@@ -8,7 +8,8 @@ from skipjoin.config.profile import Profile, read_profile
 from skipjoin.config.shared import KVType, SwapBandwidth, SwapType, bytes_per_s, check_swap_bandwidth, check_swap_type
 from skipjoin.options import ConfigError, Option, check
 from skipjoin.policies.cost import LinearCost, with_link_limit
-from skipjoin.recipes import check_names, find, names_in
+from skipjoin.recipes import find, names_in
+from skipjoin.recipes.registry import check_names
 from skipjoin.sim.experiments.system import ProfileBasis, System
 from skipjoin.sim.hardware import parse_hardware
 from skipjoin.sim.models import model_shape

@@ -131,7 +131,9 @@ class ReplicaSearch(BoundSearch):
 
     @cached_property
     def _most(self) -> int:
-        return min(_MAX_REPLICAS, max(len(cell.jobs()) + cell.closed_size for cell in self._cells))
+        return min(
+            _MAX_REPLICAS, max(len(cell.jobs()) + sum(one.size for one in cell.workload.closed) for cell in self._cells)
+        )
 
     def _number(self, cell: Cell) -> float:
         return cell.system.replicas

@@ -27,15 +27,8 @@ from skipjoin.options import ConfigError, Option, Value, check
 from skipjoin.policies.dispatch import DISPATCH_RULES
 from skipjoin.policies.execution import decode_alone, prefill_alone, scaled_jct
 from skipjoin.policies.starvation import starvation_after
-from skipjoin.recipes import (
-    BEST_EFFORT_WAIT_S,
-    OUTPUT_WEIGHT,
-    EngineLimits,
-    Forecasts,
-    Settings,
-    find,
-    own,
-)
+from skipjoin.recipes import BEST_EFFORT_WAIT_S, OUTPUT_WEIGHT, EngineLimits, Forecasts, Settings, find
+from skipjoin.recipes.registry import own
 from skipjoin.sim.experiments.predictors import default_predictor, parse_predictor
 from skipjoin.sim.hardware import SPLIT_NETWORK_GBPS
 from skipjoin.workload.request import WorkloadRequest
@@ -295,11 +288,12 @@ class System:
             **({"step_noise": self.step_noise} if self.step_noise else {}),
             **({} if self.enable_prefix_caching else {"enable_prefix_caching": False}),
             **(self._describe_split() if self.prefill_replicas else {}),
-            **(self._describe_fairness() if self.fair_by != "none" else {}),
+            **(
+                {}
+                if self.fair_by == "none"
+                else {name: getattr(self, name) for name in ("fair_by", "fair_output_weight")}
+            ),
         }
-
-    def _describe_fairness(self) -> Record:
-        return {"fair_by": self.fair_by, "fair_output_weight": self.fair_output_weight}
 
     def _describe_split(self) -> Record:
         prefill = self.prefill_system

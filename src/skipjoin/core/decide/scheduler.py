@@ -146,7 +146,9 @@ class Scheduler:
 
     def _note_waits(self, planner: StepPlanner, now: float) -> None:
         for request in self.waits:
-            if request not in planner.waits and request.progress.finish_reason is None:
+            progress = request.progress
+            runs = progress.last_plan == self._next_id
+            if not runs and request not in planner.waits and progress.finish_reason is None:
                 self.events.append(Waited(request, now, WaitReason.NOT_EXAMINED))
         self.waits = planner.waits
         if self.tail.reason is not planner.tail:

@@ -27,8 +27,6 @@ class Choice:
 
 @dataclass
 class Outcome:
-    """Outcome of a request."""
-
     ask: Ask
     status: int | None = None
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -57,8 +55,6 @@ class Outcome:
 
 
 class Clients:
-    """Clients of a round."""
-
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         self.url = url
         self.events = 0

@@ -67,8 +67,6 @@ class References:
 
 @dataclass
 class Play:
-    """Results of a round."""
-
     outcomes: list[Outcome] = field(default_factory=list)
     batch: str | None = None
 

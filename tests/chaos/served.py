@@ -161,8 +161,6 @@ class Launched:
 
 
 class Served(Launched):
-    """Running server."""
-
     def __init__(
         self, place: Place, *options: str, pools: tuple[str, ...] = _POOLS, headers: Mapping[str, str] | None = None
     ) -> None:

@@ -142,9 +142,6 @@ def on_fastserve(options: list[str]) -> list[str]:
     return options if "--set" not in options or "--recipe" in options else [*options, "--recipe", "fastserve"]
 
 
-# -- memory and objectives --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -121,9 +121,6 @@ class Ask(NamedTuple):
         return request
 
 
-# -- calls of a driver ------------------------------------------------------------------------------------------------
-
-
 class Add(NamedTuple):
     ask: Ask
 

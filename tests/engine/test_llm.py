@@ -356,8 +356,6 @@ def test_bad_settings_name_the_bound(settings: dict[str, object], error: type[Ex
         LLM(**{"progress": False, **settings})
 
 
-# -- the CPU pool -----------------------------------------------------------------------------------------------------
-
 GIB = 1 << 30
 BLOCK_BYTES = 16 * 4 * 2 * 128 * 4  # 16 tokens of the built-in model
 

@@ -91,9 +91,6 @@ def make_rank(
     return Rank(model, store, send, graphs=graphs, copier=copier, grammars=GRAMMARS)
 
 
-# -- threads ----------------------------------------------------------------------------------------------------------
-
-
 class ThreadLink:
     """Link to a rank on a thread."""
 
@@ -139,9 +136,6 @@ def thread_executor(
 
     links = [link(group) for group in Meeting(tp, pp).groups()]
     return ShardedExecutor(links, tp_size=tp, timeout_s=PLAN_S)
-
-
-# -- processes --------------------------------------------------------------------------------------------------------
 
 
 def _serve(rank: int, tp: int, pp: int, meeting_point: str, connection: Connection) -> None:

@@ -80,7 +80,6 @@ def random_blocks(draw: random.Random, total: int, count: int) -> list[int]:
 
 
 def copy_random_moves(store: KVStore, copier: Copier) -> None:
-    """Copy random moves, some with runs, and compare the pools with plain indexing."""
     draw = random.Random(3)
     expected = {direction: pool.clone() for direction, pool in pools(store).items()}
     for _ in range(40):

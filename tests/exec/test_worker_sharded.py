@@ -376,9 +376,6 @@ def test_stages_on_gpus_are_timed_by_gpu_events(monkeypatch: pytest.MonkeyPatch)
         assert times == (pytest.approx(0.5 - 0.2), pytest.approx(idle))
 
 
-# -- one result out of many answers -----------------------------------------------------------------------------------
-
-
 class ScriptedLink:
     """Link to a rank with scripted answers: fields of `Done`, or another message."""
 

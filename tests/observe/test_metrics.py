@@ -213,7 +213,6 @@ def test_finish_reasons_are_counted_separately() -> None:
 
 
 def objectives_of(request: Request, end: Callable[[Stepper], object] | None = None) -> dict[str, list[str]]:
-    """Return the attained and missed objectives of a request."""
     stepper = Stepper(World().core())
     stepper.add(request)
     for _ in range(3):

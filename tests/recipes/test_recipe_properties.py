@@ -305,7 +305,6 @@ NO_HURRY = (("ttft_s", 1e6), ("tpot_s", 1e6))
 
 
 def is_refused(admission: AdmissionPolicy, request: Request, kv: KVLedger) -> bool:
-    """Return whether the request needs another reservation and gets none."""
     return request.progress.known > request.progress.reserved_tokens and isinstance(
         admission.reserve(request, request.progress.known, kv), Deferral
     )

@@ -297,9 +297,6 @@ async def test_requests_go_to_engine_with_least_remaining_work() -> None:
     assert len(long.live) == 5
 
 
-# -- requests that crash engines --------------------------------------------------------------------------------
-
-
 async def test_request_fails_after_crashing_two_engines() -> None:
     world = World(engines=3)
     sequence = world.submit()
@@ -362,9 +359,6 @@ async def test_queued_trial_delays_other_suspects_for_limited_time(monkeypatch: 
     async with asyncio.timeout(10):
         while len(late.live) < 3:
             await asyncio.sleep(0.005)
-
-
-# -- over HTTP --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

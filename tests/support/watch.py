@@ -411,7 +411,6 @@ class Stepper:
         return plan
 
     def ran(self) -> list[int]:
-        """Run a step and return the ids of its requests."""
         return [piece.request.id for piece in self.step().slices]
 
     def fill(self) -> None:

@@ -40,7 +40,7 @@ def find_candidates(
         if held is None:
             if supply.is_awaited or not isinstance(allocation, Allocation):
                 break
-            if not supply.take(request, max(allocation.now, allocation.blocks) - hit.held, allocation.spare):
+            if not supply.take(request, placer.size_of(allocation, target) - hit.held, allocation.spare):
                 break
         elif held.moving is not None or (
             held.away

@@ -152,7 +152,7 @@ class Placer:
         if isinstance(allocation, Blocked):
             return allocation
         kv = self._kv
-        blocks = max(allocation.now, allocation.blocks, kv.blocks_for(target))
+        blocks = self.size_of(allocation, target)
 
         def missing() -> int:
             # Free blocks must suffice as well: a reservation of a request that still waits would help no request.
@@ -237,9 +237,13 @@ class Placer:
         closes = answer if is_selective or answer is Deferral.NEWCOMERS else None
         return Blocked(reason, short, closes, is_deferred=True)
 
+    def size_of(self, allocation: Allocation, target: int) -> int:
+        """Return how many device blocks the request needs in all to be placed."""
+        return max(allocation.now, allocation.blocks, self._kv.blocks_for(target))
+
     def _need_of_admission(self, request: Request, allocation: Allocation, target: int, *, found: int = 0) -> Need:
         kv = self._kv
-        blocks = max(allocation.now, allocation.blocks, kv.blocks_for(target)) + allocation.spare - found
+        blocks = self.size_of(allocation, target) + allocation.spare - found
 
         def missing() -> int:
             room = blocks - kv.shortfall_of_reservation(request, blocks, allocation.parent)

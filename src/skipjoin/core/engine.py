@@ -149,8 +149,6 @@ class EngineCore:
     def decode(self, since: float, ends: Sequence[float]) -> None:
         """Simulate the decode-only steps after the plan that `steady` returned, in which no request finishes.
 
-        The outcome equals that of single steps, except for ids and events.
-
         Args:
             since: Time of the steady plan's result.
             ends: Times of the steps.

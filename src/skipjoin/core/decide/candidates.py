@@ -23,9 +23,8 @@ def find_candidates(
     *,
     led_since: dict[Request, float],
 ) -> Iterator[tuple[Request, int]]:
-    """Iterate over the requests that find blocks, on a count instead of the ledger."""
+    """Iterate over the requests that find blocks: a dry run of the placer's rules on a count of blocks."""
     blocks_of, supply = kv.blocks_of, _Supply(kv, evictor)
-    returns_overlapped = policies.eviction.returns_overlapped
     for request in policies.ordering.ranked(context.now):
         if not (tokens := eligible_tokens(request, context)) or request in supply.donors:
             continue
@@ -42,12 +41,8 @@ def find_candidates(
                 break
             if not supply.take(request, placer.size_of(allocation, target) - hit.held, allocation.spare):
                 break
-        elif held.moving is not None or (
-            held.away
-            and (
-                returns_overlapped(request)
-                or not supply.take_back(request, held.away, placer.spare_of_return(request, target))
-            )
+        elif placer.waits_for_move(request, held) is not None or (
+            held.away and not supply.take_back(request, held.away, placer.spare_of_return(request, target))
         ):
             continue
         yield request, tokens - hit.tokens

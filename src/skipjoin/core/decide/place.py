@@ -128,11 +128,11 @@ class Placer:
     # -- requests with KV ---------------------------------------------------------------------------------
 
     def _extend(self, request: Request, held: HeldBlocks, target: int) -> HeldBlocks | Blocked:
-        if not held.is_settled:
-            return self._await(request, WaitReason.KV_IN_TRANSIT, self._kv.blocks_for(request.progress.computed))
-        if held.cpu and not self._is_hasty(request) and self._policies.eviction.returns_overlapped(request):
+        if (reason := self.waits_for_move(request, held)) is WaitReason.KV_IN_TRANSIT:
+            return self._await(request, reason, self._kv.blocks_for(request.progress.computed))
+        if reason is WaitReason.KV_ON_CPU:
             self._owed += len(held.cpu)
-            return self._await(request, WaitReason.KV_ON_CPU, len(held.device))
+            return self._await(request, reason, len(held.device))
         if (reason := self._evictor.barred(request)) is not None:
             return Blocked(reason)
         # A swapped-in request is not evicted until a plan that runs it commits. With several plans in flight, one of
@@ -146,6 +146,13 @@ class Placer:
         if target > progress.reserved_tokens and (blocked := self._renew(request, target, grows=grows)) is not None:
             return blocked
         return (self._return if held.away else self._grow)(request, target, grows=grows)
+
+    def waits_for_move(self, request: Request, held: HeldBlocks) -> WaitReason | None:
+        """Return why only a move of `EvictionPolicy.ahead` can let the request run, if so."""
+        if not held.is_settled:
+            return WaitReason.KV_IN_TRANSIT
+        must_wait = held.cpu and not self._is_hasty(request) and self._policies.eviction.returns_overlapped(request)
+        return WaitReason.KV_ON_CPU if must_wait else None
 
     def _renew(self, request: Request, target: int, *, grows: bool) -> Blocked | None:
         allocation = self.ask(request, target)
@@ -209,7 +216,6 @@ class Placer:
         return self._is_forced or request is self.first
 
     def _await(self, request: Request, reason: WaitReason, blocks: int) -> Blocked:
-        """Let the request wait for its KV and, if more important ones leave them, `blocks` more device blocks."""
         if request.progress.in_flight:  # a plan in flight swaps its KV in before its slices
             return Blocked(reason)
         slices = self._draft.slices
@@ -238,7 +244,6 @@ class Placer:
         return Blocked(reason, short, closes, is_deferred=True)
 
     def size_of(self, allocation: Allocation, target: int) -> int:
-        """Return how many device blocks the request needs in all to be placed."""
         return max(allocation.now, allocation.blocks, self._kv.blocks_for(target))
 
     def _need_of_admission(self, request: Request, allocation: Allocation, target: int, *, found: int = 0) -> Need:

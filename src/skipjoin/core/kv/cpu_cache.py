@@ -18,8 +18,7 @@ _SOON, _AFTER = 3, 2
 class CpuCache:
     """Prefix cache in the free blocks of the CPU tier.
 
-    When few device blocks are empty, the cached ones that are reused next are copied in advance, one copy at a time. A
-    block that is reused during its copy is not kept.
+    When few device blocks are empty, the cached ones that are reused next are copied in advance, one copy at a time.
     """
 
     def __init__(self, device: BlockPool, cpu: BlockPool, block_size: int, *, is_exact: bool) -> None:

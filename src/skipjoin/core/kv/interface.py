@@ -17,7 +17,7 @@ class Hit(NamedTuple):
         tokens: Always fewer than the known tokens.
         held: Number of hit blocks that other requests hold.
         leader: Request that is about to compute the block after the hit.
-        away: Number of the last hit blocks, which are on the CPU tier.
+        away: Number of hit blocks on the CPU tier, the last ones.
     """
 
     tokens: int

@@ -17,6 +17,9 @@ import typer
 from skipjoin.cli import app
 from skipjoin.cli.options import flags_of
 from skipjoin.config import EngineConfig, ForecastConfig, ServerConfig
+from skipjoin.model.gguf.architectures import ARCHITECTURES
+from skipjoin.model.gguf.file import TENSOR_TYPES, TensorType
+from skipjoin.model.gguf.tokenizer import SCHEMES
 from skipjoin.observe.metric_definition import Metric
 from skipjoin.observe.metric_table import API_METRICS, ENGINE_METRICS
 from skipjoin.options import Setting, settings_of
@@ -55,6 +58,7 @@ def pages() -> dict[str, str]:
     makers = {
         "cli.md": _cli,
         "configuration.md": _configuration,
+        "gguf.md": _gguf,
         "metrics.md": _metrics,
         "recipes.md": _recipes,
         "sampling.md": _sampling,
@@ -355,6 +359,32 @@ def _schemas() -> Iterator[str]:
         "strings are ignored. Other formats are refused.",
         "",
     )
+
+
+def _gguf() -> Iterator[str]:
+    yield "# GGUF files"
+    yield ""
+    yield (
+        "`skipjoin serve FILE.gguf` reads a model with its tokenizer, chat template and sampling defaults. Headers are "
+        "checked against the size of the file before anything is allocated."
+    )
+    yield ""
+    rows = [[f"`{name}`", of.name.removesuffix("ForCausalLM")] for name, of in ARCHITECTURES.items()]
+    yield from _table(["`general.architecture`", "served as"], rows)
+    yield "Mistral's files have the architecture `llama`. Others are refused, as are sliding windows and experts."
+    yield ""
+    kinds = [[kind.name, f"{8 * kind.size / kind.elements:g}", _kept(kind)] for kind in TENSOR_TYPES.values()]
+    yield from _table(["type", "bits per weight", "in memory"], kinds)
+    yield (
+        "Numbers are those of llama.cpp's package `gguf`, one tensor at a time, so that no more than the model and "
+        "a few MB are in memory. The log says what was widened. `--quantization int8` then rounds products to 8 bits."
+    )
+    yield ""
+    yield f"Tokenizers of SentencePiece (`llama`), and byte-level ones (`gpt2`) that split text by {_codes(SCHEMES)}."
+
+
+def _kept(kind: TensorType) -> str:
+    return "as stored, or in `--dtype`" if kind.elements == 1 else "widened to `--dtype`, by default `bfloat16`"
 
 
 def _json(value: Any) -> str:

@@ -81,7 +81,7 @@ class LocalEngine:
     """Engine, tokenizer and forecasts of a model in this process.
 
     Args:
-        model: Hugging Face folder, hub id, or "tally", the built-in model.
+        model: Hugging Face folder, GGUF file, hub id, or "tally", the built-in model.
         progress: Whether to show progress bars on stderr; None shows them if stderr is a terminal.
         tool_format: Format of tool calls. "auto" is that of the model's chat template; "json" works with any model.
         settings: Fields of `EngineConfig` and `ForecastConfig`.

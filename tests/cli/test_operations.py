@@ -18,6 +18,7 @@ from skipjoin.cli import app
 from skipjoin.cli.progress import Bars
 from skipjoin.version import VERSION
 from support.commands import outcomes_of
+from support.gguf_files import Kind, small_llama, write_model
 
 FOLDER = Path(builtin_model_path())
 
@@ -56,12 +57,12 @@ def test_wrong_models_are_refused_by_each_command(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
     for arguments, message in (
-        (("convert", file, tmp_path / "new"), "is a GGUF file"),
-        (("convert", tmp_path, tmp_path / "new"), "as a GGUF file, model.gguf"),
+        (("convert", file, tmp_path / "new"), "is a GGUF model, which needs no conversion"),
+        (("convert", tmp_path, tmp_path / "new"), "is a GGUF model, which needs no conversion"),
         (("generate", tmp_path / "typo", "--prompt", "x"), "typo is not a folder"),
         (("serve", tmp_path / "typo", "--port", 0), "typo is not a folder"),
-        (("serve", tmp_path, "--port", 0), "as a GGUF file, model.gguf"),
-        (("pull", file), "is a GGUF file"),
+        (("serve", tmp_path, "--port", 0), "model.gguf is cut off in its header, at byte 4"),
+        (("pull", file), "model.gguf is cut off in its header, at byte 4"),
     ):
         done = run(*arguments)
         assert (done.exit_code, message in done.stderr) == (2, True), (arguments, done.stderr)
@@ -86,21 +87,25 @@ COMMIT = "0" * 40
 
 
 @pytest.fixture
-def hub() -> Iterator[str]:
-    """Run a hub with the built-in model as org/tally; yield its URL."""
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Run a hub with the built-in model as org/tally, and GGUF files as org/small; yield its URL."""
     files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.is_file()}
+    small = {path.name: path.read_bytes() for path in made_gguf_files(tmp_path_factory.mktemp("small"))}
+    repositories = {"org/tally": files, "org/small": {**small, "README.md": b"small"}}
 
     class Hub(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
             name = self.path.rpartition("/")[2]
-            if self.path.startswith("/api/models/org/tally"):
+            found = next((one for one in repositories if f"/{one}/" in f"{self.path.partition('?')[0]}/"), "")
+            files = repositories.get(found, {})
+            if self.path.startswith("/api/models/org/") and files:
                 siblings = [{"rfilename": one} for one in files]
-                info = {"_id": "1", "id": "org/tally", "modelId": "org/tally", "sha": COMMIT, "siblings": siblings}
+                info = {"_id": "1", "id": found, "modelId": found, "sha": COMMIT, "siblings": siblings}
                 tree = [{"type": "file", "path": one, "oid": COMMIT, "size": len(files[one])} for one in files]
                 self._send(200, json.dumps(tree if "/tree/" in self.path else info).encode(), "application/json")
-            elif self.path.startswith("/org/tally/resolve/") and name in files:
+            elif "/resolve/" in self.path and name in files:
                 self._send(200, files[name], "application/octet-stream")
             else:
                 self._send(404, b"{}", "application/json")
@@ -128,6 +133,35 @@ def hub() -> Iterator[str]:
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+def made_gguf_files(folder: Path) -> list[Path]:
+    model = small_llama(hidden_size=64)
+    write_model(folder / "small.Q8_0.gguf", model, Kind.Q8_0)
+    write_model(folder / "small-Q4_0.gguf", model, Kind.Q4_0, tensors_per_part=6)
+    write_model(folder / "mmproj-F16.gguf", model, Kind.F16)
+    return sorted(folder.iterdir())
+
+
+def test_one_gguf_file_of_many_is_pulled_and_served_without_the_hub(hub: str, tmp_path: Path) -> None:
+    environment = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub, "HF_HUB_DISABLE_XET": "1"}
+    commands = [["pull", f"org/small{tag}"] for tag in (":q8_0", ":Q4_0", ":Q2_K", "")]
+    whole, parts, missing, bare = outcomes_of(commands[:1], environment=environment) + outcomes_of(
+        commands[1:], environment=environment
+    )
+    assert (whole.code, parts.code) == (0, 0), whole.stderr + parts.stderr
+    assert whole.stdout.startswith("org/small:q8_0: LlamaForCausalLM, context 128 tokens, in ")
+    assert "org/small has no GGUF file of Q2_K: it has Q4_0, Q8_0" in missing.stderr
+    assert "org/small has GGUF files: choose one with org/small:Q4_0 or org/small:Q8_0" in bare.stderr
+    snapshot = tmp_path / "hub/models--org--small/snapshots" / COMMIT
+    assert sorted(file.name for file in snapshot.iterdir()) == [
+        "small-Q4_0-00001-of-00002.gguf", "small-Q4_0-00002-of-00002.gguf", "small.Q8_0.gguf",
+    ]  # fmt: skip
+    commands = [["list"], *(["serve", f"org/small:{tag}", "--port", "0", "--check"] for tag in ("Q4_0", "Q8_0"))]
+    listed, *offline = outcomes_of(commands, environment={**environment, "HF_HUB_OFFLINE": "1"})
+    for tag in ("Q4_0", "Q8_0"):
+        assert "yes" in next(line for line in listed.stdout.splitlines() if f"org/small:{tag}" in line)
+    assert [done.code for done in offline] == [0, 0], offline[0].stderr
 
 
 def test_pulled_model_is_listed_and_served_without_the_hub(hub: str, tmp_path: Path) -> None:

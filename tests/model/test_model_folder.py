@@ -19,6 +19,7 @@ from skipjoin.model.generation_config import sampling_defaults
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the working folder, in which models/real is a model. The hub has none and is not asked."""
     shutil.copytree(builtin_model_path(), tmp_path / "models" / "real")
+    (tmp_path / "real.gguf").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("skipjoin.model.folder.cached_folder", lambda name: None)
 
@@ -37,7 +38,8 @@ def test_mistyped_path_is_explained_without_asking_the_hub(folder: Path) -> None
         "skipjoin pull models/reel",
         "a/b/c": "a/b/c is not a folder",
         "llama3:8b": "a name of Ollama",
-        "model.gguf": "is a GGUF file",
+        "model.gguf": "model.gguf is not a file",
+        "./reel.gguf": "reel.gguf is not a file; did you mean real.gguf?",
         "other/model": "neither a folder nor a model that can be fetched: no network",
     }.items():
         with pytest.raises(ModelError) as caught:
@@ -60,8 +62,8 @@ def test_folder_that_is_no_model_is_said_to_be_what_it_is(folder: Path) -> None:
     whole = ("config.json", "tokenizer.json")
     cases = {
         made("empty"): "is empty",
-        made("gguf", m__gguf=""): "has its weights as a GGUF file, m.gguf, which this version cannot read",
-        made("gguf2", *whole, m__gguf=""): "GGUF file",
+        made("gguf", m__gguf="GGUF"): "m.gguf is cut off in its header, at byte 4: download it again",
+        made("two", *whole, m__gguf="", n__gguf="", mmproj__gguf=""): "several GGUF files: give one of m.gguf, n.gguf",
         made("lora", adapter_config__json='{"base_model_name_or_path": "org/base"}'): "is a LoRA adapter of org/base",
         made("pickle", *whole, consolidated__pth=""): "has its weights only as consolidated.pth",
         made("bin", *whole, pytorch_model__bin=""): "skipjoin convert",
@@ -75,7 +77,11 @@ def test_folder_that_is_no_model_is_said_to_be_what_it_is(folder: Path) -> None:
         with pytest.raises(ModelError) as caught:
             check_model(str(path))
         assert message in str(caught.value), path
-    for name, message in {"gguf": "GGUF", "bare": "to convert", "models/real": "need no conversion"}.items():
+    for name, message in {
+        "gguf": "needs no conversion",
+        "bare": "to convert",
+        "models/real": "need no conversion",
+    }.items():
         with pytest.raises(ModelError, match=message):
             bin_files(folder / name)
     check_model(str(folder / "bare"), "dummy")

@@ -12,7 +12,9 @@ _GIB = 1 << 30
 
 
 def pull(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, such as Qwen/Qwen3-0.6B.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Hub id, such as Qwen/Qwen3-0.6B, or OWNER/REPO:Q4_K_M.")
+    ],
 ) -> None:
     """Download MODEL, so that a server starts without a network. HF_ENDPOINT and HF_TOKEN apply."""
     from skipjoin.model.config import ModelConfig  # noqa: PLC0415
@@ -31,6 +33,7 @@ def list_models() -> None:
 
     from skipjoin.builtin import MODEL_NAME  # noqa: PLC0415
     from skipjoin.model.config import ModelConfig, ModelError  # noqa: PLC0415
+    from skipjoin.model.gguf.hub import models_of  # noqa: PLC0415
 
     table = Table("model", "GiB", "last used", "can be served", box=None)
     table.add_row(MODEL_NAME, "0.00", "", "yes (built in)")
@@ -40,12 +43,15 @@ def list_models() -> None:
         repositories = []
     for one in sorted(repositories, key=lambda repository: repository.repo_id):
         newest = max(one.revisions, key=lambda revision: revision.last_modified, default=None)
-        try:
-            if newest is None:
-                continue
-            ModelConfig.from_folder(newest.snapshot_path)
-            verdict = "yes"
-        except ModelError as error:
-            verdict = f"no: {error}"
-        table.add_row(one.repo_id, f"{one.size_on_disk / _GIB:.2f}", one.last_accessed_str, verdict)
+        if newest is None:
+            continue
+        sizes = {file.file_path: file.size_on_disk for file in newest.files}
+        for tag, model, files in models_of(newest.snapshot_path, sizes):
+            try:
+                ModelConfig.from_folder(model)
+                verdict = "yes"
+            except ModelError as error:
+                verdict = f"no: {error}"
+            size = sum(sizes[file] for file in files) / _GIB if tag else one.size_on_disk / _GIB
+            table.add_row(f"{one.repo_id}{tag}", f"{size:.2f}", one.last_accessed_str, verdict)
     Console().print(table)

@@ -32,7 +32,10 @@ class EngineConfig:
     """Engine configuration. None selects the default that the help gives in brackets."""
 
     model: Annotated[
-        str, Option("Hugging Face folder or hub id, or 'tally', the built-in model.", group=MODEL, is_positional=True)
+        str,
+        Option(
+            "Hugging Face folder, GGUF file or hub id, or 'tally', the built-in model.", group=MODEL, is_positional=True
+        ),
     ] = "tally"
     dtype: Annotated[
         str,

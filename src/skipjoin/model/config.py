@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from skipjoin.model.family import find_architecture
+from skipjoin.model.gguf.file import GgufError, is_gguf
+from skipjoin.model.gguf.settings import gguf_settings
 from skipjoin.model.plugins import PluginError
 from skipjoin.model.rope import MAX_POSITIONS, RopeSettings, is_number, parse_rope
 
@@ -107,12 +109,16 @@ class ModelConfig:
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
         folder = Path(path)
-        if not folder.is_dir():
+        if not folder.is_dir() and not is_gguf(folder):
             raise ModelError(f"{folder} is not a folder")
-        raw = read_json(folder / "config.json")
-        generation = folder / "generation_config.json"
-        eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
-        return cls.from_dict(raw, extra_eos=eos)
+        raw = read_settings(folder, "config.json")
+        eos = read_settings(folder, "generation_config.json", default={}).get("eos_token_id")
+        try:
+            return cls.from_dict(raw, extra_eos=eos)
+        except ModelError as error:
+            if is_gguf(folder):
+                raise ModelError(f"{folder}, whose metadata make its config.json: {error}") from error
+            raise
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], *, extra_eos: Any = None) -> ModelConfig:
@@ -145,6 +151,22 @@ class ModelConfig:
             raise ModelError(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly"
             )
+
+
+def read_settings(model: Path, name: str, *, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return a JSON file of a model's folder, or what the metadata of a GGUF file have in its place.
+
+    Raises:
+        ModelError: If it cannot be read, or is missing and there is no `default`.
+    """
+    if is_gguf(model):
+        try:
+            return gguf_settings(model)[name]
+        except GgufError as error:
+            raise ModelError(str(error)) from error
+    if default is not None and not (model / name).is_file():
+        return default
+    return read_json(model / name)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Find a model's folder, and check before it is loaded that it can be. Does not import torch."""
+"""Find a model's folder or GGUF file, and check before it is loaded that it can be. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,23 +8,28 @@ from pathlib import Path
 
 from skipjoin.builtin import MODEL_NAME, builtin_model_path
 from skipjoin.model.config import ModelError
+from skipjoin.model.gguf.file import SUFFIX, GgufError, first_part, is_gguf, model_stem
+from skipjoin.model.gguf.hub import HubFile, cached, download, models_in, tags_of
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.tokenizer import check_tokenizer_files
-from skipjoin.model.weight_files import ModelFiles, read_weight_map
+from skipjoin.model.weight_files import ModelFiles, check_inside, read_weight_map
 from skipjoin.model.weight_format import format_of, weight_patterns, why_file, why_refused
 
-_HUB_IDS = "Models are folders, hub ids of two parts such as Qwen/Qwen3-0.6B, or tally, which is built in"
+_HUB_IDS = (
+    "Models are folders, GGUF files, hub ids of two parts such as Qwen/Qwen3-0.6B or, for a GGUF file on the hub, "
+    "OWNER/REPO:Q4_K_M, or tally, which is built in"
+)
 BIN_INDEX = "pytorch_model.bin.index.json"
 _OTHER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 
 def model_folder(name: str, load_format: str = "auto") -> Path:
-    """Return the folder of a model, which is downloaded if necessary. With "dummy", its weights are not."""
+    """Return the folder or GGUF file of a model, downloaded if necessary. With "dummy", a folder has no weights."""
     return builtin_model_path() if name == MODEL_NAME else resolve_folder(name, weights=load_format != "dummy")
 
 
 def check_model(name: str, load_format: str = "auto", *, has_tokenizer: bool = True) -> Path:
-    """Return a model's folder, without its weights if it is on the hub.
+    """Return a model's folder, without its weights if it is on the hub, or its GGUF file.
 
     Raises:
         ModelError: If the model cannot be loaded, as far as the names of its files show, or config.json is not JSON.
@@ -36,13 +41,14 @@ def check_model(name: str, load_format: str = "auto", *, has_tokenizer: bool = T
 
 
 def model_files(name: str, load_format: str = "auto") -> ModelFiles:
-    is_local = name == MODEL_NAME or Path(name).is_dir()
-    folder = None if is_local else cached_folder(name)
-    return _checked(folder or model_folder(name, "dummy"), load_format, has_weights=is_local and load_format != "dummy")
+    is_local = name == MODEL_NAME or Path(name).exists()
+    folder = (None if is_local else cached_folder(name)) or model_folder(name, "dummy")
+    has_weights = load_format != "dummy" and (is_local or is_gguf(folder))
+    return _checked(folder, load_format, has_weights=has_weights)
 
 
 def pull_model(name: str) -> Path:
-    if name == MODEL_NAME:
+    if name == MODEL_NAME or is_gguf(Path(name)):
         return check_model(name)
     folder = _checked(resolve_folder(name, from_hub=True), "auto", has_weights=True).folder
     check_tokenizer_files(folder)
@@ -50,7 +56,7 @@ def pull_model(name: str) -> Path:
 
 
 def _checked(folder: Path, load_format: str, *, has_weights: bool) -> ModelFiles:
-    if not (folder / "config.json").is_file():
+    if not is_gguf(folder) and not (folder / "config.json").is_file():
         raise ModelError(_why_no_config(folder))
     files = ModelFiles.of(folder, has_weights=has_weights)
     format_of(files, LoadSpec(load_format=load_format))
@@ -69,6 +75,8 @@ def _why_no_config(folder: Path) -> str:
 
 
 def bin_files(source: Path) -> list[Path]:
+    if is_gguf(source) or (source.is_dir() and _gguf_in(source)):
+        raise ModelError(f"{source} is a GGUF model, which needs no conversion: skipjoin serve {source}")
     if (why := why_file(source)) is not None:
         raise ModelError(why)
     if not source.is_dir():
@@ -91,30 +99,61 @@ def model_id(name: str, folder: str | Path) -> str:
     path = Path(os.path.abspath(name))
     if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
         return path.parent.parent.name.removeprefix("models--").replace("--", "/")  # in the hub's cache
-    return path.name or "model"
+    return (model_stem(path.name) if is_gguf(path) else path.name) or "model"
 
 
 def resolve_folder(name_or_path: str | Path, *, weights: bool = True, from_hub: bool = False) -> Path:
-    """Return the folder of a model, downloaded if necessary. `from_hub`: the name is known to be a hub id."""
+    """Return the folder or GGUF file of a model, downloaded if necessary.
+
+    Args:
+        name_or_path: Folder, GGUF file, or hub id.
+        weights: Whether to download weights too; those of a GGUF file always are.
+        from_hub: The name is known to be a hub id.
+    """
     path = Path(name_or_path)
     if path.is_dir():
-        return path
+        return _gguf_in(path) or path
+    if is_gguf(path):
+        return first_part(path)
     name = str(name_or_path)
     if (why := _no_model(name, path, from_hub=from_hub)) is not None:
         raise ModelError(why)
     # Imported lazily: only a hub name needs the hub's client.
-    from huggingface_hub import snapshot_download  # noqa: PLC0415
+    from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_OTHER_FILES + (weight_patterns() if weights else [])))
+        if (wanted := HubFile.of(name)) is not None:
+            return download(wanted)
+        folder = Path(snapshot_download(name, allow_patterns=_OTHER_FILES + (weight_patterns() if weights else [])))
+        if not (folder / "config.json").is_file() and (tags := tags_of(HfApi().list_repo_files(name))):
+            raise ModelError(f"{name} has GGUF files: choose one with {' or '.join(f'{name}:{tag}' for tag in tags)}")
+        return folder
+    except GgufError as error:
+        raise ModelError(str(error)) from error
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         why = " ".join(str(error).split()).rstrip(".")
         hint = _similar(path) or ("" if "/" in name else f". {_HUB_IDS}")
         raise ModelError(f"{name} is neither a folder nor a model that can be fetched: {why}{hint}") from error
 
 
+def _gguf_in(folder: Path) -> Path | None:
+    """Return the GGUF file of a folder whose weights it has, or None."""
+    models = models_in([file.name for file in folder.iterdir()])
+    if not models or any(folder.glob("*.safetensors")):
+        return None
+    if len(models) > 1:
+        raise ModelError(
+            f"{folder} has several GGUF files: give one of {', '.join(files[0] for files in models.values())}"
+        )
+    (files,) = models.values()
+    check_inside(folder, files[0])
+    return first_part(folder / files[0])
+
+
 def cached_folder(name: str) -> Path | None:
+    if (wanted := HubFile.of(name)) is not None:
+        return cached(wanted)
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
     from huggingface_hub.errors import HFValidationError  # noqa: PLC0415
 
@@ -128,7 +167,9 @@ def cached_folder(name: str) -> Path | None:
 def _no_model(name: str, path: Path, *, from_hub: bool) -> str | None:
     if (why := why_file(path)) is not None:
         return why
-    if ":" in name:
+    if path.suffix.lower() == SUFFIX and ":" not in name:
+        return f"{name} is not a file{_similar(path)}"
+    if ":" in name and HubFile.of(name) is None:
         return f"{name} is a name of Ollama or another registry. {_HUB_IDS}"
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         return f"{name} is not a folder{_similar(path)}"
@@ -144,7 +185,8 @@ def _similar(path: Path) -> str:
     if missing := next((one for one in reversed(path.parents) if not one.is_dir()), None):
         return f": {missing} does not exist" if path.is_absolute() else ""
     try:
-        names = [one.name for one in path.parent.iterdir() if one.is_dir()]
+        is_kind = is_gguf if path.suffix.lower() == SUFFIX else Path.is_dir
+        names = [one.name for one in path.parent.iterdir() if is_kind(one)]
     except OSError:
         return ""
     near = get_close_matches(path.name, names, n=1)

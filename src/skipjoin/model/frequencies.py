@@ -17,6 +17,8 @@ def inverse_frequencies(rope: RopeSettings) -> torch.Tensor:
     plain = 1.0 / turned
     if rope.scaling == "linear":
         return plain / rope.factor
+    if rope.scaling == "factors":
+        return plain / torch.tensor(rope.factors)
     if rope.scaling == "llama3":
         return _llama3(rope, plain)
     if rope.scaling == "yarn":

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from skipjoin.model.config import ModelError, read_json
+from skipjoin.model.config import ModelError, read_settings
 from skipjoin.sampling import ParameterError, SamplingParams, parameters_of
 
 FILE = "generation_config.json"
@@ -12,12 +12,14 @@ FIELDS = frozenset(name for name, row in parameters_of(SamplingParams).items() i
 
 
 def sampling_defaults(folder: str | Path, generation_config: str = "auto") -> dict[str, Any]:
-    file = Path(folder) / FILE
-    if generation_config == "none" or not file.is_file():
+    if generation_config == "none":
         return {}
-    found = {name: value for name, value in read_json(file).items() if name in FIELDS and value is not None}
+    given = read_settings(Path(folder), FILE, default={})
+    found = {name: value for name, value in given.items() if name in FIELDS and value is not None}
     try:
         params = SamplingParams(**found)
     except ParameterError as error:
-        raise ModelError(f"{file}: {error}; --generation-config none leaves the file's defaults out") from error
+        raise ModelError(
+            f"{Path(folder) / FILE}: {error}; --generation-config none leaves the file's defaults out"
+        ) from error
     return {name: getattr(params, name) for name in found}

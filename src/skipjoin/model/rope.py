@@ -21,7 +21,10 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSettings:
-    """Rotary embedding of the first `rotary_dim` values of each head, value i paired with value i + rotary_dim / 2."""
+    """Rotary embedding of the first `rotary_dim` values of each head, value i paired with value i + rotary_dim / 2.
+
+    `factors` divide the frequency of each pair, as GGUF files have them.
+    """
 
     theta: float
     rotary_dim: int
@@ -34,6 +37,7 @@ class RopeSettings:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    factors: tuple[float, ...] = ()
 
     def context(self, max_positions: int) -> int:
         """Return the context length of a model with this `max_position_embeddings`.
@@ -63,6 +67,10 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, defaul
     rotary_dim = int(head_dim * _bounded("partial_rotary_factor", default_share if share is None else share, high=1.0))
     kinds = (of.get(name) for of in (older, newer) for name in ("rope_type", "type"))
     scaling = str(next(filter(None, kinds), "default"))
+    if scaling == "factors":
+        return RopeSettings(
+            theta=theta, rotary_dim=rotary_dim, scaling=scaling, factors=_factors(nested.get("factors"), rotary_dim)
+        )
     if scaling not in SCALINGS:
         reason = f": {_REASONS[scaling]}" if scaling in _REASONS else ""
         raise ValueError(f"RoPE scaling {scaling!r} is not supported; supported are {', '.join(SCALINGS)}{reason}")
@@ -92,6 +100,12 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, defaul
             "attention_factor": _yarn_attention_factor(nested, factor),
         }
     return RopeSettings(**settings)
+
+
+def _factors(value: Any, rotary_dim: int) -> tuple[float, ...]:
+    if not isinstance(value, list) or len(value) != rotary_dim // 2:
+        raise ValueError(f"RoPE must have a factor for each of {rotary_dim // 2} pairs, got {value!r:.80}")
+    return tuple(_bounded("factors", one) for one in value)
 
 
 def _object(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:

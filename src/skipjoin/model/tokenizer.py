@@ -10,7 +10,9 @@ from typing import Any
 import tokenizers
 
 from skipjoin.model.chat_template import ChatTemplate, Sources, find_template, read_template
-from skipjoin.model.config import ModelError, read_json
+from skipjoin.model.config import ModelError, read_settings
+from skipjoin.model.gguf.file import GgufError, is_gguf
+from skipjoin.model.gguf.tokenizer import gguf_tokenizer
 from skipjoin.model.special_tokens import SpecialTokens
 
 _REPLACEMENT = "\ufffd"
@@ -26,16 +28,16 @@ _PATIENCE = 64
 
 def load_tokenizer(folder: str | Path, *, chat_template: str | Path | None = None) -> Tokenizer:
     folder = Path(folder)
-    if not folder.is_dir():
+    if not folder.is_dir() and not is_gguf(folder):
         raise ModelError(f"{folder} is not a folder")
-    settings = _optional_json(folder / "tokenizer_config.json")
+    settings = read_settings(folder, "tokenizer_config.json", default={})
     special = SpecialTokens.read(folder, settings)
     backend, defaults = _load_backend(folder, settings)
     special.add_to(backend)
     named = {**defaults, **special.named}
     eos = [backend.token_to_id(named["eos_token"])] if "eos_token" in named else []
     for file in ("generation_config.json", "config.json"):
-        value = _optional_json(folder / file).get("eos_token_id")
+        value = read_settings(folder, file, default={}).get("eos_token_id")
         eos.extend(value if isinstance(value, list) else [value])
     sources = find_template(folder, settings) if chat_template is None else Sources(read_template(Path(chat_template)))
     return Tokenizer(
@@ -47,6 +49,8 @@ def load_tokenizer(folder: str | Path, *, chat_template: str | Path | None = Non
 
 
 def check_tokenizer_files(folder: Path) -> None:
+    if is_gguf(folder):
+        return  # its header is checked as a whole
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
         raise ModelError(f"{folder} has no tokenizer files (tokenizer.json, or vocab.json with merges.txt)")
 
@@ -55,6 +59,8 @@ def _load_backend(folder: Path, settings: Mapping[str, Any]) -> tuple[tokenizers
     """Return the tokenizer, and the special tokens that its class names by default."""
     file = folder / "tokenizer.json"
     try:
+        if is_gguf(folder):
+            return gguf_tokenizer(folder), {}
         if file.is_file():
             backend = tokenizers.Tokenizer.from_file(str(file))
             adds = settings.get("add_bos_token") or settings.get("add_eos_token")
@@ -69,13 +75,11 @@ def _load_backend(folder: Path, settings: Mapping[str, Any]) -> tuple[tokenizers
         return found.backend_tokenizer, found.special_tokens_map
     except ModelError:
         raise
+    except GgufError as error:
+        raise ModelError(str(error)) from error
     except Exception as error:  # the libraries raise bare Exception for damaged files
         reason = _OWN_CODE if "trust_remote_code" in str(error) else error
         raise ModelError(f"the tokenizer in {folder} cannot be read: {reason}") from error
-
-
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
 
 
 class TooManyTokensError(ValueError):

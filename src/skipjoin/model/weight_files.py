@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from skipjoin.model.config import ModelConfig, ModelError, read_json
+from skipjoin.model.config import ModelConfig, ModelError, read_json, read_settings
 from skipjoin.model.load_spec import LoadSpec
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model folder before its weights are read, which may be on the hub, or not needed."""
+    """A model folder, or a GGUF file, before its weights are read, which may be on the hub, or not needed."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -30,7 +30,7 @@ class ModelFiles:
 
     @classmethod
     def of(cls, folder: Path, *, has_weights: bool = True) -> ModelFiles:
-        return cls(folder, read_json(folder / "config.json"), has_weights)
+        return cls(folder, read_settings(folder, "config.json"), has_weights)
 
     @property
     def quantization(self) -> Any:

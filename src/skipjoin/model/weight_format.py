@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from skipjoin.model.config import DTYPES, ModelError, read_json
+from skipjoin.model.gguf.file import is_gguf, read_gguf
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.plugins import PluginError, load_plugins
 from skipjoin.model.weight_files import INDEX, ModelFiles, Source, read_weight_map, safetensors_files
@@ -21,10 +23,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 # Entry points of this group name the class of a format.
 ENTRY_POINTS = "skipjoin.weight_formats"
-_GGUF_REMEDY = (
-    "which this version cannot read: give the folder or hub id of the model that it was made from, with config.json, a "
-    "tokenizer and safetensors; --quantization int8 stores weights in 8 bits"
-)
+# Types that a model runs in, of types in GGUF files. Others have fewer bits than bfloat16.
+_GGUF_DTYPES = {"F32": "float32", "F16": "float16"}
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -112,6 +112,28 @@ def _find(files: ModelFiles, spec: LoadSpec) -> WeightFormat | None:
 
 
 @weight_format
+class Gguf(WeightFormat):
+    """One file with everything, whose quantized weights are widened to the model's type."""
+
+    name = "gguf"
+    patterns = ()  # of many files in a repository, one is wanted
+
+    def matches(self, files: ModelFiles) -> bool:
+        return is_gguf(files.folder)
+
+    def open(self, source: Source) -> Weights:
+        from skipjoin.model.gguf.weights import GgufWeights  # noqa: PLC0415
+
+        return GgufWeights(source)
+
+    def dtype_name(self, files: ModelFiles) -> str:
+        elements: Counter[str] = Counter()
+        for tensor in read_gguf(files.folder).tensors.values():
+            elements[_GGUF_DTYPES.get(tensor.type.name, "bfloat16")] += tensor.elements
+        return max(elements, key=lambda name: elements[name])
+
+
+@weight_format
 class Safetensors(WeightFormat):
     name = "safetensors"
 
@@ -173,7 +195,7 @@ class Int8(WeightFormat):
         from skipjoin.model.weights import Int8Weights  # noqa: PLC0415
 
         plain = replace(source.spec, quantization="none")
-        return Int8Weights(format_of(source.files, plain).open(source._replace(spec=plain)))
+        return Int8Weights(format_of(source.files, plain).open(source))
 
     def check_ops(self, ops: LayerOps, where: str) -> None:
         if ops.name != "cpp":
@@ -220,12 +242,6 @@ def _why_adapter(files: ModelFiles) -> str | None:
     )
 
 
-def _why_gguf(files: ModelFiles) -> str | None:
-    if not (found := files.names("*.gguf")):
-        return None
-    return f"{files.folder} has its weights as a GGUF file, {found[0]}, {_GGUF_REMEDY}"
-
-
 def _why_pickled(files: ModelFiles) -> str | None:
     if not (found := files.names(*_PICKLED)):
         return None
@@ -236,7 +252,7 @@ def _why_pickled(files: ModelFiles) -> str | None:
 
 
 # Each returns why files that no format matches are refused, or None.
-_REFUSALS = (_why_quantized, _why_bin, _why_adapter, _why_gguf, _why_pickled)
+_REFUSALS = (_why_quantized, _why_bin, _why_adapter, _why_pickled)
 
 
 def why_refused(files: ModelFiles) -> str | None:
@@ -244,8 +260,6 @@ def why_refused(files: ModelFiles) -> str | None:
 
 
 def why_file(path: Path) -> str | None:
-    if path.suffix.lower() == ".gguf":
-        return f"{path} is a GGUF file, {_GGUF_REMEDY}"
     if path.is_file():
-        return f"{path} is a file: give its folder, which has config.json, a tokenizer and safetensors"
+        return f"{path} is a file: give its folder, which has config.json, a tokenizer and safetensors, or a GGUF file"
     return None

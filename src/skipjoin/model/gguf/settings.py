@@ -1,0 +1,171 @@
+"""Settings of a GGUF file, in the form of the files of a model folder: their names and fields."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from skipjoin.model.gguf.architectures import ROPE_FACTORS, architecture_of, biased
+from skipjoin.model.gguf.file import Gguf, GgufError, read_gguf
+
+# Metadata of newer files, and the fields of generation_config.json.
+_SAMPLING = {
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
+# Control tokens that end an answer in whichever vocabulary has them. Files name only one.
+_ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>")
+CONTROL = 3
+
+
+def gguf_settings(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the JSON files of the folder that a model would have.
+
+    Raises:
+        GgufError: If the file is damaged, of an architecture that is not supported, or lacks metadata.
+    """
+    file = read_gguf(path)
+    special = {name: _token_id(file, f"{key}_token_id") for name, key in _SPECIAL.items()}
+    ends = [*dict.fromkeys(_ends(file))]
+    return {
+        "config.json": _config(file) | {"eos_token_id": ends},
+        "generation_config.json": _sampling(file) | {"eos_token_id": ends},
+        "tokenizer_config.json": _tokenizer(file, special),
+    }
+
+
+def _config(file: Gguf) -> dict[str, Any]:
+    of, heads = architecture_of(file), _number(file, "attention.head_count")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise GgufError(f"{file.path} has no tensor 'token_embd.weight': it is not a whole model")
+    hidden = _number(file, "embedding_length")
+    head_dim = _number(file, "attention.key_length", hidden // max(heads, 1))
+    if (values := _number(file, "attention.value_length", head_dim)) != head_dim:
+        raise GgufError(f"{file.path} has values of {values} numbers and keys of {head_dim}, which must be the same")
+    rotated = _number(file, "rope.dimension_count", head_dim)
+    ours, theirs = of.epsilon
+    config = {
+        "architectures": [of.name],
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "num_hidden_layers": _number(file, "block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _number(file, "attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "intermediate_size": _number(file, "feed_forward_length"),
+        "max_position_embeddings": _number(file, "context_length"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        # The next larger number, because the product with `head_dim` is rounded down.
+        "partial_rotary_factor": math.nextafter(rotated / max(head_dim, 1), 1.0),
+        "rope_theta": _number(file, "rope.freq_base", 10000.0),
+        "rope_parameters": _rope(file, rotated),
+        ours: _number(file, theirs),
+        **of.fixed,
+        **biased(file, of),
+    }
+    if (window := _number(file, "attention.sliding_window", 0)) > 0:
+        raise GgufError(
+            f"{file.path} has a sliding window of {window} tokens, and GGUF does not say of which layers: give the "
+            "folder or hub id of the model that it was made from"
+        )
+    if of.name == "GPTNeoXForCausalLM":
+        config["use_parallel_residual"] = bool(_metadata(file, "use_parallel_residual", True))
+    return config
+
+
+def _rope(file: Gguf, rotated: int) -> dict[str, Any]:
+    kind = _metadata(file, "rope.scaling.type", "none")
+    if (tensor := file.tensors.get(ROPE_FACTORS)) is not None:
+        if tensor.shape != (rotated // 2,) or tensor.type.name != "F32":
+            raise GgufError(
+                f"{file.path} has tensor {ROPE_FACTORS!r} of shape {tensor.shape} and type {tensor.type.name}, which "
+                f"must be {rotated // 2} numbers of F32: download it again"
+            )
+        with tensor.file.open("rb") as opened:
+            opened.seek(tensor.offset)
+            return {"rope_type": "factors", "factors": np.frombuffer(opened.read(tensor.nbytes), "<f4").tolist()}
+    if kind == "none":
+        return {"rope_type": "default"}
+    given = {"rope_type": kind, "factor": _number(file, "rope.scaling.factor")}
+    if kind == "yarn":
+        names = {
+            "original_max_position_embeddings": "original_context_length",
+            "beta_fast": "yarn_beta_fast",
+            "beta_slow": "yarn_beta_slow",
+        }
+        given |= {name: found for name, key in names.items() if (found := _number(file, f"rope.scaling.{key}", 0))}
+        if (share := _number(file, "rope.scaling.attn_factor", 1.0)) != 1:
+            given["attention_factor"] = share * (0.1 * math.log(max(given["factor"], 1.0)) + 1)
+    return given
+
+
+def _ends(file: Gguf) -> list[int]:
+    named = (_token_id(file, f"{key}_token_id") for key in ("eos", "eot", "eom"))
+    tokens, kinds = tokens_of(file), file.metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(kinds, list):
+        kinds = []
+    by_text = {text: index for index, text in enumerate(tokens)}
+    texts = (by_text.get(text) for text in _ENDS)
+    control = (index for index in texts if index is not None and index < len(kinds) and kinds[index] == CONTROL)
+    return [index for index in (*named, *control) if index is not None]
+
+
+def _sampling(file: Gguf) -> dict[str, Any]:
+    found = {ours: file.metadata.get(f"general.sampling.{theirs}") for theirs, ours in _SAMPLING.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _tokenizer(file: Gguf, special: Mapping[str, int | None]) -> dict[str, Any]:
+    tokens = tokens_of(file)
+    named = {f"{name}_token": tokens[index] for name, index in special.items() if index is not None}
+    prefix = "tokenizer.chat_template"
+    templates = {"default": file.metadata.get(prefix)}
+    templates |= {
+        key.removeprefix(f"{prefix}."): text for key, text in file.metadata.items() if key.startswith(f"{prefix}.")
+    }
+    listed = [{"name": name, "template": text} for name, text in templates.items() if isinstance(text, str)]
+    return named | ({"chat_template": listed} if listed else {})
+
+
+def tokens_of(file: Gguf) -> list[str]:
+    """Return the texts of a file's tokens."""
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
+        raise GgufError(f"{file.path} has no tokens (tokenizer.ggml.tokens): give a file that has its tokenizer")
+    return tokens
+
+
+def _token_id(file: Gguf, key: str) -> int | None:
+    found = file.metadata.get(f"tokenizer.ggml.{key}")
+    if found is None:
+        return None
+    count = len(tokens_of(file))
+    if not isinstance(found, int) or not 0 <= found < count:
+        raise GgufError(f"{file.path} has tokenizer.ggml.{key} {found!r:.80}, which must be one of its {count} tokens")
+    return found
+
+
+def _metadata(file: Gguf, key: str, default: Any = None) -> Any:
+    return file.metadata.get(f"{file.architecture}.{key}", default)
+
+
+def _number(file: Gguf, key: str, default: float | None = None) -> Any:
+    found = _metadata(file, key, default)
+    if isinstance(found, list) and found and all(one == found[0] for one in found):
+        found = found[0]  # the same for all layers
+    if isinstance(found, list):
+        raise GgufError(f"{file.path} has {file.architecture}.{key} of its own for each layer, which is not supported")
+    if found is None:
+        raise GgufError(f"{file.path} has no {file.architecture}.{key} in its metadata: convert the model again")
+    if isinstance(found, bool | str) or not math.isfinite(found):
+        raise GgufError(f"{file.path} has {file.architecture}.{key} {found!r:.80}, which must be a number")
+    return found

@@ -1,0 +1,188 @@
+"""Tokenizers of GGUF files, made of their vocabulary and merges.
+
+transformers has a converter, which splits text as GPT-2 does for each scheme that it does not know, such as that of
+SmolLM2, and so gives other tokens without saying so. Here, an unknown scheme is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from skipjoin.model.gguf.file import Gguf, GgufError, read_gguf
+from skipjoin.model.gguf.settings import CONTROL, tokens_of
+
+_UNKNOWN, _USER_DEFINED = 2, 4
+_SPACE = "\u2581"
+# Bound of the work to find the merges of SentencePiece, a hundred times that of the largest vocabularies.
+_MAX_CUTS = 1 << 30
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _by_regex(pattern: str) -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _as_gpt2() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def _by_digit() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _as_gpt2()])
+
+
+class _Scheme:
+    """How a byte-level tokenizer (`tokenizer.ggml.pre`) splits text before it merges bytes.
+
+    Args:
+        keeps_words: A word that is a token is that token, whatever the merges.
+        composes: Text is brought into Unicode's composed form (NFC) first, as the model's own tokenizer does.
+    """
+
+    def __init__(
+        self,
+        split: Callable[[], pre_tokenizers.PreTokenizer],
+        *,
+        keeps_words: bool = False,
+        composes: bool = False,
+        adds_bos: bool = False,
+    ) -> None:
+        self.split, self.keeps_words, self.composes, self.adds_bos = split, keeps_words, composes, adds_bos
+
+
+_GPT2, _DIGITS = _Scheme(_as_gpt2), _Scheme(_by_digit)
+_QWEN = _Scheme(lambda: _by_regex(_QWEN2), composes=True)
+_LLAMA = _Scheme(lambda: _by_regex(_LLAMA3), keeps_words=True, adds_bos=True)
+SCHEMES = {
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "exaone", "codeshell"), _DIGITS),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), _GPT2),
+    "tekken": _Scheme(lambda: _by_regex(_TEKKEN), keeps_words=True, adds_bos=True),
+}
+
+
+def gguf_tokenizer(path: Path) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a file; raise `GgufError` if it cannot be built."""
+    file = read_gguf(path)
+    kind = file.metadata.get("tokenizer.ggml.model")
+    if kind not in _KINDS:
+        raise GgufError(
+            f"{path} has a tokenizer of kind {kind!r:.80} (tokenizer.ggml.model), which cannot be built; those that "
+            f"can are {', '.join(_KINDS)}: give the folder or hub id of the model that it was made from"
+        )
+    try:
+        backend, adds_bos = _KINDS[kind](file, tokens_of(file))
+        _add_special(backend, file)
+        _surround(backend, file, adds_bos)
+    except GgufError:
+        raise
+    except Exception as error:  # the library raises bare Exception
+        raise GgufError(f"{path} has a tokenizer that cannot be built: {error}: download it again") from error
+    return backend
+
+
+def _byte_level(file: Gguf, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, bool]:
+    name = file.metadata.get("tokenizer.ggml.pre")
+    if not isinstance(name, str) or (scheme := SCHEMES.get(name)) is None:
+        raise GgufError(
+            f"{file.path} has a tokenizer that splits text by the scheme {name!r:.80} (tokenizer.ggml.pre), which is "
+            f"unknown; known are {', '.join(SCHEMES)}: give the folder or hub id of the model that it was made from"
+        )
+    merges = [tuple(merge.split(" ", 1)) for merge in _list(file, "merges", str, None)]
+    backend = tokenizers.Tokenizer(models.BPE(_vocabulary(tokens), merges, ignore_merges=scheme.keeps_words))
+    if scheme.composes:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = scheme.split()
+    backend.decoder = decoders.ByteLevel()
+    return backend, scheme.adds_bos
+
+
+def _sentencepiece(file: Gguf, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, bool]:
+    if sum(len(text) ** 2 for text in tokens) > _MAX_CUTS:
+        raise GgufError(f"{file.path} has tokens of {max(map(len, tokens))} characters: download it again")
+    vocabulary = _vocabulary(tokens)
+    scores = _list(file, "scores", float, len(tokens))
+    ordered = sorted(_merges(vocabulary), key=lambda found: (-scores[vocabulary["".join(found)]], *map(len, found)))
+    unknown = file.metadata.get("tokenizer.ggml.unknown_token_id")
+    text = tokens[unknown] if isinstance(unknown, int) and 0 <= unknown < len(tokens) else None
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocabulary, ordered, unk_token=text, fuse_unk=True, byte_fallback="<0x00>" in vocabulary)
+    )
+    spaces = normalizers.Replace(" ", _SPACE)
+    stripped = []
+    if file.metadata.get("tokenizer.ggml.add_space_prefix", True):
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
+        stripped = [decoders.Strip(" ", 1, 0)]
+    else:
+        backend.normalizer = spaces
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
+    )
+    return backend, True
+
+
+def _merges(vocabulary: dict[str, int]) -> Iterator[tuple[str, str]]:
+    """Yield the pairs of tokens that make another: SentencePiece merges the pair whose token has the best score."""
+    for token in vocabulary:
+        for cut in range(1, len(token)):
+            pair = token[:cut], token[cut:]
+            if pair[0] in vocabulary and pair[1] in vocabulary:
+                yield pair
+
+
+_KINDS: dict[str, Callable[[Gguf, Sequence[str]], tuple[tokenizers.Tokenizer, bool]]] = {
+    "gpt2": _byte_level,
+    "llama": _sentencepiece,
+}
+
+
+def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
+    return {text: index for index, text in enumerate(tokens)}
+
+
+def _add_special(backend: tokenizers.Tokenizer, file: Gguf) -> None:
+    """Add the tokens that are found in texts as a whole; those that control the model are special."""
+    tokens = tokens_of(file)
+    kinds = _list(file, "token_type", int, len(tokens))
+    found = [(text, kind) for text, kind in zip(tokens, kinds, strict=True) if text and kind]
+    special = [text for text, kind in found if kind in (CONTROL, _UNKNOWN)]
+    backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
+    backend.add_tokens([AddedToken(text, normalized=False) for text, kind in found if kind == _USER_DEFINED])
+
+
+def _surround(backend: tokenizers.Tokenizer, file: Gguf, adds_bos: bool) -> None:
+    """Add the first and last tokens of a text that is no conversation."""
+    wanted = {"bos": file.metadata.get("tokenizer.ggml.add_bos_token", adds_bos)}
+    wanted["eos"] = file.metadata.get("tokenizer.ggml.add_eos_token", False)
+    ids = {end: file.metadata.get(f"tokenizer.ggml.{end}_token_id") for end, is_added in wanted.items() if is_added}
+    tokens = tokens_of(file)
+    ends = {end: index for end, index in ids.items() if isinstance(index, int)}
+    if ends:
+        pieces = [name for name in ("bos", "$A", "eos") if name == "$A" or name in ends]
+        special = [{"id": end, "ids": [index], "tokens": [tokens[index]]} for end, index in ends.items()]
+        backend.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=special)
+
+
+def _list(file: Gguf, key: str, kind: type, count: int | None) -> list[Any]:
+    found = file.metadata.get(f"tokenizer.ggml.{key}")
+    if not isinstance(found, list) or len(found) != (len(found) if count is None else count):
+        found = None
+    if found is None or not all(isinstance(one, kind) for one in found):
+        of = "" if count is None else f" for each of its {count} tokens"
+        raise GgufError(f"{file.path} has no tokenizer.ggml.{key}{of}: give a file that has its tokenizer")
+    return found

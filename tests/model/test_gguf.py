@@ -1,0 +1,256 @@
+"""GGUF files: numbers, tokens and settings equal to those of the checkpoint that a file was made from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from model_zoo import CONFIGS, VOCAB, PagedRunner, make_reference
+from safetensors.torch import load_file
+from test_model_tokenizer import byte_fallback
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+from skipjoin.core.events import Preempted, Preemption
+from skipjoin.llm import LLM
+from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.folder import check_model, model_files, model_id
+from skipjoin.model.generation_config import sampling_defaults
+from skipjoin.model.load_spec import LoadSpec
+from skipjoin.model.loader import load_model, planned_model, read_config
+from skipjoin.model.tokenizer import load_tokenizer
+from skipjoin.model.weight_files import Source
+from skipjoin.model.weight_format import format_of
+from skipjoin.sampling import SamplingParams
+from support.gguf_files import Kind, described, small_llama, write_model
+
+WRITTEN = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.MXFP4, Kind.TQ2_0]
+READ = [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.IQ3_S, Kind.IQ2_XS]
+# Files do not say which layers have a window, and name families as Llama that compute as it does.
+FAMILIES = [name for name in CONFIGS if not name.endswith("-window") and not name.startswith("opt")]
+TEXTS = [
+    *("the quick brown fox, hello world!", "In 2024,  1234567 numbers", "  leading and trailing  ", "don't We'LL I'M"),
+    *("naïve café — ok 😀👍🏽", "数字 你好世界 123", "def f(x):\n    return x**2\n\n\n  # done\t\ttabs", "x²½ ⅷ ٣٤"),
+    *(
+        "e\u0301cole A\u030angstro\u0308m",
+        "a <think> b<|user|> c",
+        "a/b//c ... [x] {y}\r\n\r\n",
+        "",
+        " ",
+        "A1B22C333D4444",
+    ),
+]
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+PLAIN = LoadSpec(dtype="float32", attention="torch")
+
+
+def logits(model, seed: int = 1) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(0, VOCAB, (count,), generator=generator).tolist() for count in (1, 9, 30)]
+    return PagedRunner(model, tokens, 4, seed).run()
+
+
+def check(path: Path, reference, folder: Path, spec: LoadSpec = PLAIN) -> None:
+    """Check that a file has the numbers of a model, to the last bit, and that they give its logits."""
+    reference.save_pretrained(folder)
+    files = model_files(str(path))
+    of = Source(files, spec, read_config(files, spec), torch.float32, torch.device("cpu"))
+    weights = format_of(files, PLAIN).open(of)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        assert torch.equal(weights.take(name, *tensor.shape), tensor), name
+        half = range(tensor.shape[0] // 2)
+        assert torch.equal(weights.take(name, *tensor.shape, rows=half), tensor[: len(half)]), name
+        if tensor.dim() > 1:
+            taken = weights.take(name, *tensor.shape, columns=range(32, 64))
+            assert torch.equal(taken, tensor[:, 32:64]), name
+    found, expected = (logits(load_model(one, spec)) for one in (path, folder))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_of_each_family_equal_those_of_its_checkpoint(name: str, tmp_path: Path) -> None:
+    reference = make_reference(name)
+    write_model(tmp_path / "m.gguf", reference, Kind.Q8_0)
+    check(tmp_path / "m.gguf", reference, tmp_path / "folder")
+
+
+@pytest.mark.parametrize("kind", [*WRITTEN, *READ], ids=lambda kind: kind.name)
+def test_numbers_of_each_type_are_those_of_the_reference(kind: Kind, tmp_path: Path) -> None:
+    reference = small_llama(hidden_size=256)
+    write_model(tmp_path / "m.gguf", reference, kind)
+    check(tmp_path / "m.gguf", reference, tmp_path / "folder")
+    if kind in (Kind.Q4_K, Kind.F16):
+        check(tmp_path / "m.gguf", reference, tmp_path / "folder", LoadSpec(dtype="float32", quantization="int8"))
+    files = model_files(str(tmp_path / "m.gguf"))
+    assert read_config(files, PLAIN).dtype_name == {Kind.F32: "float32", Kind.F16: "float16"}.get(kind, "bfloat16")
+    assert (
+        planned_model(files, read_config(files, PLAIN), PLAIN).weight_bytes
+        == load_model(files.folder, PLAIN).weight_bytes
+    )
+
+
+def _byte_level(split: pre_tokenizers.PreTokenizer, *, composes: bool = False, keeps_words: bool = False) -> Backend:
+    """Return a trained tokenizer as transformers makes it of a model's own files."""
+    backend = Backend(models.BPE(ignore_merges=keeps_words))
+    if composes:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = split
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|end|>", "<|user|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(TEXTS * 5, trainer)
+    backend.add_tokens([AddedToken("<think>", normalized=False)])
+    return backend
+
+
+def _regex(pattern: str) -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _smollm() -> Backend:
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True)
+    return _byte_level(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain]))
+
+
+def _qwen() -> Backend:
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX  # noqa: PLC0415 - imports torch
+
+    return _byte_level(_regex(PRETOKENIZE_REGEX), composes=True)
+
+
+def _llama() -> Backend:
+    digits = r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    return _byte_level(
+        _regex(rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"), keeps_words=True
+    )
+
+
+TOKENIZERS = {
+    "gpt-2": lambda: _byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False)),
+    "smollm": _smollm,
+    "starcoder": _smollm,
+    "qwen2": _qwen,
+    "llama-bpe": _llama,
+}
+
+
+def write_vocabulary(path: Path, tokenizer: dict[str, Any]) -> None:
+    write_model(path, small_llama(vocab_size=len(tokenizer["tokens"]), hidden_size=32), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("pre", TOKENIZERS)
+def test_byte_level_tokenizer_gives_the_ids_of_its_source(pre: str, tmp_path: Path) -> None:
+    source = TOKENIZERS[pre]()
+    ids = {"eos": 0, "bos": 1}
+    write_vocabulary(tmp_path / "m.gguf", described(source, pre, ids=ids, flags={"add_bos_token": True}))
+    ours = load_tokenizer(tmp_path / "m.gguf")
+    assert ours.eos_token_ids == (0,)
+    assert ours.special_ids == {0, 1}
+    for text in TEXTS:
+        assert ours.encode(text, add_special_tokens=False) == source.encode(text).ids, text
+        assert ours.encode(text) == [1, *source.encode(text).ids], text
+        assert ours.decode(ours.encode(text)) == source.decode(source.encode(text).ids), text
+
+
+@pytest.mark.parametrize("has_prefix", [True, False])
+def test_sentencepiece_tokenizer_gives_the_ids_of_its_source(has_prefix: bool, tmp_path: Path) -> None:
+    source = byte_fallback()
+    raw = json.loads(source.to_str())
+    tokens = [source.id_to_token(index) for index in range(source.get_vocab_size())]
+    ranks = {"".join(pair): -float(rank) for rank, pair in enumerate(raw["model"]["merges"], 1)}
+    types = [2, 3, 3, *[6] * 256, *[1] * (len(tokens) - 259)]
+    if not has_prefix:
+        source.normalizer = normalizers.Replace(" ", "\u2581")
+        source.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    write_vocabulary(
+        tmp_path / "m.gguf",
+        {
+            "model": "llama",
+            "tokens": tokens,
+            "types": types,
+            "scores": [ranks.get(token, -1e6) for token in tokens],
+            "ids": {"bos": 1, "eos": 2, "unknown": 0},
+            "flags": {} if has_prefix else {"add_space_prefix": False},
+        },
+    )
+    ours = load_tokenizer(tmp_path / "m.gguf")
+    for text in TEXTS:
+        ids = source.encode(text).ids
+        assert ours.encode(text) == ids, text
+        assert ours.decode(ids) == source.decode(ids), text
+
+
+def test_tokens_are_those_of_the_numbers_whatever_is_preempted(tmp_path: Path) -> None:
+    source = _smollm()
+    ids, template = {"eos": 0, "bos": 1}, "{{ messages[0].content }}<|user|>"
+    tokenizer = described(source, "smollm", ids=ids, template=template)
+    reference = small_llama(vocab_size=len(tokenizer["tokens"]), hidden_size=64, num_hidden_layers=2)
+    file = tmp_path / "small.gguf"
+    write_model(file, reference, Kind.Q4_0, tokenizer=tokenizer)
+    reference.save_pretrained(tmp_path / "folder")
+    source.save(str(tmp_path / "folder/tokenizer.json"))
+    found, evictions = [], 0
+    settings = {"dtype": "float32", "threads": 1, "profile": "off", "recipe": "fastserve", "swap_space_gib": 1e-4}
+    # The last pool holds two requests or three of six.
+    for model, pool in ((tmp_path / "folder", 0.01), (file, 0.01), (file, 8e-5)):
+        with LLM(str(model), kv_cache_gib=pool, block_size=4, max_model_len=100, **settings) as llm:
+            take_events = llm.engine.core.take_events
+
+            def counted(take_events=take_events):
+                nonlocal evictions
+                events = take_events()
+                evictions += sum(isinstance(event, Preempted) and event.how is not Preemption.PAUSE for event in events)
+                return events
+
+            llm.engine.core.take_events = counted
+            found.append([one.token_ids for one in llm.generate(TEXTS[:6], GREEDY)])
+            if model == file:
+                assert llm.tokenizer.chat_text([{"role": "user", "content": "hi"}]) == "hi<|user|>"
+    assert found[0] == found[1] == found[2]
+    assert evictions > 0
+
+
+def test_parts_are_read_as_one_model(tmp_path: Path) -> None:
+    reference = make_reference("qwen3")
+    write_model(tmp_path / "m.gguf", reference, Kind.Q8_0, tensors_per_part=9)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert [part.name for part in parts[:2]] == ["m-00001-of-00003.gguf", "m-00002-of-00003.gguf"]
+    check(parts[0], reference, tmp_path / "folder")
+    for name in (parts[1], tmp_path):
+        assert check_model(str(name)) == parts[0]
+    assert model_id(str(parts[0]), parts[0]) == "m"
+    parts[1].rename(tmp_path / "moved")
+    with pytest.raises(ModelError, match=r"is one of 3 parts, and .* lacks m-00002-of-00003\.gguf: download"):
+        check_model(str(tmp_path))
+
+
+def test_settings_are_those_of_the_metadata(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "m.gguf"
+    tokenizer = {**described(_smollm(), "smollm"), "ids": {"eos": 0, "bos": 1, "eot": 5}, "template": "plain"}
+    tokenizer["tokens"][1], tokenizer["tokens"][5] = "<|im_end|>", "<|eot|>"
+    metadata = {
+        "general.sampling.temp": (0.7, gguf.GGUFValueType.FLOAT32),
+        "general.sampling.top_k": (7, gguf.GGUFValueType.INT32),
+        "tokenizer.chat_template.tool_use": ("with tools", gguf.GGUFValueType.STRING),
+    }
+    write_model(
+        file, small_llama(vocab_size=len(tokenizer["tokens"])), Kind.Q5_K, tokenizer=tokenizer, metadata=metadata
+    )
+    assert sampling_defaults(file) == {"temperature": 0.7, "top_k": 7}
+    assert sampling_defaults(file, "none") == {}
+    assert ModelConfig.from_folder(file).eos_token_ids == (0, 5, 1)
+    ours = load_tokenizer(file)
+    assert ours.eos_token_ids == (0, 5, 1)
+    assert ours.chat_template is not None
+    assert ours.chat_template.source == "plain\nwith tools"
+    with caplog.at_level("INFO"):
+        load_model(file, LoadSpec(dtype="bfloat16"))
+    assert "m.gguf: 9 Q5_K tensors are widened to bfloat16, which makes 1.2 MB of 0.4 MB" in caplog.text

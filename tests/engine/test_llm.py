@@ -194,7 +194,7 @@ def test_jct_target_follows_the_forecast_and_finally_the_length(monkeypatch: pyt
 
         def record(number: int, forecast: Forecast, now: float) -> bool:
             request = core.requests[number]
-            reported.append((request, request.options.target.jct_s, forecast.tokens))
+            reported.append((request, request.progress.target.jct_s, forecast.tokens))
             return reforecast(number, forecast, now)
 
         monkeypatch.setattr(core, "reforecast", record)
@@ -202,10 +202,10 @@ def test_jct_target_follows_the_forecast_and_finally_the_length(monkeypatch: pyt
         ((answer,), ((request, jct_s, tokens),)) = llm.chat(user("Count from 3 to 12"), GREEDY), reported
         assert jct_s == pytest.approx(target(tokens)) != target(len(answer.token_ids))
         target = scaled_jct(cost, 3.0, len(request.prompt))
-        assert request.options.target == Target(jct_s=target(len(answer.token_ids)))
+        assert request.progress.target == Target(jct_s=target(len(answer.token_ids)))
         llm.chat(user("Count from 3 to 12"), GREEDY, target=Target(ttft_s=1, jct_s=7.5))
         request, jct_s, _ = reported[1]
-        assert jct_s == request.options.target.jct_s == 7.5
+        assert jct_s == request.progress.target.jct_s == 7.5
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), "2", True, None])

@@ -139,7 +139,7 @@ def test_scaled_objectives_use_forecasts_in_policies_and_the_truth_in_records(
         return 1.5 * (prefill_s + decode_s * tokens)
 
     expected = bound_s(32) if predictor else math.inf
-    (found,) = {one.request.options.target.jct_s for one in finished}
+    (found,) = {one.request.progress.target.jct_s for one in finished}
     assert found == pytest.approx(expected)
     attained = sum(one.now - one.request.arrival <= bound_s(len(one.request.progress.output)) for one in finished)
     assert 0 < attained < len(finished) == len(jobs)

@@ -272,10 +272,10 @@ class _Header:
         count = self._count(f"elements of {name[:80]!r}", count, size, _MAX_ELEMENTS)
         return list(struct.unpack(f"<{count}{letter}", self._bytes(count * size)))
 
-    def _count(self, what: str, count: int, least_bytes: int, most: int) -> int:
+    def _count(self, what: str, count: int, min_bytes: int, most: int) -> int:
         if count > most:
             raise self._error(f"says that it has {count} {what}, and at most {most} can be read: download it again")
-        if count * least_bytes > self._size - self._at:
+        if count * min_bytes > self._size - self._at:
             raise self._cut()
         return count
 

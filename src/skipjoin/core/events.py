@@ -68,11 +68,15 @@ class Preempted(NamedTuple):
 
 
 class Waited(NamedTuple):
-    """A request's wait reason changed. The wait ends when a plan contains the request."""
+    """A request's wait reason changed. The wait ends when a plan contains the request.
+
+    Attributes:
+        reason: None if the planner no longer examines the request, so that `Planned.tail` applies.
+    """
 
     request: Request
     now: float
-    reason: WaitReason
+    reason: WaitReason | None
     short: int = 0
 
 

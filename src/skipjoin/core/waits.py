@@ -24,7 +24,7 @@ class WaitReason(StrEnum):
     HELD_BY_BATCHER = "held_by_batcher"  # although the batch has room for more requests and tokens
     HELD_BY_ADMISSION = "held_by_admission"  # there are blocks for its next step, but not for what is reserved for it
     HELD_BY_EVICTION = "held_by_eviction"  # pauses, so that its KV can be evicted
-    NOT_EXAMINED = "not_examined"  # not examined since it arrived
+    NOT_EXAMINED = "not_examined"  # no step was planned since it arrived
     DISPATCH = "dispatch"  # scheduled, before its plan is dispatched
 
 

@@ -188,7 +188,7 @@ class LifeLog:
     def _wait(self, event: Waited) -> None:
         record = self._live[event.request]
         self._close(record, event.now)
-        if event.reason is WaitReason.NOT_EXAMINED:
+        if event.reason is None:
             record.in_tail_since = event.now
         else:
             record.life.open(Interval(event.reason.value, event.now, None, record.preempted, event.short))

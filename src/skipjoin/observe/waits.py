@@ -101,7 +101,7 @@ class WaitLog:
             self._leave(times, event.now, self._mark(event.now))
             since = event.now
         times.freed = None
-        if event.reason is WaitReason.NOT_EXAMINED:
+        if event.reason is None:
             self._enter_tail(times, event.now)
             return
         times.reason, times.since = _INDEX[event.reason], since

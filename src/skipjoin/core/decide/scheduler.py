@@ -149,7 +149,7 @@ class Scheduler:
             progress = request.progress
             runs = progress.last_plan == self._next_id
             if not runs and request not in planner.waits and progress.finish_reason is None:
-                self.events.append(Waited(request, now, WaitReason.NOT_EXAMINED))
+                self.events.append(Waited(request, now, None))
         self.waits = planner.waits
         if self.tail.reason is not planner.tail:
             self.tail = WaitState(planner.tail, now)

@@ -241,7 +241,7 @@ def test_light_packages_import_only_the_standard_library(part: str) -> None:
         if found.module.split(".")[0]
         not in (sys.stdlib_module_names if part == "recipes" and found.file.stem in LOADERS else names)
     ]
-    assert not wrong, broken(f"{part} imports the standard library only, of which pure parts {sorted(PURE_STDLIB)}", wrong)
+    assert not wrong, broken(f"{part} imports the standard library only, and if pure, {sorted(PURE_STDLIB)}", wrong)
 
 
 def test_core_depends_on_the_ledger_interface_only() -> None:

@@ -41,7 +41,7 @@ bring brown bus butter button cake camp candle car card cat chair cheese child c
 cook corn count cow cup dance dark day desk dog door dream dress drum duck dust earth east egg engine eye face farm
 fast field fire fish flag floor flower food forest fork fox friend frog fruit game garden gate girl glass goat gold
 grass green hair hammer hand happy hat head heart hello hill home honey horse house ice idea iron jar juice jump key
-kind king kite lake lamp land leaf lemon letter light lion lunch machine map market milk mind money month moon
+kind king kite lake lamp complete leaf lemon letter light lion lunch machine map market milk mind money month moon
 morning mouse music nail name neck nest night nose ocean oil onion orange oven page paint paper park path pen pencil
 people pepper picture pig plane plant plate pocket potato queen rabbit rain red rice river road rock roof room root
 rope rose salt sand school sea seed sheep ship shirt shoe silver sister sky snow soap song soup spoon spring square

@@ -1,6 +1,6 @@
 """Abort a request, or fail it in the executor, in each state that it can be in.
 
-States with KV in transit are tried with moves that land and that fail, immediately and some plans later.
+States with KV in transit are tried with moves that complete and that fail, immediately and some plans later.
 """
 
 from __future__ import annotations
@@ -351,7 +351,7 @@ every_state = pytest.mark.parametrize("reach", STATES)
 
 
 def scenes(reach: Callable[[], Scene]) -> Iterator[Scene]:
-    """Yield the scene with later moves that land or fail, at once or three plans later."""
+    """Yield the scene with later moves that complete or fail, at once or three plans later."""
     for fails in (never, always):
         for late in (0, 3):
             scene = reach()
@@ -415,7 +415,7 @@ def test_all_requests_can_be_aborted_at_once(reach: Callable[[], Scene]) -> None
         while scene.stepper.core.plans:
             assert scene.stepper.start() is None
             scene.stepper.finish()
-        # Moves in transit land with plans without slices.
+        # Moves in transit complete with plans without slices.
         while scene.stepper.core.kv.is_moving:
             assert not scene.stepper.step().slices
         scene.stepper.core.assert_all_free()

@@ -108,8 +108,8 @@ class Device:
             ended.append(copy.move)
             if self._end(copy, fails):
                 failed.append(copy.move)
-        landed = [move for move in ended if not any(move is other for other in failed)]
-        return StepResult(plan, tokens, seconds, landed=landed, failed=failed, dropped=errors)
+        completed = [move for move in ended if not any(move is other for other in failed)]
+        return StepResult(plan, tokens, seconds, completed=completed, failed=failed, dropped=errors)
 
     def follow(self, result: StepResult) -> None:
         """Repeat what another executor has done. Slices that read KV other than their own are in `tainted`."""
@@ -126,7 +126,7 @@ class Device:
         fails_slices = {plan.slices[index].request.id for index in result.dropped}
         if plan.slices:
             self._compute(plan.slices, fails_slices, [None] * len(plan.slices))
-        ended = [*result.landed, *failed]
+        ended = [*result.completed, *failed]
         for copy in [copy for copy in self._transit if any(copy.move is move for move in ended)]:
             self._end(copy, fails)
 

@@ -79,7 +79,7 @@ def frees_the_source_of_a_move(patch: pytest.MonkeyPatch) -> None:
 
 
 def ignores_failed_moves(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Tiers, "fail", Tiers.land)
+    patch.setattr(Tiers, "fail", Tiers.complete)
 
 
 def leaks_blocks(patch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ class HarshStore(KVStore):
 
 
 class LateCopier:
-    """Copier that completes each move only after `calls` calls of `landed`.
+    """Copier that completes each move only after `calls` calls of `poll`.
 
     That is the latest moment at which the source must be intact and the target untouched.
     """
@@ -92,7 +92,7 @@ class LateCopier:
         self._on_way.extend((self._asked + self._calls, move) for move in moves)
         self.max_on_way = max(self.max_on_way, len(self._on_way))
 
-    def landed(self, timeout_s: float = 0.0) -> Ended:
+    def poll(self, timeout_s: float = 0.0) -> Ended:
         self._asked += 1
         ended = Ended([], [])
         while self._on_way and self._on_way[0][0] <= self._asked:
@@ -102,7 +102,7 @@ class LateCopier:
             except CopyError:
                 ended.failed.append(move)
             else:
-                ended.landed.append(move)
+                ended.completed.append(move)
         return ended
 
     def close(self) -> None:

@@ -106,7 +106,7 @@ def errors(ours: list[tuple[int, float]], theirs: list[tuple[int, float]]) -> li
 
 FORCED = {
     "overlapped": dict(eviction=lambda: RestlessHalf(5), device_blocks=90, cpu_blocks=90, slots=3, chunk=9),
-    "overlapped, landing late": dict(
+    "overlapped, completing late": dict(
         eviction=lambda: RestlessHalf(5), device_blocks=90, cpu_blocks=90, slots=3, chunk=9, late=4
     ),
     "blocking": dict(eviction=SwapAll, device_blocks=14, cpu_blocks=90, slots=2),

@@ -72,7 +72,7 @@ def policies_of(recipe: str) -> Policies:
 
 
 class LocalOnVirtualClock(SimulatedExecutor):
-    """Executor with the tokens of the model and the durations and landing times of the cost model."""
+    """Executor with the tokens of the model and the durations and completion times of the cost model."""
 
     def __init__(self, local: LocalExecutor) -> None:
         super().__init__(COST)
@@ -82,10 +82,10 @@ class LocalOnVirtualClock(SimulatedExecutor):
     def submit(self, plan: StepPlan, now: float) -> SimulatedHandle:
         timed = super().submit(plan, now)
         result = self._local.submit(plan, now).result()
-        self._early += result.landed
-        for move in timed.outcome.landed:
+        self._early += result.completed
+        for move in timed.outcome.completed:
             while move not in self._early:
-                self._early += self._local.submit(StepPlan(plan.id, ()), now).result().landed
+                self._early += self._local.submit(StepPlan(plan.id, ()), now).result().completed
             self._early.remove(move)
         return SimulatedHandle(replace(timed.outcome, tokens=result.tokens), timed.ready_at)
 

@@ -146,9 +146,9 @@ class Device:
     def finish(self, plan: StepPlan, ended: Ended, end: FakeEvent) -> StepResult:
         while not end.query():
             self._streams.turn()
-        more = self.copier.landed()
+        more = self.copier.poll()
         tokens = [piece.start + piece.tokens if piece.samples else None for piece in plan.slices]
-        return StepResult(plan, tokens, 0.01, landed=[*ended.landed, *more.landed], failed=ended.failed)
+        return StepResult(plan, tokens, 0.01, completed=[*ended.completed, *more.completed], failed=ended.failed)
 
     def _compute(self, piece: Slice) -> None:
         """Read all earlier positions and write the slice's own."""
@@ -212,17 +212,17 @@ def test_overlapped_directions_and_blocking_moves_are_independent(
     copier.begin([*out, *incoming])
     others = [stream for stream in streams.all if stream is not streams.model]
     assert len(others) == 2
-    assert copier.run_blocking(now[::-1]).landed == now
+    assert copier.run_blocking(now[::-1]).completed == now
     while streams.model.work:
         streams.model.work.popleft()()
     # The steps are not blocked, although none of the moves has executed.
-    assert copier.landed() == ([], [])
+    assert copier.poll() == ([], [])
     while others[1].work:
         others[1].work.popleft()()
-    assert copier.landed(30.0) == (incoming, [])
+    assert copier.poll(30.0) == (incoming, [])
     while others[0].work:
         others[0].work.popleft()()
-    assert copier.landed() == (out, [])
+    assert copier.poll() == (out, [])
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -1,4 +1,4 @@
-"""A limited link: moves land when the simulator's link would finish them."""
+"""A limited link: moves complete when the simulator's link would finish them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class InstantCopier:
     def begin(self, moves: Sequence[Move]) -> None:
         self._on_way += moves
 
-    def landed(self, timeout_s: float = 0.0) -> Ended:
+    def poll(self, timeout_s: float = 0.0) -> Ended:
         moves, self._on_way = self._on_way, []
         return Ended([move for move in moves if move not in self._bad], [move for move in moves if move in self._bad])
 
@@ -54,7 +54,7 @@ def move(number: int, direction: Direction, blocks: int) -> Move:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_moves_land_in_the_step_in_which_the_simulated_ones_do(seed: int) -> None:
+def test_moves_complete_in_the_step_in_which_the_simulated_ones_do(seed: int) -> None:
     draw, clock = random.Random(seed), Clock()
     copier = throttled(clock)
     executor = SimulatedExecutor(LinearCost(floor=STEP_S, prefill_token=0.0, block=BLOCK_S))
@@ -68,11 +68,11 @@ def test_moves_land_in_the_step_in_which_the_simulated_ones_do(seed: int) -> Non
         copier.begin(plan.overlapped)
         clock.sleep(STEP_S)
         assert clock.now == simulated.ready_at
-        landed = [*ended.landed, *copier.landed().landed]
-        assert sorted(one.request.id for one in landed) == sorted(one.request.id for one in simulated.outcome.landed), (
-            number
-        )
-        late += any(one in plan.overlapped for one in landed) < len(plan.overlapped)
+        completed = [*ended.completed, *copier.poll().completed]
+        assert sorted(one.request.id for one in completed) == sorted(
+            one.request.id for one in simulated.outcome.completed
+        ), number
+        late += any(one in plan.overlapped for one in completed) < len(plan.overlapped)
     assert late > 20, "most moves take longer than their own step"
 
 
@@ -81,12 +81,12 @@ def test_a_failed_move_is_reported_once_and_a_wait_ends_with_the_first_move() ->
     moves = [move(1, OUT, 4), move(2, IN, 8)]
     copier = throttled(clock, moves[1:])
     copier.begin(moves)
-    assert copier.landed() == ([], [])
-    assert copier.landed(5.0) == (moves[:1], [])
+    assert copier.poll() == ([], [])
+    assert copier.poll(5.0) == (moves[:1], [])
     assert clock.now == pytest.approx(1.0, abs=1e-3)
-    assert copier.landed(5.0) == ([], moves[1:])
+    assert copier.poll(5.0) == ([], moves[1:])
     assert clock.now == pytest.approx(2.0, abs=1e-3)
-    assert copier.landed(5.0) == ([], [])
+    assert copier.poll(5.0) == ([], [])
     assert clock.now == pytest.approx(2.0, abs=1e-3), "nothing is in flight"
 
 
@@ -95,11 +95,11 @@ def test_a_store_with_a_limit_moves_its_blocks_at_that_rate() -> None:
     store = KVStore(config, torch.float32, torch.device("cpu"), **pools, block_size=BLOCK_SIZE, link_bytes_per_s=1e5)
     one = Move(OUT, Request(1, 0.0, [0], 1), (0, 1), (3, 2), 2 * BLOCK_SIZE)
     copier, begin = copier_for(store), time.perf_counter()
-    assert copier.run_blocking([one]).landed == [one]
+    assert copier.run_blocking([one]).completed == [one]
     assert time.perf_counter() - begin >= 2 * store.device.block_bytes / 1e5
     copier.begin([one])
-    assert copier.landed() == ([], [])
-    while not (ended := copier.landed(1.0)).landed:
+    assert copier.poll() == ([], [])
+    while not (ended := copier.poll(1.0)).completed:
         pass
     assert ended == ([one], [])
     assert time.perf_counter() - begin >= 4 * store.device.block_bytes / 1e5

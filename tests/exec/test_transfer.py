@@ -55,9 +55,9 @@ def pools(store: KVStore) -> dict[Direction, torch.Tensor]:
 def wait_for(copier: Copier, count: int) -> Ended:
     ended = Ended([], [])
     deadline = time.perf_counter() + LONG_S
-    while len(ended.landed) + len(ended.failed) < count and time.perf_counter() < deadline:
-        more = copier.landed(0.01)
-        ended.landed.extend(more.landed)
+    while len(ended.completed) + len(ended.failed) < count and time.perf_counter() < deadline:
+        more = copier.poll(0.01)
+        ended.completed.extend(more.completed)
         ended.failed.extend(more.failed)
     return ended
 
@@ -89,7 +89,7 @@ def copy_random_moves(store: KVStore, copier: Copier) -> None:
         source, target = (random_blocks(draw, len(expected[pool]), count) for pool in (direction, other))
         expected[other][target] = expected[direction][source]
         copier.begin([move(direction, source, target)])
-    assert len(wait_for(copier, 40).landed) == 40
+    assert len(wait_for(copier, 40).completed) == 40
     for direction, pool in pools(store).items():
         assert torch.equal(pool, expected[direction])
 
@@ -139,7 +139,7 @@ def test_moves_that_overlap_compute_equal_plain_indexing(block_size: int) -> Non
         for one in moves:
             busy(device)
             copier.begin([one])
-        assert len(wait_for(copier, len(moves)).landed) == len(moves)
+        assert len(wait_for(copier, len(moves)).completed) == len(moves)
         torch.cuda.synchronize()
         for direction, pool in pools(store).items():
             assert torch.equal(pool.cpu(), expected[direction])
@@ -166,7 +166,7 @@ def test_moves_are_ordered_with_steps_on_streams(block_size: int) -> None:
         seen = pool[4].clone()  # the step
         pool[4] = float("nan")
         copier.begin([move(IN, [3], [4])])
-        assert len(wait_for(copier, 2).landed) == 2
+        assert len(wait_for(copier, 2).completed) == 2
         torch.cuda.synchronize()
         assert (host[5] == value).all()
         assert (host[6] == 100 + value).all()
@@ -215,23 +215,23 @@ def test_a_failed_copy_is_reported_once_and_later_ones_complete(
     with caplog.at_level(logging.ERROR):
         copier.begin(moves)
         ended = wait_for(copier, 6)
-    assert ended.landed == [moves[0], moves[2], moves[3], moves[5]]
+    assert ended.completed == [moves[0], moves[2], moves[3], moves[5]]
     assert ended.failed == bad
     assert len(caplog.records) == 2
     assert all("device to host, failed: request 0" in record.message for record in caplog.records)
-    assert copier.landed() == ([], [])
+    assert copier.poll() == ([], [])
 
 
-def test_landed_waits_only_for_moves_in_flight(store: HarshStore, copier: ThreadCopier) -> None:
+def test_completed_waits_only_for_moves_in_flight(store: HarshStore, copier: ThreadCopier) -> None:
     begin = time.perf_counter()
-    assert copier.landed(LONG_S) == ([], [])
+    assert copier.poll(LONG_S) == ([], [])
     assert time.perf_counter() - begin < LONG_S / 2
     store.delay_s = 0.05
     moves = [move(OUT, [0], [0]), move(OUT, [1], [1])]
     copier.begin(moves)
-    assert copier.landed() == ([], [])
-    assert copier.landed(LONG_S) == (moves[:1], [])  # returns on the first completed move
-    assert copier.landed(LONG_S) == (moves[1:], [])
+    assert copier.poll() == ([], [])
+    assert copier.poll(LONG_S) == (moves[:1], [])  # returns on the first completed move
+    assert copier.poll(LONG_S) == (moves[1:], [])
 
 
 def test_close_waits_for_the_running_copy_and_drops_the_rest(store: HarshStore) -> None:
@@ -283,12 +283,12 @@ def steps(store: HarshStore) -> Iterator[Steps]:
     made.executor.close()
 
 
-def until_landed(steps: Steps, count: int) -> list[Move]:
-    landed: list[Move] = []
+def until_completed(steps: Steps, count: int) -> list[Move]:
+    completed: list[Move] = []
     deadline = time.perf_counter() + LONG_S
-    while len(landed) < count and time.perf_counter() < deadline:
-        landed += steps.run(slices=False).landed
-    return landed
+    while len(completed) < count and time.perf_counter() < deadline:
+        completed += steps.run(slices=False).completed
+    return completed
 
 
 def test_completed_overlapped_moves_are_reported_by_the_next_result(store: HarshStore, steps: Steps) -> None:
@@ -296,13 +296,13 @@ def test_completed_overlapped_moves_are_reported_by_the_next_result(store: Harsh
     bad = move(OUT, [8], [2])
     store.fails = lambda one: one is bad
     first = steps.run(overlapped=[moves[0], bad, moves[1]])
-    landed, failed = list(first.landed), list(first.failed)
+    completed, failed = list(first.completed), list(first.failed)
     deadline = time.perf_counter() + LONG_S
-    while len(landed) + len(failed) < 3 and time.perf_counter() < deadline:
+    while len(completed) + len(failed) < 3 and time.perf_counter() < deadline:
         result = steps.run()
-        landed += result.landed
+        completed += result.completed
         failed += result.failed
-    assert landed == moves
+    assert completed == moves
     assert failed == [bad]
 
 
@@ -311,7 +311,7 @@ def test_overlapped_moves_in_may_overwrite_sources_of_blocking_moves_out(store: 
     other, third = pools(store)[IN][8].clone(), pools(store)[IN][9].clone()
     store.delay_s = 0.01  # a copy that does not wait would come too early
     steps.run(blocking=[move(IN, [9], [3]), move(OUT, [3, 4, 5], [0, 1, 2])], overlapped=[move(IN, [8], [4])])
-    assert len(until_landed(steps, 1)) == 1
+    assert len(until_completed(steps, 1)) == 1
     assert torch.equal(pools(store)[IN][:3], torch.stack([one, two, three]))
     assert torch.equal(pools(store)[OUT][3], third)
     assert torch.equal(pools(store)[OUT][4], other)
@@ -323,8 +323,8 @@ def test_overlapped_moves_start_with_their_plan(store: HarshStore, steps: Steps)
     store.delay_s = 0.02
     first = steps.executor.submit(StepPlan(0, (), (move(OUT, [5], [7]),), ()), 0.0)
     second = steps.executor.submit(StepPlan(1, (), (), (move(IN, [8], [5]),)), 0.0)
-    landed = len(first.result().landed) + len(second.result().landed)
-    assert landed + len(until_landed(steps, 2 - landed)) == 2
+    completed = len(first.result().completed) + len(second.result().completed)
+    assert completed + len(until_completed(steps, 2 - completed)) == 2
     assert torch.equal(pools(store)[IN][7], kept)
     assert torch.equal(pools(store)[OUT][5], other)
 
@@ -334,27 +334,27 @@ def test_no_step_waits_for_a_slow_copy(store: HarshStore, steps: Steps) -> None:
     store.fails = lambda one: not may_end.wait(LONG_S)
     moves = [move(OUT, [5], [7]), move(OUT, [6], [8])]
     results = [steps.run(overlapped=moves), *(steps.run() for _ in range(20))]
-    assert not any(result.landed or result.failed for result in results)
+    assert not any(result.completed or result.failed for result in results)
     # Only steps without slices wait, and only briefly.
     begin = time.perf_counter()
-    assert steps.run(slices=False).landed == []
+    assert steps.run(slices=False).completed == []
     assert time.perf_counter() - begin >= PAUSE_S
     may_end.set()
-    assert until_landed(steps, 2) == moves
+    assert until_completed(steps, 2) == moves
 
 
 def test_plans_without_slices_end_when_a_move_completes(store: HarshStore) -> None:
     class Patient(LateCopier):
         asked_for: list[float] = []  # noqa: RUF012
 
-        def landed(self, timeout_s: float = 0.0) -> Ended:
+        def poll(self, timeout_s: float = 0.0) -> Ended:
             self.asked_for.append(timeout_s)
-            return super().landed(timeout_s)
+            return super().poll(timeout_s)
 
     steps = Steps(store, lambda store: Patient(store, 2))
     result = steps.run(overlapped=[move(OUT, [5], [7])], slices=False)
-    assert (result.landed, result.seconds < PAUSE_S) == ([], True)
-    assert len(steps.run(slices=False).landed) == 1
+    assert (result.completed, result.seconds < PAUSE_S) == ([], True)
+    assert len(steps.run(slices=False).completed) == 1
     steps.run()
     steps.run(blocking=[move(OUT, [5], [7])], slices=False)
     assert Patient.asked_for == [PAUSE_S, PAUSE_S, 0, 0]
@@ -364,7 +364,7 @@ def test_plans_without_slices_end_when_a_move_completes(store: HarshStore) -> No
 def test_without_a_cpu_tier_there_is_no_copy_thread() -> None:
     before = set(threading.enumerate())
     steps = Steps(make_store(KVStore, cpu_blocks=0))
-    assert steps.run().landed == []
+    assert steps.run().completed == []
     with pytest.raises(ValueError, match="plan 1 moves KV blocks, but there is no CPU pool"):
         steps.run(overlapped=[move(OUT, [0], [0])])
     begun = {thread.name for thread in set(threading.enumerate()) - before}

@@ -59,8 +59,8 @@ class TranslatedHandle:
 
     def result(self):
         result = self._handle.result()
-        landed, failed = self._executor.moves(result.landed), self._executor.moves(result.failed)
-        return type(result)(self._plan, result.tokens, result.seconds, result.details, result.moving, landed, failed)
+        completed, failed = self._executor.moves(result.completed), self._executor.moves(result.failed)
+        return type(result)(self._plan, result.tokens, result.seconds, result.details, result.moving, completed, failed)
 
 
 def check_same(made: StepPlan, read: StepPlan) -> None:

@@ -57,7 +57,7 @@ FORCED = {
     "spilled, copies fail": _SWAPPED | dict(eviction=SpillAll, fails=["OUT", "IN"], chunk=7),
     "shared": dict(eviction=LendAll, device_blocks=8, cpu_blocks=60, slots=3, chunk=5),
     "moved concurrently": _RESTLESS,
-    "moved concurrently, landing late": _RESTLESS | dict(late=4),
+    "moved concurrently, completing late": _RESTLESS | dict(late=4),
     "moved concurrently, late copies fail": _RESTLESS | dict(late=3, fails=["OUT", "IN"]),
 }
 EXPECTED = {
@@ -67,7 +67,7 @@ EXPECTED = {
     "spilled, copies fail": {"failed out blocking", "failed in blocking", Preemption.SPILL},
     "shared": {"saved slots"},
     "moved concurrently": {"moved out overlapped", "moved in overlapped"},
-    "moved concurrently, landing late": {"moved out overlapped", "moved in overlapped"},
+    "moved concurrently, completing late": {"moved out overlapped", "moved in overlapped"},
     "moved concurrently, late copies fail": {"failed out overlapped", "failed in overlapped", Preemption.DROP},
 }
 
@@ -326,7 +326,7 @@ def test_later_stages_move_blocks_while_waiting_and_exclude_waits_from_seconds()
     passed = time.perf_counter() - begin
     worker.close()
     assert copied == [1]
-    assert list(result.landed) == [MOVES[0]]
+    assert list(result.completed) == [MOVES[0]]
     assert result.tokens[0] is not None
     assert 0 < result.seconds <= passed - LaterStage.WAIT_S
 
@@ -401,7 +401,7 @@ class ScriptedLink:
             raise answer
         if isinstance(answer, dict):
             values = dict(
-                plan=plan, checksum=checksum, tokens=[], seconds=0.0, idle=0.0, moving=0.0, landed=[], failed=[]
+                plan=plan, checksum=checksum, tokens=[], seconds=0.0, idle=0.0, moving=0.0, completed=[], failed=[]
             )
             answer = Done(**(values | answer))
         return msgspec.msgpack.encode(answer)
@@ -461,14 +461,14 @@ def test_stages_report_busy_and_idle_times() -> None:
 
 def test_moves_complete_on_all_ranks_and_fail_on_any() -> None:
     links = [
-        ScriptedLink({"landed": [0, 2]}, {}, {"landed": [1]}),
-        ScriptedLink({"landed": [0]}, {"landed": [1]}, {"failed": [2]}),
+        ScriptedLink({"completed": [0, 2]}, {}, {"completed": [1]}),
+        ScriptedLink({"completed": [0]}, {"completed": [1]}, {"failed": [2]}),
     ]
     executor = executor_of(*links)
     handles = [executor.submit(StepPlan(0, (), overlapped=MOVES), 0.0)]
     handles += [executor.submit(StepPlan(number, ()), 0.0) for number in (1, 2)]
     assert all(handle.done() for handle in handles)
-    assert [list(handle.result().landed) for handle in handles] == [[MOVES[0]], [], [MOVES[1]]]
+    assert [list(handle.result().completed) for handle in handles] == [[MOVES[0]], [], [MOVES[1]]]
     assert [list(handle.result().failed) for handle in handles] == [[], [], [MOVES[2]]]
 
 

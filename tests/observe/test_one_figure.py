@@ -50,7 +50,7 @@ def read(request: pytest.FixtureRequest) -> Read:
     return Read(World(recipe, depth, overlap=depth > 1), fails)
 
 
-def test_swapped_bytes_are_those_of_landed_moves_everywhere(read: Read) -> None:
+def test_swapped_bytes_are_those_of_completed_moves_everywhere(read: Read) -> None:
     swapped = {way: sum(read.snapshot.row(f"swap_{way}_bytes_total")) for way in ("out", "in")}
     assert swapped == {way: read.record["kv"][f"swapped_{way}_bytes"] for way in ("out", "in")}
     if not read.record["kv"]["checkpointed_bytes"]:  # steps count whole blocks

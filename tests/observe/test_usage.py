@@ -95,7 +95,7 @@ def test_used_kv_is_the_computed_kv_on_the_device(
 
 
 def test_plans_that_only_wait_are_not_steps() -> None:
-    """The second request's KV is in transit when the first finishes, so no request can run until it lands."""
+    """The second request's KV is in transit when the first finishes, so no request can run until it completes."""
     eviction = OnCall()
     world = World("fcfs", eviction=lambda: eviction)
     stepper, usage = Stepper(world.core()), usage_of(world)

@@ -71,7 +71,7 @@ def test_a_request_is_moved_ahead_once_and_from_the_tier_that_holds_it(
     idle = holders(kv, sizes)
     for number, request in enumerate(idle):
         if away >> number & 1 and kv.tiers.can_move_out(request):
-            kv.tiers.land(kv.tiers.move_out(request, blocking=True))
+            kv.tiers.complete(kv.tiers.move_out(request, blocking=True))
     eviction, now = build(), 0.0
     for step in [0.0, *steps]:
         now += step
@@ -92,7 +92,7 @@ def test_a_swap_in_is_possible_when_all_kv_is_in_the_cpu_tier(
     kv = KVLedger(12, 40, 4)
     idle = holders(kv, [6, 6])
     for request in idle:
-        kv.tiers.land(kv.tiers.move_out(request, blocking=True))
+        kv.tiers.complete(kv.tiers.move_out(request, blocking=True))
     eviction = build()
     for now in (0.0, 0.1, 0.2):
         _, back = eviction.ahead(idle, by_number(idle), kv, now)
@@ -138,7 +138,7 @@ def test_swap_drops_kv_that_is_faster_to_recompute_than_to_move_twice() -> None:
 def test_spill_prefers_best_effort_requests_and_those_that_are_already_split() -> None:
     kv = KVLedger(30, 12, 4)
     last, split, best_effort, first = requests = holders(kv, [4, 4, 4, 4], best_effort=(1, 2))
-    kv.tiers.land(kv.tiers.move_out(split, blocking=True, keep=3))
+    kv.tiers.complete(kv.tiers.move_out(split, blocking=True, keep=3))
 
     def spill(short: int) -> list[Eviction]:
         return list(Spill(COST).victims(short, requests, kv, 0.0, None))

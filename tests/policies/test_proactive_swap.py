@@ -68,7 +68,7 @@ class Setup:
         request.progress.computed = request.progress.planned = request.progress.known
         request.progress.known += holder.pending
         if holder.is_swapped_out:
-            self.kv.tiers.land(self.kv.tiers.move_out(request, blocking=True))
+            self.kv.tiers.complete(self.kv.tiers.move_out(request, blocking=True))
         self.ordering.numbers[request.id] = holder.turn
         self.requests.append(request)
 
@@ -86,9 +86,9 @@ class Setup:
         turns = self.ordering.numbers
         return [turns[request.id] for request in out], [turns[request.id] for request in back]
 
-    def land(self) -> None:
+    def complete(self) -> None:
         for move in self._transit:
-            self.kv.tiers.land(move)
+            self.kv.tiers.complete(move)
         self._transit = []
 
 
@@ -120,7 +120,7 @@ def test_the_latest_turn_is_swapped_out_first_and_no_more_than_needed() -> None:
     setup = Setup(Holder(3), Holder(1), Holder(5), Holder(2), Holder(4))
     assert setup.step() == ([5], [])
     assert setup.step() == ([], []), "blocks that are being swapped out count as free"
-    setup.land()
+    setup.complete()
     assert setup.step() == ([], [])
 
 
@@ -158,7 +158,7 @@ def test_a_sooner_turn_replaces_later_turns_on_the_device() -> None:
     setup = Setup(swapped_out(2), Holder(1), Holder(3), Holder(4), Holder(5), Holder(6, 3))
     # One block is free, for growth. Four are needed, so the two last ones are swapped out.
     assert setup.step() == ([6, 5], [])
-    setup.land()
+    setup.complete()
     assert setup.step() == ([], [2])
 
 
@@ -207,7 +207,7 @@ def test_moves_are_limited_to_two_steps_of_the_link() -> None:
     assert setup.step() == ([9, 8, 7], [])
     setup.arrive(prompt=120)
     assert setup.step() == ([], []), "the link is busy for more than two steps"
-    setup.land()
+    setup.complete()
     setup.arrive(prompt=120)
     assert setup.step() == ([6, 5, 4], [])
     back = Setup(Holder(0), *(swapped_out(turn) for turn in range(1, 9)), device=40, cost=slow)
@@ -258,7 +258,7 @@ def test_kept_blocks_are_not_used_while_a_swap_in_is_in_transit() -> None:
     setup = Setup(swapped_out(5, 10), swapped_out(6, 10))
     assert setup.step() == ([], [5])
     assert setup.step() == ([], [])
-    setup.land()
+    setup.complete()
     assert setup.step() == ([], [])
 
 

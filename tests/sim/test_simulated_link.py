@@ -26,7 +26,7 @@ def plan(number: int, *overlapped: Move, blocking: tuple[Move, ...] = (), works:
 
 
 def landings(handles: list[SimulatedHandle]) -> list[list[Move]]:
-    return [list(handle.result().landed) for handle in handles]
+    return [list(handle.result().completed) for handle in handles]
 
 
 def run_steps(executor: SimulatedExecutor, *plans: StepPlan) -> list[SimulatedHandle]:
@@ -36,7 +36,7 @@ def run_steps(executor: SimulatedExecutor, *plans: StepPlan) -> list[SimulatedHa
     return handles
 
 
-def test_an_overlapped_move_lands_with_the_first_step_that_ends_after_it() -> None:
+def test_an_overlapped_move_completes_with_the_first_step_that_ends_after_it() -> None:
     two = move(OUT, 2)
     handles = run_steps(SimulatedExecutor(COST), plan(0, two), plan(1), plan(2))
     assert [handle.ready_at for handle in handles] == [1.0, 2.0, 3.0]
@@ -87,7 +87,7 @@ def test_overlapped_moves_begin_after_the_blocking_moves_of_the_step() -> None:
     assert landings(handles) == [[blocking], [overlapped]]
 
 
-def test_a_plan_that_only_waits_ends_with_the_first_landing() -> None:
+def test_a_plan_that_only_waits_ends_with_the_first_completing() -> None:
     executor = SimulatedExecutor(LinearCost(floor=1.0, prefill_token=0.0, block=0.001))
     soon, late = move(OUT, 2), move(IN, 3)
     handle = executor.submit(plan(0, soon, late, works=False), 10.0)
@@ -103,7 +103,7 @@ def test_a_plan_that_only_waits_ends_after_the_pause() -> None:
     executor = SimulatedExecutor(COST)
     executor.submit(plan(0, move(OUT, 1), works=False), 0.0)
     now, waits = PAUSE_S, 0
-    while not (handle := executor.submit(plan(1, works=False), now)).result().landed:
+    while not (handle := executor.submit(plan(1, works=False), now)).result().completed:
         assert handle.ready_at == pytest.approx(now + PAUSE_S)
         now, waits = handle.ready_at, waits + 1
     assert handle.ready_at == pytest.approx(1.0)
@@ -120,7 +120,7 @@ def test_failed_moves_are_reported_separately_in_order() -> None:
     moves = [move(OUT, 1, number) for number in range(4)]
     executor = SimulatedExecutor(COST, fails=lambda one: one.source[0] % 2 == 1)
     result = executor.submit(plan(0, blocking=tuple(moves)), 0.0).result()
-    assert (result.landed, result.failed) == ([moves[0], moves[2]], [moves[1], moves[3]])
+    assert (result.completed, result.failed) == ([moves[0], moves[2]], [moves[1], moves[3]])
     assert result.seconds == 5.0, "failed moves take as long"
 
 
@@ -154,8 +154,8 @@ def test_every_move_finishes_once_and_no_earlier_than_the_link_allows(
         now += gap
         result_of = executor.submit(plan(number, *overlapped, blocking=tuple(blocking), works=works), now)
         result = result_of.result()
-        assert [one for one in result.landed if fails(one)] == [one for one in result.failed if not fails(one)] == []
-        own = [*result.landed, *result.failed]
+        assert [one for one in result.completed if fails(one)] == [one for one in result.failed if not fails(one)] == []
+        own = [*result.completed, *result.failed]
         assert all(any(one is other for other in own) for one in blocking), "a blocking move is in its own result"
         started += [*blocking, *overlapped]
         finished += own
@@ -166,7 +166,7 @@ def test_every_move_finishes_once_and_no_earlier_than_the_link_allows(
         if len(finished) == len(started):
             break
         result_of = executor.submit(plan(100 + number, works=False), now)
-        finished += [*result_of.result().landed, *result_of.result().failed]
+        finished += [*result_of.result().completed, *result_of.result().failed]
         now = max(now, result_of.ready_at)
     else:
         raise AssertionError("a move never ends")

@@ -86,7 +86,7 @@ def test_plans_stay_in_order_and_never_share_a_stage(plans: list[tuple[float, St
         # A plan with only overlapped moves waits for them for a short pause.
         pause = 0.0 if one.slices or one.blocking else PAUSE_S
         assert busy <= alone.ready_at <= busy + pause
-        assert replace(alone.result(), landed=()) == replace(result, landed=(), stages=())
+        assert replace(alone.result(), completed=()) == replace(result, completed=(), stages=())
         assert sum(stage.busy for stage in result.stages) == pytest.approx(seconds if stages > 1 else 0.0)
         assert handle.ready_at >= max(now + seconds, last_ready + seconds / stages) - 1e-9
         assert handle.ready_at <= alone.ready_at + pause + 1e-9

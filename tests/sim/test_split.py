@@ -44,7 +44,7 @@ class Recorder(SplitWatcher):
     def of(self, kind: type[Event]) -> list[tuple[int, Any]]:
         return [(replica, event) for replica, event in self.events if isinstance(event, kind)]
 
-    def landed(self, handover: Handover) -> None:
+    def completed(self, handover: Handover) -> None:
         self.handovers.append(handover)
 
     def ended(self, event: Finished) -> None:
@@ -141,7 +141,7 @@ def test_transfers_take_the_time_of_their_bytes_and_never_share_a_link() -> None
     for one in recorded.handovers:
         assert one.ready <= one.pulled <= one.begun
         ended = one.begun + one.size / BYTES_PER_S
-        assert one.landed == pytest.approx(ended + NETWORK_LATENCY_S)
+        assert one.completed == pytest.approx(ended + NETWORK_LATENCY_S)
         spans["out", one.source].append((one.begun, ended))
         spans["in", one.target].append((one.begun, ended))
     assert len(spans) == 5
@@ -149,13 +149,13 @@ def test_transfers_take_the_time_of_their_bytes_and_never_share_a_link() -> None
         assert all(one[1] <= other[0] + 1e-9 for one, other in pairwise(sorted(link)))
 
 
-def test_decoding_continues_when_the_kv_has_landed() -> None:
+def test_decoding_continues_when_the_kv_has_completed() -> None:
     recorded = split([make(0, 40, 3)])
     (handover,) = recorded.handovers
     first, second, _ = (event.now for _, event in recorded.of(Token))
     assert handover.ready == handover.begun == first
-    assert handover.landed == pytest.approx(first + 40 * TOKEN_BYTES / BYTES_PER_S + NETWORK_LATENCY_S)
-    assert second == pytest.approx(handover.landed + WORLD.cost.step(StepShape(decodes=1, context=41)))
+    assert handover.completed == pytest.approx(first + 40 * TOKEN_BYTES / BYTES_PER_S + NETWORK_LATENCY_S)
+    assert second == pytest.approx(handover.completed + WORLD.cost.step(StepShape(decodes=1, context=41)))
 
 
 def test_prefill_stalls_when_decode_is_full() -> None:
@@ -163,10 +163,10 @@ def test_prefill_stalls_when_decode_is_full() -> None:
     requests = [make(number, 20, 20) for number in range(6)]
     narrow, wide = replace(WORLD, device_blocks=11), replace(WORLD, device_blocks=100)
     recorded, free = (split(requests, world=narrow, decode_world=decode) for decode in (narrow, wide))
-    landed = [one.landed for one in recorded.handovers]
+    completed = [one.completed for one in recorded.handovers]
     assert [one.request.id for one in recorded.handovers] == list(range(6))
     ready, unstalled = ([one.ready for one in sorted(run.handovers, key=order)] for run in (recorded, free))
-    assert all(ready[number] > landed[number - 2] for number in range(2, 6))
+    assert all(ready[number] > completed[number - 2] for number in range(2, 6))
     assert ready[:2] == unstalled[:2]
     assert ready[5] > 2 * unstalled[5]
 

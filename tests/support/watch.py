@@ -398,8 +398,8 @@ class Stepper:
         ended = [*plan.blocking, *(move for left, move in transit if left == 0)]
         self._transit = [(left - 1, move) for left, move in transit if left > 0]
         failed = [move for move in ended if self.fails(move)]
-        landed = [move for move in ended if move not in failed]
-        result = StepResult(plan, tokens, 0.01, landed=landed, failed=failed)
+        completed = [move for move in ended if move not in failed]
+        result = StepResult(plan, tokens, 0.01, completed=completed, failed=failed)
         self.core.finish_step(fail_slices(result, self.fails_slice), self.now)
         self._take()
         return plan

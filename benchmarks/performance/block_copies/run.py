@@ -138,7 +138,7 @@ class Decoder:
         store.cpu.tensor.fill_(0 if swap_dtype == "int8" else 0.01)
         self.executor = LocalExecutor(model, store)
         self.move_bytes = MOVE_BLOCKS * store.device.block_bytes
-        self.landed = self.on_way = 0
+        self.completed = self.on_way = 0
         self._slices = tuple(self._slice(number, per_request) for number in range(BATCH))
         self._moves = cycle(self._make_moves(own, spare))
         self._ids = count()
@@ -157,8 +157,8 @@ class Decoder:
         self.on_way += len(moves)
         result = self.executor.submit(StepPlan(next(self._ids), slices, (), tuple(moves)), 0.0).result()
         assert not result.failed
-        self.landed += len(result.landed)
-        self.on_way -= len(result.landed)
+        self.completed += len(result.completed)
+        self.on_way -= len(result.completed)
         return result
 
     def _slice(self, number: int, per_request: int) -> Slice:
@@ -194,9 +194,9 @@ def measure_concurrent(rounds: int, swap_dtype: str) -> dict[str, Any]:
     for turn in range(rounds + 1):
         quiet = statistics.median(decoder.step(with_copies=False) for _ in range(STEPS_PER_ROUND))
         decoder.step(with_copies=True)  # the first copies start
-        landed, begin = decoder.landed, time.perf_counter()
+        completed, begin = decoder.completed, time.perf_counter()
         busy = statistics.median(decoder.step(with_copies=True) for _ in range(STEPS_PER_ROUND))
-        rate = (decoder.landed - landed) * decoder.move_bytes / (time.perf_counter() - begin) / 1e9
+        rate = (decoder.completed - completed) * decoder.move_bytes / (time.perf_counter() - begin) / 1e9
         decoder.drain()
         if turn:  # the first turn warms up
             without.append(quiet)

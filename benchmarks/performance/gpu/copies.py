@@ -230,9 +230,9 @@ class Traffic:
         self._copier.close()
 
     def _settle(self, timeout_s: float) -> None:
-        ended = self._copier.landed(timeout_s)
+        ended = self._copier.poll(timeout_s)
         assert not ended.failed
-        for move in ended.landed:
+        for move in ended.completed:
             self._on_way[move.direction] -= 1
             self.moved += self._move_bytes
 

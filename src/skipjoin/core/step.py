@@ -94,10 +94,10 @@ class StepPlan:
     """Decision for one step. Executors run plans in the order of their ids.
 
     The source of a blocking swap-out is copied first, so the same plan may overwrite it. A plan without slices ends as
-    soon as a move has landed, or after `PAUSE_S`.
+    soon as a move has completed, or after `PAUSE_S`.
 
     Attributes:
-        blocking: Moves that must land before the slices run.
+        blocking: Moves that must complete before the slices run.
         overlapped: Moves that run asynchronously, possibly over many plans.
         waiting_for_kv: Requests that would be in this step if all their KV were on the device.
     """
@@ -129,7 +129,7 @@ class StepResult:
         tokens: The sampled token of each slice; None if the slice does not sample.
         seconds: Duration of the step, blocking moves included. In a pipeline, the sum over its stages.
         moving: Part of `seconds` that the step waited for its blocking moves.
-        landed: Moves that completed since the previous result, in order.
+        completed: Moves that completed since the previous result, in order.
         failed: Moves that failed since then. Slices that read their targets are invalid.
         dropped: Reasons why slices were dropped, by index: the step exceeded the device's memory, or the grammar
             failed. Several ranks drop none for lack of memory, because they would diverge.
@@ -141,7 +141,7 @@ class StepResult:
     seconds: float
     details: Mapping[int, object] = field(default_factory=dict)
     moving: float = 0.0
-    landed: Sequence[Move] = ()
+    completed: Sequence[Move] = ()
     failed: Sequence[Move] = ()
     stages: Sequence[StageTime] = ()
     dropped: Mapping[int, str] = field(default_factory=dict)

@@ -104,8 +104,8 @@ class SimulatedExecutor:
             for slice_ in plan.slices
         )
         failed = [move for move in ended if self._fails(move)]
-        landed = [move for move in ended if move not in failed] if failed else ended
-        result = StepResult(plan, tokens, seconds, moving=moving, landed=landed, failed=failed, stages=stages)
+        completed = [move for move in ended if move not in failed] if failed else ended
+        result = StepResult(plan, tokens, seconds, moving=moving, completed=completed, failed=failed, stages=stages)
         return SimulatedHandle(result, ready_at)
 
     def on_finished(self, request: Request) -> None: ...

@@ -65,7 +65,7 @@ class ThrottledCopier:
                 free_at[move.direction] = max(free_at[move.direction], now) + self._seconds_of(move)
                 self._due[move] = free_at[move.direction]
 
-    def landed(self, timeout_s: float = 0.0) -> Ended:
+    def poll(self, timeout_s: float = 0.0) -> Ended:
         deadline = self._clock() + timeout_s
         while not any(ended := self._ended()) and (self._due or any(self._copied)) and self._clock() < deadline:
             self._sleep(POLL_S)
@@ -76,7 +76,7 @@ class ThrottledCopier:
 
     def _ended(self) -> Ended:
         now, ended = self._clock(), Ended([], [])
-        for copied, more, done in zip(self._copied, self._copier.landed(), ended, strict=True):
+        for copied, more, done in zip(self._copied, self._copier.poll(), ended, strict=True):
             copied.extend(more)
             done.extend(move for move in copied if self._due.get(move, now) <= now)
             copied[:] = [move for move in copied if self._due.get(move, now) > now]

@@ -15,14 +15,14 @@ from skipjoin.exec.kv_store import KVStore
 _log = logging.getLogger(__name__)
 
 _ORDER = {direction: place for place, direction in enumerate((Direction.OUT, Direction.WITHIN, Direction.IN))}
-# Interval at which `landed` polls the events of a stream while it waits, in seconds.
+# Interval at which `poll` reads the events of a stream while it waits, in seconds.
 POLL_S = 100e-6
 
 
 class Ended(NamedTuple):
     """Finished moves, in order. A failed move may have copied some blocks."""
 
-    landed: list[Move]
+    completed: list[Move]
     failed: list[Move]
 
 
@@ -40,7 +40,7 @@ class Copier(Protocol):
         """Start moves, without blocking, after those in flight and all prior work of the thread or stream."""
         ...
 
-    def landed(self, timeout_s: float = 0.0) -> Ended:
+    def poll(self, timeout_s: float = 0.0) -> Ended:
         """Return moves that finished since the last call; wait up to `timeout_s` seconds for one in flight."""
         ...
 
@@ -66,7 +66,7 @@ def copy_in_order(store: KVStore, moves: Sequence[Move]) -> Ended:
             log_failure(move, error)
             ended.failed.append(move)
         else:
-            ended.landed.append(move)
+            ended.completed.append(move)
     return ended
 
 
@@ -84,7 +84,7 @@ class ThreadCopier:
     def begin(self, moves: Sequence[Move]) -> None:
         self._on_way.extend((move, self._thread.submit(self._store.copy, move)) for move in moves)
 
-    def landed(self, timeout_s: float = 0.0) -> Ended:
+    def poll(self, timeout_s: float = 0.0) -> Ended:
         ended, on_way = Ended([], []), self._on_way
         if on_way and timeout_s > 0:
             wait([on_way[0][1]], timeout_s)
@@ -92,7 +92,7 @@ class ThreadCopier:
         while on_way and on_way[0][1].done():
             move, copy = on_way.popleft()
             if (error := copy.exception()) is None:
-                ended.landed.append(move)
+                ended.completed.append(move)
             else:
                 log_failure(move, error)
                 ended.failed.append(move)
@@ -137,9 +137,9 @@ class StreamCopier:
                     end.record(stream)
                     on_way.append((move, end, has_failed))
 
-    def landed(self, timeout_s: float = 0.0) -> Ended:
+    def poll(self, timeout_s: float = 0.0) -> Ended:
         deadline = time.perf_counter() + timeout_s
-        while not (ended := self._ended()).landed and not ended.failed and time.perf_counter() < deadline:
+        while not (ended := self._ended()).completed and not ended.failed and time.perf_counter() < deadline:
             if not any(lane.on_way for lane in self._lanes.values()):
                 break
             time.sleep(POLL_S)
@@ -155,7 +155,7 @@ class StreamCopier:
         for _, on_way in self._lanes.values():
             while on_way and on_way[0][1].query():
                 move, _, has_failed = on_way.popleft()
-                (ended.failed if has_failed else ended.landed).append(move)
+                (ended.failed if has_failed else ended.completed).append(move)
         return ended
 
 

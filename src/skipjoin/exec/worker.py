@@ -110,8 +110,8 @@ class Worker:
         in_flight.end = self._clock.mark()
         in_flight.waited = self.model.group.waited_s - waited
         if self._copier is not None:
-            more = self._copier.landed(0.0 if plan.slices or plan.blocking else PAUSE_S)
-            in_flight.ended.landed.extend(more.landed)
+            more = self._copier.poll(0.0 if plan.slices or plan.blocking else PAUSE_S)
+            in_flight.ended.completed.extend(more.completed)
             in_flight.ended.failed.extend(more.failed)
         return in_flight
 
@@ -138,7 +138,7 @@ class Worker:
             seconds=seconds,
             details=details,
             moving=moving,
-            landed=in_flight.ended.landed,
+            completed=in_flight.ended.completed,
             failed=in_flight.ended.failed,
             stages=self._stage_times(in_flight, seconds),
             dropped=in_flight.dropped,

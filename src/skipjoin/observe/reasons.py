@@ -131,9 +131,7 @@ def explanations(info: EngineLimits, options: OptionNames = _OPTIONS) -> dict[st
             "of its API key.",
             "A smaller or less ambiguous grammar takes less time.",
         ),
-        WaitReason.NOT_EXAMINED: Explanation(
-            "not examined", "It has just arrived: no step was planned since."
-        ),
+        WaitReason.NOT_EXAMINED: Explanation("not examined", "It has just arrived: no step was planned since."),
         WaitReason.TOKEN_PENDING: Explanation("next step", "It was chosen, and its step waits for steps in flight."),
         WaitReason.DISPATCH: Explanation("dispatch", "It was chosen, and its step is being sent to the device."),
     }

@@ -23,7 +23,7 @@ from skipjoin.observe.prefixes import PrefixUse
 class Residency:
     """Where the requests of an engine and their KV are, and how often and how much that changed.
 
-    Moves count when they have landed, so those that fail count nowhere.
+    Moves count when they have completed, so those that fail count nowhere.
 
     Attributes:
         cpu_blocks: Blocks on the CPU tier of live requests that do not run.
@@ -39,7 +39,7 @@ class Residency:
         self.preemptions = tuple(dict.fromkeys(Preemption, 0) for _ in range(2))
         self.swapped_bytes = {Direction.OUT: [0, 0], Direction.IN: [0, 0]}
         self.prefixes = PrefixUse()
-        self._blocking: Sequence[Move] = ()  # of the step whose moves land
+        self._blocking: Sequence[Move] = ()  # of the step whose moves complete
         self.handlers: dict[type, Callable[[Any], None]] = {
             Arrived: self._arrive,
             Admitted: self.prefixes.admitted,

@@ -21,7 +21,7 @@ class StepSummary:
         busy_s: Time in which steps ran, of which they waited `moving_s` for moves.
         requests: Number of requests of the last step.
         prefill: Prompt tokens computed, including recomputed ones.
-        blocks_in: KV blocks that landed on the device, as `blocks_out` did on the CPU tier.
+        blocks_in: KV blocks that arrived on the device, as `blocks_out` did on the CPU tier.
     """
 
     begin: float

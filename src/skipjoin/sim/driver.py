@@ -56,8 +56,8 @@ class Replica:
     def next_at(self) -> float:
         if self._ends:
             return self._ends[-1]
-        landing = self._in_flight[0].ready_at if self._in_flight else math.inf
-        return min(landing, self.core.next_deadline)
+        step_end = self._in_flight[0].ready_at if self._in_flight else math.inf
+        return min(step_end, self.core.next_deadline)
 
     def turn(self, now: float, arrived: Iterable[Request]) -> list[Event]:
         core, in_flight = self.core, self._in_flight

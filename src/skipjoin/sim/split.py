@@ -41,7 +41,7 @@ class Network:
 class Handover:
     """Migration of one request, `prompt` on the prefill replica and `request` on the decode replica.
 
-    It is `pulled` when the decode replica has space, and then `begun` and `landed` are known.
+    It is `pulled` when the decode replica has space, and then `begun` and `completed` are known.
     """
 
     prompt: Request
@@ -52,7 +52,7 @@ class Handover:
     ready: float
     pulled: float | None = None
     begun: float | None = None
-    landed: float | None = None
+    completed: float | None = None
 
 
 class SplitWatcher:
@@ -63,7 +63,7 @@ class SplitWatcher:
 
     def handed_over(self, handover: Handover) -> None: ...
 
-    def landed(self, handover: Handover) -> None:
+    def completed(self, handover: Handover) -> None:
         """Called before the request arrives at its decode replica."""
 
     def ended(self, event: Finished) -> None: ...
@@ -99,7 +99,7 @@ class SplitTraffic:
         self._whole: dict[Request, Request] = {}  # by its prefill version
         self._waiting: defaultdict[int, deque[Handover]] = defaultdict(deque)  # queue for space, by target
         self._woken: list[int] = []  # replicas to run again at this instant
-        self._landing: list[tuple[float, int, Handover]] = []  # a heap of (end, number, handover)
+        self._transfers: list[tuple[float, int, Handover]] = []  # a heap of (end, number, handover)
         self._pulls = 0
         self._now = 0.0
 
@@ -107,11 +107,11 @@ class SplitTraffic:
     def next_at(self) -> float:
         if self._woken:
             return self._now
-        return min(self._arrivals.next_at, self._landing[0][0] if self._landing else math.inf)
+        return min(self._arrivals.next_at, self._transfers[0][0] if self._transfers else math.inf)
 
     @property
     def left(self) -> int:
-        return len(self._arrivals) + len(self._landing) + sum(map(len, self._waiting.values()))
+        return len(self._arrivals) + len(self._transfers) + sum(map(len, self._waiting.values()))
 
     def due(self, now: float) -> Iterator[tuple[int, Request | None]]:
         self._now = now
@@ -123,10 +123,10 @@ class SplitTraffic:
         for replica in self._woken:
             yield replica, None
         self._woken.clear()
-        while self._landing and self._landing[0][0] <= now:
-            _, _, handover = heapq.heappop(self._landing)
+        while self._transfers and self._transfers[0][0] <= now:
+            _, _, handover = heapq.heappop(self._transfers)
             self._cores[handover.source].release(handover.prompt, now)
-            self._watcher.landed(handover)
+            self._watcher.completed(handover)
             yield handover.source, None
             yield handover.target, handover.request
 
@@ -169,9 +169,9 @@ class SplitTraffic:
         while waiting and receiver.expect(waiting[0].request, now):
             handover = waiting.popleft()
             handover.pulled = now
-            handover.begun, handover.landed = self._network.send(handover.source, target, handover.size, now)
+            handover.begun, handover.completed = self._network.send(handover.source, target, handover.size, now)
             self._pulls += 1
-            heapq.heappush(self._landing, (handover.landed, self._pulls, handover))
+            heapq.heappush(self._transfers, (handover.completed, self._pulls, handover))
 
 
 def _version_of(whole: Request, **changes: Any) -> Request:

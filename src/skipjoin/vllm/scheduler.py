@@ -319,8 +319,8 @@ class Scheduler(AnyScheduler):
         if plan.slices:
             self._cost.learn(StepShape.of(plan.slices), seconds)
         leaving = self._moves.leaving(plan) if self._moves is not None else ()
-        landed = (*plan.blocking, *plan.overlapped)
-        self._core.commit(StepResult(plan, (None,) * len(plan.slices), seconds, landed=landed), now)
+        completed = (*plan.blocking, *plan.overlapped)
+        self._core.commit(StepResult(plan, (None,) * len(plan.slices), seconds, completed=completed), now)
         self._forget_events()
         for mirror in leaving:
             self._drop(mirror.sampling, now)

@@ -92,7 +92,7 @@ class CountedTier(Tiered):
         held = self._ledger.blocks_of(request)
         return [self.move_in(request)] if held is not None and held.cpu else []
 
-    def land(self, move: Move) -> int | None:
+    def complete(self, move: Move) -> int | None:
         if not self.is_pending(move):
             return None  # its request was released meanwhile
         request = self._end(move)

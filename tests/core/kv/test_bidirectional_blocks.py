@@ -29,7 +29,7 @@ def request_of(number: int, *, reverse: bool, tokens: int = 60, prefix: ContentP
 class SharingMachine:
     """Requests of both directions that grow, lend, overwrite and swap in any order.
 
-    Moves land or fail in `finish`; a model of the device knows what each slot holds.
+    Moves complete or fail in `finish`; a model of the device knows what each slot holds.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class SharingMachine:
         if fails:
             self.device.lose(ended)
         for move in ended:
-            keep = (self.kv.tiers.fail if fails else self.kv.tiers.land)(move)
+            keep = (self.kv.tiers.fail if fails else self.kv.tiers.complete)(move)
             if keep is not None:
                 lost[move.request] = min(keep, lost.get(move.request, keep))
         for request, keep in lost.items():
@@ -208,13 +208,13 @@ def test_slots_are_restored_in_place_after_the_borrower_is_released() -> None:
     owner, borrower = filled(kv, 0, 8, reverse=True), request_of(1, reverse=False)
     kv.sharing.lend(owner, 1, borrower)
     (out,) = fill(kv, borrower, 3)
-    kv.tiers.land(out)
+    kv.tiers.complete(out)
     kv.release(borrower)
     assert kv.shortfall(owner, 8) == 0
     (back,) = kv.tiers.restore(owner, 8)
     assert (back.direction, back.source, back.target) == (Direction.IN, out.target, out.source)
     assert back.spans == (Span(0, 3),)
-    kv.tiers.land(back)
+    kv.tiers.complete(back)
     kv.check()
     assert (kv.tiers.cpu_free, kv.blocks_of(owner).room, kv.sharing.lent_blocks) == (4, 8, 0)
 
@@ -224,7 +224,7 @@ def test_slots_are_restored_in_another_block_while_the_borrower_remains() -> Non
     owner, borrower = filled(kv, 0, 8, reverse=True), request_of(1, reverse=False)
     kv.sharing.lend(owner, 1, borrower)
     (out,) = fill(kv, borrower, 3)
-    kv.tiers.land(out)
+    kv.tiers.complete(out)
     (shared,) = kv.blocks_of(borrower).table
     assert kv.shortfall(owner, 8) == 0
     assert kv._shared.extra(kv.blocks_of(owner), 8) == 1
@@ -233,7 +233,7 @@ def test_slots_are_restored_in_another_block_while_the_borrower_remains() -> Non
     assert (within.spans, back.spans, back.target) == ((Span(3, 1),), (Span(0, 3),), within.target)
     assert kv.blocks_of(owner).table[1] == within.target[0] != shared
     for move in (within, back):
-        kv.tiers.land(move)
+        kv.tiers.complete(move)
     kv.check()
     assert (kv.footprint(owner), kv.footprint(borrower), kv.sharing.lent_blocks) == (2, 1, 0)
 

@@ -110,7 +110,7 @@ def test_swapped_kv_is_found_after_its_request_is_released() -> None:
     first = computed(kv, 0, 1)
     move = kv.tiers.move_out(first, blocking=False)
     assert move is not None
-    kv.tiers.land(move)
+    kv.tiers.complete(move)
     first.progress.finish_reason = FinishReason.ABORT
     kv.release(first)
     kv.grow(make(1, 4), DEVICE * BLOCK)  # takes all blocks of the device
@@ -129,7 +129,7 @@ def test_a_copy_is_not_found_if_its_source_block_was_reused_meanwhile() -> None:
     assert kv.tiers.keep_cached(1) is None  # one copy at a time
     assert len(move.source) == 2
     kv.grow(make(2, 4), 5 * BLOCK)  # the four empty blocks and the last cached one
-    kv.tiers.land(move)
+    kv.tiers.complete(move)
     kv.check()
     assert (kv.cache.cached_blocks, kv.cache.cached_cpu_blocks) == (6, 1)
     assert kv.hit(request_for(3, text(1))) == (24, 0, None, 0)
@@ -137,7 +137,7 @@ def test_a_copy_is_not_found_if_its_source_block_was_reused_meanwhile() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 6])
 @pytest.mark.parametrize(("late", "sizes"), [(0, [8, 16]), (2, [8, 16]), (4, [8, 4])])
-def test_copies_that_land_quickly_are_followed_by_larger_ones(depth: int, late: int, sizes: list[int]) -> None:
+def test_copies_that_complete_quickly_are_followed_by_larger_ones(depth: int, late: int, sizes: list[int]) -> None:
     steps = stepper(device=200, cpu=600, depth=depth)
     steps.late = late
     for number in range(2):
@@ -153,7 +153,7 @@ def test_requests_take_cpu_blocks_from_the_cache() -> None:
         request = computed(kv, number, number)
         move = kv.tiers.move_out(request, blocking=True)
         assert move is not None
-        kv.tiers.land(move)
+        kv.tiers.complete(move)
         assert kv.hit(request_for(5, text(number))).away == 0  # the request holds them
         if number == 0:
             kv.release(request)

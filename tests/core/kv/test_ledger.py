@@ -164,15 +164,17 @@ class LedgerMachine(RuleBasedStateMachine):
         if request in self.transit:
             with pytest.raises(LedgerError, match="in transit"):
                 self.kv.release(request)
-            self.land(request)
+            self.complete(request)
         request.progress.finish_reason = FinishReason.ABORT
         self.kv.cache.forget_prefix(request)
         self.kv.release(request)
         assert self.kv.blocks_of(request) is None
         assert self.kv.footprint(request) == 0
 
-    @rule(request=requests, blocking=st.booleans(), share=st.sampled_from([0.0, 0.4, 0.7, 1.0]), lands=st.booleans())
-    def move_out(self, request: Request, blocking: bool, share: float, lands: bool) -> None:
+    @rule(
+        request=requests, blocking=st.booleans(), share=st.sampled_from([0.0, 0.4, 0.7, 1.0]), completes=st.booleans()
+    )
+    def move_out(self, request: Request, blocking: bool, share: float, completes: bool) -> None:
         if self.kv.blocks_of(request) is None:
             return
         keep = int(share * self.kv.filled(request))
@@ -187,14 +189,14 @@ class LedgerMachine(RuleBasedStateMachine):
         assert move.source == tuple(table[keep:filled])
         assert len(move.target) == len(move.source) == self.kv.blocks_for(move.tokens)
         assert keep * BLOCK + move.tokens == min(request.progress.computed, filled * BLOCK)
-        # The source of an overlapped copy stays pinned until it lands.
+        # The source of an overlapped copy stays pinned until it completes.
         assert self.kv.device_free - free == len(table) - (keep if blocking else filled) - stay
         assert self.places(request) == (table[: keep if blocking else filled], [*move.target, *rest])
         if blocking:
             self.copy(move)
         self.transit[request] = (move, blocking)
-        if lands:
-            self.land(request)
+        if completes:
+            self.complete(request)
 
     def held_by_others(self, blocks: list[int], request: Request) -> int:
         others = {block for one in self.kv.holders() if one is not request for block in self.places(one)[0]}
@@ -251,7 +253,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.transit[request] = (move, True)
 
     @rule(request=requests)
-    def land(self, request: Request) -> None:
+    def complete(self, request: Request) -> None:
         if request not in self.transit:
             return
         move, blocking = self.transit.pop(request)
@@ -259,14 +261,14 @@ class LedgerMachine(RuleBasedStateMachine):
         if not (blocking and move.direction is Direction.OUT):
             self.copy(move)
         device, cpu = self.places(request)
-        self.kv.tiers.land(move)
+        self.kv.tiers.complete(move)
         assert self.kv.blocks_of(request).is_settled
         if move.direction is Direction.OUT:
             assert self.places(request) == (device if blocking else device[: -len(move.source)], cpu)
         else:
             assert self.places(request) == (device, [])
         with pytest.raises(LedgerError, match="not in transit"):
-            self.kv.tiers.land(move)
+            self.kv.tiers.complete(move)
 
     @rule(request=requests)
     def fail(self, request: Request) -> None:
@@ -302,7 +304,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 ("cpu", target): self.content.get(("device", source))
                 for source, target in zip(self.copied.source, self.copied.target, strict=True)
             }
-        assert (self.kv.tiers.fail if fails else self.kv.tiers.land)(self.copied) is None
+        assert (self.kv.tiers.fail if fails else self.kv.tiers.complete)(self.copied) is None
         self.copied = None
 
     @invariant()
@@ -346,7 +348,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.end_copy(fails=False)
         for request in list(self.transit):
-            self.land(request)
+            self.complete(request)
         for request in list(self.names):
             request.progress.finish_reason = FinishReason.ABORT
             self.kv.cache.forget_prefix(request)
@@ -476,7 +478,7 @@ def test_a_failed_move_loses_the_kv_unless_its_source_is_intact(
     table = kv.blocks_of(request).table
     move = kv.tiers.move_out(request, blocking=blocking)
     if direction is Direction.IN:
-        kv.tiers.land(move)
+        kv.tiers.complete(move)
         move = kv.tiers.move_in(request)
     assert (kv.tiers.blocks_in_transit[direction], sum(kv.tiers.blocks_in_transit.values())) == (2, 2)
     if grows:
@@ -485,7 +487,7 @@ def test_a_failed_move_loses_the_kv_unless_its_source_is_intact(
     assert kv.tiers.fail(move) == (None if is_kept else 0)
     assert (kv.tiers.cpu_free, kv.is_moving) == (CPU, False)
     with pytest.raises(LedgerError, match="not in transit"):
-        kv.tiers.land(move)
+        kv.tiers.complete(move)
     if is_kept:
         assert (kv.device_free, kv.blocks_of(request).table) == (DEVICE - 2, table)
         assert kv.grow(request, 9).room == 12
@@ -509,7 +511,7 @@ def test_a_move_out_takes_computed_blocks_only_and_ends_the_reservation() -> Non
 def test_a_move_in_does_not_take_blocks_reserved_by_others() -> None:
     kv = KVLedger(DEVICE, CPU, BLOCK)
     request = blocks_of(kv, 0, 16)
-    kv.tiers.land(kv.tiers.move_out(request, blocking=True))
+    kv.tiers.complete(kv.tiers.move_out(request, blocking=True))
     kv.reserve(make(1), 9)
     assert kv.device_free == 12
     assert not kv.tiers.can_move_in(request)

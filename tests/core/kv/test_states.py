@@ -51,7 +51,7 @@ def test_a_swapped_out_request_keeps_its_slot_and_all_of_its_kv() -> None:
     request.progress.begin(8, True, 0)
     request.progress.settle(8, True)
     assert kv.filled_after(request, 1) == 0, "a part of the KV is of no use without the state of its last token"
-    kv.tiers.land(kv.tiers.move_out(request, blocking=True))
+    kv.tiers.complete(kv.tiers.move_out(request, blocking=True))
     assert kv.states.slot_of(request) == 0
     kv.check()
     kv.release(request)

@@ -38,7 +38,7 @@ class Swaps(Scene):
         return request
 
     def swap_out(self, request: Request) -> None:
-        """Swap the request out during one step, with the move landing at its end."""
+        """Swap the request out during one step, with the move completing at its end."""
         self.eviction.out = [request]
         plan = self.step()
         assert [move.request for move in plan.overlapped] == [request]
@@ -74,7 +74,7 @@ def test_other_requests_run_during_a_move_and_its_blocks_stay_pinned() -> None:
     scene.drain()
 
 
-def test_a_request_runs_once_its_overlapped_move_in_has_landed() -> None:
+def test_a_request_runs_once_its_overlapped_move_in_has_completed() -> None:
     scene = Swaps({0: 1, 1: 2})
     scene.request(0)
     mover = scene.request(1)
@@ -115,7 +115,7 @@ def test_no_plan_without_slices_is_made_while_another_is_in_flight() -> None:
     scene.drain()
 
 
-def test_moves_land_after_the_last_request_has_finished() -> None:
+def test_moves_complete_after_the_last_request_has_finished() -> None:
     scene = Swaps({0: 1})
     request = scene.request(0)
     scene.ran()

@@ -219,7 +219,7 @@ class Scheduler:
             notify(alive, now)
         for request, keep in lost.items():
             self._forget(request, keep, now)
-        for move in (*result.landed, *result.failed):
+        for move in (*result.completed, *result.failed):
             if move.request is not None:
                 self._release_if_finished(move.request)
         return void
@@ -236,10 +236,10 @@ class Scheduler:
 
     def _settle_moves(self, result: StepResult, now: float) -> dict[Request, int]:
         lost: dict[Request, int] = {}
-        if not (result.landed or result.failed) or (tiers := self.kv.tiers) is None:
+        if not (result.completed or result.failed) or (tiers := self.kv.tiers) is None:
             return lost
         settled: list[tuple[int | None, Moved | MoveFailed]] = []
-        settled += [(tiers.land(move), Moved(move, now)) for move in result.landed]
+        settled += [(tiers.complete(move), Moved(move, now)) for move in result.completed]
         settled += [(tiers.fail(move), MoveFailed(move, now)) for move in result.failed]
         self._has_failed_move = self._has_failed_move or bool(result.failed)
         for keep, event in settled:

@@ -10,7 +10,7 @@ from skipjoin.core.step import Direction, Move
 _AHEAD = 256
 # Maximum and initial number of blocks of one copy.
 _MOST, _FIRST = 64, 8
-# Scheduling steps within which a copy should land, because swaps queue behind it on the link. With many plans in
+# Scheduling steps within which a copy should complete, because swaps queue behind it on the link. With many plans in
 # flight, it is the number of steps planned before its own plan commits, plus two.
 _SOON, _AFTER = 3, 2
 
@@ -29,7 +29,7 @@ class CpuCache:
         self._ahead = min(_AHEAD, device.total // 2)
         self._most = _FIRST
         self._waited = 0  # scheduling steps since the copy began
-        self._soon = _SOON  # number of steps within which it should land
+        self._soon = _SOON  # number of steps within which it should complete
         self._copy: Move | None = None
         self._keys: list[Key] = []  # keys of its blocks
 
@@ -70,12 +70,12 @@ class CpuCache:
         self._waited, self._soon = 0, max(_SOON, depth - 1 + _AFTER)
         return self._copy
 
-    def end(self, *, has_landed: bool) -> None:
+    def end(self, *, is_complete: bool) -> None:
         copy, self._copy = self._copy, None
         assert copy is not None
         for block, target, key in zip(copy.source, copy.target, self._keys, strict=True):
-            if self._device.end_read(block) and has_landed:
+            if self._device.end_read(block) and is_complete:
                 self._cpu.name(target, key)
         self._cpu.put(copy.target)
-        is_late = self._waited > self._soon or not has_landed
+        is_late = self._waited > self._soon or not is_complete
         self._most = max(1, self._most // 2) if is_late else min(2 * self._most, _MOST)

@@ -61,7 +61,7 @@ class HeldBlocks(Protocol):
 class Tiered(Protocol):
     """KV that moves between the device and a CPU tier, or arrives from another engine.
 
-    What a move reads or writes is pinned until `land` or `fail`.
+    What a move reads or writes is pinned until `complete` or `fail`.
     """
 
     @property
@@ -98,7 +98,7 @@ class Tiered(Protocol):
     def restore(self, request: Request, tokens: int) -> Sequence[Move]:
         """Start blocking moves that swap in all KV, if `shortfall` is 0."""
 
-    def land(self, move: Move) -> int | None:
+    def complete(self, move: Move) -> int | None:
         """Unpin the blocks of a completed move, and return the deferred result of an earlier `fail` of the request."""
 
     def fail(self, move: Move) -> int | None:

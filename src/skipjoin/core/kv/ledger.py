@@ -273,7 +273,7 @@ class KVLedger:
 class Tiers:
     """Moves of KV between the device and the CPU tier, or from another engine.
 
-    Blocks that a move reads are *pinned* until `land`: neither free nor usable.
+    Blocks that a move reads are *pinned* until `complete`: neither free nor usable.
     """
 
     def __init__(self, kv: KVLedger, transfers: Transfers, shared: SharedBlocks, *, is_exact: bool) -> None:
@@ -335,7 +335,7 @@ class Tiers:
         return Move(Direction.OUT, request, tuple(source), tuple(target), tokens)
 
     def recall(self, move: Move) -> None:
-        self.land(move)
+        self.complete(move)
         self._kv.cache.cpu.forget(move.target)
 
     def move_in(self, request: Request) -> Move:
@@ -369,11 +369,11 @@ class Tiers:
         move = self._kv.cache.cpu.begin(depth)
         return self._transfers.begin_copy(move) if move is not None else None
 
-    def land(self, move: Move) -> int | None:
+    def complete(self, move: Move) -> int | None:
         held, part = self._transfers.end(move)
         if held is None:
             if move.request is None:
-                self._kv.cache.cpu.end(has_landed=True)
+                self._kv.cache.cpu.end(is_complete=True)
             return None
         if move.direction is Direction.IN:
             self.free_cpu(held)
@@ -389,7 +389,7 @@ class Tiers:
         held, part = self._transfers.end(move)
         if held is None:
             if move.request is None:
-                self._kv.cache.cpu.end(has_landed=False)
+                self._kv.cache.cpu.end(is_complete=False)
             return None
         if part is not None:
             keep = min(part, len(held.device))

@@ -90,7 +90,7 @@ class Done(msgspec.Struct, frozen=True, tag="done", array_like=True, gc=False):
     seconds: float
     idle: float
     moving: float
-    landed: list[int]
+    completed: list[int]
     failed: list[int]
     details: dict[int, TokenDetail] = {}
     dropped: dict[int, str] = {}

@@ -130,7 +130,7 @@ class Rank:
             seconds=result.seconds,
             idle=sum(stage.idle for stage in result.stages),
             moving=result.moving,
-            landed=plans.numbers_of(result.landed),
+            completed=plans.numbers_of(result.completed),
             failed=plans.numbers_of(result.failed),
             details=dict(result.details) if shard.tp_rank == 0 else {},  # type: ignore[arg-type]
             dropped=dict(result.dropped),

@@ -46,7 +46,7 @@ class _OnWay:
 class ShardedExecutor:
     """Executor that broadcasts plans to ranks, which are in rank order.
 
-    A move has landed once it has landed on every rank, and failed if it failed on any. With pipeline stages, use
+    A move has completed once it has completed on every rank, and failed if it failed on any. With pipeline stages, use
     `Scheduler(depth=stages, overlap=False)`: no slice may await a token. `timeout_s` limits a plan, from the call of
     `result`.
     """
@@ -149,14 +149,14 @@ class ShardedExecutor:
         stages = [answers[first : first + size] for first in range(0, len(answers), size)]
         # The ranks of a stage wait for each other, so the slowest rank's time is the stage's.
         times = [StageTime(max(one.seconds for one in stage), min(one.idle for one in stage)) for stage in stages]
-        landed, failed = self._ended(answers)
+        completed, failed = self._ended(answers)
         handle.outcome = StepResult(
             plan=plan,
             tokens=sampling[0].tokens,
             seconds=sum(time.busy for time in times),
             details=sampling[0].details,
             moving=sum(max(one.moving for one in stage) for stage in stages),
-            landed=landed,
+            completed=completed,
             failed=failed,
             stages=tuple(times) if len(times) > 1 else (),
             # A rank may exceed a limit of time before the others.
@@ -233,15 +233,15 @@ class ShardedExecutor:
         return kind(f"{self._shards[rank].name} failed: {failure.text}")
 
     def _ended(self, answers: Sequence[Done]) -> tuple[list[Move], list[Move]]:
-        landed: list[Move] = []
+        completed: list[Move] = []
         failed: list[Move] = []
         for answer in answers:
-            for numbers, has_failed in ((answer.landed, False), (answer.failed, True)):
+            for numbers, has_failed in ((answer.completed, False), (answer.failed, True)):
                 for number in numbers:
                     on_way = self._on_way[number]
                     on_way.ranks -= 1
                     on_way.failed = on_way.failed or has_failed
                     if not on_way.ranks:
-                        (failed if on_way.failed else landed).append(on_way.move)
+                        (failed if on_way.failed else completed).append(on_way.move)
                         del self._on_way[number]
-        return landed, failed
+        return completed, failed

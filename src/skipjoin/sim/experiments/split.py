@@ -65,16 +65,16 @@ class Handovers(SplitWatcher):
     def handed_over(self, handover: Handover) -> None:
         self._away[handover.request.id] = handover, None
 
-    def landed(self, handover: Handover) -> None:
+    def completed(self, handover: Handover) -> None:
         _, facts = self._away.pop(handover.request.id)
         assert facts is not None, "the events of a turn are observed before the next one"
         assert handover.begun is not None
-        assert handover.landed is not None
-        self._logs[handover.target].expect(handover.request, facts, _waited(handover, handover.landed))
+        assert handover.completed is not None
+        self._logs[handover.target].expect(handover.request, facts, _waited(handover, handover.completed))
         figures = self.figures
         figures.requests += 1
         figures.bytes += handover.size
-        figures.transfer_s += handover.landed - handover.begun
+        figures.transfer_s += handover.completed - handover.begun
         figures.wait_s += handover.begun - handover.ready
 
     def ended(self, event: Finished) -> None:

@@ -26,7 +26,7 @@ from skipjoin.policies.econo import ByObjective, PaddedLengths, QueueOrder, Task
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.fairness import Fair
 from skipjoin.policies.gittins import GittinsIndex
-from skipjoin.policies.mlfq import SkipJoinMlfq
+from skipjoin.policies.mlfq import Promotion, SkipJoinMlfq
 from skipjoin.policies.needs import NeedIndex
 from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized
 from skipjoin.policies.predictors import ForecastQuantile, forecast_tokens, longest_output
@@ -117,7 +117,9 @@ ORDERINGS: dict[str, Callable[[], Ordering]] = {
     "overdue, by bins": lambda: Valued(Overdue()),
     "skip-join": mlfq,
     "mlfq": lambda: SkipJoinMlfq(COST, starvation_s=0.5, skip_join=False),
-    "skip-join, shortest prefill": lambda: SkipJoinMlfq(COST, starvation_s=0.5, shortest_prefill=True, returns=True),
+    "skip-join, shortest prefill": lambda: SkipJoinMlfq(
+        COST, starvation_s=0.5, shortest_prefill=True, promotion=Promotion.ONE_QUANTUM
+    ),
     "two queues": lambda: SkipJoinMlfq(COST, levels=2, starvation_s=0.1),
     "econoserve, by arrival": lambda: two_queues(ByArrival()),
     "econoserve, by group": lambda: two_queues(ByGroup(PaddedLengths(0.2), 4)),

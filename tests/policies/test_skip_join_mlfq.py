@@ -13,7 +13,7 @@ from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepShape
 from skipjoin.policies.cost import LearningCost, LinearCost
 from skipjoin.policies.execution import ExecutionTime
-from skipjoin.policies.mlfq import SkipJoinMlfq
+from skipjoin.policies.mlfq import Promotion, SkipJoinMlfq
 from skipjoin.policies.predictors import longest_output
 from skipjoin.policies.remaining import RemainingTime
 from skipjoin.policies.valued import Valued
@@ -154,7 +154,7 @@ def test_starvation_is_measured_from_the_last_run() -> None:
 
 
 def test_a_promotion_lasts_one_quantum_and_preserves_the_time_used_before() -> None:
-    queues = Queues(starvation_s=10, returns=True)
+    queues = Queues(starvation_s=10, promotion=Promotion.ONE_QUANTUM)
     request = queues.arrive(4)
     assert queues.run(request, most=3) == 2  # 3 of 4 seconds used
     queues.now += 10
@@ -165,7 +165,7 @@ def test_a_promotion_lasts_one_quantum_and_preserves_the_time_used_before() -> N
 
 
 def test_a_promoted_request_returns_to_the_tail() -> None:
-    queues = Queues(starvation_s=10, returns=True)
+    queues = Queues(starvation_s=10, promotion=Promotion.ONE_QUANTUM)
     request = queues.arrive(3)
     queues.run(request)
     queues.now += 10
@@ -176,7 +176,7 @@ def test_a_promoted_request_returns_to_the_tail() -> None:
 
 
 def test_a_request_is_promoted_again_only_after_starving_again() -> None:
-    queues = Queues(starvation_s=10, returns=True)
+    queues = Queues(starvation_s=10, promotion=Promotion.ONE_QUANTUM)
     request = queues.arrive(100)
     queues.run(request)
     levels = []
@@ -238,7 +238,7 @@ def test_quanta_follow_the_cost_model_and_requests_stay_in_their_queues() -> Non
 
 def test_time_used_before_a_promotion_is_scaled_with_the_quanta() -> None:
     cost = LearningCost(LinearCost(floor=1.0, prefill_token=1e-9, attention_pair=1e-9, decode=1e-9, context_token=1e-9))
-    mlfq = SkipJoinMlfq(cost, starvation_s=10.0, returns=True)
+    mlfq = SkipJoinMlfq(cost, starvation_s=10.0, promotion=Promotion.ONE_QUANTUM)
     request = make(0, 1)
     mlfq.on_arrived(request, 0.0)
     for position in range(2):  # a quantum in the first queue, half of one in the second

@@ -143,6 +143,7 @@ ENGINE_METRICS = (
         "proactive",
         _PROACTIVE,
     ),
+    counter("swap_wasted_bytes_total", "KV swapped in for requests that computed no token before they lost KV again."),
     counter(
         "wait_seconds_total",
         "Time that requests waited, by reason. Live requests count up to their latest change.",

@@ -193,6 +193,7 @@ class EngineMetrics:
         rows["kv_compressed_bytes"][0] = self._compressed_bytes * sum(residency.cpu_blocks.values())
         rows["swap_out_bytes_total"][:] = residency.swapped_bytes[Direction.OUT]
         rows["swap_in_bytes_total"][:] = residency.swapped_bytes[Direction.IN]
+        rows["swap_wasted_bytes_total"][0] = residency.wasted_bytes
         rows["prefix_cache_queries_total"][0] = prefixes.queried
         rows["prefix_cache_hits_total"][:] = prefixes.hit - prefixes.hit_on_cpu, prefixes.hit_on_cpu
         rows["prefix_cache_saved_bytes_total"][0] = prefixes.saved_bytes

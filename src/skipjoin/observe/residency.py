@@ -29,6 +29,7 @@ class Residency:
         cpu_blocks: Blocks on the CPU tier of live requests that do not run.
         preemptions: Number by kind, of real-time and of best-effort requests.
         swapped_bytes: By direction, of blocking and of overlapped moves.
+        wasted_bytes: Bytes swapped in for requests that computed no token before they lost KV again.
     """
 
     def __init__(self, *, block_size: int = 1, block_bytes: int = 0) -> None:
@@ -38,6 +39,8 @@ class Residency:
         self.cpu_blocks: dict[Request, int] = {}
         self.preemptions = tuple(dict.fromkeys(Preemption, 0) for _ in range(2))
         self.swapped_bytes = {Direction.OUT: [0, 0], Direction.IN: [0, 0]}
+        self.wasted_bytes = 0
+        self._unused: dict[Request, int] = {}  # bytes swapped in since its latest token
         self.prefixes = PrefixUse()
         self._blocking: Sequence[Move] = ()  # of the step whose moves complete
         self.handlers: dict[type, Callable[[Any], None]] = {
@@ -63,6 +66,7 @@ class Residency:
         self.live.clear()
         self.running.clear()
         self.cpu_blocks.clear()
+        self._unused.clear()
         self._blocking = ()
 
     def _arrive(self, event: Arrived) -> None:
@@ -77,9 +81,14 @@ class Residency:
         self.preemptions[event.request.is_best_effort][event.how] += 1
         if event.how is Preemption.DROP:
             self.cpu_blocks.pop(event.request, None)
+            self.wasted_bytes += self._unused.pop(event.request, 0)
 
     def _compute(self, event: Computed) -> None:
-        self._blocking = event.result.plan.blocking
+        plan = event.result.plan
+        self._blocking = plan.blocking
+        if self._unused:
+            for slice_ in plan.slices:
+                self._unused.pop(slice_.request, None)
 
     def _move(self, event: Moved) -> None:
         move = event.move
@@ -93,14 +102,19 @@ class Residency:
         self.swapped_bytes[move.direction][is_overlapped] += moved_bytes
         if move.direction is Direction.IN:
             self.cpu_blocks.pop(move.request, None)
-        elif move.request in self.live:
+            self._unused[move.request] = self._unused.get(move.request, 0) + moved_bytes
+            return
+        self.wasted_bytes += self._unused.pop(move.request, 0)
+        if move.request in self.live:
             self.cpu_blocks[move.request] = self.cpu_blocks.get(move.request, 0) + len(move.target)
 
     def _finish(self, event: Finished) -> None:
         self.live.discard(event.request)
         self.running.discard(event.request)
         self.cpu_blocks.pop(event.request, None)
+        self._unused.pop(event.request, None)
 
     def _restart(self, event: Restarted) -> None:
         self.running.clear()
         self.cpu_blocks.clear()
+        self._unused.clear()

@@ -98,6 +98,7 @@ class EngineUsage:
             "preemptions": self.residency.preempted,
             "swapped_out_bytes": sum(self.residency.swapped_bytes[Direction.OUT]),
             "swapped_in_bytes": sum(self.residency.swapped_bytes[Direction.IN]),
+            "wasted_swap_bytes": self.residency.wasted_bytes,
             "recomputed_tokens": self.recomputed_tokens,
             **self.reservations.kv(seconds, self._blocks),
             **self.shared_ends.kv(seconds, self._block_bytes / self._block_size),

@@ -348,7 +348,9 @@ class _Exchange:
                 back.append(request)
                 self._free -= blocks
                 self._room[Direction.IN] -= blocks
-            elif not self._make_room(blocks, turn):
+            elif self._make_room(blocks, turn):
+                self._free -= blocks  # collected for this request, so that no smaller one behind it takes them
+            else:
                 break
             self._soon -= blocks
         return self._out, back

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import chain, count
 from typing import Any
 
@@ -13,6 +14,18 @@ from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.policy import Callbacks, CostModel, Fact
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepShape
+
+
+class Promotion(Enum):
+    """What a starving request gets in the first queue. Except with `FIRST_QUEUE`, it then returns to its former queue.
+
+    A request whose KV is swapped in for a single token costs more than it gains: it is swapped out again, and has
+    hardly come closer to its end.
+    """
+
+    FIRST_QUEUE = "first-queue"  # it moves down queue by queue, as in Algorithm 1
+    ONE_QUANTUM = "one-quantum"  # the quantum of the first queue
+    OWN_QUANTUM = "own-quantum"  # the quantum of its former queue
 
 
 @dataclass(slots=True)
@@ -24,10 +37,12 @@ class _Job:
         key: Position in its queue, unique in it.
         is_promoted: Whether it has not used up the quantum of a promotion.
         home: Level and used seconds to restore after that quantum; None to be demoted.
+        granted: Level of the quantum that it may use.
     """
 
     prefill: int
     level: int
+    granted: int
     key: tuple[int, int]
     used: float
     last: float
@@ -95,8 +110,6 @@ class SkipJoinMlfq(Callbacks):
         hysteresis_s: Scheduled times that differ by less count as equal, so that KV does not move for them.
         promotion_share: Maximum share of time for promoted requests. Infinity bounds waiting, but leaves time for
             little else at overload.
-        returns: Whether a promoted request returns to its former queue after one quantum. Otherwise it moves down queue
-            by queue, as in Algorithm 1, which lengthens the mean latency at overload.
         shortest_prefill: Whether requests in a queue are ordered by the tokens of their prefill, except in the first
             queue, so that none starves.
         skip_join: Whether requests skip queues; False is plain MLFQ.
@@ -111,7 +124,7 @@ class SkipJoinMlfq(Callbacks):
         starvation_s: float = 3.0,
         hysteresis_s: float | None = None,
         promotion_share: float = PROMOTION_SHARE,
-        returns: bool = True,
+        promotion: Promotion = Promotion.OWN_QUANTUM,
         shortest_prefill: bool = False,
         skip_join: bool = True,
         use: LevelUse | None = None,
@@ -137,7 +150,7 @@ class SkipJoinMlfq(Callbacks):
         self._decode_seconds: dict[int, float] = {}
         self._grain_s = hysteresis_s
         self._promotion_share = promotion_share
-        self._returns, self._shortest_prefill = returns, shortest_prefill
+        self._promotion, self._shortest_prefill = promotion, shortest_prefill
         self._next_promotion = -math.inf  # earliest time of the next promotion
         self._batch = 1.0  # mean number of requests in a step
 
@@ -146,7 +159,7 @@ class SkipJoinMlfq(Callbacks):
             self._revise()
         prefill = request.progress.known - request.progress.reached
         level = self._covering(self._prefill_seconds(prefill)) if self._skip_join else 0
-        job = self._jobs[request] = _Job(prefill, level, self._key(prefill, level), 0.0, now)
+        job = self._jobs[request] = _Job(prefill, level, level, self._key(prefill, level), 0.0, now)
         self._queues[level].add(job.key, request)
         self._use.requests[level] += 1
         heapq.heappush(self._watch, (now + self._starvation_s, request.id, request))
@@ -175,7 +188,7 @@ class SkipJoinMlfq(Callbacks):
                     self._next_promotion += seconds / self._promotion_share
                 continue
             job.used += seconds
-            if job.used >= quanta[job.level]:
+            if job.used >= quanta[job.granted]:
                 self._step_down(slice_.request, job)
 
     def on_finished(self, request: Request, now: float) -> None:
@@ -200,34 +213,18 @@ class SkipJoinMlfq(Callbacks):
 
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         """Order by estimated next scheduled time (section 4.2), in units of the hysteresis."""
-        jobs, grain, after = self._jobs, self._grain_s, self._starvation_s - now
-        execute = self._seconds_above()
-        keys = [int(seconds / grain) for seconds in execute]
-        turns: list[tuple[int, int, tuple[int, int], Request]] = []  # keys differ: requests are never compared
-        starving: list[tuple[float, tuple[int, int], int, Request]] = []
-        for request in requests:
-            job = jobs[request]
-            level = job.level
-            due = job.last + after
-            if due < execute[level]:
-                starving.append((due, job.key, level, request))
-            else:
-                turns.append((keys[level], level, job.key, request))
-        starving.sort()
-        # Promotions are rate-limited, so starving requests follow each other at that pace.
-        at, pace = max(0.0, self._next_promotion - now), self._quanta[0] / self._promotion_share
-        for due, key, level, request in starving:
-            at = max(at, due)
-            turns.append((min(int(at / grain), keys[level]), level, key, request))
-            at += pace
-        turns.sort()
+        # KV of a starving request moves when it is promoted. In the paper it moves ahead of the promotion, so that the
+        # request runs in its own queue, for a token that postpones the promotion, and is swapped out again.
+        jobs, keys = self._jobs, [int(seconds / self._grain_s) for seconds in self._seconds_above()]
+        turns = [(keys[job.level], job.level, job.key, request) for request in requests if (job := jobs[request])]
+        turns.sort()  # keys differ: requests are never compared
         return [(turn[0], turn[3]) for turn in turns]
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
         job, last = self._jobs[request], len(self._quanta) - 1
-        quantum = self._quanta[job.level]
+        quantum = self._quanta[job.granted]
         yield Fact("level", job.level, "", f"Queue that it is in, from 0, which runs first, to {last}.")
-        yield Fact("quantum", quantum, "s", "Computing time that a request gets in this queue.")
+        yield Fact("quantum", quantum, "s", "Computing time that it gets in this queue.")
         down = "a lower queue" if job.home is None else f"queue {job.home[0]}, from which it was promoted"
         yield Fact("quantum left", max(0.0, quantum - job.used), "s", f"Once it is used, the request moves to {down}.")
         if job.level > 0:
@@ -269,7 +266,7 @@ class SkipJoinMlfq(Callbacks):
         self._queues[job.level].remove(job.key)
         self._use.requests[job.level] -= 1
         self._use.requests[level] += 1
-        job.level, job.used, job.key = level, used, self._key(job.prefill, level)
+        job.level, job.granted, job.used, job.key = level, level, used, self._key(job.prefill, level)
         self._queues[level].add(job.key, request)
 
     def _key(self, prefill: int, level: int) -> tuple[int, int]:
@@ -294,11 +291,15 @@ class SkipJoinMlfq(Callbacks):
 
     def _promote(self, request: Request, job: _Job, now: float) -> None:
         self._use.promotions += 1
-        again = self._prefill_seconds(request.progress.pending)
+        again, former = self._prefill_seconds(request.progress.pending), job.level
         job.is_promoted = True
-        job.home = (job.level, job.used) if self._returns else None
+        job.home = None if self._promotion is Promotion.FIRST_QUEUE else (former, job.used)
         self._join(request, job, 0, 0.0)
-        self._next_promotion = now + again / self._promotion_share
+        if self._promotion is Promotion.OWN_QUANTUM:
+            job.granted = former
+        # Recomputation takes steps of its own. Tokens after the next one share their steps with a batch.
+        beside = (self._quanta[job.granted] - self._quanta[0]) / self._batch
+        self._next_promotion = now + (again + beside) / self._promotion_share
 
     # -- the profile --------------------------------------------------------------------------------------
 

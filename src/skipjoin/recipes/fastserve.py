@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from skipjoin.core.policy import EvictionPolicy, Policies
 from skipjoin.options import ConfigError, Option
 from skipjoin.policies.eviction import DROP_SHARE, ProactiveSwap, Swap
-from skipjoin.policies.mlfq import PROMOTION_SHARE, LevelUse, SkipJoinMlfq
+from skipjoin.policies.mlfq import PROMOTION_SHARE, LevelUse, Promotion, SkipJoinMlfq
 from skipjoin.policies.starvation import WorstCase, max_requests, min_bound, starvation_after, starvation_within
 from skipjoin.recipes.parts import EvictionChoice, eviction_of, preemptive
 from skipjoin.recipes.registry import EngineLimits, Params, Settings, recipe
@@ -27,13 +27,14 @@ class QueueParams(Params):
         ),
     ] = None
     promotion: Annotated[
-        str,
+        str | None,
         Option(
-            "Whether a promoted request stays in the first queue, and is demoted from there, or returns to its former "
-            "queue after one quantum",
-            choices=("first-queue", "one-quantum"),
+            "Whether a promoted request is demoted from the first queue as others are, or returns to its former queue "
+            "after a quantum of the first queue or of its own (default: own-quantum, or with starvation_bound_s "
+            "one-quantum).",
+            choices=tuple(how.value for how in Promotion),
         ),
-    ] = "one-quantum"
+    ] = None
     quantum_s: Annotated[
         float | None,
         Option("Seconds that the first queue grants a request (default: the shortest step).", above=0, high=1e6),
@@ -72,10 +73,21 @@ class QueueParams(Params):
     ] = None
     eviction: EvictionChoice = "proactive"
 
+    @property
+    def promotes(self) -> Promotion:
+        if self.promotion is not None:
+            return Promotion(self.promotion)
+        return Promotion.OWN_QUANTUM if self.starvation_bound_s is None else Promotion.ONE_QUANTUM
+
     def resolved(self, s: Settings, policies: Policies) -> Self:
         bound_s, alpha_s = self.starvation_bound_s, _threshold_s(s, self)
         if bound_s is None:
-            return replace(self, starvation_s=alpha_s)
+            return replace(self, starvation_s=alpha_s, promotion=self.promotes.value)
+        if self.promotes is Promotion.OWN_QUANTUM:
+            raise ConfigError(
+                "promotion=own-quantum must not be set together with starvation_bound_s: a promoted request would "
+                "delay others for too long; choose one-quantum or first-queue"
+            )
         if self.starvation_s is not None:
             raise ConfigError("starvation_s must not be set together with starvation_bound_s, from which it follows")
         if s.fair_output_weight is not None:
@@ -92,7 +104,7 @@ class QueueParams(Params):
             )
         if s.limits is not None:
             alpha_s = _threshold_within(bound_s, _worst_case(s, s.limits, policies.eviction))
-        return replace(self, starvation_s=alpha_s, paced=False)
+        return replace(self, starvation_s=alpha_s, promotion=self.promotes.value, paced=False)
 
     def notice(self, s: Settings) -> str:
         if self.starvation_bound_s is None or s.limits is None:
@@ -150,7 +162,7 @@ def queues(s: Settings, p: QueueParams, *, skip_join: bool, promotion_share: flo
             starvation_s=_threshold_s(s, p),
             hysteresis_s=p.hysteresis_s,
             promotion_share=promotion_share if p.paced else math.inf,
-            returns=p.promotion == "one-quantum",
+            promotion=p.promotes,
             shortest_prefill=p.order == "shortest-prefill",
             skip_join=skip_join,
             use=use,

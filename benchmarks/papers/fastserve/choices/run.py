@@ -33,7 +33,8 @@ RATE_RPS, LARGEST_RPS = 2.9, 5.5
 OVERLOAD_RPS = 5.55
 OVERLOADED = {
     ("first-queue",): "fastserve[promotion=first-queue]",
-    ("one-quantum",): "fastserve",
+    ("one-quantum",): "fastserve[promotion=one-quantum]",
+    ("own-quantum",): "fastserve",
     ("none",): "fastserve[starvation_s=1e9]",
     ("fcfs",): "fcfs",
 }
@@ -68,7 +69,7 @@ def promotions() -> dict[tuple[str, str, str], System]:
     """Return systems by promotion, multiple of the default threshold, and share of the time."""
     after_s = starvation_after(MACHINE.systems("fcfs")[0].cost)
     found = {}
-    for how in ("first-queue", "one-quantum"):
+    for how in ("first-queue", "one-quantum", "own-quantum"):
         for times in THRESHOLDS:
             threshold = f"promotion={how},starvation_s={times * after_s:.4g}"
             for share in SHARES:

@@ -19,6 +19,7 @@ from skipjoin.cli.options import flags_of
 from skipjoin.config import EngineConfig, ForecastConfig, ServerConfig
 from skipjoin.model.gguf.architectures import ARCHITECTURES
 from skipjoin.model.gguf.file import TENSOR_TYPES, TensorType
+from skipjoin.model.gguf.groups import LAYOUTS
 from skipjoin.model.gguf.tokenizer import SCHEMES
 from skipjoin.observe.metric_definition import Metric
 from skipjoin.observe.metric_table import API_METRICS, ENGINE_METRICS
@@ -376,15 +377,22 @@ def _gguf() -> Iterator[str]:
     kinds = [[kind.name, f"{8 * kind.size / kind.elements:g}", _kept(kind)] for kind in TENSOR_TYPES.values()]
     yield from _table(["type", "bits per weight", "in memory"], kinds)
     yield (
-        "Numbers are those of llama.cpp's package `gguf`, one tensor at a time, so that no more than the model and "
-        "a few MB are in memory. The log says what was widened. `--quantization int8` then rounds products to 8 bits."
+        "Compiled CPU code multiplies the codes of a file; see [CPUs](../cpu.md#weights-in-codes). Codes of 5 and 6 "
+        "bits take 8, and scales of K and XS types are rounded to float16. Elsewhere, and where the table says so, "
+        "numbers are those of llama.cpp's package `gguf`, and the log says what was widened."
     )
     yield ""
     yield f"Tokenizers of SentencePiece (`llama`), and byte-level ones (`gpt2`) that split text by {_codes(SCHEMES)}."
 
 
 def _kept(kind: TensorType) -> str:
-    return "as stored, or in `--dtype`" if kind.elements == 1 else "widened to `--dtype`, by default `bfloat16`"
+    if kind.elements == 1:
+        return "as stored, or in `--dtype`"
+    layout = LAYOUTS.get(kind.name)
+    if layout is None:
+        return "widened to `--dtype`, by default `bfloat16`"
+    scales = 8 * layout.scale_bytes * (1 + layout.has_minimums) / layout.group
+    return f"codes of {layout.bits} bits, {layout.bits + scales:g} per weight"
 
 
 def _json(value: Any) -> str:

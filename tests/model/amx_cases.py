@@ -17,16 +17,17 @@ from skipjoin.model.ops import build
 
 # Only tests of products and attention use the libraries below, which need not be fast. They are compiled in a third
 # of the time. The macro gives them cache entries of their own.
-QUICK, SOURCES = ("-Og", "-DSKIPJOIN_FEW_SOURCES"), ("layer_ops.cpp", "paged_attention.cpp", "layers.cpp", "pool.cpp")
+QUICK = ("-Og", "-DSKIPJOIN_FEW_SOURCES")
+SOURCES = ("layer_ops.cpp", "grouped.cpp", "paged_attention.cpp", "layers.cpp", "pool.cpp")
 EMULATOR = Path(__file__).with_name("amx_emulator.cpp")
 # Compiler flags by instruction set, and the features in /proc/cpuinfo of a processor that runs the result.
 AVX2 = (*build.AVX2, *QUICK)
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 AVX512_NEEDS = build.AVX2_NEEDS | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
-BF16 = (*AVX512, "-mavx512bf16")
-BF16_NEEDS = AVX512_NEEDS | {"avx512_bf16"}
-TILES = ("-mamx-tile", "-mamx-bf16")
-TILES_NEEDS = {"amx_tile", "amx_bf16"}
+BF16 = (*AVX512, "-mavx512bf16", "-mavx512vnni")
+BF16_NEEDS = AVX512_NEEDS | {"avx512_bf16", "avx512_vnni"}
+TILES = ("-mamx-tile", "-mamx-bf16", "-mamx-int8")
+TILES_NEEDS = {"amx_tile", "amx_bf16", "amx_int8"}
 INSTRUCTIONS = (*BF16, *TILES)
 # Plain arithmetic instead of the instructions.
 PLAIN = (*BF16, "-DSKIPJOIN_PLAIN_TILES")

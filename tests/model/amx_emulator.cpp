@@ -1,4 +1,4 @@
-// Emulator of Intel's AMX instructions (tiles, bfloat16 products) for one process without permission to use them,
+// Emulator of Intel's AMX instructions (tiles, products of bfloat16 and of signed bytes) for one process without permission to use them,
 // compiled into a library of operations or preloaded. The processor raises an illegal-instruction signal, which is
 // handled here: the handler decodes the instruction, executes it on this thread's tiles, and continues after it. Where
 // a processor would fault, the process exits with a message that names the instruction.
@@ -59,8 +59,8 @@ std::atomic<int64_t> products{0};
 struct sigaction before;
 unsigned saved_at; // offset of the configuration in saved registers
 
-enum Operation { kLoadConfig, kStoreConfig, kRelease, kZero, kLoad, kStore, kMultiply };
-const char *const kNames[] = {"LDTILECFG", "STTILECFG", "TILERELEASE", "TILEZERO", "TILELOADD", "TILESTORED", "TDPBF16PS"};
+enum Operation { kLoadConfig, kStoreConfig, kRelease, kZero, kLoad, kStore, kMultiply, kMultiplyBytes };
+const char *const kNames[] = {"LDTILECFG", "STTILECFG", "TILERELEASE", "TILEZERO", "TILELOADD", "TILESTORED", "TDPBF16PS", "TDPBSSD"};
 
 struct Instruction {
   Operation operation;
@@ -135,8 +135,8 @@ bool decode(const ucontext_t *context, Instruction &i) {
     i.operation = kZero, i.tile = reg;
   } else if (at[3] == 0x4b && is_memory && other == 0 && prefix != 0) { // with 66 it is TILELOADDT1
     i.operation = prefix == 2 ? kStore : kLoad, i.tile = reg;
-  } else if (at[3] == 0x5c && !is_memory && prefix == 2) {
-    i.operation = kMultiply, i.tile = reg, i.inputs = rm, i.columns = other;
+  } else if ((at[3] == 0x5c && !is_memory && prefix == 2) || (at[3] == 0x5e && !is_memory && prefix == 3)) {
+    i.operation = at[3] == 0x5c ? kMultiply : kMultiplyBytes, i.tile = reg, i.inputs = rm, i.columns = other;
     return true;
   } else {
     return false;
@@ -239,6 +239,18 @@ __attribute__((noinline)) void multiply(State &s, const Instruction &i) {
   std::memset(s.tiles[i.tile][s.config.rows[i.tile]], 0, (kRows - s.config.rows[i.tile]) * kBytes);
 }
 
+void multiply_bytes(State &s, const Instruction &i) {
+  int width = s.config.bytes[i.tile] / 4;
+  for (int m = 0; m < s.config.rows[i.tile]; m++) {
+    int32_t total[kBytes / 4];
+    std::memcpy(total, s.tiles[i.tile][m], kBytes);
+    for (int k = 0; k < s.config.bytes[i.inputs]; k++)
+      for (int n = 0; n < width; n++)
+        total[n] += (int8_t)s.tiles[i.inputs][m][k] * (int8_t)s.tiles[i.columns][k / 4][4 * n + k % 4];
+    std::memcpy(s.tiles[i.tile][m], total, 4 * width);
+  }
+}
+
 void check_product(const State &s, const Instruction &i) {
   const uint8_t *rows = s.config.rows;
   const uint16_t *bytes = s.config.bytes;
@@ -270,6 +282,11 @@ void carry_out(State &s, const Instruction &i) {
     check_product(s, i);
     _mm_setcsr(0x9fc0); // round to nearest, flush denormals, no exceptions; the signal's return restores it
     multiply(s, i);
+    products.fetch_add(1, std::memory_order_relaxed);
+    break;
+  case kMultiplyBytes:
+    check_product(s, i);
+    multiply_bytes(s, i);
     products.fetch_add(1, std::memory_order_relaxed);
   }
   s.config.start_row = 0;

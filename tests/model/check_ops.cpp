@@ -6,6 +6,18 @@
 #include <cstdio>
 #include <cstdlib>
 
+using skipjoin::Groups;
+
+extern "C" {
+
+int64_t skipjoin_strip_lanes();
+int64_t skipjoin_strip_bytes(const Groups *groups);
+void skipjoin_pack_groups(const Groups *groups, const uint8_t *codes, const uint8_t *scales, const uint8_t *minimums,
+                          int64_t threads);
+void skipjoin_group_rows(int64_t type, const Groups *groups, const int64_t *outputs, int64_t count, void *out,
+                         int64_t threads);
+}
+
 namespace {
 
 constexpr int kThreads = 2;
@@ -29,18 +41,16 @@ template <typename T> std::vector<T> drawn(int64_t count) {
 
 template <typename T> bool equal(const T *a, const T *b, int64_t count) { return !std::memcmp(a, b, count * sizeof(T)); }
 
-template <typename T> void check_linear(int64_t type, bool quantized) {
+template <typename T> void check_linear(int64_t type) {
   const int64_t rows = 33, n = 70, k = 45;
   auto x = drawn<T>(rows * k), weights = drawn<T>(n * k);
-  std::vector<char> packed(skipjoin_packed_bytes(type, n, k, 0, quantized));
-  std::vector<float> scales(panels_of(n, 0) * kPanel);
-  skipjoin_pack_weights(type, weights.data(), n, k, 0, packed.data(), quantized ? scales.data() : nullptr, kThreads);
+  std::vector<char> packed(skipjoin_packed_bytes(type, n, k, 0));
+  skipjoin_pack_weights(type, weights.data(), n, k, 0, packed.data(), kThreads);
   auto product = [&](int64_t first, int64_t count) {
     std::vector<T> out(count * n);
     std::vector<char> scratch(skipjoin_scratch_bytes(type, count, k, kThreads));
     Linear call{};
     call.x = &x[first * k], call.x_stride = k, call.rows = count, call.weights = packed.data();
-    call.scales = quantized ? scales.data() : nullptr;
     call.n = n, call.k = k, call.out = out.data(), call.scratch = scratch.data(), call.threads = kThreads;
     skipjoin_linear(type, &call);
     return out;
@@ -49,11 +59,56 @@ template <typename T> void check_linear(int64_t type, bool quantized) {
   for (int64_t i = 0; i < rows * n; i++) {
     double exact = 0;
     for (int64_t j = 0; j < k; j++) exact += number(x[i / n * k + j]) * number(weights[i % n * k + j]);
-    if (!(std::fabs(exact - number(all[i])) < (quantized ? 0.2 : type ? 0.05 : 1e-4))) fail("product", type, i);
+    if (!(std::fabs(exact - number(all[i])) < (type ? 0.05 : 1e-4))) fail("product", type, i);
   }
   for (int64_t count : {1, 2, 5, 7, 13})
     for (int64_t first = 0; first + count <= rows; first += count)
       if (!equal(product(first, count).data(), &all[first * n], count * n)) fail("rows", type, count);
+}
+
+// bits, group: see Groups. Weights have a minimum, or values of codes.
+template <typename T> void check_grouped(int64_t type, int64_t bits, int64_t group, const int8_t *values) {
+  const int64_t rows = 33, n = 70, k = 64, groups = k / group;
+  auto x = drawn<T>(rows * k);
+  auto scales = drawn<float>(n * groups), minimums = drawn<float>(n * groups), codes = drawn<float>(n * k);
+  std::vector<uint8_t> bytes(n * k);
+  for (int64_t i = 0; i < n * k; i++) bytes[i] = (int)(codes[i] * 100) & (bits == 4 ? 15 : 255);
+  Groups g{};
+  g.outputs = n, g.inputs = k, g.bits = bits, g.group = group, g.offset = bits == 4 && !values ? 8 : 0;
+  g.scale_bytes = 4, g.has_minimums = !values, g.values = values, g.strip_bytes = skipjoin_strip_bytes(&g);
+  std::vector<uint8_t> strips((n + skipjoin_strip_lanes() - 1) / skipjoin_strip_lanes() * g.strip_bytes);
+  g.strips = strips.data();
+  auto *parts = (const uint8_t *)scales.data();
+  skipjoin_pack_groups(&g, bytes.data(), parts, values ? nullptr : (const uint8_t *)minimums.data(), kThreads);
+  auto product = [&](int64_t first, int64_t count) {
+    std::vector<T> out(count * n);
+    std::vector<char> scratch(skipjoin_scratch_bytes(type, count, k, kThreads));
+    Linear call{};
+    call.x = &x[first * k], call.x_stride = k, call.rows = count, call.groups = &g, call.matrices = 1;
+    call.n = n, call.k = k, call.out = out.data(), call.scratch = scratch.data(), call.threads = kThreads;
+    skipjoin_linear(type, &call);
+    return out;
+  };
+  auto all = product(0, rows);
+  std::vector<T> numbers(k);
+  for (int64_t output = 0; output < n; output++) {
+    skipjoin_group_rows(type, &g, &output, 1, numbers.data(), kThreads);
+    double size = 0;
+    for (int64_t j = 0; j < k; j++) {
+      int64_t code = bits == 8 ? (int8_t)bytes[output * k + j] : bytes[output * k + j], at = output * groups + j / group;
+      double weight = scales[at] * (values ? values[code] : code - g.offset) + (values ? 0 : minimums[at]);
+      if (!(std::fabs(weight - number(numbers[j])) <= std::fabs(weight) * 0.01 + 1e-6)) fail("row", type, output);
+      size += std::fabs(weight);
+    }
+    for (int64_t r = 0; r < rows; r++) {
+      double exact = 0;
+      for (int64_t j = 0; j < k; j++) exact += number(x[r * k + j]) * number(numbers[j]);
+      if (!(std::fabs(exact - number(all[r * n + output])) < size * 0.02)) fail("codes", type, output);
+    }
+  }
+  for (int64_t count : {1, 2, 5, 7, 13})
+    for (int64_t first = 0; first + count <= rows; first += count)
+      if (!equal(product(first, count).data(), &all[first * n], count * n)) fail("rows of codes", type, count);
 }
 
 template <typename T> void check_attention(int64_t type) {
@@ -108,8 +163,11 @@ int main() {
   for (int64_t type : {0, 1, 2})
     with_type(type, [&](auto t) {
       using T = decltype(t);
-      check_linear<T>(type, false);
-      check_linear<T>(type, true);
+      check_linear<T>(type);
+      const int8_t values[16] = {-127, -99, -60, -20, -9, 0, 1, 2, 3, 7, 20, 33, 61, 90, 100, 127};
+      for (int64_t bits : {4, 8})
+        for (int64_t group : {16, 32, 64}) check_grouped<T>(type, bits, group, nullptr);
+      check_grouped<T>(type, 4, 32, values);
       check_attention<T>(type);
     });
   std::printf("%s ok\n", skipjoin_path());

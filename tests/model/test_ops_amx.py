@@ -33,6 +33,7 @@ from amx_cases import (
     has_tiles_here,
     quick_library,
 )
+from grouped_cases import KINDS, drawn_matrix
 from withhold_tiles import ARCH_PRCTL, REQUEST_PERMISSION
 
 from skipjoin.model.attention.cpp_backend import CppAttention, check_attention
@@ -186,7 +187,7 @@ def test_emulator_runs_without_permission():
     done = withheld("-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", __file__)
     assert done.returncode == 0, done.stdout
     # Tests of products, attention, self-tests, vectors, the emulator and the decision.
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) == 2 + 6 + 1 + 1 + 1 + 6, done.stdout
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) == 2 + 1 + 6 + 1 + 1 + 1 + 6, done.stdout
 
 
 @needs_bf16
@@ -218,6 +219,19 @@ def test_products_are_bit_identical_to_plain_arithmetic(libraries, scale):
                 result = ours(x[rows])
                 assert result.equal(expected(x[rows])), (outputs, inputs, rows)
                 assert result.equal(whole[rows]), (outputs, inputs, rows)
+
+
+@needs_bf16
+@pytest.mark.usefixtures("two_threads")
+def test_products_of_codes_are_bit_identical_to_plain_arithmetic(libraries):
+    x = drawn(100, 128)
+    for kind in KINDS:
+        matrix = drawn_matrix(kind, 70, 128)
+        ours, expected = (CppOps(library, DTYPE).grouped([matrix], None) for library in libraries)
+        with by_tiles(libraries[0]):
+            whole = ours(x)
+        assert whole.equal(expected(x)), kind
+        assert ours(x[:3]).equal(whole[:3]), kind
 
 
 # A prompt, the next chunk of a long one, the same from the other end of its blocks, and decodes.

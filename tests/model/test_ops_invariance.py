@@ -18,6 +18,7 @@ import amx_cases
 import pytest
 import torch
 from amx_cases import TARGETS
+from grouped_cases import KINDS, SHAPES, drawn_matrix, rounded_inputs
 from model_zoo import CONFIGS
 
 from skipjoin.kv_format import CACHE_FORMATS
@@ -27,6 +28,7 @@ from skipjoin.model.attention.cpp_backend import CppAttention, check_attention
 from skipjoin.model.attention.torch_backend import TorchAttention
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.config import ModelConfig
+from skipjoin.model.groups import coded_bytes, rounded
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.loader import random_model
 from skipjoin.model.ops import build, choice
@@ -110,19 +112,18 @@ def test_operations_pass_their_checks(library, dtype):
 
 
 @dtypes
-@pytest.mark.parametrize("is_int8", [False, True])
-def test_rows_are_bit_identical_in_every_batch(library, dtype, is_int8):
+def test_rows_are_bit_identical_in_every_batch(library, dtype):
     if not has_dtype(library, dtype):
         pytest.skip("this processor does not convert the type")
-    max_rows, ways = max(ROWS), CppOps(library, dtype).ways(is_int8=is_int8)
+    max_rows, ways = max(ROWS), CppOps(library, dtype).ways()
     for way, (outputs, inputs) in itertools.product(ways, ((96, 128), (70, 33))):
         ops = CppOps(library, dtype, way=way)
         x, weight = drawn(dtype, max_rows, inputs), drawn(dtype, 2 * outputs, inputs, seed=1)
         bias, total = drawn(dtype, 2 * outputs, seed=2), drawn(dtype, max_rows, 2 * outputs, seed=3)
         linears = [
-            ops.linear(weight, bias, is_int8=is_int8),
-            ops.linear(weight, bias, "gelu", is_int8=is_int8),
-            ops.linear(weight, None, GATED, is_int8=is_int8),
+            ops.linear(weight, bias),
+            ops.linear(weight, bias, "gelu"),
+            ops.linear(weight, None, GATED),
         ]
 
         def results(rows: slice) -> list[torch.Tensor]:
@@ -179,8 +180,7 @@ def test_weights_keep_the_fastest_implementation(library, tmp_path, monkeypatch,
         assert not any(map(torch.equal, one, other))
 
 
-@pytest.mark.parametrize("is_int8", [False, True])
-def test_float_products_are_bit_identical_without_bfloat16_pairs(is_int8):
+def test_float_products_are_bit_identical_without_bfloat16_pairs():
     with_pairs, without = compiled("avx512-bf16"), compiled("avx512")
     each = [
         CppOps(with_pairs, torch.bfloat16, way="floats"),
@@ -188,33 +188,77 @@ def test_float_products_are_bit_identical_without_bfloat16_pairs(is_int8):
     ]
     for rows, outputs, inputs in ((1, 96, 128), (17, 70, 33), (600, 130, 1002)):
         x, weight = drawn(torch.bfloat16, rows, inputs), drawn(torch.bfloat16, outputs, inputs, seed=1)
-        assert torch.equal(*(residue(ops.linear(weight, None, is_int8=is_int8), x) for ops in each))
+        assert torch.equal(*(residue(ops.linear(weight, None), x) for ops in each))
+
+
+# One row, those of a few at a time and more, of tiles and more, and of several blocks of rows without tiles.
+GROUPED_ROWS = (1, 2, 3, 5, 8, 9, 17, 150)
 
 
 @dtypes
-def test_int8_weights_are_scaled_per_output(library, dtype):
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_products_of_codes_are_right_and_bit_identical_in_every_batch(library, dtype, kind):
     if not has_dtype(library, dtype):
         pytest.skip("this processor does not convert the type")
-    x, bias, total = drawn(dtype, 20, 77), drawn(dtype, 150, seed=2), drawn(dtype, 20, 150, seed=3)
-    weight = drawn(dtype, 150, 77, seed=1)
-    weight[3] = 0
-    weight[4, 5] = 900  # an outlier costs precision in its own output only
-    # The rule itself: round(weight / scale), with a maximum of 127 per output.
-    scale = (weight.float().abs().amax(1, keepdim=True) / 127).double()
-    rounded = (weight / scale.clamp(min=1e-9)).round() * scale
     ops, plain = CppOps(library, dtype), TorchOps()
-    pairs = [
-        (ops.linear(weight, bias, is_int8=True)(x), plain.linear(rounded, bias.double())(x.double())),
-        (ops.linear(weight, None, "gelu", is_int8=True)(x), plain.linear(rounded, None, "gelu")(x.double())),
-        (ops.linear(weight, bias, GATED, is_int8=True)(x), plain.linear(rounded, bias.double(), GATED)(x.double())),
-    ]
-    ops.linear(weight, bias, is_int8=True).add_to(x, total)
-    pairs.append((total, drawn(dtype, 20, 150, seed=3).double() + pairs[0][1]))
-    limit = {torch.float32: 1e-5, torch.float16: 2e-3}.get(dtype, 1e-2)
-    for ours, expected in pairs:
-        assert (ours - expected).norm() <= limit * expected.norm()
-    kept, as_is = ops.linear(weight, bias, is_int8=True).weight_bytes, ops.linear(weight, bias).weight_bytes
-    assert kept < as_is * (0.35 if dtype == torch.float32 else 0.65)
+    limit = {torch.float32: 2e-6, torch.float16: 1e-3}.get(dtype, 5e-3)
+    for outputs, inputs in SHAPES:
+        # Matrices of a product may be stored differently.
+        gate, up = drawn_matrix(kind, outputs, inputs), drawn_matrix(KINDS[7], outputs, inputs, seed=1)
+        bias, weight = drawn(torch.float32, 2 * outputs), torch.cat([gate.widened(), up.widened()]).double()
+        x = drawn(dtype, 170, inputs)
+        total = drawn(dtype, len(x), 2 * outputs, seed=3)
+        numbers = rounded_inputs(x).double()
+        for activation in (None, "gelu", GATED):
+            linear = ops.grouped([gate, up], bias, activation)
+            together = linear(x)
+            expected = plain.linear(weight, bias.double(), activation)(numbers)
+            assert (together - expected).norm() <= limit * expected.norm(), (outputs, inputs, activation)
+            for count in GROUPED_ROWS:
+                for first in (0, len(x) - count):
+                    rows = slice(first, first + count)
+                    assert torch.equal(linear(x[rows]), together[rows]), (outputs, inputs, activation, rows)
+        linear = ops.grouped([gate, up], bias)
+        whole = linear.add_to(x, total.clone())
+        assert torch.equal(linear.add_to(x[:3], total[:3].clone()), whole[:3])
+        expected = total + plain.linear(weight, bias.double())(numbers)
+        assert (whole - expected).norm() <= limit * expected.norm()
+        ids = torch.tensor([3, 0, outputs - 1, 3])
+        assert torch.equal(ops.grouped([gate], None).rows(ids), gate.widened()[ids].to(dtype))
+
+
+def test_blocks_of_rows_change_nothing(library):
+    linear = CppOps(library, torch.float32).grouped([drawn_matrix(KINDS[1], 16, 4096)], None)
+    x = drawn(torch.float32, 180, 4096)  # more than the second-level cache holds
+    assert torch.equal(linear(x)[170:], linear(x[170:]))
+
+
+@dtypes
+def test_infinite_inputs_of_products_of_codes_are_seen(library, dtype):
+    if not has_dtype(library, dtype):
+        pytest.skip("this processor does not convert the type")
+    for rows, number in itertools.product((1, 20), (torch.inf, -torch.inf, torch.nan)):
+        x = drawn(dtype, rows, 64)
+        x[0, 40] = number
+        found = CppOps(library, dtype).grouped([drawn_matrix(KINDS[1], 32, 64)], None)(x)
+        assert found[0].isnan().all()
+        assert found[1:].isfinite().all()
+
+
+def test_codes_take_their_bytes(library):
+    matrix, ops = drawn_matrix(KINDS[1], 96, 128), CppOps(library, torch.float32)
+    assert ops.grouped([matrix], None).weight_bytes == 96 * (128 // 2 + 128 // 32 * 4)
+    assert coded_bytes(96, 128, bits=4, has_minimums=True) == 96 * (128 // 2 + 128 // 32 * 4)
+
+
+def test_weights_are_rounded_per_group():
+    weight = drawn(torch.float32, 7, 77)
+    weight[3] = 0
+    weight[4, 5] = 900  # an outlier costs precision in its own group only
+    error = (rounded(weight).widened() - weight).abs()
+    assert error[3].max() == 0
+    assert error[4, 32:].max() < 0.02 < error[4, :32].max()
+    assert (error <= rounded(weight).scales.float().repeat_interleave(32, 1)[:, :77] * 0.51).all()
 
 
 # Query heads, key-value heads and head size; the second has groups of five and a size of no whole vector.

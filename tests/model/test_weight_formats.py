@@ -42,8 +42,8 @@ class Nibbles(Safetensors):
     def open(self, source: Source) -> Weights:
         return NibbleWeights(source)
 
-    def product_bytes(self, outputs: int, inputs: int, itemsize: int) -> int:
-        return outputs * (inputs // 2 + 8)
+    def matrix_bytes(self, source: Source, name: str, outputs: int, inputs: int) -> int | None:
+        return outputs * (inputs // 2 + 8) if name.endswith("_proj") else None
 
 
 class NibbleWeights(FolderWeights):

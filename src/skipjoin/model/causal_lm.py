@@ -47,18 +47,17 @@ class CausalLM:
 
     def _make_output(self, builder: Builder) -> Linear:
         config, decoder = self.config, self._decoder
-        held = decoder.embedding if config.tie_embeddings else None
-        if held is not None:
-            output = builder.finish_linear(held.table, None)
-            if getattr(output, "weight", None) is held.table:
-                builder.weight_bytes -= held.table.nbytes  # the same tensor, counted twice
-                builder.parameters -= held.table.numel()
+        if config.tie_embeddings and decoder.embedding is not None:
+            table = decoder.embedding.table
+            if not isinstance(table, torch.Tensor):
+                return table
+            output = builder.finish_linear(table, None)
+            if getattr(output, "weight", None) is table:
+                builder.weight_bytes -= table.nbytes  # the same tensor, counted twice
+                builder.parameters -= table.numel()
             return output
         own = self.shard.vocabulary(config)
-        if config.tie_embeddings:
-            rows = builder.weights.take(decoder.EMBEDDING, config.vocab_size, config.embed_dim, rows=own)
-            return builder.finish_linear(rows, None)
-        name = decoder.OUTPUT.removesuffix(".weight")
+        name = (decoder.EMBEDDING if config.tie_embeddings else decoder.OUTPUT).removesuffix(".weight")
         return builder.linear(name, (config.vocab_size,), config.embed_dim, False, rows=(own,))
 
     def check(self, batch: PackedBatch, kv: PagedKV) -> None:

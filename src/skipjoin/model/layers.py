@@ -13,7 +13,7 @@ from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.frequencies import inverse_frequencies
 from skipjoin.model.kv_cache import PagedKV
-from skipjoin.model.ops.base import AttentionParts, FusedLayers, LayerOps, LayerParts, Linear, Norm
+from skipjoin.model.ops.base import AttentionParts, FusedLayers, LayerOps, LayerParts, Linear, LookedUp, Norm
 from skipjoin.model.parallel import Group
 from skipjoin.model.weights import Matrix, Weights
 
@@ -97,7 +97,10 @@ class Builder:
 
     def embedding(self, name: str) -> Embedding:
         config, own = self.config, self.shard.vocabulary(self.config)
-        table = self.tensor(name, config.vocab_size, config.embed_dim, rows=own)
+        matrix = Matrix(name.removesuffix(".weight"), config.vocab_size, own)
+        table = self.weights.table(self.ops, matrix, config.embed_dim)
+        self.weight_bytes += table.nbytes if isinstance(table, torch.Tensor) else table.weight_bytes
+        self.parameters += len(own) * config.embed_dim
         return Embedding(table, own, config.vocab_size, self.group)
 
     def rms_norm(self, name: str, width: int) -> Norm:
@@ -134,20 +137,23 @@ class SummedLinear:
 class Embedding:
     """Vocabulary-parallel embedding: a rank has the rows `own`."""
 
-    def __init__(self, table: torch.Tensor, own: range, vocab_size: int, group: Group) -> None:
+    def __init__(self, table: torch.Tensor | LookedUp, own: range, vocab_size: int, group: Group) -> None:
         self.table = table
         self._own, self._vocab_size, self._group = own, vocab_size, group
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         if len(self._own) == self._vocab_size:
-            return F.embedding(ids, self.table)
+            return self._rows(ids)
         if ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size:
             raise IndexError(f"token ids must be in [0, {self._vocab_size - 1}]")
         local = ids - self._own.start
         foreign = (local < 0) | (local >= len(self._own))
-        found = F.embedding(local.masked_fill_(foreign, 0), self.table).masked_fill_(foreign[:, None], 0)
+        found = self._rows(local.masked_fill_(foreign, 0)).masked_fill_(foreign[:, None], 0)
         self._group.all_reduce(found)
         return found
+
+    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.table) if isinstance(self.table, torch.Tensor) else self.table.rows(ids)
 
 
 class Rotary:

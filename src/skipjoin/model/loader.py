@@ -21,7 +21,6 @@ from skipjoin.model.ops.torch_ops import TorchOps
 from skipjoin.model.parallel import WHOLE, Alone, Group, Shard, Unconnected
 from skipjoin.model.weight_files import ModelFiles, Progress, Source
 from skipjoin.model.weight_format import WeightFormat, format_of
-from skipjoin.model.weights import PlannedWeights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -47,7 +46,8 @@ def load_model(
     config, stored = read_config(files, spec), format_of(files, spec)
     chosen = _choose(config, spec, stored)
     try:
-        weights = stored.open(Source(files, spec, config, chosen.dtype, chosen.device, progress))
+        source = Source(files, spec, config, chosen.dtype, chosen.device, progress, reads_codes=chosen.ops.reads_codes)
+        weights = stored.open(source)
         return CausalLM(config, weights, **chosen._asdict(), group=group or Alone())
     except Exception as error:
         if chosen.device.type != "cuda" or not is_out_of_memory(error):
@@ -64,8 +64,8 @@ def planned_model(files: ModelFiles, config: ModelConfig, spec: LoadSpec, shard:
     """Return a model without memory, to learn its sizes: the loaded one, which may be padded, is no smaller."""
     stored = format_of(files, spec)
     chosen = _choose(config, spec, stored)
-    # A stored format has a layout of its own only for the products that it reads itself.
-    weights = PlannedWeights(chosen.dtype, stored.product_bytes, is_rounded=stored.quantization != "none")
+    source = Source(files, spec, config, chosen.dtype, chosen.device, reads_codes=chosen.ops.reads_codes)
+    weights = stored.plan(source)
     return CausalLM(config, weights, **(chosen._asdict() | {"ops": TorchOps()}), group=Unconnected(shard))
 
 

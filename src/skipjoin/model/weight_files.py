@@ -44,6 +44,8 @@ class ModelFiles:
 
 
 class Source(NamedTuple):
+    """What weights are opened from; `reads_codes` is that of `LayerOps`."""
+
     files: ModelFiles
     spec: LoadSpec
     config: ModelConfig
@@ -51,6 +53,7 @@ class Source(NamedTuple):
     device: torch.device
     progress: Progress | None = None
     seed: int = 0
+    reads_codes: bool = False
 
 
 def read_weight_map(index: Path) -> dict[str, str]:

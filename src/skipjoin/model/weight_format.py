@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,7 +19,7 @@ from skipjoin.model.weight_files import INDEX, ModelFiles, Source, read_weight_m
 
 if TYPE_CHECKING:
     from skipjoin.model.ops.base import LayerOps
-    from skipjoin.model.weights import Weights
+    from skipjoin.model.weights import PlannedWeights, Weights
 
 _log = logging.getLogger(__name__)
 # Entry points of this group name the class of a format.
@@ -57,9 +58,14 @@ class WeightFormat(ABC):
         """Return the type of the model's activations, where neither config.json nor the user names one."""
         return "float32"
 
-    def product_bytes(self, outputs: int, inputs: int, itemsize: int) -> int:
-        """Return the minimum bytes of a product's weights, for checks of the memory before they are loaded."""
-        return outputs * inputs * itemsize
+    def matrix_bytes(self, source: Source, name: str, outputs: int, inputs: int) -> int | None:
+        """Return the minimum bytes of a matrix, for checks of the memory before it is loaded; None if not in codes."""
+        return None
+
+    def plan(self, source: Source) -> PlannedWeights:
+        from skipjoin.model.weights import PlannedWeights  # noqa: PLC0415
+
+        return PlannedWeights(source.dtype, partial(self.matrix_bytes, source), lambda *_: None)
 
 
 _formats: dict[str, WeightFormat] = {}
@@ -113,7 +119,7 @@ def _find(files: ModelFiles, spec: LoadSpec) -> WeightFormat | None:
 
 @weight_format
 class Gguf(WeightFormat):
-    """One file with everything, whose quantized weights are widened to the model's type."""
+    """One file with everything; what products do not read in codes is widened to the model's type."""
 
     name = "gguf"
     patterns = ()  # of many files in a repository, one is wanted
@@ -125,6 +131,11 @@ class Gguf(WeightFormat):
         from skipjoin.model.gguf.weights import GgufWeights  # noqa: PLC0415
 
         return GgufWeights(source)
+
+    def matrix_bytes(self, source: Source, name: str, outputs: int, inputs: int) -> int | None:
+        from skipjoin.model.gguf.weights import coded_bytes  # noqa: PLC0415
+
+        return coded_bytes(source, name, outputs, inputs)
 
     def dtype_name(self, files: ModelFiles) -> str:
         elements: Counter[str] = Counter()
@@ -182,7 +193,7 @@ class Dummy(WeightFormat):
 
 @weight_format
 class Int8(WeightFormat):
-    """Weights of another format, rounded to 8 bits with a scale per output in products of compiled CPU code."""
+    """Weights of another format, rounded to 8 bits with a scale per 32 inputs, for compiled CPU code."""
 
     name = quantization = "int8"
     load_format = None
@@ -204,8 +215,16 @@ class Int8(WeightFormat):
                 f"compiler; got {where}"
             )
 
-    def product_bytes(self, outputs: int, inputs: int, itemsize: int) -> int:
-        return outputs * (inputs + 4)
+    def matrix_bytes(self, source: Source, name: str, outputs: int, inputs: int) -> int | None:
+        from skipjoin.model.groups import coded_bytes  # noqa: PLC0415
+
+        return coded_bytes(outputs, inputs)
+
+    def plan(self, source: Source) -> PlannedWeights:
+        from skipjoin.model.weights import PlannedWeights  # noqa: PLC0415
+
+        size = partial(self.matrix_bytes, source, "")
+        return PlannedWeights(source.dtype, partial(self.matrix_bytes, source), size)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

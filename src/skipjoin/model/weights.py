@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 
 from skipjoin.model.config import DTYPES, ModelError
 from skipjoin.model.family import family_named
-from skipjoin.model.ops.base import LayerOps, Linear, Norm
-from skipjoin.model.ops.cpp_ops import CppOps
+from skipjoin.model.groups import GroupedMatrix, rounded
+from skipjoin.model.ops.base import LayerOps, Linear, LookedUp, Norm
 from skipjoin.model.weight_files import INDEX, Source, read_weight_map, safetensors_files
 
 # Stored tensor types that can be weights, and the nearest supported ones. Others are quantized, or no numbers.
@@ -43,6 +43,10 @@ class Weights(ABC):
     def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
         """Return a tensor of whole shape `shape`, or the given rows or columns, contiguous, on the model's device."""
 
+    def grouped(self, matrix: Matrix, inputs: int, columns: range | None = None) -> GroupedMatrix | None:
+        """Return a matrix in codes, or None if it has none that products of the chosen operations read."""
+        return None
+
     def linear(
         self,
         ops: LayerOps,
@@ -54,15 +58,25 @@ class Weights(ABC):
         activation: str | None = None,
     ) -> Linear:
         """Make one product of matrices with the same input by concatenating their rows; `columns` are this rank's."""
-        weight = [self.take(f"{one.name}.weight", one.out, inputs, rows=one.rows, columns=columns) for one in matrices]
         shifts = [self.take(f"{one.name}.bias", one.out, rows=one.rows) for one in matrices] if bias else []
         shift = _join(shifts) if bias else None
+        coded = [found for one in matrices if (found := self.grouped(one, inputs, columns)) is not None]
+        if len(coded) == len(matrices):
+            return ops.grouped(coded, shift, activation)
+        weight = [self.take(f"{one.name}.weight", one.out, inputs, rows=one.rows, columns=columns) for one in matrices]
         return self.product(ops, _join(weight), shift, activation)
 
     def product(
         self, ops: LayerOps, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
     ) -> Linear:
         return ops.linear(weight, bias, activation)
+
+    def table(self, ops: LayerOps, matrix: Matrix, width: int) -> torch.Tensor | LookedUp:
+        """Return rows to look up, which may also be a product."""
+        coded = self.grouped(matrix, width)
+        if coded is not None:
+            return ops.grouped([coded], None)
+        return self.take(f"{matrix.name}.weight", matrix.out, width, rows=matrix.rows)
 
 
 def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -76,12 +90,17 @@ class PlannedWeights(Weights):
     """Tensors without memory, and products of which only the bytes are known.
 
     Args:
-        product_bytes: See `WeightFormat`.
-        is_rounded: Whether products of tensors that were taken have these bytes too.
+        matrix_bytes: Returns the bytes of a matrix by its name, outputs and inputs, or None if it is kept as numbers.
+        product_bytes: Likewise for products of tensors that were taken.
     """
 
-    def __init__(self, dtype: torch.dtype, product_bytes: Callable[[int, int, int], int], *, is_rounded: bool) -> None:
-        self._dtype, self._product_bytes, self._is_rounded = dtype, product_bytes, is_rounded
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        matrix_bytes: Callable[[str, int, int], int | None],
+        product_bytes: Callable[[int, int], int | None],
+    ) -> None:
+        self._dtype, self._matrix_bytes, self._product_bytes = dtype, matrix_bytes, product_bytes
 
     def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=self._dtype, device="meta")
@@ -89,23 +108,26 @@ class PlannedWeights(Weights):
         return tensor if wanted is None else tensor[wanted].contiguous()
 
     def linear(self, ops: LayerOps, matrices: Sequence[Matrix], inputs: int, **options: Any) -> Linear:
-        found = super().linear(ops, matrices, inputs, **options)
         columns = options.get("columns")
-        own = sum(len(one.rows) for one in matrices), inputs if columns is None else len(columns)
-        return self._planned(found, *own)
+        width = inputs if columns is None else len(columns)
+        sizes = [self._matrix_bytes(one.name, len(one.rows), width) for one in matrices]
+        known = [size for size in sizes if size is not None]
+        if len(known) < len(sizes):
+            return super().linear(ops, matrices, inputs, **options)
+        shifts = sum(len(one.rows) for one in matrices) * self._dtype.itemsize * options["bias"]
+        return PlannedProduct(sum(known) + shifts)
 
     def product(
         self, ops: LayerOps, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
     ) -> Linear:
-        found = super().product(ops, weight, bias, activation)
-        return self._planned(found, *weight.shape) if self._is_rounded else found
+        size = self._product_bytes(*weight.shape)
+        if size is None:
+            return super().product(ops, weight, bias, activation)
+        return PlannedProduct(size + (0 if bias is None else bias.nbytes))
 
-    def _planned(self, found: Linear, outputs: int, inputs: int) -> Linear:
-        plain = outputs * inputs * self._dtype.itemsize
-        kept = self._product_bytes(outputs, inputs, self._dtype.itemsize)
-        if kept == plain or isinstance(found, PlannedProduct):
-            return found
-        return PlannedProduct(found.weight_bytes - plain + kept)
+    def table(self, ops: LayerOps, matrix: Matrix, width: int) -> torch.Tensor | LookedUp:
+        size = self._matrix_bytes(matrix.name, len(matrix.rows), width)
+        return super().table(ops, matrix, width) if size is None else PlannedProduct(size)
 
 
 class PlannedProduct:
@@ -118,8 +140,13 @@ class PlannedProduct:
     def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
         raise NotImplementedError
 
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
 
 class Int8Weights(Weights):
+    """Weights of another format, rounded to 8 bits."""
+
     label = "int8"
 
     def __init__(self, plain: Weights) -> None:
@@ -128,11 +155,13 @@ class Int8Weights(Weights):
     def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
         return self._plain.take(name, *shape, rows=rows, columns=columns)
 
+    def grouped(self, matrix: Matrix, inputs: int, columns: range | None = None) -> GroupedMatrix | None:
+        return rounded(self.take(f"{matrix.name}.weight", matrix.out, inputs, rows=matrix.rows, columns=columns))
+
     def product(
         self, ops: LayerOps, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
     ) -> Linear:
-        assert isinstance(ops, CppOps)
-        return ops.linear(weight, bias, activation, is_int8=True)
+        return ops.grouped([rounded(weight)], bias, activation)
 
 
 class SafetensorsFiles:

@@ -8,6 +8,7 @@ import torch
 
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.batch import PackedBatch
+from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.kv_cache import PagedKV
 
 # Activation of weights [2 * out, in], gate before up: silu(gate) * up.
@@ -33,6 +34,12 @@ class Linear(Protocol):
 
     def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
         """Add the plain product to contiguous `total`. Return `then(total)`, or `total` without `then`."""
+        ...
+
+
+class LookedUp(Linear, Protocol):
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows of a single matrix as numbers of the model's type."""
         ...
 
 
@@ -67,6 +74,8 @@ class LayerOps(Protocol):
     name: str
     # Instruction set and product type of compiled operations; the name of others.
     path: str
+    # Whether `grouped` works.
+    reads_codes: bool
 
     def use_threads(self, count: int) -> None: ...
 
@@ -76,6 +85,12 @@ class LayerOps(Protocol):
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> Linear:
         """Prepare [out, in] weights, which it may keep, with an activation after the bias (ALISE section 3.3)."""
+        ...
+
+    def grouped(
+        self, matrices: Sequence[GroupedMatrix], bias: torch.Tensor | None, activation: str | None = None
+    ) -> LookedUp:
+        """Prepare weights in codes, whose rows follow one another."""
         ...
 
     def rms_norm(self, weight: torch.Tensor, eps: float) -> Norm: ...

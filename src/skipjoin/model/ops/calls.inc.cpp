@@ -6,12 +6,25 @@
 
 namespace skipjoin {
 
+// Weights in codes with a scale, and perhaps a minimum, per group of inputs; see grouped.cpp.
+struct Groups {
+  const uint8_t *strips;
+  int64_t strip_bytes, outputs, inputs;
+  int64_t bits, group; // 4 or 8; inputs per scale: 16 or a multiple of 32
+  int64_t offset;      // subtracted from codes
+  int64_t scale_bytes; // 2: float16, 4: float
+  int64_t has_minimums;
+  const int8_t *values; // of each code, [16], or null
+  const float *bias;    // [strips * kLanes], or null
+};
+
 struct Linear {
   const void *x;
   int64_t x_stride, rows;
   const void *weights;
-  const float *bias, *scales; // [panels * kPanel] or null; scales: for int8 weights
-  int64_t n, k;
+  const float *bias; // [panels * kPanel] or null
+  const Groups *groups; // instead of weights: matrices whose outputs follow one another, or null
+  int64_t matrices, n, k;
   void *out; // [rows, n], or [rows, n / 2] if gated
   int64_t gated, add, activation;
   void *scratch;

@@ -12,11 +12,18 @@ from skipjoin.model.kv_cache import PagedKV
 _I, _P = c_int64, c_void_p
 
 
+class GroupsCall(ctypes.Structure):
+    _fields_ = (
+        ("strips", _P), ("strip_bytes", _I), ("outputs", _I), ("inputs", _I), ("bits", _I), ("group", _I),
+        ("offset", _I), ("scale_bytes", _I), ("has_minimums", _I), ("values", _P), ("bias", _P),
+    )  # fmt: skip
+
+
 class LinearCall(ctypes.Structure):
     _fields_ = (
-        ("x", _P), ("x_stride", _I), ("rows", _I), ("weights", _P), ("bias", _P), ("scales", _P), ("n", _I), ("k", _I),
-        ("out", _P), ("gated", _I), ("add", _I), ("activation", _I), ("scratch", _P), ("threads", _I),
-        ("way", _I), ("then", _P), ("then_bytes", _I),
+        ("x", _P), ("x_stride", _I), ("rows", _I), ("weights", _P), ("bias", _P), ("groups", _P), ("matrices", _I),
+        ("n", _I), ("k", _I), ("out", _P), ("gated", _I), ("add", _I), ("activation", _I), ("scratch", _P),
+        ("threads", _I), ("way", _I), ("then", _P), ("then_bytes", _I),
     )  # fmt: skip
 
 

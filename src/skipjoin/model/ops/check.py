@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import torch
 
+from skipjoin.model.groups import rounded
 from skipjoin.model.ops.base import GATED, LayerOps
 from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchOps
 
@@ -30,15 +31,25 @@ def check_ops(ops: LayerOps, dtype: torch.dtype, device: torch.device | str = "c
             *sums,
         ]
 
+    if ops.reads_codes and not _codes_are_right(ops, x, weight):
+        return False
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     pairs = zip(results(ops), results(TorchOps()), strict=True)
     # A NaN compares as false.
     return all(bool((ours - theirs).float().norm() <= tolerance * theirs.float().norm()) for ours, theirs in pairs)
 
 
+def _codes_are_right(ops: LayerOps, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    matrix = rounded(weight)
+    ours, theirs = ops.grouped([matrix], None)(x), x.float() @ matrix.widened().T
+    return bool((ours - theirs).norm() <= 0.03 * theirs.norm())  # inputs are rounded to 8 bits
+
+
 def rows_are_independent(ops: LayerOps, dtype: torch.dtype) -> bool:
     """Return whether a product's row has the same bits in any batch."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 70, generator=generator).to(dtype) for n in (64, 68))
-    linears = (ops.linear(weight, None), ops.linear(weight, None, GATED))
+    linears = [ops.linear(weight, None), ops.linear(weight, None, GATED)]
+    if ops.reads_codes:
+        linears += [ops.grouped([rounded(weight)], None), ops.grouped([rounded(weight)], None, GATED)]
     return all(torch.equal(linear(x[-n:]), linear(x)[-n:]) for linear in linears for n in (1, 17, 33))

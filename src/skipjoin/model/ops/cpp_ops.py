@@ -9,31 +9,35 @@ from ctypes import c_float, c_int64, c_void_p
 import torch
 
 from skipjoin.model.attention.base import AttentionBackend
+from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.large_pages import Arena
-from skipjoin.model.ops.base import GATED, FusedLayers, LayerParts, Norm
+from skipjoin.model.ops.base import FusedLayers, LayerParts, Norm
 from skipjoin.model.ops.build import library_id, path_of
-from skipjoin.model.ops.calls import LayerCall, LinearCall, check_sizes
+from skipjoin.model.ops.calls import GroupsCall, LayerCall, LinearCall, check_sizes
 from skipjoin.model.ops.choice import WAYS, Choices
+from skipjoin.model.ops.compiled_linear import CompiledLinear
+from skipjoin.model.ops.cpp_groups import GroupedLinear
 from skipjoin.model.ops.cpp_layers import CppLayers, shape_of
 from skipjoin.model.ops.threads import share_between, threads_here
-from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchLayerNorm, TorchRMSNorm
+from skipjoin.model.ops.torch_ops import TorchLayerNorm, TorchRMSNorm
 from skipjoin.system.container import usable_cpus
 
 # In the order of `Type` in layer_ops.cpp.
 CPP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# In the order of `Activation` in layer_ops.cpp.
-_ACTIVATIONS = (None, *ACTIVATIONS)
-
 _I, _P = c_int64, c_void_p
 
 _SIGNATURES = {
     "skipjoin_has_float16": ([], c_int64),
     "skipjoin_panel": ([], c_int64),
-    "skipjoin_has_way": ([_I, _I, _I], c_int64),
+    "skipjoin_has_way": ([_I, _I], c_int64),
     "skipjoin_floats_are_faster": ([], c_int64),
     "skipjoin_scratch_bytes": ([_I] * 4, c_int64),
-    "skipjoin_packed_bytes": ([_I] * 5, c_int64),
-    "skipjoin_pack_weights": ([_I, _P, _I, _I, _I, _P, _P, _I], None),
+    "skipjoin_packed_bytes": ([_I] * 4, c_int64),
+    "skipjoin_pack_weights": ([_I, _P, _I, _I, _I, _P, _I], None),
+    "skipjoin_strip_lanes": ([], c_int64),
+    "skipjoin_strip_bytes": ([ctypes.POINTER(GroupsCall)], c_int64),
+    "skipjoin_pack_groups": ([ctypes.POINTER(GroupsCall), _P, _P, _P, _I], None),
+    "skipjoin_group_rows": ([_I, ctypes.POINTER(GroupsCall), _P, _I, _P, _I], None),
     "skipjoin_open_step": ([], None),
     "skipjoin_close_step": ([], None),
     "skipjoin_linear": ([_I, ctypes.POINTER(LinearCall)], None),
@@ -49,14 +53,15 @@ class CppOps:
     """Compiled layer operations; `way` None takes the fastest. Not thread-safe: products share one scratch buffer."""
 
     name = "cpp"
+    reads_codes = True
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, way: str | None = None) -> None:
         for name, (arguments, result) in _SIGNATURES.items():
             getattr(library, name).argtypes = arguments
             getattr(library, name).restype = result
-        check_sizes(library, {"skipjoin_linear_bytes": LinearCall})
+        check_sizes(library, {"skipjoin_linear_bytes": LinearCall, "skipjoin_groups_bytes": GroupsCall})
         self.library = library
-        self.type = CPP_DTYPES.index(dtype)
+        self.dtype, self.type = dtype, CPP_DTYPES.index(dtype)
         has_floats = "floats" in self.ways()
         self._without_tiles = "floats" if has_floats and library.skipjoin_floats_are_faster() else "vectors"
         self.path = path_of(library) + (", products in float32" if self._without_tiles == "floats" else "")
@@ -90,26 +95,24 @@ class CppOps:
             self._scratch = torch.empty(needed, dtype=torch.uint8)
         return self._scratch.data_ptr()
 
-    def ways(self, *, is_int8: bool = False) -> tuple[str, ...]:
-        return tuple(way for at, way in enumerate(WAYS) if self.library.skipjoin_has_way(self.type, int(is_int8), at))
+    def ways(self) -> tuple[str, ...]:
+        return tuple(way for at, way in enumerate(WAYS) if self.library.skipjoin_has_way(self.type, at))
 
     def way(self, linear: CppLinear) -> str:
-        ways = self.ways(is_int8=linear.is_int8)
+        ways = self.ways()
         if self._way in ways:
             return self._way
         if "tiles" not in ways:
             return self._without_tiles
         return self._choices.way(linear.shape(), (self._without_tiles, "tiles"), linear.seconds)
 
-    def linear(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: str | None = None,
-        *,
-        is_int8: bool = False,
-    ) -> CppLinear:
-        return CppLinear(self, weight, bias, activation, is_int8=is_int8)
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> CppLinear:
+        return CppLinear(self, weight, bias, activation)
+
+    def grouped(
+        self, matrices: Sequence[GroupedMatrix], bias: torch.Tensor | None, activation: str | None = None
+    ) -> GroupedLinear:
+        return GroupedLinear(self, matrices, bias, activation)
 
     def rms_norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return CppRMSNorm(self, weight, eps)
@@ -142,70 +145,34 @@ class CppRMSNorm(TorchRMSNorm):
         return out
 
 
-class CppLinear:
-    """Weights in panels of outputs, each read once per product; int8 ones are round(weight / scale), per output."""
+class CppLinear(CompiledLinear):
+    """Weights in panels of outputs, each read once per product."""
 
-    def __init__(
-        self,
-        ops: CppOps,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: str | None,
-        *,
-        is_int8: bool,
-    ) -> None:
-        gated = activation == GATED
-        self._ops, self._gated = ops, int(gated)
-        self._activation = 0 if gated else _ACTIVATIONS.index(activation)
-        self._n, self._k = weight.shape
-        self.is_int8, panel = is_int8, ops.library.skipjoin_panel()
-        packed_bytes = ops.library.skipjoin_packed_bytes(ops.type, self._n, self._k, self._gated, int(is_int8))
+    def __init__(self, ops: CppOps, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> None:
+        outputs, inputs = weight.shape
+        super().__init__(ops, outputs, inputs, activation)
+        panel = ops.library.skipjoin_panel()
+        packed_bytes = ops.library.skipjoin_packed_bytes(ops.type, *weight.shape, self.is_gated)
         self._packed = ops.arena.take(packed_bytes)
-        zeros = torch.zeros(self._n)
-        self._scales = _in_panels(zeros, gated, panel) if is_int8 else None
         weight = weight.contiguous()
         ops.library.skipjoin_pack_weights(
-            ops.type, weight.data_ptr(), self._n, self._k, self._gated, self._packed.data_ptr(),
-            _address(self._scales), threads_here(),
-        )  # fmt: skip
-        self._bias = None if bias is None else _in_panels(bias.float(), gated, panel)
-        self.weight_bytes = packed_bytes + sum(x.nbytes for x in (self._bias, self._scales) if x is not None)
-        self._arguments = self._packed.data_ptr(), _address(self._bias), _address(self._scales), self._n, self._k
-        self._dtype, self._way = weight.dtype, 0
-        self._way = WAYS.index(ops.way(self))
+            ops.type, weight.data_ptr(), *weight.shape, self.is_gated, self._packed.data_ptr(), threads_here()
+        )
+        self._bias = None if bias is None else _in_panels(bias.float(), self.is_gated, panel)
+        self.weight_bytes = packed_bytes + (0 if self._bias is None else self._bias.nbytes)
+        self.use(weights=self._packed.data_ptr(), bias=_address(self._bias))
+        self.use(way=WAYS.index(ops.way(self)))
 
     def shape(self) -> str:
-        gated = " gated" * self._gated
-        return f"{self._n} x {self._k}{gated}, {str(self._dtype).removeprefix('torch.')}, threads {threads_here()}"
+        gated, dtype = " gated" * self.is_gated, str(self.ops.dtype).removeprefix("torch.")
+        return f"{self.outputs} x {self.inputs}{gated}, {dtype}, threads {threads_here()}"
 
     def seconds(self, way: str, rows: int) -> float:
-        before, self._way = self._way, WAYS.index(way)
-        x = torch.ones(rows, self._k, dtype=self._dtype)
+        self.use(way=WAYS.index(way))
+        x = torch.ones(rows, self.inputs, dtype=self.ops.dtype)
         begin = time.perf_counter()
         self(x)
-        taken = time.perf_counter() - begin
-        self._way = before
-        return taken
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty((x.shape[0], self._n // 2 if self._gated else self._n), dtype=x.dtype)
-        self._run(x, out, 0)
-        return out
-
-    def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
-        self._run(x, total, 1)
-        return total if then is None else then(total)
-
-    def _run(self, x: torch.Tensor, out: torch.Tensor, add: int) -> None:
-        ops, m, threads = self._ops, x.shape[0], threads_here()
-        call = LinearCall(
-            x.data_ptr(), x.stride(0), m, *self._arguments, out.data_ptr(), self._gated, add, self._activation,
-            ops.scratch(m, self._k, threads), threads, self._way,
-        )  # fmt: skip
-        ops.library.skipjoin_linear(ops.type, call)
-
-    def call(self) -> LinearCall:
-        return LinearCall(None, 0, 0, *self._arguments, None, self._gated, 0, self._activation, None, 0, self._way)
+        return time.perf_counter() - begin
 
 
 def _layer_call(parts: LayerParts) -> LayerCall | None:
@@ -213,7 +180,7 @@ def _layer_call(parts: LayerParts) -> LayerCall | None:
     norms = [parts.norm, parts.mlp_norm, *(attention.qk_norms or ())]
     linears = [attention.qkv, attention.output, parts.up, parts.down]
     compiled_norms = [norm for norm in norms if isinstance(norm, CppRMSNorm)]
-    compiled = [linear for linear in linears if isinstance(linear, CppLinear)]
+    compiled = [linear for linear in linears if isinstance(linear, CompiledLinear)]
     if len(compiled_norms) < len(norms) or len(compiled) < len(linears):
         return None
     weights = [norm.weight.data_ptr() for norm in compiled_norms]

@@ -3,7 +3,7 @@
 // The entry points are plain C, so that building needs only a compiler. Types are float, bfloat16 and, where the
 // processor converts it, float16; sums are float. The result of a row never depends on other rows; see
 // products.inc.cpp.
-#include "calls.inc.cpp"
+#include "outputs.inc.cpp"
 #include "pool.inc.cpp"
 #include "tiles.inc.cpp"
 
@@ -13,24 +13,18 @@
 #include <cmath>
 #include <vector>
 
-namespace {
-
 using skipjoin::Linear;
+
+extern "C" {
+
+int64_t skipjoin_grouped_scratch_bytes(int64_t rows, int64_t inputs, int64_t threads);
+void skipjoin_grouped_linear(int64_t type, const Linear *call);
+}
+
+namespace {
 
 constexpr int kRowBlock = 10 * kMaxRows; // rows per task, whose inputs fit the second-level cache
 constexpr int kOwnTiles = 2; // with at most this many tiles of inputs, packing them per thread beats waiting
-
-enum Activation { kNone, kRelu, kSilu, kGelu, kGeluTanh };
-
-inline Floats activated(int64_t activation, Floats x) {
-  switch (activation) {
-  case kRelu: return relu(x);
-  case kSilu: return silu(x);
-  case kGelu: return gelu(x);
-  case kGeluTanh: return gelu_tanh(x);
-  default: return x;
-  }
-}
 
 // Implementation of a product: in units of its type, or for bfloat16 pairs also in floats, with the bits of a processor
 // without pair instructions, or by tiles. A weight keeps one implementation, because each rounds differently.
@@ -77,7 +71,7 @@ template <typename T, typename In> void pack_inputs(const Linear &c, int64_t fir
     }
 }
 
-// Writes the sums of one tile to output rows, with scales, bias and gate, activation or addition.
+// Writes the sums of one tile to output rows, with bias and gate, activation or addition.
 template <typename T>
 void finish(const Linear &c, int64_t panel, int64_t first, int64_t rows, Floats (*sums)[kVectors]) {
   constexpr int half = kVectors / 2;
@@ -86,15 +80,12 @@ void finish(const Linear &c, int64_t panel, int64_t first, int64_t rows, Floats 
     T *row = (T *)c.out + (first + r) * width;
     for (int v = 0; v < kVectors; v++) {
       int64_t at = panel * kPanel + v * kLanes;
-      if (c.scales) sums[r][v] *= load(c.scales + at);
       if (c.bias) sums[r][v] += load(c.bias + at);
     }
     for (int v = 0; v < (c.gated ? half : kVectors); v++) {
       int64_t column = panel * (c.gated ? kPanel / 2 : kPanel) + v * kLanes;
       if (column >= width) break;
-      Floats value = c.gated ? silu(sums[r][v]) * sums[r][half + v] : activated(c.activation, sums[r][v]);
-      if (c.add) value += load(row + column, width - column);
-      store(row + column, value, width - column);
+      put(c, row + column, width - column, sums[r][v], sums[r][c.gated ? half + v : v]);
     }
   }
 }
@@ -106,11 +97,13 @@ struct Tiles {
   explicit Tiles(int64_t m) : count((m + kMaxRows - 1) / kMaxRows), rows(count ? (m + count - 1) / count : 0) {}
 };
 
+template <typename T> using Stored = std::conditional_t<kInputs<T> == 2, Pair, T>;
+
 // In: `Unit<T>` or float.
-template <typename T, typename In, typename W> void linear(const Linear &c) {
-  // Int8 weights are in the order of their inputs, so that floats have units of their own.
+template <typename T, typename In> void linear(const Linear &c) {
+  using W = Stored<T>;
   int64_t inputs = units_of<T>(c.k) * kParts<In, Unit<T>>, units = inputs / kParts<In, W>;
-  int64_t panel_size = packed_units<T>(c.k) * kParts<In, Unit<T>> / kParts<In, W> * kStep<In, W>;
+  int64_t panel_size = packed_units<T>(c.k) * kParts<In, Unit<T>> / kParts<In, W> * kPanel;
   int64_t panels = panels_of(c.n, c.gated);
   Tiles tiles(c.rows);
   int64_t tile_size = inputs * tiles.rows, per_block = kRowBlock / kMaxRows;
@@ -141,7 +134,7 @@ template <typename T, typename In, typename W> void linear(const Linear &c) {
       const W *weights = weights_of(task);
       bool is_last = next >= panels * blocks;
       const char *later = is_last ? then : (const char *)weights_of(next);
-      int64_t bytes_each = (kStep<In, W> * sizeof(W) + end - begin - 1) / (end - begin);
+      int64_t bytes_each = (kPanel * sizeof(W) + end - begin - 1) / (end - begin);
       if (is_last) bytes_each = std::min(bytes_each, c.then_bytes / (units * (end - begin)));
       for (int64_t t = begin; t < end; t++) {
         Floats sums[kMaxRows][kVectors];
@@ -158,15 +151,6 @@ template <typename T, typename In, typename W> void linear(const Linear &c) {
       }
     }
   });
-}
-
-template <typename T> using Stored = std::conditional_t<kInputs<T> == 2, Pair, T>;
-
-template <typename T, typename In> void linear_in(const Linear &c) {
-  if (c.scales)
-    linear<T, In, int8_t>(c);
-  else
-    linear<T, In, Stored<T>>(c);
 }
 
 // Measures the seconds of a product whose inputs and weights are in the first-level cache.
@@ -287,33 +271,6 @@ template <typename T> void pack_weights(const T *weights, int64_t n, int64_t k, 
   });
 }
 
-// Packs the weight as int8: round(weight / scale), with a maximum of 127 per output.
-template <typename T>
-void quantize_weights(const T *weights, int64_t n, int64_t k, int64_t gated, int8_t *packed, float *scales,
-                      int threads) {
-  constexpr int per = kInputs<T>;
-  int64_t units = packed_units<T>(k);
-  skipjoin::share(threads, panels_of(n, gated), 1, [&](int64_t p) {
-    int8_t *panel = packed + p * units * kPanel * per;
-    std::vector<float> row(units * per + kLanes);
-    for (int column = 0; column < kPanel; column++) {
-      int64_t output = output_of(n, gated, p, column);
-      Floats most{};
-      for (int64_t i = 0; i < units * per; i += kLanes) {
-        Floats value = output >= 0 ? load(weights + output * k + i, k - i) : Floats{};
-        store(&row[i], value);
-        most = larger(magnitude(value), most);
-      }
-      float scale = largest(most) / 127.0f;
-      scales[p * kPanel + column] = scale;
-      for (int64_t i = 0; i < units * per; i++) {
-        float code = scale > 0.0f ? std::nearbyint(row[i] / scale) : 0.0f;
-        panel[i * kPanel + column] = (int8_t)std::min(127.0f, std::max(-127.0f, code));
-      }
-    }
-  });
-}
-
 // x: [outer][inner][width], strided in the first two dimensions; out: contiguous.
 template <typename T>
 void rms_norm(const T *x, int64_t outer, int64_t outer_stride, int64_t inner, int64_t inner_stride, int64_t width,
@@ -353,16 +310,6 @@ void rotate(T *x, int64_t tokens, int64_t token_stride, int64_t heads, int64_t h
   });
 }
 
-enum Type { kFloat32, kBfloat16, kFloat16 };
-
-// Calls work(T()) with the type of this number.
-template <typename Work> void with_type(int64_t type, Work &&work) {
-  if (type == kFloat32) work(float());
-  if (type == kBfloat16) work(bfloat16());
-  if constexpr (kHasHalf)
-    if (type == kFloat16) work(half());
-}
-
 } // namespace
 
 // type: see `Type`. Strides are in elements.
@@ -386,10 +333,10 @@ const char *skipjoin_path() {
 
 int64_t skipjoin_has_float16() { return kHasHalf; }
 
-// Returns whether products of this type have this implementation. quantized: with int8 weights.
-int64_t skipjoin_has_way(int64_t type, int64_t quantized, int64_t way) {
+// Returns whether products of this type have this implementation.
+int64_t skipjoin_has_way(int64_t type, int64_t way) {
   bool has_pairs = type == kBfloat16 && kInputs<bfloat16> == 2;
-  return way == kByVectors || (has_pairs && (way == kByFloats || (!quantized && have_tiles())));
+  return way == kByVectors || (has_pairs && (way == kByFloats || have_tiles()));
 }
 
 int64_t skipjoin_floats_are_faster() { return floats_are_faster(); }
@@ -404,54 +351,51 @@ int64_t skipjoin_scratch_bytes(int64_t type, int64_t m, int64_t k, int64_t threa
 #ifdef SKIPJOIN_TILES
   if (type == kBfloat16) bytes = std::max(bytes, tile_scratch(m, k));
 #endif
-  return bytes;
+  return std::max(bytes, skipjoin_grouped_scratch_bytes(m, k, threads));
 }
 
-int64_t skipjoin_packed_bytes(int64_t type, int64_t n, int64_t k, int64_t gated, int64_t quantized) {
+int64_t skipjoin_packed_bytes(int64_t type, int64_t n, int64_t k, int64_t gated) {
   // Prefetching may pass the end, because a prefetch cannot fault.
   int64_t bytes = 0;
   with_type(type, [&](auto t) {
     using T = decltype(t);
-    bytes = panels_of(n, gated) * kPanel * packed_units<T>(k) * kInputs<T> * (quantized ? 1 : sizeof(T));
+    bytes = panels_of(n, gated) * kPanel * packed_units<T>(k) * kInputs<T> * sizeof(T);
   });
   return bytes;
 }
 
-// scales: null, or the output for the scales of int8 weights, [panels * kPanel].
 void skipjoin_pack_weights(int64_t type, const void *weights, int64_t n, int64_t k, int64_t gated, void *packed,
-                           float *scales, int64_t threads) {
+                           int64_t threads) {
   with_type(type, [&](auto t) {
-    using T = decltype(t);
-    if (scales)
-      quantize_weights((const T *)weights, n, k, gated, (int8_t *)packed, scales, threads);
-    else
-      pack_weights((const T *)weights, n, k, gated, (T *)packed, threads);
+    pack_weights((const decltype(t) *)weights, n, k, gated, (decltype(t) *)packed, threads);
   });
 }
 
 int64_t skipjoin_linear_bytes() { return sizeof(Linear); }
 
-// Returns the bytes of a panel of weights.
+// Returns the bytes of a panel or strip of weights.
 int64_t skipjoin_panel_bytes(int64_t type, const Linear *call) {
+  if (call->groups) return call->groups->strip_bytes;
   int64_t bytes = 0;
   with_type(type, [&](auto t) {
     using T = decltype(t);
-    bytes = kPanel * packed_units<T>(call->k) * kInputs<T> * (call->scales ? 1 : sizeof(T));
+    bytes = kPanel * packed_units<T>(call->k) * kInputs<T> * sizeof(T);
   });
   return bytes;
 }
 
 void skipjoin_linear(int64_t type, const Linear *call) {
   skipjoin::Timed timed(skipjoin::kProducts);
+  if (call->groups) return skipjoin_grouped_linear(type, call);
 #ifdef SKIPJOIN_TILES
   if (call->way == kByTiles) return linear_by_tiles(*call);
 #endif
   with_type(type, [&](auto t) {
     using T = decltype(t);
     if (call->way == kByFloats)
-      linear_in<T, float>(*call);
+      linear<T, float>(*call);
     else
-      linear_in<T, Unit<T>>(*call);
+      linear<T, Unit<T>>(*call);
   });
 }
 

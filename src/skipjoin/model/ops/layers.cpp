@@ -49,7 +49,7 @@ namespace {
 void multiply(int64_t type, const Step &s, Linear call, const void *x, void *out, bool add, const Linear *then) {
   call.x = x, call.x_stride = call.k, call.rows = s.rows;
   call.out = out, call.add = add, call.scratch = s.scratch, call.threads = s.threads;
-  if (then) call.then = then->weights, call.then_bytes = skipjoin_panel_bytes(type, then);
+  if (then) call.then = then->groups ? then->groups->strips : then->weights, call.then_bytes = skipjoin_panel_bytes(type, then);
   skipjoin_linear(type, &call);
 }
 

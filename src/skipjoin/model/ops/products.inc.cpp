@@ -56,7 +56,7 @@ template <typename T> SKIPJOIN_INLINE void load_units(const T *from, int64_t cou
   }
 }
 
-// Loads one unit of weights into column lanes. Int8 weights are expanded exactly; those for pairs are in two halves.
+// Loads one unit of weights into column lanes.
 SKIPJOIN_INLINE Words lanes_of(const Pair *weights, int vector) {
   Words lanes;
   std::memcpy(&lanes, weights + vector * kLanes, sizeof lanes);
@@ -65,12 +65,6 @@ SKIPJOIN_INLINE Words lanes_of(const Pair *weights, int vector) {
 
 template <typename W> SKIPJOIN_INLINE Floats lanes_of(const W *weights, int vector) {
   return load(weights + vector * kLanes);
-}
-
-SKIPJOIN_INLINE Words pairs_of(const int8_t *weights, int vector) {
-  // Int8 values fit the digits of a bfloat16, so the lower half of their floats is zero.
-  Words first = (Words)load(weights + vector * kLanes), second = (Words)load(weights + kPanel + vector * kLanes);
-  return first >> 16 | second;
 }
 
 // Returns the lanes of the first or second inputs of pairs.
@@ -82,8 +76,6 @@ template <typename In, typename W> constexpr int kParts = std::is_same_v<In, flo
 template <typename In, typename W> SKIPJOIN_INLINE auto operand(const W *weights, int vector, int part) {
   if constexpr (kParts<In, W> == 2)
     return one_of(lanes_of(weights, vector), part);
-  else if constexpr (std::is_same_v<In, Pair> && std::is_same_v<W, int8_t>)
-    return pairs_of(weights, vector);
   else
     return lanes_of(weights, vector);
 }
@@ -93,10 +85,6 @@ template <int MOST, typename Work> SKIPJOIN_INLINE void with_count(int64_t count
   if (count == MOST) return work(std::integral_constant<int, MOST>());
   if constexpr (MOST > 1) with_count<MOST - 1>(count, work);
 }
-
-// Number of values of type W per unit and panel.
-template <typename In, typename W>
-constexpr int kStep = std::is_same_v<In, Pair> && std::is_same_v<W, int8_t> ? 2 * kPanel : kPanel;
 
 constexpr int kAhead = 4096; // prefetch distance of weights in bytes: about one memory latency
 
@@ -116,7 +104,7 @@ struct OthersSoon {
 template <int ROWS, bool IS_ADDED, typename In, typename W, typename Soon>
 SKIPJOIN_INLINE void multiply(const In *inputs, int64_t row_step, int64_t unit_step, const W *weights, int64_t units,
                               Floats (*sums)[kVectors], Soon soon) {
-  constexpr int step = kStep<In, W>, bytes = step * sizeof(W), parts = kParts<In, W>;
+  constexpr int step = kPanel, bytes = step * sizeof(W), parts = kParts<In, W>;
   Floats acc[ROWS][kVectors] = {};
   if constexpr (IS_ADDED)
 #pragma GCC unroll 16

@@ -1,4 +1,4 @@
-// Matrix registers (AMX) for bfloat16 products. Included by the other sources.
+// Matrix registers (AMX) for products of bfloat16, and of integers of 8 bits. Included by the other sources.
 //
 // A tile is at most 16 rows of 64 bytes. One instruction multiplies [rows][32 inputs] by [16 pairs of inputs][16
 // columns] and adds the product to [rows][16 columns] of floats: it sums even and odd inputs separately, adds both
@@ -17,6 +17,8 @@
 
 #if defined(SKIPJOIN_BF16) && (defined(SKIPJOIN_PLAIN_TILES) || defined(SKIPJOIN_AMX))
 #define SKIPJOIN_TILES 1
+
+#include <initializer_list>
 
 #if !defined(SKIPJOIN_PLAIN_TILES)
 #include <sys/syscall.h>
@@ -37,6 +39,14 @@ struct alignas(64) TileShapes {
   // Tiles 0 to 3 hold sums and 4 and 5 inputs, with `count` rows; 6 and 7 hold weights.
   explicit TileShapes(int count) {
     for (int i = 0; i < 8; i++) bytes[i] = 64, rows[i] = i < 6 ? count : kTile;
+  }
+
+  // For products of integers: tiles 0 to 3 hold sums, 4 and 6 inputs of which `depth` are summed, 5 and 7 weights.
+  static TileShapes of_bytes(int depth) {
+    TileShapes shapes(kTile);
+    for (int i : {4, 6}) shapes.bytes[i] = depth;
+    for (int i : {5, 7}) shapes.rows[i] = depth / 4;
+    return shapes;
   }
 };
 
@@ -96,6 +106,19 @@ inline void multiply_tiles(int to, int inputs, int columns) {
   _mm_setcsr(mode);
 }
 
+// [rows][inputs] times [inputs / 4][columns][4], signed, added to [rows][columns].
+inline void multiply_bytes(int to, int inputs, int columns) {
+  for (int r = 0; r < plain_shapes.rows[inputs]; r++)
+    for (int k = 0; k < plain_shapes.bytes[inputs]; k++) {
+      Ints sums;
+      std::memcpy(&sums, plain_tiles[to].rows[r], 64);
+      for (int c = 0; c < kTile; c++)
+        sums[c] += (int8_t)plain_tiles[inputs].rows[r][k] * (int8_t)plain_tiles[columns].rows[k / 4][4 * c + k % 4];
+      std::memcpy(plain_tiles[to].rows[r], &sums, 64);
+    }
+}
+
+#define SKIPJOIN_MULTIPLY_BYTES multiply_bytes
 #define SKIPJOIN_ZERO_TILE zero_tile
 #define SKIPJOIN_LOAD_TILE load_tile
 #define SKIPJOIN_STORE_TILE store_tile
@@ -125,6 +148,8 @@ inline void release_tiles() { asm volatile("tilerelease" ::: "memory"); }
   asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"((void *)(to)), "r"((int64_t)(pitch)) : "memory")
 #define SKIPJOIN_MULTIPLY_TILES(sums, inputs, weights)                                                                \
   asm volatile("tdpbf16ps %%tmm" #weights ", %%tmm" #inputs ", %%tmm" #sums ::)
+#define SKIPJOIN_MULTIPLY_BYTES(sums, inputs, weights)                                                                \
+  asm volatile("tdpbssd %%tmm" #weights ", %%tmm" #inputs ", %%tmm" #sums ::)
 
 #endif
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from skipjoin.model.attention.base import AttentionBackend
-from skipjoin.model.ops.base import GATED, FusedLayers, LayerParts, Norm
+from skipjoin.model.groups import GroupedMatrix
+from skipjoin.model.ops.base import GATED, FusedLayers, LayerParts, LookedUp, Norm
 
 # Values of `ModelConfig.activation`.
 ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
@@ -71,6 +72,7 @@ class TorchLayerNorm:
 
 class TorchOps:
     name = path = "torch"
+    reads_codes = False
 
     def use_threads(self, count: int) -> None:
         torch.set_num_threads(count)
@@ -80,6 +82,11 @@ class TorchOps:
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
         return TorchLinear(weight, bias, activation)
+
+    def grouped(
+        self, matrices: Sequence[GroupedMatrix], bias: torch.Tensor | None, activation: str | None = None
+    ) -> LookedUp:
+        raise NotImplementedError
 
     def rms_norm(self, weight: torch.Tensor, eps: float) -> Norm:
         return TorchRMSNorm(weight, eps)

@@ -1,0 +1,67 @@
+"""Matrices in codes of 4 or 8 bits with scales per group of inputs, as products of compiled code read them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+# Inputs per scale of weights that are rounded at load.
+GROUP = 32
+
+
+class GroupedMatrix(NamedTuple):
+    """Weights `scale * (code - offset) + minimum`, or `scale * values[code]`.
+
+    Attributes:
+        codes: [out, in], one per byte: below 16 with 4 bits, and signed with 8.
+        scales: [out, groups], float16 or float32; likewise `minimums`.
+        group: Inputs per scale: 16 or a multiple of 32.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    group: int
+    bits: int
+    minimums: torch.Tensor | None = None
+    offset: int = 0
+    values: tuple[int, ...] | None = None
+
+    def columns(self, wanted: range) -> GroupedMatrix | None:
+        """Return the part with these inputs, or None if they are no whole groups."""
+        if wanted.start % self.group or wanted.stop % self.group:
+            return None
+        groups = slice(wanted.start // self.group, wanted.stop // self.group)
+        return self._replace(
+            codes=self.codes[:, wanted.start : wanted.stop].contiguous(),
+            scales=self.scales[:, groups].contiguous(),
+            minimums=None if self.minimums is None else self.minimums[:, groups].contiguous(),
+        )
+
+    def widened(self) -> torch.Tensor:
+        """Return the weights as float32."""
+        inputs = self.codes.shape[1]
+        numbers = self.codes.long() if self.values is None else torch.tensor(self.values)[self.codes.long()]
+        weight = (numbers - self.offset).float()
+
+        def spread(scales: torch.Tensor) -> torch.Tensor:
+            return scales.float().repeat_interleave(self.group, 1)[:, :inputs]
+
+        weight *= spread(self.scales)
+        return weight if self.minimums is None else weight + spread(self.minimums)
+
+
+def coded_bytes(
+    outputs: int, inputs: int, *, bits: int = 8, group: int = GROUP, scale_bytes: int = 2, has_minimums: bool = False
+) -> int:
+    """Return the minimum bytes of a matrix."""
+    return outputs * (inputs * bits // 8 + -(-inputs // group) * scale_bytes * (1 + has_minimums))
+
+
+def rounded(weight: torch.Tensor) -> GroupedMatrix:
+    """Round [out, in] to 8 bits, with a scale per group that maps its largest number to 127."""
+    outputs, inputs = weight.shape
+    padded = torch.nn.functional.pad(weight.float(), (0, -inputs % GROUP)).view(outputs, -1, GROUP)
+    scales = (padded.abs().amax(-1) / 127).half()
+    codes = (padded / scales.float().clamp(min=2**-24).unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8)
+    return GroupedMatrix(codes.view(outputs, -1)[:, :inputs].contiguous(), scales, GROUP, 8)

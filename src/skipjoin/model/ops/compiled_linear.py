@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from skipjoin.model.ops.base import GATED, Norm
+from skipjoin.model.ops.calls import LinearCall
+from skipjoin.model.ops.threads import threads_here
+from skipjoin.model.ops.torch_ops import ACTIVATIONS
+
+if TYPE_CHECKING:
+    from skipjoin.model.ops.cpp_ops import CppOps
+
+# In the order of `Activation` in outputs.inc.cpp.
+_ACTIVATIONS = (None, *ACTIVATIONS)
+
+
+class CompiledLinear:
+    """Product of compiled code; its weights are fields of the call, which `use` sets."""
+
+    weight_bytes: int
+
+    def __init__(self, ops: CppOps, outputs: int, inputs: int, activation: str | None) -> None:
+        self.ops, self.outputs, self.inputs = ops, outputs, inputs
+        self.is_gated = activation == GATED
+        self._fields: dict[str, int | None] = {
+            "n": outputs,
+            "k": inputs,
+            "gated": self.is_gated,
+            "activation": 0 if self.is_gated else _ACTIVATIONS.index(activation),
+        }
+
+    def use(self, **fields: int | None) -> None:
+        self._fields |= fields
+
+    def call(self) -> LinearCall:
+        return LinearCall(**self._fields)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty((x.shape[0], self.outputs // 2 if self.is_gated else self.outputs), dtype=x.dtype)
+        self._run(x, out, 0)
+        return out
+
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
+        self._run(x, total, 1)
+        return total if then is None else then(total)
+
+    def _run(self, x: torch.Tensor, out: torch.Tensor, add: int) -> None:
+        ops, rows, threads = self.ops, x.shape[0], threads_here()
+        call = LinearCall(
+            x=x.data_ptr(), x_stride=x.stride(0), rows=rows, out=out.data_ptr(), add=add,
+            scratch=ops.scratch(rows, self.inputs, threads), threads=threads, **self._fields,
+        )  # fmt: skip
+        ops.library.skipjoin_linear(ops.type, call)

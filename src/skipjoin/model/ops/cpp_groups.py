@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from skipjoin.model.groups import GroupedMatrix
+from skipjoin.model.ops.base import GATED
+from skipjoin.model.ops.calls import GroupsCall
+from skipjoin.model.ops.compiled_linear import CompiledLinear
+from skipjoin.model.ops.threads import threads_here
+
+if TYPE_CHECKING:
+    from skipjoin.model.ops.cpp_ops import CppOps
+
+
+class Packed(NamedTuple):
+    call: GroupsCall
+    memory: tuple[torch.Tensor | ctypes.Array[ctypes.c_int8] | None, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(held.nbytes for held in self.memory if isinstance(held, torch.Tensor))
+
+
+class GroupedLinear(CompiledLinear):
+    """Weights in codes, packed in strips of outputs, each read once per product. Inputs are rounded to 8 bits."""
+
+    def __init__(
+        self,
+        ops: CppOps,
+        matrices: Sequence[GroupedMatrix],
+        bias: torch.Tensor | None,
+        activation: str | None,
+    ) -> None:
+        sizes = [len(matrix.codes) for matrix in matrices]
+        super().__init__(ops, sum(sizes), matrices[0].codes.shape[1], activation)
+        if activation == GATED and len(matrices) == 1:  # of one matrix, rows come in halves
+            matrices, sizes = _halves(matrices[0]), [sizes[0] // 2] * 2
+        shifts = [None] * len(sizes) if bias is None else bias.float().split(sizes)
+        self._packed = [_pack(ops, *pair) for pair in zip(matrices, shifts, strict=True)]
+        self._calls = (GroupsCall * len(sizes))(*(packed.call for packed in self._packed))
+        self.weight_bytes = sum(packed.nbytes for packed in self._packed)
+        self.use(groups=ctypes.addressof(self._calls), matrices=len(sizes))
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows of a single matrix as numbers."""
+        found = torch.empty((len(ids), self.inputs), dtype=self.ops.dtype)
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.outputs:
+            raise IndexError(f"token ids must be in [0, {self.outputs - 1}]")
+        self.ops.library.skipjoin_group_rows(
+            self.ops.type, self._packed[0].call, ids.contiguous().data_ptr(), len(ids), found.data_ptr(), threads_here()
+        )
+        return found
+
+
+def _halves(matrix: GroupedMatrix) -> list[GroupedMatrix]:
+    parts = ([None] * 2 if part is None else part.chunk(2) for part in (matrix.codes, matrix.scales, matrix.minimums))
+    return [
+        matrix._replace(codes=codes, scales=scales, minimums=minimums)
+        for codes, scales, minimums in zip(*parts, strict=True)
+    ]
+
+
+def _pack(ops: CppOps, matrix: GroupedMatrix, bias: torch.Tensor | None) -> Packed:
+    outputs, inputs = matrix.codes.shape
+    library, has_minimums = ops.library, matrix.minimums is not None
+    values = None if matrix.values is None else (ctypes.c_int8 * 16)(*matrix.values)
+    shift = None if bias is None else torch.nn.functional.pad(bias, (0, -outputs % library.skipjoin_strip_lanes()))
+    call = GroupsCall(
+        None, 0, outputs, inputs, matrix.bits, matrix.group, matrix.offset, matrix.scales.itemsize, has_minimums,
+        None if values is None else ctypes.addressof(values), None if shift is None else shift.data_ptr(),
+    )  # fmt: skip
+    call.strip_bytes = library.skipjoin_strip_bytes(call)
+    strips = ops.arena.take(-(-outputs // library.skipjoin_strip_lanes()) * call.strip_bytes)
+    call.strips = strips.data_ptr()
+    codes, scales = matrix.codes.contiguous(), matrix.scales.contiguous()
+    minimums = None if matrix.minimums is None else matrix.minimums.contiguous()
+    library.skipjoin_pack_groups(
+        call, codes.data_ptr(), scales.data_ptr(), None if minimums is None else minimums.data_ptr(), threads_here()
+    )
+    return Packed(call, (strips, shift, values))

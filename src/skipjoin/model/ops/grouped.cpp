@@ -1,0 +1,645 @@
+// Products of weights in codes of 4 or 8 bits with a scale, and perhaps a minimum, per group of inputs.
+//
+// Inputs are rounded to 8 bits with a scale per row and block of 32. Sums of a block are integers, and thus exact in
+// any order; blocks are added in order, as floats, in the same way by all implementations. The bits of an output depend
+// on its row and weights only.
+//
+// A strip has the weights of kLanes outputs: codes of blocks of 32 inputs, then scales, then minimums, [group][output].
+// Lane i has four consecutive inputs of output i in a quad. A block has its eight quads one after the other, with 4
+// bits in four quads, whose upper bits are codes of the last four.
+#include "outputs.inc.cpp"
+#include "pool.inc.cpp"
+#include "tiles.inc.cpp"
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+namespace {
+
+using skipjoin::Groups;
+using skipjoin::Linear;
+
+constexpr int kBlock = 32, kQuads = kBlock / 4;
+constexpr int kInputTile = 16; // rows of inputs whose scales are side by side
+// With at most this many inputs, rounding them per thread beats waiting.
+constexpr int64_t kOwnInputs = 1 << 14;
+#if defined(SKIPJOIN_AVX512)
+constexpr int kStripRows = 8;
+#else
+constexpr int kStripRows = 4;
+#endif
+
+int64_t blocks_of(int64_t inputs) { return (inputs + kBlock - 1) / kBlock; }
+
+int64_t strips_of(int64_t outputs) { return (outputs + kLanes - 1) / kLanes; }
+
+int64_t block_bytes(const Groups &g) { return kBlock * kLanes * g.bits / 8; }
+
+// Offset of the scales in a strip.
+int64_t codes_bytes(const Groups &g) { return blocks_of(g.inputs) * block_bytes(g); }
+
+int64_t scales_bytes(const Groups &g) {
+  int64_t span = std::max<int64_t>(g.group, kBlock); // groups of 16 fill blocks
+  return (g.inputs + span - 1) / span * (span / g.group) * kLanes * g.scale_bytes;
+}
+
+int64_t strip_bytes(const Groups &g) {
+  int64_t bytes = codes_bytes(g) + scales_bytes(g) * (1 + g.has_minimums);
+  return (bytes + 63) / 64 * 64;
+}
+
+// -- sums of four products per lane -----------------------------------------------------------------------------------
+
+#if defined(SKIPJOIN_AVX512) && defined(__AVX512VNNI__) || defined(SKIPJOIN_AVX2) && defined(__AVXVNNI__)
+// The instructions multiply unsigned weights, so 128 is added to signed ones, and subtracted from the sums.
+constexpr int kAdded = 128;
+
+template <bool> SKIPJOIN_INLINE Ints add_quads(Ints sums, Words weights, Words inputs) {
+#ifdef SKIPJOIN_AVX512
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)inputs);
+#else
+  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)weights, (__m256i)inputs);
+#endif
+}
+#else
+constexpr int kAdded = 0;
+
+// IS_SMALL: weights are below 16.
+template <bool IS_SMALL> SKIPJOIN_INLINE Ints add_quads(Ints sums, Words weights, Words inputs) {
+#if defined(SKIPJOIN_AVX512)
+  __m512i w = (__m512i)weights, x = (__m512i)inputs;
+  if constexpr (!IS_SMALL) {
+    x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), __m512i{}, x);
+    w = _mm512_abs_epi8(w);
+  }
+  return sums + (Ints)_mm512_madd_epi16(_mm512_maddubs_epi16(w, x), _mm512_set1_epi16(1));
+#elif defined(SKIPJOIN_AVX2)
+  __m256i w = (__m256i)weights, x = (__m256i)inputs;
+  if constexpr (!IS_SMALL) x = _mm256_sign_epi8(x, w), w = _mm256_abs_epi8(w);
+  return sums + (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1));
+#elif defined(SKIPJOIN_NEON) && defined(__ARM_FEATURE_DOTPROD)
+  return (Ints)vdotq_s32((int32x4_t)sums, (int8x16_t)weights, (int8x16_t)inputs);
+#elif defined(SKIPJOIN_NEON)
+  int8x16_t w = (int8x16_t)weights, x = (int8x16_t)inputs;
+  int32x4_t first = vpaddlq_s16(vmull_s8(vget_low_s8(w), vget_low_s8(x)));
+  return sums + (Ints)vpaddq_s32(first, vpaddlq_s16(vmull_high_s8(w, x)));
+#else
+  Ints w = (Ints)weights, x = (Ints)inputs;
+  for (int part = 0; part < 4; part++, w <<= 8, x <<= 8) sums += (w >> 24) * (x >> 24);
+  return sums;
+#endif
+}
+#endif
+
+// -- codes ------------------------------------------------------------------------------------------------------------
+
+enum Codes { kNibbles, kValues, kBytes };
+
+Codes codes_of(const Groups &g) { return g.bits == 8 ? kBytes : g.values ? kValues : kNibbles; }
+
+SKIPJOIN_INLINE Words load_words(const void *from) {
+  Words words;
+  std::memcpy(&words, from, sizeof words);
+  return words;
+}
+
+// Values of codes below 16, in each 16 bytes of a vector.
+SKIPJOIN_INLINE Words load_table(const int8_t *values, int added) {
+  Words table;
+  auto *bytes = (char *)&table;
+  for (int i = 0; i < 4 * kLanes; i++) bytes[i] = values ? values[i % 16] + added : 0;
+  return table;
+}
+
+SKIPJOIN_INLINE Words looked_up(Words table, Words codes) {
+#if defined(SKIPJOIN_AVX512)
+  return (Words)_mm512_shuffle_epi8((__m512i)table, (__m512i)codes);
+#elif defined(SKIPJOIN_AVX2)
+  return (Words)_mm256_shuffle_epi8((__m256i)table, (__m256i)codes);
+#elif defined(SKIPJOIN_NEON)
+  return (Words)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)codes);
+#else
+  auto *from = (const uint8_t *)&table;
+  uint8_t found[4 * kLanes];
+  std::memcpy(found, &codes, sizeof found);
+  for (uint8_t &code : found) code = from[code];
+  return load_words(found);
+#endif
+}
+
+// Loads quads q and q + 4 of a block.
+template <Codes CODES>
+SKIPJOIN_INLINE void load_quads(const uint8_t *block, int q, Words table, uint32_t flipped, Words &first, Words &second) {
+  constexpr int64_t size = 4 * kLanes;
+  if constexpr (CODES == kBytes) {
+    first = load_words(block + q * size) ^ flipped, second = load_words(block + (q + 4) * size) ^ flipped;
+  } else {
+    Words both = load_words(block + q * size);
+    first = both & 0x0f0f0f0fu, second = both >> 4 & 0x0f0f0f0fu;
+    if constexpr (CODES == kValues) first = looked_up(table, first), second = looked_up(table, second);
+  }
+}
+
+float half_to_float(uint16_t bits) {
+  uint32_t sign = (uint32_t)(bits & 0x8000) << 16, rest = bits & 0x7fff;
+  float size;
+  if (rest >= 0x7c00) { // infinity and NaN
+    uint32_t wide = rest << 13 | 0x7f800000;
+    std::memcpy(&size, &wide, 4);
+  } else { // with the exponent of a float, also of what is below the smallest normal number
+    uint32_t wide = rest << 13;
+    std::memcpy(&size, &wide, 4);
+    size *= 0x1p112f;
+  }
+  return sign ? -size : size;
+}
+
+// Loads scales or minimums of a group.
+SKIPJOIN_INLINE Floats load_scales(const uint8_t *from, bool are_floats) {
+  if (are_floats) return load((const float *)from);
+  if constexpr (kHasHalf) return load((const half *)from);
+  Floats scales;
+  for (int i = 0; i < kLanes; i++) {
+    uint16_t bits;
+    std::memcpy(&bits, from + 2 * i, 2);
+    scales[i] = half_to_float(bits);
+  }
+  return scales;
+}
+
+// -- inputs -----------------------------------------------------------------------------------------------------------
+
+// Rounded inputs. Of each block and row there are the codes, their scale, the sum of the inputs that they stand for,
+// and the sums of the first and last 16 codes, all in tiles of kInputTile rows.
+struct Inputs {
+  int64_t rows, blocks;
+  int8_t *codes;        // [tile][block][row][kBlock]
+  float *scales, *sums; // [tile][block][row]
+  int32_t *totals;      // [tile][block][2][row]
+
+  static int64_t bytes(int64_t rows, int64_t inputs) { return padded(rows) * blocks_of(inputs) * (kBlock + 16) + 64; }
+
+  Inputs(const Linear &c, int64_t copy) : rows(c.rows), blocks(blocks_of(c.k)) {
+    int64_t count = padded(rows) * blocks;
+    auto *at = (char *)(((uintptr_t)c.scratch + 63) & ~(uintptr_t)63) + copy * bytes(rows, c.k);
+    codes = (int8_t *)at;
+    scales = (float *)(at + count * kBlock), sums = scales + count, totals = (int32_t *)(sums + count);
+  }
+
+  int64_t width() const { return blocks * kBlock; }
+
+  // Index of a row's first scale.
+  int64_t at(int64_t row) const { return row / kInputTile * kInputTile * blocks + row % kInputTile; }
+
+  template <typename T> void round_row(const Linear &c, int64_t row) {
+    constexpr int vectors = kBlock / kLanes;
+    const T *x = (const T *)c.x + row * c.x_stride;
+    for (int64_t b = 0; b < blocks; b++, x += kBlock) {
+      int64_t index = at(row) + b * kInputTile, pair = 2 * index - row % kInputTile;
+      int8_t *to = codes + index * kBlock;
+      Floats values[vectors], most{}, nothing{};
+      int64_t count = c.k - b * kBlock;
+      for (int v = 0; v < vectors; v++) {
+        values[v] = count >= kBlock ? load(x + v * kLanes) : load(x + v * kLanes, count - v * kLanes);
+        most = larger(magnitude(values[v]), most);
+        nothing += values[v] * 0.0f; // NaN if a value is infinite or NaN
+      }
+      float top = largest(most), inverse = top > 1e-30f ? 127.0f / top : 0.0f;
+      int32_t part[2] = {};
+      for (int v = 0; v < vectors; v++) {
+        // Adding a number whose last bit is worth 1 rounds to an integer.
+        Ints rounded = (Ints)(values[v] * inverse + splat(0x1.8p23f)) - (Ints)splat(0x1.8p23f);
+        store_bytes(to + v * kLanes, rounded);
+        part[v * kLanes / 16] += total_of(rounded);
+      }
+      float scale = top / 127.0f + sum_of(nothing);
+      scales[index] = scale, sums[index] = scale * (float)(part[0] + part[1]);
+      totals[pair] = part[0], totals[pair + kInputTile] = part[1];
+    }
+  }
+
+private:
+  static int64_t padded(int64_t rows) { return (rows + kInputTile - 1) / kInputTile * kInputTile; }
+
+  static SKIPJOIN_INLINE void store_bytes(int8_t *to, Ints values) {
+#ifdef SKIPJOIN_AVX512
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)values));
+#else
+    Bytes narrow = __builtin_convertvector(values, Bytes);
+    std::memcpy(to, &narrow, sizeof narrow);
+#endif
+  }
+
+  static SKIPJOIN_INLINE int32_t total_of(Ints values) {
+#ifdef SKIPJOIN_AVX512
+    return _mm512_reduce_add_epi32((__m512i)values);
+#else
+    int32_t total = 0;
+    for (int i = 0; i < kLanes; i++) total += values[i];
+    return total;
+#endif
+  }
+};
+
+// -- few rows ---------------------------------------------------------------------------------------------------------
+
+// What to prefetch in each block.
+struct Ahead {
+  const char *from;
+  int64_t lines;
+
+  SKIPJOIN_INLINE void fetch() {
+    for (int64_t i = 0; i < lines; i++, from += 64) __builtin_prefetch(from, 0, 2);
+  }
+};
+
+// Computes sums of ROWS rows, which are in one tile of inputs. HALVES: a block has two groups.
+template <int ROWS, Codes CODES, bool HALVES>
+SKIPJOIN_INLINE void multiply_rows(const Groups &g, const uint8_t *strip, const Inputs &in, int64_t row, Floats *sums,
+                                   Ahead ahead) {
+  constexpr int parts = HALVES ? 2 : 1;
+  const Words table = load_table(g.values, kAdded);
+  const uint32_t flipped = kAdded ? 0x80808080u : 0;
+  const int32_t offset = g.offset + (CODES == kNibbles ? 0 : kAdded);
+  const bool are_floats = g.scale_bytes == 4, has_minimums = g.has_minimums;
+  const int64_t bytes = block_bytes(g), step = kLanes * g.scale_bytes;
+  const int64_t per_scale = HALVES ? 1 : g.group / kBlock;
+  const int8_t *x = in.codes + in.at(row) * kBlock;
+  const float *x_scales = in.scales + in.at(row), *x_sums = in.sums + in.at(row);
+  const int32_t *totals = in.totals + 2 * in.at(row) - row % kInputTile;
+  const uint8_t *scales = strip + codes_bytes(g), *minimums = scales + scales_bytes(g);
+  Floats acc[ROWS] = {};
+  int64_t until = per_scale;
+  for (int64_t b = 0; b < in.blocks; b++, x += kInputTile * kBlock, strip += bytes) {
+    ahead.fetch();
+    Ints found[2][ROWS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) {
+      int32_t first = totals[r], second = totals[kInputTile + r];
+      found[0][r] = (Ints)splat((uint32_t)(-offset * (HALVES ? first : first + second)));
+      found[1][r] = HALVES ? (Ints)splat((uint32_t)(-offset * second)) : Ints{};
+    }
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; q++) {
+      Words low, high;
+      load_quads<CODES>(strip, q, table, flipped, low, high);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++) {
+        uint32_t first, second;
+        std::memcpy(&first, x + r * kBlock + 4 * q, 4);
+        std::memcpy(&second, x + r * kBlock + 4 * q + 16, 4);
+        found[0][r] = add_quads<CODES == kNibbles>(found[0][r], low, splat(first));
+        found[1][r] = add_quads<CODES == kNibbles>(found[1][r], high, splat(second));
+      }
+    }
+#pragma GCC unroll 2
+    for (int part = 0; part < parts; part++) {
+      Floats scale = load_scales(scales, are_floats);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++) {
+        Ints whole = HALVES ? found[part][r] : found[0][r] + found[1][r];
+        acc[r] = fma(__builtin_convertvector(whole, Floats), scale * x_scales[r], acc[r]);
+      }
+      if (has_minimums) {
+        Floats minimum = load_scales(minimums, are_floats);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+          float sum = HALVES ? x_scales[r] * (float)totals[part * kInputTile + r] : x_sums[r];
+          acc[r] = fma(minimum, splat(sum), acc[r]);
+        }
+      }
+      if (--until == 0) scales += step, minimums += step, until = per_scale;
+    }
+    x_scales += kInputTile, x_sums += kInputTile, totals += 2 * kInputTile;
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++) sums[r] = acc[r];
+}
+
+// Computes sums of `count` rows, of up to kStripRows.
+template <Codes CODES, bool HALVES>
+void multiply_strip(const Groups &g, const uint8_t *strip, const Inputs &in, int64_t row, int64_t count, Floats *sums,
+                    Ahead ahead) {
+  with_count<kStripRows>(count, [&](auto rows) { multiply_rows<rows, CODES, HALVES>(g, strip, in, row, sums, ahead); });
+}
+
+// Calls work(codes, halves) with the constants of a matrix.
+template <typename Work> void with_codes(const Groups &g, Work &&work) {
+  auto with_halves = [&](auto codes) {
+    if (g.group < kBlock)
+      work(codes, std::true_type());
+    else
+      work(codes, std::false_type());
+  };
+  switch (codes_of(g)) {
+  case kNibbles: return with_halves(std::integral_constant<Codes, kNibbles>());
+  case kValues: return with_halves(std::integral_constant<Codes, kValues>());
+  case kBytes: return with_halves(std::integral_constant<Codes, kBytes>());
+  }
+}
+
+// -- many rows, by tiles ----------------------------------------------------------------------------------------------
+
+#ifdef SKIPJOIN_TILES
+
+// Unpacks the codes of a strip to signed bytes.
+template <Codes CODES> void unpack(const Groups &g, const uint8_t *strip, int8_t *to) {
+  const Words table = load_table(g.values, 0);
+  const __m512i offset = _mm512_set1_epi8(g.offset);
+  for (int64_t b = 0; b < blocks_of(g.inputs); b++, strip += block_bytes(g), to += kBlock * kLanes)
+    for (int q = 0; q < 4; q++) {
+      Words low, high;
+      load_quads<CODES>(strip, q, table, 0, low, high);
+      _mm512_storeu_si512(to + q * 64, _mm512_sub_epi8((__m512i)low, offset));
+      _mm512_storeu_si512(to + (q + 4) * 64, _mm512_sub_epi8((__m512i)high, offset));
+    }
+}
+
+// Computes sums of a tile of inputs. codes: signed.
+template <bool HALVES>
+void multiply_tile(const Groups &g, const uint8_t *strip, const int8_t *codes, const Inputs &in, int64_t row,
+                   Floats *sums, Ahead ahead) {
+  constexpr int64_t depth = HALVES ? 16 : 32, tile = depth * kLanes;
+  const bool are_floats = g.scale_bytes == 4;
+  const int64_t step = kLanes * g.scale_bytes, count = in.width() / depth;
+  const int64_t per_scale = HALVES ? 1 : g.group / kBlock;
+  const int8_t *x = in.codes + in.at(row) * kBlock, *x_next = x + in.blocks * kInputTile * kBlock;
+  const float *x_scales = in.scales + in.at(row), *x_sums = in.sums + in.at(row);
+  const int32_t *totals = in.totals + 2 * in.at(row);
+  const uint8_t *scales = strip + codes_bytes(g), *minimums = g.has_minimums ? scales + scales_bytes(g) : nullptr;
+  // A buffer of 4 kB or more would have stores at the place in a page of each load, which then waits for them.
+  alignas(64) int32_t products[2][kTile * kLanes];
+  Floats acc[kTile] = {};
+  auto inputs_of = [&](int64_t at) { return x + at * depth / kBlock * kInputTile * kBlock + at * depth % kBlock; };
+  // The sums of the next group are computed while those of the last one are added.
+  auto multiply = [&](int64_t at) {
+    if (at % 2 == 0) {
+      SKIPJOIN_ZERO_TILE(0);
+      SKIPJOIN_LOAD_TILE(4, inputs_of(at), kBlock);
+      SKIPJOIN_LOAD_TILE(5, codes + at * tile, 64);
+      SKIPJOIN_MULTIPLY_BYTES(0, 4, 5);
+      SKIPJOIN_STORE_TILE(0, products[0], 64);
+    } else {
+      SKIPJOIN_ZERO_TILE(1);
+      SKIPJOIN_LOAD_TILE(6, inputs_of(at), kBlock);
+      SKIPJOIN_LOAD_TILE(7, codes + at * tile, 64);
+      SKIPJOIN_MULTIPLY_BYTES(1, 6, 7);
+      SKIPJOIN_STORE_TILE(1, products[1], 64);
+    }
+  };
+  multiply(0);
+  int64_t until = per_scale;
+  for (int64_t at = 0; at < count; at++) {
+    if (at + 1 < count) multiply(at + 1);
+    const int part = HALVES ? at % 2 : 0;
+    if (part == 0) {
+      ahead.fetch();
+#pragma GCC unroll 8
+      for (int i = 0; i < kInputTile * kBlock; i += 64) __builtin_prefetch(x_next + i, 0, 3);
+      x_next += kInputTile * kBlock;
+    }
+    Floats scale = load_scales(scales, are_floats);
+    const int32_t *from = products[at % 2];
+#pragma GCC unroll 16
+    for (int r = 0; r < kTile; r++) {
+      Floats whole = __builtin_convertvector((Ints)load_words(from + r * kLanes), Floats);
+      acc[r] = fma(whole, scale * x_scales[r], acc[r]);
+    }
+    if (minimums) {
+      Floats minimum = load_scales(minimums, are_floats);
+      alignas(64) float parts[kTile];
+      const float *of = x_sums;
+      if constexpr (HALVES) {
+        store(parts, load(x_scales) * __builtin_convertvector((Ints)load_words(totals + part * kInputTile), Floats));
+        of = parts;
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < kTile; r++) acc[r] = fma(minimum, splat(of[r]), acc[r]);
+      if (until == 1) minimums += step;
+    }
+    if (--until == 0) scales += step, until = per_scale;
+    if (!HALVES || part == 1) x_scales += kInputTile, x_sums += kInputTile, totals += 2 * kInputTile;
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kTile; r++) sums[r] = acc[r];
+}
+
+constexpr int64_t kTileInputs = 640 << 10; // bytes of inputs per task, which fit the second-level cache
+constexpr int64_t kMinTileRows = 9;        // fewer rows take less time without tiles
+
+#endif
+
+// -- products ---------------------------------------------------------------------------------------------------------
+
+// A strip of a gated product comes with that of what it gates.
+struct Task {
+  const Groups *groups[2];
+  const uint8_t *strips[2];
+  int64_t strip, output, count;
+};
+
+Task task_of(const Linear &c, int64_t index) {
+  if (c.gated) {
+    const Groups &gate = c.groups[0], &up = c.groups[1];
+    int64_t count = std::min<int64_t>(kLanes, gate.outputs - index * kLanes);
+    return {{&gate, &up},
+            {gate.strips + index * gate.strip_bytes, up.strips + index * up.strip_bytes},
+            index, index * kLanes, count};
+  }
+  const Groups *g = c.groups;
+  int64_t output = 0;
+  for (int64_t strips; index >= (strips = strips_of(g->outputs)); g++) index -= strips, output += g->outputs;
+  return {{g, g},
+          {g->strips + index * g->strip_bytes, nullptr},
+          index, output + index * kLanes, std::min<int64_t>(kLanes, g->outputs - index * kLanes)};
+}
+
+int64_t tasks_of(const Linear &c) {
+  int64_t count = 0;
+  for (int64_t m = 0; m < (c.gated ? 1 : c.matrices); m++) count += strips_of(c.groups[m].outputs);
+  return count;
+}
+
+template <typename T>
+void finish(const Linear &c, const Task &task, int64_t row, int64_t rows, const Floats (*sums)[kInputTile]) {
+  int64_t width = c.gated ? c.n / 2 : c.n;
+  for (int64_t r = 0; r < rows; r++) {
+    Floats found[2] = {sums[0][r], sums[1][r]};
+    for (int s = 0; s <= c.gated; s++)
+      if (task.groups[s]->bias) found[s] += load(task.groups[s]->bias + task.strip * kLanes);
+    put(c, (T *)c.out + (row + r) * width + task.output, task.count, found[0], found[1]);
+  }
+}
+
+template <typename T> void linear(const Linear &c) {
+  bool each_rounds = c.rows * c.k <= kOwnInputs;
+  Inputs shared(c, 0);
+  if (!each_rounds) skipjoin::share(c.threads, c.rows, 1, [&](int64_t r) { shared.round_row<T>(c, r); });
+  int64_t count = tasks_of(c), strips = 1 + c.gated, blocks = shared.blocks, per_block = c.rows, row_blocks = 1;
+  bool by_tiles = false;
+#ifdef SKIPJOIN_TILES
+  if (have_tiles() && c.rows >= kMinTileRows) {
+    by_tiles = true;
+    row_blocks = (c.rows * shared.width() + kTileInputs - 1) / kTileInputs;
+    per_block = ((c.rows + row_blocks - 1) / row_blocks + kInputTile - 1) / kInputTile * kInputTile;
+  }
+#endif
+  if (!by_tiles) per_block = std::min<int64_t>(c.rows, 8 * kInputTile);
+  row_blocks = (c.rows + per_block - 1) / per_block;
+  std::atomic<int64_t> counter{0};
+  skipjoin::run_on_pool(c.threads, [&](int thread) {
+    auto take = [&] { return counter.fetch_add(1, std::memory_order_relaxed); };
+    int64_t index = take();
+    if (index >= count * row_blocks) return; // other threads took all tasks
+    Inputs in(c, each_rounds ? thread : 0);
+    if (each_rounds)
+      for (int64_t r = 0; r < c.rows; r++) in.round_row<T>(c, r);
+#ifdef SKIPJOIN_TILES
+    thread_local std::vector<int8_t> memory;
+    int8_t *unpacked = nullptr;
+    int64_t depth = 0;
+    if (by_tiles) {
+      memory.resize(std::max<size_t>(memory.size(), strips * in.width() * kLanes + 64));
+      unpacked = (int8_t *)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
+    }
+#endif
+    for (int64_t next; index < count * row_blocks; index = next) {
+      next = take();
+      Task task = task_of(c, index % count);
+      int64_t begin = index / count * per_block, end = std::min(c.rows, begin + per_block);
+      // The strips of the next task are fetched in as many parts as there are passes over blocks.
+      const char *later[2] = {};
+      int64_t bytes[2] = {};
+      if (next < count * row_blocks) {
+        Task following = task_of(c, next % count);
+        for (int s = 0; s < strips; s++)
+          later[s] = (const char *)following.strips[s], bytes[s] = following.groups[s]->strip_bytes;
+      } else if (c.then) {
+        for (int s = 0; s < strips; s++)
+          later[s] = (const char *)c.then + (thread * strips + s) * c.then_bytes, bytes[s] = c.then_bytes;
+      }
+      Floats sums[2][kInputTile];
+      const int8_t *codes[2] = {};
+      int64_t at_once = by_tiles ? kInputTile : kStripRows, passes = (end - begin + at_once - 1) / at_once;
+#ifdef SKIPJOIN_TILES
+      if (by_tiles) {
+        for (int s = 0; s < strips; s++) {
+          const Groups &g = *task.groups[s];
+          codes[s] = (const int8_t *)task.strips[s];
+          if (g.bits == 8 && g.offset == 0) continue;
+          int8_t *to = unpacked + s * in.width() * kLanes;
+          with_codes(g, [&](auto kind, auto) { unpack<kind>(g, task.strips[s], to); });
+          codes[s] = to;
+        }
+      }
+#endif
+      for (int64_t row = begin; row < end; row += at_once) {
+        int64_t rows = std::min(at_once, end - row), pass = (row - begin) / at_once;
+        for (int s = 0; s < strips; s++) {
+          const Groups &g = *task.groups[s];
+          int64_t lines = (bytes[s] / 64 + blocks * passes - 1) / (blocks * passes);
+          Ahead ahead{later[s] + pass * blocks * lines * 64, pass * blocks * lines * 64 < bytes[s] ? lines : 0};
+#ifdef SKIPJOIN_TILES
+          if (by_tiles) {
+            int64_t wanted = g.group < kBlock ? 16 : 32;
+            if (depth != wanted) shape_tiles(TileShapes::of_bytes(depth = wanted));
+            if (depth == 16)
+              multiply_tile<true>(g, task.strips[s], codes[s], in, row, sums[s], ahead);
+            else
+              multiply_tile<false>(g, task.strips[s], codes[s], in, row, sums[s], ahead);
+            continue;
+          }
+#endif
+          with_codes(g, [&](auto kind, auto halves) {
+            multiply_strip<kind, halves>(g, task.strips[s], in, row, rows, sums[s], ahead);
+          });
+        }
+        finish<T>(c, task, row, rows, sums);
+      }
+    }
+#ifdef SKIPJOIN_TILES
+    if (by_tiles) release_tiles();
+#endif
+  });
+}
+
+} // namespace
+
+extern "C" {
+
+int64_t skipjoin_groups_bytes() { return sizeof(Groups); }
+
+int64_t skipjoin_strip_lanes() { return kLanes; }
+
+int64_t skipjoin_strip_bytes(const Groups *groups) { return strip_bytes(*groups); }
+
+int64_t skipjoin_grouped_scratch_bytes(int64_t rows, int64_t inputs, int64_t threads) {
+  return Inputs::bytes(rows, inputs) * (rows * inputs <= kOwnInputs ? threads : 1) + 64;
+}
+
+// Packs codes [outputs][inputs], one per byte, and scales and minimums [outputs][groups] into the strips from `first`.
+void skipjoin_pack_groups(const Groups *groups, const uint8_t *codes, const uint8_t *scales, const uint8_t *minimums,
+                          int64_t threads) {
+  const Groups &g = *groups;
+  int64_t blocks = blocks_of(g.inputs), of_scales = (g.inputs + g.group - 1) / g.group, size = g.scale_bytes;
+  skipjoin::share(threads, strips_of(g.outputs), 1, [&](int64_t s) {
+    auto *strip = (uint8_t *)g.strips + s * g.strip_bytes;
+    std::memset(strip, 0, g.strip_bytes);
+    for (int64_t lane = 0; lane < std::min<int64_t>(kLanes, g.outputs - s * kLanes); lane++) {
+      int64_t output = s * kLanes + lane;
+      for (int64_t b = 0; b < blocks; b++) {
+        uint8_t block[kBlock] = {}, *to = strip + b * block_bytes(g) + 4 * lane;
+        std::memcpy(block, codes + output * g.inputs + b * kBlock, std::min<int64_t>(kBlock, g.inputs - b * kBlock));
+        for (int q = 0; q < (g.bits == 8 ? kQuads : kQuads / 2); q++) {
+          uint32_t quad, other = 0;
+          std::memcpy(&quad, block + 4 * q, 4);
+          if (g.bits == 4) std::memcpy(&other, block + 4 * q + 16, 4);
+          quad |= other << 4;
+          std::memcpy(to + 4 * kLanes * q, &quad, 4);
+        }
+      }
+      uint8_t *to = strip + codes_bytes(g) + lane * size;
+      for (int64_t i = 0; i < of_scales; i++) {
+        std::memcpy(to + i * kLanes * size, scales + (output * of_scales + i) * size, size);
+        if (minimums)
+          std::memcpy(to + scales_bytes(g) + i * kLanes * size, minimums + (output * of_scales + i) * size, size);
+      }
+    }
+  });
+}
+
+// Writes the weights of these outputs to [count][inputs].
+void skipjoin_group_rows(int64_t type, const Groups *groups, const int64_t *outputs, int64_t count, void *out,
+                         int64_t threads) {
+  const Groups &g = *groups;
+  const bool are_floats = g.scale_bytes == 4;
+  with_type(type, [&](auto t) {
+    using T = decltype(t);
+    skipjoin::share(count > 16 ? threads : 1, count, 4, [&](int64_t i) {
+      int64_t lane = outputs[i] % kLanes, quads = g.bits == 8 ? kQuads : kQuads / 2;
+      const uint8_t *strip = g.strips + outputs[i] / kLanes * g.strip_bytes, *scales = strip + codes_bytes(g);
+      float scale = 0, minimum = 0, row[kBlock];
+      for (int64_t k = 0; k < g.inputs; k++) {
+        int64_t b = k / kBlock, within = k % kBlock;
+        if (k % g.group == 0) {
+          int64_t step = k / g.group * kLanes * g.scale_bytes;
+          scale = load_scales(scales + step, are_floats)[lane];
+          if (g.has_minimums) minimum = load_scales(scales + scales_bytes(g) + step, are_floats)[lane];
+        }
+        int code = strip[b * block_bytes(g) + within / 4 % quads * 4 * kLanes + 4 * lane + within % 4];
+        if (g.bits == 4) code = within >= 16 ? code >> 4 : code & 15;
+        int value = g.values ? g.values[code] : (g.bits == 8 ? (int8_t)code : code) - g.offset;
+        row[within] = scale * value + minimum;
+        if (within == kBlock - 1 || k == g.inputs - 1)
+          for (int64_t v = 0; v <= within; v += kLanes)
+            store((T *)out + i * g.inputs + b * kBlock + v, load(row + v), within + 1 - v);
+      }
+    });
+  });
+}
+
+void skipjoin_grouped_linear(int64_t type, const Linear *call) {
+  if (call->rows) with_type(type, [&](auto t) { linear<decltype(t)>(*call); });
+}
+}

@@ -1,0 +1,39 @@
+// Outputs of products. Included by the sources that multiply.
+#pragma once
+
+#include "calls.inc.cpp"
+#include "simd.inc.cpp"
+
+namespace {
+
+enum Activation { kNone, kRelu, kSilu, kGelu, kGeluTanh };
+
+inline Floats activated(int64_t activation, Floats x) {
+  switch (activation) {
+  case kRelu: return relu(x);
+  case kSilu: return silu(x);
+  case kGelu: return gelu(x);
+  case kGeluTanh: return gelu_tanh(x);
+  default: return x;
+  }
+}
+
+// Writes the first `count` of these sums to outputs, gated, activated or added. up: what a gated product gates.
+template <typename T>
+SKIPJOIN_INLINE void put(const skipjoin::Linear &c, T *to, int64_t count, Floats sums, Floats up) {
+  Floats value = c.gated ? silu(sums) * up : activated(c.activation, sums);
+  if (c.add) value += load(to, count);
+  store(to, value, count);
+}
+
+enum Type { kFloat32, kBfloat16, kFloat16 };
+
+// Calls work(T()) with the type of this number.
+template <typename Work> void with_type(int64_t type, Work &&work) {
+  if (type == kFloat32) work(float());
+  if (type == kBfloat16) work(bfloat16());
+  if constexpr (kHasHalf)
+    if (type == kFloat16) work(half());
+}
+
+} // namespace

@@ -1,9 +1,9 @@
-"""Serve a Llama in a Hugging Face folder with llama.cpp, in the environment of the peer `llamacpp`.
+"""Serve a Llama in a Hugging Face folder, or a GGUF file, with llama.cpp, in the environment of the peer `llamacpp`.
 
     PYTHON benchmarks/llamacpp_server.py FOLDER --port PORT [--parallel 16]
 
-The weights are first converted to GGUF, in their own type, in a temporary folder. The file has a vocabulary of one word
-per id, so prompts must be token ids.
+The weights of a folder are first converted to GGUF, in their own type, in a temporary folder. The file has a vocabulary
+of one word per id, so prompts must be token ids.
 """
 
 from __future__ import annotations
@@ -98,17 +98,19 @@ def add_words(writer: gguf.GGUFWriter, config: dict[str, int]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("model", type=Path)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--parallel", type=int, default=16)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="skipjoin-bench-") as scratch:
-        file = Path(scratch) / "model.gguf"
-        convert(args.folder, file)
+        file: Path = args.model
+        if file.is_dir():
+            file = Path(scratch) / "model.gguf"
+            convert(args.model, file)
         print(xllamacpp.get_system_info(), file=sys.stderr)
         params = xllamacpp.CommonParams()
         params.model.path = str(file)
-        params.model_alias = {args.folder.name}
+        params.model_alias = {args.model.name}
         params.port = args.port
         params.n_parallel = args.parallel
         params.n_ctx = args.parallel * CONTEXT

@@ -383,6 +383,19 @@ def _gguf() -> Iterator[str]:
     )
     yield ""
     yield f"Tokenizers of SentencePiece (`llama`), and byte-level ones (`gpt2`) that split text by {_codes(SCHEMES)}."
+    yield ""
+    yield "## Quantized safetensors"
+    yield ""
+    rows = [
+        ["`awq`", "4 bits, version gemm", "codes"],
+        ["`gptq`", "4 and 8 bits, zero points of both versions, act-order", "codes"],
+        ["`compressed-tensors`", "pack-quantized and int-quantized, 4 and 8 bits", "codes"],
+        ["`compressed-tensors`", "mxfp4-pack-quantized", "codes"],
+        ["`compressed-tensors`", "float-quantized (fp8)", "widened"],
+        ["`fp8`", "with a scale per block or matrix", "widened"],
+    ]
+    yield from _table(["`quant_method`", "layouts", "in compiled CPU code"], rows)
+    yield "Elsewhere weights are widened to `--dtype`. Scales of inputs are ignored."
 
 
 def _kept(kind: TensorType) -> str:

@@ -152,7 +152,7 @@ def test_memory_is_checked_with_the_bytes_of_the_format(folders: tuple[Path, Pat
 
 
 def test_an_unknown_quantization_is_refused_before_anything_is_loaded(folders: tuple[Path, Path]) -> None:
-    message = r"quantized weights are not supported, and quantization_config in .*config\.json has 'nibbles'"
+    message = r"quantized weights of this kind are not supported: quantization_config in .*config\.json has 'nibbles'"
     for load_format in ("auto", "dummy"):
         with pytest.raises(ModelError, match=message):
             check_model(str(folders[0]), load_format)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ class GroupedMatrix(NamedTuple):
         codes: [out, in], one per byte: below 16 with 4 bits, and signed with 8.
         scales: [out, groups], float16 or float32; likewise `minimums`.
         group: Inputs per scale: 16 or a multiple of 32.
+        order: Which input of the product each column has, or None for the same.
     """
 
     codes: torch.Tensor
@@ -26,10 +28,16 @@ class GroupedMatrix(NamedTuple):
     minimums: torch.Tensor | None = None
     offset: int = 0
     values: tuple[int, ...] | None = None
+    order: torch.Tensor | None = None
+
+    def outputs(self, wanted: range) -> GroupedMatrix:
+        part = slice(wanted.start, wanted.stop)
+        minimums = None if self.minimums is None else self.minimums[part]
+        return self._replace(codes=self.codes[part], scales=self.scales[part], minimums=minimums)
 
     def columns(self, wanted: range) -> GroupedMatrix | None:
         """Return the part with these inputs, or None if they are no whole groups."""
-        if wanted.start % self.group or wanted.stop % self.group:
+        if wanted.start % self.group or wanted.stop % self.group or self.order is not None:
             return None
         groups = slice(wanted.start // self.group, wanted.stop // self.group)
         return self._replace(
@@ -48,7 +56,17 @@ class GroupedMatrix(NamedTuple):
             return scales.float().repeat_interleave(self.group, 1)[:, :inputs]
 
         weight *= spread(self.scales)
-        return weight if self.minimums is None else weight + spread(self.minimums)
+        if self.minimums is not None:
+            weight += spread(self.minimums)
+        return weight if self.order is None else weight[:, self.order.argsort()]
+
+
+def same_order(matrices: Sequence[GroupedMatrix]) -> bool:
+    """Return whether all have their inputs in one order."""
+    first = matrices[0].order
+    if first is None:
+        return all(one.order is None for one in matrices)
+    return all(one.order is not None and torch.equal(one.order, first) for one in matrices)
 
 
 def coded_bytes(

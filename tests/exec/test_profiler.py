@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -204,8 +204,8 @@ class FixedTimeRanks(ShardedExecutor):
         spec = rank_spec_of(tiny_model("llama"), BLOCK_SIZE, 1)
         return [spec._replace(stage=stage, weight_bytes=500, block_bytes=32) for stage in range(2)]
 
-    def touch(self, blocks: int) -> None:
-        self.touched = blocks
+    def touch(self, blocks: Sequence[int]) -> None:
+        self.touched += len(blocks)
 
     def transfers(self, seconds: float) -> dict[Direction, Transfer]:
         return {Direction.OUT: Transfer(1e-5, 2e-6), Direction.IN: Transfer(1e-5, 3e-6)}

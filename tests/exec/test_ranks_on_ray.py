@@ -238,7 +238,7 @@ def test_profile_measures_the_ranks() -> None:
         assert sum(part.cpu_block_bytes for part in engine.executor.rank_specs) == whole.info.cpu_block_bytes
         # Blocks of 16 float32 tokens take 20 bytes on the CPU tier in place of 64.
         assert (engine.info.device_blocks, engine.info.cpu_blocks) == (80, 192) == whole.executor.pools[:2]
-        engine.executor.touch(4)
+        engine.executor.touch(range(4))
         transfers = engine.executor.transfers(0.05)
         assert all(transfer.block > 0 for transfer in transfers.values())
         assert engine.executor.submit(StepPlan(0, ()), 0.0).result().tokens == []

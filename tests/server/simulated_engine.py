@@ -113,6 +113,9 @@ class SimulatedLoop:
     def idle(self) -> bool:
         return not self.core.requests and self._plan is None
 
+    def calibrate(self) -> bool:
+        return False
+
     def submit(self) -> None:
         if any(request.options.priority == STUCK for request in self.core.requests.values()):
             return

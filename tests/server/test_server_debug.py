@@ -136,6 +136,24 @@ def test_forecasts_arrive_with_and_after_requests() -> None:
     assert expected(Abort([1])) == expected(Reforecast(1, Forecast(2.0, "learned"))) == [(1.5, "prior")]
 
 
+class Inbox:
+    """Socket that gets a message when it was polled for the fourth time."""
+
+    polls = 0
+
+    def poll(self, timeout: int) -> int:
+        self.polls += 1
+        return int(self.polls > 3)
+
+
+def test_idle_engine_measures_steps_until_a_message_arrives() -> None:
+    loop = SimulatedLoop(Setup(EngineConfig(), "", 0), 0.0, 10, 100)
+    inbox, measured = Inbox(), []
+    loop.calibrate = lambda: not measured.append(inbox.polls)  # type: ignore[method-assign, func-returns-value]
+    EngineServer(inbox, 0)._read_inbox(loop, wait=True)  # type: ignore[arg-type]
+    assert (measured, inbox.polls) == ([2, 3], 4)
+
+
 def with_key(name: str) -> dict[str, Any]:
     return {"headers": {"Authorization": f"Bearer {name}"}}
 

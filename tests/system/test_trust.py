@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skipjoin.config.profile import cache_profile, cached_profile, one_at_a_time
+from skipjoin.config.profile import cache_profile, cached_profile, measures_alone
 from skipjoin.forecast.store import STATE, Identity, load_state, save_state
 from skipjoin.model.kernels import cache as triton_cache
 from skipjoin.model.kernels.tuning import TunedTable, table_path
@@ -215,7 +215,7 @@ def test_untrusted_profiles_are_not_used(cache: Path, caplog: pytest.LogCaptureF
     cache_profile(PROFILE)
     assert cached_profile(KEY) == PROFILE
     open_to_group(cache / "profiles")
-    with one_at_a_time(KEY):
+    with measures_alone(KEY):
         assert cached_profile(KEY) is None
         cache_profile(PROFILE)
     (warning,) = caplog.messages

@@ -268,8 +268,8 @@ class EngineConfig:
     profile: Annotated[
         str,
         Option(
-            "Step costs: measured at the first start and cached, estimated, or from a file of `skipjoin profile --out "
-            "FILE`.",
+            "Step costs: measured while the first server idles and cached, estimated, or from a file of `skipjoin "
+            "profile --out FILE`.",
             metavar="auto|off|FILE",
             group=MEASUREMENT,
         ),

@@ -27,7 +27,7 @@ FORMAT = 6
 # Environment variable that names the folder of cached profiles.
 CACHE_VARIABLE = "SKIPJOIN_PROFILE_CACHE"
 
-# Median error of the fit from which a profile is not kept. On a quiet machine it is a few percent.
+# Median error of the fit from which steps are measured again. On a quiet machine it is a few percent.
 MAX_MEDIAN_ERROR = 0.15
 
 T = TypeVar("T")
@@ -130,12 +130,16 @@ def cache_path(key: ProfileKey) -> Path:
 
 
 @contextmanager
-def one_at_a_time(key: ProfileKey) -> Iterator[None]:
-    """Hold a lock per key, so that engines that start together measure once and undisturbed."""
+def measures_alone(key: ProfileKey) -> Iterator[None]:
+    """Hold a lock per key, so that of several engines one measures, undisturbed.
+
+    Raises:
+        BlockingIOError: Another process holds it.
+    """
     if not _is_cache_trusted(key):
         yield
         return
-    with locked(cache_path(key)) as problem:
+    with locked(cache_path(key), waits=False) as problem:
         if problem:
             _log.warning("the profile cannot be locked, so several engines may measure at once: %s", problem)
         yield
@@ -150,11 +154,6 @@ def cached_profile(key: ProfileKey) -> Profile | None:
         profile = read_profile(path)
     except ConfigError as error:
         _log.warning("the cached profile is invalid and is measured again: %s", error)
-        return None
-    if profile.is_poor:
-        _log.warning(
-            "the cached profile has a median error of %.0f %% and is measured again", 100 * profile.errors.median
-        )
         return None
     return profile if profile.key.digest == key.digest else None
 

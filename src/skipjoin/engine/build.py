@@ -7,6 +7,7 @@ from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.engine.learned import LearnedKeeper, state_file
 from skipjoin.engine.load import Loaded, load
+from skipjoin.engine.profiling.calibration import Calibration
 from skipjoin.engine.profiling.startup import start_cost
 from skipjoin.engine.scheduling import depth_of, engine_limits, make_scheduler, recipe_settings
 from skipjoin.exec.rank_model import OnProgress
@@ -50,23 +51,24 @@ class Engine:
     jct_scale: float | None = None
     caches_prefixes: bool = True
     learned: LearnedKeeper | None = None
+    calibration: Calibration | None = None
 
 
 def assemble(config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Engine:
     loaded = load(config, on_progress)
     try:
-        return engine_around(loaded, config, on_progress)
+        return engine_around(loaded, config)
     except BaseException:
         loaded.executor.close()
         raise
 
 
-def engine_around(loaded: Loaded, config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Engine:
+def engine_around(loaded: Loaded, config: EngineConfig) -> Engine:
     """Build an engine on a loaded model. Engines may use the same model in turn, each once the previous one is idle."""
     executor = loaded.executor
     blocks, cpu_blocks, block_size = executor.pools
     spec = executor.rank_specs[0]
-    cost = LearningCost(start_cost(config, loaded, on_progress))
+    cost, calibration = start_cost(config, loaded)
     recipe = find(config.recipe)
     settings = recipe_settings(config, cost, engine_limits(config, loaded))
     params = recipe.resolve(settings, config.recipe_params)
@@ -105,4 +107,5 @@ def engine_around(loaded: Loaded, config: EngineConfig, on_progress: OnProgress 
         jct_scale=config.slo_jct_scale,
         caches_prefixes=config.enable_prefix_caching,
         learned=keeper,
+        calibration=calibration,
     )

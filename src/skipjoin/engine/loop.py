@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from skipjoin.core.events import Event
 from skipjoin.core.forecast import Forecast
+from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
 from skipjoin.core.step import StepPlan, StepResult, StepShape
@@ -151,6 +152,20 @@ class EngineLoop:
             self.engine.learned.save_if_due()
         return events
 
+    def calibrate(self) -> bool:
+        """Measure the cost of a step; return False if the engine is not idle, or nothing remains to be measured."""
+        calibration, kv = self.engine.calibration, self.core.scheduler.kv
+        if calibration is None or not self.idle or not isinstance(kv, KVLedger) or not calibration.can_run(kv):
+            return False
+        try:
+            found = calibration.run(kv, self._cost.current)
+        except RankError as error:
+            self._restart(error)
+            return False
+        if found is not None:
+            self._cost.restart(found)
+        return True
+
     def _release_compiled(self) -> None:
         # While a plan is in flight, the next one is not due.
         if self._driver.in_flight:
@@ -192,6 +207,8 @@ class EngineLoop:
             self._times.paused()
 
     def close(self) -> None:
+        if self.engine.calibration is not None:
+            self.engine.calibration.close()
         if self.engine.learned is not None:
             self.engine.learned.close()
         self.engine.executor.close()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -74,7 +75,7 @@ class LocalExecutor:
         store = self.store
         return store.device.num_blocks, store.cpu.num_blocks if store.cpu else 0, store.device.block_size
 
-    def touch(self, blocks: int) -> None:
+    def touch(self, blocks: Sequence[int]) -> None:
         touch(self.store.device, blocks)
 
     def transfers(self, seconds: float) -> dict[Direction, Transfer]:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -97,7 +97,7 @@ class LoadedRank:
     def forget_graphs(self) -> None:
         self.graphs = None
 
-    def touch(self, blocks: int) -> None:
+    def touch(self, blocks: Sequence[int]) -> None:
         touch(self.store.device, blocks)
 
     def transfers(self, seconds: float) -> dict[Direction, Transfer]:

@@ -78,7 +78,7 @@ class ModelExecutor(Executor[Handle], Protocol):
         """Device KV blocks, CPU KV blocks, and tokens per block."""
         ...
 
-    def touch(self, blocks: int) -> None: ...
+    def touch(self, blocks: Sequence[int]) -> None: ...
 
     def transfers(self, seconds: float) -> dict[Direction, Transfer]: ...
 
@@ -184,9 +184,10 @@ def make_store(
     )
 
 
-def touch(kv: PagedKV, blocks: int) -> None:
-    """Write the first blocks, because untouched memory maps to one zero page and reads faster."""
-    kv.tensor[:blocks].fill_(0.01)
+def touch(kv: PagedKV, blocks: Sequence[int]) -> None:
+    """Write blocks, because untouched memory maps to one zero page and reads faster."""
+    for block in blocks:
+        kv.tensor[block].fill_(0.01)
 
 
 def measure_transfers(

@@ -165,7 +165,11 @@ def _on_cpu(attention: str, dtype: torch.dtype) -> Implementations | None:
     library = _compiled(dtype) if dtype in CPP_DTYPES else None
     if library is not None:
         ops, slower = CppOps(library, dtype), _slower(path_of(library))
-        say_once(f"CPU operations: {ops.path}{slower}", logging.WARNING if slower else logging.INFO)
+        path, _, has_floats = ops.path.partition(", ")
+        floats = (
+            ": products of few rows use float32, in which this CPU is faster than in bfloat16" if has_floats else ""
+        )
+        say_once(f"CPU operations: {path}{floats}{slower}", logging.WARNING if slower else logging.INFO)
         return ops, CppAttention(library)
     say_once(f"CPU operations: torch{_slower(None)}")
     if attention == "cpp":

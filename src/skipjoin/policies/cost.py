@@ -128,6 +128,12 @@ class LearningCost:
     """
 
     def __init__(self, start: LinearCost) -> None:
+        self.revision = -1
+        self._margin = Margin()
+        self.restart(start)
+
+    def restart(self, start: LinearCost) -> None:
+        """Forget what was learned of steps, except their margin, and continue from measured costs."""
         small = start.step(StepShape())
         visible = (0, start.weights, 0, start.weights, 0, 0)
         self._learned = [
@@ -135,9 +141,7 @@ class LearningCost:
             for name, size, hidden in zip(STEP_TERMS, _COMMON_SIZE, visible, strict=True)
         ]
         self._least = [_MIN_SHARE * term for term in self._learned]
-        self.revision = -1
         self._answer = start
-        self._margin = Margin()
         self._revise()
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from skipjoin.system.locks import lock_file
+from skipjoin.system.locks import HAS_LOCKS, lock_file
 
 _PREFIX = ".new-"
 # Another user's symbolic link is not followed.
@@ -47,8 +47,12 @@ def make_private(folder: Path) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[str]:
-    """Hold an exclusive lock of a cache file, so that one process creates it. Yield why it cannot be held, if so."""
+def locked(path: Path, *, waits: bool = True) -> Iterator[str]:
+    """Hold an exclusive lock of a cache file, so that one process creates it. Yield why it cannot be held, if so.
+
+    Raises:
+        BlockingIOError: Another process holds it, and `waits` is false.
+    """
     try:
         make_private(path.parent)
         lock = os.fdopen(os.open(path.with_suffix(".lock"), _LOCK_FLAGS, 0o600), "w")
@@ -56,7 +60,8 @@ def locked(path: Path) -> Iterator[str]:
         yield error.strerror or str(error)
         return
     with lock:
-        lock_file(lock)
+        if not lock_file(lock, waits=waits) and HAS_LOCKS:
+            raise BlockingIOError
         yield ""
 
 

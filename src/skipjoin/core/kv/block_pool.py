@@ -44,6 +44,10 @@ class BlockPool:
     def empty(self) -> int:
         return len(self._empty)
 
+    def next_empty(self, count: int) -> list[int]:
+        """Return at most `count` blocks that hold nothing, which stay free."""
+        return [*islice(reversed(self._empty), count)]
+
     def take(self, count: int) -> list[int]:
         """Allocate blocks, whose old KV is lost. Check `free` first."""
         empty = self._empty

@@ -8,7 +8,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from skipjoin.config.profile import FitErrors, Profile, ProfileKey, Sample
+from skipjoin.config.profile import FitErrors, Profile, ProfileKey, Sample, Transfer
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Slice, StepPlan, StepShape
 from skipjoin.engine.profiling.cases import Case, Limits, SliceShapes, cases
@@ -62,7 +62,7 @@ class Effort(NamedTuple):
     precision: float
 
 
-# Used before a server's first request, and for `skipjoin profile`.
+# Used by an idle server without a profile, and for `skipjoin profile`.
 FIRST_START = Effort(20.0, 0.05)
 THOROUGH_PRECISION = 0.03
 
@@ -100,6 +100,97 @@ def shape_hash(config: ModelConfig) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
+class Measurement:
+    """Measures steps one run at a time, so that requests can be served in between, and fits a cost model to them.
+
+    In a pipeline, each stage is measured while the others are busy.
+    """
+
+    def __init__(self, executor: ModelExecutor, limits: Limits, effort: Effort) -> None:
+        self._executor, self._precision = executor, effort.precision
+        self._times: dict[Case, list[float]] = {case: [] for case in cases(limits, _PER_KIND)}
+        self._stages: dict[Case, list[tuple[float, ...]]] = {case: [] for case in self._times}
+        self._clock = _Clock(effort.seconds)
+        self._shapes: dict[Case, StepShape] = {}
+        self._blocks: Sequence[int] = ()
+        self._plans: dict[Case, StepPlan] = {}
+        self._cases = self._remaining()
+        self._next = next(self._cases, None)
+
+    @property
+    def share(self) -> float:
+        return 1.0 if self._next is None else min(1.0, self._clock.share)
+
+    @property
+    def is_done(self) -> bool:
+        return self._next is None
+
+    def run(self, blocks: Sequence[int]) -> None:
+        """Run the next step in KV blocks that hold nothing."""
+        case = self._next
+        assert case is not None, "the measurement is done"
+        if blocks != self._blocks:
+            self._executor.touch([*{*blocks}.difference(self._blocks)])
+            self._blocks, self._plans = blocks, {}
+        if (plan := self._plans.get(case)) is None:
+            plan = self._plans[case] = _plan(case.slices, self._executor.pools[-1], blocks)
+            self._shapes[case] = StepShape.of(plan.slices)
+        began = time.perf_counter()
+        self._stages[case].append(_run(self._executor, plan))
+        for slice_ in plan.slices:
+            self._executor.on_finished(slice_.request)
+        runs = self._times[case]
+        runs.append(sum(self._stages[case][-1]))
+        self._clock.note(_tokens(case), runs, time.perf_counter() - began)
+        self._next = next(self._cases, None)
+
+    def profile(
+        self, config: ModelConfig, key: ProfileKey, transfers: Mapping[Direction, Transfer], host_s: float
+    ) -> Profile:
+        """Return what was measured. `host_s` is the engine's CPU time per step."""
+        rank_specs, block_size = self._executor.rank_specs, self._executor.pools[-1]
+        # The first run is a warm-up and counts only if there is no other. Interference only adds time, so the lower
+        # quartile is closer to the step's own time than the median.
+        steps = [
+            _measured(self._shapes[case], runs[1:] or runs, case.held_out)
+            for case, runs in self._stages.items()
+            if runs
+        ]
+        fit, errors = _fit_steps(steps, guess_cost(rank_specs, block_size))
+        # The fit uses undisturbed times, for the relative costs of steps. Scaled by the disturbance seen in these runs,
+        # it predicts mean times.
+        unrest = statistics.median(step.mean / step.seconds for step in steps)
+        slower = max(transfers.values(), key=lambda transfer: transfer.floor + transfer.block * _COMPARED_BLOCKS)
+        return Profile(
+            key=key,
+            cost=dataclasses.replace(scaled(fit, unrest), block=slower.block, transfer_floor=slower.floor),
+            transfer_out=transfers[Direction.OUT],
+            transfer_in=transfers[Direction.IN],
+            unrest=unrest,
+            host_s=host_s,
+            block_size=block_size,
+            kv_bytes_per_block=sum(spec.block_bytes for spec in rank_specs),
+            cpu_bytes_per_block=sum(spec.cpu_block_bytes for spec in rank_specs),
+            weight_bytes=sum(spec.weight_bytes for spec in rank_specs),
+            vocab_size=config.vocab_size,
+            max_positions=config.max_positions,
+            stage_shares=tuple(np.mean([step.shares for step in steps], axis=0).tolist()),
+            errors=errors,
+            samples=tuple(Sample(*step.shape, step.seconds, step.runs, step.held_out) for step in steps),
+            machine=_machine(rank_specs[0].device_kind),
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+    def _remaining(self) -> Iterator[Case]:
+        has_run = True
+        while has_run and _imprecision(self._times.values()) > self._precision:
+            has_run = False
+            for case, runs in self._times.items():
+                if self._clock.allows(_tokens(case), runs):
+                    has_run = True
+                    yield case
+
+
 def measure_profile(
     executor: ModelExecutor,
     config: ModelConfig,
@@ -110,53 +201,32 @@ def measure_profile(
     host_s: float,
     on_progress: OnProgress,
 ) -> Profile:
-    """Measure steps and transfers before the first request, in free KV blocks, and fit a cost model to them.
-
-    In a pipeline, each stage is measured while the others are busy. `host_s` is the engine's CPU time per step.
-    """
+    """Measure steps and transfers while no engine runs."""
     began = time.perf_counter()
-    rank_specs, block_size = executor.rank_specs, executor.pools[-1]
     transfers = executor.transfers(effort.seconds * _TRANSFER_SHARE)
-    steps = _measure_steps(executor, limits, began + effort.seconds, effort.precision, on_progress)
-    fit, errors = _fit_steps(steps, guess_cost(rank_specs, block_size))
-    # The fit uses undisturbed times, for the relative costs of steps. Scaled by the disturbance seen in these runs, it
-    # predicts mean times.
-    unrest = statistics.median(step.mean / step.seconds for step in steps)
-    slower = max(transfers.values(), key=lambda transfer: transfer.floor + transfer.block * _COMPARED_BLOCKS)
-    return Profile(
-        key=key,
-        cost=dataclasses.replace(scaled(fit, unrest), block=slower.block, transfer_floor=slower.floor),
-        transfer_out=transfers[Direction.OUT],
-        transfer_in=transfers[Direction.IN],
-        unrest=unrest,
-        host_s=host_s,
-        block_size=block_size,
-        kv_bytes_per_block=sum(spec.block_bytes for spec in rank_specs),
-        cpu_bytes_per_block=sum(spec.cpu_block_bytes for spec in rank_specs),
-        weight_bytes=sum(spec.weight_bytes for spec in rank_specs),
-        vocab_size=config.vocab_size,
-        max_positions=config.max_positions,
-        stage_shares=tuple(np.mean([step.shares for step in steps], axis=0).tolist()),
-        errors=errors,
-        samples=tuple(Sample(*step.shape, step.seconds, step.runs, step.held_out) for step in steps),
-        machine=_machine(rank_specs[0].device_kind),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
+    seconds = effort.seconds - (time.perf_counter() - began)
+    measurement = Measurement(executor, limits, effort._replace(seconds=seconds))
+    blocks = range(used_blocks(executor, limits))
+    what = f"measuring step costs (up to {seconds:.0f} s)"
+    while not measurement.is_done:
+        measurement.run(blocks)
+        on_progress(what, measurement.share)
+    return measurement.profile(config, key, transfers, host_s)
 
 
 # -- steps ----------------------------------------------------------------------------------------------------------
 
 
 class _Clock:
-    def __init__(self, deadline: float) -> None:
-        self._began = time.perf_counter()
-        self._budget = max(1e-9, deadline - self._began)
+    def __init__(self, budget_s: float) -> None:
+        self._budget = max(1e-9, budget_s)
+        self._used = 0.0
         self._heaviest, self._heaviest_s = 0, 0.0
         self._steps = 0
 
     @property
     def share(self) -> float:
-        return (time.perf_counter() - self._began) / self._budget
+        return self._used / self._budget
 
     def allows(self, tokens: int, runs: Sequence[float]) -> bool:
         if not self._steps:
@@ -165,44 +235,21 @@ class _Clock:
         if not runs:
             # Later runs of larger steps may lower the estimate, so the step is reconsidered in the next round.
             expected = self._heaviest_s * max(1.0, tokens / self._heaviest)
-            return share < _NEW_STEPS_SHARE and expected < (1 - share) * self._budget * _RUN_SHARE
-        expected = runs[-1]
-        is_fair = sum(runs) + expected < self._budget * _FAIR_PARTS / self._steps
+            is_fair = share < _NEW_STEPS_SHARE
+        else:
+            expected = runs[-1]
+            is_fair = sum(runs) + expected < self._budget * _FAIR_PARTS / self._steps
         return is_fair and expected < (1 - share) * self._budget * _RUN_SHARE
 
-    def note(self, tokens: int, runs: Sequence[float]) -> None:
+    def note(self, tokens: int, runs: Sequence[float], used_s: float) -> None:
+        self._used += used_s
         self._steps += len(runs) == 1
         if tokens >= self._heaviest:
             self._heaviest, self._heaviest_s = tokens, runs[-1]
 
 
-def _measure_steps(
-    executor: ModelExecutor, limits: Limits, deadline: float, precision: float, on_progress: OnProgress
-) -> list[_Measured]:
-    block_size, used = executor.pools[-1], _used_blocks(executor, limits)
-    executor.touch(used)
-    plans = [(case, _plan(case.slices, block_size, used)) for case in cases(limits, _PER_KIND)]
-    times: dict[Case, list[float]] = {case: [] for case, _ in plans}
-    stages: dict[Case, list[tuple[float, ...]]] = {case: [] for case, _ in plans}
-    clock, has_run = _Clock(deadline), True
-    what = f"measuring step costs, once per model and machine (up to {deadline - time.perf_counter():.0f} s)"
-    while has_run and _imprecision(times.values()) > precision:
-        has_run = False
-        for case, plan in plans:
-            tokens, runs = sum(slice_.tokens for slice_ in plan.slices), times[case]
-            if clock.allows(tokens, runs):
-                stages[case].append(_run(executor, plan))
-                runs.append(sum(stages[case][-1]))
-                clock.note(tokens, runs)
-                has_run = True
-                on_progress(what, min(1.0, clock.share))
-    on_progress(what, 1.0)
-    for slice_ in (slice_ for _, plan in plans for slice_ in plan.slices):
-        executor.on_finished(slice_.request)
-    # The first run is a warm-up and counts only if there is no other. Interference only adds time, so the lower
-    # quartile is closer to the step's own time than the median.
-    counted = [(case, plan, stages[case][1:] or stages[case]) for case, plan in plans if times[case]]
-    return [_measured(StepShape.of(plan.slices), runs, case.held_out) for case, plan, runs in counted]
+def _tokens(case: Case) -> int:
+    return sum(tokens for _, tokens in case.slices)
 
 
 def _run(executor: ModelExecutor, plan: StepPlan) -> tuple[float, ...]:
@@ -218,7 +265,8 @@ def _measured(shape: StepShape, stages: Sequence[tuple[float, ...]], held_out: b
     quiet, middle = np.quantile(runs, (0.25, 0.5)).tolist()
     medians = np.median(stages, axis=0)
     shares = tuple((medians / medians.sum()).tolist())
-    return _Measured(shape, quiet, float(np.minimum(runs, _HICCUP * middle).mean()), shares, len(runs), held_out)
+    mean = float(np.minimum(runs, _HICCUP * middle).mean())
+    return _Measured(shape, quiet, mean, shares, len(runs), held_out)
 
 
 def _imprecision(times: Iterable[Sequence[float]]) -> float:
@@ -233,18 +281,18 @@ def _spread(runs: Sequence[float]) -> float:
     return spread
 
 
-def _used_blocks(executor: ModelExecutor, limits: Limits) -> int:
+def used_blocks(executor: ModelExecutor, limits: Limits) -> int:
     blocks, _, block_size = executor.pools
     block_bytes = sum(spec.block_bytes for spec in executor.rank_specs)
     return min(blocks, max(_KV_BYTES // block_bytes, -(-limits.positions // block_size)))
 
 
-def _plan(shapes: SliceShapes, block_size: int, used: int) -> StepPlan:
+def _plan(shapes: SliceShapes, block_size: int, usable: Sequence[int]) -> StepPlan:
     sampling = Sampling(SamplingParams(temperature=0), 0, ())
     slices, next_block = [], 0
     for number, (start, tokens) in enumerate(shapes):
         blocks = -(-(start + tokens) // block_size)
-        table = tuple((next_block + index) % used for index in range(blocks))
+        table = tuple(usable[(next_block + index) % len(usable)] for index in range(blocks))
         next_block += blocks
         request = Request(number, 0.0, [number % 2] * (start + tokens), 1, sampling=sampling)
         slices.append(Slice(request, start, tokens, samples=True, awaits=False, blocks=table))

@@ -3,29 +3,34 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from skipjoin.config import ConfigError, EngineConfig, bytes_per_s
-from skipjoin.config.profile import Profile, ProfileKey, cache_profile, cached_profile, one_at_a_time, read_profile
+from skipjoin.config.profile import Profile, ProfileKey, cached_profile, read_profile
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
+from skipjoin.core.step import StepShape
 from skipjoin.engine.driver import StepDriver
 from skipjoin.engine.load import Loaded, load
+from skipjoin.engine.profiling.calibration import Calibration, fit
 from skipjoin.engine.profiling.cases import Limits
 from skipjoin.engine.profiling.guess import guess_cost
-from skipjoin.engine.profiling.profiler import FIRST_START, Effort, measure_profile
+from skipjoin.engine.profiling.profiler import Effort, measure_profile
 from skipjoin.engine.scheduling import depth_of, make_scheduler, recipe_settings
 from skipjoin.exec.rank_model import OnProgress
 from skipjoin.exec.rank_spec import ModelExecutor, by_stage
 from skipjoin.exec.sampling import Sampling
-from skipjoin.policies.cost import LinearCost, with_link_limit
+from skipjoin.policies.cost import LearningCost, LinearCost, with_link_limit
 from skipjoin.recipes import build
 from skipjoin.sampling import SamplingParams
 
 _log = logging.getLogger(__name__)
 # Steps and requests for measuring the engine's CPU overhead, and the maximum fraction of the measurement.
 _HOST_STEPS, _HOST_REQUESTS, _HOST_SHARE = 48, 16, 0.05
+# Time of the same steps at a start without a profile.
+_START_S = 0.2
 
 
 def profile_model(config: EngineConfig, effort: Effort, on_progress: OnProgress = lambda what, share: None) -> Profile:
@@ -36,30 +41,35 @@ def profile_model(config: EngineConfig, effort: Effort, on_progress: OnProgress 
         loaded.executor.close()
 
 
-def start_cost(config: EngineConfig, loaded: Loaded, on_progress: OnProgress) -> LinearCost:
-    cost = _profiled_cost(config, loaded, on_progress)
-    if (limit := bytes_per_s(config.swap_bandwidth_gbps)) is None:
-        return cost
-    stages = by_stage(loaded.executor.rank_specs)
-    return with_link_limit(cost, sum(max(spec.cpu_block_bytes for spec in stage) / limit for stage in stages))
+def start_cost(config: EngineConfig, loaded: Loaded) -> tuple[LearningCost, Calibration | None]:
+    """Return a cost model, from a profile or a guess, and what measures it while the engine idles, where needed."""
 
+    def limited(cost: LinearCost) -> LinearCost:
+        if (limit := bytes_per_s(config.swap_bandwidth_gbps)) is None:
+            return cost
+        stages = by_stage(loaded.executor.rank_specs)
+        return with_link_limit(cost, sum(max(spec.cpu_block_bytes for spec in stage) / limit for stage in stages))
 
-def _profiled_cost(config: EngineConfig, loaded: Loaded, on_progress: OnProgress) -> LinearCost:
-    if config.profile == "off":
-        return guess_cost(loaded.executor.rank_specs, config.block_size)
-    if config.profile == "auto":
-        with one_at_a_time(loaded.key):
-            profile = cached_profile(loaded.key)
-            if profile is None:
-                profile = measure(loaded, config, FIRST_START, on_progress)
-                if profile.is_poor:
-                    _log.warning("%s; they are not kept, so the next start measures again", poor_fit(profile))
-                else:
-                    _cache(profile)
-    else:
+    def cost_of(profile: Profile) -> LinearCost:
+        return limited(profile.cost_for(config.block_size))
+
+    if config.profile not in ("auto", "off"):
         profile = read_profile(Path(config.profile))
         _check_profile(profile, loaded.key, config.profile)
-    return profile.cost_for(config.block_size)
+        return LearningCost(cost_of(profile)), None
+    found = cached_profile(loaded.key) if config.profile == "auto" else None
+    if found is not None:
+        if not found.is_poor:
+            return LearningCost(cost_of(found)), None
+        _log.info("step costs are those of an earlier start, and are measured again while idle: %s", fit(found))
+        calibration = Calibration(loaded, _limits(config, loaded), cost_of, host_s=found.host_s, before=found)
+        return LearningCost(cost_of(found)), calibration
+    cost = LearningCost(limited(guess_cost(loaded.executor.rank_specs, config.block_size)))
+    if config.profile == "off":
+        return cost, None
+    _log.info("step costs are estimated from the first steps, and measured while idle")
+    host_s = _host_seconds(config, loaded.executor, time.perf_counter() + _START_S, cost.learn)
+    return cost, Calibration(loaded, _limits(config, loaded), cost_of, host_s=host_s)
 
 
 def measure(
@@ -68,35 +78,37 @@ def measure(
     """Measure costs, once again if the fit is poor. Writes into KV blocks, so no engine may be running."""
     profile = _measure(loaded, config, effort, on_progress)
     if profile.is_poor:
-        _log.warning("%s; they are measured again", poor_fit(profile))
+        _log.warning("the step costs are measured again: %s", fit(profile))
         profile = min(profile, _measure(loaded, config, effort, on_progress), key=lambda one: one.errors.median)
     return profile
 
 
-def poor_fit(profile: Profile) -> str:
-    return (
-        f"the step costs fit their measurements poorly (median error {profile.errors.median:.0%}), because other "
-        "programs use this machine, or its speed varies"
-    )
-
-
 def _measure(loaded: Loaded, config: EngineConfig, effort: Effort, on_progress: OnProgress) -> Profile:
-    blocks, _, block_size = loaded.executor.pools
-    limits = Limits(
-        tokens=config.max_num_batched_tokens,
-        requests=config.max_num_seqs,
-        positions=min(loaded.max_len, blocks * block_size),
-        kv_tokens=blocks * block_size,
-    )
     began = time.perf_counter()
     host_s = _host_seconds(config, loaded.executor, began + effort.seconds * _HOST_SHARE)
     left = effort._replace(seconds=effort.seconds - (time.perf_counter() - began))
+    limits = _limits(config, loaded)
     return measure_profile(
         loaded.executor, loaded.config, loaded.key, limits, left, host_s=host_s, on_progress=on_progress
     )
 
 
-def _host_seconds(config: EngineConfig, executor: ModelExecutor, deadline: float) -> float:
+def _limits(config: EngineConfig, loaded: Loaded) -> Limits:
+    blocks, _, block_size = loaded.executor.pools
+    return Limits(
+        tokens=config.max_num_batched_tokens,
+        requests=config.max_num_seqs,
+        positions=min(loaded.max_len, blocks * block_size),
+        kv_tokens=blocks * block_size,
+    )
+
+
+def _host_seconds(
+    config: EngineConfig,
+    executor: ModelExecutor,
+    deadline: float,
+    on_step: Callable[[StepShape, float], object] = lambda shape, seconds: None,
+) -> float:
     """Measure the engine's CPU seconds per decode step that overlap with no other step."""
     cost = guess_cost(executor.rank_specs, config.block_size)
     policies = build(config.recipe, recipe_settings(config, cost), config.recipe_params)
@@ -115,6 +127,7 @@ def _host_seconds(config: EngineConfig, executor: ModelExecutor, deadline: float
         result = driver.turn()
         core.take_events()
         assert result is not None, "requests are left, but no plan is in flight"
+        on_step(StepShape.of(result.plan.slices), result.seconds)
         before, begin = begin, time.perf_counter()
         times.append(begin - before - result.seconds)
     for handle in driver.in_flight:
@@ -122,13 +135,6 @@ def _host_seconds(config: EngineConfig, executor: ModelExecutor, deadline: float
     for request_id in tuple(core.requests):
         core.abort(request_id, time.perf_counter())
     return max(0.0, statistics.median(times))
-
-
-def _cache(profile: Profile) -> None:
-    try:
-        cache_profile(profile)
-    except ConfigError as error:
-        _log.warning("the profile cannot be cached, so the next start measures steps again: %s", error)
 
 
 def _check_profile(profile: Profile, key: ProfileKey, name: str) -> None:

@@ -5,6 +5,7 @@ import fcntl
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -76,7 +77,7 @@ class RankProcess:
                     rank.run(connection.recv_bytes())
         import_ray().actor.exit_actor()
 
-    def touch(self, blocks: int) -> None:
+    def touch(self, blocks: Sequence[int]) -> None:
         self._loaded.touch(blocks)
 
     def transfers(self, seconds: float) -> dict[Direction, Transfer]:

@@ -271,7 +271,7 @@ class RankedExecutor:
             _log.warning("the ranks were restarted in %.1f s", time.monotonic() - began)
             return
 
-    def touch(self, blocks: int) -> None:
+    def touch(self, blocks: Sequence[int]) -> None:
         self._live.call("touch", blocks)
 
     def transfers(self, seconds: float) -> dict[Direction, Transfer]:

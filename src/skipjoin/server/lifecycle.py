@@ -25,6 +25,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from skipjoin.builtin import MODEL_NAME
 from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, ServerConfig
 from skipjoin.config.access import is_loopback
 from skipjoin.engine.forecasting import open_keeper, state_folder
@@ -63,6 +64,7 @@ DEFAULT_FORECASTS = ForecastConfig()
 _OPEN = "any machine that reaches %s may use this server, which asks for no key"
 # Limit of the answer to the command that the server prints.
 _EXAMPLE_TOKENS = 200
+_QUESTION = "What is the capital of France? Answer in one sentence."
 # Interval in which the drain checks for open requests.
 _POLL_S = 0.05
 
@@ -289,7 +291,9 @@ class Server:
             f"{info.device_blocks} KV blocks of {info.block_size} and {info.cpu_blocks} in CPU memory"
             f"{'' if info.swap_dtype == 'auto' else f' as {info.swap_dtype}'}, "
             f"{info.dtype} on {info.device})\n"
-            f"Try: {self._example(url)}" + (f"\nMetrics: {metrics_url}/metrics" if metrics_url else ""),
+            f"Try: {self._example(url)}"
+            + (f"\nChat in a browser: {url}/" if self._config.console and self._service.tokenizer.chat_template else "")
+            + (f"\nMetrics: {metrics_url}/metrics" if metrics_url else ""),
             url=url,
             model=self._service.name,
             recipe=info.recipe,
@@ -304,7 +308,8 @@ class Server:
         path = "completions"
         prompt: dict[str, Any] = {"prompt": "Once upon a time"}
         if service.tokenizer.chat_template is not None:
-            path, prompt = "chat/completions", {"messages": [{"role": "user", "content": "Count from 3 to 12"}]}
+            text = "Count from 3 to 12" if service.info.model == MODEL_NAME else _QUESTION
+            path, prompt = "chat/completions", {"messages": [{"role": "user", "content": text}]}
         limit = min(_EXAMPLE_TOKENS, service.info.max_model_len // 2)
         body = json.dumps({"model": service.name, **prompt, "max_tokens": limit, "stream": True}, ensure_ascii=False)
         options = " --cert CLIENT.pem" if config.ssl_ca_certs else ""

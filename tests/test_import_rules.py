@@ -48,8 +48,9 @@ observe: core core.kv.reservations observe
 workload: config core observe options workload
 report: config report system.disk
 sim: config core exec.base exec.simulated kv_format observe policies recipes sim
-sim.experiments: config config.profile core core.decide.scheduler core.kv.ledger exec.simulated forecast kv_format
-    observe options policies recipes report sim sim.experiments system.garbage version workload
+sim.experiments: builtin config config.profile core core.decide.scheduler core.kv.ledger exec.simulated forecast
+    kv_format model.config model.folder observe options policies recipes report sim sim.experiments system.garbage
+    version workload
 loadtest: config core loadtest observe options routes system.machine version workload
 demo: config demo loadtest observe report system.disk workload
 replay: config core options policies recipes replay sim.experiments workload

@@ -268,6 +268,7 @@ def test_parts_are_read_as_one_model(tmp_path: Path) -> None:
     for name in (parts[1], tmp_path):
         assert check_model(str(name)) == parts[0]
     assert model_id(str(parts[0]), parts[0]) == "m"
+    assert model_id(str(tmp_path), parts[0]) == tmp_path.name
     parts[1].rename(tmp_path / "moved")
     with pytest.raises(ModelError, match=r"is one of 3 parts, and .* lacks m-00002-of-00003\.gguf: download"):
         check_model(str(tmp_path))

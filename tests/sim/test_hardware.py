@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
+from skipjoin.builtin import builtin_model_path
 from skipjoin.config import ConfigError
+from skipjoin.sim.experiments.machines import Machine, shape_of
 from skipjoin.sim.hardware import DEVICES, GIB, Device, DeviceGroup, parse_hardware
 from skipjoin.sim.models import MODELS, model_shape
 
@@ -104,3 +109,18 @@ def test_spellings_of_a_gpu_are_equivalent(text: str) -> None:
 def test_invalid_hardware_is_refused(text: str, error: str) -> None:
     with pytest.raises(ConfigError, match=rf"^hardware.*{error}"):
         parse_hardware(text)
+
+
+def test_models_that_a_server_can_run_are_simulated(tmp_path: Path) -> None:
+    folder = builtin_model_path()
+    for name in ("tally", str(folder)):
+        (system,) = Machine(model=name).systems("fcfs")
+        assert (system.model, system.max_model_len) == ("tally", 1024)
+    shape = shape_of(str(folder))
+    weights = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
+    assert shape.parameters == pytest.approx(weights, rel=0.01)
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match=r"--model: .*cut\.gguf is cut off in its header"):
+        Machine(model=str(tmp_path / "cut.gguf")).systems("fcfs")
+    with pytest.raises(ConfigError, match="there is no 'opt-13bb'; did you mean opt-13b"):
+        Machine(model="opt-13bb").systems("fcfs")

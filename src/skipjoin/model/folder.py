@@ -112,7 +112,8 @@ def bin_files(source: Path) -> list[Path]:
 
 def model_id(name: str, folder: str | Path) -> str:
     """Return the name of a model for clients, which shows no path of this machine. `name` is as it was given."""
-    if name == MODEL_NAME or Path(name) != Path(folder):
+    # The folder of a GGUF file is another path than the file.
+    if name in (MODEL_NAME, PACKAGED_NAME) or not (Path(name) == Path(folder) or Path(name).is_dir()):
         return name  # a hub id
     # Not resolved further: the name of a link is the name that was chosen for the model.
     path = Path(os.path.abspath(name))

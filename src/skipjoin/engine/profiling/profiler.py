@@ -79,7 +79,7 @@ class _Measured(NamedTuple):
 def profile_key(name: str, config: ModelConfig, rank_specs: Sequence[RankSpec], version: str) -> ProfileKey:
     spec, stages = rank_specs[0], by_stage(rank_specs)
     return ProfileKey(
-        model=Path(name).resolve().name if Path(name).is_dir() else name,
+        model=Path(name).resolve().name if Path(name).exists() else name,
         shape=shape_hash(config),
         device_kind=spec.device_kind,
         device=spec.device,

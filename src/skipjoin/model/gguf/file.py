@@ -193,7 +193,7 @@ class _Header:
 
     def _parse(self) -> tuple[dict[str, Any], list[StoredTensor]]:
         if self._bytes(4) != b"GGUF":
-            raise self._error("is not a GGUF file: it does not begin with GGUF")
+            raise self._error("is not a GGUF file, because it does not begin with GGUF: download it again")
         version = self._scalar("I")
         if version not in _VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS

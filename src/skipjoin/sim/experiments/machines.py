@@ -4,15 +4,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from skipjoin.builtin import MODEL_NAME, PACKAGED_NAME
 from skipjoin.config.profile import Profile, read_profile
 from skipjoin.config.shared import KVType, SwapBandwidth, SwapType, bytes_per_s, check_swap_bandwidth, check_swap_type
+from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.folder import check_model, model_id
 from skipjoin.options import ConfigError, Option, check
 from skipjoin.policies.cost import LinearCost, with_link_limit
 from skipjoin.recipes import find, names_in
 from skipjoin.recipes.registry import check_names
 from skipjoin.sim.experiments.system import ProfileBasis, System
 from skipjoin.sim.hardware import parse_hardware
-from skipjoin.sim.models import model_shape
+from skipjoin.sim.models import ModelShape, model_shape
 from skipjoin.sim.roofline import RooflineCost, kv_blocks
 
 _GIB = 1 << 30
@@ -21,6 +24,32 @@ _SWAP_SHARE = 0.5
 _GROUP = "System"
 # Fields of a system that concern the cluster, not a replica.
 _OF_THE_CLUSTER = ("replicas", "dispatch", "prefill_replicas", "network_gbps")
+
+
+def shape_of(name: str) -> ModelShape:
+    """Return the shape of a model of the catalog or of one that a server can run, with weights of 16 or 32 bits."""
+    is_path = "/" in name or Path(name).exists()
+    if name not in (MODEL_NAME, PACKAGED_NAME) and not is_path:
+        return model_shape(name)
+    try:
+        folder = check_model(name, "dummy", has_tokenizer=False)
+        config = ModelConfig.from_folder(folder)
+    except ModelError as error:
+        raise ConfigError(f"--model: {error}") from error
+    return ModelShape(
+        model_id(name, folder),
+        config.num_layers,
+        config.hidden_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.intermediate_size,
+        config.family == "llama",
+        config.vocab_size,
+        config.tie_embeddings,
+        config.max_positions,
+        4 if config.dtype_name == "float32" else 2,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +70,7 @@ class Machine:
     model: Annotated[
         str | None,
         Option(
-            "Model of the catalog, such as opt-13b (default: the profile's).",
+            "Model of the catalog, such as opt-13b, folder, GGUF file or hub id (default: the profile's).",
             metavar="NAME",
             group=_GROUP,
             is_common=True,
@@ -112,7 +141,7 @@ class Machine:
         group = parse_hardware(self.hardware)
         if self.model is None:
             raise ConfigError(f"a model must be given for hardware {group.name}")
-        shape = replace(model_shape(self.model), kv_cache_dtype=self.kv_cache_dtype)
+        shape = replace(shape_of(self.model), kv_cache_dtype=self.kv_cache_dtype)
         size = 16 if self.block_size is None else self.block_size
         blocks = kv_blocks(shape, group, size, self.kv_gib)
         cpu_block_bytes = shape.cpu_block_bytes(size, self.swap_dtype)

@@ -29,6 +29,7 @@ from skipjoin.sampling import SamplingParams, parameters_of
 from skipjoin.schemas.keywords import COMPILED_FORMATS, ENFORCED, IGNORED, IGNORED_FORMATS, PATTERN_FORMATS, REFUSED
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
+MODEL_FORMATS = FOLDER.parents[1] / "tests" / "model" / "model_formats.json"
 NOTE = "<!-- Written by `make reference` from the source. Do not edit. -->"
 UNITS = {"SECONDS": "seconds", "MILLISECONDS": "ms", "MS": "ms", "GIB": "GiB", "BYTES": "bytes", "GBPS": "Gb/s"}
 # Larger upper bounds only reject nonsense.
@@ -61,6 +62,7 @@ def pages() -> dict[str, str]:
         "configuration.md": _configuration,
         "gguf.md": _gguf,
         "metrics.md": _metrics,
+        "models.md": _models,
         "recipes.md": _recipes,
         "sampling.md": _sampling,
         "schemas.md": _schemas,
@@ -360,6 +362,32 @@ def _schemas() -> Iterator[str]:
         "strings are ignored. Other formats are refused.",
         "",
     )
+
+
+def _models() -> Iterator[str]:
+    yield from (
+        "# Models",
+        "",
+        "Which family runs from which format of weights on a CPU, as `tests/model/test_model_formats.py` ran it:",
+        "*native* weights keep their bits, *widened* ones take those of `--dtype`, by default `bfloat16`, and",
+        "others are *refused* with a sentence that has a remedy. [GGUF files](gguf.md) has all types of those.",
+        "",
+    )
+    record = json.loads(MODEL_FORMATS.read_text(encoding="utf-8"))
+    families = [*record]
+    rows = [[f"{name}", *(_outcome(record[family][name]) for family in families)] for name in record[families[0]]]
+    yield from _table(["weights", *families], rows)
+    yield (
+        "An NVIDIA GPU runs what torch's operations run. `quantization int8` needs the compiled operations of a CPU. "
+        "`skipjoin convert` makes safetensors of `.bin` files. Mistral's GGUF files have the architecture `llama`; "
+        "sliding windows are refused in GGUF files, which do not say which layers have them. Experts and families that "
+        "are not in the table are refused."
+    )
+
+
+def _outcome(by_operations: Mapping[str, str]) -> str:
+    compiled, torch = by_operations["compiled"], by_operations["torch"]
+    return compiled if compiled == torch else f"{compiled}; torch: {torch}"
 
 
 def _gguf() -> Iterator[str]:

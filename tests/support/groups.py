@@ -18,6 +18,7 @@ REFERENCES = {
     "test_batch_invariant",
     "test_installed_family",
     "test_model_families",
+    "test_model_formats",
     "test_model_loader",
     "test_model_ops",
     "test_parallel_families",

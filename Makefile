@@ -46,11 +46,15 @@ $(BIN)/python:
 		|| { echo "Skipjoin needs Python 3.11 or newer; name one with: make PYTHON=python3.12 ..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
+# Otherwise the first start would compile them. Meanwhile pip unpacks torch, on one core.
+COMPILE := from skipjoin.model.ops.build import compiled_library; compiled_library()
+
 # The locks are complete, so that pip resolves nothing and verifies the hash of every package. torch is the exception,
 # because its CPU wheels have other hashes than its GPU wheels, which include CUDA's libraries.
 $(VENV)/.runtime: pyproject.toml constraints.txt requirements.lock | $(BIN)/python
 	@echo "Installing Skipjoin into $(VENV) (takes a minute or more, because torch is large)"
 	$(INSTALL) --no-deps --require-hashes --requirement requirements.lock
+	@PYTHONPATH=src $(BIN)/python -c '$(COMPILE)' > /dev/null 2>&1 &
 	$(INSTALL) --constraint constraints.txt torch
 	$(INSTALL) --no-deps --no-build-isolation --editable .
 	@touch $@

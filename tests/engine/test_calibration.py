@@ -159,3 +159,17 @@ def test_unwritable_cache_only_logs_a_warning(loop: EngineLoop, cache: Path, cap
     cache.touch()
     measure(loop)
     assert "the next start measures steps again" in caplog.text
+
+
+def test_engine_that_cannot_measure_serves_on(
+    loop: EngineLoop, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(seconds: float) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(loop.engine.executor, "transfers", fail)
+    first = output_of(loop, 1)
+    assert not loop.calibrate()
+    assert "step costs are not measured, and follow the steps that run: out of memory" in caplog.text
+    assert not loop.calibrate()
+    assert output_of(loop, 2) == first

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from skipjoin.exec.sampling import Sampling
 from skipjoin.policies.cost import LinearCost
 from skipjoin.sampling import ContextLengthError, ParameterError, SamplingParams, check_ids
 
+_log = logging.getLogger(__name__)
 # Maximum time that a step without a plan waits for a grammar.
 _COMPILE_WAIT_S = 0.001
 
@@ -161,6 +163,14 @@ class EngineLoop:
             found = calibration.run(kv, self._cost.current)
         except RankError as error:
             self._restart(error)
+            return False
+        except (
+            RuntimeError,
+            MemoryError,
+            OSError,
+        ) as error:  # from torch, such as no memory for the pools of transfers
+            _log.warning("step costs are not measured, and follow the steps that run: %s", error)
+            calibration.close()
             return False
         if found is not None:
             self._cost.restart(found)

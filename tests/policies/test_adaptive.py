@@ -25,6 +25,7 @@ from support.load import make
 from support.policies import COST, told_by
 
 OVERTAKING_S = 20.0
+PATIENCE = 30.0
 LAST = BINS - 1
 
 
@@ -145,7 +146,7 @@ def test_an_invalid_state_is_refused_and_changes_nothing(change: dict[str, objec
 
 def test_equal_lengths_raise_the_index_and_heavy_tails_lower_it() -> None:
     """So nothing is preempted with equal lengths, and short work goes first otherwise."""
-    kind = Kind(None, 7, LAST, None)
+    kind = Kind(None, 7, LAST, None, 14)
     equal, heavy = index_on(learned([256] * 300)), index_on(learned(drawn(2000, heavy_tailed)))
     rising = [equal.log_index(kind, place) for place in range(NOT_BEGUN, bin_of(256))]
     assert all(one < other for one, other in pairwise(rising))
@@ -227,7 +228,9 @@ def test_new_requests_overtake_a_queue_of_long_ones() -> None:
 
 @pytest.mark.parametrize(("reason", "ends"), [(FinishReason.STOP, 1.0), (FinishReason.LENGTH, 0.0)])
 def test_only_outputs_that_ended_by_themselves_count_as_ends(reason: FinishReason, ends: float) -> None:
-    ordering = Adaptive(index := GittinsIndex(COST, 4), overtaking_s=OVERTAKING_S, first_share=0.5)
+    ordering = Adaptive(
+        index := GittinsIndex(COST, 4), overtaking_s=OVERTAKING_S, first_share=0.5, prompt_patience=PATIENCE
+    )
     request = make(0, 10, 40)
     ordering.on_arrived(request, 0.0)
     ordering.on_scheduled([Slice(request, 0, 10, True, False, ())], 0.0)
@@ -258,7 +261,7 @@ def run_steps(ordering: Adaptive, live: list[Request], chance: random.Random, no
 def test_no_request_overtakes_one_that_arrived_much_earlier(seed: int, rate: float) -> None:
     """The bound holds for everything except first tokens, whatever was learned."""
     chance, now = random.Random(seed), 0.0
-    ordering = Adaptive(GittinsIndex(COST, 4), overtaking_s=OVERTAKING_S, first_share=0.5)
+    ordering = Adaptive(GittinsIndex(COST, 4), overtaking_s=OVERTAKING_S, first_share=0.5, prompt_patience=PATIENCE)
     live: list[Request] = []
     for number in range(60):
         now += chance.expovariate(rate)
@@ -307,13 +310,13 @@ def test_first_tokens_get_their_share_of_the_time() -> None:
 
 
 def test_first_tokens_precede_until_their_share_is_used_or_their_objective_missed() -> None:
-    ordering = Adaptive(GittinsIndex(COST, 4), overtaking_s=OVERTAKING_S, first_share=0.5)
+    ordering = Adaptive(GittinsIndex(COST, 4), overtaking_s=OVERTAKING_S, first_share=0.5, prompt_patience=PATIENCE)
     old, new = make(0, 8, 90, arrival=0.0), make(1, 20_000, 90, arrival=1.0)
     hasty = make(2, 8, 90, arrival=1.0, target=Target(ttft_s=1.0))
     for request in (old, new, hasty):
         ordering.on_arrived(request, request.arrival)
     ordering.on_scheduled([Slice(old, 0, 8, True, False, ())], 1.0)
-    assert list(ordering.ranked(1.5)) == [new, hasty, old]
+    assert list(ordering.ranked(1.5)) == [hasty, new, old]
     assert ordering.outranks(new, old)
     assert next(ordering.ranked(2.5)) is new
     assert not ordering.outranks(hasty, old), "the objective is missed"
@@ -324,7 +327,7 @@ def test_first_tokens_precede_until_their_share_is_used_or_their_objective_misse
 
 def test_recomputation_uses_the_share_of_first_tokens() -> None:
     """Otherwise, first tokens and recomputing what they displaced could take all of the time together."""
-    ordering = Adaptive(GittinsIndex(COST, 4), overtaking_s=OVERTAKING_S, first_share=0.5)
+    ordering = Adaptive(GittinsIndex(COST, 4), overtaking_s=OVERTAKING_S, first_share=0.5, prompt_patience=PATIENCE)
     old, new = make(0, 8, 90, arrival=0.0), make(1, 8, 90, arrival=1.0)
     for request in (old, new):
         ordering.on_arrived(request, request.arrival)
@@ -352,7 +355,7 @@ def run_all(ordering: Adaptive, requests: Sequence[Request]) -> None:
 
 def test_pauses_do_not_change_the_lengths_at_which_a_request_changes_its_rank() -> None:
     def edges(pauses: Callable[[], int]) -> list[float | str]:
-        ordering = Adaptive(GittinsIndex(COST, 4), overtaking_s=OVERTAKING_S, first_share=0.5)
+        ordering = Adaptive(GittinsIndex(COST, 4), overtaking_s=OVERTAKING_S, first_share=0.5, prompt_patience=PATIENCE)
         request, other = make(0, 8, 200), make(1, 8, 9000)
         for one in (request, other):
             ordering.on_arrived(one, 0.0)
@@ -371,7 +374,7 @@ def test_pauses_do_not_change_the_lengths_at_which_a_request_changes_its_rank() 
 
 def test_a_step_does_not_examine_paused_requests() -> None:
     def calls(paused: int) -> int:
-        ordering = Adaptive(GittinsIndex(COST, 4), overtaking_s=OVERTAKING_S, first_share=0.5)
+        ordering = Adaptive(GittinsIndex(COST, 4), overtaking_s=OVERTAKING_S, first_share=0.5, prompt_patience=PATIENCE)
         requests = [make(number, 8, 90) for number in range(paused)]
         for request in requests:
             ordering.on_arrived(request, 0.0)
@@ -389,7 +392,7 @@ def test_a_step_does_not_examine_paused_requests() -> None:
 
 def test_a_rank_is_explained() -> None:
     index = index_on(learned([100] * 100))
-    ordering = Adaptive(index, overtaking_s=OVERTAKING_S, first_share=0.5)
+    ordering = Adaptive(index, overtaking_s=OVERTAKING_S, first_share=0.5, prompt_patience=PATIENCE)
     request = make(0, 8, 900, arrival=1.0, forecast=Forecast(100, "test"))
     ordering.on_arrived(request, 1.0)
     ordering.on_begin(1.0, KVLedger(100, 0, 4))

@@ -51,7 +51,7 @@ def alise() -> Ordering:
 
 def adaptive(overtaking_s: float = 100.0) -> Ordering:
     """Return an ordering whose gate for first tokens closes while requests live."""
-    return Adaptive(GittinsIndex(COST, 4), overtaking_s=overtaking_s, first_share=0.01)
+    return Adaptive(GittinsIndex(COST, 4), overtaking_s=overtaking_s, first_share=0.01, prompt_patience=30.0)
 
 
 def by_deadline(*, counts_lead: bool = False) -> Ordering:

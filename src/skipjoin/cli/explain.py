@@ -119,8 +119,11 @@ def _policy(choice: Mapping[str, Any]) -> Iterator[RenderableType]:
     if choice["place"] is None:
         return
     place, live = choice["place"] + 1, choice["live_requests"]
+    values = {fact["label"]: fact["value"] for fact in choice["facts"]}
+    prefill_s = values.get("prefill ahead", 0.0)
+    ahead = f" Prefill {duration(prefill_s)} ahead of you." if prefill_s else ""
     yield Text()
-    yield Text(f"Number {place} of {live} live requests in the scheduler's order.", style="bold")
+    yield Text(f"Number {place} of {live} live requests in the scheduler's order.{ahead}", style="bold")
     table = Table("", "", "", box=None, padding=(0, 2, 0, 0), show_header=False)
     for fact in choice["facts"]:
         table.add_row(fact["label"], amount(fact["value"], fact["unit"]), fact["meaning"])

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, takewhile
+from itertools import chain, islice, takewhile
 from typing import Any
 
 from skipjoin.core.kv.interface import KVAccounts
@@ -13,32 +12,39 @@ from skipjoin.core.policy import Callbacks, Fact
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.aging import MARGIN, Aging
-from skipjoin.policies.cells import Cell, Entry, SortedCells, by_arrival
-from skipjoin.policies.first_tokens import FirstTokenPace
+from skipjoin.policies.cells import Cell, Entry, SortedCells
+from skipjoin.policies.first_tokens import Alarms, FirstTokenPace
 from skipjoin.policies.gittins import NOT_BEGUN, GittinsIndex, Kind, kind_of
 from skipjoin.policies.hazards import BIN_EDGES, BINS, bin_of
 from skipjoin.policies.length_model import ForecastClass
 
 # Factor by which the counts of arrivals shrink when indices change, and the count below which a kind is forgotten.
 _NEW_KEPT, _MIN_NEW = 0.9, 0.05
+# Steps within which the cached prefix of each waiting request is looked up again.
+_LOOKUP_STEPS = 64
 
 
 class _Job:
     """State of a request.
 
     Attributes:
+        cached: Tokens that it finds in the prefix cache, as of the last lookup.
         place: Bin of the lengths that it may still get, or NOT_BEGUN.
         leaves_at: Number of known tokens at which it leaves the bin, in step `due` at the earliest.
         is_fresh: Whether it has a claim to an early first token.
+        is_overdue: Whether later requests may no longer overtake it because of its prompt.
     """
 
-    __slots__ = ("cell", "cls", "due", "entry", "is_fresh", "kind", "leaves_at", "place")
+    __slots__ = ("cached", "cell", "cls", "due", "entry", "is_fresh", "is_overdue", "kind", "leaves_at", "place")
 
-    def __init__(self, request: Request, cls: ForecastClass, kind: Kind) -> None:
+    kind: Kind
+
+    def __init__(self, request: Request, cls: ForecastClass) -> None:
         self.cell: Cell | None = None
         self.entry: Entry = (request.arrival, request.id, request)
-        self.cls, self.kind = cls, kind
-        self.is_fresh = False
+        self.cls = cls
+        self.cached = request.progress.cached
+        self.is_fresh = self.is_overdue = False
         self.place, self.leaves_at, self.due = NOT_BEGUN, 0, 0
 
 
@@ -48,19 +54,25 @@ class Adaptive(Callbacks):
     A request's key is -log(index) + arrival / tau. The logarithm is clamped to a range R below its maximum and tau is
     at most `overtaking_s` / (R + margin), where keys that differ by less than the margin do not preempt. So no request
     overtakes one that arrived more than `overtaking_s` before it, except for its first token.
+
+    Requests that wait for their first token follow by arrival + `prompt_patience` x prefill time. While others precede
+    them, the index charges the prefill. It no longer counts from that sum on, so that among requests with equal
+    forecasts and limits, none is overtaken because of its prompt by one that arrived later than that.
     """
 
-    def __init__(self, index: GittinsIndex, *, overtaking_s: float, first_share: float) -> None:
+    def __init__(self, index: GittinsIndex, *, overtaking_s: float, first_share: float, prompt_patience: float) -> None:
         self._index = index
         self._revision = index.revision
         self._overtaking_s = overtaking_s
         self._aging = Aging(overtaking_s)
         self._pace = FirstTokenPace(first_share) if first_share else None
+        self._patience = prompt_patience
         self._is_open = True
         self._jobs: dict[Request, _Job] = {}
-        self._cells: dict[tuple[bool, Kind, int], Cell] = {}
+        self._cells: dict[tuple[bool, bool, Kind, int], Cell] = {}
         self._fresh: dict[Cell, None] = {}  # those of fresh requests
-        self._sorted = SortedCells(self._aging.per_s)  # all except those that precede all others
+        self._first = SortedCells(1.0)  # those that precede all others, by arrival and prefill
+        self._sorted = SortedCells(self._aging.per_s)  # all others
         # A step adds at most one token to a request, so bins need not be checked in every step.
         self._steps = 0
         self._begun: set[Request] = set()  # have a bin
@@ -68,7 +80,9 @@ class Adaptive(Callbacks):
         self._paused: set[Request] = set()  # did not run in the step in which they were due
         self._leaving: set[Request] = set()  # leave their bin in their next step
         self._dropped: set[Request] = set()  # recompute KV in their next steps
-        self._missing: list[tuple[float, int, Request]] = []  # when fresh requests miss their TTFT objective
+        self._missing = Alarms()  # of fresh requests, when they miss their TTFT objective
+        self._overdue = Alarms()  # of requests without output, when their prompt no longer counts
+        self._with_prefix: dict[Request, None] = {}  # without output, in the order of their next lookups
         self._running: Sequence[Slice] = ()
         self._new: Counter[Kind] = Counter()  # recent arrivals
         self._latest = -math.inf  # time of the latest arrival
@@ -77,20 +91,27 @@ class Adaptive(Callbacks):
 
     def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
         self._index.observe(kv, len(self._running))
+        if self._with_prefix:
+            self._look_up(kv)
         return ()
 
     def on_arrived(self, request: Request, now: float) -> None:
         index = self._index
         cls = index.model.expect(request.progress.forecast)
-        job = self._jobs[request] = _Job(request, cls, kind_of(request, cls, index.time))
+        job = self._jobs[request] = _Job(request, cls)
+        job.kind = self._kind_of(request, job)
         self._new[job.kind] += 1
         self._latest = max(self._latest, request.arrival)
-        job.is_fresh = self._pace is not None and not request.progress.output
         if request.progress.output:
             self._enter(request, job, bin_of(len(request.progress.output) + 1))
+        else:
+            job.is_fresh = self._pace is not None
+            self._overdue.add(request.arrival + self._patience * index.prompt_s(job.kind), request)
+            if request.prefix is not None:
+                self._with_prefix[request] = None
         ttft_s = request.progress.target.ttft_s
         if job.is_fresh and ttft_s < math.inf:
-            heapq.heappush(self._missing, (request.arrival + ttft_s, request.id, request))
+            self._missing.add(request.arrival + ttft_s, request)
         self._join(job)
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
@@ -110,6 +131,8 @@ class Adaptive(Callbacks):
             is_begun = job.place != NOT_BEGUN
             if slice_.tokens > 1 and (job.is_fresh or is_begun):
                 prompts += slice_.tokens
+            if not (is_begun or slice_.samples):
+                self._price(request, job)
             if slice_.samples:
                 self._dropped.discard(request)
                 if request.progress.known >= job.leaves_at:
@@ -118,14 +141,17 @@ class Adaptive(Callbacks):
             self._pace.spend(self._index.time.prefill(prompts), now)
 
     def on_preempted(self, request: Request, now: float) -> None:
-        if request in self._begun and request.progress.computed < request.progress.known - 1:
+        if request not in self._begun:
+            job = self._jobs[request]
+            job.cached = 0
+            self._price(request, job)
+        elif request.progress.computed < request.progress.known - 1:
             self._dropped.add(request)
 
     def on_reforecast(self, request: Request, now: float) -> None:
         job, index = self._jobs[request], self._index
         job.cls = index.model.expect(request.progress.forecast)
-        job.kind = kind_of(request, job.cls, index.time)
-        self._join(job)
+        self._price(request, job)
 
     def on_finished(self, request: Request, now: float) -> None:
         job = self._jobs.pop(request)
@@ -133,20 +159,23 @@ class Adaptive(Callbacks):
         self._forget_edge(request, job)
         self._begun.discard(request)
         self._dropped.discard(request)
+        self._with_prefix.pop(request, None)
         # Others were cut off: of their lengths it is known only which bins they survived.
         if request.progress.finish_reason is FinishReason.STOP and request.progress.output and job.place != NOT_BEGUN:
             self._index.model.note(job.cls, bin_of(len(request.progress.output)), ended=True)
-        if len(self._missing) > 2 * len(self._jobs) + 256:  # sweep entries of finished requests
-            self._missing = [entry for entry in self._missing if entry[2] in self._jobs]
-            heapq.heapify(self._missing)
+        self._missing.sweep(self._jobs)
+        self._overdue.sweep(self._jobs)
 
     # -- the order ----------------------------------------------------------------------------------------
 
     def ranked(self, now: float) -> Iterator[Request]:
-        while self._missing and self._missing[0][0] <= now:
-            _, _, request = heapq.heappop(self._missing)
+        for request in self._missing.due(now):
             if (job := self._jobs.get(request)) is not None and job.is_fresh:
                 job.is_fresh = False
+                self._join(job)
+        for request in self._overdue.due(now):
+            if (job := self._jobs.get(request)) is not None and job.place == NOT_BEGUN:
+                job.is_overdue = True
                 self._join(job)
         self._index.refresh()
         if self._revision != self._index.revision:
@@ -157,14 +186,14 @@ class Adaptive(Callbacks):
             self._is_open = is_open
             self._sort()
         if self._fresh and is_open:
-            return chain(by_arrival(self._fresh), self._sorted)
+            return chain(self._first, self._sorted)
         return iter(self._sorted)
 
     def rank(self, request: Request) -> tuple[bool, float, float, int]:
         cell, arrival = self._jobs[request].cell, request.arrival
         assert cell is not None
         if cell.is_fresh and self._is_open:
-            return (False, 0.0, arrival, request.id)
+            return (False, cell.base + arrival, arrival, request.id)
         return (True, cell.base + self._aging.per_s * arrival, arrival, request.id)
 
     def outranks(self, one: Request, other: Request) -> bool:
@@ -183,11 +212,13 @@ class Adaptive(Callbacks):
             cell = job.cell
             assert cell is not None
             if self._is_open and cell.is_fresh:
-                found.append((False, 0.0, *job.entry))
+                found.append((False, cell.base + request.arrival, *job.entry))
             else:
                 found.append((True, cell.base + per_s * request.arrival, *job.entry))
         found.sort()
-        return [((is_other, math.floor(key / MARGIN)), request) for is_other, key, _, _, request in found]
+        return [
+            ((is_other, math.floor(key / MARGIN) if is_other else 0), request) for is_other, key, _, _, request in found
+        ]
 
     def may_await_prefix(self, request: Request, now: float) -> bool:
         return now <= request.arrival + self._overtaking_s
@@ -210,8 +241,11 @@ class Adaptive(Callbacks):
         ends = model.hazards(job.cls)[place] if place < job.kind.cap else 1.0
         words = "yes" if self._is_first(cell) else "no"
         yield Fact("first token first", words, "", "Whether it precedes others because it has no token yet.")
+        if job.place == NOT_BEGUN:
+            yield from self._explain_prompt(request, cell)
         meaning = "How much sooner than others it is worth running: chance to end soon per time, as a logarithm."
-        yield Fact("index", 0.0 - cell.base, "", meaning)
+        log_index = self._index.log_index(cell.kind, cell.place)
+        yield Fact("index", 0.0 - self._aging.base(log_index), "", meaning)
         yield Fact("age credit", self._aging.per_s * (now - request.arrival), "", "Is added to the index as it waits.")
         yield Fact("next length", edge, "tokens", "Output at which its index changes, unless it ends before.")
         yield Fact("chance to end", ends, "", "Chance that it ends before, learned from finished requests.")
@@ -220,11 +254,60 @@ class Adaptive(Callbacks):
             expert = model.believed(job.cls)
             yield Fact("lengths by", expert, "", "Which of the learned length models has predicted best.")
 
+    def _explain_prompt(self, request: Request, cell: Cell) -> Iterator[Fact]:
+        index, order, ahead_s = self._index, self._order(cell), 0.0
+        for other in self._cells.values():
+            if other.place == NOT_BEGUN and (is_first := self._is_first(other)) >= self._is_first(cell):
+                key = cell.key((request.arrival, request.id, request), order.per_s)
+                before = other.find(key, order.per_s) if is_first is self._is_first(cell) else len(other.entries)
+                ahead_s += before * index.prompt_s(other.kind)
+        yield Fact("prefill ahead", ahead_s, "s", "Time of the prompts that are computed before its own.")
+        meaning = "Time of its own prompt, without the tokens that it finds in the prefix cache."
+        yield Fact("own prefill", index.prompt_s(cell.kind), "s", meaning)
+
     def _is_first(self, cell: Cell) -> bool:
         return cell.is_fresh and self._is_open
 
     def _key(self, cell: Cell, request: Request) -> float:
         return cell.base + self._aging.per_s * request.arrival
+
+    # -- prompts ------------------------------------------------------------------------------------------
+
+    def _kind_of(self, request: Request, job: _Job) -> Kind:
+        progress = request.progress
+        uncached = progress.known - (progress.computed or job.cached) if job.place == NOT_BEGUN else 0
+        return kind_of(request, job.cls, self._index.time, uncached)
+
+    def _price(self, request: Request, job: _Job) -> None:
+        kind = self._kind_of(request, job)
+        if kind != job.kind:
+            job.kind = kind
+            self._join(job)
+
+    def _look_up(self, kv: KVAccounts) -> None:
+        """Follow the prefix cache for the waiting requests whose last lookup is longest ago."""
+        waiting = self._with_prefix
+        for request in list(islice(waiting, 1 + len(waiting) // _LOOKUP_STEPS)):
+            del waiting[request]
+            job = self._jobs[request]
+            if job.place != NOT_BEGUN:
+                continue
+            waiting[request] = None
+            if kv.blocks_of(request) is None:
+                job.cached = kv.hit(request).tokens
+                self._price(request, job)
+
+    def _base(self, cell: Cell) -> float:
+        """Return the part of the keys of a cell's requests that does not follow from their arrival."""
+        index, aging = self._index, self._aging
+        delay_s = self._patience * index.prompt_s(cell.kind)
+        if self._is_first(cell):
+            return delay_s
+        base = aging.base(index.log_index(cell.kind, cell.place))
+        if not cell.is_overdue:
+            return base
+        without_prompt = aging.base(index.log_index(cell.kind.without_prompt, cell.place))
+        return min(base, without_prompt + aging.per_s * delay_s)
 
     # -- places -------------------------------------------------------------------------------------------
 
@@ -242,6 +325,8 @@ class Adaptive(Callbacks):
         self._forget_edge(request, job)
         self._begun.add(request)
         job.place = place
+        job.is_overdue = False
+        job.kind = self._kind_of(request, job)
         job.leaves_at = len(request.prompt) + BIN_EDGES[place + 1] - 1 if place + 1 < BINS else request.max_total_tokens
         self._await_edge(request, job)
 
@@ -277,22 +362,23 @@ class Adaptive(Callbacks):
                 del self._due[job.due]
 
     def _join(self, job: _Job) -> None:
-        key = (job.is_fresh, job.kind, job.place)
+        key = (job.is_fresh, job.is_overdue, job.kind, job.place)
         cell = self._cells.get(key)
         if cell is not None and cell is job.cell:
             return
         self._leave(job)
         if cell is None:
-            base = self._aging.base(self._index.log_index(job.kind, job.place))
-            cell = self._cells[key] = Cell(job.kind, job.place, base, is_fresh=job.is_fresh)
+            cell = self._cells[key] = Cell(job.kind, job.place, 0.0, is_fresh=job.is_fresh, is_overdue=job.is_overdue)
+            cell.base = self._base(cell)
             if cell.is_fresh:
                 self._fresh[cell] = None
-            if not self._is_first(cell):
-                self._sorted.open(cell)
+            self._order(cell).open(cell)
         job.cell = cell
         cell.add(job.entry)
-        if not self._is_first(cell):
-            self._sorted.add(cell, job.entry)
+        self._order(cell).add(cell, job.entry)
+
+    def _order(self, cell: Cell) -> SortedCells:
+        return self._first if self._is_first(cell) else self._sorted
 
     def _leave(self, job: _Job) -> None:
         cell = job.cell
@@ -300,15 +386,16 @@ class Adaptive(Callbacks):
             return
         cell.remove(job.entry)
         job.cell = None
-        if not self._is_first(cell):
-            self._sorted.remove(cell, job.entry)
+        self._order(cell).remove(cell, job.entry)
         if not cell.entries:
-            del self._cells[cell.is_fresh, cell.kind, cell.place]
+            del self._cells[cell.is_fresh, cell.is_overdue, cell.kind, cell.place]
             self._fresh.pop(cell, None)
-            if not self._is_first(cell):
-                self._sorted.close(cell)
+            self._order(cell).close(cell)
 
     def _sort(self) -> None:
+        for cell in self._cells.values():
+            cell.base = self._base(cell)
+        self._first.reset((cell for cell in self._cells.values() if self._is_first(cell)), 1.0)
         self._sorted.reset((cell for cell in self._cells.values() if not self._is_first(cell)), self._aging.per_s)
 
     def _retune(self, now: float) -> None:
@@ -323,6 +410,4 @@ class Adaptive(Callbacks):
         self._new = Counter({kind: kept for kind, n in self._new.items() if (kept := n * _NEW_KEPT) > _MIN_NEW})
         new = [(self._index.log_index(kind, NOT_BEGUN), weight) for kind, weight in self._new.items()]
         self._aging.derive(indices, waiting, ages, new)
-        for cell, log_index in zip(self._cells.values(), indices, strict=True):
-            cell.base = self._aging.base(log_index)
         self._sort()

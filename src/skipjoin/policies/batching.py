@@ -40,6 +40,52 @@ class Greedy:
         return kind(self.max_seqs, self.max_tokens)
 
 
+class Yielding(Greedy):
+    """`Greedy` in which chunks of prompts leave tokens for the decodes of a step, whichever are offered first.
+
+    As many decodes are expected as the last step had streams. Prompts get at least half of the tokens.
+    """
+
+    is_decode_invariant = True
+
+    def __init__(self, max_seqs: int, max_tokens: int) -> None:
+        super().__init__(max_seqs, max_tokens, chunked=True)
+        self._last: YieldingBuilder | None = None
+
+    def open(self, context: StepContext) -> BatchBuilder:
+        streams = 0 if self._last is None else self._last.streams
+        self._last = YieldingBuilder(self.max_seqs, self.max_tokens, min(streams, self.max_tokens // 2))
+        return self._last
+
+
+class YieldingBuilder:
+    __slots__ = ("_kept", "_seqs", "_tokens", "streams")
+
+    def __init__(self, seqs: int, tokens: int, kept: int) -> None:
+        self._seqs, self._tokens = seqs, tokens
+        self._kept = kept  # tokens for decodes that are still to be offered
+        self.streams = 0  # requests of the step that decode in the next one, unless they finish
+
+    def offer(self, request: Request, pending: int) -> int | Refusal:
+        if self._seqs <= 0:
+            return NO_SLOT
+        if self._tokens <= 0:
+            return NO_TOKENS
+        if pending == 1:
+            return 1
+        room = self._tokens - self._kept
+        return min(pending, room) if room > 0 else PROMPTS_ARE_FULL
+
+    def take(self, request: Request, tokens: int) -> None:
+        self._seqs -= 1
+        self._tokens -= tokens
+        if tokens == 1:
+            self._kept = max(0, self._kept - 1)
+            self.streams += 1
+        elif tokens == request.progress.pending:
+            self.streams += 1
+
+
 class ChunkedBuilder:
     __slots__ = ("_seqs", "_tokens")
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import heapq
 import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
@@ -20,15 +19,16 @@ _BELOW_ALL: Key = (-math.inf, 0.0, 0)
 
 
 class Cell:
-    """Requests of one kind and bin, oldest first, of which `is_fresh` ones have a claim to an early first token."""
+    """Requests of one kind and bin, and alike in two more respects of `_Job`, oldest first."""
 
-    __slots__ = ("base", "entries", "is_fresh", "kind", "place")
+    __slots__ = ("base", "entries", "is_fresh", "is_overdue", "kind", "place")
 
-    def __init__(self, kind: Kind, place: int, base: float, *, is_fresh: bool) -> None:
+    def __init__(self, kind: Kind, place: int, base: float, *, is_fresh: bool, is_overdue: bool = False) -> None:
         self.kind = kind
         self.place = place
         self.base = base
         self.is_fresh = is_fresh
+        self.is_overdue = is_overdue
         self.entries: list[Entry] = []
 
     def add(self, entry: Entry) -> None:
@@ -47,24 +47,19 @@ class Cell:
         return bisect_left(self.entries, key, key=lambda entry: self.key(entry, per_s))
 
 
-def by_arrival(cells: Iterable[Cell]) -> Iterator[Request]:
-    lists = [cell.entries for cell in cells]
-    return (entry[2] for entry in (lists[0] if len(lists) == 1 else heapq.merge(*lists)))
-
-
 class SortedCells:
     """Requests of cells by base + `per_s` x arrival, ties by arrival and id, sorted as far as they have been read."""
 
     def __init__(self, per_s: float) -> None:
         self._cells: list[Cell] = []
-        self._per_s = per_s
+        self.per_s = per_s
         # Sorted part: all requests with keys below `_limit`, which is None once there are no others.
         self._keys: list[Key] = []
         self._requests: list[Request] = []
         self._limit: Key | None = None
 
     def reset(self, cells: Iterable[Cell], per_s: float) -> None:
-        self._cells, self._per_s = list(cells), per_s
+        self._cells, self.per_s = list(cells), per_s
         self._keys, self._requests = [], []
         self._limit = _BELOW_ALL if self._cells else None
 
@@ -75,14 +70,14 @@ class SortedCells:
         self._cells.remove(cell)
 
     def add(self, cell: Cell, entry: Entry) -> None:
-        key = cell.key(entry, self._per_s)
+        key = cell.key(entry, self.per_s)
         if self._limit is None or key < self._limit:
             at = bisect_left(self._keys, key)
             self._keys.insert(at, key)
             self._requests.insert(at, entry[2])
 
     def remove(self, cell: Cell, entry: Entry) -> None:
-        key = cell.key(entry, self._per_s)
+        key = cell.key(entry, self.per_s)
         if self._limit is None or key < self._limit:
             at = bisect_left(self._keys, key)
             del self._keys[at], self._requests[at]
@@ -100,7 +95,7 @@ class SortedCells:
 
     def _read(self, start: Key, count: int) -> None:
         """Sort further requests: `count` of one cell, and those of the others up to the next one of that cell."""
-        per_s = self._per_s
+        per_s = self.per_s
         unread = [(cell, cell.find(start, per_s)) for cell in self._cells]
         next_keys = (cell.key(cell.entries[at + count], per_s) for cell, at in unread if at + count < len(cell.entries))
         limit = self._limit = min(next_keys, default=None)

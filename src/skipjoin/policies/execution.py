@@ -48,6 +48,12 @@ class ExecutionTime:
     def prefill(self, tokens: int) -> float:
         return self.t0 * tokens
 
+    def prompt(self, tokens: int, cached: int = 0) -> float:
+        """Return the device time of computing `tokens` after `cached` ones, besides the fixed time of a step."""
+        attention = tokens * cached + tokens * (tokens + 1) // 2
+        step = self._cost.step(StepShape(prefill=tokens, attention=attention)) - self._cost.step(StepShape())
+        return max(self.prefill(tokens), step)
+
     def decode(self, context: int) -> float:
         return self.alpha * context + self.beta
 

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import heapq
 import math
+from collections.abc import Collection, Iterator
+
+from skipjoin.core.request import Request
 
 # Seconds of time for first tokens that may be used at once.
 _BURST_S = 2.0
@@ -18,3 +22,22 @@ class FirstTokenPace:
 
     def is_open(self, now: float) -> bool:
         return self._until <= now
+
+
+class Alarms:
+    """Requests by the time at which they are due. Those that finish stay until they outnumber the others."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[float, int, Request]] = []
+
+    def add(self, when: float, request: Request) -> None:
+        heapq.heappush(self._entries, (when, request.id, request))
+
+    def due(self, now: float) -> Iterator[Request]:
+        while self._entries and self._entries[0][0] <= now:
+            yield heapq.heappop(self._entries)[2]
+
+    def sweep(self, live: Collection[Request]) -> None:
+        if len(self._entries) > 2 * len(live) + 256:
+            self._entries = [entry for entry in self._entries if entry[2] in live]
+            heapq.heapify(self._entries)

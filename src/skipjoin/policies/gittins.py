@@ -14,6 +14,7 @@ from skipjoin.policies.length_model import ForecastClass, LengthModel
 NOT_BEGUN = -1
 # Prompts shorter than this many tokens count as one octave.
 _SHORT_PROMPT = 16
+_SHORTEST_OCTAVE = int(math.log2(_SHORT_PROMPT))
 # Number of notes between refreshes: a quarter of all so far, within these bounds.
 _FIRST_NOTES, _MAX_NOTES = 16, 256
 # Weight of the latest step in the share of steps in which KV is short.
@@ -33,29 +34,36 @@ class Kind(NamedTuple):
 
     Attributes:
         steps: Octave of its JCT objective in decode steps without other requests; None without an objective.
+        uncached: Half octave of the tokens that it must compute before its first output; 0 once it has output.
     """
 
     cls: ForecastClass
     octave: int
     cap: int
     steps: int | None
+    uncached: int = 0
+
+    @property
+    def without_prompt(self) -> Kind:
+        return self._replace(octave=_SHORTEST_OCTAVE, uncached=0)
 
 
-def kind_of(request: Request, cls: ForecastClass, time: ExecutionTime) -> Kind:
+def kind_of(request: Request, cls: ForecastClass, time: ExecutionTime, uncached: int) -> Kind:
     prompt = len(request.prompt)
     octave = int(math.log2(max(_SHORT_PROMPT, prompt)))
     jct_s = request.progress.target.jct_s
     steps = None if jct_s == math.inf else int(math.log2(max(1.0, jct_s / max(_MIN_STEP_S, time.decode(prompt)))))
-    return Kind(cls, octave, bin_of(request.max_tokens), steps)
+    return Kind(cls, octave, bin_of(request.max_tokens), steps, int(2 * math.log2(max(1, uncached))))
 
 
 class GittinsIndex:
     """Index of requests by kind and bin: the best ratio of expected gain to expected cost over all stopping bins.
 
     The gain of a request that ends is 1/length, as normalized latency divides by it, or 1/objective with a JCT
-    objective. The cost of a token is the share of a slot, or of the KV pool, whichever is short. With equal lengths the
-    hazard rises, and so does the index: nothing is preempted. With heavy tails it falls, and short work goes first.
-    With good forecasts the order becomes shortest remaining time.
+    objective. The cost of a token is the share of a slot, or of the KV pool, whichever is short. A prompt costs the
+    time of its uncached tokens, because all slots wait for it. With equal lengths the hazard rises, and so does the
+    index: nothing is preempted. With heavy tails it falls, and short work goes first. With good forecasts the order
+    becomes shortest remaining time.
     """
 
     def __init__(self, cost: CostModel, max_seqs: int) -> None:
@@ -69,6 +77,7 @@ class GittinsIndex:
         self._kv_share = 0.5  # its value at the last refresh
         self._due = _FIRST_NOTES
         self._found: dict[tuple[Kind, int], float] = {}
+        self._prompts: dict[tuple[int, int], float] = {}  # by octave and half octave of uncached tokens
 
     def observe(self, kv: KVAccounts, running: int) -> None:
         """Record the size of the KV pool, and whether blocks are short.
@@ -91,6 +100,7 @@ class GittinsIndex:
         self._kv_share = self._binds
         self.model.refresh()
         self._found.clear()
+        self._prompts.clear()
         self.revision += 1
         return True
 
@@ -100,20 +110,28 @@ class GittinsIndex:
             found = self._found[key] = math.log(max(_MIN_INDEX, self._index(kind, place)))
         return found
 
+    def prompt_s(self, kind: Kind) -> float:
+        """Return the minimum device time of computing the uncached tokens of such a request."""
+        if (found := self._prompts.get(key := (kind.octave, kind.uncached))) is None:
+            uncached = math.ceil(2 ** (kind.uncached / 2))
+            found = self.time.prompt(uncached, max(0, 2**kind.octave - uncached)) if uncached > 1 else 0.0
+            self._prompts[key] = found
+        return found
+
     def _decode(self, context: float) -> float:
         """Return the seconds of a decode step, above 0 even if a profile says otherwise."""
         return max(_MIN_STEP_S, self.time.decode(int(context)))
 
     def _index(self, kind: Kind, place: int) -> float:
-        cls, octave, cap, steps = kind
+        cls, octave, cap, steps, _ = kind
         hazards = self.model.hazards(cls)
         prompt = 1.5 * 2.0**octave
         slot = (1 - self._kv_share) / self._max_seqs
         per_kv = self._kv_share / self._capacity
         alive, gain, cost, best = 1.0, 0.0, 0.0, 0.0
         if place == NOT_BEGUN:
-            # In decode steps, as the cost of a token below.
-            cost = self.time.prefill(int(prompt)) / self._decode(prompt) * (slot + per_kv * prompt)
+            # In decode steps, as the cost of a token below, but of all slots.
+            cost = self.prompt_s(kind) / self._decode(prompt)
         for at in range(max(0, place), cap + 1):
             length, hazard = BIN_MIDDLES[at], hazards[at] if at < cap else 1.0
             gain += alive * hazard / (length if steps is None else 2.0**steps)

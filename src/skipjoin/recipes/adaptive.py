@@ -33,6 +33,15 @@ class BoundParams(Params):
             high=1,
         ),
     ] = 0.5
+    prompt_patience: Annotated[
+        float,
+        Option(
+            "How many times its own prefill time later another request may arrive and still precede it because of a "
+            "shorter prompt.",
+            low=0,
+            high=1e6,
+        ),
+    ] = 400.0
 
 
 @recipe(forecasts=Forecasts.LEARNED)
@@ -41,7 +50,7 @@ def adaptive(s: Settings, p: BoundParams) -> Policies:
     index = GittinsIndex(s.cost, s.max_seqs)
 
     def ordering(first_share: float = p.first_share) -> Adaptive:
-        return Adaptive(index, overtaking_s=p.overtaking_s, first_share=first_share)
+        return Adaptive(index, overtaking_s=p.overtaking_s, first_share=first_share, prompt_patience=p.prompt_patience)
 
     # Between clients that take turns, first tokens would make them recompute KV for each other.
     eviction = DisplacingSwap(s.cost, exempts_first=s.fair_output_weight is None)

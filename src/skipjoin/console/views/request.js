@@ -79,8 +79,10 @@ function life(reasons, choice) {
 // Where a live request stands in the scheduler's order, and what decides that.
 function standing(choice) {
   if (choice.place === null) return null;
+  const prompts = choice.facts.find((fact) => fact.label === "prefill ahead");
+  const ahead = prompts && prompts.value > 0 ? ` Prefill ${duration(prompts.value)} ahead of you.` : "";
   return card("Rank",
-    h("p", null, `Number ${count(choice.place + 1)} of ${plural(choice.live_requests, "live request")} in the scheduler's order.`),
+    h("p", null, `Number ${count(choice.place + 1)} of ${plural(choice.live_requests, "live request")} in the scheduler's order.${ahead}`),
     choice.facts.length ? table([{ name: "Figure" }, { name: "Value", number: true }, { name: "Meaning" }], choice.facts.map((fact) => [
       fact.label, amount(fact.value, fact.unit), h("span", { class: "soft" }, fact.meaning),
     ]), "What decides its rank") : null);

@@ -20,11 +20,12 @@ from skipjoin.core.policy import (
     Refusal,
     Scope,
 )
-from skipjoin.core.request import FinishReason, Request
+from skipjoin.core.request import NO_TARGET, FinishReason, Request, Target
 from skipjoin.core.step import StepShape
-from skipjoin.policies.batching import Greedy, TargetForward
+from skipjoin.policies.batching import Greedy, TargetForward, Yielding
 from skipjoin.policies.forward import saturating_tokens
 from skipjoin.policies.stages import EvenStages
+from skipjoin.policies.step_load import MIN_CHUNK, StepLoad
 from support.load import make
 from support.policies import COST
 
@@ -40,6 +41,9 @@ BATCHERS: dict[str, Callable[[], Batcher]] = {
     "target": lambda: TargetForward(4, 32, COST),
     "whole to a target": lambda: WholePrompts(4, 32, COST, target=20),
     "target, one token": lambda: TargetForward(4, 32, COST, target=1),
+    "yielding": lambda: Yielding(4, 32, COST),
+    "yielding, one token": lambda: Yielding(4, 1, COST),
+    "yielding to an objective": lambda: Yielding(4, 32, COST, tpot_s=0.021),
     "stages": lambda: EvenStages(Greedy(4, 32, chunked=True), COST, 2, max_seqs=8, max_tokens=64, cuts=True),
     "stages, static": lambda: EvenStages(
         RunToCompletion(4, 32), COST, 2, max_seqs=4, max_tokens=64, cuts=False, holds_back=False
@@ -196,6 +200,57 @@ def test_prompts_are_whole_up_to_the_target_and_chunked_above_it() -> None:
 def test_greedy_stops_when_slots_or_tokens_run_out() -> None:
     assert fill(Greedy(2, 10, chunked=False).open(StepContext()), [1, 1, 1]) == [1, 1, NO_SLOT]
     assert fill(Greedy(9, 10, chunked=True).open(StepContext()), [5, 5, 1]) == [5, 5, NO_TOKENS]
+
+
+def decoding(batcher: Batcher, count: int, target: Target = NO_TARGET) -> list[Request]:
+    """Run a step of `count` prompts, and return them as streams with one output token."""
+    streams = [make(number, 2, 99, target=target) for number in range(count)]
+    offer_all(batcher.open(StepContext()), streams)
+    for stream in streams:
+        stream.progress.append(0)
+    return streams
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_prompts_leave_tokens_for_decodes_whichever_are_offered_first(is_last: bool) -> None:
+    batcher = Yielding(20, 32, COST)
+    streams, long = decoding(batcher, 10), make(99, 500)
+    offered = [*streams, long] if is_last else [long, *streams]
+    for step in range(3):
+        verdicts = offer_all(batcher.open(StepContext()), offered)
+        assert sorted(verdicts) == [1] * 10 + [22]
+        for stream in streams:
+            stream.progress.append(step)
+
+
+def test_tokens_of_finished_streams_go_to_prompts_which_get_half_of_them_at_least() -> None:
+    batcher = Yielding(60, 32, COST)
+    streams = decoding(batcher, 16)
+    for stream in streams[4:]:
+        stream.progress.finish(FinishReason.STOP)
+    assert fill(batcher.open(StepContext()), [500]) == [28]
+    decoding(batcher, 16)
+    assert fill(batcher.open(StepContext()), [500]) == [16]
+
+
+def test_prompts_are_cut_to_the_shortest_tpot_objective_of_the_streams() -> None:
+    """Requests that wait for their first token, too, have no stream that a prompt delays."""
+    batcher = Yielding(20, 4096, COST)
+    (stream,) = decoding(batcher, 1, Target(tpot_s=0.1))
+    long = make(99, 4000, target=Target(tpot_s=0.001))
+    cut, _ = offer_all(batcher.open(StepContext()), [long, stream])
+    together = StepLoad.of(0, cut).plus(StepLoad.of(2, 1))
+    assert 0.09 < together.seconds(COST) <= 0.1
+    stream.progress.finish(FinishReason.STOP)
+    assert fill(batcher.open(StepContext()), [4000]) == [4000]
+
+
+def test_prompts_progress_if_decodes_alone_miss_their_objective() -> None:
+    batcher = Yielding(20, 4096, COST, tpot_s=1e-3)
+    streams = decoding(batcher, 4)
+    cut, *decodes = offer_all(batcher.open(StepContext()), [make(99, 4000), *streams])
+    assert decodes == [1] * 4
+    assert MIN_CHUNK <= cut < 200
 
 
 @pytest.mark.parametrize("arguments", [(0, 1), (1, 0), (-1, 1)])

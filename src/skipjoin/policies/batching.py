@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import inf
+
 from skipjoin.core.context import StepContext
 from skipjoin.core.policy import (
     NO_SLOT,
@@ -10,8 +13,12 @@ from skipjoin.core.policy import (
     CostModel,
     Refusal,
 )
-from skipjoin.core.request import Request
+from skipjoin.core.request import Request, Target
 from skipjoin.policies.forward import saturating_tokens
+from skipjoin.policies.step_load import MIN_CHUNK, StepLoad, fitting_tokens
+
+# Time up to which prompts may lengthen a step, in times of its decodes, even if a TPOT objective is missed.
+_MIN_OVER_DECODES = 1.25
 
 
 def check_budgets(max_seqs: int, max_tokens: int) -> None:
@@ -38,52 +45,6 @@ class Greedy:
     def open(self, context: StepContext) -> BatchBuilder:
         kind = ChunkedBuilder if self.chunked else WholeBuilder
         return kind(self.max_seqs, self.max_tokens)
-
-
-class Yielding(Greedy):
-    """`Greedy` in which chunks of prompts leave tokens for the decodes of a step, whichever are offered first.
-
-    As many decodes are expected as the last step had streams. Prompts get at least half of the tokens.
-    """
-
-    is_decode_invariant = True
-
-    def __init__(self, max_seqs: int, max_tokens: int) -> None:
-        super().__init__(max_seqs, max_tokens, chunked=True)
-        self._last: YieldingBuilder | None = None
-
-    def open(self, context: StepContext) -> BatchBuilder:
-        streams = 0 if self._last is None else self._last.streams
-        self._last = YieldingBuilder(self.max_seqs, self.max_tokens, min(streams, self.max_tokens // 2))
-        return self._last
-
-
-class YieldingBuilder:
-    __slots__ = ("_kept", "_seqs", "_tokens", "streams")
-
-    def __init__(self, seqs: int, tokens: int, kept: int) -> None:
-        self._seqs, self._tokens = seqs, tokens
-        self._kept = kept  # tokens for decodes that are still to be offered
-        self.streams = 0  # requests of the step that decode in the next one, unless they finish
-
-    def offer(self, request: Request, pending: int) -> int | Refusal:
-        if self._seqs <= 0:
-            return NO_SLOT
-        if self._tokens <= 0:
-            return NO_TOKENS
-        if pending == 1:
-            return 1
-        room = self._tokens - self._kept
-        return min(pending, room) if room > 0 else PROMPTS_ARE_FULL
-
-    def take(self, request: Request, tokens: int) -> None:
-        self._seqs -= 1
-        self._tokens -= tokens
-        if tokens == 1:
-            self._kept = max(0, self._kept - 1)
-            self.streams += 1
-        elif tokens == request.progress.pending:
-            self.streams += 1
 
 
 class ChunkedBuilder:
@@ -123,6 +84,84 @@ class WholeBuilder:
         if tokens > 1:
             self._prompts += 1
             self._tokens -= tokens
+
+
+class Yielding:
+    """Adds requests in rank order, where prompts leave tokens and time for decodes, whichever are offered first.
+
+    The streams of the last step that have not finished are expected to decode. Prompts get at least half of the tokens.
+    They are cut so that the step meets the shortest TPOT objective of these streams, but may lengthen it by a quarter.
+
+    Args:
+        tpot_s: Objective of streams without one of their own.
+    """
+
+    is_decode_invariant = True
+
+    def __init__(self, max_seqs: int, max_tokens: int, cost: CostModel, *, tpot_s: float = inf) -> None:
+        check_budgets(max_seqs, max_tokens)
+        self.max_seqs = self.cap = max_seqs
+        self.max_tokens = max_tokens
+        self.cost = cost
+        self.default = Target(tpot_s=tpot_s)
+        self._streams: list[Request] = []
+
+    def open(self, context: StepContext) -> BatchBuilder:
+        builder = YieldingBuilder(self, self._streams)
+        self._streams = builder.streams
+        return builder
+
+
+class YieldingBuilder:
+    """Batch of `Yielding`, whose `streams` decode in the next step unless they finish."""
+
+    __slots__ = ("_before", "_decodes", "_kept", "_limit_s", "_load", "_rules", "_seqs", "_tokens", "streams")
+
+    def __init__(self, rules: Yielding, before: Sequence[Request]) -> None:
+        self._rules, self._before = rules, before
+        self._seqs, self._tokens = rules.max_seqs, rules.max_tokens
+        self.streams: list[Request] = []
+        self._decodes = 0
+        self._kept: int | None = None  # tokens for decodes; None until a prompt is offered
+        self._load, self._limit_s = StepLoad(), inf
+
+    def offer(self, request: Request, pending: int) -> int | Refusal:
+        if self._seqs <= 0:
+            return NO_SLOT
+        if self._tokens <= 0:
+            return NO_TOKENS
+        return 1 if pending == 1 else self._fit(request, pending) or PROMPTS_ARE_FULL
+
+    def take(self, request: Request, tokens: int) -> None:
+        self._seqs -= 1
+        self._tokens -= tokens
+        if tokens == 1:
+            self._decodes += 1
+            self.streams.append(request)
+            return
+        if tokens == request.progress.pending:
+            self.streams.append(request)
+        if self._limit_s < inf:
+            self._load = self._load.plus(StepLoad.of(request.progress.planned, tokens))
+
+    def _fit(self, request: Request, pending: int) -> int:
+        if (kept := self._kept) is None:
+            kept = self._kept = self._expect_decodes()
+        room = min(pending, self._tokens - max(0, kept - self._decodes))
+        if room <= 0 or self._limit_s == inf:
+            return max(0, room)
+        start, cost = request.progress.planned, self._rules.cost
+        fits = fitting_tokens(self._load, start, room, away=0, cost=cost, limit=self._limit_s)
+        return fits or (0 if self._load.prefill else min(room, MIN_CHUNK))
+
+    def _expect_decodes(self) -> int:
+        rules = self._rules
+        streams = [request.progress for request in self._before if request.progress.finish_reason is None]
+        tpot_s = min((progress.target.with_default(rules.default).tpot_s for progress in streams), default=inf)
+        if tpot_s < inf:
+            self._load = StepLoad(decodes=len(streams), context=sum(progress.known for progress in streams))
+            self._limit_s = max(tpot_s, _MIN_OVER_DECODES * self._load.seconds(rules.cost))
+        return min(len(streams), rules.max_tokens // 2)
 
 
 class TargetForward:

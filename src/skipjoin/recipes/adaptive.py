@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -7,9 +8,10 @@ from skipjoin.core.policy import Policies
 from skipjoin.options import Option
 from skipjoin.policies.adaptive import Adaptive
 from skipjoin.policies.admission import OnDemand
+from skipjoin.policies.batching import Yielding
 from skipjoin.policies.eviction import DisplacingSwap
 from skipjoin.policies.gittins import GittinsIndex
-from skipjoin.recipes.parts import classed, greedy
+from skipjoin.recipes.parts import classed, staged
 from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
 
 
@@ -54,11 +56,12 @@ def adaptive(s: Settings, p: BoundParams) -> Policies:
 
     # Between clients that take turns, first tokens would make them recompute KV for each other.
     eviction = DisplacingSwap(s.cost, exempts_first=s.fair_output_weight is None)
+    batcher = Yielding(s.max_seqs, s.max_tokens, s.cost, tpot_s=math.inf if s.slo_s is None else s.slo_s)
     # No client waits for the first token of a best-effort request.
     policies = classed(
         s,
         ordering,
-        greedy(s, s.max_tokens, chunked=True),
+        staged(s, batcher, s.max_tokens, cuts=True),
         OnDemand(),
         eviction,
         best_effort=lambda: ordering(0.0),

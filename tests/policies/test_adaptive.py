@@ -16,7 +16,7 @@ from skipjoin.core.request import FinishReason, Request, Target
 from skipjoin.core.step import Slice
 from skipjoin.policies.adaptive import Adaptive
 from skipjoin.policies.aging import INDEX_RANGE, Aging
-from skipjoin.policies.cells import Cell, Entry, SortedCells
+from skipjoin.policies.cells import Cell, Entry, SortedCells, Standing
 from skipjoin.policies.first_tokens import FirstTokenPace
 from skipjoin.policies.gittins import NOT_BEGUN, GittinsIndex, Kind
 from skipjoin.policies.hazards import BIN_EDGES, BINS, Hazards, bin_of, hazards_of, merged
@@ -200,17 +200,17 @@ def test_long_prompts_cost_more_only_while_slots_are_free() -> None:
     waiting=st.lists(st.integers(0, 100), min_size=8, max_size=8),
     ages=st.lists(st.floats(0, 1e6), min_size=8, max_size=8),
 )
-def test_age_outweighs_any_index_after_the_bound(logs: list[float], waiting: list[int], ages: list[float]) -> None:
-    aging = Aging(OVERTAKING_S)
+def test_bases_are_bounded_and_age_always_counts(logs: list[float], waiting: list[int], ages: list[float]) -> None:
+    aging = Aging(0.02)
     for _ in range(30):
         aging.derive(logs, waiting[: len(logs)], ages[: len(logs)])
         bases = [aging.base(log_index) for log_index in [*logs, -1e9, 1e9]]
         assert all(0 <= base <= INDEX_RANGE for base in bases)
-        assert aging.per_s * OVERTAKING_S >= INDEX_RANGE * (1 - 1e-9)
+        assert 0 < aging.per_s <= 1.0 + 1e-9
 
 
 def test_age_decides_where_indices_are_alike() -> None:
-    alike, apart = Aging(1e6), Aging(1e6)
+    alike, apart = Aging(0.02), Aging(0.02)
     for _ in range(30):
         alike.derive([0.0, 0.05], [50, 50], [30.0, 30.0])
         apart.derive([0.0, -4.0], [50, 50], [30.0, 30.0])
@@ -220,7 +220,7 @@ def test_age_decides_where_indices_are_alike() -> None:
 
 def test_new_requests_overtake_a_queue_of_long_ones() -> None:
     """What waits is alike because shorter requests were served, and not because age should decide."""
-    aging = Aging(1e6)
+    aging = Aging(0.02)
     for _ in range(30):
         aging.derive([0.0], [50], [30.0], [(4.0, 0.9), (0.0, 0.1)])
     assert aging.per_s * 30 < 0.5 * 4.0
@@ -277,7 +277,7 @@ def test_no_request_overtakes_one_that_arrived_much_earlier(seed: int, rate: flo
 @given(seed=st.integers(0, 10**6))
 def test_requests_of_cells_are_sorted_however_far_they_are_read(seed: int) -> None:
     chance, per_s = random.Random(seed), 0.5
-    cells = [Cell(Kind(None, place, LAST, None), place, chance.uniform(0, 9), is_fresh=False) for place in range(3)]
+    cells = [Cell(Standing(), Kind(None, place, LAST, None), place, chance.uniform(0, 9)) for place in range(3)]
     order = SortedCells(per_s)
     order.reset(cells, per_s)
     kept: list[tuple[Cell, Entry]] = []
@@ -300,7 +300,7 @@ def test_requests_of_cells_are_sorted_however_far_they_are_read(seed: int) -> No
 
 
 def test_first_tokens_get_their_share_of_the_time() -> None:
-    pace, now, spent = FirstTokenPace(0.25), 0.0, 0.0
+    pace, now, spent = FirstTokenPace(0.25, 0.025), 0.0, 0.0
     while now < 100.0:
         if pace.is_open(now):
             pace.spend(0.1, now + 0.1)

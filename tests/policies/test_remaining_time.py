@@ -137,11 +137,12 @@ def test_a_backlog_sums_work_before_a_key_to_within_a_bucket(work: list[tuple[fl
 def test_a_turn_is_the_work_ahead_unless_aging_makes_it_sooner(aging_s: float, turns: list[float]) -> None:
     """One request runs at a time. The work is 11, 22 and 33 s; aging outweighs a factor of at least 1000."""
     cost = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-3)
-    ordering = ShortestWithWaits(RemainingTime(ExecutionTime(cost), forecast_tokens, aging_s=aging_s), hysteresis_s=0.1)
+    ordering = ShortestWithWaits(RemainingTime(ExecutionTime(cost), forecast_tokens, aging_s=aging_s))
+    grain_s = 12 * 0.011
     first, second, last = (forecasted(tokens, number) for number, tokens in enumerate((1000, 2000, 3000)))
     for request in (first, second, last):
         ordering.on_arrived(request, 0.0)
     ordering.on_scheduled([Slice(first, 9, 1, True, False, ())], 0.0)
     found = ordering.expected_order([last, first, second], 0.0)
     assert [request for _, request in found] == [first, second, last]
-    assert [turn * 0.1 for turn, _ in found] == pytest.approx(turns, abs=0.1)
+    assert [turn * grain_s for turn, _ in found] == pytest.approx(turns, abs=grain_s)

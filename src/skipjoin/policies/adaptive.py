@@ -12,7 +12,7 @@ from skipjoin.core.policy import Callbacks, Fact
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.aging import MARGIN, Aging
-from skipjoin.policies.cells import Cell, Entry, SortedCells
+from skipjoin.policies.cells import Cell, Entry, SortedCells, Standing
 from skipjoin.policies.first_tokens import Alarms, FirstTokenPace
 from skipjoin.policies.gittins import NOT_BEGUN, GittinsIndex, Kind, kind_of
 from skipjoin.policies.hazards import BIN_EDGES, BINS, bin_of
@@ -22,6 +22,13 @@ from skipjoin.policies.length_model import ForecastClass
 _NEW_KEPT, _MIN_NEW = 0.9, 0.05
 # Steps within which the cached prefix of each waiting request is looked up again.
 _LOOKUP_STEPS = 64
+# Groups of requests, which precede each other. The first two are ordered by arrival, the first one also by prefill.
+FIRST, OLD, OTHER = range(3)
+
+
+def _turn(group: int, key: float) -> float:
+    """Return a number that is equal for requests of a group of which neither has a reason to run first."""
+    return 0 if group == FIRST else key if group == OLD else math.floor(key / MARGIN)
 
 
 class _Job:
@@ -31,11 +38,9 @@ class _Job:
         cached: Tokens that it finds in the prefix cache, as of the last lookup.
         place: Bin of the lengths that it may still get, or NOT_BEGUN.
         leaves_at: Number of known tokens at which it leaves the bin, in step `due` at the earliest.
-        is_fresh: Whether it has a claim to an early first token.
-        is_overdue: Whether later requests may no longer overtake it because of its prompt.
     """
 
-    __slots__ = ("cached", "cell", "cls", "due", "entry", "is_fresh", "is_overdue", "kind", "leaves_at", "place")
+    __slots__ = ("cached", "cell", "cls", "due", "entry", "kind", "leaves_at", "place", "standing")
 
     kind: Kind
 
@@ -44,16 +49,16 @@ class _Job:
         self.entry: Entry = (request.arrival, request.id, request)
         self.cls = cls
         self.cached = request.progress.cached
-        self.is_fresh = self.is_overdue = False
+        self.standing = Standing()
         self.place, self.leaves_at, self.due = NOT_BEGUN, 0, 0
 
 
 class Adaptive(Callbacks):
     """Ordering by learned index and age, after requests that wait for their first token.
 
-    A request's key is -log(index) + arrival / tau. The logarithm is clamped to a range R below its maximum and tau is
-    at most `overtaking_s` / (R + margin), where keys that differ by less than the margin do not preempt. So no request
-    overtakes one that arrived more than `overtaking_s` before it, except for its first token.
+    A request's key is -log(index) + arrival / tau, and keys that differ by less than a margin do not preempt. Requests
+    older than `overtaking_s` precede these, by arrival. So no request overtakes one that arrived more than
+    `overtaking_s` before it, except for its first token.
 
     Requests that wait for their first token follow by arrival + `prompt_patience` x prefill time. While others precede
     them, the index charges the prefill. It no longer counts from that sum on, so that among requests with equal
@@ -64,15 +69,14 @@ class Adaptive(Callbacks):
         self._index = index
         self._revision = index.revision
         self._overtaking_s = overtaking_s
-        self._aging = Aging(overtaking_s)
-        self._pace = FirstTokenPace(first_share) if first_share else None
+        self._aging = Aging(index.step_s)
+        self._pace = FirstTokenPace(first_share, index.step_s) if first_share else None
         self._patience = prompt_patience
         self._is_open = True
         self._jobs: dict[Request, _Job] = {}
-        self._cells: dict[tuple[bool, bool, Kind, int], Cell] = {}
-        self._fresh: dict[Cell, None] = {}  # those of fresh requests
-        self._first = SortedCells(1.0)  # those that precede all others, by arrival and prefill
-        self._sorted = SortedCells(self._aging.per_s)  # all others
+        self._cells: dict[tuple[Standing, Kind, int], Cell] = {}
+        # First tokens by arrival and prefill, then old requests by arrival, then all others.
+        self._orders = SortedCells(1.0), SortedCells(1.0), SortedCells(self._aging.per_s)
         # A step adds at most one token to a request, so bins need not be checked in every step.
         self._steps = 0
         self._begun: set[Request] = set()  # have a bin
@@ -82,6 +86,7 @@ class Adaptive(Callbacks):
         self._dropped: set[Request] = set()  # recompute KV in their next steps
         self._missing = Alarms()  # of fresh requests, when they miss their TTFT objective
         self._overdue = Alarms()  # of requests without output, when their prompt no longer counts
+        self._aged = Alarms()  # of requests, when they are older than `overtaking_s`
         self._with_prefix: dict[Request, None] = {}  # without output, in the order of their next lookups
         self._running: Sequence[Slice] = ()
         self._new: Counter[Kind] = Counter()  # recent arrivals
@@ -102,15 +107,16 @@ class Adaptive(Callbacks):
         job.kind = self._kind_of(request, job)
         self._new[job.kind] += 1
         self._latest = max(self._latest, request.arrival)
+        self._aged.add(request.arrival + self._overtaking_s, request)
         if request.progress.output:
             self._enter(request, job, bin_of(len(request.progress.output) + 1))
         else:
-            job.is_fresh = self._pace is not None
+            job.standing = Standing(is_fresh=self._pace is not None)
             self._overdue.add(request.arrival + self._patience * index.prompt_s(job.kind), request)
             if request.prefix is not None:
                 self._with_prefix[request] = None
         ttft_s = request.progress.target.ttft_s
-        if job.is_fresh and ttft_s < math.inf:
+        if job.standing.is_fresh and ttft_s < math.inf:
             self._missing.add(request.arrival + ttft_s, request)
         self._join(job)
 
@@ -129,7 +135,7 @@ class Adaptive(Callbacks):
             # Known tokens do not include the one just sampled, which may be the last: a bin is left once the request is
             # known to continue.
             is_begun = job.place != NOT_BEGUN
-            if slice_.tokens > 1 and (job.is_fresh or is_begun):
+            if slice_.tokens > 1 and (job.standing.is_fresh or is_begun):
                 prompts += slice_.tokens
             if not (is_begun or slice_.samples):
                 self._price(request, job)
@@ -163,6 +169,7 @@ class Adaptive(Callbacks):
         # Others were cut off: of their lengths it is known only which bins they survived.
         if request.progress.finish_reason is FinishReason.STOP and request.progress.output and job.place != NOT_BEGUN:
             self._index.model.note(job.cls, bin_of(len(request.progress.output)), ended=True)
+        self._aged.sweep(self._jobs)
         self._missing.sweep(self._jobs)
         self._overdue.sweep(self._jobs)
 
@@ -170,13 +177,12 @@ class Adaptive(Callbacks):
 
     def ranked(self, now: float) -> Iterator[Request]:
         for request in self._missing.due(now):
-            if (job := self._jobs.get(request)) is not None and job.is_fresh:
-                job.is_fresh = False
-                self._join(job)
+            self._stand(request, is_fresh=False)
         for request in self._overdue.due(now):
-            if (job := self._jobs.get(request)) is not None and job.place == NOT_BEGUN:
-                job.is_overdue = True
-                self._join(job)
+            if request not in self._begun:
+                self._stand(request, is_overdue=True)
+        for request in self._aged.due(now):
+            self._stand(request, is_old=True)
         self._index.refresh()
         if self._revision != self._index.revision:
             self._revision = self._index.revision
@@ -185,40 +191,23 @@ class Adaptive(Callbacks):
         if is_open != self._is_open:
             self._is_open = is_open
             self._sort()
-        if self._fresh and is_open:
-            return chain(self._first, self._sorted)
-        return iter(self._sorted)
+        return chain.from_iterable(self._orders)
 
-    def rank(self, request: Request) -> tuple[bool, float, float, int]:
-        cell, arrival = self._jobs[request].cell, request.arrival
+    def rank(self, request: Request) -> tuple[int, float, float, int]:
+        cell = self._jobs[request].cell
         assert cell is not None
-        if cell.is_fresh and self._is_open:
-            return (False, cell.base + arrival, arrival, request.id)
-        return (True, cell.base + self._aging.per_s * arrival, arrival, request.id)
+        group = self._group(cell)
+        return (group, cell.base + self._orders[group].per_s * request.arrival, request.arrival, request.id)
 
     def outranks(self, one: Request, other: Request) -> bool:
-        mine, theirs = self._jobs[one].cell, self._jobs[other].cell
-        assert mine is not None
-        assert theirs is not None
-        if self._is_first(mine) or self._is_first(theirs):
-            return self._is_first(mine) and not self._is_first(theirs)
-        return self._key(mine, one) + MARGIN < self._key(theirs, other)
+        (mine, key, *_), (theirs, other_key, *_) = self.rank(one), self.rank(other)
+        if mine != theirs:
+            return mine < theirs
+        return mine != FIRST and key + (MARGIN if mine == OTHER else 0.0) < other_key
 
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
-        jobs, per_s = self._jobs, self._aging.per_s
-        found: list[tuple[bool, float, float, int, Request]] = []
-        for request in requests:
-            job = jobs[request]
-            cell = job.cell
-            assert cell is not None
-            if self._is_open and cell.is_fresh:
-                found.append((False, cell.base + request.arrival, *job.entry))
-            else:
-                found.append((True, cell.base + per_s * request.arrival, *job.entry))
-        found.sort()
-        return [
-            ((is_other, math.floor(key / MARGIN) if is_other else 0), request) for is_other, key, _, _, request in found
-        ]
+        found = sorted([(*self.rank(request), request) for request in requests])
+        return [((group, _turn(group, key)), request) for group, key, _, _, request in found]
 
     def may_await_prefix(self, request: Request, now: float) -> bool:
         return now <= request.arrival + self._overtaking_s
@@ -239,7 +228,7 @@ class Adaptive(Callbacks):
         assert cell is not None
         edge = min(request.max_tokens + 1, BIN_EDGES[min(place + 1, BINS - 1)])
         ends = model.hazards(job.cls)[place] if place < job.kind.cap else 1.0
-        words = "yes" if self._is_first(cell) else "no"
+        words = "yes" if self._group(cell) == FIRST else "no"
         yield Fact("first token first", words, "", "Whether it precedes others because it has no token yet.")
         if job.place == NOT_BEGUN:
             yield from self._explain_prompt(request, cell)
@@ -255,21 +244,26 @@ class Adaptive(Callbacks):
             yield Fact("lengths by", expert, "", "Which of the learned length models has predicted best.")
 
     def _explain_prompt(self, request: Request, cell: Cell) -> Iterator[Fact]:
-        index, order, ahead_s = self._index, self._order(cell), 0.0
+        index, group, ahead_s = self._index, self._group(cell), 0.0
+        per_s = self._orders[group].per_s
+        key = cell.key((request.arrival, request.id, request), per_s)
         for other in self._cells.values():
-            if other.place == NOT_BEGUN and (is_first := self._is_first(other)) >= self._is_first(cell):
-                key = cell.key((request.arrival, request.id, request), order.per_s)
-                before = other.find(key, order.per_s) if is_first is self._is_first(cell) else len(other.entries)
+            if other.place == NOT_BEGUN and (theirs := self._group(other)) <= group:
+                before = other.find(key, per_s) if theirs == group else len(other.entries)
                 ahead_s += before * index.prompt_s(other.kind)
         yield Fact("prefill ahead", ahead_s, "s", "Time of the prompts that are computed before its own.")
         meaning = "Time of its own prompt, without the tokens that it finds in the prefix cache."
         yield Fact("own prefill", index.prompt_s(cell.kind), "s", meaning)
 
-    def _is_first(self, cell: Cell) -> bool:
-        return cell.is_fresh and self._is_open
+    def _group(self, cell: Cell) -> int:
+        if cell.standing.is_fresh and self._is_open:
+            return FIRST
+        return OLD if cell.standing.is_old else OTHER
 
-    def _key(self, cell: Cell, request: Request) -> float:
-        return cell.base + self._aging.per_s * request.arrival
+    def _stand(self, request: Request, **changes: bool) -> None:
+        if (job := self._jobs.get(request)) is not None:
+            job.standing = job.standing._replace(**changes)
+            self._join(job)
 
     # -- prompts ------------------------------------------------------------------------------------------
 
@@ -299,14 +293,16 @@ class Adaptive(Callbacks):
 
     def _base(self, cell: Cell) -> float:
         """Return the part of the keys of a cell's requests that does not follow from their arrival."""
-        index, aging = self._index, self._aging
-        delay_s = self._patience * index.prompt_s(cell.kind)
-        if self._is_first(cell):
+        group, kind, aging = self._group(cell), cell.kind, self._aging
+        if group == OLD:
+            return 0.0
+        delay_s = self._patience * self._index.prompt_s(kind)
+        if group == FIRST:
             return delay_s
-        base = aging.base(index.log_index(cell.kind, cell.place))
-        if not cell.is_overdue:
+        base = aging.base(self._index.log_index(kind, cell.place))
+        if not cell.standing.is_overdue:
             return base
-        without_prompt = aging.base(index.log_index(cell.kind.without_prompt, cell.place))
+        without_prompt = aging.base(self._index.log_index(kind.without_prompt, cell.place))
         return min(base, without_prompt + aging.per_s * delay_s)
 
     # -- places -------------------------------------------------------------------------------------------
@@ -317,7 +313,6 @@ class Adaptive(Callbacks):
         if job.place != NOT_BEGUN:
             for left in range(job.place, place):
                 self._index.model.note(job.cls, left, ended=False)
-        job.is_fresh = False
         self._enter(request, job, place)
         self._join(job)
 
@@ -325,7 +320,7 @@ class Adaptive(Callbacks):
         self._forget_edge(request, job)
         self._begun.add(request)
         job.place = place
-        job.is_overdue = False
+        job.standing = Standing(is_old=job.standing.is_old)
         job.kind = self._kind_of(request, job)
         job.leaves_at = len(request.prompt) + BIN_EDGES[place + 1] - 1 if place + 1 < BINS else request.max_total_tokens
         self._await_edge(request, job)
@@ -362,23 +357,21 @@ class Adaptive(Callbacks):
                 del self._due[job.due]
 
     def _join(self, job: _Job) -> None:
-        key = (job.is_fresh, job.is_overdue, job.kind, job.place)
+        key = (job.standing, job.kind, job.place)
         cell = self._cells.get(key)
         if cell is not None and cell is job.cell:
             return
         self._leave(job)
         if cell is None:
-            cell = self._cells[key] = Cell(job.kind, job.place, 0.0, is_fresh=job.is_fresh, is_overdue=job.is_overdue)
+            cell = self._cells[key] = Cell(*key)
             cell.base = self._base(cell)
-            if cell.is_fresh:
-                self._fresh[cell] = None
             self._order(cell).open(cell)
         job.cell = cell
         cell.add(job.entry)
         self._order(cell).add(cell, job.entry)
 
     def _order(self, cell: Cell) -> SortedCells:
-        return self._first if self._is_first(cell) else self._sorted
+        return self._orders[self._group(cell)]
 
     def _leave(self, job: _Job) -> None:
         cell = job.cell
@@ -388,15 +381,16 @@ class Adaptive(Callbacks):
         job.cell = None
         self._order(cell).remove(cell, job.entry)
         if not cell.entries:
-            del self._cells[cell.is_fresh, cell.is_overdue, cell.kind, cell.place]
-            self._fresh.pop(cell, None)
+            del self._cells[cell.standing, cell.kind, cell.place]
             self._order(cell).close(cell)
 
     def _sort(self) -> None:
+        groups: list[list[Cell]] = [[], [], []]
         for cell in self._cells.values():
             cell.base = self._base(cell)
-        self._first.reset((cell for cell in self._cells.values() if self._is_first(cell)), 1.0)
-        self._sorted.reset((cell for cell in self._cells.values() if not self._is_first(cell)), self._aging.per_s)
+            groups[self._group(cell)].append(cell)
+        for cells, order, per_s in zip(groups, self._orders, (1.0, 1.0, self._aging.per_s), strict=True):
+            order.reset(cells, per_s)
 
     def _retune(self, now: float) -> None:
         """Apply changed indices, and derive aging from those of waiting and new requests."""

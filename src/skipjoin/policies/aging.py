@@ -9,7 +9,8 @@ INDEX_RANGE = 10.0
 MARGIN = 0.2
 # Aging time constant in units of the typical age of waiting requests times the variance of their log index.
 _AGES = 8.0
-_MIN_TAU_S = 1.0
+# Its first value and its minimum, in decode steps.
+_FIRST_TAU_STEPS, _MIN_TAU_STEPS = 16_384, 50
 # Weight of the latest time constant in the mean of logarithms.
 _RATE = 0.3
 
@@ -20,11 +21,14 @@ class Aging:
     Where the indices of waiting requests and of new ones are alike, ordering by them gains nothing, so age decides. New
     requests count as much as waiting ones, because a queue may hold only long requests that short new ones should
     overtake.
+
+    Args:
+        step_s: Seconds of a decode step.
     """
 
-    def __init__(self, overtaking_s: float) -> None:
-        self._max_tau_s = overtaking_s / (INDEX_RANGE + MARGIN)
-        self.per_s = 1.0 / self._max_tau_s
+    def __init__(self, step_s: float) -> None:
+        self.per_s = 1.0 / (_FIRST_TAU_STEPS * step_s)
+        self._min_tau_s = _MIN_TAU_STEPS * step_s
         self._top: float | None = None
 
     def base(self, log_index: float) -> float:
@@ -50,7 +54,7 @@ class Aging:
         mean = math.fsum(share * index for index, share in both) / weight
         variance = math.fsum(share * (index - mean) ** 2 for index, share in both) / weight
         age = sum(map(math.prod, zip(waiting, ages, strict=True))) / count
-        tau_s = min(self._max_tau_s, max(_MIN_TAU_S, _AGES * age * variance))
+        tau_s = max(self._min_tau_s, _AGES * age * variance)
         self.per_s *= math.exp(-_RATE * math.log(tau_s * self.per_s))
 
 

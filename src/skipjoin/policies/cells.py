@@ -5,6 +5,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from operator import itemgetter
+from typing import NamedTuple
 
 from skipjoin.core.request import Request
 from skipjoin.policies.gittins import Kind
@@ -18,17 +19,30 @@ Key = tuple[float, float, int]
 _BELOW_ALL: Key = (-math.inf, 0.0, 0)
 
 
+class Standing(NamedTuple):
+    """What the order of a request depends on besides its index and its arrival.
+
+    Attributes:
+        is_fresh: Whether it has a claim to an early first token.
+        is_old: Whether no later request may overtake it, except for its first token.
+        is_overdue: Whether later requests may no longer overtake it because of its prompt.
+    """
+
+    is_fresh: bool = False
+    is_old: bool = False
+    is_overdue: bool = False
+
+
 class Cell:
-    """Requests of one kind and bin, and alike in two more respects of `_Job`, oldest first."""
+    """Requests of one standing, kind and bin, oldest first."""
 
-    __slots__ = ("base", "entries", "is_fresh", "is_overdue", "kind", "place")
+    __slots__ = ("base", "entries", "kind", "place", "standing")
 
-    def __init__(self, kind: Kind, place: int, base: float, *, is_fresh: bool, is_overdue: bool = False) -> None:
+    def __init__(self, standing: Standing, kind: Kind, place: int, base: float = 0.0) -> None:
+        self.standing = standing
         self.kind = kind
         self.place = place
         self.base = base
-        self.is_fresh = is_fresh
-        self.is_overdue = is_overdue
         self.entries: list[Entry] = []
 
     def add(self, entry: Entry) -> None:

@@ -112,7 +112,7 @@ class ByObjective:
         time: ExecutionTime,
         lengths: PaddedLengths,
         *,
-        time_ranges_s: Sequence[float] = (0.5, 2.0),
+        time_ranges_s: Sequence[float],
         kv_range: int = 128,
         length_range: int = 32,
         longest_first: bool = False,

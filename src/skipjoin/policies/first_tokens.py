@@ -6,19 +6,24 @@ from collections.abc import Collection, Iterator
 
 from skipjoin.core.request import Request
 
-# Seconds of time for first tokens that may be used at once.
-_BURST_S = 2.0
+# Time for first tokens that may be used at once, in decode steps.
+_BURST_STEPS = 80
 
 
 class FirstTokenPace:
-    """Gate that gives requests without output precedence for at most a `share` of the time in (0, 1], with bursts."""
+    """Gate that gives requests without output precedence for at most a `share` of the time in (0, 1], with bursts.
 
-    def __init__(self, share: float) -> None:
+    Args:
+        step_s: Seconds of a decode step.
+    """
+
+    def __init__(self, share: float, step_s: float) -> None:
         self._share = share
+        self._burst_s = _BURST_STEPS * step_s
         self._until = -math.inf  # time at which the used time has been paid for
 
     def spend(self, seconds: float, now: float) -> None:
-        self._until = max(self._until, now - _BURST_S) + seconds / self._share
+        self._until = max(self._until, now - self._burst_s) + seconds / self._share
 
     def is_open(self, now: float) -> bool:
         return self._until <= now

@@ -79,6 +79,11 @@ class GittinsIndex:
         self._found: dict[tuple[Kind, int], float] = {}
         self._prompts: dict[tuple[int, int], float] = {}  # by octave and half octave of uncached tokens
 
+    @property
+    def step_s(self) -> float:
+        """Seconds of a decode step of one request."""
+        return self._decode(1)
+
     def observe(self, kv: KVAccounts, running: int) -> None:
         """Record the size of the KV pool, and whether blocks are short.
 

@@ -14,7 +14,7 @@ class RemainingTime:
 
     A request that outgrows its predicted length is predicted to get twice as long, repeatedly. Every `aging_s` seconds
     since its arrival count like e times less remaining work. As all requests age alike, the key does not change while
-    the request waits.
+    the request waits. Work counts in decode steps, so that keys are the same on a machine of another speed.
     """
 
     def __init__(self, time: ExecutionTime, lengths: Callable[[Request], float], *, aging_s: float = math.inf) -> None:
@@ -26,8 +26,12 @@ class RemainingTime:
     def revision(self) -> int:
         return self._time.revision
 
+    @property
+    def step_s(self) -> float:
+        return self._time.decode(1)
+
     def key(self, request: Request, known: int, now: float) -> tuple[float]:
-        return (math.log(self.seconds(request, known)) + request.arrival / self._aging_s,)
+        return (math.log(self.seconds(request, known) / self.step_s) + request.arrival / self._aging_s,)
 
     def until(self, request: Request, now: float) -> float:
         return math.inf
@@ -37,7 +41,7 @@ class RemainingTime:
 
     def promoted(self, key: float) -> float:
         """Return when aging ranks this key before all future arrivals (ALISE equation 7), or inf."""
-        return self._aging_s * (key - math.log(self._time.decode(1)))
+        return self._aging_s * key
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
         known, uncached = request.progress.known, request.progress.known - request.progress.reached

@@ -17,6 +17,8 @@ _BATCH_RATE = 0.05
 _BUCKET = 0.01
 # Maximum number of buckets.
 _BUCKETS = 256
+# Hysteresis in decode steps.
+_HYSTERESIS_STEPS = 12
 
 
 class Backlog:
@@ -70,10 +72,9 @@ class ShortestWithWaits(Valued):
     ranks the request before all future arrivals. Requests that run count only if they are passed to `expected_order`.
     """
 
-    def __init__(self, value: RemainingTime, *, hysteresis_s: float = 0.25) -> None:
+    def __init__(self, value: RemainingTime) -> None:
         super().__init__(value)
         self._remaining = value
-        self._grain_s = hysteresis_s
         self._batch = 1.0  # mean number of requests in a step
         self._backlog = Backlog(_BUCKET)
         self._waiting: dict[Request, tuple[float, float]] = {}  # arguments of `Backlog.add`
@@ -96,11 +97,12 @@ class ShortestWithWaits(Valued):
         rank, value = self._ranking.key, self._remaining
         asked = sorted([(rank(request), request) for request in requests])
         keys = [key[0][0] for key, _ in asked]
+        grain_s = _HYSTERESIS_STEPS * value.step_s
         turns: list[tuple[Any, Request]] = []
         running = 0.0
         for (_, request), key, waiting in zip(asked, keys, self._backlog.before(keys), strict=True):
             seconds = min((running + waiting) / self._batch, max(0.0, value.promoted(key) - now))
-            turns.append((int(seconds / self._grain_s), request))
+            turns.append((int(seconds / grain_s), request))
             if request not in self._waiting:
                 running += value.seconds(request, request.progress.known)
         return turns

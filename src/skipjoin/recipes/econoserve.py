@@ -12,9 +12,13 @@ from skipjoin.policies.econo import ByObjective, PaddedLengths, QueueOrder, Task
 from skipjoin.policies.eviction import Vacate
 from skipjoin.policies.exact_reservations import ExactReservations, GroupGate, Hosts
 from skipjoin.policies.execution import ExecutionTime
+from skipjoin.policies.mlfq import shortest_step
 from skipjoin.policies.needs import NeedIndex, Needs
 from skipjoin.recipes.parts import ForwardTokens, LengthRange, Padding, classed, staged
 from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
+
+# About 0.5 and 2 s on the machine of the evaluation.
+_TIME_RANGES_STEPS = (20, 80)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +63,12 @@ class OrderParams(GroupParams):
     """Parameters of the queue order (EconoServe section 3.4) and of nested reservations (section 3.2)."""
 
     time_ranges_s: Annotated[
-        str,
-        Option("Ascending borders of the ranges of slack to the objective, in seconds, separated by commas."),
-    ] = "0.5,2"
+        str | None,
+        Option(
+            "Ascending borders of the ranges of slack to the objective, in seconds, separated by commas (default: 20 "
+            "and 80 of the shortest step)."
+        ),
+    ] = None
     kv_range: Annotated[int, Option("Width of the ranges of held KV, in tokens.", low=1, high=1 << 20)] = 128
     order: Annotated[
         str, Option("Which lengths come first within the same ranges", choices=("shortest", "longest"))
@@ -77,9 +84,11 @@ class OrderParams(GroupParams):
     def __post_init__(self) -> None:
         # super() does not work with slots=True, which replaces the class.
         ReservationParams.__post_init__(self)
-        self.borders()
+        self.borders(1.0)
 
-    def borders(self) -> tuple[float, ...]:
+    def borders(self, step_s: float) -> tuple[float, ...]:
+        if self.time_ranges_s is None:
+            return tuple(steps * step_s for steps in _TIME_RANGES_STEPS)
         try:
             found = tuple(float(part) for part in self.time_ranges_s.split(","))
         except ValueError:
@@ -139,7 +148,7 @@ def by_objectives(s: Settings, p: OrderParams, index: Callable[[Needs], NeedInde
     order = ByObjective(
         ExecutionTime(s.cost),
         lengths,
-        time_ranges_s=p.borders(),
+        time_ranges_s=p.borders(shortest_step(s.cost)),
         kv_range=p.kv_range,
         length_range=p.length_range,
         longest_first=p.order == "longest",

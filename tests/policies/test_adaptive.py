@@ -277,9 +277,9 @@ def test_no_request_overtakes_one_that_arrived_much_earlier(seed: int, rate: flo
 @given(seed=st.integers(0, 10**6))
 def test_requests_of_cells_are_sorted_however_far_they_are_read(seed: int) -> None:
     chance, per_s = random.Random(seed), 0.5
-    cells = [Cell(Standing(), Kind(None, place, LAST, None), place, chance.uniform(0, 9)) for place in range(3)]
-    order = SortedCells(per_s)
-    order.reset(cells, per_s)
+    cells = [Cell(Standing(), Kind(None, place, LAST, None), place, chance.uniform(0, 9), per_s) for place in range(3)]
+    order = SortedCells()
+    order.reset(cells)
     kept: list[tuple[Cell, Entry]] = []
     for number in range(chance.randint(1, 150)):
         cell = chance.choice(cells)
@@ -292,9 +292,9 @@ def test_requests_of_cells_are_sorted_however_far_they_are_read(seed: int) -> No
             cell.remove(entry)
             order.remove(cell, entry)
         if chance.random() < 0.1:
-            order.reset(cells, per_s)
+            order.reset(cells)
         if chance.random() < 0.3:
-            expected = [entry[2] for _, entry in sorted(kept, key=lambda one: one[0].key(one[1], per_s))]
+            expected = [entry[2] for _, entry in sorted(kept, key=lambda one: one[0].key(one[1]))]
             count = chance.choice([5, 40, len(expected)])
             assert list(islice(order, count)) == expected[:count]
 

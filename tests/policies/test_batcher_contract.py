@@ -21,7 +21,7 @@ from skipjoin.core.policy import (
     Scope,
 )
 from skipjoin.core.request import NO_TARGET, FinishReason, Request, Target
-from skipjoin.core.step import StepShape
+from skipjoin.core.step import Slice, StepShape
 from skipjoin.policies.batching import Greedy, TargetForward, Yielding
 from skipjoin.policies.forward import saturating_tokens
 from skipjoin.policies.stages import EvenStages
@@ -202,11 +202,12 @@ def test_greedy_stops_when_slots_or_tokens_run_out() -> None:
     assert fill(Greedy(9, 10, chunked=True).open(StepContext()), [5, 5, 1]) == [5, 5, NO_TOKENS]
 
 
-def decoding(batcher: Batcher, count: int, target: Target = NO_TARGET) -> list[Request]:
-    """Run a step of `count` prompts, and return them as streams with one output token."""
+def decoding(batcher: Yielding, count: int, target: Target = NO_TARGET) -> list[Request]:
+    """Report a step of `count` prompts, and return them as streams with one output token."""
     streams = [make(number, 2, 99, target=target) for number in range(count)]
-    offer_all(batcher.open(StepContext()), streams)
+    batcher.on_scheduled([Slice(stream, 0, 2, True, False, ()) for stream in streams], 0.0)
     for stream in streams:
+        stream.progress.begin(2, False, 0)
         stream.progress.append(0)
     return streams
 

@@ -76,7 +76,7 @@ class Adaptive(Callbacks):
         self._jobs: dict[Request, _Job] = {}
         self._cells: dict[tuple[Standing, Kind, int], Cell] = {}
         # First tokens by arrival and prefill, then old requests by arrival, then all others.
-        self._orders = SortedCells(1.0), SortedCells(1.0), SortedCells(self._aging.per_s)
+        self._orders = SortedCells(), SortedCells(), SortedCells()
         # A step adds at most one token to a request, so bins need not be checked in every step.
         self._steps = 0
         self._begun: set[Request] = set()  # have a bin
@@ -194,16 +194,20 @@ class Adaptive(Callbacks):
         return chain.from_iterable(self._orders)
 
     def rank(self, request: Request) -> tuple[int, float, float, int]:
-        cell = self._jobs[request].cell
+        cell, arrival = self._jobs[request].cell, request.arrival
         assert cell is not None
-        group = self._group(cell)
-        return (group, cell.base + self._orders[group].per_s * request.arrival, request.arrival, request.id)
+        return (cell.group, cell.base + cell.per_s * arrival, arrival, request.id)
 
     def outranks(self, one: Request, other: Request) -> bool:
-        (mine, key, *_), (theirs, other_key, *_) = self.rank(one), self.rank(other)
-        if mine != theirs:
-            return mine < theirs
-        return mine != FIRST and key + (MARGIN if mine == OTHER else 0.0) < other_key
+        mine, theirs = self._jobs[one].cell, self._jobs[other].cell
+        assert mine is not None
+        assert theirs is not None
+        if mine.group != theirs.group:
+            return mine.group < theirs.group
+        if mine.group == FIRST:
+            return False
+        margin = MARGIN if mine.group == OTHER else 0.0
+        return mine.base + mine.per_s * one.arrival + margin < theirs.base + theirs.per_s * other.arrival
 
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         found = sorted([(*self.rank(request), request) for request in requests])
@@ -228,7 +232,7 @@ class Adaptive(Callbacks):
         assert cell is not None
         edge = min(request.max_tokens + 1, BIN_EDGES[min(place + 1, BINS - 1)])
         ends = model.hazards(job.cls)[place] if place < job.kind.cap else 1.0
-        words = "yes" if self._group(cell) == FIRST else "no"
+        words = "yes" if cell.group == FIRST else "no"
         yield Fact("first token first", words, "", "Whether it precedes others because it has no token yet.")
         if job.place == NOT_BEGUN:
             yield from self._explain_prompt(request, cell)
@@ -244,21 +248,15 @@ class Adaptive(Callbacks):
             yield Fact("lengths by", expert, "", "Which of the learned length models has predicted best.")
 
     def _explain_prompt(self, request: Request, cell: Cell) -> Iterator[Fact]:
-        index, group, ahead_s = self._index, self._group(cell), 0.0
-        per_s = self._orders[group].per_s
-        key = cell.key((request.arrival, request.id, request), per_s)
+        index, ahead_s = self._index, 0.0
+        key = cell.key((request.arrival, request.id, request))
         for other in self._cells.values():
-            if other.place == NOT_BEGUN and (theirs := self._group(other)) <= group:
-                before = other.find(key, per_s) if theirs == group else len(other.entries)
+            if other.place == NOT_BEGUN and other.group <= cell.group:
+                before = other.find(key) if other.group == cell.group else len(other.entries)
                 ahead_s += before * index.prompt_s(other.kind)
         yield Fact("prefill ahead", ahead_s, "s", "Time of the prompts that are computed before its own.")
         meaning = "Time of its own prompt, without the tokens that it finds in the prefix cache."
         yield Fact("own prefill", index.prompt_s(cell.kind), "s", meaning)
-
-    def _group(self, cell: Cell) -> int:
-        if cell.standing.is_fresh and self._is_open:
-            return FIRST
-        return OLD if cell.standing.is_old else OTHER
 
     def _stand(self, request: Request, **changes: bool) -> None:
         if (job := self._jobs.get(request)) is not None:
@@ -291,19 +289,19 @@ class Adaptive(Callbacks):
                 job.cached = kv.hit(request).tokens
                 self._price(request, job)
 
-    def _base(self, cell: Cell) -> float:
-        """Return the part of the keys of a cell's requests that does not follow from their arrival."""
-        group, kind, aging = self._group(cell), cell.kind, self._aging
-        if group == OLD:
-            return 0.0
-        delay_s = self._patience * self._index.prompt_s(kind)
-        if group == FIRST:
-            return delay_s
-        base = aging.base(self._index.log_index(kind, cell.place))
-        if not cell.standing.is_overdue:
-            return base
-        without_prompt = aging.base(self._index.log_index(kind.without_prompt, cell.place))
-        return min(base, without_prompt + aging.per_s * delay_s)
+    def _rank_cell(self, cell: Cell) -> None:
+        cell.per_s = 1.0
+        delay_s = self._patience * self._index.prompt_s(cell.kind)
+        if cell.standing.is_fresh and self._is_open:
+            cell.group, cell.base = FIRST, delay_s
+        elif cell.standing.is_old:
+            cell.group, cell.base = OLD, 0.0
+        else:
+            cell.group, cell.per_s = OTHER, self._aging.per_s
+            cell.base = self._aging.base(self._index.log_index(cell.kind, cell.place))
+            if cell.standing.is_overdue:
+                without_prompt = self._aging.base(self._index.log_index(cell.kind.without_prompt, cell.place))
+                cell.base = min(cell.base, without_prompt + cell.per_s * delay_s)
 
     # -- places -------------------------------------------------------------------------------------------
 
@@ -364,14 +362,11 @@ class Adaptive(Callbacks):
         self._leave(job)
         if cell is None:
             cell = self._cells[key] = Cell(*key)
-            cell.base = self._base(cell)
-            self._order(cell).open(cell)
+            self._rank_cell(cell)
+            self._orders[cell.group].open(cell)
         job.cell = cell
         cell.add(job.entry)
-        self._order(cell).add(cell, job.entry)
-
-    def _order(self, cell: Cell) -> SortedCells:
-        return self._orders[self._group(cell)]
+        self._orders[cell.group].add(cell, job.entry)
 
     def _leave(self, job: _Job) -> None:
         cell = job.cell
@@ -379,18 +374,16 @@ class Adaptive(Callbacks):
             return
         cell.remove(job.entry)
         job.cell = None
-        self._order(cell).remove(cell, job.entry)
+        self._orders[cell.group].remove(cell, job.entry)
         if not cell.entries:
             del self._cells[cell.standing, cell.kind, cell.place]
-            self._order(cell).close(cell)
+            self._orders[cell.group].close(cell)
 
     def _sort(self) -> None:
-        groups: list[list[Cell]] = [[], [], []]
         for cell in self._cells.values():
-            cell.base = self._base(cell)
-            groups[self._group(cell)].append(cell)
-        for cells, order, per_s in zip(groups, self._orders, (1.0, 1.0, self._aging.per_s), strict=True):
-            order.reset(cells, per_s)
+            self._rank_cell(cell)
+        for group, order in enumerate(self._orders):
+            order.reset(cell for cell in self._cells.values() if cell.group == group)
 
     def _retune(self, now: float) -> None:
         """Apply changed indices, and derive aging from those of waiting and new requests."""

@@ -10,10 +10,12 @@ from skipjoin.core.policy import (
     PROMPT_DOES_NOT_FIT,
     PROMPTS_ARE_FULL,
     BatchBuilder,
+    Callbacks,
     CostModel,
     Refusal,
 )
-from skipjoin.core.request import Request, Target
+from skipjoin.core.request import Request
+from skipjoin.core.step import Slice
 from skipjoin.policies.forward import saturating_tokens
 from skipjoin.policies.step_load import MIN_CHUNK, StepLoad, fitting_tokens
 
@@ -86,7 +88,7 @@ class WholeBuilder:
             self._tokens -= tokens
 
 
-class Yielding:
+class Yielding(Callbacks):
     """Adds requests in rank order, where prompts leave tokens and time for decodes, whichever are offered first.
 
     The streams of the last step that have not finished are expected to decode. Prompts get at least half of the tokens.
@@ -103,25 +105,24 @@ class Yielding:
         self.max_seqs = self.cap = max_seqs
         self.max_tokens = max_tokens
         self.cost = cost
-        self.default = Target(tpot_s=tpot_s)
-        self._streams: list[Request] = []
+        self.tpot_s = tpot_s
+        self._last: Sequence[Slice] = ()
+
+    def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
+        self._last = slices
 
     def open(self, context: StepContext) -> BatchBuilder:
-        builder = YieldingBuilder(self, self._streams)
-        self._streams = builder.streams
-        return builder
+        last = context.in_flight[-1].slices if context.overlap and context.in_flight else self._last
+        return YieldingBuilder(self, last)
 
 
 class YieldingBuilder:
-    """Batch of `Yielding`, whose `streams` decode in the next step unless they finish."""
+    __slots__ = ("_chunks", "_kept", "_last", "_limit_s", "_load", "_rules", "_seqs", "_tokens")
 
-    __slots__ = ("_before", "_decodes", "_kept", "_limit_s", "_load", "_rules", "_seqs", "_tokens", "streams")
-
-    def __init__(self, rules: Yielding, before: Sequence[Request]) -> None:
-        self._rules, self._before = rules, before
+    def __init__(self, rules: Yielding, last: Sequence[Slice]) -> None:
+        self._rules, self._last = rules, last
         self._seqs, self._tokens = rules.max_seqs, rules.max_tokens
-        self.streams: list[Request] = []
-        self._decodes = 0
+        self._chunks = 0
         self._kept: int | None = None  # tokens for decodes; None until a prompt is offered
         self._load, self._limit_s = StepLoad(), inf
 
@@ -135,19 +136,16 @@ class YieldingBuilder:
     def take(self, request: Request, tokens: int) -> None:
         self._seqs -= 1
         self._tokens -= tokens
-        if tokens == 1:
-            self._decodes += 1
-            self.streams.append(request)
-            return
-        if tokens == request.progress.pending:
-            self.streams.append(request)
-        if self._limit_s < inf:
-            self._load = self._load.plus(StepLoad.of(request.progress.planned, tokens))
+        if tokens > 1:
+            self._chunks += 1
+            if self._limit_s < inf:
+                self._load = self._load.plus(StepLoad.of(request.progress.planned, tokens))
 
     def _fit(self, request: Request, pending: int) -> int:
         if (kept := self._kept) is None:
             kept = self._kept = self._expect_decodes()
-        room = min(pending, self._tokens - max(0, kept - self._decodes))
+        decodes = self._rules.max_seqs - self._seqs - self._chunks
+        room = min(pending, self._tokens - max(0, kept - decodes))
         if room <= 0 or self._limit_s == inf:
             return max(0, room)
         start, cost = request.progress.planned, self._rules.cost
@@ -156,8 +154,15 @@ class YieldingBuilder:
 
     def _expect_decodes(self) -> int:
         rules = self._rules
-        streams = [request.progress for request in self._before if request.progress.finish_reason is None]
-        tpot_s = min((progress.target.with_default(rules.default).tpot_s for progress in streams), default=inf)
+        streams = [
+            progress
+            for slice_ in self._last
+            if slice_.samples and (progress := slice_.request.progress).finish_reason is None
+        ]
+        objectives = [progress.target.tpot_s for progress in streams]
+        tpot_s = min(objectives, default=inf)
+        if rules.tpot_s < tpot_s and inf in objectives:
+            tpot_s = rules.tpot_s
         if tpot_s < inf:
             self._load = StepLoad(decodes=len(streams), context=sum(progress.known for progress in streams))
             self._limit_s = max(tpot_s, _MIN_OVER_DECODES * self._load.seconds(rules.cost))

@@ -34,15 +34,17 @@ class Standing(NamedTuple):
 
 
 class Cell:
-    """Requests of one standing, kind and bin, oldest first."""
+    """Requests of one standing, kind and bin, oldest first, with sort keys `base` + `per_s` x arrival in a group."""
 
-    __slots__ = ("base", "entries", "kind", "place", "standing")
+    __slots__ = ("base", "entries", "group", "kind", "per_s", "place", "standing")
 
-    def __init__(self, standing: Standing, kind: Kind, place: int, base: float = 0.0) -> None:
+    def __init__(self, standing: Standing, kind: Kind, place: int, base: float = 0.0, per_s: float = 1.0) -> None:
         self.standing = standing
         self.kind = kind
         self.place = place
         self.base = base
+        self.per_s = per_s
+        self.group = 0
         self.entries: list[Entry] = []
 
     def add(self, entry: Entry) -> None:
@@ -54,26 +56,25 @@ class Cell:
     def remove(self, entry: Entry) -> None:
         del self.entries[bisect_left(self.entries, entry)]
 
-    def key(self, entry: Entry, per_s: float) -> Key:
-        return (self.base + per_s * entry[0], entry[0], entry[1])
+    def key(self, entry: Entry) -> Key:
+        return (self.base + self.per_s * entry[0], entry[0], entry[1])
 
-    def find(self, key: Key, per_s: float) -> int:
-        return bisect_left(self.entries, key, key=lambda entry: self.key(entry, per_s))
+    def find(self, key: Key) -> int:
+        return bisect_left(self.entries, key, key=self.key)
 
 
 class SortedCells:
-    """Requests of cells by base + `per_s` x arrival, ties by arrival and id, sorted as far as they have been read."""
+    """Requests of cells by key, ties by arrival and id, sorted as far as they have been read."""
 
-    def __init__(self, per_s: float) -> None:
+    def __init__(self) -> None:
         self._cells: list[Cell] = []
-        self.per_s = per_s
         # Sorted part: all requests with keys below `_limit`, which is None once there are no others.
         self._keys: list[Key] = []
         self._requests: list[Request] = []
         self._limit: Key | None = None
 
-    def reset(self, cells: Iterable[Cell], per_s: float) -> None:
-        self._cells, self.per_s = list(cells), per_s
+    def reset(self, cells: Iterable[Cell]) -> None:
+        self._cells = list(cells)
         self._keys, self._requests = [], []
         self._limit = _BELOW_ALL if self._cells else None
 
@@ -84,14 +85,14 @@ class SortedCells:
         self._cells.remove(cell)
 
     def add(self, cell: Cell, entry: Entry) -> None:
-        key = cell.key(entry, self.per_s)
+        key = cell.key(entry)
         if self._limit is None or key < self._limit:
             at = bisect_left(self._keys, key)
             self._keys.insert(at, key)
             self._requests.insert(at, entry[2])
 
     def remove(self, cell: Cell, entry: Entry) -> None:
-        key = cell.key(entry, self.per_s)
+        key = cell.key(entry)
         if self._limit is None or key < self._limit:
             at = bisect_left(self._keys, key)
             del self._keys[at], self._requests[at]
@@ -109,14 +110,13 @@ class SortedCells:
 
     def _read(self, start: Key, count: int) -> None:
         """Sort further requests: `count` of one cell, and those of the others up to the next one of that cell."""
-        per_s = self.per_s
-        unread = [(cell, cell.find(start, per_s)) for cell in self._cells]
-        next_keys = (cell.key(cell.entries[at + count], per_s) for cell, at in unread if at + count < len(cell.entries))
+        unread = [(cell, cell.find(start)) for cell in self._cells]
+        next_keys = (cell.key(cell.entries[at + count]) for cell, at in unread if at + count < len(cell.entries))
         limit = self._limit = min(next_keys, default=None)
         found: list[tuple[Key, Request]] = []
         for cell, at in unread:
-            end = len(cell.entries) if limit is None else cell.find(limit, per_s)
-            found += [(cell.key(entry, per_s), entry[2]) for entry in cell.entries[at:end]]
+            end = len(cell.entries) if limit is None else cell.find(limit)
+            found += [(cell.key(entry), entry[2]) for entry in cell.entries[at:end]]
         found.sort(key=itemgetter(0))
         self._keys += [key for key, _ in found]
         self._requests += [request for _, request in found]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from skipjoin.core.request import Request
 from skipjoin.core.step import Move, StepPlan
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.sim.driver import Replica, simulate
+from skipjoin.vllm.counts import ManagedPool
 from skipjoin.vllm.ledger import CountingLedger
 from skipjoin.vllm.requests import FoundByEngine
 from support.load import load, make
@@ -99,6 +101,37 @@ def test_plans_equal_those_of_the_own_ledger_with_a_cpu_tier(recipe: str, depth:
     assert found == events_of(world, own)
     assert any(name == "Moved" for name, *_ in found)
     assert pool.ledger.tiers.cpu_free == cpu_blocks
+
+
+def test_prompts_are_priced_by_the_engines_block_pool() -> None:
+    """`adaptive` asks again while a request waits, since others fill the cache."""
+    pool = FakePool()
+    ledger, policies = CountingLedger(pool), World("adaptive").policies()
+    long, short = make(0, 120, prefix=FoundByEngine()), make(1, 40)
+    for request in (long, short):
+        policies.ordering.on_arrived(request, 0.0)
+    assert list(policies.ordering.ranked(0.0)) == [short, long]
+    pool.hits[long] = Hit(116, 0)
+    ledger.refresh()
+    policies.ordering.on_begin(0.0, ledger)
+    assert list(policies.ordering.ranked(0.0)) == [long, short]
+
+
+def test_lookups_of_the_planner_are_not_counted_by_vllm() -> None:
+    logged = []
+
+    def get_computed_blocks(request: object) -> tuple[object, int]:
+        logged.append(manager.log_stats)
+        return SimpleNamespace(blocks=([SimpleNamespace(ref_cnt=1), SimpleNamespace(ref_cnt=0)],)), 8
+
+    manager = SimpleNamespace(
+        block_pool=SimpleNamespace(num_gpu_blocks=9),
+        coordinator=SimpleNamespace(single_type_managers=[SimpleNamespace(req_to_blocks={})]),
+        get_computed_blocks=get_computed_blocks,
+        log_stats=True,
+    )
+    assert ManagedPool(manager, 4).hit(make(0)) == Hit(8, 1)
+    assert (logged, manager.log_stats) == ([False], True)
 
 
 def test_shared_blocks_are_freed_with_their_last_holder() -> None:

@@ -396,5 +396,8 @@ class Adaptive(Callbacks):
         # Recent arrivals weigh less with each call.
         self._new = Counter({kind: kept for kind, n in self._new.items() if (kept := n * _NEW_KEPT) > _MIN_NEW})
         new = [(self._index.log_index(kind, NOT_BEGUN), weight) for kind, weight in self._new.items()]
+        self._aging.step_s = self._index.step_s
+        if self._pace is not None:
+            self._pace.step_s = self._index.step_s
         self._aging.derive(indices, waiting, ages, new)
         self._sort()

@@ -23,12 +23,12 @@ class Aging:
     overtake.
 
     Args:
-        step_s: Seconds of a decode step.
+        step_s: Seconds of a decode step, which may be updated.
     """
 
     def __init__(self, step_s: float) -> None:
         self.per_s = 1.0 / (_FIRST_TAU_STEPS * step_s)
-        self._min_tau_s = _MIN_TAU_STEPS * step_s
+        self.step_s = step_s
         self._top: float | None = None
 
     def base(self, log_index: float) -> float:
@@ -54,7 +54,7 @@ class Aging:
         mean = math.fsum(share * index for index, share in both) / weight
         variance = math.fsum(share * (index - mean) ** 2 for index, share in both) / weight
         age = sum(map(math.prod, zip(waiting, ages, strict=True))) / count
-        tau_s = max(self._min_tau_s, _AGES * age * variance)
+        tau_s = max(_MIN_TAU_STEPS * self.step_s, _AGES * age * variance)
         self.per_s *= math.exp(-_RATE * math.log(tau_s * self.per_s))
 
 

@@ -14,16 +14,16 @@ class FirstTokenPace:
     """Gate that gives requests without output precedence for at most a `share` of the time in (0, 1], with bursts.
 
     Args:
-        step_s: Seconds of a decode step.
+        step_s: Seconds of a decode step, which may be updated.
     """
 
     def __init__(self, share: float, step_s: float) -> None:
         self._share = share
-        self._burst_s = _BURST_STEPS * step_s
+        self.step_s = step_s
         self._until = -math.inf  # time at which the used time has been paid for
 
     def spend(self, seconds: float, now: float) -> None:
-        self._until = max(self._until, now - self._burst_s) + seconds / self._share
+        self._until = max(self._until, now - _BURST_STEPS * self.step_s) + seconds / self._share
 
     def is_open(self, now: float) -> bool:
         return self._until <= now

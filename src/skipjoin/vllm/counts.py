@@ -45,8 +45,8 @@ class ManagedPool:
 
     def __init__(self, manager: Any, block_size: int) -> None:
         self.block_size = block_size
+        self._manager = manager
         self._pool = manager.block_pool
-        self._find = manager.get_computed_blocks
         (group,) = manager.coordinator.single_type_managers
         self._blocks: dict[str, list[Any]] = group.req_to_blocks
         self.total = self._pool.num_gpu_blocks - 1  # the null block is never allocated
@@ -63,6 +63,12 @@ class ManagedPool:
         return sum(block.ref_cnt > 1 for block in self._blocks.get(request.sampling.request_id, ()))  # type: ignore[attr-defined]
 
     def hit(self, request: Request) -> Hit:
-        # Releases differ in what follows the number of tokens.
-        blocks, tokens, *_ = self._find(request.sampling)
+        manager = self._manager
+        # The planner asks often while a request waits. vLLM's metrics count its own lookup when it runs the request.
+        logs, manager.log_stats = manager.log_stats, False
+        try:
+            # Releases differ in what follows the number of tokens.
+            blocks, tokens, *_ = manager.get_computed_blocks(request.sampling)
+        finally:
+            manager.log_stats = logs
         return Hit(tokens, sum(block.ref_cnt > 0 for block in blocks.blocks[0])) if tokens else MISS

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from skipjoin.core.request import Request, Target
 from skipjoin.core.step import Slice
+from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.deadlines import ByDeadline, NextTokens, StartedFirst
 from skipjoin.policies.ordering import Fcfs, Prioritized
 from support.load import make
@@ -41,7 +42,7 @@ def test_a_promoted_best_effort_request_is_due_from_its_promotion() -> None:
 
 
 def test_late_requests_rank_last_by_length_and_overdue_ones_first() -> None:
-    ordering = ByDeadline(NextTokens(DEFAULT), overdue_s=5.0)
+    ordering = ByDeadline(NextTokens(DEFAULT), overdue_s=5.0, cost=LinearCost(0.01, 1e-4))
     long, short = make(0, 900, arrival=0.0), make(1, 30, arrival=0.1)
     for request in (long, short):
         ordering.on_arrived(request, request.arrival)
@@ -61,7 +62,7 @@ def test_late_requests_rank_last_by_length_and_overdue_ones_first() -> None:
 
 
 def test_a_token_resets_a_late_request() -> None:
-    ordering = ByDeadline(NextTokens(DEFAULT), overdue_s=5.0)
+    ordering = ByDeadline(NextTokens(DEFAULT), overdue_s=5.0, cost=LinearCost(0.01, 1e-4))
     late, other = make(0, arrival=0.0), make(1, arrival=1.0)
     ordering.on_arrived(late, 0.0)
     ordering.on_arrived(other, 1.0)
@@ -73,7 +74,7 @@ def test_a_token_resets_a_late_request() -> None:
 
 def test_first_tokens_preempt_the_requests_furthest_ahead_of_their_schedule_if_leads_count() -> None:
     for counts_lead in (False, True):
-        ordering = ByDeadline(NextTokens(DEFAULT, counts_lead=counts_lead), overdue_s=5.0)
+        ordering = ByDeadline(NextTokens(DEFAULT, counts_lead=counts_lead), overdue_s=5.0, cost=LinearCost(0.01, 1e-4))
         quick, slow, fresh = make(0, arrival=0.0), make(1, arrival=0.0), make(2, arrival=1.0)
         for request, steps in ((quick, 10), (slow, 2)):
             ordering.on_arrived(request, 0.0)

@@ -82,13 +82,30 @@ def test_a_minimal_chunk_runs_if_the_time_limit_allows_none() -> None:
     assert step(limited(chat, batch), [batch]) == [16]
 
 
-def test_the_limit_ends_some_time_after_the_last_real_time_request() -> None:
+def test_after_the_last_real_time_request_prompts_stay_limited_for_some_time() -> None:
     chat, flood = make(0, 400), [begun(number) for number in range(1, 101)]
-    assert step(limited(*flood), flood) == [1] * 100
-    batcher = limited(chat, *flood)
+    prompt = make(101, 900, best_effort=True)
+    batcher = limited(chat, *flood, prompt)
+    assert step(batcher, flood).count(1) == 72
     batcher.on_finished(chat, 5.0)
-    assert step(batcher, flood, now=5.0 + QUIET_S - 0.1).count(1) == 72
-    assert step(batcher, flood, now=5.0 + QUIET_S) == [1] * 100
+    assert step(batcher, [prompt, *flood[1:]], now=5.0 + QUIET_S - 0.1) == [70, *[1] * 99]
+    assert step(batcher, [prompt], now=5.0 + QUIET_S) == [900]
+
+
+def test_the_limit_follows_the_least_patient_live_request() -> None:
+    """A long prompt would otherwise let steps take long for the short chats after it."""
+    long, short, flood = make(0, 4000), make(1, 400), [begun(number) for number in range(2, 102)]
+    batcher = limited(long, *flood)
+    long_s = batcher.limit_s
+    batcher.on_arrived(short, 1.0)
+    short_s = batcher.limit_s
+    assert short_s < long_s
+    assert step(batcher, flood).count(1) == 72
+    batcher.on_finished(short, 2.0)
+    assert batcher.limit_s == long_s
+    batcher.on_finished(long, 3.0)
+    batcher.on_arrived(make(102, 400), 4.0)
+    assert batcher.limit_s == short_s
 
 
 def test_the_batcher_rests_without_best_effort_requests() -> None:

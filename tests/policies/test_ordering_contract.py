@@ -55,7 +55,7 @@ def adaptive(overtaking_s: float = 100.0) -> Ordering:
 
 
 def by_deadline(*, counts_lead: bool = False) -> Ordering:
-    return ByDeadline(NextTokens(Target(ttft_s=0.3, tpot_s=0.1), counts_lead=counts_lead), overdue_s=0.5)
+    return ByDeadline(NextTokens(Target(ttft_s=0.3, tpot_s=0.1), counts_lead=counts_lead), overdue_s=0.5, cost=COST)
 
 
 def closest() -> Ordering:

@@ -214,6 +214,33 @@ def test_a_plan_in_flight_reduces_the_time_of_the_next() -> None:
     assert behind < alone
 
 
+def test_behind_a_plan_in_flight_the_token_after_its_token_is_due() -> None:
+    """Otherwise no request would seem in time with two plans in flight."""
+    case = Case()
+    chat = case.real_time(0.1)
+    case.best_effort(5000)
+    chat.progress.begin(chat.progress.planned + 1, samples=True, plan_id=0)
+    plan = StepPlan(0, ())
+    start_s = case.packing.start_of(StepContext(in_flight=(plan,)))
+    assert case.tokens.due(chat) == pytest.approx(0.1 + DEFAULT.tpot_s)
+    seconds = case.seconds(case.pack(in_flight=(plan,)))
+    assert 0.8 * (0.1 + DEFAULT.tpot_s - start_s) < seconds <= 0.1 + DEFAULT.tpot_s - start_s
+
+
+def test_the_cap_doubles_while_real_time_requests_are_in_time() -> None:
+    case = Case(base=2, max_seqs=32)
+    case.real_time(0.5)
+    for cap in (4, 8, 16, 32, 32):
+        case.pack()
+        assert case.packing.cap == cap
+    late = Case(base=2, max_seqs=32)
+    late.packing.cap = 32
+    for _ in range(2):
+        late.real_time(0.1, tokens=900)
+    late.pack()
+    assert late.packing.cap == 2
+
+
 def test_only_real_time_requests_may_preempt_unless_the_step_is_empty() -> None:
     """The requests offered outside the candidates need blocks of others."""
     case = Case()
@@ -235,7 +262,7 @@ def test_a_step_ends_before_the_most_urgent_deadline(seed: int) -> None:
         case.real_time(draw.uniform(-0.1, 0.4), draw.choice((1, 1, 1, draw.randint(1, 300))))
     for _ in range(draw.randint(0, 12)):
         case.best_effort(draw.choice((1, draw.randint(1, 300))), draw.choice((0, 0, 3)))
-    cap = case.packing.cap if case.urgent else 2 * case.packing.cap
+    cap = 2 * case.packing.cap
     step = case.pack()
     assert len(step) <= (max(cap, len(case.urgent)) if set(case.others) & set(step) else case.packing.max_seqs)
     assert sum(step.values()) <= case.packing.max_tokens

@@ -27,8 +27,6 @@ from skipjoin.policies.step_load import MIN_CHUNK, StepLoad, fitting_tokens
 _TTFT_SHARE, _PREFILL_SHARE, _MIN_STEPS = 0.25, 0.2, 1.25
 # Factor by which best-effort requests may always lengthen a step of real-time requests.
 _BESIDE = 1.1
-# Weight of the latest request in the moving limit.
-_LIMIT_RATE = 0.2
 
 
 def is_under_way(request: Request) -> bool:
@@ -39,9 +37,10 @@ def is_under_way(request: Request) -> bool:
 class LimitedBestEffort(BatcherWrapper):
     """Batcher wrapper that bounds the delay of real-time requests by best-effort ones.
 
-    While real-time requests are present or recent (`QUIET_S`), a best-effort request joins only if the step's modeled
-    time stays below a quarter of the TTFT objective and the TPOT objective, or without objectives a fifth of the
-    prefill time. A step of real-time requests may always become 10 % longer.
+    While real-time requests are live, a best-effort request joins only if the step's modeled time stays below the limit
+    of the least patient one: a quarter of the TTFT objective and the TPOT objective, or without objectives a fifth of
+    the prefill time. A step of real-time requests may always become 10 % longer. For `QUIET_S` after the last one has
+    finished, only prompts are limited: the next one waits for the step that it finds, and decodes are short.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class LimitedBestEffort(BatcherWrapper):
         self.default = default
         self.limit_s = 0.0  # maximum time of a step that real-time requests may wait for
         self._best_effort = 0  # unfinished best-effort requests
-        self._real_time = 0
+        self.patience: dict[Request, float] = {}  # of unfinished real-time requests
         self._last = -inf  # time of the last arrival or finish of a real-time request
 
     @property
@@ -68,21 +67,22 @@ class LimitedBestEffort(BatcherWrapper):
         if request.is_best_effort:
             self._best_effort += 1
             return
-        self._real_time += 1
         self._last = now
-        patience = self._patience(request)
-        self.limit_s += (_LIMIT_RATE if self.limit_s else 1) * (patience - self.limit_s)
+        patience = self.patience[request] = self._patience(request)
+        self.limit_s = min(self.limit_s, patience) if len(self.patience) > 1 else patience
 
     def on_finished(self, request: Request, now: float) -> None:
         if request.is_best_effort:
             self._best_effort -= 1
         else:
-            self._real_time -= 1
+            patience = self.patience.pop(request)
             self._last = now
+            if patience == self.limit_s and self.patience:
+                self.limit_s = min(self.patience.values())
 
     def open(self, context: StepContext) -> BatchBuilder:
         inner = self.batcher.open(context)
-        is_quiet = not self._real_time and context.now >= self._last + QUIET_S
+        is_quiet = not self.patience and context.now >= self._last + QUIET_S
         return inner if not self._best_effort or is_quiet else LimitedBuilder(self, inner, context)
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
@@ -109,6 +109,8 @@ class LimitedBuilder:
     def offer(self, request: Request, pending: int) -> int | Refusal:
         verdict = self._inner.offer(request, pending)
         if isinstance(verdict, Refusal) or not self._rules.is_best_effort(request):
+            return verdict
+        if pending == 1 and not self._rules.patience:
             return verdict
         away = self._context.blocks_away(request)
         limit = self._limit if self._limit is not None else self._limit_beside(self._load)

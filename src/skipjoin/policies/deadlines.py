@@ -7,9 +7,9 @@ from math import inf
 from typing import Any
 
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.policy import Callbacks, Fact
+from skipjoin.core.policy import Callbacks, CostModel, Fact
 from skipjoin.core.request import Request, Target
-from skipjoin.core.step import Slice
+from skipjoin.core.step import Slice, StepShape
 from skipjoin.policies.ranking import Ranked, Ranking
 
 
@@ -30,7 +30,8 @@ class NextTokens:
         return request in self._due
 
     def due(self, request: Request) -> float:
-        return self._due[request]
+        """Return when the token is due that the next plan samples, behind those that plans in flight sample."""
+        return self._due[request] + request.progress.pending_samples * self._tpot_s(request)
 
     def schedule(self, request: Request) -> float:
         return self._schedule[request]
@@ -48,8 +49,7 @@ class NextTokens:
         self._due[request] = self._schedule[request] = due
 
     def sampled(self, request: Request, now: float) -> None:
-        own = request.progress.target.tpot_s
-        tpot_s = own if own != inf else self.default.tpot_s
+        tpot_s = self._tpot_s(request)
         # The lead of a first token, and delays, do not count.
         since = max(now, self._schedule.get(request, now)) if self.counts_lead and request.progress.output else now
         self._due[request] = now + tpot_s
@@ -59,17 +59,28 @@ class NextTokens:
         self._due.pop(request, None)
         self._schedule.pop(request, None)
 
+    def _tpot_s(self, request: Request) -> float:
+        own = request.progress.target.tpot_s
+        return own if own != inf else self.default.tpot_s
+
+
+# Maximum share of the time for overdue requests. If all of them came first, an overload would make every request late.
+_OVERDUE_SHARE = 0.05
+
 
 class ByDeadline(Callbacks):
     """Earliest deadline of the next token first (BROS section 4.2), or earliest schedule if leads count.
 
     A request that missed its deadline ranks behind those that can still meet theirs, fewest remaining tokens first.
-    After another `overdue_s` it ranks first, by deadline, so no request starves, and can then preempt late requests.
+    After another `overdue_s` it is overdue: it ranks first and can preempt late requests. So that it does not make
+    others late, this takes a small share of the time, longest wait first.
     """
 
-    def __init__(self, next_tokens: NextTokens, overdue_s: float) -> None:
+    def __init__(self, next_tokens: NextTokens, overdue_s: float, cost: CostModel) -> None:
         self._next = next_tokens
         self._overdue_s = overdue_s
+        self._cost = cost
+        self._next_overdue = -inf  # earliest time at which another request becomes overdue
         self._tiers = self._overdue, self._winnable, self._late = Ranking(), Ranking(), Ranking()
         self._tier: dict[Request, int] = {}
         # (deadline, request) in the order in which requests became late, which is by deadline. Entries of requests that
@@ -137,8 +148,8 @@ class ByDeadline(Callbacks):
         what = "next" if request.progress.output else "first"
         yield Fact("slack", slack_s, "s", f"Time until its {what} token is due; negative: it is late by as much.")
         if tier == _LATE:
-            left_s = max(0.0, slack_s + self._overdue_s)
-            yield Fact("first in", left_s, "s", "From then on it runs before all others of its class.")
+            left_s = max(0.0, slack_s + self._overdue_s, self._next_overdue - now)
+            yield Fact("first in", left_s, "s", "From then on it may run before all others, longest wait first.")
             left = request.progress.known - request.progress.reached
             yield Fact("to compute", left, "tokens", "Of requests that missed it, those with the fewest run first.")
 
@@ -152,9 +163,12 @@ class ByDeadline(Callbacks):
         for request in passed:
             self._put(request, _LATE)
             self._missed.append((schedule(request), request))
-        while self._missed and self._missed[0][0] + self._overdue_s <= now:
+        while self._missed and self._missed[0][0] + self._overdue_s <= now and self._next_overdue <= now:
             when, request = self._missed.popleft()
             if self._tier.get(request) == _LATE and schedule(request) == when:
+                tokens = request.progress.known - request.progress.reached
+                seconds = self._cost.step(StepShape(prefill=tokens, attention=tokens * (tokens + 1) // 2))
+                self._next_overdue = now + seconds / _OVERDUE_SHARE
                 self._put(request, _OVERDUE)
 
     def _put(self, request: Request, tier: int) -> None:
@@ -179,11 +193,15 @@ _TIERS = (
 )
 
 
+# Seconds within which the lines of a batch are due.
+_BATCH_WINDOW_S = 86_400.0
+
+
 class StartedFirst(Ranked):
     """Ordering of best-effort requests without preemption: those with KV on the device first, so that it is freed.
 
     Requests that lost KV come next, which minimizes swapping (BROS section 4.2). Ties are broken by deadline, then by
-    arrival.
+    arrival. A request without a deadline counts as a line of a batch that it opens, or it would wait for all batches.
     """
 
     is_decode_invariant = True
@@ -211,7 +229,8 @@ class StartedFirst(Ranked):
         yield Fact("stage", words, "", meaning)
 
     def _put(self, request: Request, stage: int) -> None:
-        self._ranking.set_stable(request, (stage, request.deadline, request.arrival, request.id))
+        due = min(request.deadline, request.arrival + _BATCH_WINDOW_S)
+        self._ranking.set_stable(request, (stage, due, request.arrival, request.id))
 
 
 _ON_DEVICE, _AWAY, _NEW = range(3)

@@ -31,8 +31,8 @@ class Packing:
 
     That request joins unconditionally, others by urgency within the limit. Best-effort requests follow while slots and
     time remain; otherwise each may replace the least urgent real-time request if that can wait. A step has up to `cap`
-    best-effort requests, which doubles with each step without real-time requests, and resets to `base` when these
-    exceed the time. The paper caps both classes.
+    best-effort requests, which doubles with each step that has time for all real-time requests, and resets to `base`
+    otherwise. The paper caps both classes.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Packing:
         next_tokens: NextTokens,
         *,
         base: int,
-        replacing: Replacing = Replacing.DECODES,
+        replacing: Replacing = Replacing.NONE,
     ) -> None:
         self.max_seqs = max_seqs
         self.max_tokens = max_tokens
@@ -62,10 +62,10 @@ class Packing:
                 others = chain((candidate,), candidates)
                 break
             urgent.append(candidate)
-        if not urgent:
-            self.cap = min(2 * self.cap, self.max_seqs)
         pack = Pack(self, context, self._limit(urgent, context))
-        if not (pack.add_all(urgent, real_time=True) or pack.add_real_time(urgent)):
+        if is_in_time := pack.add_all(urgent, real_time=True):
+            self.cap = min(2 * self.cap, self.max_seqs)
+        if not (is_in_time or pack.add_real_time(urgent)):
             self.cap = self.base
         else:
             first = list(islice(others, max(0, pack.slots_left)))

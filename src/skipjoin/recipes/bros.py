@@ -44,7 +44,8 @@ class PackingParams(Params):
     overdue_s: Annotated[
         float,
         Option(
-            "A real-time request that misses its deadline by this many seconds is first among those of its priority.",
+            "A real-time request that misses its deadline by this many seconds may be first among those of its "
+            "priority, for 5 % of the time.",
             above=0,
             high=1e9,
         ),
@@ -56,7 +57,7 @@ class PackingParams(Params):
             "those with a first token, any as in the paper, or none",
             choices=tuple(one.value for one in Replacing),
         ),
-    ] = Replacing.DECODES.value
+    ] = Replacing.NONE.value
     evicts: Annotated[
         str,
         Option(
@@ -85,7 +86,7 @@ def bros(s: Settings, p: PackingParams) -> Policies:
     eviction = _EVICTIONS[p.eviction](s.cost)
     policies = classed(
         s,
-        lambda: ByDeadline(tokens, p.overdue_s),
+        lambda: ByDeadline(tokens, p.overdue_s, s.cost),
         steps,
         OnDemand(),
         eviction,

@@ -405,8 +405,8 @@ def _gguf() -> Iterator[str]:
     kinds = [[kind.name, f"{8 * kind.size / kind.elements:g}", _kept(kind)] for kind in TENSOR_TYPES.values()]
     yield from _table(["type", "bits per weight", "in memory"], kinds)
     yield (
-        "Compiled CPU code multiplies the codes of a file; see [CPUs](../cpu.md#weights-in-codes). Codes of 5 and 6 "
-        "bits take 8, and scales of K and XS types are rounded to float16. Elsewhere, and where the table says so, "
+        "Compiled CPU code multiplies the codes of a file; see [CPUs](../cpu.md#weights-in-codes). Codes of 5 "
+        "bits take 6, and scales of K and XS types are rounded to float16. Elsewhere, and where the table says so, "
         "numbers are those of llama.cpp's package `gguf`, and the log says what was widened."
     )
     yield ""

@@ -72,9 +72,9 @@ template <typename T> void check_grouped(int64_t type, int64_t bits, int64_t gro
   auto x = drawn<T>(rows * k);
   auto scales = drawn<float>(n * groups), minimums = drawn<float>(n * groups), codes = drawn<float>(n * k);
   std::vector<uint8_t> bytes(n * k);
-  for (int64_t i = 0; i < n * k; i++) bytes[i] = (int)(codes[i] * 100) & (bits == 4 ? 15 : 255);
+  for (int64_t i = 0; i < n * k; i++) bytes[i] = (int)(codes[i] * 100) & ((1 << bits) - 1);
   Groups g{};
-  g.outputs = n, g.inputs = k, g.bits = bits, g.group = group, g.offset = bits == 4 && !values ? 8 : 0;
+  g.outputs = n, g.inputs = k, g.bits = bits, g.group = group, g.offset = bits < 8 && !values ? 1 << (bits - 1) : 0;
   g.scale_bytes = 4, g.has_minimums = !values, g.values = values, g.strip_bytes = skipjoin_strip_bytes(&g);
   std::vector<uint8_t> strips((n + skipjoin_strip_lanes() - 1) / skipjoin_strip_lanes() * g.strip_bytes);
   g.strips = strips.data();
@@ -165,7 +165,7 @@ int main() {
       using T = decltype(t);
       check_linear<T>(type);
       const int8_t values[16] = {-127, -99, -60, -20, -9, 0, 1, 2, 3, 7, 20, 33, 61, 90, 100, 127};
-      for (int64_t bits : {4, 8})
+      for (int64_t bits : {4, 6, 8})
         for (int64_t group : {16, 32, 64}) check_grouped<T>(type, bits, group, nullptr);
       check_grouped<T>(type, 4, 32, values);
       check_attention<T>(type);

@@ -16,6 +16,8 @@ KINDS = [
     (4, 16, "offset"),
     (4, 16, "minimums"),
     (4, 128, "minimums"),
+    (6, 32, "minimums"),
+    (6, 16, "offset"),
     (8, 32, ""),
     (8, 32, "minimums"),
     (8, 16, ""),
@@ -27,18 +29,18 @@ SHAPES = [(96, 128), (70, 48)]
 def drawn_matrix(kind: tuple[int, int, str], outputs: int, inputs: int, seed: int = 0) -> GroupedMatrix:
     bits, group, has = kind
     generator = torch.Generator().manual_seed(seed)
-    codes = torch.randint(*((0, 16) if bits == 4 else (-128, 128)), (outputs, inputs), generator=generator)
+    codes = torch.randint(*((0, 2**bits) if bits < 8 else (-128, 128)), (outputs, inputs), generator=generator)
     dtype = torch.float32 if has == "wide" else torch.float16
     count = -(-inputs // group)
     scales = torch.rand(outputs, count, generator=generator) * 2**-bits + 2**-12
     minimums = torch.randn(outputs, count, generator=generator) if has in ("minimums", "wide") else None
     return GroupedMatrix(
-        codes.to(torch.uint8 if bits == 4 else torch.int8),
+        codes.to(torch.uint8 if bits < 8 else torch.int8),
         scales.to(dtype),
         group,
         bits,
         None if minimums is None else minimums.to(dtype),
-        8 if has == "offset" else 0,
+        2 ** (bits - 1) if has == "offset" else 0,
         VALUES if has == "values" else None,
     )
 

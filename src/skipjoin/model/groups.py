@@ -1,4 +1,4 @@
-"""Matrices in codes of 4 or 8 bits with scales per group of inputs, as products of compiled code read them."""
+"""Matrices in codes of 4, 6 or 8 bits with scales per group of inputs, as products of compiled code read them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GroupedMatrix(NamedTuple):
     """Weights `scale * (code - offset) + minimum`, or `scale * values[code]`.
 
     Attributes:
-        codes: [out, in], one per byte: below 16 with 4 bits, and signed with 8.
+        codes: [out, in], one per byte: below 16 with 4 bits, below 64 with 6, and signed with 8.
         scales: [out, groups], float16 or float32; likewise `minimums`.
         group: Inputs per scale: 16 or a multiple of 32.
         order: Which input of the product each column has, or None for the same.

@@ -66,7 +66,7 @@ def _q4_1(blocks: Bytes) -> Parts:
 
 def _q5_0(blocks: Bytes) -> Parts:
     codes = _nibbles(blocks[..., 6:], 16) | _bits(blocks[..., 2:6]) << 4
-    return Parts(codes - np.uint8(16), _half(blocks, 0))
+    return Parts(codes, _half(blocks, 0))
 
 
 def _q5_1(blocks: Bytes) -> Parts:
@@ -121,7 +121,7 @@ def _q5_k(blocks: Bytes) -> Parts:
 def _q6_k(blocks: Bytes) -> Parts:
     low = _nibbles(blocks[..., :128], 64)
     codes = low | _twos(blocks[..., 128:192]) << 4
-    return Parts(codes - np.uint8(32), _scaled(blocks, 208, blocks[..., 192:208].view(np.int8)))
+    return Parts(codes, _scaled(blocks, 208, blocks[..., 192:208].view(np.int8)))
 
 
 def _iq4_xs(blocks: Bytes) -> Parts:
@@ -135,18 +135,18 @@ def _mxfp4(blocks: Bytes) -> Parts:
     return Parts(_nibbles(blocks[..., 1:], 16), np.ldexp(np.float32(1), blocks[..., :1].astype(np.int32) - 128))
 
 
-# Types with codes of five and six bits have them in eight.
+# Types with codes of five bits have them in six.
 LAYOUTS = {
     "Q4_0": Layout(_q4_0, 32, 4, offset=8),
     "Q4_1": Layout(_q4_1, 32, 4, has_minimums=True),
-    "Q5_0": Layout(_q5_0, 32, 8),
-    "Q5_1": Layout(_q5_1, 32, 8, has_minimums=True),
+    "Q5_0": Layout(_q5_0, 32, 6, offset=16),
+    "Q5_1": Layout(_q5_1, 32, 6, has_minimums=True),
     "Q8_0": Layout(_q8_0, 32, 8),
     "Q2_K": Layout(_q2_k, 16, 4, has_minimums=True),
     "Q3_K": Layout(_q3_k, 16, 4, offset=4),
     "Q4_K": Layout(_q4_k, 32, 4, has_minimums=True),
-    "Q5_K": Layout(_q5_k, 32, 8, has_minimums=True),
-    "Q6_K": Layout(_q6_k, 16, 8),
+    "Q5_K": Layout(_q5_k, 32, 6, has_minimums=True),
+    "Q6_K": Layout(_q6_k, 16, 6, offset=32),
     "IQ4_NL": Layout(_q4_0, 32, 4, values=_IQ4),
     "IQ4_XS": Layout(_iq4_xs, 32, 4, values=_IQ4),
     "MXFP4": Layout(_mxfp4, 32, 4, values=_FP4, scale_bytes=4),

@@ -113,7 +113,7 @@ def coded(tensor: StoredTensor, layout: Layout, rows: np.ndarray) -> GroupedMatr
 
     _in_threads(read, len(rows), width)
     return GroupedMatrix(
-        torch.from_numpy(codes if layout.bits == 4 else codes.view(np.int8)),
+        torch.from_numpy(codes.view(np.int8) if layout.bits == 8 else codes),
         torch.from_numpy(scales),
         layout.group,
         layout.bits,

@@ -10,7 +10,7 @@ namespace skipjoin {
 struct Groups {
   const uint8_t *strips;
   int64_t strip_bytes, outputs, inputs;
-  int64_t bits, group; // 4 or 8; inputs per scale: 16 or a multiple of 32
+  int64_t bits, group; // 4, 6 or 8; inputs per scale: 16 or a multiple of 32
   int64_t offset;      // subtracted from codes
   int64_t scale_bytes; // 2: float16, 4: float
   int64_t has_minimums;

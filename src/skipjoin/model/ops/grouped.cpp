@@ -1,4 +1,4 @@
-// Products of weights in codes of 4 or 8 bits with a scale, and perhaps a minimum, per group of inputs.
+// Products of weights in codes of 4, 6 or 8 bits with a scale, and perhaps a minimum, per group of inputs.
 //
 // Inputs are rounded to 8 bits with a scale per row and block of 32. Sums of a block are integers, and thus exact in
 // any order; blocks are added in order, as floats, in the same way by all implementations. The bits of an output depend
@@ -6,7 +6,8 @@
 //
 // A strip has the weights of kLanes outputs: codes of blocks of 32 inputs, then scales, then minimums, [group][output].
 // Lane i has four consecutive inputs of output i in a quad. A block has its eight quads one after the other, with 4
-// bits in four quads, whose upper bits are codes of the last four.
+// bits in four quads, whose upper bits are codes of the last four. With 6 bits, the upper two bits of the first and of
+// the last four quads follow, the lowest ones those of the first.
 #include "outputs.inc.cpp"
 #include "pool.inc.cpp"
 #include "tiles.inc.cpp"
@@ -65,7 +66,7 @@ template <bool> SKIPJOIN_INLINE Ints add_quads(Ints sums, Words weights, Words i
 #else
 constexpr int kAdded = 0;
 
-// IS_SMALL: weights are below 16.
+// IS_SMALL: weights are not signed, and below 128.
 template <bool IS_SMALL> SKIPJOIN_INLINE Ints add_quads(Ints sums, Words weights, Words inputs) {
 #if defined(SKIPJOIN_AVX512)
   __m512i w = (__m512i)weights, x = (__m512i)inputs;
@@ -94,14 +95,24 @@ template <bool IS_SMALL> SKIPJOIN_INLINE Ints add_quads(Ints sums, Words weights
 
 // -- codes ------------------------------------------------------------------------------------------------------------
 
-enum Codes { kNibbles, kValues, kBytes };
-
-Codes codes_of(const Groups &g) { return g.bits == 8 ? kBytes : g.values ? kValues : kNibbles; }
-
 SKIPJOIN_INLINE Words load_words(const void *from) {
   Words words;
   std::memcpy(&words, from, sizeof words);
   return words;
+}
+
+enum Codes { kNibbles, kValues, kSixes, kBytes };
+
+constexpr bool is_small(Codes codes) { return codes == kNibbles || codes == kSixes; }
+
+Codes codes_of(const Groups &g) {
+  return g.bits == 8 ? kBytes : g.bits == 6 ? kSixes : g.values ? kValues : kNibbles;
+}
+
+// Returns the upper two of the six bits of quad q, of four.
+SKIPJOIN_INLINE Words upper_bits(const uint8_t *from, int q) {
+  Words bits = load_words(from);
+  return (q < 2 ? bits << (4 - 2 * q) : bits >> (2 * q - 4)) & 0x30303030u;
 }
 
 // Values of codes below 16, in each 16 bytes of a vector.
@@ -138,6 +149,7 @@ SKIPJOIN_INLINE void load_quads(const uint8_t *block, int q, Words table, uint32
     Words both = load_words(block + q * size);
     first = both & 0x0f0f0f0fu, second = both >> 4 & 0x0f0f0f0fu;
     if constexpr (CODES == kValues) first = looked_up(table, first), second = looked_up(table, second);
+    if constexpr (CODES == kSixes) first |= upper_bits(block + 4 * size, q), second |= upper_bits(block + 5 * size, q);
   }
 }
 
@@ -261,7 +273,7 @@ SKIPJOIN_INLINE void multiply_rows(const Groups &g, const uint8_t *strip, const 
   constexpr int parts = HALVES ? 2 : 1;
   const Words table = load_table(g.values, kAdded);
   const uint32_t flipped = kAdded ? 0x80808080u : 0;
-  const int32_t offset = g.offset + (CODES == kNibbles ? 0 : kAdded);
+  const int32_t offset = g.offset + (is_small(CODES) ? 0 : kAdded);
   const bool are_floats = g.scale_bytes == 4, has_minimums = g.has_minimums;
   const int64_t bytes = block_bytes(g), step = kLanes * g.scale_bytes;
   const int64_t per_scale = HALVES ? 1 : g.group / kBlock;
@@ -289,8 +301,8 @@ SKIPJOIN_INLINE void multiply_rows(const Groups &g, const uint8_t *strip, const 
         uint32_t first, second;
         std::memcpy(&first, x + r * kBlock + 4 * q, 4);
         std::memcpy(&second, x + r * kBlock + 4 * q + 16, 4);
-        found[0][r] = add_quads<CODES == kNibbles>(found[0][r], low, splat(first));
-        found[1][r] = add_quads<CODES == kNibbles>(found[1][r], high, splat(second));
+        found[0][r] = add_quads<is_small(CODES)>(found[0][r], low, splat(first));
+        found[1][r] = add_quads<is_small(CODES)>(found[1][r], high, splat(second));
       }
     }
 #pragma GCC unroll 2
@@ -335,6 +347,7 @@ template <typename Work> void with_codes(const Groups &g, Work &&work) {
   switch (codes_of(g)) {
   case kNibbles: return with_halves(std::integral_constant<Codes, kNibbles>());
   case kValues: return with_halves(std::integral_constant<Codes, kValues>());
+  case kSixes: return with_halves(std::integral_constant<Codes, kSixes>());
   case kBytes: return with_halves(std::integral_constant<Codes, kBytes>());
   }
 }
@@ -432,32 +445,39 @@ constexpr int64_t kMinTileRows = 9;        // fewer rows take less time without 
 
 // -- products ---------------------------------------------------------------------------------------------------------
 
-// A strip of a gated product comes with that of what it gates.
+// One or two strips: of a gated product, the gate and what it gates.
 struct Task {
-  const Groups *groups[2];
-  const uint8_t *strips[2];
-  int64_t strip, output, count;
+  struct Part {
+    const Groups *groups;
+    const uint8_t *strip;
+    int64_t index, output, count; // of the strip; its first output and the number of them
+  };
+  Part parts[2];
+  int size;
 };
 
-Task task_of(const Linear &c, int64_t index) {
-  if (c.gated) {
-    const Groups &gate = c.groups[0], &up = c.groups[1];
-    int64_t count = std::min<int64_t>(kLanes, gate.outputs - index * kLanes);
-    return {{&gate, &up},
-            {gate.strips + index * gate.strip_bytes, up.strips + index * up.strip_bytes},
-            index, index * kLanes, count};
-  }
-  const Groups *g = c.groups;
-  int64_t output = 0;
-  for (int64_t strips; index >= (strips = strips_of(g->outputs)); g++) index -= strips, output += g->outputs;
-  return {{g, g},
-          {g->strips + index * g->strip_bytes, nullptr},
-          index, output + index * kLanes, std::min<int64_t>(kLanes, g->outputs - index * kLanes)};
+Task::Part part_of(const Groups &g, int64_t index, int64_t output) {
+  int64_t first = index * kLanes;
+  return {&g, g.strips + index * g.strip_bytes, index, output + first, std::min<int64_t>(kLanes, g.outputs - first)};
 }
 
-int64_t tasks_of(const Linear &c) {
+// pairs: a product that is not gated has two strips in a task, if its matrix has them.
+Task task_of(const Linear &c, int64_t index, bool pairs) {
+  if (c.gated) return {{part_of(c.groups[0], index, 0), part_of(c.groups[1], index, 0)}, 2};
+  const Groups *g = c.groups;
+  int64_t output = 0;
+  for (int64_t tasks; index >= (tasks = (strips_of(g->outputs) + pairs) / (1 + pairs)); g++)
+    index -= tasks, output += g->outputs;
+  int64_t strip = index * (1 + pairs);
+  Task task{{part_of(*g, strip, output)}, 1};
+  if (pairs && strip + 1 < strips_of(g->outputs)) task.parts[task.size++] = part_of(*g, strip + 1, output);
+  return task;
+}
+
+int64_t tasks_of(const Linear &c, bool pairs) {
   int64_t count = 0;
-  for (int64_t m = 0; m < (c.gated ? 1 : c.matrices); m++) count += strips_of(c.groups[m].outputs);
+  for (int64_t m = 0; m < (c.gated ? 1 : c.matrices); m++)
+    count += c.gated ? strips_of(c.groups[m].outputs) : (strips_of(c.groups[m].outputs) + pairs) / (1 + pairs);
   return count;
 }
 
@@ -466,9 +486,12 @@ void finish(const Linear &c, const Task &task, int64_t row, int64_t rows, const 
   int64_t width = c.gated ? c.n / 2 : c.n;
   for (int64_t r = 0; r < rows; r++) {
     Floats found[2] = {sums[0][r], sums[1][r]};
-    for (int s = 0; s <= c.gated; s++)
-      if (task.groups[s]->bias) found[s] += load(task.groups[s]->bias + task.strip * kLanes);
-    put(c, (T *)c.out + (row + r) * width + task.output, task.count, found[0], found[1]);
+    for (int s = 0; s < task.size; s++)
+      if (auto *bias = task.parts[s].groups->bias) found[s] += load(bias + task.parts[s].index * kLanes);
+    for (int s = 0; s < (c.gated ? 1 : task.size); s++) {
+      auto &part = task.parts[s];
+      put(c, (T *)c.out + (row + r) * width + part.output, part.count, found[s], found[c.gated ? 1 : s]);
+    }
   }
 }
 
@@ -476,7 +499,7 @@ template <typename T> void linear(const Linear &c) {
   bool each_rounds = c.rows * c.k <= kOwnInputs;
   Inputs shared(c, 0);
   if (!each_rounds) skipjoin::share(c.threads, c.rows, 1, [&](int64_t r) { shared.round_row<T>(c, r); });
-  int64_t count = tasks_of(c), strips = 1 + c.gated, blocks = shared.blocks, per_block = c.rows, row_blocks = 1;
+  int64_t blocks = shared.blocks, per_block = c.rows, row_blocks = 1;
   bool by_tiles = false;
 #ifdef SKIPJOIN_TILES
   if (have_tiles() && c.rows >= kMinTileRows) {
@@ -487,6 +510,7 @@ template <typename T> void linear(const Linear &c) {
 #endif
   if (!by_tiles) per_block = std::min<int64_t>(c.rows, 8 * kInputTile);
   row_blocks = (c.rows + per_block - 1) / per_block;
+  int64_t count = tasks_of(c, by_tiles);
   std::atomic<int64_t> counter{0};
   skipjoin::run_on_pool(c.threads, [&](int thread) {
     auto take = [&] { return counter.fetch_add(1, std::memory_order_relaxed); };
@@ -500,44 +524,45 @@ template <typename T> void linear(const Linear &c) {
     int8_t *unpacked = nullptr;
     int64_t depth = 0;
     if (by_tiles) {
-      memory.resize(std::max<size_t>(memory.size(), strips * in.width() * kLanes + 64));
+      memory.resize(std::max<size_t>(memory.size(), 2 * in.width() * kLanes + 64));
       unpacked = (int8_t *)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
     }
 #endif
     for (int64_t next; index < count * row_blocks; index = next) {
       next = take();
-      Task task = task_of(c, index % count);
+      Task task = task_of(c, index % count, by_tiles);
       int64_t begin = index / count * per_block, end = std::min(c.rows, begin + per_block);
       // The strips of the next task are fetched in as many parts as there are passes over blocks.
       const char *later[2] = {};
       int64_t bytes[2] = {};
       if (next < count * row_blocks) {
-        Task following = task_of(c, next % count);
-        for (int s = 0; s < strips; s++)
-          later[s] = (const char *)following.strips[s], bytes[s] = following.groups[s]->strip_bytes;
+        Task following = task_of(c, next % count, by_tiles);
+        for (int s = 0; s < following.size; s++)
+          later[s] = (const char *)following.parts[s].strip, bytes[s] = following.parts[s].groups->strip_bytes;
       } else if (c.then) {
-        for (int s = 0; s < strips; s++)
-          later[s] = (const char *)c.then + (thread * strips + s) * c.then_bytes, bytes[s] = c.then_bytes;
+        for (int s = 0; s < task.size; s++)
+          later[s] = (const char *)c.then + (thread * task.size + s) * c.then_bytes, bytes[s] = c.then_bytes;
       }
       Floats sums[2][kInputTile];
       const int8_t *codes[2] = {};
       int64_t at_once = by_tiles ? kInputTile : kStripRows, passes = (end - begin + at_once - 1) / at_once;
 #ifdef SKIPJOIN_TILES
       if (by_tiles) {
-        for (int s = 0; s < strips; s++) {
-          const Groups &g = *task.groups[s];
-          codes[s] = (const int8_t *)task.strips[s];
+        for (int s = 0; s < task.size; s++) {
+          const Groups &g = *task.parts[s].groups;
+          codes[s] = (const int8_t *)task.parts[s].strip;
           if (g.bits == 8 && g.offset == 0) continue;
           int8_t *to = unpacked + s * in.width() * kLanes;
-          with_codes(g, [&](auto kind, auto) { unpack<kind>(g, task.strips[s], to); });
+          with_codes(g, [&](auto kind, auto) { unpack<kind>(g, task.parts[s].strip, to); });
           codes[s] = to;
         }
       }
 #endif
       for (int64_t row = begin; row < end; row += at_once) {
         int64_t rows = std::min(at_once, end - row), pass = (row - begin) / at_once;
-        for (int s = 0; s < strips; s++) {
-          const Groups &g = *task.groups[s];
+        for (int s = 0; s < task.size; s++) {
+          const Groups &g = *task.parts[s].groups;
+          const uint8_t *strip = task.parts[s].strip;
           int64_t lines = (bytes[s] / 64 + blocks * passes - 1) / (blocks * passes);
           Ahead ahead{later[s] + pass * blocks * lines * 64, pass * blocks * lines * 64 < bytes[s] ? lines : 0};
 #ifdef SKIPJOIN_TILES
@@ -545,14 +570,14 @@ template <typename T> void linear(const Linear &c) {
             int64_t wanted = g.group < kBlock ? 16 : 32;
             if (depth != wanted) shape_tiles(TileShapes::of_bytes(depth = wanted));
             if (depth == 16)
-              multiply_tile<true>(g, task.strips[s], codes[s], in, row, sums[s], ahead);
+              multiply_tile<true>(g, strip, codes[s], in, row, sums[s], ahead);
             else
-              multiply_tile<false>(g, task.strips[s], codes[s], in, row, sums[s], ahead);
+              multiply_tile<false>(g, strip, codes[s], in, row, sums[s], ahead);
             continue;
           }
 #endif
           with_codes(g, [&](auto kind, auto halves) {
-            multiply_strip<kind, halves>(g, task.strips[s], in, row, rows, sums[s], ahead);
+            multiply_strip<kind, halves>(g, strip, in, row, rows, sums[s], ahead);
           });
         }
         finish<T>(c, task, row, rows, sums);
@@ -589,15 +614,16 @@ void skipjoin_pack_groups(const Groups *groups, const uint8_t *codes, const uint
     for (int64_t lane = 0; lane < std::min<int64_t>(kLanes, g.outputs - s * kLanes); lane++) {
       int64_t output = s * kLanes + lane;
       for (int64_t b = 0; b < blocks; b++) {
-        uint8_t block[kBlock] = {}, *to = strip + b * block_bytes(g) + 4 * lane;
-        std::memcpy(block, codes + output * g.inputs + b * kBlock, std::min<int64_t>(kBlock, g.inputs - b * kBlock));
-        for (int q = 0; q < (g.bits == 8 ? kQuads : kQuads / 2); q++) {
-          uint32_t quad, other = 0;
-          std::memcpy(&quad, block + 4 * q, 4);
-          if (g.bits == 4) std::memcpy(&other, block + 4 * q + 16, 4);
-          quad |= other << 4;
-          std::memcpy(to + 4 * kLanes * q, &quad, 4);
+        uint32_t quads[kQuads] = {}, twos[2] = {};
+        std::memcpy(quads, codes + output * g.inputs + b * kBlock, std::min<int64_t>(kBlock, g.inputs - b * kBlock));
+        uint8_t *block = strip + b * block_bytes(g) + 4 * lane;
+        auto put_quad = [&](int at, uint32_t quad) { std::memcpy(block + at * 4 * kLanes, &quad, 4); };
+        for (int q = 0; q < kQuads; q++) {
+          if (g.bits == 8) put_quad(q, quads[q]);
+          if (g.bits < 8 && q < 4) put_quad(q, (quads[q] & 0x0f0f0f0f) | (quads[q + 4] & 0x0f0f0f0f) << 4);
+          twos[q / 4] |= (quads[q] >> 4 & 0x03030303) << 2 * (q % 4);
         }
+        if (g.bits == 6) put_quad(4, twos[0]), put_quad(5, twos[1]);
       }
       uint8_t *to = strip + codes_bytes(g) + lane * size;
       for (int64_t i = 0; i < of_scales; i++) {
@@ -627,8 +653,10 @@ void skipjoin_group_rows(int64_t type, const Groups *groups, const int64_t *outp
           scale = load_scales(scales + step, are_floats)[lane];
           if (g.has_minimums) minimum = load_scales(scales + scales_bytes(g) + step, are_floats)[lane];
         }
-        int code = strip[b * block_bytes(g) + within / 4 % quads * 4 * kLanes + 4 * lane + within % 4];
-        if (g.bits == 4) code = within >= 16 ? code >> 4 : code & 15;
+        const uint8_t *from = strip + b * block_bytes(g) + 4 * lane + within % 4;
+        int quad = within / 4, half = quad / 4, code = from[quad % quads * 4 * kLanes];
+        if (g.bits < 8) code = code >> 4 * half & 15;
+        if (g.bits == 6) code |= (from[(4 + half) * 4 * kLanes] >> 2 * (quad % 4) & 3) << 4;
         int value = g.values ? g.values[code] : (g.bits == 8 ? (int8_t)code : code) - g.offset;
         row[within] = scale * value + minimum;
         if (within == kBlock - 1 || k == g.inputs - 1)

@@ -53,6 +53,7 @@ def test_prompts_and_special_ids_are_those_of_transformers(llm: LLM) -> None:
         assert llm.tokenizer.encode(llm.tokenizer.chat_text(messages), add_special_tokens=False) == expected["prompt"]
     assert llm.tokenizer.eos_token_ids == (2, 0)
     assert llm.engine.info.max_model_len == 512
+    assert (llm.default_params.temperature, llm.default_params.top_p) == (0.2, 0.9)
 
 
 def test_answers_are_those_of_transformers_in_float32(llm: LLM) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from skipjoin.builtin import PACKAGED_SAMPLING, packaged_model_path
 from skipjoin.model.config import ModelError, read_settings
 from skipjoin.sampling import ParameterError, SamplingParams, parameters_of
 
@@ -15,6 +16,8 @@ def sampling_defaults(folder: str | Path, generation_config: str = "auto") -> di
     if generation_config == "none":
         return {}
     given = read_settings(Path(folder), FILE, default={})
+    if Path(folder) == packaged_model_path():
+        given = PACKAGED_SAMPLING | given
     found = {name: value for name, value in given.items() if name in FIELDS and value is not None}
     try:
         params = SamplingParams(**found)

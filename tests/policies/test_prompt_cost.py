@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from itertools import count, islice
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +14,7 @@ from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.adaptive import Adaptive
 from skipjoin.policies.execution import ExecutionTime
-from skipjoin.policies.gittins import NOT_BEGUN, GittinsIndex, kind_of
+from skipjoin.policies.gittins import NOT_BEGUN, GittinsIndex, kind_of, prefill_bin
 from support.load import make
 from support.policies import COST, told_by
 
@@ -172,3 +173,26 @@ def test_prefill_ahead_counts_the_prompts_that_rank_before() -> None:
     for place, request in enumerate(ranked):
         expected = sum(told_by(ordering, one)["own prefill"] for one in ranked[:place])
         assert abs(told_by(ordering, request)["prefill ahead"] - expected) < 1e-9
+
+
+@pytest.mark.parametrize("is_displaced", [False, True])
+def test_first_tokens_spend_time_only_where_they_displace_others(is_displaced: bool) -> None:
+    ordering = ordering_of(0.0)
+    old, new, later = make(0, 8, 90), make(1, 20_000, 90, arrival=1.0), make(2, 8, 90, arrival=2.0)
+    ordering.on_arrived(old, 0.0)
+    ordering.on_scheduled([Slice(old, 0, 8, True, False, ())], 0.5)
+    for request in (new, later):
+        ordering.on_arrived(request, 2.0)
+    decode = [] if is_displaced else [Slice(old, 8, 1, True, False, ())]
+    ordering.on_scheduled([Slice(new, 0, 10_000, False, False, ()), *decode], 3.0)
+    list(ordering.ranked(3.1))
+    assert ordering.outranks(later, old) is not is_displaced
+
+
+def test_bins_of_prompts_rise_and_never_exceed_them() -> None:
+    bins = [prefill_bin(tokens) for tokens in range(1, 5000)]
+    assert bins == sorted(bins)
+    index = GittinsIndex(COST, 4)
+    for tokens in (2, 17, 1023, 1024, 1500, 100_000):
+        kind = kind_of(make(0, tokens), None, index.time, tokens)
+        assert 0.7 * TIME.prompt(tokens) < index.prompt_s(kind) <= TIME.prompt(tokens)

@@ -129,13 +129,15 @@ class Adaptive(Callbacks):
         ):
             return
         prompts = 0
+        # First tokens take the time of others only where these cannot run alongside.
+        displaces = len(self._begun) > sum(request in self._begun for request in requests)
         for slice_ in slices:
             request = slice_.request
             job = jobs[request]
             # Known tokens do not include the one just sampled, which may be the last: a bin is left once the request is
             # known to continue.
             is_begun = job.place != NOT_BEGUN
-            if slice_.tokens > 1 and (job.standing.is_fresh or is_begun):
+            if slice_.tokens > 1 and (is_begun or (displaces and job.standing.is_fresh)):
                 prompts += slice_.tokens
             if not (is_begun or slice_.samples):
                 self._price(request, job)

@@ -14,6 +14,8 @@ from skipjoin.policies.length_model import ForecastClass, LengthModel
 NOT_BEGUN = -1
 # Prompts shorter than this many tokens count as one octave.
 _SHORT_PROMPT = 16
+# Prompts from this many tokens on have finer bins, and the first of these.
+_LONG_PROMPT, _LONG_BIN = 1024, 20
 _SHORTEST_OCTAVE = int(math.log2(_SHORT_PROMPT))
 # Number of notes between refreshes: a quarter of all so far, within these bounds.
 _FIRST_NOTES, _MAX_NOTES = 16, 256
@@ -34,7 +36,7 @@ class Kind(NamedTuple):
 
     Attributes:
         steps: Octave of its JCT objective in decode steps without other requests; None without an objective.
-        uncached: Half octave of the tokens that it must compute before its first output; 0 once it has output.
+        uncached: Bin of the tokens that it must compute before its first output (`prefill_bin`); 0 once it has output.
     """
 
     cls: ForecastClass
@@ -48,12 +50,25 @@ class Kind(NamedTuple):
         return self._replace(octave=_SHORTEST_OCTAVE, uncached=0)
 
 
+def prefill_bin(tokens: int) -> int:
+    """Return the bin of a number of prompt tokens: half octaves, and eighths of long prompts, which differ by more."""
+    if tokens < _LONG_PROMPT:
+        return int(2 * math.log2(max(1, tokens)))
+    return _LONG_BIN + int(8 * math.log2(tokens / _LONG_PROMPT))
+
+
+def _min_tokens(prefill_bin: int) -> int:
+    if prefill_bin < _LONG_BIN:
+        return math.ceil(2 ** (prefill_bin / 2))
+    return math.ceil(_LONG_PROMPT * 2 ** ((prefill_bin - _LONG_BIN) / 8))
+
+
 def kind_of(request: Request, cls: ForecastClass, time: ExecutionTime, uncached: int) -> Kind:
     prompt = len(request.prompt)
     octave = int(math.log2(max(_SHORT_PROMPT, prompt)))
     jct_s = request.progress.target.jct_s
     steps = None if jct_s == math.inf else int(math.log2(max(1.0, jct_s / max(_MIN_STEP_S, time.decode(prompt)))))
-    return Kind(cls, octave, bin_of(request.max_tokens), steps, int(2 * math.log2(max(1, uncached))))
+    return Kind(cls, octave, bin_of(request.max_tokens), steps, prefill_bin(uncached))
 
 
 class GittinsIndex:
@@ -77,7 +92,7 @@ class GittinsIndex:
         self._kv_share = 0.5  # its value at the last refresh
         self._due = _FIRST_NOTES
         self._found: dict[tuple[Kind, int], float] = {}
-        self._prompts: dict[tuple[int, int], float] = {}  # by octave and half octave of uncached tokens
+        self._prompts: dict[tuple[int, int], float] = {}  # by octave, and bin of uncached tokens
 
     @property
     def step_s(self) -> float:
@@ -118,7 +133,7 @@ class GittinsIndex:
     def prompt_s(self, kind: Kind) -> float:
         """Return the minimum device time of computing the uncached tokens of such a request."""
         if (found := self._prompts.get(key := (kind.octave, kind.uncached))) is None:
-            uncached = math.ceil(2 ** (kind.uncached / 2))
+            uncached = _min_tokens(kind.uncached)
             found = self.time.prompt(uncached, max(0, 2**kind.octave - uncached)) if uncached > 1 else 0.0
             self._prompts[key] = found
         return found

@@ -96,6 +96,11 @@ class ArenaCell:
     def is_final(self) -> bool:
         return self.lengths in HELD_OUT or self.seed in FINAL_SEEDS
 
+    @property
+    def max_tps(self) -> float:
+        """Tokens per second that the system does not exceed."""
+        return 20_000.0
+
     def workload(self) -> Workload:
         if self.lengths in TEXTS:
             trace = read_trace(Path(os.environ[TRACES]) / f"{self.lengths}.jsonl.gz")

@@ -41,12 +41,28 @@ class ResponseRatio:
     def key(self, request: Request, known: int, now: float) -> tuple[bool, float]:
         if known > len(request.prompt):
             return (False, 0.0)
-        prompt = len(request.prompt)
-        service = self._time.prefill(prompt) + self._lengths(request) * self._time.decode(prompt)
+        uncached = known - request.progress.reached
+        service = self._time.prompt(uncached) + self._lengths(request) * self._time.decode(known)
         return (True, -(now - request.arrival) / service)
 
     def until(self, request: Request, now: float) -> float:
         return now + _TICK_S if not request.progress.output else math.inf
+
+    def tokens(self, request: Request, known: int) -> int:
+        return request.max_total_tokens
+
+
+class ShortestPrefill:
+    """Value of the fewest uncached prompt tokens, once a request has started it stays first."""
+
+    revision = 0
+
+    def key(self, request: Request, known: int, now: float) -> tuple[bool, int]:
+        is_waiting = known == len(request.prompt)
+        return (is_waiting, known - request.progress.reached if is_waiting else 0)
+
+    def until(self, request: Request, now: float) -> float:
+        return math.inf
 
     def tokens(self, request: Request, known: int) -> int:
         return request.max_total_tokens
@@ -146,6 +162,13 @@ def hrrn(s: Settings) -> Policies:
     value = ResponseRatio(ExecutionTime(s.cost), ForecastQuantile(0.5))
     batcher = greedy(s, s.max_tokens, chunked=True)
     return classed(s, lambda: NonPreemptive(value), batcher, OnDemand(), Recompute())
+
+
+@recipe
+def shortest_prefill(s: Settings) -> Policies:
+    """Shortest prefill first, by uncached tokens, without preemption."""
+    batcher = greedy(s, s.max_tokens, chunked=True)
+    return classed(s, lambda: NonPreemptive(ShortestPrefill()), batcher, OnDemand(), Recompute())
 
 
 @recipe(forecasts=Forecasts.LEARNED)

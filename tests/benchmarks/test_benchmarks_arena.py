@@ -2,17 +2,18 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 
-from arena import lockstep
+from arena import lockstep, prompts
 from arena import run as arena
 from arena.engine import EngineCell
-from arena.figures import GOALS, OURS, PAPERS, RIVALS, ratios, summary, with_rivals
-from arena.grid import FIRST, HELD_OUT, PROFILED, SYSTEMS, TEXTS, ArenaCell, covering, full, quick
+from arena.figures import GOALS, OURS, PAPERS, PROMPT_GOALS, RIVALS, ratios, summary, with_rivals
+from arena.grid import FIRST, HELD_OUT, PROFILED, SYSTEMS, TEXTS, TRACES, ArenaCell, covering, full, quick
 from arena.lockstep import FIELDS, TimedEngine, race
 from arena.picture import draw
 from skipjoin.config import EngineConfig
@@ -89,6 +90,29 @@ def test_the_record_agrees_with_its_cells() -> None:
     # The others depend on files that are not in the repository.
     others = set(record["cells"]) - known
     assert all(name.startswith(TEXTS) or PROFILED in name for name in others)
+
+
+def test_prompt_cells_are_distinct_and_skip_missing_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TRACES, raising=False)
+    found = [*prompts.cells(final=False), *prompts.cells(final=True)]
+    assert {cell.lengths for cell in found} == set(prompts.LENGTHS)
+    assert len({cell.name for cell in found}) == len(found) == 4 * len(prompts.LENGTHS)
+    assert not {cell.seed for cell in prompts.cells(final=False)} & {cell.seed for cell in prompts.cells(final=True)}
+    monkeypatch.setenv(TRACES, "/missing")
+    assert {cell.lengths for cell in prompts.cells(final=True)} == {*prompts.LENGTHS, *prompts.TRACED}
+
+
+@pytest.mark.parametrize("recipe", prompts.OTHERS)
+def test_recipes_serve_cached_prefixes(recipe: str) -> None:
+    (cell,) = (cell for cell in prompts.cells(final=False) if cell.lengths == "agents" and cell.load == 0.9)
+    found = arena.simulate(replace(cell, duration_s=3.0), recipe, 4.0)
+    assert 0 < found["ttft_mean"] <= found["longest_jct"] < 60
+
+
+def test_the_record_of_prompts_agrees_with_its_cells() -> None:
+    record = json.loads((BENCHMARKS / "arena" / "prompts.json").read_text())
+    assert record["summary"] == summary(record["cells"], (*PAPERS, "hrrn"), metrics=PROMPT_GOALS)
+    assert all({OURS, *prompts.OTHERS} <= one["recipes"].keys() for one in record["cells"].values())
 
 
 def test_engines_take_turns_by_their_own_clocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,6 +205,8 @@ def test_greedy_stops_when_slots_or_tokens_run_out() -> None:
 def decoding(batcher: Yielding, count: int, target: Target = NO_TARGET) -> list[Request]:
     """Report a step of `count` prompts, and return them as streams with one output token."""
     streams = [make(number, 2, 99, target=target) for number in range(count)]
+    for stream in streams:
+        batcher.on_arrived(stream, 0.0)
     batcher.on_scheduled([Slice(stream, 0, 2, True, False, ()) for stream in streams], 0.0)
     for stream in streams:
         stream.progress.begin(2, False, 0)
@@ -229,6 +231,7 @@ def test_tokens_of_finished_streams_go_to_prompts_which_get_half_of_them_at_leas
     streams = decoding(batcher, 16)
     for stream in streams[4:]:
         stream.progress.finish(FinishReason.STOP)
+        batcher.on_finished(stream, 0.0)
     assert fill(batcher.open(StepContext()), [500]) == [28]
     decoding(batcher, 16)
     assert fill(batcher.open(StepContext()), [500]) == [16]

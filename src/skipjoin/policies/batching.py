@@ -106,10 +106,25 @@ class Yielding(Callbacks):
         self.max_tokens = max_tokens
         self.cost = cost
         self.tpot_s = tpot_s
+        self.finished = 0  # requests since the last step
         self._last: Sequence[Slice] = ()
+        self._with_objective: set[Request] = set()
+
+    @property
+    def has_objectives(self) -> bool:
+        return self.tpot_s < inf or bool(self._with_objective)
+
+    def on_arrived(self, request: Request, now: float) -> None:
+        if request.progress.target.tpot_s < inf:
+            self._with_objective.add(request)
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         self._last = slices
+        self.finished = 0
+
+    def on_finished(self, request: Request, now: float) -> None:
+        self.finished += 1
+        self._with_objective.discard(request)
 
     def open(self, context: StepContext) -> BatchBuilder:
         last = context.in_flight[-1].slices if context.overlap and context.in_flight else self._last
@@ -154,6 +169,8 @@ class YieldingBuilder:
 
     def _expect_decodes(self) -> int:
         rules = self._rules
+        if not rules.has_objectives:
+            return min(max(0, len(self._last) - rules.finished), rules.max_tokens // 2)
         streams = [
             progress
             for slice_ in self._last

@@ -78,9 +78,10 @@ def test_computed_blocks_of_an_aborted_prompt_are_cached(pair: Pair) -> None:
         request = loop.core.requests[1_000_000 + chunks]
         while request.progress.computed < 128 * chunks:  # the first step may be an earlier plan without requests
             loop.step()
+        computed = request.progress.computed
         loop.abort(1_000_000 + chunks)
         (found,) = caching.generate(prompt, GREEDY)
-        assert found.cached_tokens == 128 * chunks
+        assert found.cached_tokens == computed // 16 * 16
         assert found.token_ids == plain.generate(prompt, GREEDY)[0].token_ids
 
 

@@ -264,22 +264,22 @@ def test_a_quantum_is_kept_and_decodes_are_charged_the_revised_cost() -> None:
     assert mlfq.level(request) == 1
 
 
-def test_srpt_ranks_running_requests_by_the_revised_cost() -> None:
+def test_srpt_counts_decode_steps_so_that_a_revised_cost_of_all_steps_changes_no_order() -> None:
     cost = LearningCost(LinearCost(floor=1.0, prefill_token=0.5, attention_pair=1e-9, decode=1e-9, context_token=1e-9))
     ordering = Valued(RemainingTime(ExecutionTime(cost), longest_output))
     waiting, running = make(0, 1, 10), make(1, 1, 11)
 
-    def seconds(request: Request) -> float:
+    def steps(request: Request) -> float:
         return math.exp(ordering.rank(request)[0][0])
 
     for request in (waiting, running):
         ordering.on_arrived(request, 0.0)
-    assert seconds(running) == pytest.approx(11.0)
+    assert steps(running) == pytest.approx(11.0)
     slow_down(cost, 3.0)
     running.progress.computed = 1
     ordering.on_scheduled([Slice(running, 0, 1, True, False, ())], 1.0)
-    assert seconds(running) == pytest.approx(10 * cost.step(StepShape(decodes=1, context=1)))
-    assert seconds(waiting) == pytest.approx(10.0)  # until it runs
+    assert steps(running) == pytest.approx(10.0)
+    assert steps(waiting) == pytest.approx(10.0)
     waiting.progress.computed = 1
     ordering.on_scheduled([Slice(waiting, 0, 1, True, False, ())], 2.0)
     assert ordering.outranks(waiting, running)

@@ -176,7 +176,7 @@ def test_health_needs_no_key_and_key_grants_access(locked: ServerProcess) -> Non
 
 
 def test_metrics_port_needs_no_key_and_reports_memory(locked: ServerProcess) -> None:
-    _, line = (locked.process.stdout.readline() for _ in range(2))
+    line = next(line for line in locked.process.stdout if line.startswith("Metrics: "))
     url = line.removeprefix("Metrics: ").strip()
     assert not url.startswith(locked.url)
     for name, process in (("api", locked.api), ("engine", locked.engine)):

@@ -7,7 +7,7 @@ from skipjoin.core.policy import BatcherWrapper
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepPlan
 from skipjoin.core.waits import WaitReason
-from skipjoin.policies.batching import Greedy, TargetForward
+from skipjoin.policies.batching import Greedy, TargetForward, Yielding
 from skipjoin.policies.packing import Packing
 
 # Reasons of a request behind which others wait for memory.
@@ -35,7 +35,7 @@ class Decision:
         batcher = core.scheduler.policies.batcher
         while isinstance(batcher, BatcherWrapper):
             batcher = batcher.batcher
-        assert isinstance(batcher, Greedy | TargetForward | Packing)
+        assert isinstance(batcher, Greedy | Yielding | TargetForward | Packing)
         self._batcher = batcher
         self._max_seqs = batcher.max_seqs
         self._max_tokens = batcher.target if isinstance(batcher, TargetForward) else batcher.max_tokens

@@ -7,8 +7,8 @@ MODEL ?= smollm2
 RECIPE ?= adaptive
 HOST ?= 127.0.0.1
 PORT ?= 8000
-# Two more than two cores, because many tests wait for other programs.
-JOBS ?= 4
+# One more than two cores, because many tests wait for other programs. More only slow each other.
+JOBS ?= 3
 # Tests start hundreds of programs. Without bytecode each of them compiles torch again, which triples the time of its
 # import.
 unexport PYTHONDONTWRITEBYTECODE

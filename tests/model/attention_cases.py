@@ -32,6 +32,7 @@ class Case:
         ends: "plain", "reversed", "both" for segments of random direction, or "mixed" with every other one reversed.
         rotary: Number of rotated dimensions per head.
         cache: Name of the format of the cache.
+        cap, sinks: As of `AttentionBackend.attend`.
     """
 
     heads: int
@@ -46,6 +47,8 @@ class Case:
     seed: int = 0
     device: str = "cpu"
     cache: str = "auto"
+    cap: float = 0.0
+    sinks: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         self.draw = torch.Generator().manual_seed(self.seed)
@@ -115,7 +118,12 @@ class Case:
             scores = torch.einsum("qhd,khd->hqk", query, keys) * SCALE
             own, seen = torch.arange(start, start + length)[:, None], torch.arange(start + length)
             hidden = (seen > own) | ((seen <= own - self.window) if self.window else False)
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            scores = scores if not self.cap else (scores / self.cap).tanh() * self.cap
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if self.sinks is not None:
+                sinks = self.sinks.double()[:, None, None].expand(-1, length, -1)
+                scores = torch.cat([scores, sinks], -1)
+            weights = scores.softmax(-1)[..., : len(keys)]
             out.append(torch.einsum("hqk,khd->qhd", weights, values).flatten(1))
         return torch.cat(out)
 
@@ -124,7 +132,9 @@ class Case:
         # Copied, because backends may rotate in place.
         query, key, value = self.qkv.clone().to(self.device).split([self.heads, self.kv_heads, self.kv_heads], dim=1)
         cos_sin = None if self.cos_sin is None else self.cos_sin.to(self.device)
-        options = {"layer": 1, "scale": SCALE, "window": self.window, "cos_sin": cos_sin}
+        options = {"layer": 1, "scale": SCALE, "window": self.window, "cos_sin": cos_sin, "cap": self.cap}
+        if self.sinks is not None:
+            options["sinks"] = self.sinks.to(self.device)
         ours = backend.attend(query, key, value, self.kv, self.batch, **options)
         assert ours.shape == self.expected.shape
         assert ours.is_contiguous()

@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from skipjoin.kv_format import CACHE_FORMATS
+from skipjoin.model.attention.base import Softmax
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.kernels import decode_attention, kv_write, prefill_attention, products
 from skipjoin.model.kernels.decode_attention import decode_configs
@@ -119,7 +120,7 @@ def _calls(
     parts = (*kv.layer(0), kv.scales(0))
     qkv = torch.empty((17, heads + 2 * kv_heads, dim), dtype=dtype)
     query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
-    out, options = torch.empty((17, heads, dim), dtype=dtype), {"scale": 0.1, "window": 0}
+    out, options = torch.empty((17, heads, dim), dtype=dtype), {"softmax": Softmax(0.1), "window": 0}
     cos_sin = torch.empty((32, rotary)) if rotary else None
     kv_write.kv_write(query, key, value, *parts, batch.slots, batch.positions, cos_sin)
     yield "kv_write", {}, kernels["_kv_write"]
@@ -128,7 +129,7 @@ def _calls(
     yield "share_out", {}, kernels["_share_out"]
     for config in decode_configs(group, dim, itemsize)[: None if every else 1]:
         decode_attention.decode_attention(
-            out, query, *parts, batch.block_tables, work, scale=0.1, processors=132, config=config
+            out, query, *parts, batch.block_tables, work, softmax=options["softmax"], processors=132, config=config
         )
         yield "decode", config, kernels["_decode"]
     yield "reduce", {}, kernels["_reduce"]

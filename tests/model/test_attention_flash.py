@@ -121,9 +121,9 @@ def test_triton_serves_only_the_segments_of_shared_blocks(library, mix, window):
     assert torch.equal(*outputs), "the library gives the other segments the same bits as alone"
 
 
-@pytest.mark.parametrize("options", [{"ends": "reversed"}, {"dtype": torch.float32}])
+@pytest.mark.parametrize("options", [{"ends": "reversed"}, {"dtype": torch.float32}, {"cap": 2.0}])
 def test_triton_serves_unsupported_batches(library, options):
-    case = half(ends="reversed") if "ends" in options else Case(4, 2, 40, MIX, rotary=40)
+    case = Case(4, 2, 40, MIX, rotary=40) if "dtype" in options else half(**options)
     case.check(FlashAttention(), 1e-2)
     assert not library.calls
 

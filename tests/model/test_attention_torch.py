@@ -31,6 +31,19 @@ def test_attention_equals_dense_arithmetic(backend, mix, window, ends):
         Case(4, 4, 40, MIXES[mix], dtype=torch.bfloat16, **options).check(attention, 2e-2)
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+def test_caps_and_sinks(backend):
+    library = load_library() if backend == "cpp" else None
+    if backend == "cpp" and library is None:
+        pytest.skip("no compiler")
+    attention = TorchAttention() if library is None else CppAttention(library)
+    sinks = 3 * torch.randn(6, generator=torch.Generator().manual_seed(0))
+    for cap, given, cache in ((2.5, None, "auto"), (0.0, sinks, "auto"), (2.5, sinks, "int8")):
+        options = {"cap": cap, "sinks": given, "cache": cache, "window": 11, "ends": "both"}
+        Case(6, 2, 20, MIXES["mixed"], **options).check(attention, 1e-2 if cache == "int8" else 1e-5)
+        Case(6, 2, 40, MIXES["mixed"], dtype=torch.bfloat16, **options).check(attention, 2e-2)
+
+
 def test_self_test_detects_wrong_backends():
     class Wrong(TorchAttention):
         def __init__(self, forgets: str) -> None:
@@ -40,5 +53,5 @@ def test_self_test_detects_wrong_backends():
             return super().attend(*arguments, **{k: v for k, v in options.items() if k != self.forgets})
 
     assert agrees(Wrong("nothing"), torch.float32)
-    for forgotten in ("window", "cos_sin"):
-        assert not agrees(Wrong(forgotten), torch.bfloat16)
+    for forgotten in ("window", "cos_sin", "cap", "sinks"):
+        assert not agrees(Wrong(forgotten), torch.bfloat16, variants=True)

@@ -76,6 +76,14 @@ def test_int8_cache(shape):
     case(shape, [(700, 1), (9, 1)], cache="int8", window=600).check(TritonAttention(), 1e-2)
 
 
+@pytest.mark.parametrize(("shape", "cache"), [("mha", "auto"), ("gqa3", "int8")])
+def test_caps_and_sinks(shape, cache):
+    sinks = 3 * torch.randn(SHAPES[shape][0], generator=torch.Generator().manual_seed(0))
+    # The context of the first decode is split between programs.
+    mixed = case(shape, [(300, 1), (9, 1), (3, 9), (0, 1)], cap=2.5, sinks=sinks, cache=cache, ends="both")
+    mixed.check(TritonAttention(), 1e-5 if cache == "auto" else 1e-2)
+
+
 @pytest.mark.parametrize(("shape", "window"), [("mha", 0), ("gqa3", 900)])
 def test_contexts_are_split_between_programs(shape, window):
     """Programs have several items each, or there are more programs than items."""

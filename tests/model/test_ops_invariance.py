@@ -288,6 +288,7 @@ def test_tokens_are_bit_identical_for_any_chunking(library, dtype, heads, window
     config = ModelConfig.from_dict({"model_type": "llama", "head_dim": dim, **sizes})
     qkv = drawn(dtype, 300, query_heads + 2 * kv_heads, dim)
     tables = torch.randperm(60, generator=torch.Generator().manual_seed(1)).tolist()
+    variant = {"cap": 2.0, "sinks": drawn(torch.float32, query_heads, seed=2)} if window else {}
 
     def attended(cut: list[int], with_others: bool, reverse: bool = False) -> torch.Tensor:
         kv, outputs, start = PagedKV(60, 8, config, dtype, "cpu", of=CACHE_FORMATS["int8" if int8 else "auto"]), [], 0
@@ -300,7 +301,7 @@ def test_tokens_are_bit_identical_for_any_chunking(library, dtype, heads, window
                 parts += [qkv[:1], qkv[:30]]
             batch = PackedBatch.build(segments, 8)
             split = torch.cat(parts).split([query_heads, kv_heads, kv_heads], dim=1)
-            out = CppAttention(library).attend(*split, kv, batch, layer=0, scale=0.3, window=window)
+            out = CppAttention(library).attend(*split, kv, batch, layer=0, scale=0.3, window=window, **variant)
             outputs.append(out[:count])
             start += count
         return torch.cat(outputs)

@@ -75,6 +75,8 @@ class ModelConfig:
 
     Attributes:
         windows: Attention window of each layer in tokens, the current one included; 0 for full attention.
+        attention_scale: Factor of attention scores; None for head_dim ** -0.5.
+        attention_cap: Bound of attention scores s, which become cap * tanh(s / cap); 0 for none.
         dtype_name: Type of the weights, or None if config.json leaves it to the weight files.
         embed_dim: Width of the token embedding: hidden_size except in OPT-350m.
     """
@@ -97,6 +99,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype_name: str | None
     embed_dim: int
+    attention_scale: float | None = None
+    attention_cap: float = 0.0
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False

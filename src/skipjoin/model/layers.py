@@ -175,6 +175,7 @@ class SelfAttention:
         *,
         rotary: Rotary | None = None,
         norms: tuple[Norm, Norm] | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         config, shard = builder.config, builder.shard
         self.parts = AttentionParts(
@@ -185,8 +186,10 @@ class SelfAttention:
             len(shard.kv_heads(config)),
             config.head_dim,
             layer - shard.layers(config).start,  # the cache holds this rank's layers only
-            config.head_dim**-0.5,
+            config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
             config.windows[layer],
+            config.attention_cap,
+            sinks,
             None if rotary is None else rotary.cos_sin,
         )
 
@@ -199,7 +202,7 @@ class SelfAttention:
             query, key = of.qk_norms[0](query), of.qk_norms[1](key)
         attended = step.attention.attend(
             query, key, value, step.kv, step.batch,
-            layer=of.layer, scale=of.scale, window=of.window, cos_sin=of.cos_sin,
+            layer=of.layer, scale=of.scale, window=of.window, cap=of.cap, sinks=of.sinks, cos_sin=of.cos_sin,
         )  # fmt: skip
         return of.output.add_to(attended, total, then)
 
@@ -212,6 +215,7 @@ def separate_attention(
     *,
     rotary: Rotary | None = None,
     norms: tuple[Norm, Norm] | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> SelfAttention:
     """Return attention whose projections are `name`.q_proj, k_proj and v_proj, and `name`.`output`."""
     config, shard = builder.config, builder.shard
@@ -225,6 +229,7 @@ def separate_attention(
         builder.summed_linear(f"{name}.{output}", hidden, q, config.output_bias, columns=own_q),
         rotary=rotary,
         norms=norms,
+        sinks=sinks,
     )
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -9,6 +9,14 @@ from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.parallel import Shard
+
+
+class Softmax(NamedTuple):
+    """How products of queries and keys become weights; see `AttentionBackend.attend`."""
+
+    scale: float
+    cap: float = 0.0
+    sinks: torch.Tensor | None = None
 
 
 class AttentionBackend(Protocol):
@@ -39,6 +47,8 @@ class AttentionBackend(Protocol):
         layer: int,
         scale: float,
         window: int = 0,
+        cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
         cos_sin: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Rotate queries and keys, in place, if `cos_sin` is given, write the new KV into its slots, then attend.
@@ -49,6 +59,8 @@ class AttentionBackend(Protocol):
             query: Shape [T, heads, head_dim], any strides with head_dim innermost. Likewise `key` and `value`, with
                 kv_heads.
             window: Number of latest tokens attended to, including the token itself; 0 for all.
+            cap: Bound of scores s, which become cap * tanh(s / cap); 0 for none.
+            sinks: float32 [heads], a score per head that takes part in the softmax without a value.
             cos_sin: float32 [positions, rotary_dim], cosines of the pairs (i, i + rotary_dim / 2), then their sines.
         """
         ...

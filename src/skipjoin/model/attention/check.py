@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from skipjoin.kv_format import CacheFormat
@@ -34,8 +36,14 @@ def agrees(
     *,
     of: CacheFormat = AUTO,
     plain: bool = False,
+    variants: bool = False,
 ) -> bool:
-    """Return whether `backend` matches the reference, for plain segments only if `plain`."""
+    """Return whether `backend` matches the reference.
+
+    Args:
+        plain: For plain segments only.
+        variants: Also with a cap and sinks, for which a GPU would compile more kernels.
+    """
     generator = torch.Generator().manual_seed(0)
     config = ModelConfig.from_dict(_SHAPE)
     caches = [PagedKV(12, 4, config, dtype, device, of=of) for _ in range(2)]
@@ -46,14 +54,17 @@ def agrees(
     cos_sin = torch.rand(64, 24, generator=generator).to(device)
     # Rounding of rotated keys differs if multiplications are fused.
     tolerance = 2e-2 if of.is_rounded else {torch.float32: 1e-5, torch.float16: 5e-3}.get(dtype, 2e-2)
+    cases: list[dict[str, Any]] = [{"window": 0}, {"window": 6}]
+    if variants:
+        cases.append({"window": 6, "cap": 1.5, "sinks": torch.rand(4, generator=generator).to(device)})
     mixed = [one._replace(reverse=False) for one in _SEGMENTS] if plain else _SEGMENTS
     for segments in (mixed, mixed[:1]):
         batch = PackedBatch.build(segments, 4, device)
-        for window in (0, 6):
+        for case in cases:
             results = []
             for b, cache in zip((backend, TorchAttention()), caches, strict=True):
                 query, key, value = qkv[: batch.num_tokens].clone().split([4, 2, 2], dim=1)
-                out = b.attend(query, key, value, cache, batch, layer=0, scale=0.2, window=window, cos_sin=cos_sin)
+                out = b.attend(query, key, value, cache, batch, layer=0, scale=0.2, cos_sin=cos_sin, **case)
                 kept = cache.read(0, (slice(None),), torch.float32)
                 results.append((out.float(), *(rows.float() for rows in kept)))
             for ours, expected in zip(*results, strict=True):

@@ -41,6 +41,8 @@ class CppAttention(AttentionBackend):
         layer: int,
         scale: float,
         window: int = 0,
+        cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
         cos_sin: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if cos_sin is not None:
@@ -52,7 +54,7 @@ class CppAttention(AttentionBackend):
             query.data_ptr(), key.data_ptr(), value.data_ptr(),
             *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
             keys.data_ptr(), values.data_ptr(), out.data_ptr(), *cache_arguments(batch, kv),
-            heads, key.shape[1], dim, window, scale,
+            heads, key.shape[1], dim, window, scale, cap, None if sinks is None else sinks.data_ptr(),
         )  # fmt: skip
         self._run(CPP_DTYPES.index(query.dtype), call, threads_here())
         return out
@@ -67,7 +69,7 @@ class CppAttention(AttentionBackend):
 
 def check_attention(backend: CppAttention, dtype: torch.dtype) -> bool:
     return all(
-        agrees(backend, dtype, of=of) and cuts_change_nothing(backend, dtype, of)
+        agrees(backend, dtype, of=of, variants=True) and cuts_change_nothing(backend, dtype, of)
         for of in CACHE_FORMATS.values()
         if backend.name in of.readers
     )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from skipjoin.model.attention.base import Softmax
 from skipjoin.model.attention.triton_backend import MAX_HEAD_DIM, TritonAttention
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.cuda import FLASH_MODULE
@@ -52,9 +53,9 @@ class _Index:
 class FlashAttention(TritonAttention):
     """Attention by FlashAttention 3, an optional library for Hopper GPUs.
 
-    Triton writes the KV, and attends for what the library does not support: other sizes and types, and segments that
-    are reversed, as in shared blocks. Index values of other batches are used only on the device, so
-    that a CUDA graph can replay a forward pass.
+    Triton writes the KV, and attends for the rest: caps, sinks, other sizes and types, and segments that are reversed,
+    as in shared blocks. Index values of other batches are used only on the device, so that a CUDA graph can replay a
+    forward pass.
     """
 
     name = "flash"
@@ -75,21 +76,26 @@ class FlashAttention(TritonAttention):
         layer: int,
         scale: float,
         window: int = 0,
+        cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
         cos_sin: torch.Tensor | None = None,
     ) -> torch.Tensor:
         dim = query.shape[2]
         has_plain = len(batch.directed) < len(batch.lengths)
-        if not has_plain or query.dtype not in _DTYPES or dim % 8 or dim > MAX_HEAD_DIM:
+        is_known = not cap and sinks is None and query.dtype in _DTYPES and dim % 8 == 0 and dim <= MAX_HEAD_DIM
+        if not (has_plain and is_known):
             return super().attend(
-                query, key, value, kv, batch, layer=layer, scale=scale, window=window, cos_sin=cos_sin
-            )
+                query, key, value, kv, batch,
+                layer=layer, scale=scale, window=window, cap=cap, sinks=sinks, cos_sin=cos_sin,
+            )  # fmt: skip
         kv_write(query, key, value, *kv.layer(layer), None, batch.slots, batch.positions, cos_sin)
         index = self._index_of(batch, layer)
         if index.rows is None:
             return self._of_library(query, kv, index, layer=layer, scale=scale, window=window).flatten(1)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         out[index.rows] = self._of_library(query[index.rows], kv, index, layer=layer, scale=scale, window=window)
-        self._fill(out, query, kv, batch, batch.directed, layer=layer, scale=scale, window=window)
+        softmax = Softmax(scale)
+        self._fill(out, query, kv, batch, batch.directed, layer=layer, softmax=softmax, window=window)
         return out.flatten(1)
 
     def _of_library(

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from skipjoin.kv_format import CacheFormat
-from skipjoin.model.attention.base import AttentionBackend
+from skipjoin.model.attention.base import AttentionBackend, Softmax
 from skipjoin.model.attention.check import agrees
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
@@ -36,6 +36,7 @@ class _Plan:
     """
 
     batch: PackedBatch
+    among: Sequence[int] | None
     decodes: int
     segments: torch.Tensor | None
     decode_config: Config
@@ -87,11 +88,14 @@ class TritonAttention(AttentionBackend):
         layer: int,
         scale: float,
         window: int = 0,
+        cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
         cos_sin: torch.Tensor | None = None,
     ) -> torch.Tensor:
         kv_write(query, key, value, *kv.layer(layer), kv.scales(layer), batch.slots, batch.positions, cos_sin)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        self._fill(out, query, kv, batch, None, layer=layer, scale=scale, window=window)
+        softmax = Softmax(scale, cap, sinks)
+        self._fill(out, query, kv, batch, None, layer=layer, softmax=softmax, window=window)
         return out.flatten(1)
 
     def _fill(
@@ -103,24 +107,25 @@ class TritonAttention(AttentionBackend):
         among: Sequence[int] | None,
         *,
         layer: int,
-        scale: float,
+        softmax: Softmax,
         window: int,
     ) -> None:
         """Write the rows of `out` of the segments `among`, ascending; None for all."""
         cache = (*kv.layer(layer), kv.scales(layer))
         # Compared by identity; holding the batch keeps its identity from being reused.
-        if self._planned is None or self._planned.batch is not batch:
+        if self._planned is None or self._planned.batch is not batch or self._planned.among is not among:
             self._planned = self._plan(query, cache[0].shape[2], batch, among)
         plan = self._planned
         if plan.decodes:
             decode_attention(
                 out, query, *cache, batch.block_tables, plan.work_of(layer, window),
-                scale=scale, processors=self._processors or _card(query.device).processors, config=plan.decode_config,
+                softmax=softmax, processors=self._processors or _card(query.device).processors,
+                config=plan.decode_config,
             )  # fmt: skip
         if plan.tiles is not None:
             prefill_attention(
                 out, query, *cache, batch, plan.tiles,
-                scale=scale, window=window, config=plan.prefill_config,
+                softmax=softmax, window=window, config=plan.prefill_config,
             )  # fmt: skip
 
     def tune(
@@ -163,7 +168,7 @@ class TritonAttention(AttentionBackend):
             index = to_device(torch.from_numpy(listed), device)
             segments = index[: len(decodes)]
             tiles = index[len(decodes) :].view(-1, 2) if chunks else None
-        return _Plan(batch, len(decodes), segments, decode_config, tiles, prefill_config)
+        return _Plan(batch, among, len(decodes), segments, decode_config, tiles, prefill_config)
 
     def _table_of(self, device: torch.device) -> TunedTable:
         if self._table is None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from skipjoin.model.attention.base import Softmax
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.cuda import is_out_of_memory
 from skipjoin.model.kernels import decode_attention as decode
@@ -114,7 +115,7 @@ class _Bench:
         out = torch.empty_like(query)
         # The layers of a pass share the list, so it is not measured. It is the same for all slices.
         work = decode.share_out(batches[0], window=0)
-        options: dict[str, Any] = {"scale": shape.dim**-0.5, "processors": processors}
+        options: dict[str, Any] = {"softmax": Softmax(shape.dim**-0.5), "processors": processors}
 
         def run(config: Config, turn: int) -> None:
             tables = batches[turn % slices].block_tables
@@ -140,7 +141,7 @@ class _Bench:
             side: torch.from_numpy(prefill.query_tiles(batches[0], [0], side // shape.group)).to(self._device)
             for side in {config["BLOCK_M"] for config in choice[3]}
         }
-        options: dict[str, Any] = {"scale": shape.dim**-0.5, "window": 0}
+        options: dict[str, Any] = {"softmax": Softmax(shape.dim**-0.5), "window": 0}
 
         def run(config: Config, turn: int) -> None:
             batch, tile = batches[turn % slices], tiles[config["BLOCK_M"]]

@@ -12,12 +12,23 @@ import torch
 import triton
 import triton.language as tl
 
+from skipjoin.model.attention.base import Softmax
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.kernels.paged import INTERPRETED, jit, load_rows, load_scales, padded, token_blocks, token_rows
+from skipjoin.model.kernels.paged import (
+    INTERPRETED,
+    LOG2E,
+    bounded,
+    jit,
+    load_rows,
+    load_scales,
+    padded,
+    score_factors,
+    token_blocks,
+    token_rows,
+)
 
 # Below every score, and finite: the difference of two of them is zero, not NaN.
 _LOWEST = tl.constexpr(-1.0e30)
-_LOG2E = 1.4426950408889634
 # Chunk size granularity: chunks are the smallest multiple of CHUNK_KEYS with which a sequence has at most MAX_CHUNKS.
 # With fewer keys, partial results would exceed a few percent of the bytes that are read.
 CHUNK_KEYS = 256
@@ -122,7 +133,9 @@ def _decode(
     tables: tl.tensor,
     items: tl.tensor,
     total_items: tl.tensor,
+    sinks: tl.tensor,
     scale: tl.tensor,
+    inner: tl.tensor,
     query_token: tl.tensor,
     query_head: tl.tensor,
     block_stride: tl.tensor,
@@ -134,6 +147,8 @@ def _decode(
     HEAD_STRIDE: tl.constexpr,
     UPCAST: tl.constexpr,
     SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     DOT: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -186,10 +201,15 @@ def _decode(
             total = tl.zeros((BLOCK_H,), tl.float32)
             acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
         else:
-            q = tl.load(asking + columns, mask=asked, other=0.0).to(tl.float32)[None, :] * scale
+            q = tl.load(asking + columns, mask=asked, other=0.0).to(tl.float32)[None, :] * (inner if CAPPED else scale)
             top = tl.full((BLOCK_N,), _LOWEST, tl.float32)
             total = tl.zeros((BLOCK_N,), tl.float32)
             acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+        if SINKS:
+            # `_reduce` adds the sink to several chunks, and without DOT the first of the rows has it.
+            own = chunks == 1 if DOT else (tokens == 0) & (chunks == 1)
+            top = tl.where(own, tl.load(sinks + tl.minimum(head, num_heads - 1)) * LOG2E, top)
+            total = tl.where(own, 1.0, total)
         last = tl.maximum(end - 1, 0)
         if DOT:
             blocks = token_blocks(table, begin + tokens, last, BLOCK_SIZE)
@@ -210,9 +230,13 @@ def _decode(
                 if UPCAST or SCALED:
                     k = k.to(q.dtype)
                     v = v.to(q.dtype)
-                scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+                scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+                if not CAPPED:
+                    scores *= scale
                 if SCALED:
                     scores *= key_scale[None, :]
+                if CAPPED:
+                    scores = bounded(scores * inner) * scale
                 scores = tl.where(seen[None, :], scores, float("-inf"))
                 higher = tl.maximum(top, tl.max(scores, 1))
                 weights = tl.exp2(scores - higher[:, None])
@@ -225,6 +249,8 @@ def _decode(
                 scores = tl.sum(q * k.to(tl.float32), 1)
                 if SCALED:
                     scores *= key_scale
+                if CAPPED:
+                    scores = bounded(scores) * scale
                 scores = tl.where(seen, scores, float("-inf"))
                 higher = tl.maximum(top, scores)
                 weights = tl.exp2(scores - higher)
@@ -255,7 +281,14 @@ def _decode(
 
 @jit
 def _reduce(
-    out: tl.tensor, sums: tl.tensor, stats: tl.tensor, sequences: tl.tensor, DIM: tl.constexpr, BLOCK_D: tl.constexpr
+    out: tl.tensor,
+    sums: tl.tensor,
+    stats: tl.tensor,
+    sequences: tl.tensor,
+    sinks: tl.tensor,
+    SINKS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ) -> None:
     """Combine the results of a sequence with several chunks. A program is (sequence, head)."""
     record = sequences + tl.program_id(0) * _SEQUENCE
@@ -267,6 +300,9 @@ def _reduce(
     if chunks > 1:
         top = tl.full((), _LOWEST, tl.float32)
         total = tl.full((), 0.0, tl.float32)
+        if SINKS:
+            top = tl.load(sinks + head) * LOG2E
+            total += 1.0
         acc = tl.zeros((BLOCK_D,), tl.float32)
         for start in range(0, chunks, _PARTS):
             chunk = start + tl.arange(0, _PARTS)
@@ -327,7 +363,7 @@ def decode_attention(
     tables: torch.Tensor,
     work: WorkList,
     *,
-    scale: float,
+    softmax: Softmax,
     processors: int,
     config: Mapping[str, int],
 ) -> None:
@@ -338,15 +374,19 @@ def decode_attention(
     parts = most if most > count else 0  # with as many items as sequences, none has several
     sums = torch.empty((parts, heads, dim), dtype=torch.float32, device=query.device)
     stats = torch.empty((parts, heads, 2), dtype=torch.float32, device=query.device)
+    sinks = query if softmax.sinks is None else softmax.sinks
     block_d, dot = padded(dim), config["DOT"]
     _decode[(kv_heads, min(most, -(-_PROGRAMS * processors // kv_heads)))](
         out, sums, stats, query, keys, values, *(scales or (keys, values)), tables, work.items, work.total,
-        scale * _LOG2E, query.stride(0), query.stride(1), keys.stride(0), tables.stride(0),
+        sinks, *score_factors(softmax), query.stride(0), query.stride(1), keys.stride(0), tables.stride(0),
         GROUP=heads // kv_heads, DIM=dim, BLOCK_SIZE=block_size,
         SLOT_STRIDE=keys.stride(1), HEAD_STRIDE=keys.stride(2), UPCAST=INTERPRETED,
-        SCALED=scales is not None,
+        SCALED=scales is not None, CAPPED=softmax.cap != 0, SINKS=softmax.sinks is not None,
         BLOCK_H=padded(heads // kv_heads) if dot else 1, BLOCK_D=block_d,
         num_stages=config["STAGES"], **config,
     )  # fmt: skip
     if parts:
-        _reduce[(count, heads)](out, sums, stats, work.sequences, DIM=dim, BLOCK_D=block_d, num_warps=4)
+        _reduce[(count, heads)](
+            out, sums, stats, work.sequences, sinks,
+            SINKS=softmax.sinks is not None, DIM=dim, BLOCK_D=block_d, num_warps=4,
+        )  # fmt: skip

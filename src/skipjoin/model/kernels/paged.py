@@ -7,8 +7,13 @@ from typing import TypeVar
 import triton
 import triton.language as tl
 
+from skipjoin.model.attention.base import Softmax
+
 # Whether kernels run in Triton's interpreter, whose tl.dot of bfloat16 is wrong, so operands are cast to float32 there.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+_LOG2E = 1.4426950408889634
+LOG2E = tl.constexpr(_LOG2E)
 
 R = TypeVar("R")
 
@@ -16,6 +21,19 @@ R = TypeVar("R")
 def padded(size: int, least: int = 16) -> int:
     """Return the next power of two, at least `least`, as tl.dot requires of an operand."""
     return max(least, triton.next_power_of_2(size))
+
+
+def score_factors(softmax: Softmax) -> tuple[float, float]:
+    """Return (factor, inner): scores to base 2 are factor * product, with a cap factor * bounded(inner * product)."""
+    if not softmax.cap:
+        return softmax.scale * _LOG2E, 0.0
+    return softmax.cap * _LOG2E, 2 * softmax.scale / softmax.cap
+
+
+@triton.jit
+def bounded(doubled: tl.tensor) -> tl.tensor:
+    """Return the hyperbolic tangent of half of `doubled`."""
+    return 1.0 - 2.0 / (1.0 + tl.exp(doubled))
 
 
 # Index tensors are views of one buffer, and block tables have any width. Specialized on their alignment, kernels would

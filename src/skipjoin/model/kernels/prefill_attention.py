@@ -7,11 +7,22 @@ import torch
 import triton
 import triton.language as tl
 
+from skipjoin.model.attention.base import Softmax
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.kernels.paged import INTERPRETED, jit, load_rows, load_scales, padded, token_blocks, token_rows
+from skipjoin.model.kernels.paged import (
+    INTERPRETED,
+    LOG2E,
+    bounded,
+    jit,
+    load_rows,
+    load_scales,
+    padded,
+    score_factors,
+    token_blocks,
+    token_rows,
+)
 
 _LOWEST = tl.constexpr(-1.0e30)
-_LOG2E = 1.4426950408889634
 # Segments of at most this many queries times heads of a group fill no larger tile.
 SHORT_ROWS = 64
 
@@ -34,12 +45,14 @@ def _tiles(
     block_stride: tl.tensor,
     step: tl.tensor,
     scale: tl.tensor,
+    inner: tl.tensor,
     window: tl.tensor,
     MASKED: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     UPCAST: tl.constexpr,
     SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
@@ -59,6 +72,8 @@ def _tiles(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if SCALED:
             scores *= load_scales(key_scales, rows)[None, :]
+        if CAPPED:
+            scores = bounded(scores * inner)
         if MASKED:
             visible = (position[None, :] <= own[:, None]) & (position[None, :] > own[:, None] - window)
             scores = tl.where(visible, scores * scale, float("-inf"))
@@ -91,7 +106,9 @@ def _prefill(
     backward: tl.tensor,
     query_start: tl.tensor,
     tiles: tl.tensor,
+    sinks: tl.tensor,
     scale: tl.tensor,
+    inner: tl.tensor,
     window: tl.tensor,
     query_token: tl.tensor,
     query_head: tl.tensor,
@@ -105,6 +122,8 @@ def _prefill(
     WINDOWED: tl.constexpr,
     UPCAST: tl.constexpr,
     SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -142,15 +161,18 @@ def _prefill(
     whole = low if WINDOWED else (first + 1) // BLOCK_N * BLOCK_N
     top = tl.full((BLOCK_M,), _LOWEST, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
+    if SINKS:
+        top = tl.load(sinks + head) * LOG2E
+        total += 1.0
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     if not WINDOWED:
         acc, total, top = _tiles(
             acc, total, top, q, own, low, whole, context, keys, values, key_scales, value_scales, table,
-            block_stride, step, scale, window, False, DIM, BLOCK_SIZE, UPCAST, SCALED, BLOCK_D, BLOCK_N,
+            block_stride, step, scale, inner, window, False, DIM, BLOCK_SIZE, UPCAST, SCALED, CAPPED, BLOCK_D, BLOCK_N,
         )  # fmt: skip
     acc, total, top = _tiles(
         acc, total, top, q, own, whole, high, context, keys, values, key_scales, value_scales, table,
-        block_stride, step, scale, window, True, DIM, BLOCK_SIZE, UPCAST, SCALED, BLOCK_D, BLOCK_N,
+        block_stride, step, scale, inner, window, True, DIM, BLOCK_SIZE, UPCAST, SCALED, CAPPED, BLOCK_D, BLOCK_N,
     )  # fmt: skip
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     place = ((begin + token) * (tl.num_programs(0) * GROUP) + head) * DIM
@@ -199,7 +221,7 @@ def prefill_attention(
     batch: PackedBatch,
     tiles: torch.Tensor,
     *,
-    scale: float,
+    softmax: Softmax,
     window: int,
     config: Mapping[str, int],
 ) -> None:
@@ -208,9 +230,11 @@ def prefill_attention(
     kv_heads, block_size = keys.shape[2], keys.shape[1]
     _prefill[(kv_heads, tiles.shape[0])](
         out, query, keys, values, *(scales or (keys, values)), batch.block_tables, batch.context_lens,
-        batch.reversed, batch.query_start, tiles, scale * _LOG2E, window if window else 1 << 30, query.stride(0),
-        query.stride(1), keys.stride(0), batch.block_tables.stride(0),
+        batch.reversed, batch.query_start, tiles, query if softmax.sinks is None else softmax.sinks,
+        *score_factors(softmax),
+        window if window else 1 << 30, query.stride(0), query.stride(1), keys.stride(0), batch.block_tables.stride(0),
         GROUP=heads // kv_heads, DIM=dim, BLOCK_SIZE=block_size, SLOT_STRIDE=keys.stride(1),
         HEAD_STRIDE=keys.stride(2), WINDOWED=window > 0, UPCAST=INTERPRETED,
-        SCALED=scales is not None, BLOCK_D=padded(dim), **config,
+        SCALED=scales is not None, CAPPED=softmax.cap != 0, SINKS=softmax.sinks is not None, BLOCK_D=padded(dim),
+        **config,
     )  # fmt: skip

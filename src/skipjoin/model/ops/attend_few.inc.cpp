@@ -126,7 +126,10 @@ template <typename T, typename C> struct Few {
     scores = (float *)query + all * units, totals = scores + all * kKeys, sums = totals + all * kTotals;
     tops = sums + all * width, scales = tops + Scratch::padded(all);
     std::memset(totals, 0, all * (kTotals + width) * 4);
-    std::fill(tops, tops + all, kLeast);
+    for (int64_t i = 0; i < all; i++) {
+      tops[i] = first_top(queries.c, queries.head(i % count, task.head + i / count));
+      totals[i * kTotals] = first_total(queries.c);
+    }
     int64_t step = has_tiles<C>() ? count : 1;
     for (int64_t i = 0; i < all; i++) {
       const T *from = queries.at<T>(i % count, task.head + i / count);
@@ -141,21 +144,22 @@ template <typename T, typename C> struct Few {
 
   // Converts the scores of keys [from, to) of a block to weights in place. Query i sees those from `first` up to but
   // excluding `end`. Weights after them are 0 up to a whole step of keys.
-  void weigh(int64_t i, int64_t from, int64_t to, int64_t first, int64_t end, Floats scale) {
+  void weigh(int64_t i, int64_t from, int64_t to, int64_t first, int64_t end, const Scale &scale) {
     float *own = scores + i * kKeys, *total = totals + i * kTotals, *sum = sums + i * width;
     Floats hidden = splat(-INFINITY), before = splat(tops[i]), top = before;
     int64_t whole = (to + kStepKeys - 1) / kStepKeys * kStepKeys;
     for (int64_t t = from; t < whole; t += kLanes) {
       Floats score = load(own + t);
       if constexpr (kHasScales<C>) score *= load(scales + i / count * kKeys + t);
+      if (scale.has_cap) score = scale.bounded(score);
       if (t < first || t + kLanes > end) {
         Ints key = lane_numbers() + (int32_t)t;
         score = (key >= (int32_t)first) & (key < (int32_t)end) ? score : hidden;
         store(own + t, score);
-      } else if constexpr (kHasScales<C>) {
+      } else if (kHasScales<C> || scale.has_cap) {
         store(own + t, score);
       }
-      top = larger(score * scale, top);
+      top = larger(score * scale.factor, top);
     }
     top = splat(largest(top));
     if (differ(before, top)) {
@@ -165,7 +169,7 @@ template <typename T, typename C> struct Few {
       tops[i] = top[0];
     }
     for (int64_t t = from; t < whole; t += kLanes) {
-      Floats weight = weight_of<C>(load(own + t), scale, top);
+      Floats weight = weight_of<C>(load(own + t), scale.factor, top);
       if constexpr (kInputs<C> == 2)
         store((bfloat16 *)own + t, weight);
       else
@@ -268,7 +272,7 @@ template <typename T, typename C> void attend_few(const Call &c, const Task &tas
   int64_t count = task.count, end = queries.highest();
   const C *keys = (const C *)c.keys + task.head * c.head_stride;
   const C *values = (const C *)c.values + task.head * c.head_stride;
-  Floats scale = scale_of(c);
+  Scale scale(c);
   bool by_tiles = has_tiles<C>();
   for (int64_t block = queries.lowest(); block < end; block += kKeys) {
     int64_t from = block + queries.unseen(0, block), to = std::min(block + kKeys, end);

@@ -24,11 +24,12 @@ struct Panel {
   Lanes *totals, *sums, top;
   Ints first_key[kVectors], end_key[kVectors];
 
-  Panel(const Queries &queries, int64_t panel, Lanes *state) : totals(state), sums(state + kTotals) {
+  Panel(const Queries &queries, int64_t head, int64_t panel, Lanes *state) : totals(state), sums(state + kTotals) {
     for (int v = 0; v < kVectors; v++) {
-      top[v] = splat(kLeast);
+      totals[0][v] = splat(first_total(queries.c));
       for (int i = 0; i < kLanes; i++) {
         int64_t q = std::min(panel * kPanel + v * kLanes + i, queries.count - 1);
+        top[v][i] = first_top(queries.c, queries.head(q, head));
         first_key[v][i] = (int32_t)queries.first_key(q), end_key[v][i] = (int32_t)queries.end_key(q);
       }
     }
@@ -154,13 +155,17 @@ template <typename C> struct Copies {
 // Converts the scores of a block's keys [from, to) to weights in place, as the values need them. Weights after them are
 // 0 up to a whole step of keys.
 template <typename C>
-void weigh(Panel &p, int64_t block, int64_t from, int64_t to, Floats scale, const Copies<C> &copies, Lanes *scores) {
+void weigh(Panel &p, int64_t block, int64_t from, int64_t to, const Scale &scale, const Copies<C> &copies,
+           Lanes *scores) {
   bool all_see = p.all_see(block + from, block + to);
   int64_t dim = copies.dim;
   Floats hidden = splat(-INFINITY);
   if constexpr (kHasScales<C>)
     for (int64_t t = from; t < to; t++)
       for (int v = 0; v < kVectors; v++) scores[t][v] *= splat(copies.key_scales[t]);
+  if (scale.has_cap)
+    for (int64_t t = from; t < to; t++)
+      for (int v = 0; v < kVectors; v++) scores[t][v] = scale.bounded(scores[t][v]);
   for (; to % kStepKeys; to++)
     for (int v = 0; v < kVectors; v++) scores[to][v] = hidden;
   for (int v = 0; v < kVectors; v++) {
@@ -173,7 +178,7 @@ void weigh(Panel &p, int64_t block, int64_t from, int64_t to, Floats scale, cons
     Floats top = p.top[v], tops[4] = {top, top, top, top};
     for (int64_t t = from; t < to; t += 4)
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) tops[i] = larger(scores[t + i][v] * scale, tops[i]);
+      for (int i = 0; i < 4; i++) tops[i] = larger(scores[t + i][v] * scale.factor, tops[i]);
     top = larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]));
     if (differ(p.top[v], top)) {
       Floats factor = shrink<C>(p.top[v], top);
@@ -186,11 +191,11 @@ void weigh(Panel &p, int64_t block, int64_t from, int64_t to, Floats scale, cons
     for (int64_t t = from; t < to; t += kTotals)
 #pragma GCC unroll 16
       for (int i = 0; i < kTotals; i += kInputs<C>) {
-        Floats weight = weight_of<C>(scores[t + i][v], scale, top);
+        Floats weight = weight_of<C>(scores[t + i][v], scale.factor, top);
         totals[i] += weight;
 #ifdef SKIPJOIN_BF16
         if constexpr (kInputs<C> == 2) {
-          Floats next = weight_of<C>(scores[t + i + 1][v], scale, top);
+          Floats next = weight_of<C>(scores[t + i + 1][v], scale.factor, top);
           totals[i + 1] += next;
           scores[(t + i) / 2][v] = (Floats)paired(weight, next);
           continue;
@@ -294,10 +299,10 @@ template <typename T, typename C> void attend_many(const Call &c, const Task &ta
   fetch_until(std::min(soon + kKeys, queries.highest()));
   for (int64_t p = 0; p < panels; p++) {
     query[p] = (Unit<C> *)(state + p * per_panel);
-    known.emplace_back(queries, p, (Lanes *)(query[p] + units * kPanel));
+    known.emplace_back(queries, task.head, p, (Lanes *)(query[p] + units * kPanel));
     pack_queries<T, C>(queries, task.head, p, units, query[p]);
   }
-  Floats scale = scale_of(c);
+  Scale scale(c);
   for (int64_t block = queries.lowest(); block < queries.highest(); block += kKeys) {
     int64_t here = std::min<int64_t>(kKeys, queries.highest() - block);
     copies.copy_keys(keys, &s.rows[block], here);

@@ -53,6 +53,8 @@ class AttentionParts(NamedTuple):
     layer: int
     scale: float
     window: int
+    cap: float
+    sinks: torch.Tensor | None
     cos_sin: torch.Tensor | None
 
 

@@ -43,7 +43,8 @@ struct AttentionCall {
   const int64_t *reversed; // null: every sequence ascends
   int64_t segments, table_width, block_size, is_int8; // is_int8: the cache has codes, each row followed by its scale
   int64_t heads, kv_heads, dim, window;
-  double scale;
+  double scale, cap;  // cap: bound of scores, or 0
+  const float *sinks; // score of each head that has no value, or null
 };
 
 // Operations by kind, for benchmarks. Attention includes rotation and writing keys and values.

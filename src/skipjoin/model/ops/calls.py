@@ -34,7 +34,7 @@ class AttentionCall(ctypes.Structure):
         ("block_stride", _I), ("slot_stride", _I), ("head_stride", _I), ("slots", _P), ("query_start", _P),
         ("context", _P), ("tables", _P), ("reversed", _P), ("segments", _I), ("table_width", _I),
         ("block_size", _I), ("is_int8", _I), ("heads", _I), ("kv_heads", _I), ("dim", _I), ("window", _I),
-        ("scale", c_double),
+        ("scale", c_double), ("cap", c_double), ("sinks", _P),
     )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ class LayerCall(ctypes.Structure):
     _fields_ = (
         ("qkv", LinearCall), ("output", LinearCall), ("up", LinearCall), ("down", LinearCall), ("norm", _P),
         ("mlp_norm", _P), ("query_norm", _P), ("key_norm", _P), ("cos_sin", _P), ("pairs", _I), ("window", _I),
-        ("eps", c_double),
+        ("eps", c_double), ("sinks", _P),
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ class LayerShape(NamedTuple):
     widths: tuple[int, ...]
     heads: tuple[int, int, int]
     scale: float
+    cap: float
     eps: float
 
 
@@ -30,7 +31,7 @@ def shape_of(parts: LayerParts, call: LayerCall) -> LayerShape:
     heads, kv_heads, dim = parts.attention.heads, parts.attention.kv_heads, parts.attention.dim
     queries = 0 if parts.attention.qk_norms is None else (heads + kv_heads) * dim
     widths = call.qkv.k, call.qkv.n, queries, call.output.k, call.down.k
-    return LayerShape(widths, (heads, kv_heads, dim), parts.attention.scale, call.eps)
+    return LayerShape(widths, (heads, kv_heads, dim), parts.attention.scale, parts.attention.cap, call.eps)
 
 
 class CppLayers:
@@ -61,7 +62,15 @@ class CppLayers:
         outputs = torch.empty(sum(sizes), dtype=x.dtype)
         begins = accumulate(sizes[:-1], initial=0)
         attention = AttentionCall(
-            *[None] * 3, *[0] * 6, *[None] * 3, *cache_arguments(batch, kv), *self._shape.heads, 0, self._shape.scale
+            *[None] * 3,
+            *[0] * 6,
+            *[None] * 3,
+            *cache_arguments(batch, kv),
+            *self._shape.heads,
+            0,
+            self._shape.scale,
+            self._shape.cap,
+            None,
         )
         caches = [kv.layer(parts.attention.layer) for parts in self._layers]
         addresses = ctypes.c_void_p * count

@@ -187,7 +187,7 @@ def _layer_call(parts: LayerParts) -> LayerCall | None:
     pairs = 0 if attention.cos_sin is None else attention.cos_sin.shape[1] // 2
     return LayerCall(
         *(linear.call() for linear in compiled), *weights, *[None] * (4 - len(weights)), _address(attention.cos_sin),
-        pairs, attention.window, compiled_norms[0].eps,
+        pairs, attention.window, compiled_norms[0].eps, _address(attention.sinks),
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ struct Layer {
   const float *cos_sin;              // or null
   int64_t pairs, window;
   double eps;
+  const float *sinks; // or null
 };
 
 struct Step {
@@ -80,7 +81,7 @@ void attend(int64_t type, const Step &s, const Layer &layer, int64_t index) {
     rotate(key, call.key_token, kv_heads);
   }
   call.query = query, call.key = key, call.out = s.attended;
-  call.keys = s.keys[index], call.values = s.values[index], call.window = layer.window;
+  call.keys = s.keys[index], call.values = s.values[index], call.window = layer.window, call.sinks = layer.sinks;
   skipjoin_paged_attention(type, &call, s.threads);
 }
 

@@ -118,8 +118,26 @@ struct Queries {
   }
 };
 
-// Scores are base-2 logarithms of unnormalized weights.
-SKIPJOIN_INLINE Floats scale_of(const Call &c) { return splat((float)(c.scale * kLog2E)); }
+// Maps products of queries and keys to scores, which are base-2 logarithms of unnormalized weights: `bounded`, then times
+// `factor`.
+struct Scale {
+  Floats factor, inner;
+  bool has_cap;
+
+  explicit Scale(const Call &c)
+      : factor(splat((float)((c.cap ? c.cap : c.scale) * kLog2E))), inner(splat(c.cap ? (float)(2 * c.scale / c.cap) : 0)),
+        has_cap(c.cap != 0) {}
+
+  // Returns the hyperbolic tangent of half of `inner` times x.
+  SKIPJOIN_INLINE Floats bounded(Floats x) const { return 1.0f - 2.0f / (1.0f + exponential(x * inner)); }
+};
+
+// Returns the maximum score and the sum of weights before the first key: those of the head's sink.
+SKIPJOIN_INLINE float first_top(const Call &c, int64_t head) {
+  return c.sinks ? std::max(kLeast, (float)(c.sinks[head] * kLog2E)) : kLeast;
+}
+
+SKIPJOIN_INLINE float first_total(const Call &c) { return c.sinks ? 1.0f : 0.0f; }
 
 template <typename C> SKIPJOIN_INLINE Floats weight_of(Floats score, Floats scale, Floats top) {
   return power_of_two<sizeof(C) <= 2>(fma(score, scale, -top));

@@ -72,7 +72,7 @@ def replace_kernels() -> None:
         (prefill_attention, "_prefill"),
         (kv_write, "_kv_write"),
         (norms, "norm_kernel"),
-        (activations, "silu_and_mul_kernel", "bias_and_activation_kernel"),
+        (activations, "gate_and_mul_kernel", "bias_and_activation_kernel"),
         (thresholds, "thresholds_kernel"),
         (block_copy, "_copy"),
         (products, "product_kernel"),

@@ -19,7 +19,7 @@ from compile_kernels import dumped, loops
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from skipjoin.model.kernels.activations import bias_and_activation_kernel, silu_and_mul_kernel
+from skipjoin.model.kernels.activations import bias_and_activation_kernel, gate_and_mul_kernel
 from skipjoin.model.kernels.norms import norm_kernel, warps_of
 from skipjoin.model.kernels.thresholds import BLOCK, OPTIONS, thresholds_kernel
 from skipjoin.model.ops.torch_ops import ACTIVATIONS
@@ -85,7 +85,7 @@ def main() -> None:
 
 def compile_all(case: str, capability: int, pointer: str) -> None:
     tensors = dict.fromkeys(("x", "product", "weight", "bias", "out"), pointer)
-    types = tensors | {"rows": "i32", "x_stride": "i32", "head_stride": "i32", "eps": "fp32"}
+    types = tensors | {"rows": "i32", "x_stride": "i32", "head_stride": "i32", "eps": "fp32", "offset": "fp32"}
     for label, width, heads, centre, add in (
         ("rms norm of a sum", 4096, 1, False, True),
         ("layer norm of a sum", 5120, 1, True, True),
@@ -95,13 +95,12 @@ def compile_all(case: str, capability: int, pointer: str) -> None:
         block = triton.next_power_of_2(width)
         rows = 2048 // block if heads > 1 else 1
         constants = {"HEADS": heads, "WIDTH": width, "CENTRE": centre, "ADD": add, "WEIGHT": True, "BIAS": centre}
-        constants |= {"ROWS": rows, "BLOCK": block}
+        constants |= {"OFFSET": False, "ROWS": rows, "BLOCK": block}
         code = compiled(norm_kernel, types, constants, warps=warps_of(block * rows), capability=capability)
         print_moves(f"{case} {label}", code)
     types = {"x": pointer, "out": pointer, "width": "i32", "x_stride": "i32"}
-    print_moves(
-        f"{case} silu and mul", compiled(silu_and_mul_kernel, types, {"BLOCK": 1024}, warps=4, capability=capability)
-    )
+    constants = {"GELU": False, "BLOCK": 1024}
+    print_moves(f"{case} silu and mul", compiled(gate_and_mul_kernel, types, constants, warps=4, capability=capability))
     types = {"x": pointer, "bias": pointer, "width": "i32", "x_stride": "i32"}
     for name in ACTIVATIONS:
         constants = {"BIAS": True, "ACTIVATION": name, "BLOCK": 1024}

@@ -39,6 +39,16 @@ _LLAMA3 = {
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+_KINDS = ["sliding_attention", "full_attention"]
+_ROPE_BY_KIND = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
+}
+_QUERIES_GROW = _YARN | {"original_max_position_embeddings": 8, "factor": 16.0, "llama_4_scaling_beta": 0.5}
+_LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
+    "short_factor": [1.0 + 0.1 * pair for pair in range(8)], "long_factor": [2.0] * 8,
+}  # fmt: skip
 
 
 def _config(name: str, **fields: Any) -> Callable[[], transformers.PreTrainedConfig]:
@@ -65,6 +75,46 @@ CONFIGS = {
     "starcoder2": _config("Starcoder2Config", **_GATED),
     "starcoder2-window": _config(
         "Starcoder2Config", **_GATED, sliding_window=7, use_bias=False, tie_word_embeddings=False
+    ),
+    "smollm3": _config("SmolLM3Config", **_GATED, no_rope_layers=[1, 0]),
+    "granite": _config(
+        "GraniteConfig",
+        **_GATED,
+        embedding_multiplier=6.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.15,
+        logits_scaling=3.0,
+        mlp_bias=True,
+    ),
+    "ministral": _config("MinistralConfig", **_GATED, head_dim=16, sliding_window=9, layer_types=_KINDS),
+    "ministral3": _config("Ministral3Config", **_GATED, head_dim=32, rope_parameters=_QUERIES_GROW),
+    "phi3": _config("Phi3Config", **_GATED, sliding_window=9, partial_rotary_factor=0.5),
+    "phi3-longrope": _config("Phi3Config", **_GATED, rope_parameters=_LONGROPE, original_max_position_embeddings=64),
+    "olmo2": _config("Olmo2Config", **_GATED, rope_parameters=_YARN),
+    "olmo3": _config("Olmo3Config", **_GATED, sliding_window=9, layer_types=_KINDS, rope_parameters=_ROPE_BY_KIND),
+    "exaone4": _config("Exaone4Config", **_GATED, sliding_window=9, layer_types=_KINDS),
+    "glm": _config("GlmConfig", **_GATED, head_dim=16),
+    "glm4": _config("Glm4Config", **_GATED, head_dim=16),
+    "cohere": _config("CohereConfig", **_GATED, use_qk_norm=True),
+    "cohere2": _config("Cohere2Config", **_GATED, sliding_window=9, layer_types=_KINDS, attention_bias=True),
+    "gemma": _config("GemmaConfig", **_GATED, head_dim=16),
+    "gemma2": _config(
+        "Gemma2Config",
+        **_GATED,
+        head_dim=32,
+        sliding_window=9,
+        query_pre_attn_scalar=20,
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=2.0,
+    ),
+    "gemma3": _config(
+        "Gemma3TextConfig",
+        **_GATED,
+        head_dim=32,
+        sliding_window=9,
+        layer_types=_KINDS,
+        query_pre_attn_scalar=20,
+        rope_parameters=_ROPE_BY_KIND,
     ),
     "opt": _config("OPTConfig", **_SHAPE, ffn_dim=96),
     "opt-after": _config("OPTConfig", **_SHAPE, ffn_dim=96, do_layer_norm_before=False, word_embed_proj_dim=32),

@@ -35,7 +35,8 @@ from support.gguf_files import Kind, described, small_llama, write_model
 WRITTEN = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.MXFP4, Kind.TQ2_0]
 READ = [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.IQ3_S, Kind.IQ2_XS]
 # Files do not say which layers have a window, and name families as Llama that compute as it does.
-FAMILIES = [name for name in CONFIGS if not name.endswith("-window") and not name.startswith("opt")]
+_KNOWN = ("llama", "mistral", "qwen", "gpt-neox", "starcoder2")
+FAMILIES = [name for name in CONFIGS if name.startswith(_KNOWN) and not name.endswith("-window")]
 TEXTS = [
     *("the quick brown fox, hello world!", "In 2024,  1234567 numbers", "  leading and trailing  ", "don't We'LL I'M"),
     *("naïve café — ok 😀👍🏽", "数字 你好世界 123", "def f(x):\n    return x**2\n\n\n  # done\t\ttabs", "x²½ ⅷ ٣٤"),

@@ -111,7 +111,7 @@ def test_rotary_tables_match_transformers_at_long_positions(scaling):
     config = ModelConfig.from_dict({"architectures": ["LlamaForCausalLM"]} | reference.to_dict())
     positions = torch.tensor([0, 1, 999, config.max_positions // 2 + 1, config.max_positions - 1])
     expected = LlamaRotaryEmbedding(reference)(torch.zeros(1), positions[None])
-    found = Rotary(config, "cpu").cos_sin[positions].chunk(2, dim=1)
+    found = Rotary(config.rope, config.max_positions, "cpu").cos_sin[positions].chunk(2, dim=1)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs[0, :, : ours.shape[1]], atol=1e-6, rtol=0)
 
@@ -166,7 +166,7 @@ def test_random_weights_without_any_dtype_are_float32(folder, caplog):
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
             "without it, the model is the same up to max_position_em",
         ),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope' is not supported; .* cached KV would not"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "must have a factor for each of .* pairs, got None"),
         ({"rope_scaling": {"type": "mrope"}}, "'mrope' is not supported"),
         ({"rope_scaling": "yarn"}, "rope_scaling in config.json must be an object, got 'yarn'"),
         ({"rope_parameters": {"full_attention": YARN}}, "must be the same for all layers, .*: full_attention"),

@@ -23,7 +23,7 @@ from skipjoin.model.large_pages import Arena
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, random_model
 from skipjoin.model.ops import build
-from skipjoin.model.ops.base import GATED
+from skipjoin.model.ops.base import GATES
 from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps, has_dtype
 from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchOps, activated
 
@@ -59,7 +59,8 @@ def assert_near(ours: torch.Tensor, expected: torch.Tensor) -> None:
 def test_linear(dtype, outputs, inputs):
     ops = CppOps(LIBRARY, dtype)
     weight, bias = drawn(dtype, 2 * outputs, inputs, seed=1), drawn(dtype, 2 * outputs, seed=2)
-    plain, with_bias, gated = ops.linear(weight, None), ops.linear(weight, bias), ops.linear(weight, bias, GATED)
+    plain, with_bias = ops.linear(weight, None), ops.linear(weight, bias)
+    gates = [(name, ops.linear(weight, bias, name)) for name in GATES]
     activations = [(name, ops.linear(weight, bias, name), ops.linear(weight, None, name)) for name in ACTIVATIONS]
     for rows in (1, 2, 7, 12, 13, 24, 25, 64, 300):
         x = drawn(dtype, rows, inputs + 3)[:, :inputs]
@@ -71,8 +72,8 @@ def test_linear(dtype, outputs, inputs):
         with_bias.add_to(x, total)
         assert_near(total, expected)
         shifted = exact + bias.double()
-        gate, up = shifted.chunk(2, dim=-1)
-        assert_near(gated(x), torch.nn.functional.silu(gate) * up)
+        for name, gated in gates:
+            assert_near(gated(x), activated(name, shifted))
         for name, one, other in activations:
             assert_near(one(x), activated(name, shifted.clone()))
             assert_near(other(x), activated(name, exact.clone()))
@@ -118,6 +119,7 @@ def test_norm_and_rotary_embedding(dtype):
         x, weight = drawn(dtype, 9, width), drawn(dtype, width, seed=1)
         scale = (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
         assert_near(ops.rms_norm(weight, 1e-5)(x), x.double() * scale * weight.double())
+        assert_near(ops.rms_norm(weight, 1e-5, 1.0)(x), x.double() * scale * (weight.double() + 1))
     qkv = drawn(dtype, 50, 8, 40)
     assert_near(
         ops.rms_norm(weight[:40], 1e-5)(qkv[:, 2:5]),

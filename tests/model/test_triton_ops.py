@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from skipjoin.model import loader
 from skipjoin.model.attention.torch_backend import TorchAttention
 from skipjoin.model.kernels import norms
-from skipjoin.model.kernels.activations import bias_and_activation, silu_and_mul
+from skipjoin.model.kernels.activations import bias_and_activation, gate_and_mul
 from skipjoin.model.kernels.norms import normalize
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.ops.base import GATED
@@ -104,13 +104,14 @@ def test_norms_of_strided_heads(dtype, center, heads, width):
 @pytest.mark.parametrize(("rows", "width"), [(2, 1), (3, 70), (2, 1030)])
 # The result is zero where exp overflows.
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
-def test_silu_and_mul(dtype, rows, width):
+def test_gates(dtype, rows, width):
     # Includes values that overflow exp.
     x = drawn(dtype, rows, 2 * width + 5) * 4
     x[0, :1] = -200
     x = x[:, : 2 * width]
     gate, up = x.double().chunk(2, dim=-1)
-    assert_near(silu_and_mul(x), F.silu(gate) * up)
+    assert_near(gate_and_mul(x, "silu"), F.silu(gate) * up)
+    assert_near(gate_and_mul(x, "gelu_tanh"), F.gelu(gate, approximate="tanh") * up)
 
 
 def exercise_activation(dtype: torch.dtype, rows: int, width: int, name: str) -> None:
@@ -158,6 +159,8 @@ def test_residual_sums_and_the_following_norm(dtype):
                 ours = linear.add_to(x, fused, norm)
                 assert_near(fused, expected)
                 assert_near(ours, exact_norm(fused, scale, bias if center else None, center))
+        shifted = exact_norm(total, scale.double() + 1, None, False)
+        assert_near(ops.rms_norm(scale, 1e-5, 1.0)(total), shifted)
 
 
 @dtypes
@@ -218,7 +221,7 @@ def test_kernels_at_real_sizes_on_gpu(case):
         )
     x = drawn(case, 700, 2 * 14336)
     gate, up = x.double().chunk(2, dim=-1)
-    assert_near(silu_and_mul(x), F.silu(gate) * up)
+    assert_near(gate_and_mul(x, "silu"), F.silu(gate) * up)
     for name in ACTIVATIONS:
         exercise_activation(case, 700, 20480, name)
 

@@ -118,4 +118,9 @@ class CausalLM:
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the logits of rows of `wanted_rows`; all ranks of the stage must call it."""
         assert self._output is not None
-        return self.group.gather(self._output(rows), self._vocabulary)
+        logits, config = self.group.gather(self._output(rows), self._vocabulary), self.config
+        if config.logit_scale != 1 or config.logit_cap:
+            logits = logits.float().mul_(config.logit_scale)
+        if config.logit_cap:
+            logits.div_(config.logit_cap).tanh_().mul_(config.logit_cap)
+        return logits

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ _MAY_BE_ZERO = ("max_window_layers", "sliding_window", "word_embed_proj_dim")
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
 _MIN_EPSILON, _LARGEST_EPSILON = 1e-30, 1.0
 # Fields of `ModelConfig` and their names in config.json, unless a family reads them by other names.
-_COMMON = {
+SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
@@ -74,9 +74,14 @@ class ModelConfig:
     """Shape of a decoder-only model.
 
     Attributes:
+        rope: Rotary positions, which decide the context; None if the model has others.
+        ropes: Those of each layer, or None for a layer without positions.
         windows: Attention window of each layer in tokens, the current one included; 0 for full attention.
         attention_scale: Factor of attention scores; None for head_dim ** -0.5.
-        attention_cap: Bound of attention scores s, which become cap * tanh(s / cap); 0 for none.
+        attention_cap: Bound of attention scores s, which become cap * tanh(s / cap); 0 for none. So does `logit_cap`
+            for logits, after `logit_scale`.
+        embedding_scale: Factor of embeddings; `residual_scale` is that of what layers add.
+        norm_offset: Added to the weights of root mean square norms.
         dtype_name: Type of the weights, or None if config.json leaves it to the weight files.
         embed_dim: Width of the token embedding: hidden_size except in OPT-350m.
     """
@@ -95,12 +100,18 @@ class ModelConfig:
     tie_embeddings: bool
     activation: str
     rope: RopeSettings | None
+    ropes: tuple[RopeSettings | None, ...]
     windows: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
     dtype_name: str | None
     embed_dim: int
     attention_scale: float | None = None
     attention_cap: float = 0.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0
+    norm_offset: float = 0.0
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -134,6 +145,7 @@ class ModelConfig:
             architecture, family = find_architecture(names, raw.get("model_type"))
         except PluginError as error:
             raise ModelError(str(error)) from error
+        raw = _text_settings(raw)
         _check_sizes(raw, family.sizes)
         try:
             values = family.fields(raw, architecture)
@@ -208,14 +220,44 @@ def _check_numbers(raw: Mapping[str, Any]) -> None:
 
 
 def _common_fields(raw: Mapping[str, Any], values: Mapping[str, Any], extra_eos: Any) -> dict[str, Any]:
-    common: dict[str, Any] = {field: int(raw[name]) for field, name in _COMMON.items() if field not in values}
+    common: dict[str, Any] = {field: int(raw[name]) for field, name in SIZES.items() if field not in values}
     common |= values
     return {
         "eos_token_ids": tuple(dict.fromkeys([*_token_ids(raw.get("eos_token_id")), *_token_ids(extra_eos)])),
         "dtype_name": _dtype_name(raw),
         "windows": (0,) * common["num_layers"],
+        "ropes": (common["rope"],) * common["num_layers"],
         "embed_dim": common["hidden_size"],
     } | common
+
+
+def _text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of the language model in those of one that also sees or hears."""
+    text = raw.get("text_config")
+    if text is None:
+        return raw
+    if not isinstance(text, Mapping):
+        raise ModelError(f"text_config in config.json must be an object, got {text!r:.80}")
+    _check_numbers(text)
+    outer = ("eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
+    return {**text, **{name: raw[name] for name in outer if raw.get(name) is not None}}
+
+
+def layer_kinds(raw: Mapping[str, Any], layers: int, default: Callable[[int], bool]) -> tuple[bool, ...]:
+    """Return whether each layer attends to a window. `default` is for a file without `layer_types`."""
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        return tuple(map(default, range(layers)))
+    known = ("sliding_attention", "full_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+        raise ModelError(f"layer_types in config.json must be {layers} of {', '.join(known)}, got {kinds!r:.80}")
+    return tuple(kind == "sliding_attention" for kind in kinds)
+
+
+def every(interval: Any) -> Callable[[int], bool]:
+    """Return a function that is false for every layer of this number."""
+    size = int(interval or 0)
+    return lambda index: bool(size) and (index + 1) % size != 0
 
 
 def _dtype_name(raw: Mapping[str, Any]) -> str | None:
@@ -240,10 +282,39 @@ def _token_ids(value: Any) -> tuple[int, ...]:
     return tuple(int(item) for item in value) if isinstance(value, list | tuple) else (int(value),)
 
 
+def factor(raw: Mapping[str, Any], name: str, default: float) -> float:
+    """Return a number above 0, or `default` if it is missing."""
+    value = raw.get(name, default)
+    if not (is_number(value) and value > 0):
+        raise ModelError(f"{name} in config.json must be a finite number above 0, got {value!r:.80}")
+    return float(value)
+
+
+def cap(raw: Mapping[str, Any], name: str) -> float:
+    """Return the bound of a soft cap, or 0 if there is none."""
+    return 0.0 if raw.get(name) is None else factor(raw, name, 0.0)
+
+
 def activation(name: str) -> str:
     if name not in _ACTIVATIONS:
         raise ModelError(f"activation {name!r} is not supported; supported are {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
+
+
+def rope_of_kind(raw: Mapping[str, Any], kind: str, theta: str, default: float) -> dict[str, Any]:
+    """Return `raw` with the rotary settings of layers of one kind, which are nested or, in older files, stand alone.
+
+    Args:
+        theta: Name of their base in older files.
+        default: Base if there is none.
+    """
+    found = {name: value for name, value in raw.items() if name not in ("rope_parameters", "rope_scaling")}
+    nested = raw.get("rope_parameters")
+    own = nested.get(kind) if isinstance(nested, Mapping) else None
+    found["rope_parameters"] = own if own is not None else {}
+    if kind == "full_attention" and raw.get("rope_scaling") is not None:
+        found["rope_scaling"] = raw["rope_scaling"]
+    return {**found, "rope_theta": raw.get(theta) or default}
 
 
 def rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, default_share: float) -> RopeSettings:

@@ -17,6 +17,8 @@ def inverse_frequencies(rope: RopeSettings) -> torch.Tensor:
     plain = 1.0 / turned
     if rope.scaling == "linear":
         return plain / rope.factor
+    if rope.scaling == "longrope":
+        return 1.0 / (torch.tensor(rope.factors) * turned)
     if rope.scaling == "factors":
         return plain / torch.tensor(rope.factors)
     if rope.scaling == "llama3":

@@ -30,8 +30,8 @@ class GroupedMatrix(NamedTuple):
     values: tuple[int, ...] | None = None
     order: torch.Tensor | None = None
 
-    def outputs(self, wanted: range) -> GroupedMatrix:
-        part = slice(wanted.start, wanted.stop)
+    def outputs(self, wanted: range | torch.Tensor) -> GroupedMatrix:
+        part = slice(wanted.start, wanted.stop) if isinstance(wanted, range) else wanted
         minimums = None if self.minimums is None else self.minimums[part]
         return self._replace(codes=self.codes[part], scales=self.scales[part], minimums=minimums)
 

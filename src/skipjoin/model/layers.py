@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -15,6 +15,7 @@ from skipjoin.model.frequencies import inverse_frequencies
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.ops.base import AttentionParts, FusedLayers, LayerOps, LayerParts, Linear, LookedUp, Norm
 from skipjoin.model.parallel import Group
+from skipjoin.model.rope import RopeSettings
 from skipjoin.model.weights import Matrix, Weights
 
 
@@ -51,11 +52,20 @@ class Builder:
         bias: bool,
         *,
         rows: Sequence[range] | None = None,
+        orders: Sequence[torch.Tensor | None] | None = None,
         activation: str | None = None,
     ) -> Linear:
-        """Fuse matrices with the same input; `outs` are their rows as a whole, and `rows` this rank's (Megatron)."""
+        """Fuse matrices with the same input.
+
+        Args:
+            names: Of which several may be parts of one.
+            outs: Their rows as a whole.
+            rows: This rank's (Megatron).
+            orders: Which of these rows each output has.
+        """
         names = [names] if isinstance(names, str) else names
-        matrices = [Matrix(*one) for one in zip(names, outs, rows or map(range, outs), strict=True)]
+        parts = zip(names, outs, rows or map(range, outs), orders or [None] * len(outs), strict=True)
+        matrices = [Matrix(*one) for one in parts]
         self.parameters += sum(len(one.rows) for one in matrices) * inputs
         return self._counted(self.weights.linear(self.ops, matrices, inputs, bias=bias, activation=activation))
 
@@ -77,11 +87,23 @@ class Builder:
         linear = self._counted(self.weights.linear(self.ops, matrices, inputs, bias=has_bias, columns=columns))
         return SummedLinear(linear, self.group, begins, ends) if self.shard.tp_size > 1 else linear
 
-    def mlp(self, up: str | Sequence[str], down: str, activation: str, *, begins: bool = True) -> tuple[Linear, Linear]:
+    def mlp(
+        self,
+        up: str | Sequence[str],
+        down: str,
+        activation: str,
+        *,
+        is_joined: bool = False,
+        begins: bool = True,
+    ) -> tuple[Linear, Linear]:
+        """Make the products of an MLP; `is_joined` if the one matrix `up` has gate and then up."""
         config, own = self.config, self.shard.columns(self.config)
         hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         names = [up] if isinstance(up, str) else up
         sizes, rows = [width] * len(names), [own] * len(names)
+        if is_joined:
+            names, sizes = [*names, *names], [2 * width] * 2
+            rows = [own, range(width + own.start, width + own.stop)]
         return (
             self.linear(names, sizes, hidden, bias, rows=rows, activation=activation),
             self.summed_linear(down, hidden, width, bias, columns=own, begins=begins),
@@ -101,16 +123,25 @@ class Builder:
         table = self.weights.table(self.ops, matrix, config.embed_dim)
         self.weight_bytes += table.nbytes if isinstance(table, torch.Tensor) else table.weight_bytes
         self.parameters += len(own) * config.embed_dim
-        return Embedding(table, own, config.vocab_size, self.group)
+        return Embedding(table, own, config.vocab_size, self.group, config.embedding_scale)
 
-    def rms_norm(self, name: str, width: int) -> Norm:
-        return self.ops.rms_norm(self.tensor(f"{name}.weight", width), self.config.norm_eps)
+    def rms_norm(self, name: str, width: int | None = None) -> Norm:
+        """Make a norm of `width` values, by default the hidden size."""
+        weight = self.tensor(f"{name}.weight", width or self.config.hidden_size)
+        return self.ops.rms_norm(weight, self.config.norm_eps, self.config.norm_offset)
 
-    def layer_norm(self, name: str) -> Norm:
-        width, weight, bias = self.config.hidden_size, None, None
+    def projection_norm(self, name: str, rows: range, total: int) -> Norm:
+        """Make a norm over all heads of a projection with `total` rows, of which this rank has `rows`."""
+        config, weight = self.config, self.tensor(f"{name}.weight", total, rows=rows)
+        if len(rows) == total:
+            return ProjectionNorm(self.ops.rms_norm(weight, config.norm_eps, config.norm_offset))
+        return SpreadNorm(weight, config.norm_eps, len(rows) * self.shard.tp_size, self.group)
+
+    def layer_norm(self, name: str, *, bias: bool = True) -> Norm:
+        width, weight, shift = self.config.hidden_size, None, None
         if self.config.norm_affine:
-            weight, bias = self.tensor(f"{name}.weight", width), self.tensor(f"{name}.bias", width)
-        return self.ops.layer_norm(width, weight, bias, self.config.norm_eps)
+            weight, shift = self.tensor(f"{name}.weight", width), self.tensor(f"{name}.bias", width) if bias else None
+        return self.ops.layer_norm(width, weight, shift, self.config.norm_eps)
 
 
 class SummedLinear:
@@ -134,14 +165,75 @@ class SummedLinear:
         return total if then is None else then(total)
 
 
-class Embedding:
-    """Vocabulary-parallel embedding: a rank has the rows `own`."""
+class Adjusted:
+    """`Linear` whose product is normalized or scaled before it is added."""
 
-    def __init__(self, table: torch.Tensor | LookedUp, own: range, vocab_size: int, group: Group) -> None:
+    def __init__(self, linear: Linear, adjust: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._linear, self._adjust = linear, adjust
+        self.weight_bytes = linear.weight_bytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._adjust(self._linear(x))
+
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
+        product = self(x)
+        return total.add_(product) if then is None else then.after(product, total)
+
+
+class Unchanged:
+    """`Norm` in front of a part that reads the residual stream itself."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def after(self, product: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        return total.add_(product)
+
+
+class ProjectionNorm:
+    """Norm of [n, heads, dim] over all heads."""
+
+    def __init__(self, norm: Norm) -> None:
+        self._norm = norm
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._norm(x.flatten(1)).view(x.shape)
+
+    def after(self, product: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class SpreadNorm:
+    """Root mean square norm of [n, heads, dim] over the heads of a stage's ranks, which have `width` values."""
+
+    def __init__(self, weight: torch.Tensor, eps: float, width: int, group: Group) -> None:
+        self._weight, self._eps, self._width, self._group = weight.float(), eps, width, group
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        values = x.flatten(1).float()
+        squares = values.square().sum(-1, keepdim=True)
+        self._group.all_reduce(squares)
+        values *= (squares / self._width + self._eps).rsqrt() * self._weight
+        return values.to(x.dtype).view(x.shape)
+
+    def after(self, product: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Embedding:
+    """Vocabulary-parallel embedding: a rank has the rows `own`. They are multiplied by `scale` in the model's type."""
+
+    def __init__(
+        self, table: torch.Tensor | LookedUp, own: range, vocab_size: int, group: Group, scale: float = 1.0
+    ) -> None:
         self.table = table
-        self._own, self._vocab_size, self._group = own, vocab_size, group
+        self._own, self._vocab_size, self._group, self._scale = own, vocab_size, group, scale
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        found = self._found(ids)
+        return found if self._scale == 1 else found.mul_(torch.tensor(self._scale, dtype=found.dtype))
+
+    def _found(self, ids: torch.Tensor) -> torch.Tensor:
         if len(self._own) == self._vocab_size:
             return self._rows(ids)
         if ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size:
@@ -157,12 +249,14 @@ class Embedding:
 
 
 class Rotary:
-    def __init__(self, config: ModelConfig, device: torch.device | str) -> None:
-        assert config.rope is not None
-        positions = torch.arange(config.max_positions, dtype=torch.float32)
-        angles = positions[:, None] * inverse_frequencies(config.rope)
-        table = torch.cat([angles.cos(), angles.sin()], dim=-1) * config.rope.attention_factor
+    def __init__(self, rope: RopeSettings, max_positions: int, device: torch.device | str) -> None:
+        angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse_frequencies(rope)
+        table = torch.cat([angles.cos(), angles.sin()], dim=-1) * rope.attention_factor
         self.cos_sin = table.to(device)
+        self.query_scales: torch.Tensor | None = None
+        if rope.query_beta:
+            turns = torch.arange(max_positions) // rope.original_max_positions
+            self.query_scales = (1 + rope.query_beta * torch.log1p(turns.float())).to(device)
 
 
 class SelfAttention:
@@ -191,6 +285,7 @@ class SelfAttention:
             config.attention_cap,
             sinks,
             None if rotary is None else rotary.cos_sin,
+            None if rotary is None else rotary.query_scales,
         )
 
     def add_to(self, x: torch.Tensor, total: torch.Tensor, step: LayerInputs, then: Norm | None = None) -> torch.Tensor:
@@ -200,6 +295,8 @@ class SelfAttention:
         query, key, value = qkv.split([of.heads, of.kv_heads, of.kv_heads], dim=1)
         if of.qk_norms is not None:
             query, key = of.qk_norms[0](query), of.qk_norms[1](key)
+        if of.query_scales is not None:
+            query = query * of.query_scales[step.batch.positions, None, None].to(query.dtype)
         attended = step.attention.attend(
             query, key, value, step.kv, step.batch,
             layer=of.layer, scale=of.scale, window=of.window, cap=of.cap, sinks=of.sinks, cos_sin=of.cos_sin,
@@ -216,21 +313,48 @@ def separate_attention(
     rotary: Rotary | None = None,
     norms: tuple[Norm, Norm] | None = None,
     sinks: torch.Tensor | None = None,
+    adjust: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    joined: str = "",
+    is_paired: bool = False,
+    ends: bool = True,
 ) -> SelfAttention:
-    """Return attention whose projections are `name`.q_proj, k_proj and v_proj, and `name`.`output`."""
+    """Return attention whose projections are `name`.q_proj, k_proj and v_proj, and `name`.`output`.
+
+    Args:
+        adjust: Changes the output before it is added; see `Adjusted`.
+        joined: Name of one matrix that has the rows of all three, instead of theirs.
+        is_paired: The checkpoint rotates pairs of neighbors, (0, 1), instead of (0, rotary_dim / 2).
+        ends: As of `Builder.summed_linear`.
+    """
     config, shard = builder.config, builder.shard
     hidden, q, kv = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    own_q, own_kv = shard.query_rows(config), shard.kv_rows(config)
-    projections = [f"{name}.{part}_proj" for part in "qkv"]
+    rows = [shard.query_rows(config), *[shard.kv_rows(config)] * 2]
+    outs, projections = (q, kv, kv), [f"{name}.{part}_proj" for part in "qkv"]
+    if joined:
+        outs, projections = (q + 2 * kv,) * 3, [f"{name}.{joined}"] * 3
+        rows = [range(first + own.start, first + own.stop) for first, own in zip((0, q, q + kv), rows, strict=True)]
+    orders = None
+    if is_paired and config.rope is not None:
+        orders = [*(halves_of_pairs(len(own), config.head_dim, config.rope.rotary_dim) for own in rows[:2]), None]
+    product = builder.summed_linear(
+        f"{name}.{output}", hidden, q, config.output_bias, columns=shard.query_rows(config), ends=ends
+    )
     return SelfAttention(
         builder,
         layer,
-        builder.linear(projections, (q, kv, kv), hidden, config.attention_bias, rows=(own_q, own_kv, own_kv)),
-        builder.summed_linear(f"{name}.{output}", hidden, q, config.output_bias, columns=own_q),
+        builder.linear(projections, outs, hidden, config.attention_bias, rows=rows, orders=orders),
+        product if adjust is None else Adjusted(product, adjust),
         rotary=rotary,
         norms=norms,
         sinks=sinks,
     )
+
+
+def halves_of_pairs(rows: int, dim: int, rotary_dim: int) -> torch.Tensor:
+    """Return which row each row of heads has after the first of each pair come before the second."""
+    pairs = torch.arange(rotary_dim).view(-1, 2).t().flatten()
+    order = torch.cat([pairs, torch.arange(rotary_dim, dim)])
+    return (torch.arange(0, rows, dim)[:, None] + order).flatten()
 
 
 class Layer(Protocol):

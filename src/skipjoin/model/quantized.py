@@ -15,7 +15,7 @@ from skipjoin.model.family import family_named
 from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.groups import coded_bytes as groups_bytes
 from skipjoin.model.weight_files import ModelFiles, Source
-from skipjoin.model.weights import FolderWeights, Matrix, SafetensorsFiles
+from skipjoin.model.weights import FolderWeights, Matrix, SafetensorsFiles, stored_names
 
 _log = logging.getLogger(__name__)
 _NUMBERS = ("F32", "F16", "BF16")
@@ -190,10 +190,10 @@ class QuantizedWeights(FolderWeights):
         return dict(first.get("weights") or {})
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files.opened(name).get_shape())
+        return tuple(self._files.opened(self.named(name) or name).get_shape())
 
     def _kind(self, name: str) -> str:
-        return str(self._files.opened(name).get_dtype())
+        return str(self._files.opened(self.named(name) or name).get_dtype())
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -220,12 +220,12 @@ def _with_zeros(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, 
 def coded_bytes(source: Source, name: str, outputs: int, inputs: int) -> int | None:
     """Return the minimum bytes of a matrix in codes, or None if it is not stored so or is widened."""
     stored = _names(source.files.folder) if source.files.has_weights and source.reads_codes else frozenset()
-    base = name.removeprefix(family_named(source.config.family).prefix)
+    names = stored_names(name, family_named(source.config.family).prefix)
     settings = source.files.quantization
     groups = settings.get("config_groups") or {}
     weights = next((group["weights"] for group in groups.values()), settings)
     kinds = ["qweight", "weight_packed", *(["weight_scale"] if weights.get("type") == "int" else [])]
-    if not {f"{one}.{kind}" for one in (name, base) for kind in kinds} & stored:
+    if not {f"{one}.{kind}" for one in names for kind in kinds} & stored:
         return None
     bits, group = int(weights.get("num_bits", weights.get("bits", 4))), int(weights.get("group_size") or -1)
     return groups_bytes(outputs, inputs, bits=bits, group=group if group > 0 else inputs)

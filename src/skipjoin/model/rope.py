@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SCALINGS = ("default", "linear", "llama3", "yarn")
+SCALINGS = ("default", "linear", "llama3", "yarn", "longrope")
 # Far above the context of any model.
 MAX_POSITIONS = 1 << 30
 # More than the rounding error of a factor that is a quotient of two lengths.
@@ -14,8 +14,6 @@ _ROUNDING = 1e-6
 _VARIABLE = "its frequencies depend on the length of a request, so cached KV would not stay valid as the request grows"
 _REASONS = {
     "dynamic": f"{_VARIABLE}; without it, the model is the same up to max_position_embeddings",
-    "longrope": _VARIABLE,
-    "su": _VARIABLE,
 }
 
 
@@ -23,7 +21,8 @@ _REASONS = {
 class RopeSettings:
     """Rotary embedding of the first `rotary_dim` values of each head, value i paired with value i + rotary_dim / 2.
 
-    `factors` divide the frequency of each pair, as GGUF files have them.
+    `factors` divide the frequency of each pair, as those of LongRoPE and of GGUF files do. With `query_beta`, queries
+    at position p are multiplied by 1 + query_beta * log(1 + p // original_max_positions).
     """
 
     theta: float
@@ -38,12 +37,17 @@ class RopeSettings:
     truncate: bool = True
     attention_factor: float = 1.0
     factors: tuple[float, ...] = ()
+    query_beta: float = 0.0
 
     def context(self, max_positions: int) -> int:
         """Return the context length of a model with this `max_position_embeddings`.
 
         Linear and YaRN scaling extend the original length, whether or not config.json does; Llama 3 states the result.
+        LongRoPE has other factors beyond the original length, so that cached KV would not stay valid as a request grows
+        past it.
         """
+        if self.scaling == "longrope" and self.original_max_positions:
+            return min(max_positions, self.original_max_positions)
         if self.scaling not in ("linear", "yarn"):
             return max_positions
         extended = self.factor * self.original_max_positions
@@ -67,6 +71,7 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, defaul
     rotary_dim = int(head_dim * _bounded("partial_rotary_factor", default_share if share is None else share, high=1.0))
     kinds = (of.get(name) for of in (older, newer) for name in ("rope_type", "type"))
     scaling = str(next(filter(None, kinds), "default"))
+    scaling = {"su": "longrope"}.get(scaling, scaling)
     if scaling == "factors":
         return RopeSettings(
             theta=theta, rotary_dim=rotary_dim, scaling=scaling, factors=_factors(nested.get("factors"), rotary_dim)
@@ -80,7 +85,7 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, defaul
     name = "original_max_position_embeddings"
     original = int(_bounded(name, raw.get(name) or nested.get(name) or max_positions, low=1.0))
     factor = nested.get("factor")
-    if factor is None and scaling == "yarn":
+    if factor is None and scaling in ("yarn", "longrope"):
         factor = max_positions / original
     factor = _bounded("factor", nested["factor"] if factor is None else factor)
     settings |= {"factor": factor, "original_max_positions": original}
@@ -92,14 +97,28 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, defaul
                 f"low_freq_factor in config.json must be below high_freq_factor, which is "
                 f"{settings['high_freq_factor']:g}, got {settings['low_freq_factor']:g}"
             )
+    if scaling == "longrope":
+        settings |= _longrope(nested, factor, original, rotary_dim)
     if scaling == "yarn":
         settings |= {
             "beta_fast": _bounded("beta_fast", nested.get("beta_fast") or 32),
             "beta_slow": _bounded("beta_slow", nested.get("beta_slow") or 1),
             "truncate": bool(nested.get("truncate", True)),
             "attention_factor": _yarn_attention_factor(nested, factor),
+            "query_beta": _bounded("llama_4_scaling_beta", nested.get("llama_4_scaling_beta") or 0.0, low=0.0),
         }
     return RopeSettings(**settings)
+
+
+def _longrope(nested: Mapping[str, Any], factor: float, original: int, rotary_dim: int) -> dict[str, Any]:
+    """Return the factors up to the original length, or those beyond it if config.json has no others."""
+    given = nested.get("attention_factor")
+    if given is None:
+        given = 1.0 if factor <= 1 or original == 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    found: dict[str, Any] = {"attention_factor": _bounded("attention_factor", given)}
+    if nested.get("short_factor") is None:
+        return found | {"factors": _factors(nested.get("long_factor"), rotary_dim), "original_max_positions": 0}
+    return found | {"factors": _factors(nested["short_factor"], rotary_dim)}
 
 
 def _factors(value: Any, rotary_dim: int) -> tuple[float, ...]:

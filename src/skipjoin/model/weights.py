@@ -23,11 +23,19 @@ _STORED = {"F64": "float32", "F32": "float32", "BF16": "bfloat16", "F16": "float
 
 
 class Matrix(NamedTuple):
-    """A matrix of a product: its name without ".weight", its rows, and those of them that this rank has."""
+    """A matrix of a product: its name without ".weight", its rows, and those of them that this rank has.
+
+    Attributes:
+        order: Which of the rank's rows each output has, or None for the same.
+    """
 
     name: str
     out: int
     rows: range
+    order: torch.Tensor | None = None
+
+    def reordered(self, taken: torch.Tensor) -> torch.Tensor:
+        return taken if self.order is None or taken.is_meta else taken[self.order.to(taken.device)]
 
 
 class Weights(ABC):
@@ -58,13 +66,23 @@ class Weights(ABC):
         activation: str | None = None,
     ) -> Linear:
         """Make one product of matrices with the same input by concatenating their rows; `columns` are this rank's."""
-        shifts = [self.take(f"{one.name}.bias", one.out, rows=one.rows) for one in matrices] if bias else []
-        shift = _join(shifts) if bias else None
+
+        def taken(kind: str, *size: int, **options: Any) -> torch.Tensor:
+            parts = (
+                one.reordered(self.take(f"{one.name}.{kind}", one.out, *size, rows=one.rows, **options))
+                for one in matrices
+            )
+            return _join(list(parts))
+
+        shift = taken("bias") if bias else None
         coded = [found for one in matrices if (found := self.grouped(one, inputs, columns)) is not None]
         if len(coded) == len(matrices) and same_order(coded):
-            return ops.grouped(coded, shift, activation)
-        weight = [self.take(f"{one.name}.weight", one.out, inputs, rows=one.rows, columns=columns) for one in matrices]
-        return self.product(ops, _join(weight), shift, activation)
+            rows = [
+                one if matrix.order is None else one.outputs(matrix.order)
+                for one, matrix in zip(coded, matrices, strict=True)
+            ]
+            return ops.grouped(rows, shift, activation)
+        return self.product(ops, taken("weight", inputs, columns=columns), shift, activation)
 
     def product(
         self, ops: LayerOps, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
@@ -218,12 +236,18 @@ def stored_dtype(folder: Path) -> str:
     return max(DTYPES, key=lambda name: elements[name])
 
 
+def stored_names(name: str, prefix: str) -> tuple[str, ...]:
+    """Return the names that a tensor may have: also in a bare decoder, or in a model that has it as a part."""
+    bare = name.removeprefix(prefix)
+    return name, bare, f"model.language_model.{bare}", f"language_model.{name}"
+
+
 class FolderWeights(Weights):
     def __init__(self, source: Source) -> None:
         self._folder, self._dtype, self._device = source.files.folder, source.dtype, source.device
         self._prefix = family_named(source.config.family).prefix
         self._progress = source.progress
-        self._taken = 0
+        self._taken: set[str] = set()
         self._files = SafetensorsFiles(self._folder)
 
     def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
@@ -231,7 +255,11 @@ class FolderWeights(Weights):
         return tensor.to(device=self._device, dtype=self._dtype)
 
     def has(self, name: str) -> bool:
-        return name in self._files.where or name.removeprefix(self._prefix) in self._files.where
+        return self.named(name) is not None
+
+    def named(self, name: str) -> str | None:
+        """Return the name that a tensor has in the files, or None if they lack it."""
+        return next((one for one in stored_names(name, self._prefix) if one in self._files.where), None)
 
     def stored(
         self,
@@ -243,9 +271,8 @@ class FolderWeights(Weights):
     ) -> torch.Tensor:
         """Return a tensor as it is stored; its type must be one of `types`, named as in the file."""
         where = self._files.where
-        if not self.has(name):
+        if (known := self.named(name)) is None:
             raise ModelError(f"{self._folder} has no tensor {name!r}")
-        known = name if name in where else name.removeprefix(self._prefix)
         stored = self._files.opened(known)
         if stored.get_dtype() not in types:
             raise ModelError(f"{self._folder}: {name} has type {stored.get_dtype()}; supported are {', '.join(types)}")
@@ -253,9 +280,9 @@ class FolderWeights(Weights):
         if found != shape:
             raise ModelError(f"{self._folder}: {name} has shape {found}, but config.json implies {shape}")
         tensor = self._files.read(known, _wanted(shape, rows, columns))
-        self._taken += 1
+        self._taken.add(known)
         if self._progress is not None:
-            self._progress(self._taken, len(where))
+            self._progress(len(self._taken), len(where))
         return tensor
 
 

@@ -50,7 +50,7 @@ class GPTNeoXDecoder(RotaryDecoder):
 
 
 class _NeoXLayer:
-    def __init__(self, builder: Builder, index: int, rotary: Rotary) -> None:
+    def __init__(self, builder: Builder, index: int, rotary: Rotary | None) -> None:
         config, shard, name = builder.config, builder.shard, f"gpt_neox.layers.{index}"
         hidden, heads = config.hidden_size, shard.query_rows(config)
         self._parallel = config.parallel_residual

@@ -1,4 +1,4 @@
-"""Llama and models of the same architecture: Mistral, Qwen2, Qwen3."""
+"""Llama and models of the same layers: Mistral and Ministral, Qwen2, Qwen3, SmolLM3, Granite."""
 
 from __future__ import annotations
 
@@ -7,76 +7,102 @@ from typing import Any
 
 import torch
 
-from skipjoin.model.config import ModelError, activation, rope
+from skipjoin.model.config import every, factor, layer_kinds
+from skipjoin.model.families.gated import gated_fields, gated_layer
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
-from skipjoin.model.layers import Builder, Rotary, SequentialLayer, separate_attention
-from skipjoin.model.ops.base import GATED
+from skipjoin.model.layers import Builder
+
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+# Of missing entries: those of the configuration class in transformers.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "ministral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "ministral3": {"num_key_value_heads": 8, "head_dim": 128, "rope_parameters": _MINISTRAL3_ROPE},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+    "smollm3": {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
+}
+_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MinistralForCausalLM": "ministral",
+    "Ministral3ForCausalLM": "ministral3",
+    "Mistral3ForConditionalGeneration": "mistral3",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "SmolLM3ForCausalLM": "smollm3",
+    "GraniteForCausalLM": "granite",
+}
 
 
 def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    heads = int(raw["num_attention_heads"])
-    layers = int(raw["num_hidden_layers"])
-    # Missing fields take the architecture's default.
-    kv_default = {"MistralForCausalLM": 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}.get(architecture)
-    head_dim = raw.get("head_dim", 128 if architecture == "Qwen3ForCausalLM" else None)
-    head_dim = int(head_dim or raw["hidden_size"] // heads)
-    max_positions = int(raw["max_position_embeddings"])
-    bias = bool(raw.get("attention_bias", False))
-    if activation(raw.get("hidden_act", "silu")) != "silu":
-        raise ModelError(f"activation {raw['hidden_act']!r} is not supported in gated layers, only silu is")
-    return {
-        "num_kv_heads": int(raw.get("num_key_value_heads", kv_default) or heads),
-        "head_dim": head_dim,
-        "max_positions": max_positions,
-        "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
-        "tie_embeddings": bool(raw.get("tie_word_embeddings", False)),
-        "activation": "silu",
-        "rope": rope(raw, head_dim, max_positions, 1.0),
-        "windows": _windows(raw, architecture, layers),
-        "attention_bias": bias or architecture == "Qwen2ForCausalLM",
-        "output_bias": bias and architecture != "Qwen2ForCausalLM",
-        "mlp_bias": bool(raw.get("mlp_bias", False)),
-        "qk_norm": architecture == "Qwen3ForCausalLM",
-    }
+    kind = _ARCHITECTURES[architecture]
+    if kind == "mistral3":  # its language model
+        kind = "ministral3" if raw.get("model_type") == "ministral3" else "mistral"
+    raw = {**_DEFAULTS.get(kind, {}), **raw}
+    fields = gated_fields(raw)
+    layers, window = fields["num_layers"], int(raw.get("sliding_window") or 0)
+    if kind in ("mistral", "ministral3"):
+        fields["windows"] = (window,) * layers
+    elif kind == "ministral":
+        fields["windows"] = tuple(window * slides for slides in layer_kinds(raw, layers, lambda _: True))
+    elif kind in ("qwen2", "qwen3"):
+        fields["windows"] = _qwen_windows(raw, layers)
+        fields["qk_norm"] = kind == "qwen3"
+    elif kind == "smollm3":
+        fields |= _smollm3(raw, fields)
+    elif kind == "granite":
+        fields |= {
+            "attention_scale": factor(raw, "attention_multiplier", 1.0),
+            "embedding_scale": factor(raw, "embedding_multiplier", 1.0),
+            "residual_scale": factor(raw, "residual_multiplier", 1.0),
+            "logit_scale": 1 / factor(raw, "logits_scaling", 1.0),
+        }
+    if kind == "qwen2":
+        fields |= {"attention_bias": True, "output_bias": False}
+    return fields
 
 
-def _windows(raw: Mapping[str, Any], architecture: str, layers: int) -> tuple[int, ...]:
-    if architecture == "MistralForCausalLM":
-        return (int(raw.get("sliding_window", 4096) or 0),) * layers
-    window = int(raw.get("sliding_window", 4096) or 0) if raw.get("use_sliding_window") else 0
-    if not architecture.startswith("Qwen") or not window:
-        return (0,) * layers
-    first = int(raw.get("max_window_layers", 28))
+def _qwen_windows(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    window = int(raw.get("sliding_window") or 0) if raw.get("use_sliding_window") else 0
+    first = int(raw["max_window_layers"])
     kinds = raw.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * layers
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
 
 
+def _smollm3(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    layers = fields["num_layers"]
+    has_rope = raw.get("no_rope_layers")  # 1 for a layer that has it
+    if has_rope is None:
+        has_rope = [*map(every(raw.get("no_rope_layer_interval", 4)), range(layers))]
+    if not isinstance(has_rope, list) or len(has_rope) != layers:
+        raise ValueError(f"no_rope_layers must have 0 or 1 for each of {layers} layers, got {has_rope!r:.80}")
+    window = int(raw.get("sliding_window") or 0) if raw.get("use_sliding_window") else 0
+    slides = layer_kinds(raw, layers, lambda index: not has_rope[index])
+    return {
+        "ropes": tuple(fields["rope"] if one else None for one in has_rope),
+        "windows": tuple(window * one for one in slides),
+    }
+
+
 @family(
     "llama",
-    architectures={
-        "LlamaForCausalLM": "llama",
-        "MistralForCausalLM": "mistral",
-        "Qwen2ForCausalLM": "qwen2",
-        "Qwen3ForCausalLM": "qwen3",
-    },
+    architectures=_ARCHITECTURES,
     fields=_fields,
     prefix="model.",
+    sizes={"no_rope_layer_interval": 1 << 14},
 )
 class LlamaDecoder(RotaryDecoder):
     EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 
     def __init__(self, builder: Builder, device: torch.device | str) -> None:
-        super().__init__(builder, device, _layer, lambda: builder.rms_norm("model.norm", builder.config.hidden_size))
-
-
-def _layer(builder: Builder, index: int, rotary: Rotary) -> SequentialLayer:
-    config, name = builder.config, f"model.layers.{index}"
-    hidden, norms = config.hidden_size, None
-    if config.qk_norm:
-        of_query, of_key = (builder.rms_norm(f"{name}.self_attn.{p}_norm", config.head_dim) for p in "qk")
-        norms = of_query, of_key
-    attention = separate_attention(builder, index, f"{name}.self_attn", "o_proj", rotary=rotary, norms=norms)
-    up, down = builder.mlp([f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj"], f"{name}.mlp.down_proj", GATED)
-    norm = builder.rms_norm(f"{name}.input_layernorm", hidden)
-    return SequentialLayer(norm, attention, builder.rms_norm(f"{name}.post_attention_layernorm", hidden), up, down)
+        super().__init__(builder, device, gated_layer, lambda: builder.rms_norm("model.norm"))

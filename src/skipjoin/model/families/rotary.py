@@ -17,13 +17,17 @@ class RotaryDecoder:
         self,
         builder: Builder,
         device: torch.device | str,
-        make_layer: Callable[[Builder, int, Rotary], Layer],
+        make_layer: Callable[[Builder, int, Rotary | None], Layer],
         final_norm: Callable[[], Norm],
     ) -> None:
         config, shard = builder.config, builder.shard
         self.embedding = builder.embedding(self.EMBEDDING) if shard.is_first else None
-        rotary = Rotary(config, device)
-        self._layers = [make_layer(builder, index, rotary) for index in shard.layers(config)]
+        own = shard.layers(config)
+        ropes = {config.ropes[index] for index in own} - {None}
+        tables = {rope: Rotary(rope, config.max_positions, device) for rope in ropes if rope is not None}
+        self._layers = [
+            make_layer(builder, index, None if (rope := config.ropes[index]) is None else tables[rope]) for index in own
+        ]
         self._norm = final_norm() if shard.is_last else None
         self._fused = fused(builder, self._layers, self._norm)
 

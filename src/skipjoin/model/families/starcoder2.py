@@ -47,7 +47,7 @@ class Starcoder2Decoder(RotaryDecoder):
         super().__init__(builder, device, _layer, lambda: builder.layer_norm("model.norm"))
 
 
-def _layer(builder: Builder, index: int, rotary: Rotary) -> SequentialLayer:
+def _layer(builder: Builder, index: int, rotary: Rotary | None) -> SequentialLayer:
     name = f"model.layers.{index}"
     attention = separate_attention(builder, index, f"{name}.self_attn", "o_proj", rotary=rotary)
     up, down = builder.mlp(f"{name}.mlp.c_fc", f"{name}.mlp.c_proj", builder.config.activation)

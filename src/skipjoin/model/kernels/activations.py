@@ -9,23 +9,32 @@ _BLOCK, _WARPS = 1024, 4
 
 
 @triton.jit
-def silu_and_mul_kernel(
-    x: tl.tensor, out: tl.tensor, width: tl.tensor, x_stride: tl.tensor, BLOCK: tl.constexpr
+def _gelu_tanh(values: tl.tensor) -> tl.tensor:
+    # (1 + tanh(u)) / 2 is the logistic function of 2 u.
+    doubled = 1.5957691216 * (values + 0.044715 * values * values * values)
+    return values / (1.0 + tl.exp(-doubled))
+
+
+@triton.jit
+def gate_and_mul_kernel(
+    x: tl.tensor, out: tl.tensor, width: tl.tensor, x_stride: tl.tensor, GELU: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + width + column, mask=inside, other=0.0).to(tl.float32)
-    values = gate / (1.0 + tl.exp(-gate)) * up
+    values = (_gelu_tanh(gate) if GELU else gate / (1.0 + tl.exp(-gate))) * up
     tl.store(out + row * width + column, values.to(out.dtype.element_ty), mask=inside)
 
 
-def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """Map [n, 2 * width], gate before up, to silu(gate) * up, with arithmetic in float32."""
+def gate_and_mul(x: torch.Tensor, function: str) -> torch.Tensor:
+    """Map [n, 2 * width], gate before up, to function(gate) * up, with arithmetic in float32."""
     rows, width = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    silu_and_mul_kernel[(rows, triton.cdiv(width, _BLOCK))](x, out, width, x.stride(0), BLOCK=_BLOCK, num_warps=_WARPS)
+    gate_and_mul_kernel[(rows, triton.cdiv(width, _BLOCK))](
+        x, out, width, x.stride(0), GELU=function == "gelu_tanh", BLOCK=_BLOCK, num_warps=_WARPS
+    )
     return out
 
 
@@ -50,9 +59,7 @@ def bias_and_activation_kernel(
     elif ACTIVATION == "silu":
         values = values / (1.0 + tl.exp(-values))
     elif ACTIVATION == "gelu_tanh":
-        # (1 + tanh(u)) / 2 is the logistic function of 2 u.
-        doubled = 1.5957691216 * (values + 0.044715 * values * values * values)
-        values = values / (1.0 + tl.exp(-doubled))
+        values = _gelu_tanh(values)
     else:
         values = 0.5 * values * (1.0 + tl.erf(values * 0.7071067812))
     tl.store(held, values.to(x.dtype.element_ty), mask=inside)

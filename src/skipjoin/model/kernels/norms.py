@@ -25,11 +25,13 @@ def norm_kernel(
     x_stride: tl.tensor,
     head_stride: tl.tensor,
     eps: tl.tensor,
+    offset: tl.tensor,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     CENTRE: tl.constexpr,
     ADD: tl.constexpr,
     WEIGHT: tl.constexpr,
+    OFFSET: tl.constexpr,
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -57,7 +59,10 @@ def norm_kernel(
     square = tl.sum(values * values, axis=1, keep_dims=True) / WIDTH
     values *= tl.rsqrt(square + eps)
     if WEIGHT:
-        values *= factor.to(tl.float32)
+        factor = factor.to(tl.float32)
+        if OFFSET:
+            factor += offset
+        values *= factor
     if BIAS:
         values += shift.to(tl.float32)
     tl.store(out + packed, values.to(out.dtype.element_ty), mask=inside)
@@ -70,6 +75,7 @@ def normalize(
     eps: float,
     *,
     centre: bool,
+    offset: float = 0.0,
     product: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the norm over the last dimension, contiguous, with arithmetic in float32.
@@ -77,6 +83,7 @@ def normalize(
     Args:
         x: Shape [n, width], or [n, heads, width] contiguous in the last dimension.
         centre: Normalize by mean and variance instead of the root mean square.
+        offset: Added to the weights.
         product: Contiguous; added to `x` first, in place.
     """
     heads, head_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
@@ -94,11 +101,13 @@ def normalize(
         x.stride(0),
         head_stride,
         eps,
+        offset,
         HEADS=heads,
         WIDTH=width,
         CENTRE=centre,
         ADD=product is not None,
         WEIGHT=weight is not None,
+        OFFSET=offset != 0,
         BIAS=bias is not None,
         ROWS=together,
         BLOCK=block,

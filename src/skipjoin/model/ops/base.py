@@ -11,8 +11,11 @@ from skipjoin.model.batch import PackedBatch
 from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.kv_cache import PagedKV
 
-# Activation of weights [2 * out, in], gate before up: silu(gate) * up.
+# Activations of weights [2 * out, in], gate before up: silu(gate) * up, or with gelu_tanh.
 GATED = "silu_and_mul"
+GATED_GELU = "gelu_tanh_and_mul"
+# The function of the gate.
+GATES = {GATED: "silu", GATED_GELU: "gelu_tanh"}
 
 
 class Norm(Protocol):
@@ -56,6 +59,7 @@ class AttentionParts(NamedTuple):
     cap: float
     sinks: torch.Tensor | None
     cos_sin: torch.Tensor | None
+    query_scales: torch.Tensor | None
 
 
 class LayerParts(NamedTuple):
@@ -95,7 +99,9 @@ class LayerOps(Protocol):
         """Prepare weights in codes, whose rows follow one another."""
         ...
 
-    def rms_norm(self, weight: torch.Tensor, eps: float) -> Norm: ...
+    def rms_norm(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> Norm:
+        """Prepare a norm that multiplies by `weight + offset`, which is added in float32."""
+        ...
 
     def layer_norm(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Norm: ...
 

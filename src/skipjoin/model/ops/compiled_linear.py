@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 from skipjoin.model.large_pages import Arena
-from skipjoin.model.ops.base import GATED, Norm
+from skipjoin.model.ops.base import GATES, Norm
 from skipjoin.model.ops.calls import LinearCall
 from skipjoin.model.ops.threads import threads_here
 from skipjoin.model.ops.torch_ops import ACTIVATIONS
@@ -35,12 +35,12 @@ class CompiledLinear:
 
     def __init__(self, ops: CompiledOps, outputs: int, inputs: int, activation: str | None) -> None:
         self.ops, self.outputs, self.inputs = ops, outputs, inputs
-        self.is_gated = activation == GATED
+        self.is_gated = activation in GATES
         self._fields: dict[str, int | None] = {
             "n": outputs,
             "k": inputs,
             "gated": self.is_gated,
-            "activation": 0 if self.is_gated else _ACTIVATIONS.index(activation),
+            "activation": _ACTIVATIONS.index(GATES.get(activation or "", activation)),
         }
 
     def use(self, **fields: int | None) -> None:

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from skipjoin.model.groups import GroupedMatrix
-from skipjoin.model.ops.base import GATED
 from skipjoin.model.ops.calls import GroupsCall
 from skipjoin.model.ops.compiled_linear import CompiledLinear, CompiledOps
 from skipjoin.model.ops.threads import threads_here
@@ -34,7 +33,7 @@ class GroupedLinear(CompiledLinear):
     ) -> None:
         sizes = [len(matrix.codes) for matrix in matrices]
         super().__init__(ops, sum(sizes), matrices[0].codes.shape[1], activation)
-        if activation == GATED and len(matrices) == 1:  # of one matrix, rows come in halves
+        if self.is_gated and len(matrices) == 1:  # of one matrix, rows come in halves
             matrices, sizes = _halves(matrices[0]), [sizes[0] // 2] * 2
         shifts = [None] * len(sizes) if bias is None else bias.float().split(sizes)
         self._packed = [_pack(ops, *pair) for pair in zip(matrices, shifts, strict=True)]

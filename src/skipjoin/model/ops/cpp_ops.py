@@ -41,7 +41,7 @@ _SIGNATURES = {
     "skipjoin_open_step": ([], None),
     "skipjoin_close_step": ([], None),
     "skipjoin_linear": ([_I, ctypes.POINTER(LinearCall)], None),
-    "skipjoin_rms_norm": ([_I, _P, _I, _I, _I, _I, _I, _P, c_float, _P, _I], None),
+    "skipjoin_rms_norm": ([_I, _P, _I, _I, _I, _I, _I, _P, c_float, c_float, _P, _I], None),
 }
 
 
@@ -114,8 +114,8 @@ class CppOps:
     ) -> GroupedLinear:
         return GroupedLinear(self, matrices, bias, activation)
 
-    def rms_norm(self, weight: torch.Tensor, eps: float) -> Norm:
-        return CppRMSNorm(self, weight, eps)
+    def rms_norm(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> Norm:
+        return CppRMSNorm(self, weight, eps, offset)
 
     def layer_norm(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Norm:
         return TorchLayerNorm(width, weight, bias, eps)
@@ -126,13 +126,15 @@ class CppOps:
             return None
         if len({shape_of(parts, call) for parts, call in zip(layers, calls, strict=True)}) > 1:
             return None
+        if norm is not None and norm.offset != calls[0].offset:
+            return None
         final = None if norm is None else norm.weight
         return CppLayers(self.library, self.type, self.scratch, layers, calls, final_norm=final)
 
 
 class CppRMSNorm(TorchRMSNorm):
-    def __init__(self, ops: CppOps, weight: torch.Tensor, eps: float) -> None:
-        super().__init__(weight, eps)
+    def __init__(self, ops: CppOps, weight: torch.Tensor, eps: float, offset: float) -> None:
+        super().__init__(weight, eps, offset)
         self._ops = ops
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -140,7 +142,7 @@ class CppRMSNorm(TorchRMSNorm):
         inner, inner_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
         self._ops.library.skipjoin_rms_norm(
             self._ops.type, x.data_ptr(), x.shape[0], x.stride(0), inner, inner_stride, x.shape[-1],
-            self.weight.data_ptr(), self.eps, out.data_ptr(), threads_here(),
+            self.weight.data_ptr(), self.eps, self.offset, out.data_ptr(), threads_here(),
         )  # fmt: skip
         return out
 
@@ -181,13 +183,14 @@ def _layer_call(parts: LayerParts) -> LayerCall | None:
     linears = [attention.qkv, attention.output, parts.up, parts.down]
     compiled_norms = [norm for norm in norms if isinstance(norm, CppRMSNorm)]
     compiled = [linear for linear in linears if isinstance(linear, CompiledLinear) and linear.is_fusible]
-    if len(compiled_norms) < len(norms) or len(compiled) < len(linears):
+    is_whole = len(compiled_norms) == len(norms) and len(compiled) == len(linears)
+    if not is_whole or attention.query_scales is not None:
         return None
     weights = [norm.weight.data_ptr() for norm in compiled_norms]
     pairs = 0 if attention.cos_sin is None else attention.cos_sin.shape[1] // 2
     return LayerCall(
         *(linear.call() for linear in compiled), *weights, *[None] * (4 - len(weights)), _address(attention.cos_sin),
-        pairs, attention.window, compiled_norms[0].eps, _address(attention.sinks),
+        pairs, attention.window, compiled_norms[0].eps, compiled_norms[0].offset, _address(attention.sinks),
     )  # fmt: skip
 
 

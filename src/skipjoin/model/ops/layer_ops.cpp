@@ -271,10 +271,10 @@ template <typename T> void pack_weights(const T *weights, int64_t n, int64_t k, 
   });
 }
 
-// x: [outer][inner][width], strided in the first two dimensions; out: contiguous.
+// x: [outer][inner][width], strided in the first two dimensions; out: contiguous. offset: added to the weights.
 template <typename T>
 void rms_norm(const T *x, int64_t outer, int64_t outer_stride, int64_t inner, int64_t inner_stride, int64_t width,
-              const T *weight, float eps, T *out, int threads) {
+              const T *weight, float eps, float offset, T *out, int threads) {
   // Smaller inputs take less time than sharing the work would.
   bool large = outer * inner * width > 1 << 16;
   skipjoin::share(large ? threads : 1, outer * inner, 16, [&](int64_t row) {
@@ -285,8 +285,11 @@ void rms_norm(const T *x, int64_t outer, int64_t outer_stride, int64_t inner, in
       squares = fma(value, value, squares);
     }
     Floats scale = splat(1.0f / std::sqrt(sum_of(squares) / width + eps));
-    for (int64_t i = 0; i < width; i += kLanes)
-      store(out + row * width + i, load(from + i, width - i) * scale * load(weight + i, width - i), width - i);
+    for (int64_t i = 0; i < width; i += kLanes) {
+      Floats factor = load(weight + i, width - i);
+      if (offset != 0) factor += offset;
+      store(out + row * width + i, load(from + i, width - i) * scale * factor, width - i);
+    }
   });
 }
 
@@ -400,11 +403,13 @@ void skipjoin_linear(int64_t type, const Linear *call) {
 }
 
 void skipjoin_rms_norm(int64_t type, const void *x, int64_t outer, int64_t outer_stride, int64_t inner,
-                       int64_t inner_stride, int64_t width, const void *weight, float eps, void *out, int64_t threads) {
+                       int64_t inner_stride, int64_t width, const void *weight, float eps, float offset, void *out,
+                       int64_t threads) {
   skipjoin::Timed timed(skipjoin::kNorms);
   with_type(type, [&](auto t) {
     using T = decltype(t);
-    rms_norm((const T *)x, outer, outer_stride, inner, inner_stride, width, (const T *)weight, eps, (T *)out, threads);
+    rms_norm((const T *)x, outer, outer_stride, inner, inner_stride, width, (const T *)weight, eps, offset, (T *)out,
+             threads);
   });
 }
 

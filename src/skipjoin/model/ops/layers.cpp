@@ -14,7 +14,7 @@ struct Layer {
   const void *query_norm, *key_norm; // or null
   const float *cos_sin;              // or null
   int64_t pairs, window;
-  double eps;
+  double eps, offset; // of norms
   const float *sinks; // or null
 };
 
@@ -38,7 +38,8 @@ extern "C" {
 void skipjoin_linear(int64_t type, const Linear *call);
 int64_t skipjoin_panel_bytes(int64_t type, const Linear *call);
 void skipjoin_rms_norm(int64_t type, const void *x, int64_t outer, int64_t outer_stride, int64_t inner,
-                       int64_t inner_stride, int64_t width, const void *weight, float eps, void *out, int64_t threads);
+                       int64_t inner_stride, int64_t width, const void *weight, float eps, float offset, void *out,
+                       int64_t threads);
 void skipjoin_rotate(int64_t type, void *x, int64_t tokens, int64_t token_stride, int64_t heads, int64_t head_stride,
                      const int64_t *positions, const float *cos_sin, int64_t pairs, int64_t threads);
 void skipjoin_paged_attention(int64_t type, const AttentionCall *call, int64_t threads);
@@ -56,7 +57,7 @@ void multiply(int64_t type, const Step &s, Linear call, const void *x, void *out
 
 void normalize(int64_t type, const Step &s, const void *weight, const Layer &layer, void *out) {
   int64_t hidden = layer.qkv.k;
-  skipjoin_rms_norm(type, s.x, s.rows, hidden, 1, 0, hidden, weight, layer.eps, out, s.threads);
+  skipjoin_rms_norm(type, s.x, s.rows, hidden, 1, 0, hidden, weight, layer.eps, layer.offset, out, s.threads);
 }
 
 void attend(int64_t type, const Step &s, const Layer &layer, int64_t index) {
@@ -69,8 +70,11 @@ void attend(int64_t type, const Step &s, const Layer &layer, int64_t index) {
   call.query_head = call.key_head = call.value_head = dim;
   if (layer.query_norm) {
     char *queries = at(s.queries, 0), *keys = at(s.queries, s.rows * heads * dim);
-    skipjoin_rms_norm(type, query, s.rows, width, heads, dim, dim, layer.query_norm, layer.eps, queries, s.threads);
-    skipjoin_rms_norm(type, key, s.rows, width, kv_heads, dim, dim, layer.key_norm, layer.eps, keys, s.threads);
+    auto normed = [&](const char *x, int64_t count, const void *weight, char *to) {
+      skipjoin_rms_norm(type, x, s.rows, width, count, dim, dim, weight, layer.eps, layer.offset, to, s.threads);
+    };
+    normed(query, heads, layer.query_norm, queries);
+    normed(key, kv_heads, layer.key_norm, keys);
     query = queries, key = keys, call.query_token = heads * dim, call.key_token = kv_heads * dim;
   }
   if (layer.cos_sin) {

@@ -18,10 +18,11 @@ inline Floats activated(int64_t activation, Floats x) {
   }
 }
 
-// Writes the first `count` of these sums to outputs, gated, activated or added. up: what a gated product gates.
+// Writes the first `count` of these sums to outputs, activated, gated or added. up: what a gated product gates.
 template <typename T>
 SKIPJOIN_INLINE void put(const skipjoin::Linear &c, T *to, int64_t count, Floats sums, Floats up) {
-  Floats value = c.gated ? silu(sums) * up : activated(c.activation, sums);
+  Floats value = activated(c.activation, sums);
+  if (c.gated) value *= up;
   if (c.add) value += load(to, count);
   store(to, value, count);
 }

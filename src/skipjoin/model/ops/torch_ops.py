@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.groups import GroupedMatrix
-from skipjoin.model.ops.base import GATED, FusedLayers, LayerParts, LookedUp, Norm
+from skipjoin.model.ops.base import GATED, GATES, FusedLayers, LayerParts, LookedUp, Norm
 
 # Values of `ModelConfig.activation`.
 ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
@@ -38,9 +38,9 @@ class TorchLinear:
 def activated(name: str | None, x: torch.Tensor) -> torch.Tensor:
     if name is None:
         return x
-    if name == GATED:
+    if name in GATES:
         gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return (F.silu(gate) if name == GATED else F.gelu(gate, approximate="tanh")).mul_(up)
     if name == "relu":
         return F.relu(x, inplace=True)
     if name == "silu":
@@ -49,11 +49,13 @@ def activated(name: str | None, x: torch.Tensor) -> torch.Tensor:
 
 
 class TorchRMSNorm:
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self.weight, self.eps = weight, eps
+    def __init__(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> None:
+        self.weight, self.eps, self.offset = weight, eps, offset
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if not self.offset:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float() + self.offset, self.eps).to(x.dtype)
 
     def after(self, product: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         return self(total.add_(product))
@@ -88,8 +90,8 @@ class TorchOps:
     ) -> LookedUp:
         raise NotImplementedError
 
-    def rms_norm(self, weight: torch.Tensor, eps: float) -> Norm:
-        return TorchRMSNorm(weight, eps)
+    def rms_norm(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> Norm:
+        return TorchRMSNorm(weight, eps, offset)
 
     def layer_norm(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Norm:
         return TorchLayerNorm(width, weight, bias, eps)

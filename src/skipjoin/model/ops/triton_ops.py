@@ -3,10 +3,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from skipjoin.model.kernels.activations import bias_and_activation, silu_and_mul
+from skipjoin.model.kernels.activations import bias_and_activation, gate_and_mul
 from skipjoin.model.kernels.norms import MAX_WIDTH, normalize
 from skipjoin.model.kernels.products import product
-from skipjoin.model.ops.base import GATED, Norm
+from skipjoin.model.ops.base import GATES, Norm
 from skipjoin.model.ops.torch_ops import TorchLinear, TorchOps
 
 
@@ -18,10 +18,10 @@ class TritonOps(TorchOps):
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
         return TritonLinear(weight, bias, activation)
 
-    def rms_norm(self, weight: torch.Tensor, eps: float) -> Norm:
+    def rms_norm(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> Norm:
         if weight.numel() > MAX_WIDTH:
-            return super().rms_norm(weight, eps)
-        return TritonNorm(weight, None, eps, centre=False)
+            return super().rms_norm(weight, eps, offset)
+        return TritonNorm(weight, None, eps, centre=False, offset=offset)
 
     def layer_norm(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Norm:
         if width > MAX_WIDTH:
@@ -33,8 +33,8 @@ class TritonLinear(TorchLinear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.activation is None:
             return self.product(x)
-        if self.activation == GATED:
-            return silu_and_mul(self.product(x))
+        if self.activation in GATES:
+            return gate_and_mul(self.product(x), GATES[self.activation])
         return bias_and_activation(self.unbiased(x), self.bias, self.activation)
 
     def unbiased(self, x: torch.Tensor) -> torch.Tensor:
@@ -42,14 +42,21 @@ class TritonLinear(TorchLinear):
 
 
 class TritonNorm:
-    def __init__(self, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, *, centre: bool) -> None:
-        self._weight, self._bias, self._eps, self._centre = weight, bias, eps, centre
+    def __init__(
+        self, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, *, centre: bool, offset: float = 0.0
+    ) -> None:
+        self._weight, self._bias, self._eps, self._centre, self._offset = weight, bias, eps, centre, offset
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return normalize(x, self._weight, self._bias, self._eps, centre=self._centre)
+        return self._normalized(x, None)
 
     def after(self, product: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        return normalize(total, self._weight, self._bias, self._eps, centre=self._centre, product=product)
+        return self._normalized(total, product)
+
+    def _normalized(self, x: torch.Tensor, product: torch.Tensor | None) -> torch.Tensor:
+        return normalize(
+            x, self._weight, self._bias, self._eps, centre=self._centre, offset=self._offset, product=product
+        )
 
 
 class InvariantOps(TritonOps):

@@ -1,0 +1,116 @@
+"""Parts of families with root mean square norms and a gated MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from skipjoin.model.config import SIZES, ModelError, activation, rope
+from skipjoin.model.layers import Adjusted, Builder, Rotary, SequentialLayer, Unchanged, separate_attention
+from skipjoin.model.ops.base import GATES, Linear, Norm
+
+_GATES = {function: name for name, function in GATES.items()}
+
+
+def gated_fields(raw: Mapping[str, Any], share: float = 1.0) -> dict[str, Any]:
+    """Return fields of a family by their usual names. `share` is the default of the rotated part of each head."""
+    sizes: dict[str, Any] = {field: int(raw[name]) for field, name in SIZES.items()}
+    head_dim = int(raw.get("head_dim") or sizes["hidden_size"] // sizes["num_heads"])
+    max_positions, bias = int(raw["max_position_embeddings"]), bool(raw.get("attention_bias", False))
+    return sizes | {
+        "num_kv_heads": int(raw.get("num_key_value_heads") or sizes["num_heads"]),
+        "head_dim": head_dim,
+        "max_positions": max_positions,
+        "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
+        "tie_embeddings": bool(raw.get("tie_word_embeddings", False)),
+        "activation": gate_function(raw.get("hidden_act", "silu")),
+        "rope": rope(raw, head_dim, max_positions, share),
+        "attention_bias": bias,
+        "output_bias": bias,
+        "mlp_bias": bool(raw.get("mlp_bias", False)),
+    }
+
+
+def gate_function(name: str) -> str:
+    if (found := activation(name)) not in _GATES:
+        raise ModelError(f"activation {name!r} is not supported in gated layers, only {' and '.join(_GATES)} are")
+    return found
+
+
+class LayerNorms(NamedTuple):
+    """Names of a layer's norms, or None where it has none."""
+
+    attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+
+BEFORE_PARTS = LayerNorms()
+
+
+def gated_layer(
+    builder: Builder,
+    index: int,
+    rotary: Rotary | None,
+    names: LayerNorms = BEFORE_PARTS,
+    *,
+    has_joined_projections: bool = False,
+    has_joined_gate: bool = False,
+    has_projection_norms: bool = False,
+    is_paired: bool = False,
+) -> SequentialLayer:
+    """Make a layer.
+
+    Args:
+        has_joined_projections: Queries, keys and values are one matrix in the checkpoint.
+        has_joined_gate: Gate and up are one matrix.
+        has_projection_norms: Norms of queries and keys are over all heads instead of each.
+        is_paired: As of `separate_attention`.
+    """
+    name = f"model.layers.{index}"
+    before, after = (
+        [builder.rms_norm(f"{name}.{of}") if of else None for of in part]
+        for part in ((names.attention, names.mlp), (names.after_attention, names.after_mlp))
+    )
+    adjust_attention, adjust_mlp = (norm or _residual_scale(builder) for norm in after)
+    attention = separate_attention(
+        builder,
+        index,
+        f"{name}.self_attn",
+        "o_proj",
+        rotary=rotary,
+        norms=_query_key_norms(builder, f"{name}.self_attn", over_all_heads=has_projection_norms),
+        adjust=adjust_attention,
+        joined="qkv_proj" if has_joined_projections else "",
+        is_paired=is_paired,
+    )
+    up, down = gated_mlp(builder, f"{name}.mlp", is_joined=has_joined_gate)
+    down = down if adjust_mlp is None else Adjusted(down, adjust_mlp)
+    return SequentialLayer(before[0] or Unchanged(), attention, before[1] or Unchanged(), up, down)
+
+
+def gated_mlp(builder: Builder, name: str, *, is_joined: bool = False, begins: bool = True) -> tuple[Linear, Linear]:
+    up = f"{name}.gate_up_proj" if is_joined else [f"{name}.gate_proj", f"{name}.up_proj"]
+    gate = _GATES[builder.config.activation]
+    return builder.mlp(up, f"{name}.down_proj", gate, is_joined=is_joined, begins=begins)
+
+
+def _residual_scale(builder: Builder) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    scale = builder.config.residual_scale
+    return None if scale == 1 else lambda product: product.mul_(scale)
+
+
+def _query_key_norms(builder: Builder, name: str, *, over_all_heads: bool) -> tuple[Norm, Norm] | None:
+    config, shard = builder.config, builder.shard
+    if not config.qk_norm:
+        return None
+    if not over_all_heads:
+        return builder.rms_norm(f"{name}.q_norm", config.head_dim), builder.rms_norm(f"{name}.k_norm", config.head_dim)
+    dim = config.head_dim
+    return (
+        builder.projection_norm(f"{name}.q_norm", shard.query_rows(config), config.num_heads * dim),
+        builder.projection_norm(f"{name}.k_norm", shard.kv_rows(config), config.num_kv_heads * dim),
+    )

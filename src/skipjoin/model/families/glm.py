@@ -1,0 +1,41 @@
+"""GLM-4: neighbors of half of each head are rotated as pairs; GLM-4-0414 has norms before and after each part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from skipjoin.model.families.gated import BEFORE_PARTS, LayerNorms, gated_fields, gated_layer
+from skipjoin.model.families.rotary import RotaryDecoder
+from skipjoin.model.family import family
+from skipjoin.model.layers import Builder, Rotary, SequentialLayer
+
+_DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, "rms_norm_eps": 1.5625e-7}
+_NORMS = LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
+
+
+def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    return gated_fields({**_DEFAULTS, **raw}, 0.5) | {"output_bias": False, "mlp_bias": False}
+
+
+@family(
+    "glm",
+    architectures={
+        "GlmForCausalLM": "glm",
+        "Glm4ForCausalLM": "glm4",
+    },
+    fields=_fields,
+    prefix="model.",
+)
+class GlmDecoder(RotaryDecoder):
+    EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+    def __init__(self, builder: Builder, device: torch.device | str) -> None:
+        super().__init__(builder, device, _layer, lambda: builder.rms_norm("model.norm"))
+
+
+def _layer(builder: Builder, index: int, rotary: Rotary | None) -> SequentialLayer:
+    names = BEFORE_PARTS if builder.config.architecture == "GlmForCausalLM" else _NORMS
+    return gated_layer(builder, index, rotary, names, has_joined_gate=True, is_paired=True)

@@ -1,0 +1,59 @@
+"""OLMo 2 and 3, and EXAONE 4: norms after each part, not before it, and norms of queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from skipjoin.model.config import every, layer_kinds, rope, rope_of_kind
+from skipjoin.model.families.gated import LayerNorms, gated_fields, gated_layer
+from skipjoin.model.families.rotary import RotaryDecoder
+from skipjoin.model.family import family
+from skipjoin.model.layers import Builder, Rotary, SequentialLayer
+
+_ARCHITECTURES = {"Olmo2ForCausalLM": "olmo2", "Olmo3ForCausalLM": "olmo3", "Exaone4ForCausalLM": "exaone4"}
+_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+
+
+def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    kind = _ARCHITECTURES[architecture]
+    raw = {"rms_norm_eps": 1e-5, **({} if kind == "olmo2" else {"sliding_window": 4096}), **raw}
+    if kind == "olmo3":
+        fields = gated_fields({**raw, **rope_of_kind(raw, "full_attention", "rope_theta", 5e5)})
+    elif kind == "exaone4":
+        fields = gated_fields({"num_key_value_heads": 32, **raw, "attention_bias": False})
+    else:
+        fields = gated_fields(raw)
+    fields["qk_norm"] = True
+    if kind == "olmo2":
+        return fields
+    window, whole = int(raw.get("sliding_window") or 0), fields["rope"]
+    pattern = 4 if kind == "olmo3" else raw.get("sliding_window_pattern", 4) if window else 0
+    slides = layer_kinds(raw, fields["num_layers"], every(len(pattern) if isinstance(pattern, str) else pattern))
+    if kind == "olmo3":
+        of_window = rope_of_kind(raw, "sliding_attention", "rope_theta", 5e5)
+        other = rope(of_window, fields["head_dim"], fields["max_positions"], 1.0)
+        ropes = tuple(other if one else whole for one in slides)
+    else:
+        ropes = tuple(whole if one or not window else None for one in slides)
+    return fields | {"windows": tuple(window * one for one in slides), "ropes": ropes}
+
+
+@family(
+    "olmo",
+    architectures=_ARCHITECTURES,
+    fields=_fields,
+    prefix="model.",
+)
+class OlmoDecoder(RotaryDecoder):
+    EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+    def __init__(self, builder: Builder, device: torch.device | str) -> None:
+        super().__init__(builder, device, _layer, lambda: builder.rms_norm("model.norm"))
+
+
+def _layer(builder: Builder, index: int, rotary: Rotary | None) -> SequentialLayer:
+    is_olmo = builder.config.architecture.startswith("Olmo")
+    return gated_layer(builder, index, rotary, _NORMS, has_projection_norms=is_olmo)

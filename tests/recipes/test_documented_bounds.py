@@ -12,13 +12,12 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skipjoin.core.request import Request, ServiceClass
+from skipjoin.core.request import Request, ServiceClass, Target
 from skipjoin.policies.cost import LinearCost
 from support.bounds import (
     BoundedRun,
     EqualService,
     Invariant,
-    OverduePrompts,
     Overtaking,
     SharedSteps,
     ShortPrefixWaits,
@@ -140,22 +139,19 @@ def test_counts_of_waiting_clients_differ_by_a_pool_and_a_step(
 
 @one_in(4)
 @given(world=worlds, fair=st.booleans(), shares=st.sampled_from([0, 60]))
-def test_an_overdue_prompt_is_not_passed_by_those_that_fit(world: tuple[Any, int], fair: bool, shares: int) -> None:
+def test_an_overdue_request_is_served_while_others_with_objectives_fit_better(
+    world: tuple[Any, int], fair: bool, shares: int
+) -> None:
     pipeline, seed = world
-    draw = Random(seed)
-    overdue_s = 0.5
+    draw, old = Random(seed), list[Request]()
 
     def send(run: BoundedRun) -> None:
-        while len(run.live) < 20:
-            low, high, few, many = draw.choice(SHAPES)
-            run.add(
-                draw.randint(low, high),
-                draw.randint(few, many),
-                priority=draw.choice((0, 1)),
-                service=draw.choice((REAL_TIME, BEST_EFFORT)),
-            )
+        while len(run.live) < 60:
+            run.add(draw.randint(1, 12), draw.randint(20, 60), client=draw.choice("xy"), target=Target(jct_s=30.0))
+        if run.now > 1 and len(old) < 2:
+            old.append(run.add(draw.randint(100, 128), draw.randint(60, 120), client=draw.choice("xy")))
 
-    params = (("overdue_s", overdue_s),)
-    invariants: list[Invariant] = [OverduePrompts(overdue_s), ShortPrefixWaits()]
-    run = BoundedRun(world_of("econoserve", pipeline, draw, params=params), send, invariants, shares)
-    run.run(lambda: run.now > 3)
+    more = {"max_seqs": 32, "fair_output_weight": WEIGHT if fair else None, "params": (("overdue_s", 0.5),)}
+    run = BoundedRun(world_of("econoserve", pipeline, draw, **more), send, [ShortPrefixWaits()], shares)
+    run.run(lambda: len(old) == 2 and (all(one.progress.finish_reason for one in old) or run.now > 60))
+    assert [one.progress.finish_reason is not None for one in old] == [True] * 2

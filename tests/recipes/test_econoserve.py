@@ -275,3 +275,10 @@ def test_order_by_objectives_meets_more_of_them_and_reserves_most_of_the_kv() ->
         kv = one.record["kv"]
         assert kv["used_mean"] <= 0.65, (name, kv)
         assert kv["allocated_mean"] >= 0.88, (name, kv)
+
+
+def test_overdue_requests_make_few_others_miss_their_objectives() -> None:
+    overload, slo = Extent(12.0, 20.0, 1), Slo(jct_scale=2.0)
+    runs = [seen("econoserve", SHAREGPT, overload, slo=slo, overdue_s=age_s) for age_s in (4.0, 1e8)]
+    some, none = (one.record["slo"]["jct_attained"] for one in runs)
+    assert 0.8 * none <= some, (some, none)

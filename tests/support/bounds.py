@@ -11,7 +11,7 @@ from typing import Protocol
 from skipjoin.core.decide.candidates import MAX_BEHIND_S
 from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
-from skipjoin.core.events import Admitted, Event, Waited
+from skipjoin.core.events import Event, Waited
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import Request, RequestOptions
@@ -179,26 +179,3 @@ class ShortPrefixWaits:
             del self.since[request]
         for request, since in self.since.items():
             assert self.spent[request] + begin - since <= MAX_BEHIND_S + 2 * (run.now - begin)
-
-
-@dataclass
-class OverduePrompts:
-    """`overdue_s` of econoserve: no other request of its band or a worse one is admitted before an overdue one."""
-
-    overdue_s: float
-
-    def check(self, run: BoundedRun, plan: StepPlan, begin: float, events: Sequence[Event]) -> None:
-        admitted = [one for one in events if isinstance(one, Admitted)]
-        for request in run.live if admitted else ():
-            if run.core.kv.blocks_of(request) is not None:
-                continue
-            for one in admitted:
-                is_overdue = one.now >= request.arrival + self.overdue_s
-                is_other = (
-                    one.now < one.request.arrival + self.overdue_s
-                    and one.request.progress.band >= request.progress.band
-                )
-                assert not (is_overdue and is_other), (
-                    f"request {one.request.id} is admitted at {one.now:.2f} s before {request.id}, which came "
-                    f"{one.now - request.arrival:.2f} s before"
-                )

@@ -260,9 +260,6 @@ class ByArrival:
     def until(self, request: Request, known: int, now: float) -> float:
         return math.inf
 
-    def is_overdue(self, request: Request, now: float) -> bool:
-        return False
-
     def left(self, request: Request) -> None:
         pass
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from enum import IntEnum
 from itertools import count
@@ -16,7 +17,6 @@ from skipjoin.core.selective import Limits
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.needs import NeedIndex
 from skipjoin.policies.predictors import forecast_tokens
-from skipjoin.policies.ranking import Ranking
 from skipjoin.policies.valued import Valued
 
 # A request that outgrew its forecast is expected to generate a quarter of its output so far, but at least 32 tokens.
@@ -86,10 +86,6 @@ class QueueOrder(Protocol):
 
     def until(self, request: Request, known: int, now: float) -> float: ...
 
-    def is_overdue(self, request: Request, now: float) -> bool:
-        """Return whether the request precedes all others of its phase because of its age."""
-        ...
-
     def left(self, request: Request) -> None:
         """Forget a request that no longer waits."""
 
@@ -104,7 +100,6 @@ class ByObjective:
     Args:
         time_ranges_s: Ascending boundaries between ranges of slack.
         kv_range, length_range: Width of ranges in tokens.
-        overdue_s: Age in seconds from which requests precede all others, so that none starves.
     """
 
     def __init__(
@@ -116,7 +111,6 @@ class ByObjective:
         kv_range: int = 128,
         length_range: int = 32,
         longest_first: bool = False,
-        overdue_s: float = math.inf,
     ) -> None:
         self._time = time
         self._lengths = lengths
@@ -124,7 +118,6 @@ class ByObjective:
         self._kv_range = kv_range
         self._length_range = length_range
         self._sign = -1 if longest_first else 1
-        self._overdue_s = overdue_s
         self._asked: tuple[object, ...] = ()  # arguments of the latest `_crossings`
         self._times: list[float] = []
 
@@ -144,11 +137,7 @@ class ByObjective:
         )
 
     def until(self, request: Request, known: int, now: float) -> float:
-        times = (*self._crossings(request, known), request.arrival + self._overdue_s)
-        return min((when for when in times if when > now), default=math.inf)
-
-    def is_overdue(self, request: Request, now: float) -> bool:
-        return now >= request.arrival + self._overdue_s
+        return min((when for when in self._crossings(request, known) if when > now), default=math.inf)
 
     def left(self, request: Request) -> None:
         pass
@@ -165,14 +154,9 @@ class ByObjective:
             yield Fact("slack", due - now - work_s, "s", meaning)
         else:
             yield Fact("slack", "unlimited", "", "It has no completion objective, and follows those that have.")
-        if self._overdue_s < math.inf:
-            overdue_s = max(0.0, request.arrival + self._overdue_s - now)
-            yield Fact("overdue in", overdue_s, "s", "From then on it precedes all others, because of its age.")
 
     def _urgency(self, request: Request, known: int, now: float) -> int:
-        """Return the range of slack: -1 for overdue requests, then from least to most slack, then missed targets."""
-        if self.is_overdue(request, now):
-            return -1
+        """Return the range of slack, from least to most, then missed targets."""
         ranges = len(self._borders)
         passed = bisect_right(self._crossings(request, known), now)
         return ranges if passed == ranges else ranges - 1 - passed
@@ -199,9 +183,14 @@ class ByObjective:
 
 
 class Tasks:
-    """Value function of the two queues: running decodes by time of reservation, then waiting decodes, then prompts."""
+    """Value function of the two queues: running decodes by time of reservation, then waiting decodes, then prompts.
+
+    Attributes:
+        overdue: Requests that precede all others of their phase because of their age.
+    """
 
     def __init__(self, order: QueueOrder) -> None:
+        self.overdue: set[Request] = set()
         self._order = order
         self._reservations = count()
         self._reserved: dict[Request, int] = {}
@@ -214,7 +203,7 @@ class Tasks:
         phase = phase_of(request, known)
         if phase is Phase.RUNNING:
             return (phase, self._reserved.get(request, -1))
-        return (phase, *self._order.key(request, known, phase, now))
+        return (phase, request not in self.overdue, *self._order.key(request, known, phase, now))
 
     def until(self, request: Request, now: float) -> float:
         known = request.progress.known
@@ -223,9 +212,6 @@ class Tasks:
     def tokens(self, request: Request, known: int) -> int:
         reserved = request.progress.reserved_tokens
         return reserved + 1 if known <= reserved < UNLIMITED else known + 1
-
-    def is_overdue(self, request: Request, now: float) -> bool:
-        return self._order.is_overdue(request, now)
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
         words, meaning = _PHASES[phase_of(request, request.progress.known)]
@@ -240,49 +226,86 @@ class Tasks:
         self._order.left(request)
 
     def on_finished(self, request: Request) -> None:
+        self.overdue.discard(request)
         self._reserved.pop(request, None)
         self._order.left(request)
 
 
+# Maximum share of reserved KV for overdue requests. If all of them came first, an overload would make every request
+# late.
+_OVERDUE_SHARE = 0.02
+
+
 class TwoQueues(Valued):
-    """Ordering by `Tasks`, which finds the prompts that fit in `index` by binary search (EconoServe section 3.4)."""
+    """Ordering by `Tasks`, which finds the prompts that fit in `index` by binary search (EconoServe section 3.4).
+
+    A request that is `overdue_s` seconds old precedes all others. So that it does not make others late, such requests
+    take a small share of the reserved KV, oldest first.
+    """
 
     is_decode_invariant = True
 
-    def __init__(self, tasks: Tasks, index: NeedIndex) -> None:
+    def __init__(self, tasks: Tasks, index: NeedIndex, lengths: PaddedLengths, overdue_s: float) -> None:
         super().__init__(tasks)
         self._tasks = tasks
         self._index = index
-        self._overdue = Ranking()  # prompts without KV that only others like them may pass
+        self._lengths = lengths
+        self._overdue_s = overdue_s
+        self._ages: deque[Request] = deque()  # requests that are not overdue, oldest first, and finished ones
+        # Tokens of KV reserved for outputs so far, and their number at which another request may become overdue.
+        self._reserved_tokens = self._next_overdue = 0
+
+    def on_arrived(self, request: Request, now: float) -> None:
+        super().on_arrived(request, now)
+        self._ages.append(request)
 
     def on_reserved(self, request: Request, allocation: Allocation, now: float) -> None:
         self._tasks.on_reserved(request)
+        if allocation.tokens is not None and phase_of(request, request.progress.known) is Phase.RUNNING:
+            self._reserved_tokens += allocation.tokens
         self._place(request, now)
 
     def on_finished(self, request: Request, now: float) -> None:
         super().on_finished(request, now)
         self._tasks.on_finished(request)
-        self._forget(request)
+        self._index.discard(request)
 
     def may_await_prefix(self, request: Request, now: float) -> bool:
-        return not self._tasks.is_overdue(request, now)
+        return request not in self._tasks.overdue
 
     def fitting(self, limits: Limits, kv: KVAccounts) -> Iterator[Request]:
         return self._index.fitting(limits, kv)
 
-    def may_pass(self, request: Request, kv: KVAccounts) -> bool:
-        first = next((one for one in self._overdue if kv.blocks_of(one) is None), request)
-        return request in self._overdue or not self.rank(first) < self.rank(request)
+    def ranked(self, now: float) -> Iterator[Request]:
+        while self._ages and self._ages[0].arrival + self._overdue_s <= now:
+            request = self._ages[0]
+            if request in self._ranking and not self._make_overdue(request, now):
+                break
+            self._ages.popleft()
+        return super().ranked(now)
+
+    def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
+        yield from super().explain(request, now, kv)
+        if request in self._tasks.overdue:
+            yield Fact("overdue", "yes", "", "It precedes all others, because of its age.")
+        elif self._overdue_s < math.inf:
+            overdue_s = max(0.0, request.arrival + self._overdue_s - now)
+            yield Fact("overdue in", overdue_s, "s", "From then on it may precede all others, oldest first.")
+
+    def _make_overdue(self, request: Request, now: float) -> bool:
+        known = request.progress.known
+        if phase_of(request, known) is not Phase.RUNNING:
+            if self._reserved_tokens < self._next_overdue:
+                return False
+            tokens = self._lengths.kv_tokens(request, known - len(request.prompt))
+            self._next_overdue = self._reserved_tokens + math.ceil(tokens / _OVERDUE_SHARE)
+        self._tasks.overdue.add(request)
+        self._place(request, now)
+        return True
 
     def _place(self, request: Request, now: float) -> None:
         super()._place(request, now)
-        self._forget(request)
         if request.progress.planned:  # it holds KV
-            return
-        self._index.put(request, self.rank(request))
-        if self._tasks.is_overdue(request, now):
-            self._overdue.set_stable(request, self.rank(request))
-
-    def _forget(self, request: Request) -> None:
-        self._index.discard(request)
-        self._overdue.discard(request)
+            self._index.discard(request)
+        else:
+            self._index.put(request, self.rank(request))

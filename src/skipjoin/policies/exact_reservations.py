@@ -4,9 +4,10 @@ import math
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import count
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.interface import KVAccounts
@@ -18,6 +19,8 @@ from skipjoin.policies.econo import PaddedLengths, Phase, phase_of
 
 # Account of the KV that is set aside for prompts.
 PROMPTS = Account("prompts")
+# Account that collects free blocks for an overdue request, which others would take before enough of them are free.
+COLLECTED = Account("collected")
 
 
 class Hosts:
@@ -169,11 +172,13 @@ class ExactReservations(Callbacks):
     prompts' share, in this order. If none suffices it pauses with its KV in place (offload-free preemption). Other
     requests are evicted for a reservation only if nothing runs, they have a worse priority, or it must precede them.
 
+    Free blocks are collected for an overdue request. Otherwise a prompt larger than the share would starve behind
+    decodes, and a long output behind shorter ones.
+
     Args:
         reserve: Share of the pool for prompts, which they exceed only while no decode waits.
         gate: Decides when waiting decodes are admitted; None admits them whenever KV suffices.
-        overdue_s: Age in seconds from which a prompt without KV blocks KV for other prompts. Otherwise one larger than
-            the reserve would starve behind decodes.
+        overdue: Requests that precede all others because of their age; the ordering adds and removes them.
     """
 
     is_decode_invariant = True
@@ -186,15 +191,16 @@ class ExactReservations(Callbacks):
         reserve: float,
         hosts: Hosts | None,
         gate: GroupGate | None = None,
-        overdue_s: float = math.inf,
+        overdue: AbstractSet[Request] = frozenset(),
     ) -> None:
         self._lengths = lengths
         self._group = group
         self._reserve = reserve
         self._hosts = hosts
         self._gate = gate
-        self._overdue_s = overdue_s
+        self._overdue = overdue
         self._now = 0.0
+        self._collector: Request | None = None  # request for which blocks are collected
         self._bands: Counter[Band] = Counter()  # of all requests, before any is lifted
         self._ordering: Ordering | None = None
         self._live: set[Request] = set()  # those that the ordering knows
@@ -209,7 +215,9 @@ class ExactReservations(Callbacks):
             self._hosts.begin(kv)
         if self._gate is not None:
             self._gate.begin()
-        return ((PROMPTS, math.ceil(self._reserve * kv.device_total)),)
+        collected = self._blocks_to_collect(kv)
+        prompts = min(math.ceil(self._reserve * kv.device_total), kv.device_total - collected)
+        return (PROMPTS, prompts), (COLLECTED, collected)
 
     def on_arrived(self, request: Request, now: float) -> None:
         self._bands[request.own_band] += 1
@@ -258,7 +266,22 @@ class ExactReservations(Callbacks):
         if self._is_stuck(request, kv) or self._may_displace(request, kv):
             group = self._group_of(request)
             return Allocation(now=blocks, blocks=blocks, tokens=tokens, draws=PROMPTS, group=group)
+        if request is self._collector and kv.shortfall_of_reservation(request, blocks, None) <= _unused(COLLECTED, kv):
+            group = self._group_of(request)
+            return Allocation(now=blocks, blocks=blocks, tokens=tokens, draws=COLLECTED, group=group)
         return Deferral.REQUEST
+
+    def _blocks_to_collect(self, kv: KVAccounts) -> int:
+        """Return how many blocks the first overdue request needs besides its own, and make it the collector."""
+        waiting = [one for one in self._overdue if one in self._live and _waits(one, kv)]
+        self._collector = request = min(waiting, key=self._rank, default=None)
+        # While nothing runs, no blocks become free.
+        if request is None or self._is_stuck(request, kv) or any(own < request.progress.band for own in self._bands):
+            return 0
+        if kv.blocks_of(request) is None:
+            return kv.blocks_for(request.progress.known)
+        blocks = self._wanted[request].blocks if request in self._wanted else 0
+        return max(0, kv.available + kv.shortfall_of_reservation(request, blocks, None))
 
     def _want(self, request: Request, target: int, kv: KVAccounts) -> _Wanted:
         generated = max(0, target - len(request.prompt))
@@ -272,9 +295,9 @@ class ExactReservations(Callbacks):
         return None if self._group is None else self._group(request, self._now)
 
     def needs(self, request: Request, kv: KVAccounts) -> Sequence[int]:
-        """Return the blocks of the request's prompt and, with hosts, its need in a parent request."""
+        """Return the blocks of the request's prompt, twice, and with hosts its need in a parent request."""
         prompt = kv.blocks_for(request.progress.known)
-        return (prompt,) if self._hosts is None else (prompt, self._whole(request, self._hosts, kv)[2])
+        return (prompt, prompt) if self._hosts is None else (prompt, prompt, self._whole(request, self._hosts, kv)[2])
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
         if kv.blocks_of(request) is None or request.progress.reserved_tokens == UNLIMITED:
@@ -300,7 +323,16 @@ class ExactReservations(Callbacks):
         prompt = _unused(PROMPTS, kv)
         if kv.available > prompt and not self._generation_waits(kv):
             prompt = kv.available
-        return (prompt,) if self._hosts is None else (prompt, self._hosts.largest(kv))
+        collected = self._collected(kv)
+        return (prompt, collected) if self._hosts is None else (prompt, collected, self._hosts.largest(kv))
+
+    def _collected(self, kv: KVAccounts) -> int:
+        """Return the blocks of an overdue prompt if that many are collected, or 0."""
+        request = self._collector
+        if request is None or kv.blocks_of(request) is not None:
+            return 0
+        blocks = kv.blocks_for(request.progress.known)
+        return blocks if blocks <= kv.available + _unused(COLLECTED, kv) else 0
 
     def _first_reservation(self, request: Request, kv: KVAccounts) -> Allocation | Deferral:
         known = request.progress.known
@@ -315,9 +347,10 @@ class ExactReservations(Callbacks):
             return Allocation(now=blocks, blocks=blocks, tokens=known)
         if self._may_displace(request, kv):
             return Allocation(now=blocks, blocks=blocks, tokens=known, draws=PROMPTS)
-        if self._now >= request.arrival + self._overdue_s:
-            return Deferral.NEWCOMERS
-        has_room = unused or (self._hosts is not None and self._hosts.largest(kv))
+        collected = self._collected(kv)
+        if collected and request is self._collector:
+            return Allocation(now=blocks, blocks=blocks, tokens=known, draws=COLLECTED)
+        has_room = unused or collected or (self._hosts is not None and self._hosts.largest(kv))
         return Deferral.REQUEST if has_room else Deferral.NEWCOMERS
 
     def _has_outgrown(self, request: Request, kv: KVAccounts) -> bool:
@@ -343,6 +376,10 @@ class ExactReservations(Callbacks):
     def _change_hosts(self) -> None:
         if self._hosts is not None:
             self._hosts.changed()
+
+    def _rank(self, request: Request) -> Any:
+        assert self._ordering is not None
+        return self._ordering.rank(request)
 
     def _may_displace(self, request: Request, kv: KVAccounts) -> bool:
         band = request.progress.band
@@ -370,6 +407,10 @@ class ExactReservations(Callbacks):
             for one in kv.holders()
             if one is not request
         )
+
+
+def _waits(request: Request, kv: KVAccounts) -> bool:
+    return kv.blocks_of(request) is None or phase_of(request, request.progress.known) is not Phase.RUNNING
 
 
 def _can_host(request: Request) -> bool:

@@ -38,7 +38,7 @@ class ReservationParams(Params):
     overdue_s: Annotated[
         float,
         Option(
-            "Age in seconds from which a request is no longer passed over for younger ones that fit better.",
+            "Age in seconds from which a request may precede all others, oldest first, within 2 % of the KV.",
             above=0,
             high=1e9,
         ),
@@ -126,11 +126,11 @@ def decoupled(
         reserve=p.reserve,
         hosts=hosts,
         gate=GroupGate() if gated else None,
-        overdue_s=p.overdue_s,
+        overdue=tasks.overdue,
     )
     return classed(
         s,
-        lambda: TwoQueues(tasks, index(reservations.needs)),
+        lambda: TwoQueues(tasks, index(reservations.needs), lengths, p.overdue_s),
         staged(s, batcher, batcher.target, cuts=True),
         reservations,
         Vacate(s.cost),
@@ -152,7 +152,6 @@ def by_objectives(s: Settings, p: OrderParams, index: Callable[[Needs], NeedInde
         kv_range=p.kv_range,
         length_range=p.length_range,
         longest_first=p.order == "longest",
-        overdue_s=p.overdue_s,
     )
     hosts = Hosts(p.buffer) if p.sharing else None
     return decoupled(s, p, lengths, order, groups=True, hosts=hosts, gated=p.admission == "gated", index=index)

@@ -374,14 +374,13 @@ def _models() -> Iterator[str]:
         "",
     )
     record = json.loads(MODEL_FORMATS.read_text(encoding="utf-8"))
-    families = [*record]
-    rows = [[f"{name}", *(_outcome(record[family][name]) for family in families)] for name in record[families[0]]]
-    yield from _table(["weights", *families], rows)
+    rows = [[family, *map(_outcome, formats.values())] for family, formats in record.items()]
+    yield from _table(["family", *next(iter(record.values()))], rows)
     yield (
         "An NVIDIA GPU runs what torch's operations run. `quantization int8` needs the compiled operations of a CPU. "
         "`skipjoin convert` makes safetensors of `.bin` files. Mistral's GGUF files have the architecture `llama`; "
-        "sliding windows are refused in GGUF files, which do not say which layers have them. Experts and families that "
-        "are not in the table are refused."
+        "where GGUF files do not say which layers have a sliding window, it is refused. Of Gemma 3 and Mistral 3 that "
+        "see images, the language model is served. Experts and families that are not in the table are refused."
     )
 
 
@@ -400,7 +399,10 @@ def _gguf() -> Iterator[str]:
     yield ""
     rows = [[f"`{name}`", of.name.removesuffix("ForCausalLM")] for name, of in ARCHITECTURES.items()]
     yield from _table(["`general.architecture`", "served as"], rows)
-    yield "Mistral's files have the architecture `llama`. Others are refused, as are sliding windows and experts."
+    yield (
+        "Mistral's files have the architecture `llama`. Others are refused, as are experts, and sliding windows except "
+        "Gemma's and Phi-3's."
+    )
     yield ""
     kinds = [[kind.name, f"{8 * kind.size / kind.elements:g}", _kept(kind)] for kind in TENSOR_TYPES.values()]
     yield from _table(["type", "bits per weight", "in memory"], kinds)

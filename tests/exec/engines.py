@@ -43,6 +43,10 @@ CONFIGS = {
     "mistral": _GATED | {"architectures": ["MistralForCausalLM"], "sliding_window": 11},
     "qwen2": _GATED | {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
     "qwen3": _GATED | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
+    "gemma3": _GATED
+    | {"architectures": ["Gemma3ForCausalLM"], "head_dim": 16, "sliding_window": 11, "sliding_window_pattern": 2}
+    | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 20.0},
+    "olmo3": _GATED | {"architectures": ["Olmo3ForCausalLM"], "sliding_window": 11},
     "gpt_neox": _COMMON
     | {"architectures": ["GPTNeoXForCausalLM"], "intermediate_size": 80, "max_position_embeddings": 256},
     "opt": _COMMON | {"architectures": ["OPTForCausalLM"], "ffn_dim": 80, "max_position_embeddings": 256},

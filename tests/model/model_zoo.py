@@ -76,7 +76,7 @@ CONFIGS = {
     "starcoder2-window": _config(
         "Starcoder2Config", **_GATED, sliding_window=7, use_bias=False, tie_word_embeddings=False
     ),
-    "smollm3": _config("SmolLM3Config", **_GATED, no_rope_layers=[1, 0]),
+    "smollm3": _config("SmolLM3Config", **_GATED | {"num_hidden_layers": 4}),
     "granite": _config(
         "GraniteConfig",
         **_GATED,
@@ -121,12 +121,18 @@ CONFIGS = {
 }
 
 
-def make_reference(name: str) -> transformers.PreTrainedModel:
-    """Return a model with random parameters, biases and norms included, so that swapped tensors are detected."""
+def make_reference(name: str, **changes: Any) -> transformers.PreTrainedModel:
+    """Return a model with random parameters, biases and norms included, so that swapped tensors are detected.
+
+    Args:
+        changes: Other values of the configuration.
+    """
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes two seconds
 
     torch.manual_seed(sum(name.encode()))
-    model = AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+    config = CONFIGS[name]()
+    config.update(changes)
+    model = AutoModelForCausalLM.from_config(config).eval()
     for label, parameter in model.named_parameters():
         spread = 0.12 if parameter.dim() > 1 else 0.3
         torch.nn.init.normal_(parameter, mean=1.0 if "norm" in label and "weight" in label else 0.0, std=spread)

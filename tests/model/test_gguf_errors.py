@@ -81,7 +81,7 @@ def test_models_that_are_not_supported_are_refused(tmp_path: Path) -> None:
         assert message in str(caught.value)
 
     integer, words = gguf.GGUFValueType.UINT32, plain_tokens(101)
-    refused("has architecture 'gemma3', which is not supported", architecture="gemma3")
+    refused("has architecture 'gemma3n', which is not supported", architecture="gemma3n")
     refused("has no tokens", tokenizer=words | {"tokens": [], "ids": {}})
     refused("has a sliding window of 9 tokens", metadata={"llama.attention.sliding_window": (9, integer)})
     refused("values of 3 numbers and keys of 8", metadata={"llama.attention.value_length": (3, integer)})

@@ -89,6 +89,23 @@ def test_half_types_stay_close(saved, dtype):
     assert (ours - expected).norm() / expected.norm() < (0.05 if dtype == "bfloat16" else 0.01)
 
 
+@pytest.mark.parametrize("name", ["Gemma3", "Mistral3"])
+def test_language_models_of_models_with_images(name, tmp_path):
+    import transformers  # noqa: PLC0415 - takes seconds
+
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = CONFIGS["gemma3" if name == "Gemma3" else "ministral3"]().to_dict()
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14, "head_dim": 16}
+    )
+    torch.manual_seed(0)
+    reference = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    reference.save_pretrained(tmp_path)
+    ids = sequences(11)[3]
+    (ours,) = PagedRunner(load_model(tmp_path, LoadSpec(dtype="float32")), [ids], 4, seed=1).run()
+    torch.testing.assert_close(ours, expected_logits(reference, ids), atol=1e-4, rtol=0)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_families_compute_the_same_logits_on_cuda(saved):

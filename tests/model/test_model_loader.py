@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import struct
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.config import ModelConfig, ModelError
 from skipjoin.model.convert import convert_folder
+from skipjoin.model.family import find_architecture
 from skipjoin.model.folder import resolve_folder
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.layers import Rotary
@@ -114,6 +116,87 @@ def test_rotary_tables_match_transformers_at_long_positions(scaling):
     found = Rotary(config.rope, config.max_positions, "cpu").cos_sin[positions].chunk(2, dim=1)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs[0, :, : ours.shape[1]], atol=1e-6, rtol=0)
+
+
+_SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 8,
+    "intermediate_size": 96,
+    "vocab_size": 101,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+}
+_LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+_HALF_LOCAL = (["sliding_attention"] * 3 + ["full_attention"]) * 2
+# As files on the hub have them, mostly in older forms and without entries that are the default.
+HUB_CONFIGS = [
+    (
+        "Gemma3ForCausalLM",
+        {
+            **{"hidden_size": 64, "num_hidden_layers": 8, "intermediate_size": 96, "sliding_window": 1024},
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        },
+    ),
+    (
+        "Gemma3ForCausalLM",
+        _SMALL
+        | {"num_key_value_heads": 1, "head_dim": 256, "query_pre_attn_scalar": 168, "sliding_window": 512}
+        | {"rope_theta": 1e6, "rope_local_base_freq": 10000, "sliding_window_pattern": 4, "rope_scaling": None}
+        | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    ("Gemma2ForCausalLM", _SMALL | {"hidden_act": "gelu_pytorch_tanh", "cache_implementation": "hybrid"}),
+    ("GemmaForCausalLM", _SMALL | {"hidden_act": "gelu", "hidden_activation": None, "num_key_value_heads": 1}),
+    (
+        "Olmo3ForCausalLM",
+        _SMALL | {"rope_theta": 5e5, "rope_scaling": YARN | {"original_max_position_embeddings": 512}},
+    ),
+    ("Phi3ForCausalLM", _SMALL | {"original_max_position_embeddings": 1024, "rope_scaling": _LONG}),
+    ("Phi3ForCausalLM", _SMALL | {"rope_scaling": None, "sliding_window": 2047}),
+    ("SmolLM3ForCausalLM", _SMALL | {"use_sliding_window": True, "sliding_window": 100}),
+    ("SmolLM3ForCausalLM", _SMALL | {"no_rope_layer_interval": 3, "rope_theta": 5e6, "sliding_window": None}),
+    ("CohereForCausalLM", _SMALL),
+    ("Cohere2ForCausalLM", _SMALL | {"sliding_window_pattern": 3, "rope_theta": 50000, "head_dim": 16}),
+    (
+        "Exaone4ForCausalLM",
+        _SMALL | {"num_key_value_heads": 2, "sliding_window": None, "layer_types": ["full_attention"] * 8},
+    ),
+    (
+        "Exaone4ForCausalLM",
+        _SMALL | {"num_key_value_heads": 2, "sliding_window_pattern": "LLLG", "layer_types": _HALF_LOCAL},
+    ),
+    ("MinistralForCausalLM", _SMALL | {"num_key_value_heads": 2, "head_dim": 16}),
+    ("Ministral3ForCausalLM", _SMALL | {"num_key_value_heads": 2}),
+    ("GlmForCausalLM", _SMALL | {"partial_rotary_factor": 0.5, "head_dim": 16}),
+    ("Glm4ForCausalLM", _SMALL | {"partial_rotary_factor": 0.25, "rope_theta": 1000.0}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "raw"), HUB_CONFIGS)
+def test_files_mean_what_transformers_reads_in_them(architecture, raw):
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415 - takes seconds
+
+    _, family = find_architecture([architecture], None)
+    kind = {"architectures": [architecture]}
+    full = CONFIG_MAPPING[family.architectures[architecture]].from_dict(dict(raw)).to_dict()
+    named = {"eos_token_ids": (), "dtype_name": None}
+    ours, theirs = (replace(ModelConfig.from_dict(one | kind), **named) for one in (raw, full))
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"no_rope_layers": [1, 0]}, "no_rope_layers must have 0 or 1 for each of 8 layers"),
+        ({"layer_types": ["linear_attention"] * 8}, "must be 8 of sliding_attention, full_attention, got"),
+        ({"text_config": "none"}, "text_config in config.json must be an object, got 'none'"),
+        ({"text_config": {"hidden_size": -1}}, r"hidden_size in config.json must be an integer in \[1, "),
+    ],
+)
+def test_invalid_layers_are_rejected(raw, message):
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.from_dict({"architectures": ["SmolLM3ForCausalLM"]} | _SMALL | raw)
+    with pytest.raises(ModelError, match=r"residual_multiplier in config.json must be a finite number above 0, got 0"):
+        ModelConfig.from_dict({"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0} | _SMALL)
 
 
 @pytest.mark.parametrize(

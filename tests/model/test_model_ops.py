@@ -191,7 +191,7 @@ def test_model_output_is_right_with_two_threads(tmp_path, two_threads):
 
 
 @needs_library
-@pytest.mark.parametrize("name", ["llama-tied-mha", "opt", "gpt-neox"])
+@pytest.mark.parametrize("name", ["llama-tied-mha", "opt", "gpt-neox", "glm4", "gemma2"])
 def test_int8_weights_have_the_documented_error(name, tmp_path):
     save_reference(name, tmp_path)
     ids = [[i % 90 for i in range(40)], [3, 4, 5]]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import transformers
 
 Kind = gguf.GGMLQuantizationType
-_ARCHITECTURES = {"mistral": "llama", "gpt_neox": "gptneox"}
+_ARCHITECTURES = {"mistral": "llama", "gpt_neox": "gptneox", "gemma3_text": "gemma3"}
 # Types that the package reads and does not write: where their blocks have scales, as halves, and what is added to them.
 _SCALES = {
     Kind.Q2_K: (80, 82),
@@ -34,7 +34,7 @@ _SCALES = {
 def stored(name: str, weight: np.ndarray, config: transformers.PreTrainedConfig) -> np.ndarray:
     """Return a checkpoint's tensor with its rows in the order of files."""
     heads = config.num_attention_heads
-    if config.model_type in ("llama", "mistral") and (".q_proj." in name or ".k_proj." in name):
+    if config.model_type in ("llama", "mistral", "smollm3", "granite") and (".q_proj." in name or ".k_proj." in name):
         count = heads if ".q_proj." in name else config.num_key_value_heads
         halves = weight.reshape(count, 2, weight.shape[0] // count // 2, *weight.shape[1:])
         return halves.swapaxes(1, 2).reshape(weight.shape)
@@ -81,10 +81,23 @@ def write_model(
     writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", 1e-6))
     writer.add_layer_norm_eps(getattr(config, "norm_epsilon", getattr(config, "layer_norm_eps", 1e-5)))
     head_dim = getattr(config, "head_dim", None) or hidden // heads
-    _add_rope(writer, config.rope_parameters, head_dim)
+    _add_rope(writer, config, head_dim)
     if head_dim != hidden // heads:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
+    if config.model_type in ("phi3", "gemma2", "gemma3_text") and config.sliding_window:
+        writer.add_sliding_window(config.sliding_window)
+    if config.model_type.startswith("gemma"):
+        kinds = [kind == "sliding_attention" for kind in config.layer_types]
+        writer.add_sliding_window_pattern(kinds)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.model_type == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     if config.model_type == "gpt_neox":
         writer.add_parallel_residual(config.use_parallel_residual)
     for key, (value, kind_of) in (metadata or {}).items():
@@ -110,7 +123,11 @@ def small_llama(*, vocab_size: int = 101, hidden_size: int = 256, num_hidden_lay
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def _add_rope(writer: gguf.GGUFWriter, rope: Mapping[str, Any], head_dim: int) -> None:
+def _add_rope(writer: gguf.GGUFWriter, config: Any, head_dim: int) -> None:
+    rope = config.rope_parameters
+    if "full_attention" in rope:
+        writer.add_float32(f"{writer.arch}.rope.freq_base_swa", rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
     writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
@@ -118,6 +135,13 @@ def _add_rope(writer: gguf.GGUFWriter, rope: Mapping[str, Any], head_dim: int) -
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "longrope":
+        original = rope["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        scale = config.max_position_embeddings / original
+        writer.add_rope_scaling_attn_factors(float(np.sqrt(1 + np.log(scale) / np.log(original))))
+        for side in ("short", "long"):
+            writer.add_tensor(f"rope_factors_{side}.weight", np.asarray(rope[f"{side}_factor"], np.float32))
     if rope["rope_type"] == "llama3":
         turns = rope["original_max_position_embeddings"] / 2 / np.pi
         turns = turns * rope["rope_theta"] ** -(np.arange(0, head_dim, 2) / head_dim)
@@ -143,6 +167,9 @@ def _add_tensors(writer: gguf.GGUFWriter, model: transformers.PreTrainedModel, k
         # Which row of the checkpoint a row of the file is, to bring the numbers of blocks back.
         order = stored(name, np.arange(len(weight)), config)
         rows = np.ascontiguousarray(weight[order])
+        if weight.ndim == 1 and config.model_type.startswith("gemma"):
+            rows += 1
+            parameter.data = torch.from_numpy(rows) - 1
         if weight.ndim == 1:
             writer.add_tensor(found, rows)
             continue

@@ -309,9 +309,11 @@ def rope_of_kind(raw: Mapping[str, Any], kind: str, theta: str, default: float) 
         default: Base if there is none.
     """
     found = {name: value for name, value in raw.items() if name not in ("rope_parameters", "rope_scaling")}
-    nested = raw.get("rope_parameters")
-    own = nested.get(kind) if isinstance(nested, Mapping) else None
-    found["rope_parameters"] = own if own is not None else {}
+    nested = raw.get("rope_parameters") or {}
+    if isinstance(nested, Mapping):
+        has_kinds = any(isinstance(one, Mapping) for one in nested.values())
+        nested = nested.get(kind) or {} if has_kinds or kind != "full_attention" else nested
+    found["rope_parameters"] = nested
     if kind == "full_attention" and raw.get("rope_scaling") is not None:
         found["rope_scaling"] = raw["rope_scaling"]
     return {**found, "rope_theta": raw.get(theta) or default}

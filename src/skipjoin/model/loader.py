@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from skipjoin.model.parallel import WHOLE, Alone, Group, Shard, Unconnected
 from skipjoin.model.weight_files import ModelFiles, Progress, Source
 from skipjoin.model.weight_format import WeightFormat, format_of
 
+_log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -45,6 +47,8 @@ def load_model(
     files = ModelFiles.of(resolve_folder(name_or_path, weights=has_weights), has_weights=has_weights)
     config, stored = read_config(files, spec), format_of(files, spec)
     chosen = _choose(config, spec, stored)
+    if "text_config" in files.config:
+        _log.info("%s: the language model of %s is served, without its other inputs", files.folder, config.architecture)
     try:
         source = Source(files, spec, config, chosen.dtype, chosen.device, progress, reads_codes=chosen.ops.reads_codes)
         weights = stored.open(source)

@@ -11,10 +11,16 @@ import numpy as np
 from skipjoin.model.gguf.file import Gguf, GgufError
 
 ROPE_FACTORS = "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+_OF_POSITIONS = {ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)")
 _ATTENTION = {f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"} | {"self_attn.o_proj": "attn_output"}
 _NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 _GATED = {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
+_POST_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 _QK_NORMS = {f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"}
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _QKV = frozenset({"attn_q", "attn_k", "attn_v"})
@@ -32,6 +38,9 @@ class Architecture(NamedTuple):
         biases: Tensors of a layer whose biases come together, by the field of config.json that says so.
         always_biased: Tensors that always have a bias.
         fixed: Fields of config.json that all models have.
+        numbers: Other fields, and their names in the metadata.
+        has_windows: Which layers have a sliding window follows from the architecture, or stands in the metadata.
+        norm_offset: What the file's weights of norms have been increased by.
         has_paired_rows: The values that are rotated together are neighbors in heads of queries and keys.
         has_joined_heads: The rows of a projection are all queries, then all keys and values, not those of each head.
     """
@@ -44,6 +53,9 @@ class Architecture(NamedTuple):
     prefix: str = "model."
     outer: Mapping[str, str] = _OUTER
     fixed: Mapping[str, Any] = {}
+    numbers: Mapping[str, str] = {}
+    has_windows: bool = False
+    norm_offset: float = 0.0
     has_paired_rows: bool = False
     has_joined_heads: bool = False
 
@@ -73,8 +85,49 @@ _LLAMA = Architecture(
     {"attention_bias": _QKV | {"attn_output"}, "mlp_bias": frozenset(_GATED.values())},
     has_paired_rows=True,
 )
+_GEMMA2 = Architecture(
+    "Gemma2ForCausalLM",
+    _ATTENTION | _NORMS | _GATED | _POST_NORMS | {"pre_feedforward_layernorm": "ffn_norm"},
+    _RMS_EPSILON,
+    {},
+    fixed={"hidden_activation": "gelu_pytorch_tanh"},
+    numbers={name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")},
+    has_windows=True,
+    norm_offset=1.0,
+)
 ARCHITECTURES = {
     "llama": _LLAMA,  # Mistral too
+    "smollm3": _LLAMA._replace(name="SmolLM3ForCausalLM"),
+    "granite": _LLAMA._replace(
+        name="GraniteForCausalLM",
+        numbers={
+            "attention_multiplier": "attention.scale",
+            "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale",
+            "logits_scaling": "logit_scale",
+        },
+    ),
+    "olmo2": Architecture(
+        "Olmo2ForCausalLM",
+        _ATTENTION | _QK_NORMS | _POST_NORMS | _GATED,
+        _RMS_EPSILON,
+        {"attention_bias": _QKV | {"attn_output"}},
+    ),
+    "phi3": Architecture(
+        "Phi3ForCausalLM",
+        _NORMS
+        | {"self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output"}
+        | {"mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"},
+        _RMS_EPSILON,
+        {},
+        has_windows=True,
+    ),
+    "gemma2": _GEMMA2,
+    "gemma3": _GEMMA2._replace(
+        name="Gemma3ForCausalLM",
+        layers={**_GEMMA2.layers, **_QK_NORMS},
+        numbers={"rope_local_base_freq": "rope.freq_base_swa"},
+    ),
     "qwen2": Architecture("Qwen2ForCausalLM", _LLAMA.layers, _RMS_EPSILON, {}, _QKV),
     "qwen3": Architecture(
         "Qwen3ForCausalLM",
@@ -117,7 +170,7 @@ def architecture_of(file: Gguf) -> Architecture:
     for name in file.tensors:
         base = name.rpartition(".")[0]
         inner = _IN_LAYER.fullmatch(base)
-        if not (inner[2] in known if inner else base in found.outer.values() or name == ROPE_FACTORS):
+        if not (inner[2] in known if inner else base in found.outer.values() or name in _OF_POSITIONS):
             raise GgufError(
                 f"{file.path} has a tensor {name[:80]!r}, which {found.name} lacks: it is of a variant that is not "
                 "supported"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from skipjoin.model.gguf.architectures import ROPE_FACTORS, architecture_of, biased
+from skipjoin.model.gguf.architectures import ROPE_FACTORS, SHORT_FACTORS, Architecture, architecture_of, biased
 from skipjoin.model.gguf.file import Gguf, GgufError, read_gguf
 
 # Metadata of newer files, and the fields of generation_config.json.
@@ -72,27 +72,48 @@ def _config(file: Gguf) -> dict[str, Any]:
         **of.fixed,
         **biased(file, of),
     }
-    if (window := _number(file, "attention.sliding_window", 0)) > 0:
+    given = {field: key for field, key in of.numbers.items() if _metadata(file, key) is not None}
+    config |= {field: _number(file, key) for field, key in given.items()}
+    window = _number(file, "attention.sliding_window", 0)
+    if window > 0 and of.has_windows:
+        config |= {"sliding_window": window, "layer_types": _kinds(file)}
+    elif window > 0:
         raise GgufError(
             f"{file.path} has a sliding window of {window} tokens, and GGUF does not say of which layers: give the "
             "folder or hub id of the model that it was made from"
         )
+    if of.norm_offset:
+        config["query_pre_attn_scalar"] = _query_scalar(of, config)
     if of.name == "GPTNeoXForCausalLM":
         config["use_parallel_residual"] = bool(_metadata(file, "use_parallel_residual", True))
     return config
 
 
+def _query_scalar(of: Architecture, config: dict[str, Any]) -> int:
+    """Return what the file does not have: the width per head in the largest models, and the head's size in others."""
+    largest = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}[of.name]
+    is_largest = config["num_hidden_layers"] == largest
+    return int(config["hidden_size"] // config["num_attention_heads"] if is_largest else config["head_dim"])
+
+
+def _kinds(file: Gguf) -> list[str] | None:
+    pattern = _metadata(file, "attention.sliding_window_pattern")
+    if not isinstance(pattern, list):
+        return None
+    return ["sliding_attention" if slides else "full_attention" for slides in pattern]
+
+
 def _rope(file: Gguf, rotated: int) -> dict[str, Any]:
     kind = _metadata(file, "rope.scaling.type", "none")
-    if (tensor := file.tensors.get(ROPE_FACTORS)) is not None:
-        if tensor.shape != (rotated // 2,) or tensor.type.name != "F32":
-            raise GgufError(
-                f"{file.path} has tensor {ROPE_FACTORS!r} of shape {tensor.shape} and type {tensor.type.name}, which "
-                f"must be {rotated // 2} numbers of F32: download it again"
-            )
-        with tensor.file.open("rb") as opened:
-            opened.seek(tensor.offset)
-            return {"rope_type": "factors", "factors": np.frombuffer(opened.read(tensor.nbytes), "<f4").tolist()}
+    if (factors := _factors(file, ROPE_FACTORS, rotated)) is not None:
+        return {"rope_type": "factors", "factors": factors}
+    if (factors := _factors(file, SHORT_FACTORS, rotated)) is not None:
+        return {
+            "rope_type": "longrope",
+            "short_factor": factors,
+            "original_max_position_embeddings": _number(file, "rope.scaling.original_context_length"),
+            "attention_factor": _number(file, "rope.scaling.attn_factor", 1.0),
+        }
     if kind == "none":
         return {"rope_type": "default"}
     given = {"rope_type": kind, "factor": _number(file, "rope.scaling.factor")}
@@ -106,6 +127,20 @@ def _rope(file: Gguf, rotated: int) -> dict[str, Any]:
         if (share := _number(file, "rope.scaling.attn_factor", 1.0)) != 1:
             given["attention_factor"] = share * (0.1 * math.log(max(given["factor"], 1.0)) + 1)
     return given
+
+
+def _factors(file: Gguf, name: str, rotated: int) -> list[float] | None:
+    if (tensor := file.tensors.get(name)) is None:
+        return None
+    if tensor.shape != (rotated // 2,) or tensor.type.name != "F32":
+        raise GgufError(
+            f"{file.path} has tensor {name!r} of shape {tensor.shape} and type {tensor.type.name}, which must be "
+            f"{rotated // 2} numbers of F32: download it again"
+        )
+    with tensor.file.open("rb") as opened:
+        opened.seek(tensor.offset)
+        numbers: list[float] = np.frombuffer(opened.read(tensor.nbytes), "<f4").tolist()
+    return numbers
 
 
 def _ends(file: Gguf) -> list[int]:

@@ -59,7 +59,9 @@ class GgufWeights(Weights):
         tensor, order = self._found(name, shape)
         wanted = order if rows is None else order[rows.start : rows.stop]
         if len(shape) == 1:
-            found = widened(tensor, np.zeros(1, np.int64), None, self._dtype)[0][torch.from_numpy(wanted)]
+            offset = self._architecture.norm_offset if "norm" in name else 0.0
+            found = widened(tensor, np.zeros(1, np.int64), None, torch.float32 if offset else self._dtype)[0]
+            found = (found - offset if offset else found)[torch.from_numpy(wanted)].to(self._dtype)
         else:
             found = widened(tensor, wanted, columns, self._dtype)
         self._count()

@@ -102,6 +102,8 @@ def test_rope_scaling_of_a_card_keeps_the_newer_rope_theta(folder):
         YARN | {"attention_factor": 0.75},
         YARN | {"mscale": 0.7, "mscale_all_dim": 0.9},
         YARN | {"partial_rotary_factor": 0.5, "mscale": 0.7},
+        {"rope_type": "longrope", "short_factor": [1.0, 1.25] * 16, "long_factor": [9.0] * 32}
+        | {"original_max_position_embeddings": 4096},
     ],
     ids=str,
 )

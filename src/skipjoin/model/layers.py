@@ -211,7 +211,8 @@ class SpreadNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         values = x.flatten(1).float()
-        squares = values.square().sum(-1, keepdim=True)
+        # In float64, because the order of torch's additions may depend on the number of rows.
+        squares = values.square().sum(-1, keepdim=True, dtype=torch.float64).float()
         self._group.all_reduce(squares)
         values *= (squares / self._width + self._eps).rsqrt() * self._weight
         return values.to(x.dtype).view(x.shape)
@@ -231,7 +232,7 @@ class Embedding:
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         found = self._found(ids)
-        return found if self._scale == 1 else found.mul_(torch.tensor(self._scale, dtype=found.dtype))
+        return found if self._scale == 1 else found.mul_(torch.tensor(self._scale, dtype=found.dtype).item())
 
     def _found(self, ids: torch.Tensor) -> torch.Tensor:
         if len(self._own) == self._vocab_size:

@@ -47,8 +47,7 @@ def load_model(
     files = ModelFiles.of(resolve_folder(name_or_path, weights=has_weights), has_weights=has_weights)
     config, stored = read_config(files, spec), format_of(files, spec)
     chosen = _choose(config, spec, stored)
-    if "text_config" in files.config:
-        _log.info("%s: the language model of %s is served, without its other inputs", files.folder, config.architecture)
+    _log_limits(files, config)
     try:
         source = Source(files, spec, config, chosen.dtype, chosen.device, progress, reads_codes=chosen.ops.reads_codes)
         weights = stored.open(source)
@@ -62,6 +61,18 @@ def load_model(
             "GiB are free; end other programs on the GPU, choose another, or set tensor_parallel_size or "
             "pipeline_parallel_size"
         ) from error
+
+
+def _log_limits(files: ModelFiles, config: ModelConfig) -> None:
+    if "text_config" in files.config:
+        _log.info("%s: the language model of %s is served, without its other inputs", files.folder, config.architecture)
+    stated = files.config.get("max_position_embeddings", 0)
+    if config.rope is not None and config.rope.scaling == "longrope" and config.max_positions < stated:
+        _log.info(
+            "%s: the context ends at %d tokens, from which on LongRoPE has other factors; without short_factor in "
+            "config.json, these are used for all tokens, and it ends at %d",
+            *(files.folder, config.max_positions, stated),
+        )
 
 
 def planned_model(files: ModelFiles, config: ModelConfig, spec: LoadSpec, shard: Shard = WHOLE) -> CausalLM:

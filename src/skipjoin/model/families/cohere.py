@@ -28,7 +28,7 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     fields |= {
         "norm_eps": float(raw.get("layer_norm_eps", 1e-5)),
         "logit_scale": factor(raw, "logit_scale", 0.0625),
-        "qk_norm": bool(raw.get("use_qk_norm", False)),
+        "qk_norm": kind == "cohere" and bool(raw.get("use_qk_norm", False)),
     }
     if kind == "cohere2":
         slides = layer_kinds(raw, fields["num_layers"], every(raw.get("sliding_window_pattern", 4)))

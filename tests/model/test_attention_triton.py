@@ -215,7 +215,7 @@ def test_tuned_sizes_are_used(monkeypatch):
     Case(2, 2, 16, MIX, device=DEVICE).check(TritonAttention(table), 1e-5)
 
 
-@pytest.mark.parametrize("name", [exhaustive("opt"), "qwen3"])
+@pytest.mark.parametrize("name", [exhaustive("opt"), "qwen3", "gemma2"])
 def test_logits_equal_those_of_torch_attention(name, tmp_path):
     reference = save_reference(name, tmp_path)
     model = load_model(tmp_path, LoadSpec(dtype="float32", attention="torch", device=DEVICE))

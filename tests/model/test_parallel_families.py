@@ -51,12 +51,12 @@ def test_ranks_compute_the_logits_of_one_rank(saved, attention):
             assert all(torch.equal(a, b) for a, b in zip(found[rank], found[-1], strict=True))
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(4, 1), (4, 2)])
-def test_logits_on_many_ranks_are_bit_identical_in_every_batch_and_chunking(tp, pp):
+@pytest.mark.parametrize(("tp", "pp", "name"), [(4, 1, "llama"), (4, 2, "llama"), (4, 1, "olmo2"), (4, 1, "gemma2")])
+def test_logits_on_many_ranks_are_bit_identical_in_every_batch_and_chunking(tp, pp, name):
     """Preemption changes which requests run together, and where a prompt is cut."""
 
     def work(group):
-        model = random_model(raw("llama"), seed=4, group=group)
+        model = random_model(raw(name), seed=4, group=group)
         return [PagedRunner(model, sequences(3), 4, seed=seed).run() for seed in (2, 5)]
 
     first, second = on_ranks(tp, pp, work)[-1]

@@ -85,7 +85,8 @@ class Route:
         is_relayed: The console relays it to its servers.
         body_limit: Returns the maximum size of the body, if it is not `max_body_bytes`.
         is_listed: The schema shows it.
-        error_body: Returns the body of an error, in OpenAI's format if None.
+        error_body: Returns the body of an error, in OpenAI's format if None; or "module:name" of it.
+        error_status: The same for the status, if it is not the error's own.
     """
 
     path: str
@@ -101,7 +102,8 @@ class Route:
     is_relayed: bool = False
     body_limit: Callable[[ServerConfig], int] | None = None
     is_listed: bool = True
-    error_body: Callable[[Any], bytes] | None = None
+    error_body: Callable[[Any], bytes] | str | None = None
+    error_status: Callable[[Any], int] | str | None = None
 
     @property
     def key(self) -> tuple[str, str]:
@@ -144,7 +146,7 @@ def _batches(path: str, name: str, **more: Any) -> Route:
 
 
 def _generation(path: str, handler: str, **more: Any) -> Route:
-    return Route(path=path, handler=handler, method="POST", frames=OPENAI_EVENTS, in_batches=True, **more)
+    return Route(path=path, handler=handler, **{"method": "POST", "frames": OPENAI_EVENTS, "in_batches": True, **more})
 
 
 METRICS = Route(path="/metrics", handler=f"{_API}.status:show_metrics", access=Access.METRICS)
@@ -152,6 +154,14 @@ CHAT = _generation(
     "/v1/chat/completions", f"{_API}.chat:ChatEndpoint", load_name="chat", prompt="messages", is_relayed=True
 )
 COMPLETIONS = _generation("/v1/completions", f"{_API}.completions:CompletionEndpoint", load_name="completions")
+RESPONSES = _generation(
+    "/v1/responses", f"{_API}.dialects.responses:ResponsesEndpoint", prompt="input", frames=SERVER_SENT
+)
+_MESSAGES = f"{_API}.dialects.messages"
+_ANTHROPIC: dict[str, Any] = {"error_body": f"{_MESSAGES}:error_body", "error_status": f"{_MESSAGES}:error_status"}
+MESSAGES = _generation(
+    "/v1/messages", f"{_MESSAGES}:MessagesEndpoint", prompt="messages", frames=SERVER_SENT, **_ANTHROPIC
+)
 
 _ROWS = (
     Route(path="/health", handler=f"{_API}.status:health", access=Access.PROBE),
@@ -164,6 +174,15 @@ _ROWS = (
     Route(path="/load", handler=f"{_API}.status:show_load"),
     CHAT,
     COMPLETIONS,
+    RESPONSES,
+    MESSAGES,
+    Route(
+        path="/v1/messages/count_tokens",
+        handler=f"{_MESSAGES}:count_tokens",
+        method="POST",
+        body=f"{_API}.dialects.messages_body:MessagesRequest",
+        **_ANTHROPIC,
+    ),
     Route(path="/tokenize", handler=f"{_API}.tokens:tokenize", method="POST", body=f"{_API}.protocol:TokenizeRequest"),
     Route(
         path="/detokenize",

@@ -23,6 +23,8 @@ from skipjoin.core.request import FinishReason, RequestOptions
 from skipjoin.sampling import Parameter, ParameterError, SamplingParams, parameters_of
 from skipjoin.server.api.chat import ChatEndpoint
 from skipjoin.server.api.completions import CompletionEndpoint
+from skipjoin.server.api.dialects.messages import MessagesEndpoint
+from skipjoin.server.api.dialects.responses import ResponsesEndpoint
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.fields import Body, sampling_fields
 from skipjoin.server.api.generation import Endpoint
@@ -32,10 +34,12 @@ pytestmark = pytest.mark.anyio
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-an-endpoint.md"
 
-# Every endpoint, with a body that asks for several choices.
+# Every endpoint, with a body that asks for several choices where it can.
 CASES: list[tuple[type[Endpoint[Any]], dict[str, Any]]] = [
     (CompletionEndpoint, {"prompt": ["abcdef", "xyz"], "n": 2, "max_tokens": 8, "seed": 4}),
     (ChatEndpoint, {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "n": 2, "logprobs": True}),
+    (ResponsesEndpoint, {"input": "hello", "max_output_tokens": 8, "top_logprobs": 1}),
+    (MessagesEndpoint, {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}),
 ]
 for_each = pytest.mark.parametrize(("kind", "fields"), CASES)
 
@@ -44,8 +48,9 @@ def body_of(kind: type[Endpoint[Any]], fields: dict[str, Any]) -> Any:
     return kind.body_type.model_validate(fields)
 
 
-def without_id(data: bytes) -> dict[str, Any]:
-    return {name: value for name, value in json.loads(data).items() if name not in ("id", "created")}
+def without_id(data: bytes) -> Any:
+    hidden = ("id", "created", "created_at", "completed_at")
+    return json.loads(data, object_pairs_hook=lambda pairs: {name: one for name, one in pairs if name not in hidden})
 
 
 @for_each

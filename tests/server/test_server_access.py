@@ -34,7 +34,8 @@ async def test_every_route_except_health_and_pages_needs_a_key(
             assert response.headers["x-request-id"]
             if method != "HEAD":
                 error = response.json()["error"]
-                assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+                assert error["type"] == "authentication_error"
+                assert error.get("code", "invalid_api_key") == "invalid_api_key"  # one format has no codes
             if path != "/debug/events":  # which does not end
                 assert (await api.http.request(method, target, headers=KEY)).status_code != 401
         assert (await api.http.get("/nothing")).status_code == 401

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 from typing import NamedTuple
 
 from skipjoin.formats.calls import Part
@@ -10,6 +11,7 @@ from skipjoin.formats.message import MessageReader
 class _Hit(NamedTuple):
     end: int
     shown: str
+    stop: str
 
 
 class StopStrings:
@@ -21,7 +23,11 @@ class StopStrings:
         # belong to hidden tokens.
         self._text, self._early = "", 0
         self._hidden: list[range] = []
-        self.found = False
+        self.stop: str | None = None  # the one that was found
+
+    @property
+    def found(self) -> bool:
+        return self.stop is not None
 
     def add(self, text: str, *, hidden: str = "", is_early: bool = False) -> str:
         """Return what may be shown after a `hidden` token and a text; if `is_early`, no stop string ends here."""
@@ -34,10 +40,9 @@ class StopStrings:
         hits = [] if is_early else self._hits()
         if hits:
             # The stop string that completes first counts, wherever tokens cut the text.
-            self.found = True
-            shown = min(hits).shown
-            self._text = ""
-            return shown
+            first = min(hits)
+            self.stop, self._text = first.stop, ""
+            return first.shown
         if is_early:
             self._early = len(self._text)
         return self._release()
@@ -55,11 +60,11 @@ class StopStrings:
             at = visible.find(stop, max(0, early - len(stop) + 1))
             if at >= 0:
                 end = at + len(stop)
-                hits.append(_Hit(places[end - 1] + 1, visible[: end if self._include else at]))
+                hits.append(_Hit(places[end - 1] + 1, visible[: end if self._include else at], stop))
         for stop in self._special:
             at = self._text.find(stop, max(0, self._early - len(stop) + 1))
             if at >= 0:
-                hits.append(_Hit(at + len(stop), self._visible(at) + (stop if self._include else "")))
+                hits.append(_Hit(at + len(stop), self._visible(at) + (stop if self._include else ""), stop))
         return hits
 
     def _release(self) -> str:
@@ -94,11 +99,26 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-class Answer:
-    """Message of an output, whose content ends at a stop string. Reasoning and calls stay whole."""
+class TokenKind(Enum):
+    TEXT = "text"
+    REASONING = "reasoning"
+    CALL = "call"
+    MARK = "mark"
 
-    def __init__(self, reader: MessageReader, stops: Sequence[str], *, include: bool) -> None:
-        self.has_calls = self.found = False
+
+class Answer:
+    """Message of an output, whose content ends at a stop string. Reasoning and calls stay whole.
+
+    Attributes:
+        kinds: Kinds of the first tokens, as far as they are known. Empty unless `is_counted`.
+    """
+
+    def __init__(self, reader: MessageReader, stops: Sequence[str], *, include: bool, is_counted: bool = False) -> None:
+        self.has_calls, self.has_reasoning = False, reader.has_reasoning
+        self.kinds: list[TokenKind] = []
+        self._is_counted, self._unknown = is_counted, 0
+        self._kind: TokenKind | None = None  # of the last part
+        self._kind_before: TokenKind | None = None  # of the last token whose kind is known
         self._reader = reader
         self._content = StopStrings(stops, include=include) if stops else None
         self._raw = StopStrings(stops, include=include)
@@ -109,6 +129,9 @@ class Answer:
     def add(self, text: str, *, is_early: bool, is_last: bool) -> str:
         self._unread.append(text)
         self._is_last = is_last
+        if self._is_counted:
+            self._read(is_early=is_early)
+            self._count()
         if self._content is None:
             return text
         self._read(is_early=is_early)
@@ -117,6 +140,23 @@ class Answer:
             # The reader held back the stop string, since it may have begun a mark.
             return shown if self._raw.found else ""
         return self._raw.add(text, is_early=True) + (self._raw.flush() if is_last else "")
+
+    @property
+    def stop(self) -> str | None:
+        return None if self._content is None else self._content.stop
+
+    @property
+    def found(self) -> bool:
+        return self.stop is not None
+
+    def _count(self) -> None:
+        self._unknown += 1
+        kind, self._kind = self._kind, None
+        if kind is not None:
+            # Text that was held back is of the kind that follows, unless a mark was.
+            before = kind if kind is self._kind_before else TokenKind.MARK
+            self.kinds += [*[before] * (self._unknown - 1), kind]
+            self._kind_before, self._unknown = kind, 0
 
     def take_parts(self) -> list[Part]:
         self._read()
@@ -138,15 +178,21 @@ class Answer:
             if part.call is not None or part.is_reasoning or self._content is None:
                 self._flush()
                 self.has_calls = self.has_calls or part.call is not None
-                self._parts.append(part)
+                self._append(part)
                 continue
             shown = self._content.add(part.text, is_early=is_early)
             if shown:
-                self._parts.append(Part(shown))
+                self._append(Part(shown))
             if self._content.found:
-                self.found = True
                 return
+
+    def _append(self, part: Part) -> None:
+        self._parts.append(part)
+        if part.is_reasoning:
+            self._kind = TokenKind.REASONING
+        else:
+            self._kind = TokenKind.TEXT if part.call is None else TokenKind.CALL
 
     def _flush(self) -> None:
         if self._content is not None and not self.found and (held := self._content.flush()):
-            self._parts.append(Part(held))
+            self._append(Part(held))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from skipjoin.core.request import FinishReason
-from skipjoin.engine.stops import Answer, StopStrings
+from skipjoin.engine.stops import Answer, StopStrings, TokenKind
 from skipjoin.formats.calls import Part
 from skipjoin.formats.message import MessageReader
 from skipjoin.model.tokenizer import Detokenizer, Tokenizer
@@ -68,7 +68,11 @@ class Choice:
         special = [stop for stop in rules.stop if tokenizer.has_special(stop)]
         anywhere, in_content = (rules.stop, []) if reader is None else (special, list(set(rules.stop) - set(special)))
         self._stops = StopStrings(anywhere, include=include, special=special) if anywhere else None
-        self.answer = None if reader is None else Answer(reader, in_content, include=include)
+        self.answer = None
+        if reader is not None:
+            is_counted = reader.has_reasoning or rules.scores
+            self.answer = Answer(reader, in_content, include=include, is_counted=is_counted)
+        self._taken = 0  # scored tokens that were taken
         self.echoed = ""
         if rules.echo:
             self.echoed = text if text is not None else tokenizer.decode(prompt, rules.skip_special)
@@ -110,7 +114,29 @@ class Choice:
 
     def take_scored(self) -> list[TokenLogprob]:
         scored, self.scored, self.offsets = self.scored, [], []
+        self._taken += len(scored)
         return scored
+
+    def take_scored_text(self) -> list[TokenLogprob]:
+        """Return the scored tokens of the content since the last call, as far as their kinds are known."""
+        if self.answer is None:
+            return self.take_scored()
+        kinds = self.answer.kinds[self._taken :]
+        scored, self.scored = self.scored[: len(kinds)], self.scored[len(kinds) :]
+        self._taken += len(scored)
+        return [one for one, kind in zip(scored, kinds, strict=False) if kind is TokenKind.TEXT]
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Tokens of the reasoning without its marks; None if the model has no reasoning that is recognized."""
+        if self.answer is None or not self.answer.has_reasoning:
+            return None
+        return self.answer.kinds.count(TokenKind.REASONING)
+
+    @property
+    def stop_string(self) -> str | None:
+        found = None if self._stops is None else self._stops.stop
+        return found if found is not None or self.answer is None else self.answer.stop
 
     def take_parts(self, text: str) -> list[Part]:
         if self.answer is not None:

@@ -51,6 +51,7 @@ class MessageReader:
         from transformers.utils.chat_parsing import ResponseParser  # noqa: PLC0415 - see `load_parser`
 
         self._calls = output_format.calls if reads_calls else None
+        self.has_reasoning = output_format.think is not None
         self._new_id, self._schemas = new_id or partial(new_call_id, output_format), schemas
         think = output_format.think
         self._parser = ResponseParser(

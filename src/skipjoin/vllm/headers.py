@@ -19,8 +19,7 @@ _NAMES = {f"x-slo-{name}-ms": f"slo_{name}_ms" for name in OBJECTIVES} | {
     TIER_HEADER: "service_tier",
     PROGRAM_HEADER: "program_id",
 }
-# vLLM has an endpoint more.
-_PATHS = frozenset(route.path for route in generating()) | {"/v1/messages"}
+_PATHS = frozenset(route.path for route in generating())
 
 
 class RequestHeaders:

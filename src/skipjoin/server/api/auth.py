@@ -112,13 +112,15 @@ class AccessGuard:
 def _owner(headers: Iterable[tuple[bytes, bytes]], owners: Collection[str]) -> str | None:
     if not owners:
         return ANONYMOUS
-    values = [value for name, value in headers if name == b"authorization"]
-    if len(values) != 1:
-        return None
-    scheme, _, key = values[0].partition(b" ")
+    # Anthropic's clients send the second. Both may be there, with one key.
+    found = {_owner_of(name, value) for name, value in headers if name in (b"authorization", b"x-api-key")}
+    return owner if len(found) == 1 and (owner := found.pop()) in owners else None
+
+
+def _owner_of(name: bytes, value: bytes) -> str | None:
+    scheme, _, key = (b"bearer", b"", value) if name == b"x-api-key" else value.partition(b" ")
     # Look up the hash, not the key: clients cannot choose the prefix of a hash, so timing reveals nothing.
-    owner = owner_of_key(key.strip())
-    return owner if scheme.lower() == b"bearer" and owner in owners else None
+    return owner_of_key(key.strip()) if scheme.lower() == b"bearer" else None
 
 
 def _bounded(receive: Receive, limit: int) -> Receive:

@@ -23,10 +23,12 @@ async def render_chat(service: Service, body: ChatRequest | TokenizeRequest) -> 
     tokenizer, conversations = service.tokenizer, service.conversations
     asks = body.chat_template_kwargs or (isinstance(body, ChatRequest) and body.reasoning_effort)
     variables = await service.in_thread(_variables, tokenizer, body) if asks else {}
-    variables["add_generation_prompt"] = body.add_generation_prompt is not False
+    is_continued = isinstance(body, ChatRequest) and bool(body.continue_final_message)
+    variables["add_generation_prompt"] = body.add_generation_prompt is not False and not is_continued
     messages = [_openai_message(message) for message in body.messages or ()]
     try:
-        return await service.in_renderer(conversations.text, messages, body.use, **variables)
+        text = await service.in_renderer(conversations.text, messages, body.use, **variables)
+        return _up_to(text, body.messages[-1].text) if is_continued and body.messages else text
     except ParameterError as error:
         raise from_parameter(error) from error
     except ModelError as error:
@@ -62,6 +64,18 @@ async def _check_each(service: Service, use: ToolUse, client: str) -> None:
         if function["name"] in schemas and function["strict"]:
             param = f"tools.{number}.function.parameters"
             await service.check_grammar(StructuredOutput.json(schemas[function["name"]]), param, client)
+
+
+def _up_to(text: str, last: str) -> str:
+    """Return a prompt up to the end of its last message, which the template may have stripped."""
+    words = last.strip()
+    at = text.rfind(words)
+    if not words or at < 0:
+        raise bad_request(
+            "messages: this model's chat template changes the last message, so it cannot be continued", "messages"
+        )
+    whole = last.lstrip()
+    return text[: at + len(whole if text.startswith(whole, at) else words)]
 
 
 def _openai_message(message: Message) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import Scope
 
-from skipjoin.routes import ROUTES
+from skipjoin.routes import ROUTES, resolved
 from skipjoin.sampling import ContextLengthError, ParameterError
 from skipjoin.server.api.notes import note_of
 from skipjoin.server.engines.errors import EngineError, EngineHungError, LostRequestError, NoReplicaError, RefusedError
@@ -40,7 +40,7 @@ _LONGEST_TEXT = 1000
 
 
 class ApiError(Exception):
-    """Error response. `param` is the invalid field."""
+    """Error response. `param` is the invalid field; `is_of_client`: a limit of one client, not of the server."""
 
     def __init__(
         self,
@@ -50,8 +50,10 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        is_of_client: bool = False,
     ) -> None:
         super().__init__(message)
+        self.is_of_client = is_of_client
         self.status = status
         self.message = message if len(message) <= _LONGEST_TEXT else message[:_LONGEST_TEXT] + "..."
         self.code = code if code is not None else _CODES.get(status)
@@ -67,8 +69,12 @@ class ApiError(Exception):
 
     def response(self, scope: Scope) -> Response:
         route = ROUTES.get((scope["method"], scope["path"]))
-        shaped = self.body if route is None or route.error_body is None else partial(route.error_body, self)
-        return Response(shaped(), self.status, self.headers, "application/json")
+        shaped, status = self.body, self.status
+        if route is not None and route.error_body is not None:
+            shaped = partial(resolved(route.error_body), self)
+        if route is not None and route.error_status is not None:
+            status = resolved(route.error_status)(self)
+        return Response(shaped(), status, self.headers, "application/json")
 
     def last_response(self) -> bytes:
         body = self.body()
@@ -86,7 +92,7 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 def unauthorized() -> ApiError:
     return ApiError(
         401,
-        "this server needs an API key: send it as 'Authorization: Bearer KEY'",
+        "this server needs an API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )
@@ -96,9 +102,10 @@ def model_not_found(name: str, served: str) -> ApiError:
     return ApiError(404, f"the model {name!r} does not exist; this server serves {served!r}", code="model_not_found")
 
 
-def overloaded(message: str, retry_after_s: float) -> ApiError:
+def overloaded(message: str, retry_after_s: float, *, is_of_client: bool = False) -> ApiError:
     seconds = str(max(1, math.ceil(retry_after_s)))
-    return ApiError(429, message, code="queue_full", headers={"Retry-After": seconds})
+    headers = {"Retry-After": seconds}
+    return ApiError(429, message, code="queue_full", headers=headers, is_of_client=is_of_client)
 
 
 def unavailable(message: str, code: str, retry_after_s: int = 5) -> ApiError:

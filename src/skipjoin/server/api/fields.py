@@ -14,8 +14,10 @@ INT64 = 2**63 - 1
 
 
 class Only:
-    def __init__(self, *values: Any) -> None:
-        self.values = values
+    """Values that are accepted; `why` ends the error about others."""
+
+    def __init__(self, *values: Any, why: str = "") -> None:
+        self.values, self._why = values, f": {why}" if why else ""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(self._check)
@@ -29,7 +31,9 @@ class Only:
             return value
         allowed = " or ".join("null" if known is None else str(known).lower() for known in self.values)
         raise PydanticCustomError(
-            "unsupported", "this server does not support it: only {allowed}", {"allowed": allowed}
+            "unsupported",
+            "this server does not support it: only {allowed}{why}",
+            {"allowed": allowed, "why": self._why},
         )
 
 

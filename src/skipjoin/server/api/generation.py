@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
+from msgspec import UNSET
+
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, ServiceClass
 from skipjoin.engine.text import Choice, TextRules
 from skipjoin.formats.message import MessageReader
@@ -35,7 +37,7 @@ from skipjoin.server.api.forecasting import Expectation
 from skipjoin.server.api.limits import Admission, AdmissionSlot
 from skipjoin.server.api.protocol import GenerationBody
 from skipjoin.server.api.request_index import IndexedRequest
-from skipjoin.server.api.responses import PromptDetails, Usage
+from skipjoin.server.api.responses import CompletionDetails, PromptDetails, Usage
 from skipjoin.server.api.service import Service
 from skipjoin.server.engines.sequences import EngineSequence, OutputQueue
 
@@ -212,7 +214,9 @@ class JobRun:
     def usage(self) -> Usage:
         prompt, output = self.prompt_tokens, self.output_tokens
         cached = sum(sequence.cached_tokens for sequence in self._sequences[:: self.job.copies])
-        return Usage(prompt, output, prompt + output, PromptDetails(cached))
+        reasoning = [count for choice in self.job.choices if (count := choice.reasoning_tokens) is not None]
+        details = CompletionDetails(sum(reasoning)) if reasoning else UNSET
+        return Usage(prompt, output, prompt + output, PromptDetails(cached), details)
 
     def fail(self, error: Exception) -> None:
         self._mailbox.fail(error)

@@ -228,9 +228,9 @@ class Admission:
             self._metrics.count("admission_rejected_total", "requests")
             retry_s = _retry_after(self._seconds_until(excess))
             is_entitled = self._requests.refuse(client, count, max_requests, now, expected_in_s=retry_s + _RETURN_S)
-            raise overloaded(
-                self._full(self._requests, max_requests, "requests", whose, None if is_entitled else client), retry_s
-            )
+            named = client if self._is_shared and not is_entitled else None
+            text = self._full(self._requests, max_requests, "requests", whose, named)
+            raise overloaded(text, retry_s, is_of_client=named is not None)
         self._check_room(client, tokens, max_tokens, whose, now)
         if self._began is None and count:
             self._began = now
@@ -285,12 +285,13 @@ class Admission:
             is_entitled = self._tokens.refuse(
                 client, tokens, capacity, now, instead_of=instead_of, expected_in_s=retry_s + _RETURN_S
             )
-            named = None if is_entitled else client
-            raise overloaded(self._full(self._tokens, capacity, "prompt tokens wait", whose, named), retry_s)
+            named = client if self._is_shared and not is_entitled else None
+            text = self._full(self._tokens, capacity, "prompt tokens wait", whose, named)
+            raise overloaded(text, retry_s, is_of_client=named is not None)
 
     def _full(self, shares: Shares, capacity: int, what: str, whose: str, client: str | None) -> str:
         text = f"{shares.used} of {capacity} {what}"
-        if client is None or not self._is_shared:
+        if client is None:
             return f"the queue is full{whose}: {text}"
         return (
             f"the queue is full{whose} of this {self._kind}: {text}, {shares.held(client)} of them with it, and the "

@@ -253,6 +253,7 @@ class ChatRequest(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     include_reasoning: bool | None = None
@@ -263,7 +264,6 @@ class ChatRequest(GenerationBody):
     chat_template: Null = None
     documents: Annotated[Any, Only(None, [])] = None
     echo: Off = None
-    continue_final_message: Off = None
     functions: Annotated[Any, Only(None, [])] = None
     function_call: Annotated[Any, Only(None, "none")] = None
     modalities: Annotated[Any, Only(None, ["text"])] = None
@@ -285,6 +285,18 @@ class ChatRequest(GenerationBody):
         for one in chosen:
             if isinstance(one, NamedChoice) and one.function.name not in names:
                 raise ValueError(f"must name one of the tools, got {one.function.name!r}")
+        return value
+
+    @field_validator("continue_final_message")
+    @classmethod
+    def _has_text_to_continue(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if not value:
+            return value
+        if info.data.get("add_generation_prompt"):
+            raise ValueError("it needs add_generation_prompt to be false or null")
+        *_, last = info.data.get("messages") or (None,)
+        if last is not None and (last.role != "assistant" or last.tool_calls or not last.text.strip()):
+            raise ValueError("the last message must be text of the assistant")
         return value
 
     @field_validator("top_logprobs")

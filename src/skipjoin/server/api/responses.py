@@ -18,11 +18,25 @@ class PromptDetails(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
 
 
+class CompletionDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int = 0
+
+
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails = PromptDetails()
+    completion_tokens_details: CompletionDetails | UnsetType = UNSET
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.prompt_tokens_details.cached_tokens
+
+    @property
+    def reasoning_tokens(self) -> int:
+        details = self.completion_tokens_details
+        return 0 if isinstance(details, UnsetType) else details.reasoning_tokens
 
 
 # -- completions ----------------------------------------------------------------------------------------------

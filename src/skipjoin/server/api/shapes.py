@@ -7,6 +7,7 @@ error, and skips untyped values (`Raw`).
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 from functools import cache
 from types import GenericAlias
@@ -17,6 +18,8 @@ from msgspec import UNSET, Raw, UnsetType
 from pydantic import BaseModel
 
 from skipjoin.server.api.conversation import MAX_MESSAGES, MAX_TOOLS, CalledFunction, Message, TextPart, ToolCall
+from skipjoin.server.api.dialects.messages_body import BLOCKS, InputMessage, TextBlock
+from skipjoin.server.api.dialects.responses_body import ITEMS, ContentPart
 from skipjoin.server.api.errors import ApiError, bad_request, unknown_field
 from skipjoin.server.api.fields import Body
 from skipjoin.server.api.protocol import MAX_PROMPTS
@@ -25,7 +28,7 @@ from skipjoin.server.api.protocol import MAX_PROMPTS
 MAX_IDS = 1 << 20
 # Maximum bytes of any other field. `metadata` can have 110,000 if all characters are escaped.
 MAX_FIELD_BYTES = 1 << 17
-# Maximum bytes of all tools: 1,024 with half a kilobyte each.
+# Maximum bytes of all tools: 1,024 with half a kilobyte each. Also of the inputs of earlier calls.
 MAX_TOOLS_BYTES = 1 << 19
 _FAULT = re.compile(r"(.*?)( - at `\$(.*)`)?", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
@@ -45,6 +48,36 @@ def checked(body: bytes, kind: type[Body]) -> bytes:
         else:
             _check_small(len(bytes(value)), name)
     return msgspec.json.encode(fields)
+
+
+class _Counted(msgspec.Struct):
+    """Element of a list with at most `MAX_MESSAGES`. Decoding stops at the first one too many."""
+
+    def __post_init__(self) -> None:
+        _left.count -= 1
+        if _left.count < 0:
+            raise ValueError(f"there must be at most {MAX_MESSAGES} items, and as many parts")
+
+
+class _Left(threading.local):
+    count = 0
+
+
+_left = _Left()
+
+
+def _counted(value: Raw, kind: type[msgspec.Struct], name: str) -> list[Any]:
+    _left.count = 2 * MAX_MESSAGES
+    found: list[Any] = _read(value, GenericAlias(list, (kind,)) | None, name) or []
+    return found
+
+
+@cache
+def _merged(name: str, *kinds: type[BaseModel], **known: Any) -> type[msgspec.Struct]:
+    """Return a struct with the fields of several models, which are told apart later."""
+    names = dict.fromkeys(name for kind in kinds for name in kind.model_fields)
+    fields = [(one, known.get(one, Raw) | UnsetType, UNSET) for one in names]
+    return msgspec.defstruct(name, fields, bases=(_Counted,), forbid_unknown_fields=True, kw_only=True)
 
 
 @cache
@@ -134,6 +167,29 @@ def _messages(value: Raw, name: str) -> Raw:
     return Raw(msgspec.json.encode(messages)) if messages else value
 
 
+def _items(value: Raw, name: str) -> Raw:
+    if bytes(value)[:1] == b'"':
+        return value
+    parts = GenericAlias(list, (_merged("Part", ContentPart, type=str, text=str),))
+    item = _merged("Item", *ITEMS, type=str, role=str, content=str | parts | None, arguments=str, output=str | parts)
+    items = _counted(value, item, name)
+    _check_small(sum(_unread(one) for one in items), name)
+    return Raw(msgspec.json.encode(items))
+
+
+def _turns(value: Raw, name: str) -> Raw:
+    texts = GenericAlias(list, (_merged("Text", TextBlock, type=str, text=str),))
+    block = _merged("Block", *BLOCKS, type=str, text=str, thinking=str, content=str | texts | None)
+    message = _merged("Turn", InputMessage, role=str, content=str | GenericAlias(list, (block,)))
+    messages = _counted(value, message, name)
+    blocks = [block for one in messages if isinstance(one.content, list) for block in one.content]
+    inputs = sum(len(bytes(block.input)) for block in blocks if isinstance(block.input, Raw))
+    if inputs > MAX_TOOLS_BYTES:
+        raise bad_request(f"{name}: inputs of tools must have at most {MAX_TOOLS_BYTES} bytes, got {inputs}", name)
+    _check_small(sum(map(_unread, blocks)) - inputs, name)
+    return Raw(msgspec.json.encode(messages))
+
+
 def _tools(value: Raw, name: str) -> Raw:
     """Check the number and the size of tools, whose schemas pydantic reads."""
     size = len(bytes(value))
@@ -158,6 +214,8 @@ def _check_count(count: int, most: int, what: str, name: str) -> None:
 LARGE_FIELDS: dict[str, Callable[[Raw, str], Raw]] = {
     "prompt": _prompts,
     "messages": _messages,
+    "items": _items,
+    "turns": _turns,
     "tokens": _ids,
     "tools": _tools,
 }

@@ -32,7 +32,7 @@ async def tokenize(request: Request) -> Response:
         raise bad_request("give either prompt or messages", "prompt")
     param = "prompt" if body.messages is None else "messages"
     tokens = estimate_tokens(body.prompt or "") + estimate_chat(body)
-    return await _counted(service, request, tokens, param, lambda: _tokenize(service, body))
+    return await counted(service, request, tokens, param, lambda: _tokenize(service, body))
 
 
 async def detokenize(request: Request) -> Response:
@@ -42,10 +42,10 @@ async def detokenize(request: Request) -> Response:
     body = await service.parse(await json_body(request), DetokenizeRequest)
     service.check_model(body.model)
     service.check_ids("tokens", body.tokens)
-    return await _counted(service, request, len(body.tokens), "tokens", lambda: _detokenize(service, body))
+    return await counted(service, request, len(body.tokens), "tokens", lambda: _detokenize(service, body))
 
 
-async def _counted(
+async def counted(
     service: Service, request: Request, tokens: int, param: str, work: Callable[[], Awaitable[bytes]]
 ) -> Response:
     client = client_of(request.state.owner, service.config)

@@ -1,0 +1,1 @@
+"""Other formats of chat: each converts its bodies to chat requests, and their output back."""

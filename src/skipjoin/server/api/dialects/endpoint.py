@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import ClassVar, TypeVar
+
+from skipjoin.engine.text import TextRules
+from skipjoin.formats.message import MessageReader
+from skipjoin.server.api.chat import ChatEndpoint
+from skipjoin.server.api.dialects.bodies import ConvertedBody
+from skipjoin.server.api.errors import ApiError
+from skipjoin.server.api.generation import Endpoint, Prompt
+from skipjoin.server.api.service import Service
+
+ConvertedT = TypeVar("ConvertedT", bound=ConvertedBody)
+
+
+class ConvertedEndpoint(Endpoint[ConvertedT]):
+    """Endpoint that generates as chat does.
+
+    Attributes:
+        names: Patterns of fields of chat requests, with what errors name instead.
+    """
+
+    names: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(service)
+        self._chat = ChatEndpoint(service)
+
+    def estimates(self, body: ConvertedT) -> list[int]:
+        return self._chat.estimates(body.chat)
+
+    async def tokenize(self, body: ConvertedT, client: str) -> list[Prompt]:
+        try:
+            return await self._chat.tokenize(body.chat, client)
+        except ApiError as error:
+            raise renamed(error, self.names) from None
+
+    def text_rules(self, body: ConvertedT) -> TextRules:
+        return self._chat.text_rules(body.chat)
+
+    def reader(self, body: ConvertedT, prompt: Prompt) -> MessageReader | None:
+        return self._chat.reader(body.chat, prompt)
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """Return an error about a field of a chat request as one about the field that it came from."""
+    for pattern, name in names.items():
+        if error.param is not None and (found := re.fullmatch(pattern, error.param)):
+            param = found.expand(name)
+            message = error.message.replace(error.param, param)
+            return ApiError(error.status, message, code=error.code, param=param, headers=error.headers)
+    return error

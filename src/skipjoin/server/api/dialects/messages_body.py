@@ -1,0 +1,330 @@
+"""Body of POST /v1/messages, Anthropic's format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from skipjoin.formats.conversation import TOOL_NAME
+from skipjoin.sampling import INT32
+from skipjoin.server.api.conversation import MAX_MESSAGES, MAX_TOOLS, ChosenFunction, NamedChoice, TextPart, Tool
+from skipjoin.server.api.dialects.bodies import ConvertedBody, Turns, call_of, tool_of
+from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Label, Null, Only, StopText, one_of
+from skipjoin.server.api.protocol import ChatRequest, JsonSchema, ResponseFormat
+
+Id = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
+
+
+class TextBlock(Body):
+    type: Literal["text"]
+    text: str
+    cache_control: Ignored = None
+    citations: Ignored = None
+    parsed_output: Ignored = None
+
+
+def _check_text(block: Any) -> Any:
+    return _checked_type(block, ("text",))
+
+
+def _checked_type(block: Any, types: Sequence[str]) -> Any:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if isinstance(kind, str) and kind not in types:
+        raise PydanticCustomError(
+            "block",
+            "blocks of the type {type} are not supported here: only {types}",
+            {"type": kind[:64], "types": ", ".join(types)},
+        )
+    return block
+
+
+def _words_kind(value: Any) -> str | None:
+    return "~text" if isinstance(value, str) else "~blocks" if isinstance(value, list) else None
+
+
+Words = Annotated[
+    Annotated[str, Tag("~text")]
+    | Annotated[list[Annotated[TextBlock, BeforeValidator(_check_text)]], Field(fail_fast=True), Tag("~blocks")],
+    one_of(_words_kind, "must be a string or a list of text blocks"),
+]
+
+
+class ToolUse(Body):
+    type: Literal["tool_use"]
+    id: Id
+    name: Id
+    input: dict[str, Any]
+    cache_control: Ignored = None
+    caller: Ignored = None
+    toolset_name: Null = None
+
+
+class ToolResult(Body):
+    type: Literal["tool_result"]
+    tool_use_id: Id
+    content: Words | None = None
+    is_error: bool | None = None
+    cache_control: Ignored = None
+    toolset_name: Null = None
+
+
+class Thinking(Body):
+    type: Literal["thinking"]
+    thinking: str
+    signature: Ignored = None
+
+
+class RedactedThinking(Body):
+    """Encrypted reasoning of another server, which is left out."""
+
+    type: Literal["redacted_thinking"]
+    data: Ignored = None
+
+
+BLOCKS = (TextBlock, ToolUse, ToolResult, Thinking, RedactedThinking)
+
+
+def _block_kind(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return f"~{kind}" if isinstance(kind, str) else None
+
+
+def _check_block(block: Any) -> Any:
+    return _checked_type(block, _BLOCK_TYPES)
+
+
+_BLOCK_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+Block = Annotated[
+    Annotated[TextBlock, Tag("~text")]
+    | Annotated[ToolUse, Tag("~tool_use")]
+    | Annotated[ToolResult, Tag("~tool_result")]
+    | Annotated[Thinking, Tag("~thinking")]
+    | Annotated[RedactedThinking, Tag("~redacted_thinking")],
+    one_of(_block_kind, "must be a block with a type"),
+    BeforeValidator(_check_block),
+]
+
+
+def _content_kind(value: Any) -> str | None:
+    return "~text" if isinstance(value, str) else "~blocks" if isinstance(value, list) else None
+
+
+Content = Annotated[
+    Annotated[str, Tag("~text")] | Annotated[list[Block], Field(fail_fast=True), Tag("~blocks")],
+    one_of(_content_kind, "must be a string or a list of blocks"),
+]
+# Blocks that only one role has.
+_ROLES: dict[type[Body], str] = {
+    ToolUse: "assistant",
+    Thinking: "assistant",
+    RedactedThinking: "assistant",
+    ToolResult: "user",
+}
+
+
+class InputMessage(Body):
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+    @field_validator("content")
+    @classmethod
+    def _belongs_to_role(cls, value: Any, info: ValidationInfo) -> Any:
+        for block in value if isinstance(value, list) else ():
+            role = _ROLES.get(type(block))
+            if role is not None and info.data.get("role") not in (role, None):
+                raise ValueError(f"only messages of the {role} have blocks of the type {block.type}")
+        return value
+
+
+def _check_custom(tool: Any) -> Any:
+    if isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "custom":
+        raise PydanticCustomError(
+            "tools", "this server runs no tools of the type {type}: only those with input_schema", {"type": kind[:64]}
+        )
+    return tool
+
+
+class _InputTool(Body):
+    name: Annotated[str, Field(pattern=TOOL_NAME)]
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    type: Literal["custom"] | None = None
+    cache_control: Ignored = None
+    eager_input_streaming: Ignored = None
+    input_examples: Ignored = None
+    allowed_callers: Ignored = None
+    defer_loading: Annotated[Any, Only(None, False)] = None
+
+
+InputTool = Annotated[_InputTool, BeforeValidator(_check_custom)]
+
+
+class InputChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingOptions(Body):
+    """Reasoning. Without a budget, or with an adaptive one, the model decides how long it is."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
+    display: Ignored = None
+
+
+class OutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class Metadata(Body):
+    user_id: Label = None
+
+
+class MessagesRequest(ConvertedBody):
+    """Body of POST /v1/messages and /v1/messages/count_tokens."""
+
+    large_fields: ClassVar[Mapping[str, str]] = {"messages": "turns"}
+
+    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES), Field(fail_fast=True)]
+    system: Words | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
+    stop_sequences: Annotated[list[StopText], Field(max_length=16), Field(fail_fast=True)] | None = None
+    tools: Annotated[list[InputTool], Field(max_length=MAX_TOOLS), Field(fail_fast=True)] | None = None
+    tool_choice: Annotated[InputChoice | None, Field(validate_default=True)] = None
+    thinking: ThinkingOptions | None = None
+    output_config: OutputConfig | None = None
+    metadata: Metadata | None = None  # type: ignore[assignment]
+    service_tier: Literal["auto", "standard_only", "flex", "priority"] | None = None  # type: ignore[assignment]
+    stop: Annotated[Any, Only(None, why="use stop_sequences")] = None
+    n: Annotated[Any, Only(None, 1)] = None
+    response_format: Annotated[Any, Only(None, why="use output_config.format")] = None
+    thread: Annotated[Any, Only(None, False, why="conversations are not stored; send all messages")] = None
+    container: Null = None
+    mcp_servers: Annotated[Any, Only(None, [])] = None
+    inference_geo: Ignored = None
+    speed: Annotated[Any, Only(None, "standard")] = None
+    # It saves tokens of old results, which remain.
+    context_management: Ignored = None
+    diagnostics: Ignored = None
+
+    @field_validator("tools")
+    @classmethod
+    def _has_unique_names(cls, value: list[_InputTool] | None) -> list[_InputTool] | None:
+        names = [tool.name for tool in value or ()]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"each name must be unique, got {twice!r} twice")
+        return value
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _is_offered(cls, value: InputChoice | None, info: ValidationInfo) -> InputChoice | None:
+        names = {tool.name for tool in info.data.get("tools") or ()}
+        if value is not None and value.type == "any" and not names:
+            raise ValueError("any needs tools")
+        if value is not None and value.type == "tool" and value.name not in names:
+            raise ValueError(f"must name one of the tools, got {value.name!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _has_user(self) -> MessagesRequest:
+        if self.user is None and self.metadata is not None:
+            self.user = self.metadata.user_id
+        return self
+
+    def to_chat(self) -> ChatRequest:
+        config, choice = self.output_config or OutputConfig(), self.tool_choice
+        form = None
+        if config.format is not None:
+            schema = JsonSchema.model_construct(name="output", schema_=config.format.schema_)
+            form = ResponseFormat.model_construct(type="json_schema", json_schema=schema)
+        messages = self._messages()
+        has_prefill = messages[-1].role == "assistant" and not messages[-1].tool_calls
+        thinks = None if self.thinking is None else self.thinking.type != "disabled"
+        return ChatRequest.model_construct(
+            **self.shared()
+            | {
+                "metadata": None,
+                "service_tier": None,
+                "messages": messages,
+                "continue_final_message": has_prefill or None,
+                "max_tokens": self.max_tokens,
+                "stop": self.stop_sequences,
+                "tools": [self._tool(tool) for tool in self.tools or ()] or None,
+                "tool_choice": choice and _chat_choice(choice),
+                "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
+                "response_format": form,
+                "reasoning_effort": config.effort,
+                "chat_template_kwargs": None if thinks is None else {"enable_thinking": thinks, "thinking": thinks},
+                "thinking_token_budget": self.thinking and self.thinking.budget_tokens,
+            }
+        )
+
+    @staticmethod
+    def _tool(tool: _InputTool) -> Tool:
+        return tool_of(tool.name, tool.description, tool.input_schema, strict=tool.strict)
+
+    def _messages(self) -> Any:
+        turns = Turns()
+        if self.system:
+            turns.add("system", _text(self.system))
+        for message in self.messages:
+            if isinstance(message.content, str):
+                turns.add(message.role, message.content)
+            elif message.role == "assistant":
+                _add_answer(turns, message.content)
+            else:
+                _add_request(turns, message.role, message.content)
+        return turns.messages
+
+
+def _add_answer(turns: Turns, blocks: list[Any]) -> None:
+    """Add one message: reasoning, text and calls, whatever their order."""
+    turns.begin()
+    if thoughts := "".join(block.thinking for block in blocks if isinstance(block, Thinking)):
+        turns.think(thoughts)
+    if texts := [block for block in blocks if isinstance(block, TextBlock)]:
+        turns.say(_text(texts))
+    for block in blocks:
+        if isinstance(block, ToolUse):
+            turns.call(call_of(block.id, block.name, json.dumps(block.input, ensure_ascii=False)))
+
+
+def _add_request(turns: Turns, role: str, blocks: list[Any]) -> None:
+    """Add a message for each result of a tool, and for the text between them."""
+    texts: list[TextBlock] = []
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            texts.append(block)
+            continue
+        if texts:
+            turns.add(role, _text(texts))
+            texts = []
+        turns.add("tool", _text(block.content or ""), tool_call_id=block.tool_use_id)
+    if texts or not blocks:
+        turns.add(role, _text(texts))
+
+
+def _text(words: str | list[TextBlock]) -> str | list[TextPart]:
+    if isinstance(words, str):
+        return words
+    return [TextPart.model_construct(type="text", text=block.text) for block in words]
+
+
+def _chat_choice(choice: InputChoice) -> Any:
+    if choice.type == "tool":
+        function = ChosenFunction.model_construct(name=choice.name)
+        return NamedChoice.model_construct(type="function", function=function)
+    return "required" if choice.type == "any" else choice.type

@@ -1,0 +1,236 @@
+"""POST /v1/responses: OpenAI's responses, without storage."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+from skipjoin.core.request import RequestOptions
+from skipjoin.engine.text import Choice
+from skipjoin.routes import RESPONSES, SERVER_SENT
+from skipjoin.server.api.chat import chat_logprob
+from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint
+from skipjoin.server.api.dialects.responses_body import ResponsesRequest
+from skipjoin.server.api.dialects.segments import Change, Kind, Segment, Segments, whole_of
+from skipjoin.server.api.errors import ApiError
+from skipjoin.server.api.fields import Body
+from skipjoin.server.api.options import served_tier
+from skipjoin.server.api.responses import ChatTokenLogprob, Usage, encode
+from skipjoin.server.api.service import Service
+
+_PREFIXES = {Kind.TEXT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}
+_PARTS = {Kind.TEXT: "output_text", Kind.REASONING: "reasoning_text"}
+
+
+class ResponsesEndpoint(ConvertedEndpoint[ResponsesRequest]):
+    """Generate the next items of a conversation, which the client keeps."""
+
+    route = RESPONSES
+    body_type = ResponsesRequest
+    names: ClassVar[Mapping[str, str]] = {
+        r"messages(\..*)?": "input",
+        r"tools\.(\d+)\.function\.parameters": r"tools.\1.parameters",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
+    }
+
+    def format(self, body: ResponsesRequest, options: RequestOptions) -> ResponsesFormat:
+        return ResponsesFormat(self.service, body, options)
+
+
+class ResponsesFormat:
+    """See `generation.Format`. Events are numbered, and the last one has the whole response."""
+
+    has_usage = False
+
+    def __init__(self, service: Service, body: ResponsesRequest, options: RequestOptions) -> None:
+        self.id = f"resp_{uuid.uuid4().hex}"
+        self._tokenizer, self._body, self._model = service.tokenizer, body, service.name
+        self._created, self._tier = int(time.time()), served_tier(options)
+        self._top = body.chat.top_logprobs or 0 if body.chat.logprobs else None
+        self._segments = Segments()
+        self._choice: Choice | None = None
+        self._items: list[str] = []  # ids by index of the segment
+        self._logprobs: list[ChatTokenLogprob] = []  # of the last text
+        self._number = 0
+        self._status = "in_progress"
+
+    def begin(self, usage: Usage) -> bytes:
+        response = self._response("in_progress", [])
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def item(self, choice: Choice, text: str, usage: Usage | None) -> bytes:
+        self._choice = choice
+        return self._events(self._segments.add(choice.take_parts(text)))
+
+    def end(self, usage: Usage) -> bytes:
+        self._status = self._end_status()
+        events, status = self._events(self._segments.finish()), self._status
+        output = [self._item(segment) for segment in self._segments.found]
+        return events + self._event(f"response.{status}", response=self._response(status, output, usage))
+
+    def error(self, error: ApiError) -> bytes:
+        self._status = "failed"
+        failed = self._response("failed", [self._item(segment) for segment in self._segments.found])
+        failed["error"] = {"code": error.code or "server_error", "message": error.message}
+        return self._event("response.failed", response=failed)
+
+    def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes:
+        ((choice, text),) = texts.items()
+        self._choice = choice
+        self._segments.found = whole_of(choice, text)
+        self._status = self._end_status()
+        self._take_logprobs()
+        return encode(self._response(self._status, [self._item(segment) for segment in self._segments.found], usage))
+
+    def _end_status(self) -> str:
+        assert self._choice is not None
+        return "incomplete" if self._choice.finish_reason == "length" else "completed"
+
+    # -- events -------------------------------------------------------------------------------------------------
+
+    def _event(self, event: str, **fields: Any) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return SERVER_SENT.frame(encode({"type": event, "sequence_number": number, **fields}), event)
+
+    def _events(self, changes: Iterable[Change]) -> bytes:
+        found = b""
+        for change in changes:
+            if change.begins:
+                found += self._begun(change.segment)
+            elif change.ends:
+                found += self._ended(change.segment)
+            else:
+                found += self._grown(change.segment, change.text)
+        return found
+
+    def _begun(self, segment: Segment) -> bytes:
+        found = self._event(
+            "response.output_item.added", output_index=segment.index, item=self._item(segment, is_new=True)
+        )
+        if segment.kind is not Kind.CALL:
+            found += self._event("response.content_part.added", **self._place(segment), part=self._part(segment))
+        return found
+
+    def _grown(self, segment: Segment, text: str) -> bytes:
+        place = self._place(segment)
+        if segment.kind is Kind.CALL:
+            return self._event("response.function_call_arguments.delta", **place, delta=text)
+        if segment.kind is Kind.REASONING:
+            return self._event("response.reasoning_text.delta", **place, delta=text)
+        return self._event("response.output_text.delta", **place, delta=text, logprobs=self._take_logprobs())
+
+    def _ended(self, segment: Segment) -> bytes:
+        place, text = self._place(segment), segment.text
+        if segment.kind is Kind.CALL:
+            found = self._event("response.function_call_arguments.done", **place, name=segment.name, arguments=text)
+        else:
+            if segment.kind is Kind.REASONING:
+                found = self._event("response.reasoning_text.done", **place, text=text)
+            else:
+                self._take_logprobs()
+                found = self._event("response.output_text.done", **place, text=text, logprobs=self._logprobs)
+            found += self._event("response.content_part.done", **place, part=self._part(segment))
+        return found + self._event("response.output_item.done", output_index=segment.index, item=self._item(segment))
+
+    def _place(self, segment: Segment) -> dict[str, Any]:
+        place: dict[str, Any] = {"item_id": self._id(segment), "output_index": segment.index}
+        return place if segment.kind is Kind.CALL else {**place, "content_index": 0}
+
+    # -- objects ------------------------------------------------------------------------------------------------
+
+    def _id(self, segment: Segment) -> str:
+        while len(self._items) <= segment.index:
+            self._items.append("")
+        if not self._items[segment.index]:
+            self._items[segment.index] = f"{_PREFIXES[segment.kind]}_{uuid.uuid4().hex}"
+        return self._items[segment.index]
+
+    def _item(self, segment: Segment, *, is_new: bool = False) -> dict[str, Any]:
+        is_cut = self._status in ("incomplete", "failed") and segment is self._segments.found[-1]
+        status = "in_progress" if is_new else "incomplete" if is_cut else "completed"
+        item: dict[str, Any] = {"id": self._id(segment), "status": status}
+        if segment.kind is Kind.CALL:
+            return item | {
+                "type": "function_call",
+                "call_id": segment.id,
+                "name": segment.name,
+                "arguments": segment.text,
+            }
+        content = [] if is_new else [self._part(segment)]
+        if segment.kind is Kind.REASONING:
+            return item | {"type": "reasoning", "summary": [], "content": content}
+        return item | {"type": "message", "role": "assistant", "content": content}
+
+    def _part(self, segment: Segment) -> dict[str, Any]:
+        part: dict[str, Any] = {"type": _PARTS[segment.kind], "text": segment.text}
+        if segment.kind is Kind.REASONING:
+            return part
+        return part | {"annotations": [], "logprobs": self._logprobs}
+
+    def _take_logprobs(self) -> list[ChatTokenLogprob]:
+        if self._top is None or self._choice is None:
+            return []
+        found = [chat_logprob(self._tokenizer, scored, self._top) for scored in self._choice.take_scored_text()]
+        self._logprobs += found
+        return found
+
+    def _response(self, status: str, output: list[dict[str, Any]], usage: Usage | None = None) -> dict[str, Any]:
+        body = self._body
+        text, reasoning = body.text, body.reasoning
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": None,
+            "metadata": body.metadata or {},
+            "model": self._model,
+            "output": output,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
+            "safety_identifier": body.safety_identifier,
+            "service_tier": self._tier,
+            "store": False,
+            "temperature": body.temperature,
+            "text": {
+                "format": {"type": "text"} if text is None or text.format is None else _given(text.format),
+                "verbosity": text and text.verbosity,
+            },
+            "tool_choice": _given(body.tool_choice)
+            if isinstance(body.tool_choice, Body)
+            else body.tool_choice or "auto",
+            "tools": [_given(tool) for tool in body.tools or ()],
+            "top_logprobs": self._top or 0,
+            "top_p": body.top_p,
+            "truncation": "disabled",
+            "usage": None if usage is None else _usage(usage),
+            "user": body.user,
+        }
+
+
+def _given(part: Body) -> dict[str, Any]:
+    return part.model_dump(by_alias=True, exclude_unset=True)
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.total_tokens,
+    }

@@ -1,0 +1,347 @@
+"""Body of POST /v1/responses, OpenAI's format for agents. The server stores nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from skipjoin.formats.conversation import TOOL_NAME
+from skipjoin.sampling import INT32, SamplingParams, parameters_of
+from skipjoin.server.api.conversation import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    AllowedChoice,
+    AllowedTools,
+    ChosenFunction,
+    NamedChoice,
+    TextPart,
+    Tool,
+)
+from skipjoin.server.api.dialects.bodies import ConvertedBody, Turns, call_of, tool_of
+from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Null, Only, one_of
+from skipjoin.server.api.protocol import ChatRequest, JsonSchema, ResponseFormat
+
+_NOT_STORED = "responses are not stored; send the whole conversation as input"
+_LOGPROBS = "message.output_text.logprobs"
+Status = Literal["in_progress", "completed", "incomplete"] | None
+Id = Annotated[str, Field(max_length=MAX_LABEL)]
+
+
+def _only_text(part: Any) -> Any:
+    if isinstance(part, dict) and part.get("type") not in (None, *_TEXTS):
+        raise PydanticCustomError("part", "only text is supported, got {type}", {"type": str(part["type"])[:64]})
+    return part
+
+
+_TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+
+
+class ContentPart(Body):
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
+    text: str = ""
+    refusal: str = ""
+    annotations: Ignored = None
+    logprobs: Ignored = None
+    parsed: Ignored = None
+    prompt_cache_breakpoint: Ignored = None
+
+    @property
+    def words(self) -> str:
+        return self.text or self.refusal
+
+
+Parts = Annotated[list[Annotated[ContentPart, BeforeValidator(_only_text)]], Field(fail_fast=True)]
+
+
+def _text_kind(value: Any) -> str | None:
+    return "~text" if isinstance(value, str) else "~parts" if isinstance(value, list) else None
+
+
+Words = Annotated[
+    Annotated[str, Tag("~text")] | Annotated[Parts, Tag("~parts")],
+    one_of(_text_kind, "must be a string or a list of text parts"),
+]
+
+
+class InputMessage(Body):
+    """Message of an input. "developer" means "system"."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Words
+    id: Ignored = None
+    status: Status = None
+    phase: Ignored = None
+
+
+class FunctionCall(Body):
+    type: Literal["function_call"]
+    call_id: Id
+    name: Id
+    arguments: str
+    id: Ignored = None
+    status: Status = None
+    namespace: Null = None
+    caller: Ignored = None
+    parsed_arguments: Ignored = None
+
+
+class FunctionCallOutput(Body):
+    type: Literal["function_call_output"]
+    call_id: Id
+    output: Words
+    id: Ignored = None
+    status: Status = None
+    name: Ignored = None
+    namespace: Null = None
+    caller: Ignored = None
+
+
+class ReasoningItem(Body):
+    """Reasoning of an earlier answer, or a summary of it. Encrypted reasoning of other servers is left out."""
+
+    type: Literal["reasoning"]
+    id: Ignored = None
+    summary: Parts | None = None
+    content: Parts | None = None
+    encrypted_content: Ignored = None
+    status: Status = None
+
+
+ITEMS = (InputMessage, FunctionCall, FunctionCallOutput, ReasoningItem)
+_KINDS = {"message": "~message", "function_call": "~call", "function_call_output": "~output", "reasoning": "~reasoning"}
+
+
+def _item_kind(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return None
+    kind = value.get("type")
+    return "~message" if kind is None and "role" in value else _KINDS.get(kind) if isinstance(kind, str) else None
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("~message")]
+    | Annotated[FunctionCall, Tag("~call")]
+    | Annotated[FunctionCallOutput, Tag("~output")]
+    | Annotated[ReasoningItem, Tag("~reasoning")],
+    one_of(_item_kind, "must be an item of the type message, function_call, function_call_output or reasoning"),
+]
+
+
+def _input_kind(value: Any) -> str | None:
+    return "~text" if isinstance(value, str) else "~items" if isinstance(value, list) else None
+
+
+Input = Annotated[
+    Annotated[str, Field(min_length=1), Tag("~text")]
+    | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES), Field(fail_fast=True), Tag("~items")],
+    one_of(_input_kind, "must be a string or a list of items"),
+]
+
+
+def _check_function(tool: Any) -> Any:
+    if isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "function":
+        raise PydanticCustomError(
+            "tools", "this server runs no tools of the type {type}: only functions", {"type": kind[:64]}
+        )
+    return tool
+
+
+class _FunctionTool(Body):
+    type: Literal["function"]
+    name: Annotated[str, Field(pattern=TOOL_NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    output_schema: Ignored = None
+    defer_loading: Annotated[Any, Only(None, False)] = None
+    allowed_callers: Ignored = None
+
+
+FunctionTool = Annotated[_FunctionTool, BeforeValidator(_check_function)]
+
+
+class NamedFunction(Body):
+    type: Literal["function"]
+    name: str
+
+
+class AllowedFunctions(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS), Field(fail_fast=True)]
+
+
+def _choice_kind(value: Any) -> str | None:
+    if isinstance(value, dict):
+        return {"function": "~named", "allowed_tools": "~allowed"}.get(str(value.get("type")))
+    return "~mode" if isinstance(value, str) else None
+
+
+Choice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("~mode")]
+    | Annotated[NamedFunction, Tag("~named")]
+    | Annotated[AllowedFunctions, Tag("~allowed")],
+    one_of(_choice_kind, 'must be "none", "auto", "required" or an object that names functions'),
+]
+
+
+class TextFormat(Body):
+    """Format of the text. A schema is enforced whether `strict` or not."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    @field_validator("schema_")
+    @classmethod
+    def _is_named_by_type(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.data.get("type") not in (None, "json_schema") and value is not None:
+            raise ValueError("it must be null unless the type is json_schema")
+        return value
+
+    @model_validator(mode="after")
+    def _has_name(self) -> TextFormat:
+        if self.type == "json_schema" and (self.name is None or self.schema_ is None):
+            raise ValueError("name and schema must not be null with the type json_schema")
+        return self
+
+    @property
+    def response_format(self) -> ResponseFormat:
+        is_schema = self.type == "json_schema"
+        schema = JsonSchema.model_construct(name=self.name, schema_=self.schema_) if is_schema else None
+        return ResponseFormat.model_construct(type=self.type, json_schema=schema)
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class ReasoningOptions(Body):
+    """Effort of the reasoning. A summary is accepted without effect, because the reasoning itself is returned."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Ignored = None
+    generate_summary: Ignored = None
+    context: Ignored = None
+    encrypted_content: Ignored = None
+
+
+Include = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
+
+
+class ResponsesRequest(ConvertedBody):
+    """Body of POST /v1/responses."""
+
+    large_fields: ClassVar[Mapping[str, str]] = {"input": "items"}
+
+    input: Input
+    instructions: str | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS), Field(fail_fast=True)] | None = None
+    tool_choice: Annotated[Choice | None, Field(validate_default=True)] = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=parameters_of(SamplingParams)["logprobs"].parameter.high)] | None = None
+    include: Annotated[list[Include], Field(max_length=16)] | None = None
+
+    store: Annotated[Any, Only(None, False, why=_NOT_STORED)] = None
+    previous_response_id: Annotated[Any, Only(None, why=_NOT_STORED)] = None
+    conversation: Annotated[Any, Only(None, why=_NOT_STORED)] = None
+    background: Annotated[Any, Only(None, False, why="use a batch, or a stream")] = None
+    truncation: Annotated[Any, Only(None, "disabled", why="shorten the input")] = None
+    response_format: Annotated[Any, Only(None, why="use text.format")] = None
+    n: Annotated[Any, Only(None, 1)] = None
+    max_tool_calls: Ignored = None  # of tools that a server runs
+    context_management: Annotated[Any, Only(None, [])] = None
+    prompt: Null = None
+
+    @field_validator("tools")
+    @classmethod
+    def _has_unique_names(cls, value: list[_FunctionTool] | None) -> list[_FunctionTool] | None:
+        names = [tool.name for tool in value or ()]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"each name must be unique, got {twice!r} twice")
+        return value
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _is_offered(cls, value: Any, info: ValidationInfo) -> Any:
+        names = {tool.name for tool in info.data.get("tools") or ()}
+        if value == "required" and not names:
+            raise ValueError("required needs tools")
+        chosen = value.tools if isinstance(value, AllowedFunctions) else [value]
+        for one in chosen:
+            if isinstance(one, NamedFunction) and one.name not in names:
+                raise ValueError(f"must name one of the tools, got {one.name!r}")
+        return value
+
+    def to_chat(self) -> ChatRequest:
+        text, reasoning = self.text or TextOptions(), self.reasoning or ReasoningOptions()
+        has_logprobs = self.top_logprobs is not None or _LOGPROBS in (self.include or ())
+        return ChatRequest.model_construct(
+            **self.shared()
+            | {
+                "messages": self._messages(),
+                "tools": [self._tool(tool) for tool in self.tools or ()] or None,
+                "tool_choice": _chat_choice(self.tool_choice),
+                "parallel_tool_calls": self.parallel_tool_calls,
+                "response_format": text.format and text.format.response_format,
+                "reasoning_effort": reasoning.effort,
+                "max_completion_tokens": self.max_output_tokens,
+                "logprobs": has_logprobs or None,
+                "top_logprobs": self.top_logprobs if has_logprobs else None,
+            }
+        )
+
+    @staticmethod
+    def _tool(tool: _FunctionTool) -> Tool:
+        return tool_of(tool.name, tool.description, tool.parameters, strict=tool.strict)
+
+    def _messages(self) -> Any:
+        turns = Turns()
+        if self.instructions:
+            turns.add("system", self.instructions)
+        if isinstance(self.input, str):
+            turns.add("user", self.input)
+            return turns.messages
+        for item in self.input:
+            if isinstance(item, FunctionCall):
+                turns.call(call_of(item.call_id, item.name, item.arguments))
+            elif isinstance(item, FunctionCallOutput):
+                turns.add("tool", _content(item.output), tool_call_id=item.call_id)
+            elif isinstance(item, ReasoningItem):
+                if words := "".join(part.words for part in item.content or item.summary or ()):
+                    turns.think(words)
+            elif item.role == "assistant":
+                turns.say(_content(item.content))
+            else:
+                turns.add(item.role, _content(item.content))
+        return turns.messages
+
+
+def _content(words: str | list[ContentPart]) -> str | list[TextPart]:
+    if isinstance(words, str):
+        return words
+    return [TextPart.model_construct(type="text", text=part.words) for part in words]
+
+
+def _chat_choice(choice: Any) -> Any:
+    if isinstance(choice, NamedFunction):
+        return _named(choice)
+    if isinstance(choice, AllowedFunctions):
+        allowed = AllowedTools.model_construct(mode=choice.mode, tools=[_named(one) for one in choice.tools])
+        return AllowedChoice.model_construct(type="allowed_tools", allowed_tools=allowed)
+    return choice
+
+
+def _named(choice: NamedFunction) -> NamedChoice:
+    return NamedChoice.model_construct(type="function", function=ChosenFunction.model_construct(name=choice.name))

@@ -1,0 +1,373 @@
+"""Responses and messages over an echo: the output is the last message, up to <eos>."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import tiny_model as tiny
+from server_worlds import Api, MakeApi
+from test_server_tools import ADD, CALLS, ECHO, NOW
+
+from skipjoin.config import ServerConfig
+from skipjoin.core.request import FinishReason
+
+pytestmark = pytest.mark.anyio
+
+RESPONSES, MESSAGES, CHAT = "/v1/responses", "/v1/messages", "/v1/chat/completions"
+FUNCTIONS = [tool["function"] for tool in (ADD, NOW)]
+FLAT = [{"type": "function", **function} for function in FUNCTIONS]
+INPUTS = [
+    {"input_schema": function.get("parameters", {}), **{k: v for k, v in function.items() if k != "parameters"}}
+    for function in FUNCTIONS
+]
+
+
+@pytest.fixture(scope="module")
+async def echo(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Api]:
+    folder = tiny.write_tokenizer(tmp_path_factory.mktemp("dialects"))
+    (folder / "chat_template.jinja").write_text(ECHO)
+    api = Api(folder, ServerConfig(), context=4096)
+    async with api.http:
+        yield api
+        assert api.is_clean()
+    api.service.close()
+
+
+async def post(api: Api, path: str, **body: Any) -> dict[str, Any]:
+    answer = await api.http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+async def stream(api: Api, path: str, **body: Any) -> list[dict[str, Any]]:
+    text = (await api.http.post(path, json=body | {"stream": True})).text
+    found = re.findall(r"^event: (\S+)\ndata: (\{.*)\n\n", text, re.MULTILINE)
+    events = [json.loads(data) for _, data in found]
+    assert [name for name, _ in found] == [event["type"] for event in events]
+    assert text.count("\n\n") == len(events)
+    return events
+
+
+def without_ids(value: Any) -> Any:
+    if isinstance(value, list):
+        return [without_ids(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    hidden = ("id", "call_id", "item_id", "created_at", "completed_at")
+    return {name: without_ids(one) for name, one in value.items() if name not in hidden}
+
+
+def parts_of_chat(answer: dict[str, Any]) -> tuple[Any, ...]:
+    message = answer["choices"][0]["message"]
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+    return message.get("reasoning_content"), message["content"], calls, answer["usage"]["completion_tokens"]
+
+
+def parts_of_response(answer: dict[str, Any]) -> tuple[Any, ...]:
+    reasoning, message, *calls = answer["output"]
+    named = [(call["name"], call["arguments"]) for call in calls]
+    texts = (one["content"][0]["text"] for one in (reasoning, message))
+    return *texts, named, answer["usage"]["output_tokens"]
+
+
+def parts_of_message(answer: dict[str, Any]) -> tuple[Any, ...]:
+    thinking, text, *calls = answer["content"]
+    named = [(call["name"], json.dumps(call["input"])) for call in calls]
+    return thinking["thinking"], text["text"], named, answer["usage"]["output_tokens"]
+
+
+# The same conversation in three formats, whose last message is echoed.
+CONVERSATION: dict[str, dict[str, Any]] = {
+    CHAT: {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Add."},
+            {
+                "role": "assistant",
+                "content": "So.",
+                "reasoning_content": "Hm.",
+                "tool_calls": [
+                    {"id": f"c{at}", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+                    for at in range(2)
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c0", "content": "one"},
+            {"role": "tool", "tool_call_id": "c1", "content": "two"},
+            {"role": "user", "content": CALLS},
+        ],
+        "tools": [ADD, NOW],
+    },
+    RESPONSES: {
+        "instructions": "Be brief.",
+        "input": [
+            {"role": "user", "content": "Add."},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+            {"type": "message", "role": "assistant", "content": "So.", "id": "msg_1", "status": "completed"},
+            *(
+                {"type": "function_call", "call_id": f"c{at}", "name": "add", "arguments": '{"a": 1}'}
+                for at in range(2)
+            ),
+            {"type": "function_call_output", "call_id": "c0", "output": "one"},
+            {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "two"}]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": CALLS}]},
+        ],
+        "tools": FLAT,
+    },
+    MESSAGES: {
+        "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": "Add."},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Hm.", "signature": ""},
+                    {"type": "text", "text": "So."},
+                    *({"type": "tool_use", "id": f"c{at}", "name": "add", "input": {"a": 1}} for at in range(2)),
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "c0", "content": "one"},
+                    {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "two"}]},
+                    {"type": "text", "text": CALLS},
+                ],
+            },
+        ],
+        "tools": INPUTS,
+    },
+}
+READ: dict[str, Callable[[dict[str, Any]], tuple[Any, ...]]] = {
+    CHAT: parts_of_chat,
+    RESPONSES: parts_of_response,
+    MESSAGES: parts_of_message,
+}
+
+
+async def test_a_conversation_is_the_same_in_all_formats(echo: Api) -> None:
+    found = {}
+    for path, body in CONVERSATION.items():
+        answer = await post(echo, path, **body)
+        found[path] = (echo.engine.added[-1].prompt, READ[path](answer))
+    assert found[CHAT] == found[RESPONSES] == found[MESSAGES]
+    _, (reasoning, text, calls, _) = found[CHAT]
+    assert (reasoning, text) == ("Two calls.", "Let me see.")
+    assert [name for name, _ in calls] == ["add", "now"]
+    counted = await post(echo, f"{MESSAGES}/count_tokens", **CONVERSATION[MESSAGES])
+    assert counted == {"input_tokens": len(found[CHAT][0])}
+
+
+async def test_stream_of_a_response_ends_with_the_whole_one(echo: Api) -> None:
+    body = CONVERSATION[RESPONSES] | {"top_logprobs": 1}
+    whole, events = await post(echo, RESPONSES, **body), await stream(echo, RESPONSES, **body)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert without_ids(events[-1]["response"]) == without_ids(whole)
+    names = [event["type"].removeprefix("response.") for event in events]
+    assert names[:2] == ["created", "in_progress"]
+    assert names[-1] == "completed"
+    items: list[list[str]] = [[] for _ in whole["output"]]
+    deltas = ["" for _ in whole["output"]]
+    scored = []
+    for name, event in zip(names[2:-1], events[2:-1], strict=True):
+        item = items[event["output_index"]]
+        if not item or item[-1] != name:
+            item.append(name)
+        if name.endswith("delta"):
+            deltas[event["output_index"]] += event["delta"]
+            scored += event.get("logprobs", [])
+    added, done = ["output_item.added", "content_part.added"], ["content_part.done", "output_item.done"]
+    call = ["function_call_arguments.delta", "function_call_arguments.done"]
+    assert items == [
+        [*added, "reasoning_text.delta", "reasoning_text.done", *done],
+        [*added, "output_text.delta", "output_text.done", *done],
+        *[[added[0], *call, done[1]]] * 2,
+    ]
+    text = whole["output"][1]["content"][0]
+    assert deltas == ["Two calls.", text["text"], *(one["arguments"] for one in whole["output"][2:])]
+    assert "".join(one["token"] for one in scored) == text["text"]
+    assert scored == text["logprobs"]
+    assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": len("Two calls.")}
+
+
+async def test_stream_of_a_message_adds_up_to_the_whole_one(echo: Api) -> None:
+    body = CONVERSATION[MESSAGES]
+    whole, events = await post(echo, MESSAGES, **body), await stream(echo, MESSAGES, **body)
+    names = [event["type"] for event in events]
+    assert names[:2] == ["message_start", "ping"]
+    assert names[-2:] == ["message_delta", "message_stop"]
+    message, blocks = events[0]["message"], []
+    for event in events[2:-2]:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(blocks)
+            blocks.append(event["content_block"] | {"text": ""})
+        elif event["type"] == "content_block_delta":
+            assert event["index"] == len(blocks) - 1
+            (text,) = (value for name, value in event["delta"].items() if name != "type")
+            blocks[-1]["text"] += text
+    shown = [
+        {"thinking": one.get("thinking"), "text": one.get("text"), "tool_use": one.get("input")}[one["type"]]
+        for one in whole["content"]
+    ]
+    assert [json.loads(one["text"]) if one["type"] == "tool_use" else one["text"] for one in blocks] == shown
+    assert [one["type"] for one in blocks] == [one["type"] for one in whole["content"]]
+    usage = message["usage"] | events[-2]["usage"]
+    assert without_ids(message | events[-2]["delta"] | {"usage": usage, "content": []}) == without_ids(
+        whole | {"content": []}
+    )
+    assert (whole["stop_reason"], whole["usage"]["output_tokens_details"]) == ("tool_use", {"thinking_tokens": 10})
+
+
+async def test_ends_have_the_names_of_each_format(echo: Api) -> None:
+    messages = [{"role": "user", "content": "One, two, three."}]
+    for body, expected in (
+        ({}, ("end_turn", None)),
+        ({"max_tokens": 3}, ("max_tokens", None)),
+        ({"stop_sequences": ["three", "two"]}, ("stop_sequence", "two")),
+    ):
+        answer = await post(echo, MESSAGES, messages=messages, **body)
+        assert (answer["stop_reason"], answer["stop_sequence"]) == expected
+    events = await stream(echo, RESPONSES, input="One, two, three.", max_output_tokens=3)
+    response = events[-1]["response"]
+    assert events[-1]["type"] == "response.incomplete"
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert [item["status"] for item in response["output"]] == ["incomplete"]
+    assert events[-2]["item"]["status"] == "incomplete"
+    for path, field in ((MESSAGES, "content"), (RESPONSES, "output")):
+        asked = {"messages": [{"role": "user", "content": "<eos>"}]} if path == MESSAGES else {"input": "<eos>"}
+        assert len((await post(echo, path, **asked))[field]) == 1  # an empty text
+
+
+async def test_prefill_is_continued(echo: Api) -> None:
+    messages = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": "One, "}]
+    echoed = await post(echo, MESSAGES, messages=messages)
+    # The template shows the last message at the end of its list of messages.
+    prompt = echo.service.tokenizer.decode(echo.engine.added[-1].prompt, skip_special_tokens=False)
+    assert prompt.endswith('"content": "One, ')
+    assert echoed["content"][0]["text"] == "One, "
+    body = {"messages": messages, "continue_final_message": True}
+    await post(echo, CHAT, **body)
+    assert echo.service.tokenizer.decode(echo.engine.added[-1].prompt, skip_special_tokens=False) == prompt
+    for wrong in ({"add_generation_prompt": True}, {"messages": messages[:1]}):
+        refused = (await echo.http.post(CHAT, json=body | wrong)).json()["error"]
+        assert refused["param"] == "continue_final_message"
+
+
+WEB = {"type": "web_search"}
+IMAGE = {"type": "input_image", "image_url": "x"}
+PICTURE = {"type": "image", "source": {}}
+RESULT: dict[str, Any] = {"type": "tool_result", "tool_use_id": "a", "content": [PICTURE]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"store": True}, "store", "not stored; send the whole conversation"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
+        ({"conversation": "conv_1"}, "conversation", "only null"),
+        ({"background": True}, "background", "use a batch"),
+        ({"truncation": "auto"}, "truncation", "shorten the input"),
+        ({"tools": [WEB]}, "tools.0", "no tools of the type web_search"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input.0", "must be an item of the type"),
+        ({"input": [{"role": "user", "content": [IMAGE]}]}, "input.0.content.0", "got input_image"),
+        ({"input": [{"role": "user", "content": "a", "x": 1}]}, "input.0.x", "unknown or unsupported"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "must name one of the tools"),
+        ({"tool_choice": "required"}, "tool_choice", "required needs tools"),
+        ({"max_output_tokens": 9000}, "max_output_tokens", "at most"),
+        ({"input": "a" * 9000}, "input", "maximum context length"),
+        ({"input": [{}] * 9000}, "input.8192", "at most 4096 items"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "name and schema"),
+        ({"response_format": {"type": "text"}}, "response_format", "use text.format"),
+        ({"include": ["file_search_call.results"]}, "include.0", "encrypted_content"),
+    ],
+    ids=str,
+)
+async def test_what_responses_lack_is_refused(echo: Api, fields: dict[str, Any], param: str, message: str) -> None:
+    answer = await echo.http.post(RESPONSES, json={"input": "x"} | fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0: this server runs no tools"),
+        ({"messages": [{"role": "user", "content": [PICTURE]}]}, "messages.0.content.0: blocks of the type image"),
+        (
+            {"messages": [{"role": "user", "content": [RESULT]}]},
+            "0.content.0.content.0: blocks of the type image",
+        ),
+        ({"messages": [{"role": "assistant", "content": [RESULT | {"content": ""}]}]}, "only messages of the user"),
+        ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice: must name one of the tools"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice: any needs tools"),
+        ({"stop": "x"}, "stop: this server does not support it: only null: use stop_sequences"),
+        ({"max_tokens": 9000}, "max_tokens must be at most"),
+        ({"messages": [{"role": "user", "content": "a" * 9000}]}, "maximum context length"),
+        ({"messages": [{}] * 9000}, "messages.8192: there must be at most 4096"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
+        ({"maxtokens": 3}, "unknown or unsupported field 'maxtokens': did you mean 'max_tokens'?"),
+    ],
+    ids=str,
+)
+async def test_what_messages_lack_is_refused(echo: Api, fields: dict[str, Any], message: str) -> None:
+    answer = await echo.http.post(MESSAGES, json={"messages": [{"role": "user", "content": "x"}]} | fields)
+    assert answer.status_code == 400
+    assert answer.json()["type"] == "error"
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert message in answer.json()["error"]["message"]
+
+
+async def test_large_conversations_pass_the_check_of_structure(echo: Api) -> None:
+    """More than 128 KiB, which are too long for the model alone."""
+    long = "long " * 40_000
+    for path, field in ((RESPONSES, "input"), (MESSAGES, "messages")):
+        body = json.loads(json.dumps(CONVERSATION[path]).replace("Add.", long))
+        error = (await echo.http.post(path, json=body)).json()["error"]["message"]
+        assert "maximum context length" in error, error
+        assert f"{field} must have at most" in error
+
+
+async def test_errors_of_messages_have_their_status_and_type(make_api: MakeApi) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+    async with make_api(max_queued_requests=1, api_keys=("right", "other")) as api:
+        for headers, status in (
+            ({}, 401),
+            ({"x-api-key": "wrong"}, 401),
+            ({"x-api-key": "right", "authorization": "Bearer other"}, 401),
+            ({"x-api-key": "right", "authorization": "Bearer right", "anthropic-version": "2023-06-01"}, 200),
+        ):
+            answer = await api.http.post(MESSAGES, json=body, headers=headers)
+            assert answer.status_code == status
+        assert answer.json()["content"][0]["text"] != ""
+    async with make_api(max_queued_requests=1) as api:
+        (slot,) = api.service.admission.reserve([1])
+        full = await api.http.post(MESSAGES, json=body)
+        slot.ended()
+        assert (full.status_code, full.json()["error"]["type"]) == (529, "overloaded_error")
+        assert int(full.headers["retry-after"]) >= 1
+        missing = await api.http.post(MESSAGES, json=body | {"model": "none"})
+        assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
+
+
+@pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
+async def test_failure_in_a_stream_is_its_last_event(make_api: MakeApi, path: str) -> None:
+    body: dict[str, Any] = (
+        {"input": "hello"} if path == RESPONSES else {"messages": [{"role": "user", "content": "hello"}]}
+    )
+    async with make_api() as api:
+        api.engine.paused = True
+        asyncio.get_running_loop().call_later(0.05, api.engine.end_all, FinishReason.ERROR, "no memory")
+        text = (await api.http.post(path, json=body | {"stream": True})).text
+        last = json.loads(text.strip().splitlines()[-1].removeprefix("data: "))
+        if path == RESPONSES:
+            assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+            assert last["response"]["error"] == {"code": "request_failed", "message": "no memory"}
+        else:
+            assert last == {"type": "error", "error": {"type": "api_error", "message": "no memory"}}
+        assert api.is_clean()

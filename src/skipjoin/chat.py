@@ -13,7 +13,7 @@ from skipjoin.formats.table import unknown_calls
 from skipjoin.formats.template_input import MessageError
 from skipjoin.model.chat_text import chat_text, format_of
 from skipjoin.model.tokenizer import Tokenizer
-from skipjoin.sampling import ParameterError
+from skipjoin.sampling import ParameterError, ThinkingBudget
 from skipjoin.structured_output import GrammarError, StructuredOutput
 
 Message = Mapping[str, Any]
@@ -94,6 +94,22 @@ class Conversations:
             if structured is None:
                 raise ParameterError("tools", f"tools: the grammar of their calls {error}") from None
             raise ParameterError(name, f"{name} {error}") from None
+
+    def thinking_budget(self, tokens: int, prompt: str) -> ThinkingBudget | None:
+        """Return a bound of the reasoning, or None if the model has none."""
+        think = None if self.format is None else self.format.think
+        if think is None or self.format is None:
+            return None
+        opening, closing = (
+            tuple(self._tokenizer.encode(mark.strip(), add_special_tokens=False)) for mark in (think.open, think.close)
+        )
+        if len(closing) != 1:
+            raise ParameterError(
+                "thinking_token_budget",
+                "thinking_token_budget must be null: the mark that ends this model's reasoning is not one token",
+            )
+        is_open = is_thinking(self.format, prompt)
+        return ThinkingBudget(tokens=tokens, opening=opening, closing=closing[0], is_open=is_open)
 
     def kept(self, use: ToolUse) -> frozenset[int]:
         return self._tokenizer.ids_of(self.format.markers) if self.format and self.is_read(use) else frozenset()

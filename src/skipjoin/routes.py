@@ -183,6 +183,7 @@ _ROWS = (
         body=f"{_API}.dialects.messages_body:MessagesRequest",
         **_ANTHROPIC,
     ),
+    Route(path="/v1/requests/{name:path}", handler=f"{_API}.replies:cancel_request", method="DELETE"),
     Route(path="/tokenize", handler=f"{_API}.tokens:tokenize", method="POST", body=f"{_API}.protocol:TokenizeRequest"),
     Route(
         path="/detokenize",

@@ -154,6 +154,27 @@ def _check_count(name: str, value: Collection[Any], parameter: Parameter, what: 
         raise ParameterError(name, f"{name} takes at most {parameter.max_items} {what}, got {len(value)}")
 
 
+@dataclass(frozen=True, slots=True)
+class BadWords:
+    """Words that an output must not have, as sequences of token ids, of which the last one is banned."""
+
+    sequences: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThinkingBudget:
+    """Bound of the reasoning, after which its closing token follows.
+
+    Attributes:
+        opening: Tokens that begin the reasoning. If `is_open`, the prompt has them.
+    """
+
+    tokens: int
+    opening: tuple[int, ...]
+    closing: int
+    is_open: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters and stop conditions of one request: the table of all parameters.
@@ -223,7 +244,17 @@ class SamplingParams:
             "Alternatives reported with log-probabilities; None reports none.", 0, 20, own=_SCORES, is_openai=True
         ),
     ] = None
-    prompt_logprobs: Annotated[int | None, Parameter("The same for prompt tokens.", 0, 20, own=("echo",))] = None
+    prompt_logprobs: Annotated[
+        int | None, Parameter("The same for prompt tokens.", 0, 20, own=("echo", "prompt_logprobs"))
+    ] = None
+    # A grammar comes before both of these.
+    allowed_token_ids: Annotated[
+        tuple[int, ...], Parameter("Tokens that the output may have; none: all.", max_items=16_384)
+    ] = ()
+    bad_words: Annotated[BadWords | None, Parameter("Words that the output must not have.", own=("bad_words",))] = None
+    thinking_budget: Annotated[
+        ThinkingBudget | None, Parameter("Bound of the reasoning.", own=("thinking_token_budget",))
+    ] = None
     # The output ends only where the grammar may end, whatever ignore_eos and min_tokens are.
     structured_outputs: Annotated[
         StructuredOutput | None, Parameter("Constraint on the output.", own=_CONSTRAINTS, is_openai=True)
@@ -253,8 +284,8 @@ class SamplingParams:
         return replace(self, max_tokens=room, min_tokens=min(self.min_tokens, room))
 
     def check_ids(self, vocab_size: int) -> None:
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
-            check_ids(name, ids, vocab_size)
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            check_ids(name, getattr(self, name), vocab_size)
 
     def with_seed_of(self, copy: int) -> SamplingParams:
         """Return the parameters of one of several choices, with a reproducible seed of its own if there is a seed."""

@@ -10,7 +10,7 @@ import torch
 from skipjoin.model.draws import largest_first, uniform
 from skipjoin.model.logits_processors import ProcessorState
 from skipjoin.model.sampler import Sampled, Sampler, SampleRow, prompt_logprobs
-from skipjoin.sampling import SamplingParams
+from skipjoin.sampling import BadWords, SamplingParams, ThinkingBudget
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 VOCAB = 1000
@@ -114,6 +114,7 @@ def test_samples_do_not_depend_on_the_batch():
         {"min_p": 0.1},
         {"presence_penalty": 1.5, "repetition_penalty": 1.3},
         {"logit_bias": {7: 20.0}},
+        {"allowed_token_ids": tuple(range(0, 400, 3)), "bad_words": BadWords(((3,), (6,)))},
         {"min_tokens": 9, "logprobs": 2},
         {"top_p": 0.9999, "temperature": 2.0},
     ]
@@ -245,6 +246,41 @@ def test_min_tokens_bans_stop_tokens_until_reached():
     # An end-of-sequence token that does not stop the request is not banned.
     assert draw(logits, [row(output=(1, 1), ignore_eos=True, **ending)]) == [2]
     assert draw(logits, [row(temperature=0, logit_bias={2: -100.0})]) == [5]
+
+
+def test_tokens_and_words_are_banned():
+    logits = torch.zeros(10)
+    logits[[2, 5, 7]] = torch.tensor([20.0, 19.0, 18.0])
+    rows = [
+        row(temperature=0, allowed_token_ids=(5, 7, 9)),
+        row(temperature=0, bad_words=BadWords(((2,), (3, 5), (4, 4, 7), (8, 99))), output=(3,)),
+        row(temperature=0, bad_words=BadWords(((2,), (3, 5), (4, 4, 7), (8, 99))), output=(3, 4)),
+        row(temperature=0, allowed_token_ids=(5, 7), bad_words=BadWords(((1, 4, 5),)), output=(1, 4)),
+        row(temperature=0),
+    ]
+    assert draw(logits, rows) == [5, 7, 5, 7, 2]
+    rows = [row(seed=seed, temperature=2.0, allowed_token_ids=(0, 1)) for seed in range(40)]
+    assert set(draw(logits, rows)) == {0, 1}
+
+
+def test_reasoning_is_closed_after_its_budget():
+    logits = torch.zeros(10)
+    logits[5] = 9.0
+
+    def closed(tokens: int, *output: int, is_open: bool = True, **params) -> bool:
+        budget = ThinkingBudget(tokens=tokens, opening=(1, 2), closing=3, is_open=is_open)
+        (token,) = draw(logits, [row(temperature=0, thinking_budget=budget, output=output, **params)])
+        assert token in (3, 5)
+        return token == 3
+
+    assert closed(0)
+    assert [closed(2, *[7] * count) for count in range(3)] == [False, False, True]
+    assert not closed(2, 7, 7, 3)  # once
+    assert not closed(2, 7, 3, 7, 7)  # the model closed it
+    assert not closed(0, 7, 1, 7, is_open=False)  # it has not begun
+    assert [closed(1, 1, 2, *[7] * count, is_open=False) for count in range(2)] == [False, True]
+    assert closed(2, 7, 3, 1, 2, 7, 7)  # again
+    assert closed(0, allowed_token_ids=(5,), bad_words=BadWords(((3,),)))
 
 
 def test_logprobs_are_computed_from_raw_logits():

@@ -12,7 +12,7 @@ from skipjoin.engine.build import assemble
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.observe.metric_snapshot import Snapshot, merged
 from skipjoin.observe.metrics import EngineMetrics
-from skipjoin.sampling import SamplingParams, TokenDetail
+from skipjoin.sampling import BadWords, SamplingParams, ThinkingBudget, TokenDetail
 from skipjoin.structured_output import StructuredOutput
 
 PROMPT = list(range(40, 60))
@@ -27,6 +27,14 @@ PARAMS: list[dict[str, Any]] = [
         "frequency_penalty": 0.7,
         "repetition_penalty": 1.4,
         "logit_bias": {7: 3.0},
+    },
+    {
+        "temperature": 1.2,
+        "seed": 6,
+        "max_tokens": 12,
+        "allowed_token_ids": tuple(range(60, 70)),
+        "bad_words": BadWords(((61,), *((token, 62) for token in range(60, 65)))),
+        "thinking_budget": ThinkingBudget(tokens=7, opening=(1,), closing=99, is_open=True),
     },
     {"temperature": 1.0, "seed": 3, "max_tokens": 16, "structured_outputs": StructuredOutput.json({"type": "array"})},
     {

@@ -54,7 +54,7 @@ def test_request_continues_the_trace_of_its_client(start_server: StartServer, en
     server = start_server(otlp_traces_endpoint=url)
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
     body = {"prompt": "abc", "max_tokens": 5, "n": 2, "ignore_eos": True}
-    assert httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).status_code == 200
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).raise_for_status().json()
     body |= {"n": 1}
     for parent in ("nonsense", f"00-{TRACE}-{PARENT}-00"):  # a new trace, and one that its client does not sample
         httpx.post(f"{server.url}/v1/completions", json=body, headers={"traceparent": parent})
@@ -69,6 +69,9 @@ def test_request_continues_the_trace_of_its_client(start_server: StartServer, en
     for root in own:
         assert root.parent_span_id.hex() == PARENT
         assert attributes(root)["gen_ai.request.id"] == "mine"
+        assert attributes(root)["gen_ai.response.id"] == answer["id"]
+        assert attributes(root)["gen_ai.operation.name"] == "text_completion"
+        assert attributes(root)["gen_ai.provider.name"] == "skipjoin"
         assert (root.kind, root.flags) == (root.SPAN_KIND_SERVER, 0x300)
         found = attributes(root)
         assert (found["gen_ai.usage.output_tokens"], found["gen_ai.request.model"]) == (5, model)

@@ -258,6 +258,8 @@ async def test_number_of_prompt_logprobs_is_bounded(make_api: MakeApi) -> None:
             error = (await api.complete(**scored, **more)).json()["error"]
             assert error["param"] == "logprobs"
             assert "at most 100 log-probabilities of prompts" in error["message"]
+        chat = {"messages": [{"role": "user", "content": "x" * 60}], "prompt_logprobs": 1}
+        assert (await api.chat(**chat)).json()["error"]["param"] == "prompt_logprobs"
         assert api.is_clean()
 
 

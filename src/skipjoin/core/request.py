@@ -47,10 +47,13 @@ class Trace(NamedTuple):
     Attributes:
         parent: W3C `traceparent`; empty or invalid starts a new trace.
         request_id: Id by which the client knows the request.
+        response_id, operation: Id of the response, and what is asked for by OpenTelemetry's name.
     """
 
     parent: str
     request_id: str
+    response_id: str = ""
+    operation: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ class TextRules:
     echo: bool = False
     score_only: bool = False
     scores: bool = False
+    keeps_ids: bool = False
 
 
 class Choice:
@@ -44,6 +45,7 @@ class Choice:
     Attributes:
         tokens: Includes those of a stop string and the end-of-sequence token.
         offsets: For each generated token of `scored`, the index in the text at which it begins.
+        prompt_scored: Tokens of the prompt with log-probabilities, if the request asks for them.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class Choice:
         self.prompt = prompt
         self.tokens = 0
         self.scored: list[TokenLogprob] = []
+        self.prompt_scored: tuple[TokenLogprob, ...] = ()
+        self._ids: list[int] = []
         self.offsets: list[int] = []
         self.finish_reason: str | None = None
         self._rules = rules
@@ -82,8 +86,11 @@ class Choice:
     def take(self, output: Output) -> str:
         """Add an output and return the new text; none may follow once `finish_reason` is set."""
         shown, self._lead = self._lead, ""
+        if output.detail is not None:
+            self.prompt_scored = self.prompt_scored or output.detail.prompt
         if output.detail is not None and self._rules.scores:
-            self.scored.extend(output.detail.prompt)
+            if self._rules.echo:
+                self.scored.extend(output.detail.prompt)
             if not self._rules.score_only:
                 self.scored.append(output.detail.chosen)
                 self.offsets.append(self._text_length)
@@ -93,6 +100,8 @@ class Choice:
         text = hidden = ""
         if output.token is not None:
             self.tokens += 1
+            if self._rules.keeps_ids:
+                self._ids.append(output.token)
             # The final token, end-of-sequence or one of stop_token_ids, is shown only on request.
             if output.reason is not FinishReason.STOP or self._rules.include_stop:
                 text = self._detokenizer.add(output.token)
@@ -116,6 +125,11 @@ class Choice:
         scored, self.scored, self.offsets = self.scored, [], []
         self._taken += len(scored)
         return scored
+
+    def take_ids(self) -> list[int]:
+        """Return the token ids since the last call, if the rules keep them."""
+        ids, self._ids = self._ids, []
+        return ids
 
     def take_scored_text(self) -> list[TokenLogprob]:
         """Return the scored tokens of the content since the last call, as far as their kinds are known."""

@@ -10,7 +10,10 @@ import numpy as np
 import torch
 
 from skipjoin.model.transfer import to_device
-from skipjoin.sampling import SamplingParams
+from skipjoin.sampling import SamplingParams, ThinkingBudget
+
+# Logit of a banned token. A grammar that allows no other one still gets it.
+_BANNED = -1e30
 
 
 class ProcessorState:
@@ -45,7 +48,10 @@ class LogitsProcessor(Protocol):
 
 
 def default_processors(vocab_size: int) -> tuple[LogitsProcessor, ...]:
-    return LogitBias(vocab_size), RepetitionPenalty(), OutputPenalties(), MinTokens(vocab_size)
+    return (
+        *(LogitBias(vocab_size), RepetitionPenalty(), OutputPenalties(), MinTokens(vocab_size)),
+        *(AllowedTokens(), BannedWords(vocab_size), ClosedThinking(vocab_size)),
+    )
 
 
 class LogitBias:
@@ -125,6 +131,108 @@ class _MinTokensState(ProcessorState):
 
     def is_active(self, length: int) -> bool:
         return length < self._min_tokens
+
+
+class AllowedTokens:
+    """Bans all other tokens."""
+
+    def start(
+        self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]
+    ) -> _AllowedState | None:
+        return _AllowedState(params.allowed_token_ids) if params.allowed_token_ids else None
+
+    def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _AllowedState]]) -> None:
+        index = _index(logits, [(row, state.tokens) for row, state in rows])
+        kept = _flat(logits)[index]
+        logits[to_device(torch.tensor([row for row, _ in rows]), logits.device)] = _BANNED
+        _flat(logits)[index] = kept
+
+
+class _AllowedState(ProcessorState):
+    def __init__(self, tokens: Collection[int]) -> None:
+        self.tokens = np.array(sorted(set(tokens)), np.int64)
+
+
+class BannedWords:
+    """Bans the last tokens of words whose first tokens end the output."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def start(
+        self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]
+    ) -> _WordsState | None:
+        words = params.bad_words
+        if words is None:
+            return None
+        known = [word for word in words.sequences if word and max(word) < self._vocab_size]
+        return _WordsState(known) if known else None
+
+    def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _WordsState]]) -> None:
+        _flat(logits)[_index(logits, [(row, state.tokens) for row, state in rows])] = _BANNED
+
+
+class _WordsState(ProcessorState):
+    reads_output = True
+
+    def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
+        self._words = words
+        self._longest = max(map(len, words)) - 1
+        self._tail: tuple[int, ...] = ()
+        self.accept(())
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        tail = (*self._tail, *tokens)
+        self._tail = tail[max(0, len(tail) - self._longest) :]
+        found = {word[-1] for word in self._words if _ends(self._tail, word[:-1])}
+        self.tokens = np.array(sorted(found), np.int64)
+
+    def is_active(self, length: int) -> bool:
+        return len(self.tokens) > 0
+
+
+class ClosedThinking:
+    """Lets the closing token follow once the reasoning has its number of tokens."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def start(
+        self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]
+    ) -> _ThinkingState | None:
+        budget = params.thinking_budget
+        return _ThinkingState(budget) if budget is not None and budget.closing < self._vocab_size else None
+
+    def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _ThinkingState]]) -> None:
+        logits[to_device(torch.tensor([row for row, _ in rows]), logits.device)] = _BANNED
+        closing = [(row, np.array([state.closing], np.int64)) for row, state in rows]
+        _flat(logits)[_index(logits, closing)] = 0.0
+
+
+class _ThinkingState(ProcessorState):
+    reads_output = True
+
+    def __init__(self, budget: ThinkingBudget) -> None:
+        self.closing = budget.closing
+        self._opening, self._left, self._budget = budget.opening, budget.tokens, budget.tokens
+        self._is_open = budget.is_open
+        self._tail: tuple[int, ...] = ()
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if self._is_open:
+                self._is_open, self._left = token != self.closing, self._left - 1
+                continue
+            self._tail = (*self._tail, token)[-len(self._opening) :]
+            if self._tail == self._opening:
+                self._is_open, self._left = True, self._budget
+
+    def is_active(self, length: int) -> bool:
+        return self._is_open and self._left <= 0
+
+
+def _ends(tail: tuple[int, ...], words: tuple[int, ...]) -> bool:
+    return not words or tail[-len(words) :] == words
 
 
 class _SeenState(ProcessorState):

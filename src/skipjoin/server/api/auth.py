@@ -67,13 +67,13 @@ class AccessGuard:
         await self._answer(scope, receive, send)
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = _request_id(scope)
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = _request_id(scope)  # that a body may replace
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._on_status(message["status"])
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id.encode())]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", state["request_id"].encode())]
             await send(message)
 
         limit = self._limits.get((scope["method"], scope["path"]), self._max_body)

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from msgspec import UNSET
+
 from skipjoin.chat import delta_of, finish_reason_of, message_of
 from skipjoin.core.request import RequestOptions
 from skipjoin.engine.text import Choice, TextRules
@@ -14,7 +16,7 @@ from skipjoin.sampling import ParameterError, TokenLogprob
 from skipjoin.server.api.chat_prompt import chat_constraint, estimate_chat, render_chat
 from skipjoin.server.api.errors import from_parameter
 from skipjoin.server.api.generation import Endpoint, Prompt
-from skipjoin.server.api.openai_format import OpenAiFormat
+from skipjoin.server.api.openai_format import OpenAiFormat, prompt_scores
 from skipjoin.server.api.options import served_tier
 from skipjoin.server.api.protocol import ChatRequest
 from skipjoin.server.api.responses import (
@@ -46,8 +48,10 @@ class ChatEndpoint(Endpoint[ChatRequest]):
     async def tokenize(self, body: ChatRequest, client: str) -> list[Prompt]:
         service = self.service
         text = await render_chat(service, body)
+        budget = body.thinking_token_budget
         try:
             service.conversations.check_calls(body.use)
+            thinking = None if budget is None else service.conversations.thinking_budget(budget, text)
         except ParameterError as error:
             raise from_parameter(error) from None
         if service.conversations.is_read(body.use):
@@ -57,13 +61,18 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         limits = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}
         for name, value in limits.items():
             service.check_fits(name, value, ids, "messages")
+        if (alternatives := body.prompt_logprobs) is not None:
+            service.check_prompt_scores(
+                len(ids), alternatives, body.n or 1, names="prompt_logprobs", param="prompt_logprobs"
+            )
         params = service.sampling(
             body,
             # The minimum of both fields, or else the rest of the context.
             max_tokens=min((value for value in limits.values() if value is not None), default=room),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            prompt_logprobs=None,
+            prompt_logprobs=alternatives,
             structured=await chat_constraint(service, body, text, client),
+            thinking=thinking,
         )
         return [Prompt(ids, None, params)]
 
@@ -83,6 +92,7 @@ class ChatFormat(OpenAiFormat):
         super().__init__(service, body, "chatcmpl", served_tier(options))
         self._top = (body.top_logprobs or 0) if body.logprobs else None
         self._shows_reasoning = body.include_reasoning is not False
+        self._has_ids, self._prompt_top = bool(body.return_token_ids), body.prompt_logprobs
 
     def item(self, choice: Choice, text: str, usage: Usage | None) -> bytes:
         found, shown_usage = b"", self.no_usage if usage is None else usage
@@ -90,17 +100,19 @@ class ChatFormat(OpenAiFormat):
             self.begun.add(choice)
             role = Delta(content="", role="assistant")
             first = ChunkChoice(index=choice.index, delta=role, logprobs=None, finish_reason=None)
-            found = self.event([first], shown_usage)
+            found = self.event([first], shown_usage, choice.prompt if self._has_ids else UNSET)
         delta = delta_of(choice.take_parts(text), shows_reasoning=self._shows_reasoning)
         if delta or choice.scored or choice.finish_reason is not None:
             reason = finish_reason_of(choice.finish_reason, has_calls=choice.has_calls)
-            chunk = ChunkChoice(choice.index, Delta(**_named(delta)), self._logprobs(choice), reason)
+            ids = choice.take_ids() if self._has_ids else UNSET
+            chunk = ChunkChoice(choice.index, Delta(**_named(delta)), self._logprobs(choice), reason, ids)
             found += self.event([chunk], shown_usage)
         return found
 
-    def event(self, choices: list[ChunkChoice], usage: Any) -> bytes:
+    def event(self, choices: list[ChunkChoice], usage: Any, prompt: Any = UNSET) -> bytes:
         # Arguments without names, because each token makes such an object.
-        chunk = ChatChunk(self.id, self.created, self.model, choices, self.service_tier, usage)
+        kind = "chat.completion.chunk"
+        chunk = ChatChunk(self.id, self.created, self.model, choices, self.service_tier, usage, kind, prompt)
         return OPENAI_EVENTS.frame(encode(chunk))
 
     def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes:
@@ -110,10 +122,23 @@ class ChatFormat(OpenAiFormat):
                 message=self._message(choice, text),
                 logprobs=self._logprobs(choice),
                 finish_reason=finish_reason_of(choice.finish_reason, has_calls=choice.has_calls),
+                token_ids=choice.take_ids() if self._has_ids else UNSET,
             )
             for choice, text in texts.items()
         ]
-        return encode(ChatCompletion(self.id, self.created, self.model, found, usage, self.service_tier))
+        first = next(iter(texts))
+        return encode(
+            ChatCompletion(
+                self.id,
+                self.created,
+                self.model,
+                found,
+                usage,
+                self.service_tier,
+                prompt_token_ids=first.prompt if self._has_ids else UNSET,
+                prompt_logprobs=prompt_scores(self.tokenizer, first, self._prompt_top),
+            )
+        )
 
     def _message(self, choice: Choice, text: str) -> ChatMessage:
         return ChatMessage(**_named(message_of(choice.take_parts(text), shows_reasoning=self._shows_reasoning)))

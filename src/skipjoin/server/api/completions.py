@@ -12,10 +12,9 @@ from skipjoin.engine.text import Choice, TextRules
 from skipjoin.model.tokenizer import Detokenizer, Tokenizer
 from skipjoin.routes import COMPLETIONS, OPENAI_EVENTS
 from skipjoin.sampling import TokenLogprob
-from skipjoin.server.api.errors import bad_request
 from skipjoin.server.api.generation import Endpoint, Prompt
 from skipjoin.server.api.limits import estimate_tokens
-from skipjoin.server.api.openai_format import OpenAiFormat
+from skipjoin.server.api.openai_format import OpenAiFormat, prompt_scores
 from skipjoin.server.api.options import served_tier
 from skipjoin.server.api.protocol import CompletionRequest
 from skipjoin.server.api.responses import (
@@ -36,6 +35,7 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
     """Generate the text after a prompt."""
 
     route = COMPLETIONS
+    operation = "text_completion"
     body_type = CompletionRequest
 
     def estimates(self, body: CompletionRequest) -> list[int]:
@@ -47,18 +47,12 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
         for prompt in body.prompts:
             prompts.append(await self._tokenize(body, prompt, structured))
             await asyncio.sleep(0)  # let other streams continue
+        tokens, n, check = sum(len(prompt.ids) for prompt in prompts), body.n or 1, self.service.check_prompt_scores
         if body.echo and body.logprobs is not None:
-            self._check_scores(sum(len(prompt.ids) for prompt in prompts), 1 + body.logprobs, body.n or 1)
+            check(tokens, body.logprobs, n, names="echo with logprobs", param="logprobs")
+        if body.prompt_logprobs is not None:
+            check(tokens, body.prompt_logprobs, n, names="prompt_logprobs", param="prompt_logprobs")
         return prompts
-
-    def _check_scores(self, tokens: int, each: int, n: int) -> None:
-        most = self.service.config.max_prompt_scores
-        if tokens * each * n > most:
-            raise bad_request(
-                f"echo with logprobs must ask for at most {most} log-probabilities of prompts, which are "
-                f"{tokens} tokens, times 1 + logprobs, times n: {tokens * each * n}",
-                "logprobs",
-            )
 
     async def _tokenize(
         self, body: CompletionRequest, prompt: str | list[int], structured: StructuredOutput | None
@@ -70,12 +64,13 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
         service.check_fits("max_tokens", body.max_tokens, ids, "prompt")
         if body.echo and text is None:
             text = await service.decode(ids, body.skip_special_tokens is not False)
+        echoed = body.logprobs if body.echo else None
         params = service.sampling(
             body,
             # A prompt is scored by a step that also generates a token.
             max_tokens=min(DEFAULT_MAX_TOKENS, room) if body.max_tokens is None else max(1, body.max_tokens),
             logprobs=body.logprobs,
-            prompt_logprobs=body.logprobs if body.echo else None,
+            prompt_logprobs=max((one for one in (body.prompt_logprobs, echoed) if one is not None), default=None),
             structured=structured,
         )
         return Prompt(ids, text, params)
@@ -98,13 +93,15 @@ class CompletionFormat(OpenAiFormat):
         tier = UNSET if body.service_tier is None else served_tier(options)
         super().__init__(service, body, "cmpl", tier)
         self._scores = body.logprobs is not None
+        self._body = body
 
     def item(self, choice: Choice, text: str, usage: Usage | None) -> bytes:
         # The first token has an event even if it has no text.
-        if not text and choice in self.begun and choice.finish_reason is None and not choice.scored:
+        is_first = choice not in self.begun
+        if not (text or is_first or choice.scored) and choice.finish_reason is None:
             return b""
         self.begun.add(choice)
-        return self.event([self._choice(choice, text)], self.no_usage if usage is None else usage)
+        return self.event([self._choice(choice, text, is_first=is_first)], self.no_usage if usage is None else usage)
 
     def event(self, choices: list[CompletionChoice], usage: Any) -> bytes:
         return OPENAI_EVENTS.frame(self._encoded(choices, usage))
@@ -117,9 +114,20 @@ class CompletionFormat(OpenAiFormat):
         # Arguments without names, because each token makes such an object.
         return encode(Completion(self.id, self.created, self.model, choices, usage, self.service_tier))
 
-    def _choice(self, choice: Choice, text: str) -> CompletionChoice:
+    def _choice(self, choice: Choice, text: str, *, is_first: bool = True) -> CompletionChoice:
         logprobs = completion_logprobs(self.tokenizer, choice) if self._scores else None
-        return CompletionChoice(choice.index, text, logprobs, choice.finish_reason)
+        if self._body.return_token_ids is None and self._body.prompt_logprobs is None:
+            return CompletionChoice(choice.index, text, logprobs, choice.finish_reason)
+        ids = bool(self._body.return_token_ids)
+        return CompletionChoice(
+            choice.index,
+            text,
+            logprobs,
+            choice.finish_reason,
+            choice.take_ids() if ids else UNSET,
+            choice.prompt if ids and is_first else UNSET,
+            prompt_scores(self.tokenizer, choice, self._body.prompt_logprobs),
+        )
 
 
 def completion_logprobs(tokenizer: Tokenizer, choice: Choice) -> CompletionLogprobs:

@@ -12,7 +12,7 @@ from skipjoin.observe.reasons import words_of
 from skipjoin.server.api import arrivals
 from skipjoin.server.api.auth import Viewer, viewer_of
 from skipjoin.server.api.browsers import json_body
-from skipjoin.server.api.errors import ApiError, bad_request
+from skipjoin.server.api.errors import ApiError, bad_request, request_not_found
 from skipjoin.server.api.explain import Explainer, find_lives, reasons_of, recent_lives
 from skipjoin.server.api.feed import ConsoleStreams
 from skipjoin.server.api.recorded_load import TIMEOUT_S, recorded_load
@@ -71,12 +71,7 @@ async def explain_request(request: Request, name: str) -> Response:
     service = service_of(request)
     found = service.index.find(name, owner)
     if found is None:
-        raise ApiError(
-            404,
-            f"no request {name[:200]!r} is live or finished in the last ten minutes: ids are those of responses or "
-            "of the header x-request-id, and refused requests have no life",
-            code="request_not_found",
-        )
+        raise request_not_found(name)
     lives = await find_lives(service.client, found, TIMEOUT_S)
     explainer = Explainer(service, owner)
     choices = [

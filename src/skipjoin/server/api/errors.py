@@ -30,6 +30,7 @@ _TYPES = {
     403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
+    409: "conflict_error",
     429: "rate_limit_error",
     500: "server_error",
     503: "service_unavailable_error",
@@ -136,6 +137,20 @@ def deadline_exceeded() -> ApiError:
         "the request's deadline passed before it was done",
         code="deadline_exceeded",
         headers={"x-should-retry": "false"},
+    )
+
+
+def canceled() -> ApiError:
+    return ApiError(409, "the request was canceled", code="canceled", headers={"x-should-retry": "false"})
+
+
+def request_not_found(name: str, *, is_live: bool = False) -> ApiError:
+    when = "live" if is_live else "live or finished in the last ten minutes"
+    return ApiError(
+        404,
+        f"no request {name[:200]!r} is {when}: ids are those of responses or of the header x-request-id, and refused "
+        "requests have no life",
+        code="request_not_found",
     )
 
 

@@ -27,6 +27,7 @@ from skipjoin.server.api.arrivals import Arrival
 from skipjoin.server.api.auth import ANONYMOUS
 from skipjoin.server.api.errors import (
     ApiError,
+    canceled,
     deadline_exceeded,
     grammar_too_expensive,
     request_failed,
@@ -125,6 +126,7 @@ class JobRun:
             self._submitted_at = time.monotonic()
             job, numbers = self.job, [sequence.id for sequence in self._sequences]
             self._indexed = self._service.index.add(job.format.id, job.request_id, job.owner, numbers)
+            self._indexed.cancel = partial(self.fail, canceled())
         except BaseException:
             self.close()
             raise
@@ -188,7 +190,7 @@ class JobRun:
             for choice, text in deltas.items():
                 texts[choice] += text
         form = self.job.format
-        if sum(len(choice.scored) for choice in texts) > _MANY_SCORED:
+        if sum(len(choice.scored) + len(choice.prompt_scored) for choice in texts) > _MANY_SCORED:
             return await self._service.in_thread(form.whole, texts, self.usage())
         return form.whole(texts, self.usage())
 
@@ -266,7 +268,10 @@ class JobRun:
 
 
 class Endpoint(ABC, Generic[BodyT]):
+    """Endpoint that generates. `operation` is its name in traces, one of OpenTelemetry's."""
+
     route: ClassVar[Route]
+    operation: ClassVar[str] = "chat"
     body_type: type[BodyT]
 
     def __init__(self, service: Service) -> None:
@@ -309,6 +314,10 @@ class Endpoint(ABC, Generic[BodyT]):
                 choices.append(Choice(index, prompt.ids, prompt.text, service.tokenizer, rules, reader=reader))
                 if index % _AT_ONCE == _AT_ONCE - 1:
                     await asyncio.sleep(0)
+            form = self.format(body, options)
+            if options.trace is not None:
+                trace = options.trace._replace(response_id=form.id, operation=self.operation)
+                options = replace(options, trace=trace)
             return Job(
                 choices=choices,
                 params=[prompt.params.with_seed_of(copy) for prompt, copy in copies],
@@ -318,7 +327,7 @@ class Endpoint(ABC, Generic[BodyT]):
                 prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
                 options=options,
                 arrived=arrived,
-                format=self.format(body, options),
+                format=form,
                 owner=owner,
                 request_id=request_id,
             )
@@ -348,6 +357,7 @@ class Endpoint(ABC, Generic[BodyT]):
             include_stop=bool(body.include_stop_str_in_output),
             skip_special=body.skip_special_tokens is not False,
             min_tokens=body.min_tokens or 0,
+            keeps_ids=bool(body.return_token_ids),
         )
 
 

@@ -5,13 +5,14 @@ import uuid
 from abc import ABC, abstractmethod
 from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from skipjoin.engine.text import Choice
+from skipjoin.model.tokenizer import Tokenizer
 from skipjoin.routes import OPENAI_EVENTS
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.protocol import GenerationBody
-from skipjoin.server.api.responses import Usage
+from skipjoin.server.api.responses import LOWEST_LOGPROB, Usage
 from skipjoin.server.api.service import Service
 
 
@@ -44,3 +45,29 @@ class OpenAiFormat(ABC):
 
     @abstractmethod
     def event(self, choices: list[Any], usage: Any) -> bytes: ...
+
+
+def prompt_scores(tokenizer: Tokenizer, choice: Choice, top: int | None) -> list[dict[str, Any] | None] | UnsetType:
+    """Return the log-probabilities of a prompt in vLLM's form, by token id. Ranks beyond the likeliest are null."""
+    if top is None:
+        return UNSET
+    found: list[dict[str, Any] | None] = []
+    for scored in choice.prompt_scored:
+        if scored.logprob is None:
+            found.append(None)
+            continue
+        ranked: dict[int, tuple[float, int | None]] = {
+            token: (logprob, rank + 1) for rank, (token, logprob) in enumerate(scored.top[:top])
+        }
+        ranked = {scored.token: ranked.get(scored.token, (scored.logprob, None)), **ranked}
+        found.append(
+            {
+                str(token): {
+                    "logprob": max(logprob, LOWEST_LOGPROB),
+                    "rank": rank,
+                    "decoded_token": tokenizer.token_text(token),
+                }
+                for token, (logprob, rank) in ranked.items()
+            }
+        )
+    return found

@@ -13,7 +13,7 @@ from pydantic import Field, Tag, ValidationInfo, create_model, field_validator, 
 
 from skipjoin.chat import ToolUse
 from skipjoin.config import MAX_DEADLINE_MS
-from skipjoin.sampling import INT32, MAX_SALT, SamplingParams, parameters_of
+from skipjoin.sampling import INT32, MAX_SALT, MAX_STOP_LENGTH, SamplingParams, parameters_of
 from skipjoin.server.api.conversation import (
     AllowedChoice,
     Messages,
@@ -41,6 +41,8 @@ from skipjoin.server.api.fields import (
 
 MAX_N = 16
 MAX_PROMPTS = 256
+MAX_BAD_WORDS = 128
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 _MAX_LOGPROBS = parameters_of(SamplingParams)["logprobs"].parameter.high
 # Variables of chat templates that a request may set.
 MAX_TEMPLATE_OPTIONS = 32
@@ -160,14 +162,15 @@ class GenerationBody(_SamplingFields, Body):  # type: ignore[misc]
     use_beam_search: Off = None
     length_penalty: Annotated[Any, Only(None, 1)] = None
     early_stopping: Off = None
-    bad_words: Annotated[Any, Only(None, [])] = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS), Field(fail_fast=True)] | None = None
     logits_processors: Annotated[Any, Only(None, [])] = None
     kv_transfer_params: Annotated[Any, Only(None, {})] = None
     vllm_xargs: Annotated[Any, Only(None, {})] = None
     mm_processor_kwargs: Annotated[Any, Only(None, {})] = None
     prompt_embeds: Null = None
     moderation: Null = None
-    thinking_token_budget: Null = None
+    thinking_token_budget: Annotated[int, Field(ge=0, le=INT32)] | None = None
+    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:@/+=-]{1,128}$")] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -177,10 +180,9 @@ class GenerationBody(_SamplingFields, Body):  # type: ignore[misc]
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: Label = None
     spaces_between_special_tokens: Annotated[Any, Only(None, True)] = None
-    prompt_logprobs: Null = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
     truncate_prompt_tokens: Null = None
-    allowed_token_ids: Null = None
-    return_token_ids: Off = None
+    return_token_ids: bool | None = None
     return_tokens_as_token_ids: Off = None
 
     @field_validator("stream_options")
@@ -188,6 +190,13 @@ class GenerationBody(_SamplingFields, Body):  # type: ignore[misc]
     def _needs_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
         if value is not None and not info.data.get("stream"):
             raise ValueError("it needs stream to be true")
+        return value
+
+    @field_validator("prompt_logprobs")
+    @classmethod
+    def _is_whole(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and info.data.get("stream"):
+            raise ValueError("it needs stream to be false")
         return value
 
     @field_validator("slo")
@@ -224,6 +233,7 @@ class CompletionRequest(GenerationBody):
     max_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
     suffix: Annotated[Any, Only(None, "")] = None
+    thinking_token_budget: Null = None
 
     @field_validator("max_tokens")
     @classmethod

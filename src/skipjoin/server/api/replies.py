@@ -11,8 +11,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from skipjoin.server.api.auth import viewer_of
 from skipjoin.server.api.browsers import json_body
-from skipjoin.server.api.errors import ApiError, from_engine
+from skipjoin.server.api.errors import ApiError, bad_request, from_engine, request_not_found
 from skipjoin.server.api.generation import BodyT, Endpoint, Job, JobRun
 from skipjoin.server.api.notes import note_of
 from skipjoin.server.api.options import request_options
@@ -39,6 +40,7 @@ async def answer(request: Request, endpoint: Endpoint[BodyT]) -> Response:
     service = endpoint.service
     body = await service.parse(await json_body(request), endpoint.body_type)
     state = request.state
+    state.request_id = body.request_id or state.request_id
     options = request_options(body, request.headers, service.config, state.owner, state.request_id)
     preparing = endpoint.prepare(body, options, arrived, owner=state.owner, request_id=state.request_id)
     # Only constraints wait for those of other requests.
@@ -64,6 +66,18 @@ async def _while_connected(receive: Receive, work: Coroutine[Any, Any, ResultT])
 async def _disconnection(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def cancel_request(request: Request, name: str) -> Response:
+    """Cancel a live request of the key, by the id of its response or its `x-request-id`. Its client gets a 409."""
+    service = service_of(request)
+    found = service.index.find(name, viewer_of(service.config, request.state.owner).owner)
+    if found is None or found.ended is not None:
+        raise request_not_found(name, is_live=True)
+    if not found.request_id:
+        raise bad_request(f"{name[:200]!r} is a line of a batch: cancel the batch", "id")
+    found.cancel()
+    return json_response({"id": found.response_id, "object": "request", "canceled": True})
 
 
 class JsonReply(Response):

@@ -17,6 +17,7 @@ class IndexedRequest:
     Attributes:
         request_id: `x-request-id`; empty for a line of a batch.
         choices: Index of the choice by sequence number.
+        cancel: Ends the request with an error.
         ended: Seconds on the index's clock; None while the request is live.
     """
 
@@ -24,6 +25,7 @@ class IndexedRequest:
     request_id: str
     owner: str
     choices: dict[int, int] = field(default_factory=dict)
+    cancel: Callable[[], None] = lambda: None
     ended: float | None = None
 
 

@@ -56,6 +56,9 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -105,6 +108,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: str | None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True):
@@ -115,6 +119,8 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     usage: Usage
     service_tier: str
     object: str = "chat.completion"
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct, frozen=True):
@@ -130,6 +136,7 @@ class ChunkChoice(msgspec.Struct, frozen=True):
     delta: Delta
     logprobs: ChatLogprobs | None
     finish_reason: str | None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
@@ -140,3 +147,4 @@ class ChatChunk(msgspec.Struct, frozen=True):
     service_tier: str
     usage: Usage | UnsetType | None = UNSET
     object: str = "chat.completion.chunk"
+    prompt_token_ids: list[int] | UnsetType = UNSET

@@ -18,7 +18,14 @@ from skipjoin.formats.message import load_parser
 from skipjoin.model.folder import model_id
 from skipjoin.model.grammar_check import GrammarCheck
 from skipjoin.model.tokenizer import Tokenizer, TooManyTokensError
-from skipjoin.sampling import ContextLengthError, ParameterError, SamplingParams, check_ids
+from skipjoin.sampling import (
+    BadWords,
+    ContextLengthError,
+    ParameterError,
+    SamplingParams,
+    ThinkingBudget,
+    check_ids,
+)
 from skipjoin.server.api.arrivals import ArrivalLog
 from skipjoin.server.api.errors import (
     ApiError,
@@ -261,6 +268,15 @@ class Service:
             return [Expectation() for _ in prompts]
         return await self._forecasting.expect([(ids, params.output_limit) for ids, params in prompts], owner)
 
+    def check_prompt_scores(self, tokens: int, alternatives: int, n: int, *, names: str, param: str) -> None:
+        most, asked = self.config.max_prompt_scores, tokens * (1 + alternatives) * n
+        if asked > most:
+            raise bad_request(
+                f"{names} must ask for at most {most} log-probabilities of prompts, which are "
+                f"{tokens} tokens, times 1 + {param}, times n: {asked}",
+                param,
+            )
+
     # -- sampling -----------------------------------------------------------------------------------------
 
     async def structured_output(self, body: GenerationBody, client: str) -> StructuredOutput | None:
@@ -284,8 +300,15 @@ class Service:
         logprobs: int | None,
         prompt_logprobs: int | None,
         structured: StructuredOutput | None = None,
+        thinking: ThinkingBudget | None = None,
     ) -> SamplingParams:
-        own = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs, "structured_outputs": structured}
+        own = {
+            "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
+            "structured_outputs": structured,
+            "bad_words": self._bad_words(body.bad_words) if body.bad_words else None,
+            "thinking_budget": thinking,
+        }
         values = {**self._sampling_defaults, **given(body, SamplingParams), **own}
         try:
             params = SamplingParams(max_tokens=max_tokens, **values)
@@ -294,6 +317,13 @@ class Service:
             raise from_parameter(error) from error
         self.metrics.observe("request_params_n", body.n or 1)
         return params
+
+    def _bad_words(self, words: Sequence[str]) -> BadWords:
+        """Return the words as tokens, at the beginning of a text and after a space."""
+        bare = [word.lstrip() for word in words]
+        texts = [*words, *bare, *(f" {word}" for word in bare)]
+        encoded = (tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts if text)
+        return BadWords(tuple(dict.fromkeys(filter(None, encoded))))
 
 
 def _read_large(body: bytes, kind: type[BodyT]) -> BodyT:

@@ -81,7 +81,15 @@ class TraceWriter:
                 **more,
             )
 
-        own = {"gen_ai.request.id": given.request_id, "gen_ai.request.model": self._model, **whole.attributes}
+        own = {
+            "gen_ai.operation.name": given.operation,
+            "gen_ai.provider.name": "skipjoin",
+            "gen_ai.request.id": given.request_id,
+            "gen_ai.request.model": self._model,
+            "gen_ai.response.id": given.response_id,
+            "gen_ai.response.model": self._model,
+            **whole.attributes,
+        }
         kind, flags = trace_pb2.Span.SPAN_KIND_SERVER, _REMOTE if parent else _KNOWN
         root = encoded(whole, parent, kind=kind, flags=flags, attributes=_attributes(own))
         kind = trace_pb2.Span.SPAN_KIND_INTERNAL

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import model_validator
 
 from skipjoin.server.api.conversation import CalledFunction, Function, Message, Tool, ToolCall
+from skipjoin.server.api.fields import Null, Off, Only
 from skipjoin.server.api.protocol import ChatRequest, GenerationBody
 
 
 class ConvertedBody(GenerationBody):
     """Body that is converted to a chat request while it is validated, which large bodies are in a thread."""
+
+    n: Annotated[Any, Only(None, 1)] = None
+    prompt_logprobs: Null = None
+    return_token_ids: Off = None
 
     @abstractmethod
     def to_chat(self) -> ChatRequest:

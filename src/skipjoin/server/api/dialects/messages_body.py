@@ -208,7 +208,6 @@ class MessagesRequest(ConvertedBody):
     metadata: Metadata | None = None  # type: ignore[assignment]
     service_tier: Literal["auto", "standard_only", "flex", "priority"] | None = None  # type: ignore[assignment]
     stop: Annotated[Any, Only(None, why="use stop_sequences")] = None
-    n: Annotated[Any, Only(None, 1)] = None
     response_format: Annotated[Any, Only(None, why="use output_config.format")] = None
     thread: Annotated[Any, Only(None, False, why="conversations are not stored; send all messages")] = None
     container: Null = None
@@ -252,6 +251,7 @@ class MessagesRequest(ConvertedBody):
             form = ResponseFormat.model_construct(type="json_schema", json_schema=schema)
         messages = self._messages()
         has_prefill = messages[-1].role == "assistant" and not messages[-1].tool_calls
+        budget = self.thinking and self.thinking.budget_tokens
         thinks = None if self.thinking is None else self.thinking.type != "disabled"
         return ChatRequest.model_construct(
             **self.shared()
@@ -268,8 +268,8 @@ class MessagesRequest(ConvertedBody):
                 "response_format": form,
                 "reasoning_effort": config.effort,
                 "chat_template_kwargs": None if thinks is None else {"enable_thinking": thinks, "thinking": thinks},
-                "thinking_token_budget": self.thinking and self.thinking.budget_tokens,
             }
+            | ({} if budget is None else {"thinking_token_budget": budget})
         )
 
     @staticmethod

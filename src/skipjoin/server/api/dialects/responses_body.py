@@ -258,7 +258,6 @@ class ResponsesRequest(ConvertedBody):
     background: Annotated[Any, Only(None, False, why="use a batch, or a stream")] = None
     truncation: Annotated[Any, Only(None, "disabled", why="shorten the input")] = None
     response_format: Annotated[Any, Only(None, why="use text.format")] = None
-    n: Annotated[Any, Only(None, 1)] = None
     max_tool_calls: Ignored = None  # of tools that a server runs
     context_management: Annotated[Any, Only(None, [])] = None
     prompt: Null = None

@@ -67,6 +67,7 @@ class Frames:
 
 
 SERVER_SENT = Frames("text/event-stream; charset=utf-8", b"data: ", b"\n\n")
+NDJSON = Frames("application/x-ndjson", b"", b"\n")
 OPENAI_EVENTS = Frames(SERVER_SENT.media_type, SERVER_SENT.prefix, SERVER_SENT.suffix, end=b"[DONE]")
 
 
@@ -162,6 +163,15 @@ _ANTHROPIC: dict[str, Any] = {"error_body": f"{_MESSAGES}:error_body", "error_st
 MESSAGES = _generation(
     "/v1/messages", f"{_MESSAGES}:MessagesEndpoint", prompt="messages", frames=SERVER_SENT, **_ANTHROPIC
 )
+_OLLAMA = f"{_API}.dialects.ollama"
+
+
+def _ollama(path: str, name: str, **more: Any) -> Route:
+    return Route(path=f"/api/{path}", handler=f"{_OLLAMA}:{name}", error_body=f"{_OLLAMA}:error_body", **more)
+
+
+OLLAMA_CHAT = _ollama("chat", "OllamaChatEndpoint", method="POST", prompt="messages", frames=NDJSON)
+OLLAMA_GENERATE = _ollama("generate", "OllamaGenerateEndpoint", method="POST", frames=NDJSON)
 
 _ROWS = (
     Route(path="/health", handler=f"{_API}.status:health", access=Access.PROBE),
@@ -183,6 +193,11 @@ _ROWS = (
         body=f"{_API}.dialects.messages_body:MessagesRequest",
         **_ANTHROPIC,
     ),
+    OLLAMA_CHAT,
+    OLLAMA_GENERATE,
+    _ollama("tags", "list_models"),
+    _ollama("show", "show_model", method="POST", body=f"{_OLLAMA}_body:ShowRequest"),
+    Route(path="/api/version", handler=f"{_API}.status:show_version", error_body=f"{_OLLAMA}:error_body"),
     Route(path="/v1/requests/{name:path}", handler=f"{_API}.replies:cancel_request", method="DELETE"),
     Route(path="/tokenize", handler=f"{_API}.tokens:tokenize", method="POST", body=f"{_API}.protocol:TokenizeRequest"),
     Route(

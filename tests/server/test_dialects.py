@@ -326,9 +326,12 @@ async def test_what_messages_lack_is_refused(echo: Api, fields: dict[str, Any], 
 async def test_large_conversations_pass_the_check_of_structure(echo: Api) -> None:
     """More than 128 KiB, which are too long for the model alone."""
     long = "long " * 40_000
-    for path, field in ((RESPONSES, "input"), (MESSAGES, "messages")):
-        body = json.loads(json.dumps(CONVERSATION[path]).replace("Add.", long))
-        error = (await echo.http.post(path, json=body)).json()["error"]["message"]
+    plain = {"messages": [{"role": "user", "content": "Add."}, {"role": "tool", "content": "Add.", "tool_name": "f"}]}
+    bodies = {**CONVERSATION, "/api/chat": plain}
+    for path, field in ((RESPONSES, "input"), (MESSAGES, "messages"), ("/api/chat", "messages")):
+        body = json.loads(json.dumps(bodies[path]).replace("Add.", long))
+        error = (await echo.http.post(path, json=body)).json()["error"]
+        error = error if isinstance(error, str) else error["message"]
         assert "maximum context length" in error, error
         assert f"{field} must have at most" in error
 
@@ -371,3 +374,69 @@ async def test_failure_in_a_stream_is_its_last_event(make_api: MakeApi, path: st
         else:
             assert last == {"type": "error", "error": {"type": "api_error", "message": "no memory"}}
         assert api.is_clean()
+
+
+async def lines(api: Api, path: str, **body: Any) -> list[dict[str, Any]]:
+    answer = await api.http.post(path, json=body)
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    return [json.loads(line) for line in answer.text.splitlines()]
+
+
+async def test_ollama_has_the_same_conversation_in_lines(echo: Api) -> None:
+    await post(echo, CHAT, **CONVERSATION[CHAT])
+    prompt = echo.engine.added[-1].prompt
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Add."},
+        {
+            "role": "assistant",
+            "content": "So.",
+            "thinking": "Hm.",
+            "tool_calls": [call | {"id": "c0"}, call | {"id": "c1"}],
+        },
+        {"role": "tool", "tool_name": "add", "content": "one"},
+        {"role": "tool", "content": "two"},
+        {"role": "user", "content": CALLS},
+    ]
+    asked = {
+        "model": "tiny:latest",
+        "messages": messages,
+        "tools": [ADD, NOW],
+        "options": {"num_ctx": 8, "num_predict": -1},
+    }
+    whole = await post(echo, "/api/chat", **asked, stream=False)
+    assert echo.engine.added[-1].prompt == prompt
+    message = whole["message"]
+    assert (message["thinking"], message["content"]) == ("Two calls.", "Let me see.")
+    assert [one["function"]["arguments"] for one in message["tool_calls"]] == [{"a": 1, "b": "x}"}, {}]
+    *found, last = await lines(echo, "/api/chat", **asked)
+    assert {line["done"] for line in found} == {False}
+    for name in ("thinking", "content"):
+        assert "".join(line["message"].get(name, "") for line in found) == message[name]
+    assert [call for line in found for call in line["message"].get("tool_calls", ())] == message["tool_calls"]
+    for one in (last, whole):
+        assert (one["done"], one["done_reason"], one["prompt_eval_count"]) == (True, "stop", len(prompt))
+    asked = {"prompt": "One, two.", "options": {"num_predict": 3, "stop": "x"}, "logprobs": True}
+    generated = await lines(echo, "/api/generate", **asked)
+    assert "".join(line["response"] for line in generated) == "One"
+    assert [one["token"] for line in generated for one in line["logprobs"]] == list("One")
+    assert generated[-1]["done_reason"] == "length"
+
+
+async def test_clients_of_ollama_find_the_model(echo: Api) -> None:
+    (model,) = (await echo.http.get("/api/tags")).json()["models"]
+    shown = await post(echo, "/api/show", model=model["name"])
+    assert shown["capabilities"] == ["completion", "tools", "thinking"]
+    assert shown["model_info"]["skipjoin.context_length"] == 4096
+    assert (await echo.http.get("/api/version")).json()["version"]
+    for body, message in (
+        ({"model": "other"}, "the model 'other' does not exist"),
+        ({"options": {"mirostat": 2}}, "options.mirostat: this server does not support it"),
+        ({"options": {"num_predict": 9000}}, "options.num_predict must be at most"),
+        ({"raw": True}, "raw: this server does not support it: only null or false: use /v1/completions"),
+        ({"prompt": "a" * 9000}, "maximum context length"),
+    ):
+        refused = await echo.http.post("/api/generate", json={"prompt": "x"} | body)
+        assert refused.status_code in (400, 404)
+        assert message in refused.json()["error"]

@@ -124,10 +124,10 @@ class ResponseFormat(Body):
         return self
 
 
-_SamplingFields: Any = create_model("SamplingFields", __base__=Body, **sampling_fields(SamplingParams))
+SamplingFields: Any = create_model("SamplingFields", __base__=Body, **sampling_fields(SamplingParams))
 
 
-class GenerationBody(_SamplingFields, Body):  # type: ignore[misc]
+class GenerationBody(SamplingFields, Body):  # type: ignore[misc]
     """Fields that all generation endpoints share."""
 
     model: Label = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import GenericAlias
 from typing import Any
@@ -19,6 +19,7 @@ from pydantic import BaseModel
 
 from skipjoin.server.api.conversation import MAX_MESSAGES, MAX_TOOLS, CalledFunction, Message, TextPart, ToolCall
 from skipjoin.server.api.dialects.messages_body import BLOCKS, InputMessage, TextBlock
+from skipjoin.server.api.dialects.ollama_body import OllamaMessage
 from skipjoin.server.api.dialects.responses_body import ITEMS, ContentPart
 from skipjoin.server.api.errors import ApiError, bad_request, unknown_field
 from skipjoin.server.api.fields import Body
@@ -183,11 +184,23 @@ def _turns(value: Raw, name: str) -> Raw:
     message = _merged("Turn", InputMessage, role=str, content=str | GenericAlias(list, (block,)))
     messages = _counted(value, message, name)
     blocks = [block for one in messages if isinstance(one.content, list) for block in one.content]
-    inputs = sum(len(bytes(block.input)) for block in blocks if isinstance(block.input, Raw))
-    if inputs > MAX_TOOLS_BYTES:
-        raise bad_request(f"{name}: inputs of tools must have at most {MAX_TOOLS_BYTES} bytes, got {inputs}", name)
-    _check_small(sum(map(_unread, blocks)) - inputs, name)
+    _check_inputs([block.input for block in blocks], sum(map(_unread, blocks)), name)
     return Raw(msgspec.json.encode(messages))
+
+
+def _plain_messages(value: Raw, name: str) -> Raw:
+    messages = _counted(
+        value, _merged("Message", OllamaMessage, role=str, content=str | None, thinking=str | None), name
+    )
+    _check_inputs([one.tool_calls for one in messages], sum(map(_unread, messages)), name)
+    return Raw(msgspec.json.encode(messages))
+
+
+def _check_inputs(inputs: Sequence[Any], unread: int, name: str) -> None:
+    size = sum(len(bytes(one)) for one in inputs if isinstance(one, Raw))
+    if size > MAX_TOOLS_BYTES:
+        raise bad_request(f"{name}: inputs of tools must have at most {MAX_TOOLS_BYTES} bytes, got {size}", name)
+    _check_small(unread - size, name)
 
 
 def _tools(value: Raw, name: str) -> Raw:
@@ -216,6 +229,7 @@ LARGE_FIELDS: dict[str, Callable[[Raw, str], Raw]] = {
     "messages": _messages,
     "items": _items,
     "turns": _turns,
+    "plain_messages": _plain_messages,
     "tokens": _ids,
     "tools": _tools,
 }

@@ -12,15 +12,9 @@ _GUIDED = ("json", "regex", "choice", "grammar")
 
 def may_compile(body: GenerationBody) -> bool:
     """Return whether a body may have a constraint, which is compiled before its job starts."""
-    fields = (
-        "response_format",
-        "structured_outputs",
-        "tools",
-        "text",
-        "output_config",
-        *(f"guided_{name}" for name in _GUIDED),
-    )
-    return any(getattr(body, field, None) is not None for field in fields)
+    fields = ("response_format", "structured_outputs", "tools", *(f"guided_{name}" for name in _GUIDED))
+    asked = getattr(body, "chat", body)  # of bodies that are converted
+    return any(getattr(asked, field, None) is not None for field in fields)
 
 
 def structured_output(body: GenerationBody) -> tuple[StructuredOutput | None, str]:

@@ -1,0 +1,197 @@
+"""POST /api/chat and /api/generate, and what clients of Ollama ask of a server."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, ClassVar
+
+from fastapi import Request, Response
+from pydantic_core import from_json
+
+from skipjoin.chat import ToolUse
+from skipjoin.core.request import RequestOptions
+from skipjoin.engine.text import Choice
+from skipjoin.routes import NDJSON, OLLAMA_CHAT, OLLAMA_GENERATE
+from skipjoin.server.api.browsers import json_body
+from skipjoin.server.api.chat import chat_logprob
+from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint
+from skipjoin.server.api.dialects.ollama_body import OllamaChatRequest, OllamaGenerateRequest, ShowRequest
+from skipjoin.server.api.dialects.segments import Kind, Segment, Segments, whole_of
+from skipjoin.server.api.errors import ApiError
+from skipjoin.server.api.replies import json_response, service_of
+from skipjoin.server.api.responses import Usage, encode
+from skipjoin.server.api.service import Service
+
+_NAMES = {
+    r"messages\..*": "messages",
+    "response_format": "format",
+    "reasoning_effort": "think",
+    "max_tokens": "options.num_predict",
+    "repetition_penalty": "options.repeat_penalty",
+}
+
+
+def error_body(error: ApiError) -> bytes:
+    return encode({"error": error.message.encode("utf-8", "replace").decode()})
+
+
+class OllamaChatEndpoint(ConvertedEndpoint[OllamaChatRequest]):
+    """Generate the next message of a conversation in Ollama's format."""
+
+    route = OLLAMA_CHAT
+    body_type = OllamaChatRequest
+    names: ClassVar[Mapping[str, str]] = _NAMES
+
+    def format(self, body: OllamaChatRequest, options: RequestOptions) -> OllamaFormat:
+        return OllamaFormat(self.service, body, is_chat=True)
+
+
+class OllamaGenerateEndpoint(ConvertedEndpoint[OllamaGenerateRequest]):
+    """Generate the answer to a prompt in Ollama's format."""
+
+    route = OLLAMA_GENERATE
+    body_type = OllamaGenerateRequest
+    names: ClassVar[Mapping[str, str]] = {r"messages(\..*)?": "prompt", **_NAMES}
+
+    def format(self, body: OllamaGenerateRequest, options: RequestOptions) -> OllamaFormat:
+        return OllamaFormat(self.service, body, is_chat=False)
+
+
+class OllamaFormat:
+    """See `generation.Format`. Each event is a line of JSON, and the last one has the counts."""
+
+    has_usage = False
+
+    def __init__(self, service: Service, body: OllamaChatRequest | OllamaGenerateRequest, *, is_chat: bool) -> None:
+        self.id = f"ollama-{uuid.uuid4().hex}"
+        self._model, self._tokenizer, self._is_chat = service.name, service.tokenizer, is_chat
+        self._top = body.top_logprobs or 0 if body.logprobs else None
+        self._segments = Segments()
+        self._choice: Choice | None = None
+        self._began = self._first = time.monotonic_ns()
+
+    def begin(self, usage: Usage) -> bytes:
+        return b""
+
+    def item(self, choice: Choice, text: str, usage: Usage | None) -> bytes:
+        if self._choice is None:
+            self._choice, self._first = choice, time.monotonic_ns()
+        return self._lines(choice.take_parts(text))
+
+    def _lines(self, parts: Any) -> bytes:
+        found = b""
+        for change in self._segments.add(parts):
+            if change.ends and change.segment.kind is Kind.CALL:
+                found += self._line([change.segment])
+            elif change.text and change.segment.kind is not Kind.CALL:
+                found += self._line([Segment(change.segment.kind, 0, pieces=[change.text])])
+        return found
+
+    def end(self, usage: Usage) -> bytes:
+        last = [change.segment for change in self._segments.close() if change.segment.kind is Kind.CALL]
+        found = self._line(last) if last else b""
+        return found + NDJSON.frame(encode(self._shown([]) | self._end(usage)))
+
+    def error(self, error: ApiError) -> bytes:
+        return NDJSON.frame(error_body(error))
+
+    def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes:
+        ((choice, text),) = texts.items()
+        self._choice = choice
+        return encode(self._shown(whole_of(choice, text)) | self._end(usage))
+
+    def _line(self, segments: list[Segment]) -> bytes:
+        return NDJSON.frame(encode(self._shown(segments) | {"done": False}))
+
+    def _shown(self, segments: list[Segment]) -> dict[str, Any]:
+        texts = {
+            kind: "".join(segment.text for segment in segments if segment.kind is kind)
+            for kind in (Kind.TEXT, Kind.REASONING)
+        }
+        calls = [
+            {"function": {"name": one.name, "arguments": _arguments(one.text)}}
+            for one in segments
+            if one.kind is Kind.CALL
+        ]
+        more: dict[str, Any] = {"thinking": texts[Kind.REASONING]} if texts[Kind.REASONING] else {}
+        if calls:
+            more["tool_calls"] = calls
+        shown: dict[str, Any] = {"response": texts[Kind.TEXT], **more}
+        if self._is_chat:
+            shown = {"message": {"role": "assistant", "content": texts[Kind.TEXT], **more}}
+        if self._top is not None and self._choice is not None:
+            scored = self._choice.take_scored_text()
+            shown["logprobs"] = [chat_logprob(self._tokenizer, one, self._top) for one in scored]
+        return {"model": self._model, "created_at": _now(), **shown}
+
+    def _end(self, usage: Usage) -> dict[str, Any]:
+        assert self._choice is not None
+        now = time.monotonic_ns()
+        return {
+            "done": True,
+            "done_reason": self._choice.finish_reason,
+            "total_duration": now - self._began,
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": self._first - self._began,
+            "eval_count": usage.completion_tokens,
+            "eval_duration": now - self._first,
+        }
+
+
+def _arguments(text: str) -> Any:
+    return from_json(text, allow_partial=True) if text.strip() else {}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+async def list_models(request: Request) -> Response:
+    """Return the served model in Ollama's format."""
+    service = service_of(request)
+    model = {"name": service.name, "model": service.name, "modified_at": _time(service), "size": 0, "digest": ""}
+    return json_response({"models": [model | {"details": _details()}]})
+
+
+async def show_model(request: Request) -> Response:
+    """Return the served model's template and capabilities in Ollama's format."""
+    service = service_of(request)
+    body = await service.parse(await json_body(request), ShowRequest)
+    service.check_model(body.model or body.name)
+    template, conversations = service.tokenizer.chat_template, service.conversations
+    output_format = conversations.format
+    has_tools = output_format is not None and output_format.calls is not None
+    has_thinking = conversations.is_read(ToolUse())
+    found = {"completion": True, "tools": has_tools, "thinking": has_thinking}
+    return json_response(
+        {
+            "modified_at": _time(service),
+            "template": "" if template is None else template.source,
+            "details": _details(),
+            "model_info": {
+                "general.architecture": "skipjoin",
+                "general.basename": service.name,
+                "skipjoin.context_length": service.info.max_model_len,
+            },
+            "capabilities": [name for name, has in found.items() if has],
+        }
+    )
+
+
+def _details() -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": "",
+        "family": "",
+        "families": [],
+        "parameter_size": "",
+        "quantization_level": "",
+    }
+
+
+def _time(service: Service) -> str:
+    return datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")

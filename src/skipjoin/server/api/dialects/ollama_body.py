@@ -1,0 +1,180 @@
+"""Bodies of POST /api/chat and /api/generate, Ollama's format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
+
+from skipjoin.sampling import INT32
+from skipjoin.server.api.conversation import MAX_MESSAGES, MAX_TOOLS, Tool, Tools, check_names
+from skipjoin.server.api.dialects.bodies import ConvertedBody, Turns, call_of
+from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Label, Only
+from skipjoin.server.api.protocol import ChatRequest, JsonSchema, ResponseFormat, SamplingFields
+
+# Names of other servers' models may have a tag.
+_TAG = ":latest"
+_NO_IMAGES = Annotated[Any, Only(None, [], why="only text is supported")]
+Model = Annotated[Label, AfterValidator(lambda name: name and name.removesuffix(_TAG))]
+Penalty = Annotated[float, Field(ge=0.01, le=10)]
+
+
+class Options(SamplingFields):  # type: ignore[misc]
+    """Sampling parameters, also under Ollama's names. Settings of its runner have no effect."""
+
+    num_predict: Annotated[int, Field(ge=-2, le=INT32)] | None = None
+    repeat_penalty: Penalty | None = None
+    repeat_last_n: Annotated[Any, Only(None, -1, why="the penalty counts all tokens")] = None
+    tfs_z: Annotated[Any, Only(None, 1)] = None
+    typical_p: Annotated[Any, Only(None, 1)] = None
+    mirostat: Annotated[Any, Only(None, 0)] = None
+    mirostat_tau: Ignored = None
+    mirostat_eta: Ignored = None
+    penalize_newline: Ignored = None
+    num_ctx: Ignored = None
+    num_batch: Ignored = None
+    num_gpu: Ignored = None
+    num_keep: Ignored = None
+    num_thread: Ignored = None
+    main_gpu: Ignored = None
+    low_vram: Ignored = None
+    numa: Ignored = None
+    use_mmap: Ignored = None
+    use_mlock: Ignored = None
+
+    def fields(self) -> dict[str, Any]:
+        """Return the given parameters as fields of a chat request."""
+        found = {name: getattr(self, name) for name in self.model_fields_set & SamplingFields.model_fields.keys()}
+        if self.repeat_penalty is not None:
+            found["repetition_penalty"] = self.repeat_penalty
+        if self.num_predict is not None and self.num_predict > 0:  # otherwise the rest of the context
+            found["max_tokens"] = self.num_predict
+        return found
+
+
+class CalledFunction(Body):
+    name: Annotated[str, Field(max_length=MAX_LABEL)]
+    arguments: dict[str, Any] | None = None
+    index: Ignored = None
+
+
+class ToolCall(Body):
+    function: CalledFunction
+    id: Label = None
+    type: Literal["function"] = "function"
+
+
+class OllamaMessage(Body):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS), Field(fail_fast=True)] | None = None
+    tool_name: Label = None
+    tool_call_id: Label = None
+    images: _NO_IMAGES = None
+
+
+def _streams(value: Any) -> Any:
+    return True if value is None else value
+
+
+class _Body(ConvertedBody):
+    """Fields that both endpoints share. Answers are streamed unless `stream` is false."""
+
+    model: Model = None
+    stream: Annotated[bool, BeforeValidator(_streams)] = True
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    options: Options | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    keep_alive: Ignored = None
+    template: Annotated[Any, Only(None, "", why="--chat-template sets it")] = None
+
+    def chat_fields(self, messages: Any) -> dict[str, Any]:
+        kind, schema = None, None
+        if self.format:
+            kind = "json_object" if self.format == "json" else "json_schema"
+            schema = JsonSchema.model_construct(name="format", schema_=self.format) if kind == "json_schema" else None
+        effort = self.think if isinstance(self.think, str) else None
+        switch = None if self.think is None else {"enable_thinking": bool(self.think), "thinking": bool(self.think)}
+        return self.shared() | {
+            "messages": messages,
+            "response_format": kind and ResponseFormat.model_construct(type=kind, json_schema=schema),
+            "reasoning_effort": effort,
+            "chat_template_kwargs": switch if effort is None else None,
+            "logprobs": self.logprobs,
+            "top_logprobs": self.top_logprobs if self.logprobs else None,
+            **(self.options or Options()).fields(),
+        }
+
+
+class OllamaChatRequest(_Body):
+    """Body of POST /api/chat."""
+
+    large_fields: ClassVar[Mapping[str, str]] = {"messages": "plain_messages"}
+
+    messages: Annotated[list[OllamaMessage], Field(min_length=1, max_length=MAX_MESSAGES), Field(fail_fast=True)]
+    tools: Tools | None = None
+
+    @field_validator("tools")
+    @classmethod
+    def _has_unique_names(cls, value: list[Tool] | None) -> list[Tool] | None:
+        return check_names(value)
+
+    def to_chat(self) -> ChatRequest:
+        turns, asked = Turns(), 0
+        open_calls: list[tuple[str, str]] = []  # ids and names, in the order of their results
+        for message in self.messages:
+            if message.role == "assistant":
+                turns.begin()
+                if message.thinking:
+                    turns.think(message.thinking)
+                if message.content or not message.tool_calls:
+                    turns.say(message.content or "")
+                for call in message.tool_calls or ():
+                    name, arguments = call.function.name, call.function.arguments or {}
+                    open_calls.append((call.id or f"call_{asked}", name))
+                    turns.call(call_of(open_calls[-1][0], name, json.dumps(arguments, ensure_ascii=False)))
+                    asked += 1
+            elif message.role == "tool":
+                turns.add(
+                    "tool", message.content or "", tool_call_id=message.tool_call_id or _answered(open_calls, message)
+                )
+            else:
+                turns.add(message.role, message.content or "")
+        return ChatRequest.model_construct(**self.chat_fields(turns.messages), tools=self.tools)
+
+
+def _answered(open_calls: list[tuple[str, str]], result: OllamaMessage) -> str:
+    """Return the id of the first call that a result without one may answer, and close the call."""
+    at = next((at for at, (_, name) in enumerate(open_calls) if result.tool_name in (None, name)), None)
+    return "call" if at is None else open_calls.pop(at)[0]
+
+
+class OllamaGenerateRequest(_Body):
+    """Body of POST /api/generate, which is one message of a user."""
+
+    prompt: str = ""
+    system: str | None = None
+    raw: Annotated[Any, Only(None, False, why="use /v1/completions")] = None
+    suffix: Annotated[Any, Only(None, "")] = None
+    context: Annotated[Any, Only(None, [], why="use /api/chat")] = None
+    images: _NO_IMAGES = None
+
+    def to_chat(self) -> ChatRequest:
+        turns = Turns()
+        if self.system:
+            turns.add("system", self.system)
+        turns.add("user", self.prompt)
+        return ChatRequest.model_construct(**self.chat_fields(turns.messages))
+
+
+class ShowRequest(Body):
+    """Body of POST /api/show."""
+
+    model: Model = None
+    name: Model = None  # its older name
+    verbose: Ignored = None

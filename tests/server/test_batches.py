@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import httpx
 import openai
@@ -46,6 +47,20 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
 def other(server: ServerProcess) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="second", max_retries=0) as found:
         yield found
+
+
+def test_lines_have_the_format_of_their_endpoint(client: openai.OpenAI) -> None:
+    asked = {"temperature": 0, "model": "tally"}
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/responses": {"input": "Spell apple"},
+        "/v1/messages": {"messages": [{"role": "user", "content": "Spell apple"}]},
+    }
+    for path, body in bodies.items():
+        done = wait_for(client, submit(client, [line("a", path, **asked, **body)], path))
+        (found,) = answers(client, done.output_file_id)
+        expected = client.post(path.removeprefix("/v1"), body=asked | body, cast_to=dict[str, Any])
+        (answer,), (same,) = (one.get("output", one.get("content")) for one in (found["response"]["body"], expected))
+        assert answer.get("text", answer.get("content")) == same.get("text", same.get("content"))
 
 
 def test_batch_answers_match_direct_requests(client: openai.OpenAI) -> None:

@@ -21,6 +21,9 @@ from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, Servi
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.api.app import build_app
 from skipjoin.server.api.conversation import CalledFunction, Message, TextPart, Tool, ToolCall
+from skipjoin.server.api.dialects.messages_body import MessagesRequest
+from skipjoin.server.api.dialects.ollama_body import OllamaChatRequest
+from skipjoin.server.api.dialects.responses_body import ResponsesRequest
 from skipjoin.server.api.fields import NO_EFFECT
 from skipjoin.server.api.protocol import ChatRequest, CompletionRequest
 from skipjoin.server.api.service import Service
@@ -602,6 +605,7 @@ def test_fields_without_effect_are_documented() -> None:
     """Each field is named in the page, and its schema says that it has no effect."""
     page = (Path(__file__).resolve().parents[2] / "docs/api.md").read_text()
     models: list[type[BaseModel]] = [ChatRequest, CompletionRequest, Message, TextPart, ToolCall, CalledFunction, Tool]
+    models += [ResponsesRequest, MessagesRequest, OllamaChatRequest]
     fields = {name for model in models for name, field in model.model_fields.items() if field.description == NO_EFFECT}
     assert {"cache_control", "prompt_cache_options", "annotations"} <= fields
     assert [name for name in sorted(fields) if f"`{name}`" not in page] == []

@@ -90,6 +90,7 @@ def fields(count: int = 380_000) -> str:
 CHAT = '{"messages":[{"role":"user","content":'
 TOOLS = CHAT + '"x"}],"tools":[{"type":"function","function":{"name":"f","parameters":{"a":['
 CALL = '{"id":"1","type":"function","function":{"name":"f","arguments":"{}"}}'
+INPUT = '{"messages":[{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"f","input":{"a":['
 CALLS = '{"messages":[{"role":"assistant","tool_calls":['
 # The path, a function that makes the body, and the status.
 BODIES: dict[str, tuple[str, Callable[[], bytes], int]] = {
@@ -101,6 +102,11 @@ BODIES: dict[str, tuple[str, Callable[[], bytes], int]] = {
     "parts": ("/v1/chat/completions", lambda: filled(CHAT + "[", '{"type":"text","text":""},', "{}]}]}"), 400),
     "tools": ("/v1/chat/completions", lambda: filled(TOOLS, "[],", "0]}}}]}", 1 << 19), 400),
     "calls": ("/v1/chat/completions", lambda: filled(CALLS, CALL + ",", CALL + "]}]}"), 400),
+    "items": ("/v1/responses", lambda: filled('{"input":[', '{"role":""},', "0]}"), 400),
+    "empty items": ("/v1/responses", lambda: filled('{"input":[', "{},", "0]}"), 400),
+    "text of items": ("/v1/responses", lambda: filled('{"input":[{"role":"user","content":"', "ab ", '"}]}'), 400),
+    "blocks": ("/v1/messages", lambda: filled('{"messages":[{"role":"user","content":[', '{"type":""},', "0]}]}"), 400),
+    "inputs": ("/v1/messages", lambda: filled(INPUT, "[],", "0]}}]}]}", 1 << 19), 400),
     "hidden": ("/v1/completions", lambda: filled('{"prompt":"a","n":[', "[],", '0],"n":1}'), 200),
     "names": ("/tokenize", lambda: json.dumps({"return_token_strs": True, "prompt": "ab " * 100_000}).encode(), 200),
     "ids": ("/detokenize", lambda: json.dumps({"tokens": [65] * 500_000}).encode(), 200),

@@ -18,7 +18,7 @@ from msgspec import UNSET, Raw, UnsetType
 from pydantic import BaseModel
 
 from skipjoin.server.api.conversation import MAX_MESSAGES, MAX_TOOLS, CalledFunction, Message, TextPart, ToolCall
-from skipjoin.server.api.dialects.messages_body import BLOCKS, InputMessage, TextBlock
+from skipjoin.server.api.dialects.messages_body import BLOCKS, MessagesTurn, TextBlock
 from skipjoin.server.api.dialects.ollama_body import OllamaMessage
 from skipjoin.server.api.dialects.responses_body import ITEMS, ContentPart
 from skipjoin.server.api.errors import ApiError, bad_request, unknown_field
@@ -181,7 +181,7 @@ def _items(value: Raw, name: str) -> Raw:
 def _turns(value: Raw, name: str) -> Raw:
     texts = GenericAlias(list, (_merged("Text", TextBlock, type=str, text=str),))
     block = _merged("Block", *BLOCKS, type=str, text=str, thinking=str, content=str | texts | None)
-    message = _merged("Turn", InputMessage, role=str, content=str | GenericAlias(list, (block,)))
+    message = _merged("Turn", MessagesTurn, role=str, content=str | GenericAlias(list, (block,)))
     messages = _counted(value, message, name)
     blocks = [block for one in messages if isinstance(one.content, list) for block in one.content]
     _check_inputs([block.input for block in blocks], sum(map(_unread, blocks)), name)

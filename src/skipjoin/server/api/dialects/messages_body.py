@@ -53,7 +53,7 @@ Words = Annotated[
 ]
 
 
-class ToolUse(Body):
+class ToolUseBlock(Body):
     type: Literal["tool_use"]
     id: Id
     name: Id
@@ -63,29 +63,29 @@ class ToolUse(Body):
     toolset_name: Null = None
 
 
-class ToolResult(Body):
+class ToolResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: Id
     content: Words | None = None
-    is_error: bool | None = None
+    is_error: Ignored = None  # its content says so
     cache_control: Ignored = None
     toolset_name: Null = None
 
 
-class Thinking(Body):
+class ThinkingBlock(Body):
     type: Literal["thinking"]
     thinking: str
     signature: Ignored = None
 
 
-class RedactedThinking(Body):
+class RedactedThinkingBlock(Body):
     """Encrypted reasoning of another server, which is left out."""
 
     type: Literal["redacted_thinking"]
     data: Ignored = None
 
 
-BLOCKS = (TextBlock, ToolUse, ToolResult, Thinking, RedactedThinking)
+BLOCKS = (TextBlock, ToolUseBlock, ToolResultBlock, ThinkingBlock, RedactedThinkingBlock)
 
 
 def _block_kind(value: Any) -> str | None:
@@ -100,10 +100,10 @@ def _check_block(block: Any) -> Any:
 _BLOCK_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 Block = Annotated[
     Annotated[TextBlock, Tag("~text")]
-    | Annotated[ToolUse, Tag("~tool_use")]
-    | Annotated[ToolResult, Tag("~tool_result")]
-    | Annotated[Thinking, Tag("~thinking")]
-    | Annotated[RedactedThinking, Tag("~redacted_thinking")],
+    | Annotated[ToolUseBlock, Tag("~tool_use")]
+    | Annotated[ToolResultBlock, Tag("~tool_result")]
+    | Annotated[ThinkingBlock, Tag("~thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("~redacted_thinking")],
     one_of(_block_kind, "must be a block with a type"),
     BeforeValidator(_check_block),
 ]
@@ -119,14 +119,14 @@ Content = Annotated[
 ]
 # Blocks that only one role has.
 _ROLES: dict[type[Body], str] = {
-    ToolUse: "assistant",
-    Thinking: "assistant",
-    RedactedThinking: "assistant",
-    ToolResult: "user",
+    ToolUseBlock: "assistant",
+    ThinkingBlock: "assistant",
+    RedactedThinkingBlock: "assistant",
+    ToolResultBlock: "user",
 }
 
 
-class InputMessage(Body):
+class MessagesTurn(Body):
     role: Literal["user", "assistant", "system"]
     content: Content
 
@@ -197,7 +197,7 @@ class MessagesRequest(ConvertedBody):
 
     large_fields: ClassVar[Mapping[str, str]] = {"messages": "turns"}
 
-    messages: Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES), Field(fail_fast=True)]
+    messages: Annotated[list[MessagesTurn], Field(min_length=1, max_length=MAX_MESSAGES), Field(fail_fast=True)]
     system: Words | None = None
     max_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
     stop_sequences: Annotated[list[StopText], Field(max_length=16), Field(fail_fast=True)] | None = None
@@ -245,7 +245,7 @@ class MessagesRequest(ConvertedBody):
 
     def to_chat(self) -> ChatRequest:
         config, choice = self.output_config or OutputConfig(), self.tool_choice
-        form = None
+        form, is_single = None, choice and choice.disable_parallel_tool_use
         if config.format is not None:
             schema = JsonSchema.model_construct(name="output", schema_=config.format.schema_)
             form = ResponseFormat.model_construct(type="json_schema", json_schema=schema)
@@ -264,7 +264,7 @@ class MessagesRequest(ConvertedBody):
                 "stop": self.stop_sequences,
                 "tools": [self._tool(tool) for tool in self.tools or ()] or None,
                 "tool_choice": choice and _chat_choice(choice),
-                "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
+                "parallel_tool_calls": None if is_single is None else not is_single,
                 "response_format": form,
                 "reasoning_effort": config.effort,
                 "chat_template_kwargs": None if thinks is None else {"enable_thinking": thinks, "thinking": thinks},
@@ -293,12 +293,12 @@ class MessagesRequest(ConvertedBody):
 def _add_answer(turns: Turns, blocks: list[Any]) -> None:
     """Add one message: reasoning, text and calls, whatever their order."""
     turns.begin()
-    if thoughts := "".join(block.thinking for block in blocks if isinstance(block, Thinking)):
+    if thoughts := "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)):
         turns.think(thoughts)
     if texts := [block for block in blocks if isinstance(block, TextBlock)]:
         turns.say(_text(texts))
     for block in blocks:
-        if isinstance(block, ToolUse):
+        if isinstance(block, ToolUseBlock):
             turns.call(call_of(block.id, block.name, json.dumps(block.input, ensure_ascii=False)))
 
 

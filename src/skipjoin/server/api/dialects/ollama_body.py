@@ -21,7 +21,7 @@ Model = Annotated[Label, AfterValidator(lambda name: name and name.removesuffix(
 Penalty = Annotated[float, Field(ge=0.01, le=10)]
 
 
-class Options(SamplingFields):  # type: ignore[misc]
+class OllamaOptions(SamplingFields):  # type: ignore[misc]
     """Sampling parameters, also under Ollama's names. Settings of its runner have no effect."""
 
     num_predict: Annotated[int, Field(ge=-2, le=INT32)] | None = None
@@ -54,14 +54,14 @@ class Options(SamplingFields):  # type: ignore[misc]
         return found
 
 
-class CalledFunction(Body):
+class OllamaFunction(Body):
     name: Annotated[str, Field(max_length=MAX_LABEL)]
     arguments: dict[str, Any] | None = None
     index: Ignored = None
 
 
-class ToolCall(Body):
-    function: CalledFunction
+class OllamaCall(Body):
+    function: OllamaFunction
     id: Label = None
     type: Literal["function"] = "function"
 
@@ -70,7 +70,7 @@ class OllamaMessage(Body):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS), Field(fail_fast=True)] | None = None
+    tool_calls: Annotated[list[OllamaCall], Field(max_length=MAX_TOOLS), Field(fail_fast=True)] | None = None
     tool_name: Label = None
     tool_call_id: Label = None
     images: _NO_IMAGES = None
@@ -86,7 +86,7 @@ class _Body(ConvertedBody):
     model: Model = None
     stream: Annotated[bool, BeforeValidator(_streams)] = True
     format: Literal["", "json"] | dict[str, Any] | None = None
-    options: Options | None = None
+    options: OllamaOptions | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -107,7 +107,7 @@ class _Body(ConvertedBody):
             "chat_template_kwargs": switch if effort is None else None,
             "logprobs": self.logprobs,
             "top_logprobs": self.top_logprobs if self.logprobs else None,
-            **(self.options or Options()).fields(),
+            **(self.options or OllamaOptions()).fields(),
         }
 
 

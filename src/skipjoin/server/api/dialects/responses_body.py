@@ -66,7 +66,7 @@ Words = Annotated[
 ]
 
 
-class InputMessage(Body):
+class ResponsesMessage(Body):
     """Message of an input. "developer" means "system"."""
 
     type: Literal["message"] = "message"
@@ -111,7 +111,7 @@ class ReasoningItem(Body):
     status: Status = None
 
 
-ITEMS = (InputMessage, FunctionCall, FunctionCallOutput, ReasoningItem)
+ITEMS = (ResponsesMessage, FunctionCall, FunctionCallOutput, ReasoningItem)
 _KINDS = {"message": "~message", "function_call": "~call", "function_call_output": "~output", "reasoning": "~reasoning"}
 
 
@@ -123,7 +123,7 @@ def _item_kind(value: Any) -> str | None:
 
 
 Item = Annotated[
-    Annotated[InputMessage, Tag("~message")]
+    Annotated[ResponsesMessage, Tag("~message")]
     | Annotated[FunctionCall, Tag("~call")]
     | Annotated[FunctionCallOutput, Tag("~output")]
     | Annotated[ReasoningItem, Tag("~reasoning")],
@@ -258,6 +258,7 @@ class ResponsesRequest(ConvertedBody):
     background: Annotated[Any, Only(None, False, why="use a batch, or a stream")] = None
     truncation: Annotated[Any, Only(None, "disabled", why="shorten the input")] = None
     response_format: Annotated[Any, Only(None, why="use text.format")] = None
+    client_metadata: Ignored = None
     max_tool_calls: Ignored = None  # of tools that a server runs
     context_management: Annotated[Any, Only(None, [])] = None
     prompt: Null = None

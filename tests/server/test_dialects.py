@@ -253,6 +253,7 @@ async def test_prefill_is_continued(echo: Api) -> None:
     body = {"messages": messages, "continue_final_message": True}
     await post(echo, CHAT, **body)
     assert echo.service.tokenizer.decode(echo.engine.added[-1].prompt, skip_special_tokens=False) == prompt
+    await post(echo, MESSAGES, messages=[messages[0], {"role": "assistant", "content": " "}])  # nothing to continue
     for wrong in ({"add_generation_prompt": True}, {"messages": messages[:1]}):
         refused = (await echo.http.post(CHAT, json=body | wrong)).json()["error"]
         assert refused["param"] == "continue_final_message"

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 from typing import NamedTuple
 
-from skipjoin.formats.calls import Part
+from skipjoin.formats.calls import Part, PartKind
 from skipjoin.formats.message import MessageReader
 
 
@@ -99,13 +98,6 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-class TokenKind(Enum):
-    TEXT = "text"
-    REASONING = "reasoning"
-    CALL = "call"
-    MARK = "mark"
-
-
 class Answer:
     """Message of an output, whose content ends at a stop string. Reasoning and calls stay whole.
 
@@ -115,10 +107,10 @@ class Answer:
 
     def __init__(self, reader: MessageReader, stops: Sequence[str], *, include: bool, is_counted: bool = False) -> None:
         self.has_calls, self.has_reasoning = False, reader.has_reasoning
-        self.kinds: list[TokenKind] = []
+        self.kinds: list[PartKind] = []
         self._is_counted, self._unknown = is_counted, 0
-        self._kind: TokenKind | None = None  # of the last part
-        self._kind_before: TokenKind | None = None  # of the last token whose kind is known
+        self._kind: PartKind | None = None  # of the last part
+        self._kind_before: PartKind | None = None  # of the last token whose kind is known
         self._reader = reader
         self._content = StopStrings(stops, include=include) if stops else None
         self._raw = StopStrings(stops, include=include)
@@ -154,7 +146,7 @@ class Answer:
         kind, self._kind = self._kind, None
         if kind is not None:
             # Text that was held back is of the kind that follows, unless a mark was.
-            before = kind if kind is self._kind_before else TokenKind.MARK
+            before = kind if kind is self._kind_before else PartKind.MARK
             self.kinds += [*[before] * (self._unknown - 1), kind]
             self._kind_before, self._unknown = kind, 0
 
@@ -188,10 +180,7 @@ class Answer:
 
     def _append(self, part: Part) -> None:
         self._parts.append(part)
-        if part.is_reasoning:
-            self._kind = TokenKind.REASONING
-        else:
-            self._kind = TokenKind.TEXT if part.call is None else TokenKind.CALL
+        self._kind = part.kind
 
     def _flush(self) -> None:
         if self._content is not None and not self.found and (held := self._content.flush()):

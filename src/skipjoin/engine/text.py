@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from skipjoin.core.request import FinishReason
-from skipjoin.engine.stops import Answer, StopStrings, TokenKind
-from skipjoin.formats.calls import Part
+from skipjoin.engine.stops import Answer, StopStrings
+from skipjoin.formats.calls import Part, PartKind
 from skipjoin.formats.message import MessageReader
 from skipjoin.model.tokenizer import Detokenizer, Tokenizer
 from skipjoin.sampling import TokenDetail, TokenLogprob
@@ -138,14 +138,14 @@ class Choice:
         kinds = self.answer.kinds[self._taken :]
         scored, self.scored = self.scored[: len(kinds)], self.scored[len(kinds) :]
         self._taken += len(scored)
-        return [one for one, kind in zip(scored, kinds, strict=False) if kind is TokenKind.TEXT]
+        return [one for one, kind in zip(scored, kinds, strict=False) if kind is PartKind.TEXT]
 
     @property
     def reasoning_tokens(self) -> int | None:
         """Tokens of the reasoning without its marks; None if the model has no reasoning that is recognized."""
         if self.answer is None or not self.answer.has_reasoning:
             return None
-        return self.answer.kinds.count(TokenKind.REASONING)
+        return self.answer.kinds.count(PartKind.REASONING)
 
     @property
     def stop_string(self) -> str | None:

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from skipjoin.formats.table import Calls
@@ -17,6 +18,15 @@ _IN_STRING, _OUTSIDE = re.compile(r'["\\]'), re.compile(r'["{}\[\]]')
 _CLOSERS = "]},;`"
 
 
+class PartKind(Enum):
+    """Kind of a part, or of the tokens of a mark between parts."""
+
+    TEXT = "text"
+    REASONING = "reasoning"
+    CALL = "call"
+    MARK = "mark"
+
+
 class Part(NamedTuple):
     """Part of a message: text, reasoning, or part of the call number `call`, which begins with its `name`."""
 
@@ -25,6 +35,12 @@ class Part(NamedTuple):
     name: str = ""
     id: str = ""
     is_reasoning: bool = False
+
+    @property
+    def kind(self) -> PartKind:
+        if self.is_reasoning:
+            return PartKind.REASONING
+        return PartKind.TEXT if self.call is None else PartKind.CALL
 
 
 @dataclass(slots=True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validator
@@ -186,9 +187,13 @@ def functions_of(tools: list[Tool] | None) -> list[dict[str, Any]]:
 
 
 def check_names(tools: list[Tool] | None) -> list[Tool] | None:
-    names = set()
-    for tool in tools or ():
-        if tool.function.name in names:
-            raise ValueError(f"each name must be unique, got {tool.function.name!r} twice")
-        names.add(tool.function.name)
+    check_unique(tool.function.name for tool in tools or ())
     return tools
+
+
+def check_unique(names: Iterable[str]) -> None:
+    known: set[str] = set()
+    for name in names:
+        if name in known:
+            raise ValueError(f"each name must be unique, got {name!r} twice")
+        known.add(name)

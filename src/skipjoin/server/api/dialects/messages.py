@@ -11,12 +11,13 @@ from pydantic_core import from_json
 
 from skipjoin.core.request import RequestOptions
 from skipjoin.engine.text import Choice
+from skipjoin.formats.calls import PartKind
 from skipjoin.routes import MESSAGES, SERVER_SENT
 from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.chat_prompt import estimate_chat, render_chat
 from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint, renamed
 from skipjoin.server.api.dialects.messages_body import MessagesRequest
-from skipjoin.server.api.dialects.segments import Change, Kind, Segment, Segments, whole_of
+from skipjoin.server.api.dialects.segments import Change, Segment, Segments, whole_of
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.options import served_tier
 from skipjoin.server.api.replies import service_of
@@ -37,9 +38,9 @@ _TIERS = {"default": "standard", "flex": "batch", "priority": "priority"}
 _REASONS = {"length": "max_tokens"}
 # Field and type of a delta.
 _DELTAS = {
-    Kind.TEXT: ("text", "text_delta"),
-    Kind.REASONING: ("thinking", "thinking_delta"),
-    Kind.CALL: ("partial_json", "input_json_delta"),
+    PartKind.TEXT: ("text", "text_delta"),
+    PartKind.REASONING: ("thinking", "thinking_delta"),
+    PartKind.CALL: ("partial_json", "input_json_delta"),
 }
 
 
@@ -182,9 +183,9 @@ def _events(changes: Iterable[Change]) -> bytes:
 
 
 def _block(segment: Segment, *, is_new: bool = False) -> dict[str, Any]:
-    if segment.kind is Kind.CALL:
+    if segment.kind is PartKind.CALL:
         given = {} if is_new or not segment.text.strip() else from_json(segment.text, allow_partial=True)
         return {"type": "tool_use", "id": segment.id, "name": segment.name, "input": given}
-    if segment.kind is Kind.REASONING:
+    if segment.kind is PartKind.REASONING:
         return {"type": "thinking", "thinking": segment.text, "signature": ""}
     return {"type": "text", "text": segment.text, "citations": None}

@@ -11,7 +11,15 @@ from pydantic_core import PydanticCustomError
 
 from skipjoin.formats.conversation import TOOL_NAME
 from skipjoin.sampling import INT32
-from skipjoin.server.api.conversation import MAX_MESSAGES, MAX_TOOLS, ChosenFunction, NamedChoice, TextPart, Tool
+from skipjoin.server.api.conversation import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ChosenFunction,
+    NamedChoice,
+    TextPart,
+    Tool,
+    check_unique,
+)
 from skipjoin.server.api.dialects.bodies import ConvertedBody, Turns, call_of, tool_of
 from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Label, Null, Only, StopText, one_of
 from skipjoin.server.api.protocol import ChatRequest, JsonSchema, ResponseFormat
@@ -221,10 +229,7 @@ class MessagesRequest(ConvertedBody):
     @field_validator("tools")
     @classmethod
     def _has_unique_names(cls, value: list[_InputTool] | None) -> list[_InputTool] | None:
-        names = [tool.name for tool in value or ()]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"each name must be unique, got {twice!r} twice")
+        check_unique(tool.name for tool in value or ())
         return value
 
     @field_validator("tool_choice")
@@ -250,7 +255,8 @@ class MessagesRequest(ConvertedBody):
             schema = JsonSchema.model_construct(name="output", schema_=config.format.schema_)
             form = ResponseFormat.model_construct(type="json_schema", json_schema=schema)
         messages = self._messages()
-        has_prefill = messages[-1].role == "assistant" and not messages[-1].tool_calls
+        last = messages[-1]
+        has_prefill = last.role == "assistant" and not last.tool_calls and bool(last.text.strip())
         budget = self.thinking and self.thinking.budget_tokens
         thinks = None if self.thinking is None else self.thinking.type != "disabled"
         return ChatRequest.model_construct(

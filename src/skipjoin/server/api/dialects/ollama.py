@@ -14,12 +14,13 @@ from pydantic_core import from_json
 from skipjoin.chat import ToolUse
 from skipjoin.core.request import RequestOptions
 from skipjoin.engine.text import Choice
+from skipjoin.formats.calls import PartKind
 from skipjoin.routes import NDJSON, OLLAMA_CHAT, OLLAMA_GENERATE
 from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.chat import chat_logprob
 from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint
 from skipjoin.server.api.dialects.ollama_body import OllamaChatRequest, OllamaGenerateRequest, ShowRequest
-from skipjoin.server.api.dialects.segments import Kind, Segment, Segments, whole_of
+from skipjoin.server.api.dialects.segments import Segment, Segments, whole_of
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.replies import json_response, service_of
 from skipjoin.server.api.responses import Usage, encode
@@ -84,14 +85,14 @@ class OllamaFormat:
     def _lines(self, parts: Any) -> bytes:
         found = b""
         for change in self._segments.add(parts):
-            if change.ends and change.segment.kind is Kind.CALL:
+            if change.ends and change.segment.kind is PartKind.CALL:
                 found += self._line([change.segment])
-            elif change.text and change.segment.kind is not Kind.CALL:
+            elif change.text and change.segment.kind is not PartKind.CALL:
                 found += self._line([Segment(change.segment.kind, 0, pieces=[change.text])])
         return found
 
     def end(self, usage: Usage) -> bytes:
-        last = [change.segment for change in self._segments.close() if change.segment.kind is Kind.CALL]
+        last = [change.segment for change in self._segments.close() if change.segment.kind is PartKind.CALL]
         found = self._line(last) if last else b""
         return found + NDJSON.frame(encode(self._shown([]) | self._end(usage)))
 
@@ -109,19 +110,19 @@ class OllamaFormat:
     def _shown(self, segments: list[Segment]) -> dict[str, Any]:
         texts = {
             kind: "".join(segment.text for segment in segments if segment.kind is kind)
-            for kind in (Kind.TEXT, Kind.REASONING)
+            for kind in (PartKind.TEXT, PartKind.REASONING)
         }
         calls = [
             {"function": {"name": one.name, "arguments": _arguments(one.text)}}
             for one in segments
-            if one.kind is Kind.CALL
+            if one.kind is PartKind.CALL
         ]
-        more: dict[str, Any] = {"thinking": texts[Kind.REASONING]} if texts[Kind.REASONING] else {}
+        more: dict[str, Any] = {"thinking": texts[PartKind.REASONING]} if texts[PartKind.REASONING] else {}
         if calls:
             more["tool_calls"] = calls
-        shown: dict[str, Any] = {"response": texts[Kind.TEXT], **more}
+        shown: dict[str, Any] = {"response": texts[PartKind.TEXT], **more}
         if self._is_chat:
-            shown = {"message": {"role": "assistant", "content": texts[Kind.TEXT], **more}}
+            shown = {"message": {"role": "assistant", "content": texts[PartKind.TEXT], **more}}
         if self._top is not None and self._choice is not None:
             scored = self._choice.take_scored_text()
             shown["logprobs"] = [chat_logprob(self._tokenizer, one, self._top) for one in scored]

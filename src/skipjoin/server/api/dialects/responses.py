@@ -9,19 +9,20 @@ from typing import Any, ClassVar
 
 from skipjoin.core.request import RequestOptions
 from skipjoin.engine.text import Choice
+from skipjoin.formats.calls import PartKind
 from skipjoin.routes import RESPONSES, SERVER_SENT
 from skipjoin.server.api.chat import chat_logprob
 from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint
 from skipjoin.server.api.dialects.responses_body import ResponsesRequest
-from skipjoin.server.api.dialects.segments import Change, Kind, Segment, Segments, whole_of
+from skipjoin.server.api.dialects.segments import Change, Segment, Segments, whole_of
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.fields import Body
 from skipjoin.server.api.options import served_tier
 from skipjoin.server.api.responses import ChatTokenLogprob, Usage, encode
 from skipjoin.server.api.service import Service
 
-_PREFIXES = {Kind.TEXT: "msg", Kind.REASONING: "rs", Kind.CALL: "fc"}
-_PARTS = {Kind.TEXT: "output_text", Kind.REASONING: "reasoning_text"}
+_PREFIXES = {PartKind.TEXT: "msg", PartKind.REASONING: "rs", PartKind.CALL: "fc"}
+_PARTS = {PartKind.TEXT: "output_text", PartKind.REASONING: "reasoning_text"}
 
 
 class ResponsesEndpoint(ConvertedEndpoint[ResponsesRequest]):
@@ -54,7 +55,7 @@ class ResponsesFormat:
         self._segments = Segments()
         self._choice: Choice | None = None
         self._items: list[str] = []  # ids by index of the segment
-        self._logprobs: list[ChatTokenLogprob] = []  # of the last text
+        self._logprobs: list[ChatTokenLogprob] = []  # of all text
         self._number = 0
         self._status = "in_progress"
 
@@ -113,24 +114,24 @@ class ResponsesFormat:
         found = self._event(
             "response.output_item.added", output_index=segment.index, item=self._item(segment, is_new=True)
         )
-        if segment.kind is not Kind.CALL:
+        if segment.kind is not PartKind.CALL:
             found += self._event("response.content_part.added", **self._place(segment), part=self._part(segment))
         return found
 
     def _grown(self, segment: Segment, text: str) -> bytes:
         place = self._place(segment)
-        if segment.kind is Kind.CALL:
+        if segment.kind is PartKind.CALL:
             return self._event("response.function_call_arguments.delta", **place, delta=text)
-        if segment.kind is Kind.REASONING:
+        if segment.kind is PartKind.REASONING:
             return self._event("response.reasoning_text.delta", **place, delta=text)
         return self._event("response.output_text.delta", **place, delta=text, logprobs=self._take_logprobs())
 
     def _ended(self, segment: Segment) -> bytes:
         place, text = self._place(segment), segment.text
-        if segment.kind is Kind.CALL:
+        if segment.kind is PartKind.CALL:
             found = self._event("response.function_call_arguments.done", **place, name=segment.name, arguments=text)
         else:
-            if segment.kind is Kind.REASONING:
+            if segment.kind is PartKind.REASONING:
                 found = self._event("response.reasoning_text.done", **place, text=text)
             else:
                 self._take_logprobs()
@@ -140,7 +141,7 @@ class ResponsesFormat:
 
     def _place(self, segment: Segment) -> dict[str, Any]:
         place: dict[str, Any] = {"item_id": self._id(segment), "output_index": segment.index}
-        return place if segment.kind is Kind.CALL else {**place, "content_index": 0}
+        return place if segment.kind is PartKind.CALL else {**place, "content_index": 0}
 
     # -- objects ------------------------------------------------------------------------------------------------
 
@@ -155,7 +156,7 @@ class ResponsesFormat:
         is_cut = self._status in ("incomplete", "failed") and segment is self._segments.found[-1]
         status = "in_progress" if is_new else "incomplete" if is_cut else "completed"
         item: dict[str, Any] = {"id": self._id(segment), "status": status}
-        if segment.kind is Kind.CALL:
+        if segment.kind is PartKind.CALL:
             return item | {
                 "type": "function_call",
                 "call_id": segment.id,
@@ -163,13 +164,13 @@ class ResponsesFormat:
                 "arguments": segment.text,
             }
         content = [] if is_new else [self._part(segment)]
-        if segment.kind is Kind.REASONING:
+        if segment.kind is PartKind.REASONING:
             return item | {"type": "reasoning", "summary": [], "content": content}
         return item | {"type": "message", "role": "assistant", "content": content}
 
     def _part(self, segment: Segment) -> dict[str, Any]:
         part: dict[str, Any] = {"type": _PARTS[segment.kind], "text": segment.text}
-        if segment.kind is Kind.REASONING:
+        if segment.kind is PartKind.REASONING:
             return part
         return part | {"annotations": [], "logprobs": self._logprobs}
 

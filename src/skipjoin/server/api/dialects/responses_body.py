@@ -19,6 +19,7 @@ from skipjoin.server.api.conversation import (
     NamedChoice,
     TextPart,
     Tool,
+    check_unique,
 )
 from skipjoin.server.api.dialects.bodies import ConvertedBody, Turns, call_of, tool_of
 from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Null, Only, one_of
@@ -266,10 +267,7 @@ class ResponsesRequest(ConvertedBody):
     @field_validator("tools")
     @classmethod
     def _has_unique_names(cls, value: list[_FunctionTool] | None) -> list[_FunctionTool] | None:
-        names = [tool.name for tool in value or ()]
-        if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise ValueError(f"each name must be unique, got {twice!r} twice")
+        check_unique(tool.name for tool in value or ())
         return value
 
     @field_validator("tool_choice")

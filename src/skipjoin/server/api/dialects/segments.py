@@ -4,24 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import NamedTuple
 
 from skipjoin.engine.text import Choice
-from skipjoin.formats.calls import Part
-
-
-class Kind(Enum):
-    TEXT = "text"
-    REASONING = "reasoning"
-    CALL = "call"
+from skipjoin.formats.calls import Part, PartKind
 
 
 @dataclass(slots=True, eq=False)
 class Segment:
     """Text, reasoning or call of a message, which ends before the next one begins."""
 
-    kind: Kind
+    kind: PartKind
     index: int
     call: int | None = None
     name: str = ""
@@ -51,11 +44,10 @@ class Segments:
 
     def add(self, parts: Sequence[Part]) -> Iterator[Change]:
         for part in parts:
-            kind = Kind.REASONING if part.is_reasoning else Kind.TEXT if part.call is None else Kind.CALL
             segment = self._open
-            if segment is None or (segment.kind, segment.call) != (kind, part.call):
+            if segment is None or (segment.kind, segment.call) != (part.kind, part.call):
                 yield from self.close()
-                segment = self._begin(kind, part)
+                segment = self._begin(part)
                 yield Change(segment, begins=True)
             if part.text:
                 segment.pieces.append(part.text)
@@ -69,11 +61,11 @@ class Segments:
     def finish(self) -> Iterator[Change]:
         """End the message, which has at least one segment."""
         if not self.found:
-            yield Change(self._begin(Kind.TEXT, Part("")), begins=True)
+            yield Change(self._begin(Part("")), begins=True)
         yield from self.close()
 
-    def _begin(self, kind: Kind, part: Part) -> Segment:
-        self._open = Segment(kind, len(self.found), part.call, part.name, part.id)
+    def _begin(self, part: Part) -> Segment:
+        self._open = Segment(part.kind, len(self.found), part.call, part.name, part.id)
         self.found.append(self._open)
         return self._open
 

@@ -74,7 +74,6 @@ def by_objective(*, longest_first: bool = False) -> ByObjective:
         kv_range=8,
         length_range=4,
         longest_first=longest_first,
-        overdue_s=3.0,
     )
 
 
@@ -104,7 +103,8 @@ def needs(request: Request, kv: KVAccounts) -> tuple[int, int]:
 
 
 def two_queues(order: QueueOrder) -> Ordering:
-    return TwoQueues(Tasks(order), NeedIndex(needs))
+    """Return queues in which requests become overdue as others reserve KV."""
+    return TwoQueues(Tasks(order), NeedIndex(needs), PaddedLengths(0.0), overdue_s=3.0)
 
 
 ORDERINGS: dict[str, Callable[[], Ordering]] = {

@@ -111,9 +111,11 @@ template <typename T> void check_grouped(int64_t type, int64_t bits, int64_t gro
       if (!equal(product(first, count).data(), &all[first * n], count * n)) fail("rows of codes", type, count);
 }
 
+// With a window also with a cap and sinks.
 template <typename T> void check_attention(int64_t type) {
   const int64_t tokens = 150, heads = 6, kv_heads = 2, dim = 40, block = 8, blocks = (tokens + block - 1) / block;
   auto query = drawn<T>(tokens * heads * dim), key = drawn<T>(tokens * kv_heads * dim), value = drawn<T>(key.size());
+  auto sinks = drawn<float>(heads);
   std::vector<int64_t> slots(tokens), table(blocks);
   for (int64_t i = 0; i < blocks; i++) table[i] = blocks - 1 - i;
   for (int64_t t = 0; t < tokens; t++) slots[t] = table[t / block] * block + t % block;
@@ -131,6 +133,7 @@ template <typename T> void check_attention(int64_t type) {
       c.slots = &slots[from], c.query_start = starts, c.context = &context, c.tables = table.data();
       c.segments = 1, c.table_width = blocks, c.block_size = block;
       c.heads = heads, c.kv_heads = kv_heads, c.dim = dim, c.window = window, c.scale = 0.3;
+      if (window) c.cap = 1.5, c.sinks = sinks.data();
       skipjoin_paged_attention(type, &c, kThreads);
     }
     return out;
@@ -140,12 +143,12 @@ template <typename T> void check_attention(int64_t type) {
     for (int64_t i = 0; i < tokens * heads; i++) {
       int64_t t = i / heads, head = i % heads / (heads / kv_heads);
       std::vector<double> sums(dim);
-      double total = 0;
+      double total = window ? std::exp(sinks[i % heads]) : 0;
       for (int64_t s = window ? std::max<int64_t>(0, t + 1 - window) : 0; s <= t; s++) {
         double score = 0;
         for (int64_t d = 0; d < dim; d++)
           score += number(query[i * dim + d]) * number(key[(s * kv_heads + head) * dim + d]);
-        double weight = std::exp(score * 0.3);
+        double weight = std::exp(window ? 1.5 * std::tanh(score * 0.3 / 1.5) : score * 0.3);
         total += weight;
         for (int64_t d = 0; d < dim; d++) sums[d] += weight * number(value[(s * kv_heads + head) * dim + d]);
       }

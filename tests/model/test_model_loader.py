@@ -197,6 +197,8 @@ def test_files_mean_what_transformers_reads_in_them(architecture, raw):
 def test_invalid_layers_are_rejected(raw, message):
     with pytest.raises(ModelError, match=message):
         ModelConfig.from_dict({"architectures": ["SmolLM3ForCausalLM"]} | _SMALL | raw)
+    with pytest.raises(ModelError, match=r"rope_scaling in config.json must be an object, got 'linear'"):
+        ModelConfig.from_dict({"architectures": ["Gemma3ForCausalLM"], "rope_scaling": "linear"} | _SMALL)
     with pytest.raises(ModelError, match=r"residual_multiplier in config.json must be a finite number above 0, got 0"):
         ModelConfig.from_dict({"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0} | _SMALL)
 

@@ -49,7 +49,8 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         flat |= rope_of_kind(raw, "full_attention", "rope_theta", 1e6)
         # The length in the file is the extended one.
         scaling = flat.get("rope_scaling") or flat["rope_parameters"]
-        flat["original_max_position_embeddings"] = raw["max_position_embeddings"] / factor(scaling, "factor", 1.0)
+        if isinstance(scaling, Mapping):
+            flat["original_max_position_embeddings"] = raw["max_position_embeddings"] / factor(scaling, "factor", 1.0)
     fields = gated_fields(flat) | {"norm_offset": 1.0}
     fields["embedding_scale"] = math.sqrt(fields["hidden_size"])
     if kind == "gemma":

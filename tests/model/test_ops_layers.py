@@ -21,11 +21,14 @@ SHAPE = {
     "vocab_size": 90, "hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 6,
     "num_key_value_heads": 2, "head_dim": 20, "max_position_embeddings": 256,
 }  # fmt: skip
-# Qwen3 has norms of queries and keys, Qwen2 biases and a window in its last layer.
+# Qwen3 has norms of queries and keys, Qwen2 biases and a window in its last layer, Gemma 3 norms after parts.
 ARCHITECTURES = {
     "Qwen3ForCausalLM": {"model_type": "qwen3"},
     "Qwen2ForCausalLM": {
         "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2,
+    },
+    "Gemma3ForCausalLM": {
+        "model_type": "gemma3_text", "sliding_window": 9, "sliding_window_pattern": 2, "attn_logit_softcapping": 2.0,
     },
 }  # fmt: skip
 BATCHES = {

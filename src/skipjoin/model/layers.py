@@ -169,11 +169,11 @@ class Adjusted:
     """`Linear` whose product is normalized or scaled before it is added."""
 
     def __init__(self, linear: Linear, adjust: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._linear, self._adjust = linear, adjust
+        self.linear, self.adjust = linear, adjust
         self.weight_bytes = linear.weight_bytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._adjust(self._linear(x))
+        return self.adjust(self.linear(x))
 
     def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
         product = self(x)

@@ -51,8 +51,8 @@ def cache_arguments(batch: PackedBatch, kv: PagedKV) -> tuple[int | None, ...]:
 class LayerCall(ctypes.Structure):
     _fields_ = (
         ("qkv", LinearCall), ("output", LinearCall), ("up", LinearCall), ("down", LinearCall), ("norm", _P),
-        ("mlp_norm", _P), ("query_norm", _P), ("key_norm", _P), ("cos_sin", _P), ("pairs", _I), ("window", _I),
-        ("eps", c_double), ("offset", c_double), ("sinks", _P),
+        ("mlp_norm", _P), ("after_attention", _P), ("after_mlp", _P), ("query_norm", _P), ("key_norm", _P),
+        ("cos_sin", _P), ("pairs", _I), ("window", _I), ("eps", c_double), ("offset", c_double), ("sinks", _P),
     )  # fmt: skip
 
 

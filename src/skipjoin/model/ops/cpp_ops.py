@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import c_float, c_int64, c_void_p
 
@@ -11,7 +11,8 @@ import torch
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.large_pages import Arena
-from skipjoin.model.ops.base import FusedLayers, LayerParts, Norm
+from skipjoin.model.layers import Adjusted
+from skipjoin.model.ops.base import FusedLayers, LayerParts, Linear, Norm
 from skipjoin.model.ops.build import library_id, path_of
 from skipjoin.model.ops.calls import GroupsCall, LayerCall, LinearCall, check_sizes
 from skipjoin.model.ops.choice import WAYS, Choices
@@ -179,19 +180,26 @@ class CppLinear(CompiledLinear):
 
 def _layer_call(parts: LayerParts) -> LayerCall | None:
     attention = parts.attention
-    norms = [parts.norm, parts.mlp_norm, *(attention.qk_norms or ())]
-    linears = [attention.qkv, attention.output, parts.up, parts.down]
+    (output, after_attention), (down, after_mlp) = (_apart(linear) for linear in (attention.output, parts.down))
+    norms = [parts.norm, parts.mlp_norm, after_attention, after_mlp, *(attention.qk_norms or (None, None))]
+    linears = [attention.qkv, output, parts.up, down]
     compiled_norms = [norm for norm in norms if isinstance(norm, CppRMSNorm)]
     compiled = [linear for linear in linears if isinstance(linear, CompiledLinear) and linear.is_fusible]
-    is_whole = len(compiled_norms) == len(norms) and len(compiled) == len(linears)
+    is_whole = len(compiled_norms) == len([norm for norm in norms if norm is not None]) and len(compiled) == len(
+        linears
+    )
     if not is_whole or attention.query_scales is not None:
         return None
-    weights = [norm.weight.data_ptr() for norm in compiled_norms]
+    weights = [norm.weight.data_ptr() if isinstance(norm, CppRMSNorm) else None for norm in norms]
     pairs = 0 if attention.cos_sin is None else attention.cos_sin.shape[1] // 2
     return LayerCall(
-        *(linear.call() for linear in compiled), *weights, *[None] * (4 - len(weights)), _address(attention.cos_sin),
+        *(linear.call() for linear in compiled), *weights, _address(attention.cos_sin),
         pairs, attention.window, compiled_norms[0].eps, compiled_norms[0].offset, _address(attention.sinks),
     )  # fmt: skip
+
+
+def _apart(linear: Linear) -> tuple[Linear, Callable[[torch.Tensor], torch.Tensor] | None]:
+    return (linear.linear, linear.adjust) if isinstance(linear, Adjusted) else (linear, None)
 
 
 def _address(values: torch.Tensor | None) -> int | None:

@@ -413,6 +413,21 @@ void skipjoin_rms_norm(int64_t type, const void *x, int64_t outer, int64_t outer
   });
 }
 
+// Adds x to total.
+void skipjoin_add(int64_t type, const void *x, void *total, int64_t count, int64_t threads) {
+  skipjoin::Timed timed(skipjoin::kNorms);
+  with_type(type, [&](auto t) {
+    using T = decltype(t);
+    constexpr int64_t part = 1 << 12;
+    skipjoin::share(count > 1 << 16 ? threads : 1, (count + part - 1) / part, 4, [&](int64_t p) {
+      for (int64_t i = p * part; i < std::min(count, (p + 1) * part); i += kLanes) {
+        T *to = (T *)total + i;
+        store(to, load(to, count - i) + load((const T *)x + i, count - i), count - i);
+      }
+    });
+  });
+}
+
 void skipjoin_rotate(int64_t type, void *x, int64_t tokens, int64_t token_stride, int64_t heads, int64_t head_stride,
                      const int64_t *positions, const float *cos_sin, int64_t pairs, int64_t threads) {
   skipjoin::Timed timed(skipjoin::kAttention);

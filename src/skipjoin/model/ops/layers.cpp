@@ -11,6 +11,7 @@ using skipjoin::Linear;
 struct Layer {
   Linear qkv, output, up, down; // their inputs, outputs and threads are those of the step
   const void *norm, *mlp_norm;
+  const void *after_attention, *after_mlp; // of outputs before they are added, or null
   const void *query_norm, *key_norm; // or null
   const float *cos_sin;              // or null
   int64_t pairs, window;
@@ -42,6 +43,7 @@ void skipjoin_rms_norm(int64_t type, const void *x, int64_t outer, int64_t outer
                        int64_t threads);
 void skipjoin_rotate(int64_t type, void *x, int64_t tokens, int64_t token_stride, int64_t heads, int64_t head_stride,
                      const int64_t *positions, const float *cos_sin, int64_t pairs, int64_t threads);
+void skipjoin_add(int64_t type, const void *x, void *total, int64_t count, int64_t threads);
 void skipjoin_paged_attention(int64_t type, const AttentionCall *call, int64_t threads);
 }
 
@@ -58,6 +60,16 @@ void multiply(int64_t type, const Step &s, Linear call, const void *x, void *out
 void normalize(int64_t type, const Step &s, const void *weight, const Layer &layer, void *out) {
   int64_t hidden = layer.qkv.k;
   skipjoin_rms_norm(type, s.x, s.rows, hidden, 1, 0, hidden, weight, layer.eps, layer.offset, out, s.threads);
+}
+
+// Adds a product to the residual stream, after its norm if that is not null. then: as of `multiply`.
+void add(int64_t type, const Step &s, const Layer &layer, const Linear &call, const void *x, const void *norm,
+         const Linear *then) {
+  if (!norm) return multiply(type, s, call, x, s.x, true, then);
+  int64_t hidden = layer.qkv.k;
+  multiply(type, s, call, x, s.normed, false, then);
+  skipjoin_rms_norm(type, s.normed, s.rows, hidden, 1, 0, hidden, norm, layer.eps, layer.offset, s.normed, s.threads);
+  skipjoin_add(type, s.normed, s.x, s.rows * hidden, s.threads);
 }
 
 void attend(int64_t type, const Step &s, const Layer &layer, int64_t index) {
@@ -105,10 +117,11 @@ void skipjoin_layers(int64_t type, const Step *step) {
     normalize(type, s, layer.norm, layer, s.normed);
     multiply(type, s, layer.qkv, s.normed, s.qkv, false, nullptr); // attention would evict weights
     attend(type, s, layer, i);
-    multiply(type, s, layer.output, s.attended, s.x, true, &layer.up);
+    add(type, s, layer, layer.output, s.attended, layer.after_attention, &layer.up);
     normalize(type, s, layer.mlp_norm, layer, s.normed);
     multiply(type, s, layer.up, s.normed, s.inner, false, &layer.down);
-    multiply(type, s, layer.down, s.inner, s.x, true, i + 1 < s.count ? &s.layers[i + 1].qkv : nullptr);
+    const Linear *next = i + 1 < s.count ? &s.layers[i + 1].qkv : nullptr;
+    add(type, s, layer, layer.down, s.inner, layer.after_mlp, next);
   }
   if (s.final_norm) normalize(type, s, s.final_norm, s.layers[s.count - 1], s.x);
 }

@@ -380,7 +380,7 @@ def _models() -> Iterator[str]:
         "An NVIDIA GPU runs what torch's operations run. `quantization int8` needs the compiled operations of a CPU. "
         "`skipjoin convert` makes safetensors of `.bin` files. Mistral's GGUF files have the architecture `llama`; "
         "where GGUF files do not say which layers have a sliding window, it is refused. Of Gemma 3 and Mistral 3 that "
-        "see images, the language model is served. Experts and families that are not in the table are refused."
+        "see images, the language model is served. Other families are refused."
     )
 
 
@@ -400,8 +400,8 @@ def _gguf() -> Iterator[str]:
     rows = [[f"`{name}`", of.name.removesuffix("ForCausalLM")] for name, of in ARCHITECTURES.items()]
     yield from _table(["`general.architecture`", "served as"], rows)
     yield (
-        "Mistral's files have the architecture `llama`. Others are refused, as are experts, and sliding windows except "
-        "Gemma's and Phi-3's."
+        "Mistral's files have the architecture `llama`. Others are refused, also Mixtral's, and sliding windows "
+        "except Gemma's and Phi-3's."
     )
     yield ""
     kinds = [[kind.name, f"{8 * kind.size / kind.elements:g}", _kept(kind)] for kind in TENSOR_TYPES.values()]

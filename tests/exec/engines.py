@@ -43,6 +43,9 @@ CONFIGS = {
     "mistral": _GATED | {"architectures": ["MistralForCausalLM"], "sliding_window": 11},
     "qwen2": _GATED | {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
     "qwen3": _GATED | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
+    "qwen3_moe": _GATED
+    | {"architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 40, "norm_topk_prob": True},
     "gemma3": _GATED
     | {"architectures": ["Gemma3ForCausalLM"], "head_dim": 16, "sliding_window": 11, "sliding_window_pattern": 2}
     | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 20.0},

@@ -16,6 +16,9 @@ void skipjoin_pack_groups(const Groups *groups, const uint8_t *codes, const uint
                           int64_t threads);
 void skipjoin_group_rows(int64_t type, const Groups *groups, const int64_t *outputs, int64_t count, void *out,
                          int64_t threads);
+void skipjoin_route(int64_t type, const void *logits, int64_t stride, int64_t rows, const skipjoin::Experts *call,
+                    int64_t *chosen, float *shares, int64_t threads);
+void skipjoin_experts(int64_t type, const skipjoin::Experts *call);
 }
 
 namespace {
@@ -51,7 +54,8 @@ template <typename T> void check_linear(int64_t type) {
     std::vector<char> scratch(skipjoin_scratch_bytes(type, count, k, kThreads));
     Linear call{};
     call.x = &x[first * k], call.x_stride = k, call.rows = count, call.weights = packed.data();
-    call.n = n, call.k = k, call.out = out.data(), call.scratch = scratch.data(), call.threads = kThreads;
+    call.n = n, call.k = k, call.out = out.data(), call.out_stride = n;
+    call.scratch = scratch.data(), call.threads = kThreads;
     skipjoin_linear(type, &call);
     return out;
   };
@@ -64,6 +68,44 @@ template <typename T> void check_linear(int64_t type) {
   for (int64_t count : {1, 2, 5, 7, 13})
     for (int64_t first = 0; first + count <= rows; first += count)
       if (!equal(product(first, count).data(), &all[first * n], count * n)) fail("rows", type, count);
+}
+
+template <typename T> void check_experts(int64_t type) {
+  const int64_t rows = 30, experts = 5, per_row = 2, hidden = 45, width = 21;
+  auto x = drawn<T>(rows * hidden), logits = drawn<T>(rows * experts);
+  for (int64_t i = 0; i < rows; i++) logits[i * experts + 4] = logits[i * experts]; // the last one is never first
+  std::vector<std::vector<char>> packed;
+  auto product = [&](int64_t n, int64_t k, bool gated) {
+    auto weights = drawn<T>(n * k);
+    packed.emplace_back(skipjoin_packed_bytes(type, n, k, gated));
+    skipjoin_pack_weights(type, weights.data(), n, k, gated, packed.back().data(), kThreads);
+    Linear call{};
+    call.weights = packed.back().data(), call.n = n, call.k = k, call.gated = gated, call.activation = gated ? kSilu : kNone;
+    return call;
+  };
+  std::vector<Linear> up, down;
+  for (int64_t e = 0; e < experts; e++) {
+    up.push_back(product(2 * width, hidden, true));
+    down.push_back(product(hidden, width, false));
+  }
+  auto added = [&](int64_t first, int64_t count) {
+    std::vector<int64_t> chosen(count * per_row);
+    std::vector<float> shares(count * per_row);
+    std::vector<T> total(count * hidden);
+    skipjoin::Experts call{up.data(), down.data(), experts, per_row, 1, 1.0, &x[first * hidden], hidden, count};
+    call.chosen = chosen.data(), call.shares = shares.data(), call.total = total.data(), call.threads = kThreads;
+    skipjoin_route(type, &logits[first * experts], experts, count, &call, chosen.data(), shares.data(), kThreads);
+    for (int64_t i = 0; i < count; i++) {
+      if (chosen[i * per_row] == 4 || std::fabs(shares[i * per_row] + shares[i * per_row + 1] - 1) > 1e-5)
+        fail("route", type, first + i);
+    }
+    skipjoin_experts(type, &call);
+    return total;
+  };
+  auto all = added(0, rows);
+  for (int64_t count : {1, 3, 10})
+    for (int64_t first = 0; first < rows; first += count)
+      if (!equal(added(first, count).data(), &all[first * hidden], count * hidden)) fail("experts", type, count);
 }
 
 // bits, group: see Groups. Weights have a minimum, or values of codes.
@@ -85,7 +127,8 @@ template <typename T> void check_grouped(int64_t type, int64_t bits, int64_t gro
     std::vector<char> scratch(skipjoin_scratch_bytes(type, count, k, kThreads));
     Linear call{};
     call.x = &x[first * k], call.x_stride = k, call.rows = count, call.groups = &g, call.matrices = 1;
-    call.n = n, call.k = k, call.out = out.data(), call.scratch = scratch.data(), call.threads = kThreads;
+    call.n = n, call.k = k, call.out = out.data(), call.out_stride = n;
+    call.scratch = scratch.data(), call.threads = kThreads;
     skipjoin_linear(type, &call);
     return out;
   };
@@ -167,6 +210,7 @@ int main() {
     with_type(type, [&](auto t) {
       using T = decltype(t);
       check_linear<T>(type);
+      check_experts<T>(type);
       const int8_t values[16] = {-127, -99, -60, -20, -9, 0, 1, 2, 3, 7, 20, 33, 61, 90, 100, 127};
       for (int64_t bits : {4, 6, 8})
         for (int64_t group : {16, 32, 64}) check_grouped<T>(type, bits, group, nullptr);

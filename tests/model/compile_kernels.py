@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 from skipjoin.kv_format import CACHE_FORMATS
 from skipjoin.model.attention.base import Softmax
 from skipjoin.model.batch import PackedBatch, Segment
-from skipjoin.model.kernels import decode_attention, kv_write, prefill_attention, products
+from skipjoin.model.kernels import decode_attention, experts, kv_write, prefill_attention, products
 from skipjoin.model.kernels.decode_attention import decode_configs
 from skipjoin.model.kernels.prefill_attention import prefill_configs
 from skipjoin.model.kv_cache import PagedKV
@@ -92,6 +92,8 @@ def recorded() -> dict[str, Recorder]:
         (decode_attention, "_reduce"),
         (prefill_attention, "_prefill"),
         (products, "product_kernel"),
+        (experts, "expert_product_kernel"),
+        (experts, "weighted_sum_kernel"),
     ):
         kernel = getattr(module, name)
         found[name] = Recorder(kernel.kernel if isinstance(kernel, Recorder) else kernel)
@@ -140,6 +142,11 @@ def _calls(
     weight = torch.empty((1024, heads * dim), dtype=dtype)
     products.product(out.flatten(1), weight, None)
     yield "product", {"STAGES": _PIPELINED}, kernels["product_kernel"]
+    blocks = experts.Blocks.of(torch.zeros((17, 2), dtype=torch.int64), 8)
+    found = experts.expert_product(out.flatten(1), weight.expand(8, -1, -1), None, blocks, 34, 2)
+    yield "experts", {"STAGES": _PIPELINED}, kernels["expert_product_kernel"]
+    experts.weighted_sum(found, torch.ones((17, 2)))
+    yield "weighted_sum", {}, kernels["weighted_sum_kernel"]
 
 
 def dumped(kernel: Any) -> tuple[str, str]:
@@ -183,7 +190,7 @@ def check(name: str, config: dict[str, int], kernel: Any, usage: str, sass: str)
     stack = re.search(r"STACK:(\d+)", usage)[1]
     spills = stack != "0" or re.search(r"\b(LDL|STL)\b", sass)
     assert not spills, f"{name} {config} has {stack} bytes on its stack"
-    if name.startswith(("decode", "product")) and config["STAGES"] >= _PIPELINED:
+    if name.startswith(("decode", "product", "experts")) and config["STAGES"] >= _PIPELINED:
         loop = kernel.asm["ttgir"].rsplit("scf.for", 1)[1].split("scf.yield", 1)[0]
         waits = [int(n) for n in re.findall(r"async_wait .*?num = (\d+)", loop)]
         assert min(waits, default=0) >= 1, f"{name} {config} waits for all copies but {waits} in its loop"

@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 from skipjoin.model.kernels.activations import bias_and_activation_kernel, gate_and_mul_kernel
 from skipjoin.model.kernels.norms import norm_kernel, warps_of
 from skipjoin.model.kernels.thresholds import BLOCK, OPTIONS, thresholds_kernel
+from skipjoin.model.ops.base import CLAMPED_LIMIT, CLAMPED_SLOPE
 from skipjoin.model.ops.torch_ops import ACTIVATIONS
 
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -99,7 +100,7 @@ def compile_all(case: str, capability: int, pointer: str) -> None:
         code = compiled(norm_kernel, types, constants, warps=warps_of(block * rows), capability=capability)
         print_moves(f"{case} {label}", code)
     types = {"x": pointer, "out": pointer, "width": "i32", "x_stride": "i32"}
-    constants = {"GELU": False, "BLOCK": 1024}
+    constants = {"GATE": "silu", "LIMIT": CLAMPED_LIMIT, "SLOPE": CLAMPED_SLOPE, "BLOCK": 1024}
     print_moves(f"{case} silu and mul", compiled(gate_and_mul_kernel, types, constants, warps=4, capability=capability))
     types = {"x": pointer, "bias": pointer, "width": "i32", "x_stride": "i32"}
     for name in ACTIVATIONS:

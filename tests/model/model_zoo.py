@@ -29,6 +29,7 @@ _SHAPE = {
     "pad_token_id": 1,
 }
 _GATED = {**_SHAPE, "intermediate_size": 96, "num_key_value_heads": 2}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -68,6 +69,28 @@ CONFIGS = {
     "qwen2": _config("Qwen2Config", **_GATED),
     "qwen2-window": _config("Qwen2Config", **_GATED, use_sliding_window=True, sliding_window=7, max_window_layers=1),
     "qwen3": _config("Qwen3Config", **_GATED, head_dim=32),
+    "qwen3-moe": _config("Qwen3MoeConfig", **_GATED, **_EXPERTS, head_dim=32, norm_topk_prob=True),
+    "qwen3-moe-dense": _config("Qwen3MoeConfig", **_GATED, **_EXPERTS, mlp_only_layers=[0], attention_bias=True),
+    "mixtral": _config("MixtralConfig", **_GATED, num_local_experts=4, sliding_window=9),
+    "olmoe": _config("OlmoeConfig", **_GATED, num_experts=4, num_experts_per_tok=2),
+    "granite-moe": _config(
+        "GraniteMoeConfig",
+        **_GATED,
+        num_local_experts=4,
+        embedding_multiplier=2.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.5,
+        logits_scaling=4.0,
+    ),
+    "gpt-oss": _config(
+        "GptOssConfig",
+        **_GATED | {"intermediate_size": 64},
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        head_dim=16,
+        sliding_window=7,
+        rope_parameters=_YARN,
+    ),
     "gpt-neox": _config("GPTNeoXConfig", **_SHAPE, intermediate_size=96),
     "gpt-neox-serial": _config(
         "GPTNeoXConfig", **_SHAPE, intermediate_size=96, use_parallel_residual=False, rotary_pct=0.5

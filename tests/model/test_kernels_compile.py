@@ -33,7 +33,7 @@ for path, *arguments in json.loads(sys.argv[1]):
     outputs.append(out.getvalue())
 print(json.dumps(outputs))
 """
-ATTENTION = ["kv_write", "share_out", "decode", "reduce", "prefill", "product"]
+ATTENTION = ["kv_write", "share_out", "decode", "reduce", "prefill", "product", "experts", "weighted_sum"]
 
 
 class Outputs(NamedTuple):

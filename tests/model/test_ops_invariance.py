@@ -32,9 +32,12 @@ from skipjoin.model.groups import coded_bytes, rounded
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.loader import random_model
 from skipjoin.model.ops import build, choice
-from skipjoin.model.ops.base import GATED
+from skipjoin.model.ops.base import CLAMPED, GATED
 from skipjoin.model.ops.check import check_ops, rows_are_independent
+from skipjoin.model.ops.cpp_experts import CppExperts
 from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps, has_dtype
+from skipjoin.model.ops.experts import LoopedExperts
+from skipjoin.model.ops.threads import share_between
 from skipjoin.model.ops.torch_ops import TorchOps
 from support.worlds import combinations
 
@@ -225,6 +228,46 @@ def test_products_of_codes_are_right_and_bit_identical_in_every_batch(library, d
         assert (whole - expected).norm() <= limit * expected.norm()
         ids = torch.tensor([3, 0, outputs - 1, 3])
         assert torch.equal(ops.grouped([gate], None).rows(ids), gate.widened()[ids].to(dtype))
+
+
+@dtypes
+def test_experts_are_bit_identical_in_every_batch(library, dtype):
+    if not has_dtype(library, dtype):
+        pytest.skip("this processor does not convert the type")
+    hidden, width, count, per_row, rows = 70, 33, 5, 2, 80
+    for way, in_codes in itertools.product(CppOps(library, dtype).ways(), (False, True)):
+        ops = CppOps(library, dtype, way=way)
+
+        def product(outputs, inputs, seed, activation=None, *, ops=ops, in_codes=in_codes):
+            weight, bias = drawn(dtype, outputs, inputs, seed=seed), drawn(dtype, outputs, seed=seed + 1)
+            return (
+                ops.grouped([rounded(weight)], bias, activation) if in_codes else ops.linear(weight, bias, activation)
+            )
+
+        gate = CLAMPED if in_codes else GATED
+        up = [product(2 * width, hidden, 2 * number, gate) for number in range(count)]
+        down = [product(hidden, width, 20 + 2 * number) for number in range(count)]
+        experts = ops.experts(up, down, per_row, among=True)
+        assert isinstance(experts, CppExperts)
+        x, total = drawn(dtype, rows, hidden, seed=40), drawn(dtype, rows, hidden, seed=41)
+        logits = drawn(dtype, rows, count, seed=42).round(decimals=1)  # some are equal
+
+        def added(first: int, size: int, *, experts=experts, x=x, total=total, logits=logits) -> torch.Tensor:
+            own = slice(first, first + size)
+            return experts.add_to(x[own], experts.route(logits[own]), total[own].clone())
+
+        together = added(0, rows)
+        routed = experts.route(logits)
+        alone = LoopedExperts(up, down, per_row, among=True)
+        assert torch.equal(together, alone.add_to(x, routed, total.clone())), (way, in_codes)
+        assert torch.equal(routed.chosen, alone.route(logits).chosen)
+        torch.testing.assert_close(routed.shares, alone.route(logits).shares)
+        share_between(3)
+        assert torch.equal(added(0, rows), together)
+        share_between(1)
+        for size in (1, 2, 9, 33):
+            for first in (0, rows - size):
+                assert torch.equal(added(first, size), together[first : first + size]), (way, in_codes, first, size)
 
 
 def test_blocks_of_rows_change_nothing(library):

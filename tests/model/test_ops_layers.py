@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": {
         "model_type": "gemma3_text", "sliding_window": 9, "sliding_window_pattern": 2, "attn_logit_softcapping": 2.0,
     },
+    "Qwen3MoeForCausalLM": {"num_experts": 300, "num_experts_per_tok": 3, "moe_intermediate_size": 30},
 }  # fmt: skip
 BATCHES = {
     "decodes": [Segment([i], 20 + i, list(range(5 * i, 5 * i + 5))) for i in range(19)],

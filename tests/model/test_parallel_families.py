@@ -79,15 +79,19 @@ def test_uneven_stages_and_random_weights_match_one_rank(name, layers, stages):
 
 
 # Reductions for the embedding and each of two layers; GPT-NeoX reduces attention and MLP together.
-@pytest.mark.parametrize(("name", "sums"), [("llama", 5), ("opt", 5), ("gpt-neox", 3), ("gpt-neox-serial", 5)])
-def test_ranks_use_the_minimum_of_collectives(name, sums):
+# Ranks gather the logits of each router.
+@pytest.mark.parametrize(
+    ("name", "sums", "gathers"),
+    [("llama", 5, 1), ("opt", 5, 1), ("gpt-neox", 3, 1), ("gpt-neox-serial", 5, 1), ("qwen3-moe", 5, 3)],
+)
+def test_ranks_use_the_minimum_of_collectives(name, sums, gathers):
     def calls(group: ThreadGroup) -> dict[str, int]:
         model = random_model(raw(name), group=group)
         kv = PagedKV(4, 4, model.config, model.dtype, "cpu", shard=model.shard)
         model.forward(PackedBatch.build([Segment([1, 2, 3], 0, [0])], 4), kv)
         return group.calls
 
-    assert on_ranks(2, 1, calls)[1] == {"all_reduce": sums, "gather": 1, "send": 0, "receive": 0}
+    assert on_ranks(2, 1, calls)[1] == {"all_reduce": sums, "gather": gathers, "send": 0, "receive": 0}
     first, second = on_ranks(1, 2, calls)
     assert (first["send"], first["receive"], second["send"], second["receive"]) == (1, 0, 0, 1)
 

@@ -18,12 +18,12 @@ from skipjoin.model.kernels import norms
 from skipjoin.model.kernels.activations import bias_and_activation, gate_and_mul
 from skipjoin.model.kernels.norms import normalize
 from skipjoin.model.load_spec import LoadSpec
-from skipjoin.model.ops.base import GATED
+from skipjoin.model.ops.base import CLAMPED, GATED, Routed
 from skipjoin.model.ops.build import load_library
 from skipjoin.model.ops.check import check_ops
 from skipjoin.model.ops.cpp_ops import CppOps
 from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchLayerNorm, TorchOps, TorchRMSNorm, activated
-from skipjoin.model.ops.triton_ops import TritonNorm, TritonOps
+from skipjoin.model.ops.triton_ops import TritonExperts, TritonNorm, TritonOps
 
 ON_CARD = torch.cuda.is_available()
 DEVICE = "cuda" if ON_CARD else "cpu"
@@ -249,3 +249,23 @@ def test_kernels_in_a_cuda_graph(case):
         replayed = captured.clone()
         assert torch.equal(replayed, work())
     assert not torch.equal(replayed, expected)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+@pytest.mark.parametrize(("dtype", "gate"), [(torch.float32, GATED), (torch.bfloat16, CLAMPED)], ids=str)
+def test_experts_equal_those_of_torch_and_rows_do_not_depend_on_others(dtype, gate):
+    hidden, width, count, per_row, rows = 70, 33, 5, 2, 40
+
+    def made(ops):
+        up = [ops.linear(drawn(dtype, 2 * width, hidden, seed=n), drawn(dtype, 2 * width), gate) for n in range(count)]
+        down = [ops.linear(drawn(dtype, hidden, width, seed=10 + n), drawn(dtype, hidden)) for n in range(count)]
+        return ops.experts(up, down, per_row, among=True)
+
+    ours, x, total = made(TritonOps()), drawn(dtype, rows, hidden), drawn(dtype, rows, hidden, seed=1)
+    routed = ours.route(drawn(dtype, rows, count))
+    found = ours.add_to(x, routed, total.clone())
+    expected = made(TorchOps()).add_to(x, routed, total.clone())
+    assert isinstance(ours, TritonExperts)
+    assert (found - expected).norm() <= (1e-6 if dtype == torch.float32 else 3e-2) * expected.norm()
+    alone = ours.add_to(x[7:8], Routed(*(part[7:8].contiguous() for part in routed)), total[7:8].clone())
+    assert torch.equal(alone, found[7:8])

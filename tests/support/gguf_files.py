@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import transformers
 
 Kind = gguf.GGMLQuantizationType
-_ARCHITECTURES = {"mistral": "llama", "gpt_neox": "gptneox", "gemma3_text": "gemma3"}
+_ARCHITECTURES = {"mistral": "llama", "gpt_neox": "gptneox", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
 # Types that the package reads and does not write: where their blocks have scales, as halves, and what is added to them.
 _SCALES = {
     Kind.Q2_K: (80, 82),
@@ -100,6 +100,10 @@ def write_model(
         writer.add_logit_scale(config.logits_scaling)
     if config.model_type == "gpt_neox":
         writer.add_parallel_residual(config.use_parallel_residual)
+    if config.model_type == "qwen3_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     for key, (value, kind_of) in (metadata or {}).items():
         writer.kv_data[0].pop(key, None)
         writer.add_key_value(key, value, kind_of)
@@ -161,7 +165,11 @@ def _add_tensors(writer: gguf.GGUFWriter, model: transformers.PreTrainedModel, k
         if parameter.data_ptr() in done:
             continue
         done.add(parameter.data_ptr())
+        if name.endswith("experts.gate_up_proj"):
+            _add_gates(writer, names, name, parameter, kind)
+            continue
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        found = f"{found}.weight" if found and found.endswith("_exps") else found
         assert found is not None, name
         weight = parameter.detach().numpy()
         # Which row of the checkpoint a row of the file is, to bring the numbers of blocks back.
@@ -176,6 +184,16 @@ def _add_tensors(writer: gguf.GGUFWriter, model: transformers.PreTrainedModel, k
         blocks = packed(rows, kind, random)
         writer.add_tensor(found, blocks, raw_dtype=kind)
         parameter.data[torch.from_numpy(order)] = torch.from_numpy(gguf.dequantize(blocks, kind))
+
+
+def _add_gates(
+    writer: gguf.GGUFWriter, names: gguf.TensorNameMap, name: str, parameter: torch.nn.Parameter, kind: Kind
+) -> None:
+    for part, weight in zip(("gate", "up"), parameter.detach().chunk(2, dim=1), strict=True):
+        blocks = gguf.quantize(weight.contiguous().numpy(), kind)
+        found = names.get_name(name.replace("gate_up", part))
+        writer.add_tensor(f"{found}.weight", blocks, raw_dtype=kind)
+        weight.copy_(torch.from_numpy(gguf.dequantize(blocks, kind)))
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, described: Mapping[str, Any]) -> None:

@@ -41,7 +41,7 @@ class CausalLM:
         self._decoder: Decoder = family_named(config.family).decoder(builder, device)
         self._vocabulary = self.shard.vocabulary_sizes(config)
         self._output = self._make_output(builder) if self.shard.is_last else None
-        self.weight_bytes = builder.weight_bytes
+        self.weight_bytes, self.expert_bytes = builder.weight_bytes, builder.expert_bytes
         self.parameters = builder.parameters
         self.weight_label = weights.label
 

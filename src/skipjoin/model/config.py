@@ -24,6 +24,7 @@ _ACTIVATIONS = {
 DTYPES = ("float32", "bfloat16", "float16")
 # Other names that config.json may have, and the type that is used.
 _OTHER_DTYPES = {"float": "float32", "half": "float16", "float64": "float32", "double": "float32"}
+MAX_EXPERTS = 1 << 12
 # Upper bounds of integers in config.json, far above those of any model. A larger one means a damaged file, and would
 # exhaust the machine's memory before it is detected. All must be at least 1, except `_MAY_BE_ZERO`.
 _LARGEST = {
@@ -39,6 +40,10 @@ _LARGEST = {
     "vocab_size": 1 << 24,
     "max_position_embeddings": MAX_POSITIONS,
     "sliding_window": 1 << 30,
+    "num_experts": MAX_EXPERTS,
+    "num_local_experts": MAX_EXPERTS,
+    "num_experts_per_tok": MAX_EXPERTS,
+    "moe_intermediate_size": 1 << 24,
 }
 _MAY_BE_ZERO = ("max_window_layers", "sliding_window", "word_embed_proj_dim")
 # Bounds of the epsilon that is added to a variance: a smaller one is 0 in float32, and a larger one drowns the
@@ -67,6 +72,22 @@ _POSITIVE = (
 
 class ModelError(Exception):
     """A model, tokenizer or folder cannot be used; the message gives a remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSettings:
+    """MLPs of which each token uses some, in the layers `layers`; others have one of `intermediate_size`.
+
+    Attributes:
+        width: Columns of an expert.
+        among_chosen: Whether shares are the softmax over the chosen experts' logits, or over those of all.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    among_chosen: bool
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +137,7 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    experts: ExpertSettings | None = None
     norm_before: bool = True
     final_norm: bool = True
     norm_affine: bool = True
@@ -166,6 +188,11 @@ class ModelConfig:
         if self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly"
+            )
+        if self.experts is not None and not 1 <= self.experts.per_token <= self.experts.count:
+            raise ModelError(
+                f"num_experts_per_tok in config.json must be in [1, {self.experts.count}], the number of experts, "
+                f"got {self.experts.per_token}"
             )
 
 

@@ -9,7 +9,7 @@ from skipjoin.model.plugins import PluginError, load_plugins
 
 # Entry points of this group name the decoder class of a family.
 ENTRY_POINTS = "skipjoin.families"
-_BUILT_IN = ("llama", "opt", "gpt_neox", "starcoder2", "gemma", "phi3", "olmo", "glm", "cohere")
+_BUILT_IN = ("llama", "opt", "gpt_neox", "starcoder2", "gemma", "phi3", "olmo", "glm", "cohere", "moe", "gpt_oss")
 
 # Maps a parsed config.json and the name of its architecture to fields of `ModelConfig`.
 ReadFields = Callable[[Mapping[str, Any], str], dict[str, Any]]

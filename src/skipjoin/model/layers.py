@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,8 @@ class Builder:
         self.attention = attention
         self.group = group
         self.shard = group.shard
-        self.weight_bytes = self.parameters = 0
+        # Parameters are those that a token uses, and `expert_bytes` a part of `weight_bytes`.
+        self.weight_bytes = self.expert_bytes = self.parameters = 0
 
     def tensor(self, name: str, *shape: int, rows: range | None = None) -> torch.Tensor:
         taken = self.weights.take(name, *shape, rows=rows)
@@ -368,6 +369,12 @@ class Layer(Protocol):
         ...
 
 
+@runtime_checkable
+class FusibleLayer(Layer, Protocol):
+    @property
+    def parts(self) -> LayerParts: ...
+
+
 class SequentialLayer:
     def __init__(self, norm: Norm, attention: SelfAttention, mlp_norm: Norm, up: Linear, down: Linear) -> None:
         self.norm = norm
@@ -392,5 +399,5 @@ def advance(layers: Sequence[Layer], x: torch.Tensor, step: LayerInputs) -> torc
 
 def fused(builder: Builder, layers: Sequence[Layer], norm: Norm | None) -> FusedLayers | None:
     """Return `advance` and then `norm` in one call, or None if the operations cannot do that."""
-    parts = [layer.parts for layer in layers if isinstance(layer, SequentialLayer)]
+    parts = [layer.parts for layer in layers if isinstance(layer, FusibleLayer)]
     return builder.ops.fused(parts, norm, builder.attention) if len(parts) == len(layers) else None

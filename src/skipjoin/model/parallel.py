@@ -1,7 +1,7 @@
 """Model sharding over ranks, and the communication of the ranks during a step. Does not import torch.
 
-Tensor parallelism follows Megatron-LM: every rank of a stage has some heads, some columns of the MLP and some of the
-vocabulary. A pipeline stage has some consecutive layers.
+Tensor parallelism follows Megatron-LM: every rank of a stage has some heads, some columns of the MLP or of each expert,
+so that ranks have equal work in any batch, and some of the vocabulary. A pipeline stage has some consecutive layers.
 """
 
 from __future__ import annotations
@@ -76,6 +76,19 @@ class Shard:
     def columns(self, config: ModelConfig) -> range:
         return _part(config.intermediate_size, self.tp_rank, self.tp_size)
 
+    def experts(self, config: ModelConfig) -> range:
+        """Return the experts of which the rank computes the router's logits."""
+        assert config.experts is not None
+        return _part(config.experts.count, self.tp_rank, self.tp_size)
+
+    def expert_counts(self, config: ModelConfig) -> list[int]:
+        assert config.experts is not None
+        return [len(_part(config.experts.count, rank, self.tp_size)) for rank in range(self.tp_size)]
+
+    def expert_columns(self, config: ModelConfig) -> range:
+        assert config.experts is not None
+        return _part(config.experts.width, self.tp_rank, self.tp_size)
+
     def vocabulary(self, config: ModelConfig) -> range:
         return _part(config.vocab_size, self.tp_rank, self.tp_size)
 
@@ -98,7 +111,8 @@ def _part(total: int, rank: int, size: int) -> range:
 
 
 def check_shards(config: ModelConfig, tp_size: int, pp_size: int) -> None:
-    heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.intermediate_size
+    heads, kv_heads, width, of = config.num_heads, config.num_kv_heads, config.intermediate_size, config.experts
+    has_mlp = of is None or len(of.layers) < config.num_layers
     rules: list[tuple[Callable[[int], bool], str]] = [
         (lambda size: 1 <= size <= heads, f"be in [1, {heads}], the number of the model's attention heads"),
         (lambda size: heads % size == 0, f"divide the model's {heads} attention heads"),
@@ -106,9 +120,13 @@ def check_shards(config: ModelConfig, tp_size: int, pp_size: int) -> None:
             lambda size: kv_heads % size == 0 or size % kv_heads == 0,
             f"divide the model's {kv_heads} key-value heads, or be a multiple of them",
         ),
-        (lambda size: width % size == 0, f"divide the {width} columns of the model's MLP"),
+        (lambda size: not has_mlp or width % size == 0, f"divide the {width} columns of the model's MLP"),
         (lambda size: size <= config.vocab_size, f"be at most {config.vocab_size}, the model's vocabulary"),
     ]
+    if of is not None:
+        columns, count = of.width, of.count
+        rules.append((lambda size: columns % size == 0, f"divide the {columns} columns of the model's experts"))
+        rules.append((lambda size: size <= count, f"be at most {count}, the number of the model's experts"))
     fitting = [size for size in range(1, heads + 1) if all(fits(size) for fits, _ in rules)]
     broken = next((rule for fits, rule in rules if not fits(tp_size)), None)
     if broken is not None:

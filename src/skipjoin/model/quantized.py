@@ -1,4 +1,4 @@
-"""Weights in the layouts of compressed-tensors, AWQ, GPTQ and fp8 checkpoints."""
+"""Weights in the layouts of compressed-tensors, AWQ, GPTQ, fp8 and mxfp4 checkpoints."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from skipjoin.model.config import ModelError
 from skipjoin.model.family import family_named
 from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.groups import coded_bytes as groups_bytes
+from skipjoin.model.ops.base import LayerOps, Linear
 from skipjoin.model.weight_files import ModelFiles, Source
-from skipjoin.model.weights import FolderWeights, Matrix, SafetensorsFiles, stored_names
+from skipjoin.model.weights import FolderWeights, Matrix, SafetensorsFiles, Stack, stored_names
 
 _log = logging.getLogger(__name__)
 _NUMBERS = ("F32", "F16", "BF16")
@@ -69,11 +70,38 @@ class QuantizedWeights(FolderWeights):
         found = self._decoded(base, *shape) if kind == "weight" and len(shape) == 2 else None
         if found is None:
             return super().take(name, *shape, rows=rows, columns=columns)
+        self._tell_widened()
+        wanted = [slice(None) if part is None else slice(part.start, part.stop) for part in (rows, columns)]
+        return found.widened()[wanted[0], wanted[1]].to(device=self._device, dtype=self._dtype).contiguous()
+
+    def _tell_widened(self) -> None:
         if not self._is_told:
             _log.info("weights of type %s are widened to %s", self._settings["quant_method"], self._dtype)
             self._is_told = True
-        wanted = [slice(None) if part is None else slice(part.start, part.stop) for part in (rows, columns)]
-        return found.widened()[wanted[0], wanted[1]].to(device=self._device, dtype=self._dtype).contiguous()
+
+    def stacked(
+        self, ops: LayerOps, stack: Stack, bias: torch.Tensor | None, activation: str | None = None
+    ) -> list[Linear]:
+        if not self.has(f"{stack.name}_blocks"):
+            return super().stacked(ops, stack, bias, activation)
+        made: list[Linear] = []
+        sizes = stack.experts, stack.out, stack.inputs // 32
+        blocks = self.stored(f"{stack.name}_blocks", *sizes, 16, types=("U8",)).flatten(2)
+        exponents = self.stored(f"{stack.name}_scales", *sizes, types=("U8",))
+        for index in range(stack.experts):
+            matrix, shift = _fp4_matrix(blocks[index], exponents[index]), None if bias is None else bias[index]
+            coded = matrix if stack.columns is None else matrix.columns(stack.columns)
+            if self._reads_codes and coded is not None:
+                self.label = str(self._settings["quant_method"])
+                rows = stack._replace(columns=None).part
+                made.append(
+                    ops.grouped([coded._replace(codes=rows(coded.codes), scales=rows(coded.scales))], shift, activation)
+                )
+            else:
+                self._tell_widened()
+                weight = stack.part(matrix.widened()).to(device=self._device, dtype=self._dtype)
+                made.append(self.product(ops, weight.contiguous(), shift, activation))
+        return made
 
     def _decoded(self, name: str, outputs: int, inputs: int) -> GroupedMatrix | Numbers | None:
         """Return a matrix, or None if it is stored as numbers of common types."""
@@ -145,9 +173,7 @@ class QuantizedWeights(FolderWeights):
     def _fp4(self, name: str, outputs: int, inputs: int) -> GroupedMatrix:
         packed = self.stored(f"{name}.weight_packed", outputs, inputs // 2, types=("U8",))
         exponents = self.stored(f"{name}.weight_scale", outputs, inputs // 32, types=("U8",))
-        codes = torch.stack([packed & 15, packed >> 4], -1).view(outputs, inputs)
-        scales = 2.0 ** (exponents.float() - 128)
-        return GroupedMatrix(codes, scales, 32, 4, values=_FP4)
+        return _fp4_matrix(packed, exponents)
 
     def _scaled(self, name: str, outputs: int, inputs: int) -> GroupedMatrix | Numbers:
         stored = self.stored(f"{name}.weight", outputs, inputs, types=("I8", _FP8))
@@ -196,6 +222,11 @@ class QuantizedWeights(FolderWeights):
         return str(self._files.opened(self.named(name) or name).get_dtype())
 
 
+def _fp4_matrix(packed: torch.Tensor, exponents: torch.Tensor) -> GroupedMatrix:
+    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
+    return GroupedMatrix(codes, 2.0 ** (exponents.float() - 128), 32, 4, values=_FP4)
+
+
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the codes of words, the lowest bits first, in the last dimension."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
@@ -221,6 +252,8 @@ def coded_bytes(source: Source, name: str, outputs: int, inputs: int) -> int | N
     """Return the minimum bytes of a matrix in codes, or None if it is not stored so or is widened."""
     stored = _names(source.files.folder) if source.files.has_weights and source.reads_codes else frozenset()
     names = stored_names(name, family_named(source.config.family).prefix)
+    if {f"{one}_blocks" for one in names} & stored:
+        return groups_bytes(outputs, inputs, bits=4, scale_bytes=4)
     settings = source.files.quantization
     groups = settings.get("config_groups") or {}
     weights = next((group["weights"] for group in groups.values()), settings)

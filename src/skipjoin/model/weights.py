@@ -38,6 +38,28 @@ class Matrix(NamedTuple):
         return taken if self.order is None or taken.is_meta else taken[self.order.to(taken.device)]
 
 
+class Stack(NamedTuple):
+    """Matrices of experts that are stored as one tensor, [experts, out, in], or [experts, in, out] if `is_transposed`.
+
+    Attributes:
+        rows: Rows that this rank has, in its order; None for all.
+        columns: Likewise, consecutive.
+    """
+
+    name: str
+    experts: int
+    out: int
+    inputs: int
+    is_transposed: bool = False
+    rows: torch.Tensor | None = None
+    columns: range | None = None
+
+    def part(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a matrix [out, in]."""
+        found = matrix if self.rows is None else matrix[self.rows]
+        return found if self.columns is None else found[:, self.columns.start : self.columns.stop]
+
+
 class Weights(ABC):
     """Named tensors, each taken once, and products of them.
 
@@ -88,6 +110,18 @@ class Weights(ABC):
         self, ops: LayerOps, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
     ) -> Linear:
         return ops.linear(weight, bias, activation)
+
+    def stacked(
+        self, ops: LayerOps, stack: Stack, bias: torch.Tensor | None, activation: str | None = None
+    ) -> list[Linear]:
+        """Make a product of each matrix of a tensor, with a bias of [experts, rows] if given."""
+        sizes = (stack.inputs, stack.out) if stack.is_transposed else (stack.out, stack.inputs)
+        whole = self.take(stack.name, stack.experts, *sizes)
+        matrices = whole.transpose(1, 2) if stack.is_transposed else whole
+        return [
+            self.product(ops, stack.part(matrix).contiguous(), None if bias is None else bias[index], activation)
+            for index, matrix in enumerate(matrices)
+        ]
 
     def table(self, ops: LayerOps, matrix: Matrix, width: int) -> torch.Tensor | LookedUp:
         """Return rows to look up, which may also be a product."""
@@ -142,6 +176,15 @@ class PlannedWeights(Weights):
         if size is None:
             return super().product(ops, weight, bias, activation)
         return PlannedProduct(size + (0 if bias is None else bias.nbytes))
+
+    def stacked(
+        self, ops: LayerOps, stack: Stack, bias: torch.Tensor | None, activation: str | None = None
+    ) -> list[Linear]:
+        rows = stack.out if stack.rows is None else len(stack.rows)
+        size = self._matrix_bytes(stack.name, rows, stack.inputs if stack.columns is None else len(stack.columns))
+        if size is None:
+            return super().stacked(ops, stack, bias, activation)
+        return [PlannedProduct(size + (0 if bias is None else bias[0].nbytes)) for _ in range(stack.experts)]
 
     def table(self, ops: LayerOps, matrix: Matrix, width: int) -> torch.Tensor | LookedUp:
         size = self._matrix_bytes(matrix.name, len(matrix.rows), width)

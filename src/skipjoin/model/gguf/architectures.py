@@ -17,6 +17,9 @@ _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)")
 _ATTENTION = {f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"} | {"self_attn.o_proj": "attn_output"}
 _NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 _GATED = {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
+# Experts of a layer are one tensor, [experts, out, in].
+_EXPERTS = {f"mlp.experts.{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")}
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _POST_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
@@ -64,8 +67,14 @@ class Architecture(NamedTuple):
         base, _, kind = name.rpartition(".")
         if base in self.outer:
             return f"{self.outer[base]}.{kind}"
-        _, index, rest = base.removeprefix(self.prefix).split(".", 2)
+        _, index, rest = _EXPERT.sub(".experts.", base).removeprefix(self.prefix).split(".", 2)
         return f"blk.{index}.{self.layers[rest]}.{kind}"
+
+    @staticmethod
+    def expert(name: str) -> int | None:
+        """Return which expert's a checkpoint's tensor is, in whose tensor the file has that of all."""
+        found = _EXPERT.search(name)
+        return None if found is None else int(found[1])
 
     def order(self, stored_name: str, rows: int, heads: int, kv_heads: int) -> np.ndarray | None:
         """Return the row in a file of each row of a checkpoint's tensor, or None if they agree."""
@@ -134,6 +143,18 @@ ARCHITECTURES = {
         {**_LLAMA.layers, **_QK_NORMS},
         _RMS_EPSILON,
         {"attention_bias": _QKV | {"attn_output"}},
+    ),
+    "qwen3moe": Architecture(
+        "Qwen3MoeForCausalLM",
+        {**_ATTENTION, **_NORMS, **_QK_NORMS, **_EXPERTS, "mlp.gate": "ffn_gate_inp"},
+        _RMS_EPSILON,
+        {"attention_bias": _QKV | {"attn_output"}},
+        fixed={"norm_topk_prob": True},
+        numbers={
+            "num_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+        },
     ),
     "gptneox": Architecture(
         "GPTNeoXForCausalLM",

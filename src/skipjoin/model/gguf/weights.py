@@ -52,7 +52,7 @@ class GgufWeights(Weights):
             return None
         self._coded[tensor.type.name] += found.codes.numel()
         self.label = self._coded.most_common(1)[0][0]
-        self._count()
+        self._count(matrix.name)
         return found
 
     def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
@@ -64,7 +64,7 @@ class GgufWeights(Weights):
             found = (found - offset if offset else found)[torch.from_numpy(wanted)].to(self._dtype)
         else:
             found = widened(tensor, wanted, columns, self._dtype)
-        self._count()
+        self._count(name)
         return found.to(self._device)
 
     def _found(self, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, np.ndarray]:
@@ -72,16 +72,19 @@ class GgufWeights(Weights):
         stored_name = self._architecture.stored_name(name)
         if (tensor := self._file.tensors.get(stored_name)) is None:
             raise ModelError(f"{self._file.path} has no tensor {stored_name!r}: download it again")
-        if tensor.shape != shape:
+        expert, whole = self._architecture.expert(name), shape
+        if expert is not None and self._config.experts is not None:
+            whole = (self._config.experts.count, *shape)
+        if tensor.shape != whole:
             raise ModelError(
-                f"{tensor.file}: {stored_name} has shape {tensor.shape}, but the metadata imply {shape}: download it "
+                f"{tensor.file}: {stored_name} has shape {tensor.shape}, but the metadata imply {whole}: download it "
                 "again"
             )
         order = self._architecture.order(stored_name, shape[0], self._config.num_heads, self._config.num_kv_heads)
-        return tensor, np.arange(shape[0]) if order is None else order
+        return tensor, (np.arange(shape[0]) if order is None else order) + (expert or 0) * shape[0]
 
-    def _count(self) -> None:
-        self._taken += 1
+    def _count(self, name: str) -> None:
+        self._taken += not self._architecture.expert(f"{name}.")  # a tensor has all experts
         if self._progress is not None:
             self._progress(self._taken, len(self._file.tensors))
 

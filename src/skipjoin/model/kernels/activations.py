@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from skipjoin.model.ops.base import CLAMPED_LIMIT, CLAMPED_SLOPE
+
 # Columns per program: 8 in each thread, of both gate and up if gated.
 _BLOCK, _WARPS = 1024, 4
 
@@ -17,24 +19,40 @@ def _gelu_tanh(values: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def gate_and_mul_kernel(
-    x: tl.tensor, out: tl.tensor, width: tl.tensor, x_stride: tl.tensor, GELU: tl.constexpr, BLOCK: tl.constexpr
+    x: tl.tensor,
+    out: tl.tensor,
+    width: tl.tensor,
+    x_stride: tl.tensor,
+    GATE: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SLOPE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     gate = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_stride + width + column, mask=inside, other=0.0).to(tl.float32)
-    values = (_gelu_tanh(gate) if GELU else gate / (1.0 + tl.exp(-gate))) * up
+    if GATE == "clamped":
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        values = gate / (1.0 + tl.exp(-SLOPE * gate)) * (up + 1.0)
+    elif GATE == "gelu_tanh":
+        values = _gelu_tanh(gate) * up
+    else:
+        values = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + row * width + column, values.to(out.dtype.element_ty), mask=inside)
 
 
 def gate_and_mul(x: torch.Tensor, function: str) -> torch.Tensor:
-    """Map [n, 2 * width], gate before up, to function(gate) * up, with arithmetic in float32."""
+    """Map [n, 2 * width], gate before up, by a function of `GATES`, with arithmetic in float32."""
     rows, width = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     gate_and_mul_kernel[(rows, triton.cdiv(width, _BLOCK))](
-        x, out, width, x.stride(0), GELU=function == "gelu_tanh", BLOCK=_BLOCK, num_warps=_WARPS
-    )
+        x, out, width, x.stride(0),
+        GATE=function, LIMIT=CLAMPED_LIMIT, SLOPE=CLAMPED_SLOPE, BLOCK=_BLOCK, num_warps=_WARPS,
+    )  # fmt: skip
     return out
 
 

@@ -11,11 +11,11 @@ from skipjoin.model.batch import PackedBatch
 from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.kv_cache import PagedKV
 
-# Activations of weights [2 * out, in], gate before up: silu(gate) * up, or with gelu_tanh.
-GATED = "silu_and_mul"
-GATED_GELU = "gelu_tanh_and_mul"
+# Activations of weights [2 * out, in], gate before up: silu(gate) * up, with gelu_tanh, or gpt-oss's, with clamps.
+GATED, GATED_GELU, CLAMPED = "silu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul"
 # The function of the gate.
-GATES = {GATED: "silu", GATED_GELU: "gelu_tanh"}
+GATES = {GATED: "silu", GATED_GELU: "gelu_tanh", CLAMPED: "clamped"}
+CLAMPED_LIMIT, CLAMPED_SLOPE = 7.0, 1.702
 
 
 class Norm(Protocol):
@@ -46,6 +46,25 @@ class LookedUp(Linear, Protocol):
         ...
 
 
+class Routed(NamedTuple):
+    """Experts of each row, the one of the largest logit first, and their shares: int64 and float32 [rows, per_row]."""
+
+    chosen: torch.Tensor
+    shares: torch.Tensor
+
+
+class Experts(Protocol):
+    """MLPs of which each row uses some. A row's bits do not depend on others where those of products do not."""
+
+    def route(self, logits: torch.Tensor) -> Routed:
+        """Choose the experts of the largest logits [rows, experts], the lowest numbers of equal ones."""
+        ...
+
+    def add_to(self, x: torch.Tensor, routed: Routed, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
+        """Add the experts' outputs times their shares to contiguous `total`; return as `Linear.add_to`."""
+        ...
+
+
 class AttentionParts(NamedTuple):
     qkv: Linear
     output: Linear
@@ -63,11 +82,13 @@ class AttentionParts(NamedTuple):
 
 
 class LayerParts(NamedTuple):
+    """Parts of a layer, of whose MLP `up` is a router if `down` are experts."""
+
     norm: Norm
     attention: AttentionParts
     mlp_norm: Norm
     up: Linear
-    down: Linear
+    down: Linear | Experts
 
 
 # Adds the output of all layers to [T, hidden] in place, normalizes the sum and returns it.
@@ -97,6 +118,16 @@ class LayerOps(Protocol):
         self, matrices: Sequence[GroupedMatrix], bias: torch.Tensor | None, activation: str | None = None
     ) -> LookedUp:
         """Prepare weights in codes, whose rows follow one another."""
+        ...
+
+    def experts(
+        self, up: Sequence[Linear], down: Sequence[Linear], per_row: int, *, among: bool, scale: float = 1.0
+    ) -> Experts:
+        """Prepare MLPs, of which each row uses `per_row`.
+
+        Args:
+            among: Shares are the softmax over the chosen experts' logits, else over those of all, times `scale`.
+        """
         ...
 
     def rms_norm(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> Norm:

@@ -26,11 +26,25 @@ struct Linear {
   const Groups *groups; // instead of weights: matrices whose outputs follow one another, or null
   int64_t matrices, n, k;
   void *out; // [rows, n], or [rows, n / 2] if gated
+  int64_t out_stride;
   int64_t gated, add, activation;
   void *scratch;
   int64_t threads, way; // see `Way` in layer_ops.cpp
   const void *then;     // weights of the next product, or null; thread i prefetches their panel i at the end
   int64_t then_bytes;   // per panel
+};
+
+// Products of experts, and which of them each row uses; see experts.cpp.
+struct Experts {
+  const Linear *up, *down; // of each expert
+  int64_t count, per_row, among; // among: shares are the softmax over the chosen logits, else over all, times scale
+  double scale;
+  const void *x;
+  int64_t x_stride, rows;
+  const int64_t *chosen; // [rows][per_row], likewise shares
+  const float *shares;
+  void *total; // [rows][outputs], contiguous
+  int64_t threads;
 };
 
 struct AttentionCall {

@@ -22,8 +22,16 @@ class GroupsCall(ctypes.Structure):
 class LinearCall(ctypes.Structure):
     _fields_ = (
         ("x", _P), ("x_stride", _I), ("rows", _I), ("weights", _P), ("bias", _P), ("groups", _P), ("matrices", _I),
-        ("n", _I), ("k", _I), ("out", _P), ("gated", _I), ("add", _I), ("activation", _I), ("scratch", _P),
-        ("threads", _I), ("way", _I), ("then", _P), ("then_bytes", _I),
+        ("n", _I), ("k", _I), ("out", _P), ("out_stride", _I), ("gated", _I), ("add", _I), ("activation", _I),
+        ("scratch", _P), ("threads", _I), ("way", _I), ("then", _P), ("then_bytes", _I),
+    )  # fmt: skip
+
+
+class ExpertsCall(ctypes.Structure):
+    _fields_ = (
+        ("up", ctypes.POINTER(LinearCall)), ("down", ctypes.POINTER(LinearCall)), ("count", _I), ("per_row", _I),
+        ("among", _I), ("scale", c_double), ("x", _P), ("x_stride", _I), ("rows", _I), ("chosen", _P), ("shares", _P),
+        ("total", _P), ("threads", _I),
     )  # fmt: skip
 
 
@@ -53,6 +61,7 @@ class LayerCall(ctypes.Structure):
         ("qkv", LinearCall), ("output", LinearCall), ("up", LinearCall), ("down", LinearCall), ("norm", _P),
         ("mlp_norm", _P), ("after_attention", _P), ("after_mlp", _P), ("query_norm", _P), ("key_norm", _P),
         ("cos_sin", _P), ("pairs", _I), ("window", _I), ("eps", c_double), ("offset", c_double), ("sinks", _P),
+        ("experts", ctypes.POINTER(ExpertsCall)),
     )  # fmt: skip
 
 

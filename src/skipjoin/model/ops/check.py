@@ -3,7 +3,8 @@ from __future__ import annotations
 import torch
 
 from skipjoin.model.groups import rounded
-from skipjoin.model.ops.base import GATED, LayerOps
+from skipjoin.model.ops.base import GATED, Experts, LayerOps
+from skipjoin.model.ops.experts import route
 from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchOps
 
 
@@ -14,6 +15,8 @@ def check_ops(ops: LayerOps, dtype: torch.dtype, device: torch.device | str = "c
         return torch.randn(shape, generator=generator).to(device, dtype)
 
     x, weight, bias, total, heads = drawn(15, 70), drawn(68, 70), drawn(68), drawn(15, 68), drawn(15, 5, 40)
+
+    routed = route(drawn(15, 5), 2, among=True)
 
     def results(of: LayerOps) -> list[torch.Tensor]:
         linear, sums = of.linear(weight, bias), [total.clone() for _ in range(3)]
@@ -28,6 +31,7 @@ def check_ops(ops: LayerOps, dtype: torch.dtype, device: torch.device | str = "c
             of.layer_norm(70, None, None, 1e-5)(x),
             after_rms,
             after_layer,
+            _experts(of, (weight, bias), heads[0]).add_to(x, routed, total.clone()),
             *sums,
         ]
 
@@ -37,6 +41,13 @@ def check_ops(ops: LayerOps, dtype: torch.dtype, device: torch.device | str = "c
     pairs = zip(results(ops), results(TorchOps()), strict=True)
     # A NaN compares as false.
     return all(bool((ours - theirs).float().norm() <= tolerance * theirs.float().norm()) for ours, theirs in pairs)
+
+
+def _experts(of: LayerOps, up: tuple[torch.Tensor, torch.Tensor], down: torch.Tensor) -> Experts:
+    """Return five experts, each with a weight of `up` [68, 70] and one of `down` [5, 40], of other numbers."""
+    wide = down.repeat(14, 1)[:68, :34].contiguous()
+    ups = [of.linear(up[0].roll(number, 0), up[1], GATED) for number in range(5)]
+    return of.experts(ups, [of.linear(wide.roll(number, 0), None) for number in range(5)], 2, among=True)
 
 
 def _codes_are_right(ops: LayerOps, x: torch.Tensor, weight: torch.Tensor) -> bool:

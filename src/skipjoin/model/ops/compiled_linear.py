@@ -6,13 +6,13 @@ from typing import Protocol
 import torch
 
 from skipjoin.model.large_pages import Arena
-from skipjoin.model.ops.base import GATES, Norm
+from skipjoin.model.ops.base import CLAMPED, GATES, Norm
 from skipjoin.model.ops.calls import LinearCall
 from skipjoin.model.ops.threads import threads_here
 from skipjoin.model.ops.torch_ops import ACTIVATIONS
 
 # In the order of `Activation` in outputs.inc.cpp.
-_ACTIVATIONS = (None, *ACTIVATIONS)
+_ACTIVATIONS = (None, *ACTIVATIONS, GATES[CLAMPED])
 
 
 class CompiledOps(Protocol):
@@ -61,7 +61,8 @@ class CompiledLinear:
     def _run(self, x: torch.Tensor, out: torch.Tensor, add: int) -> None:
         ops, rows, threads = self.ops, x.shape[0], threads_here()
         call = LinearCall(
-            x=x.data_ptr(), x_stride=x.stride(0), rows=rows, out=out.data_ptr(), add=add,
+            x=x.data_ptr(), x_stride=x.stride(0), rows=rows, out=out.data_ptr(),
+            out_stride=out.stride(0), add=add,
             scratch=ops.scratch(rows, self.inputs, threads), threads=threads, **self._fields,
         )  # fmt: skip
         ops.library.skipjoin_linear(ops.type, call)

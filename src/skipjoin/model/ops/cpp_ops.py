@@ -12,13 +12,15 @@ from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.large_pages import Arena
 from skipjoin.model.layers import Adjusted
-from skipjoin.model.ops.base import FusedLayers, LayerParts, Linear, Norm
+from skipjoin.model.ops.base import Experts, FusedLayers, LayerParts, Linear, Norm
 from skipjoin.model.ops.build import library_id, path_of
-from skipjoin.model.ops.calls import GroupsCall, LayerCall, LinearCall, check_sizes
+from skipjoin.model.ops.calls import ExpertsCall, GroupsCall, LayerCall, LinearCall, check_sizes
 from skipjoin.model.ops.choice import WAYS, Choices
 from skipjoin.model.ops.compiled_linear import CompiledLinear
+from skipjoin.model.ops.cpp_experts import CppExperts
 from skipjoin.model.ops.cpp_groups import GroupedLinear
 from skipjoin.model.ops.cpp_layers import CppLayers, shape_of
+from skipjoin.model.ops.experts import LoopedExperts
 from skipjoin.model.ops.threads import share_between, threads_here
 from skipjoin.model.ops.torch_ops import TorchLayerNorm, TorchRMSNorm
 from skipjoin.system.container import usable_cpus
@@ -42,6 +44,8 @@ _SIGNATURES = {
     "skipjoin_open_step": ([], None),
     "skipjoin_close_step": ([], None),
     "skipjoin_linear": ([_I, ctypes.POINTER(LinearCall)], None),
+    "skipjoin_route": ([_I, _P, _I, _I, ctypes.POINTER(ExpertsCall), _P, _P, _I], None),
+    "skipjoin_experts": ([_I, ctypes.POINTER(ExpertsCall)], None),
     "skipjoin_rms_norm": ([_I, _P, _I, _I, _I, _I, _I, _P, c_float, c_float, _P, _I], None),
 }
 
@@ -60,7 +64,8 @@ class CppOps:
         for name, (arguments, result) in _SIGNATURES.items():
             getattr(library, name).argtypes = arguments
             getattr(library, name).restype = result
-        check_sizes(library, {"skipjoin_linear_bytes": LinearCall, "skipjoin_groups_bytes": GroupsCall})
+        sizes = {"linear": LinearCall, "groups": GroupsCall, "experts": ExpertsCall}
+        check_sizes(library, {f"skipjoin_{name}_bytes": call for name, call in sizes.items()})
         self.library = library
         self.dtype, self.type = dtype, CPP_DTYPES.index(dtype)
         has_floats = "floats" in self.ways()
@@ -114,6 +119,14 @@ class CppOps:
         self, matrices: Sequence[GroupedMatrix], bias: torch.Tensor | None, activation: str | None = None
     ) -> GroupedLinear:
         return GroupedLinear(self, matrices, bias, activation)
+
+    def experts(
+        self, up: Sequence[Linear], down: Sequence[Linear], per_row: int, *, among: bool, scale: float = 1.0
+    ) -> Experts:
+        ups, downs = _fusible(up), _fusible(down)
+        if len(ups) < len(up) or len(downs) < len(down):  # inputs in another order
+            return LoopedExperts(up, down, per_row, among=among, scale=scale)
+        return CppExperts(ups, downs, per_row, among=among, scale=scale)
 
     def rms_norm(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> Norm:
         return CppRMSNorm(self, weight, eps, offset)
@@ -178,13 +191,19 @@ class CppLinear(CompiledLinear):
         return time.perf_counter() - begin
 
 
+def _fusible(linears: Sequence[object]) -> list[CompiledLinear]:
+    return [one for one in linears if isinstance(one, CompiledLinear) and one.is_fusible]
+
+
 def _layer_call(parts: LayerParts) -> LayerCall | None:
     attention = parts.attention
-    (output, after_attention), (down, after_mlp) = (_apart(linear) for linear in (attention.output, parts.down))
+    experts = parts.down if isinstance(parts.down, CppExperts) else None
+    output, after_attention = _apart(attention.output)
+    down, after_mlp = _apart(parts.down)
     norms = [parts.norm, parts.mlp_norm, after_attention, after_mlp, *(attention.qk_norms or (None, None))]
-    linears = [attention.qkv, output, parts.up, down]
+    linears = [attention.qkv, output, parts.up, *([down] if experts is None else [])]
     compiled_norms = [norm for norm in norms if isinstance(norm, CppRMSNorm)]
-    compiled = [linear for linear in linears if isinstance(linear, CompiledLinear) and linear.is_fusible]
+    compiled = _fusible(linears)
     is_whole = len(compiled_norms) == len([norm for norm in norms if norm is not None]) and len(compiled) == len(
         linears
     )
@@ -192,9 +211,11 @@ def _layer_call(parts: LayerParts) -> LayerCall | None:
         return None
     weights = [norm.weight.data_ptr() if isinstance(norm, CppRMSNorm) else None for norm in norms]
     pairs = 0 if attention.cos_sin is None else attention.cos_sin.shape[1] // 2
+    calls = [*(linear.call() for linear in compiled), *([] if experts is None else [LinearCall()])]
     return LayerCall(
-        *(linear.call() for linear in compiled), *weights, _address(attention.cos_sin),
+        *calls, *weights, _address(attention.cos_sin),
         pairs, attention.window, compiled_norms[0].eps, compiled_norms[0].offset, _address(attention.sinks),
+        None if experts is None else ctypes.pointer(experts.fixed),
     )  # fmt: skip
 
 

@@ -483,14 +483,13 @@ int64_t tasks_of(const Linear &c, bool pairs) {
 
 template <typename T>
 void finish(const Linear &c, const Task &task, int64_t row, int64_t rows, const Floats (*sums)[kInputTile]) {
-  int64_t width = c.gated ? c.n / 2 : c.n;
   for (int64_t r = 0; r < rows; r++) {
     Floats found[2] = {sums[0][r], sums[1][r]};
     for (int s = 0; s < task.size; s++)
       if (auto *bias = task.parts[s].groups->bias) found[s] += load(bias + task.parts[s].index * kLanes);
     for (int s = 0; s < (c.gated ? 1 : task.size); s++) {
       auto &part = task.parts[s];
-      put(c, (T *)c.out + (row + r) * width + part.output, part.count, found[s], found[c.gated ? 1 : s]);
+      put(c, (T *)c.out + (row + r) * c.out_stride + part.output, part.count, found[s], found[c.gated ? 1 : s]);
     }
   }
 }

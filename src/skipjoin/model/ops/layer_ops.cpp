@@ -77,7 +77,7 @@ void finish(const Linear &c, int64_t panel, int64_t first, int64_t rows, Floats 
   constexpr int half = kVectors / 2;
   int64_t width = c.gated ? c.n / 2 : c.n;
   for (int64_t r = 0; r < rows; r++) {
-    T *row = (T *)c.out + (first + r) * width;
+    T *row = (T *)c.out + (first + r) * c.out_stride;
     for (int v = 0; v < kVectors; v++) {
       int64_t at = panel * kPanel + v * kLanes;
       if (c.bias) sums[r][v] += load(c.bias + at);
@@ -387,8 +387,8 @@ int64_t skipjoin_panel_bytes(int64_t type, const Linear *call) {
   return bytes;
 }
 
-void skipjoin_linear(int64_t type, const Linear *call) {
-  skipjoin::Timed timed(skipjoin::kProducts);
+// Multiplies without being measured, as part of a larger operation.
+void skipjoin_multiply(int64_t type, const Linear *call) {
   if (call->groups) return skipjoin_grouped_linear(type, call);
 #ifdef SKIPJOIN_TILES
   if (call->way == kByTiles) return linear_by_tiles(*call);
@@ -400,6 +400,11 @@ void skipjoin_linear(int64_t type, const Linear *call) {
     else
       linear<T, Unit<T>>(*call);
   });
+}
+
+void skipjoin_linear(int64_t type, const Linear *call) {
+  skipjoin::Timed timed(skipjoin::kProducts);
+  skipjoin_multiply(type, call);
 }
 
 void skipjoin_rms_norm(int64_t type, const void *x, int64_t outer, int64_t outer_stride, int64_t inner,

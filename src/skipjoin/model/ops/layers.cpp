@@ -2,9 +2,12 @@
 // Python would call them, so that results have the same bits.
 #include "calls.inc.cpp"
 
+#include <vector>
+
 namespace {
 
 using skipjoin::AttentionCall;
+using skipjoin::Experts;
 using skipjoin::Linear;
 
 // Layer with RMS norms: attention, then an MLP, with the fields of calls.py.
@@ -17,6 +20,7 @@ struct Layer {
   int64_t pairs, window;
   double eps, offset; // of norms
   const float *sinks; // or null
+  const Experts *experts; // or null; instead of `down`, after the router `up`
 };
 
 struct Step {
@@ -45,6 +49,9 @@ void skipjoin_rotate(int64_t type, void *x, int64_t tokens, int64_t token_stride
                      const int64_t *positions, const float *cos_sin, int64_t pairs, int64_t threads);
 void skipjoin_add(int64_t type, const void *x, void *total, int64_t count, int64_t threads);
 void skipjoin_paged_attention(int64_t type, const AttentionCall *call, int64_t threads);
+void skipjoin_route(int64_t type, const void *logits, int64_t stride, int64_t rows, const Experts *experts,
+                    int64_t *chosen, float *shares, int64_t threads);
+void skipjoin_experts(int64_t type, const Experts *call);
 }
 
 namespace {
@@ -52,7 +59,7 @@ namespace {
 // then: next product, whose weights may be fetched early, or null.
 void multiply(int64_t type, const Step &s, Linear call, const void *x, void *out, bool add, const Linear *then) {
   call.x = x, call.x_stride = call.k, call.rows = s.rows;
-  call.out = out, call.add = add, call.scratch = s.scratch, call.threads = s.threads;
+  call.out = out, call.out_stride = call.gated ? call.n / 2 : call.n, call.add = add, call.scratch = s.scratch, call.threads = s.threads;
   if (then) call.then = then->groups ? then->groups->strips : then->weights, call.then_bytes = skipjoin_panel_bytes(type, then);
   skipjoin_linear(type, &call);
 }
@@ -101,6 +108,18 @@ void attend(int64_t type, const Step &s, const Layer &layer, int64_t index) {
   skipjoin_paged_attention(type, &call, s.threads);
 }
 
+// Adds the experts of the normalized rows, of which s.inner has the logits.
+void add_experts(int64_t type, const Step &s, const Layer &layer) {
+  thread_local std::vector<int64_t> chosen;
+  thread_local std::vector<float> shares;
+  Experts call = *layer.experts;
+  chosen.resize(s.rows * call.per_row), shares.resize(s.rows * call.per_row);
+  skipjoin_route(type, s.inner, call.count, s.rows, &call, chosen.data(), shares.data(), s.threads);
+  call.x = s.normed, call.x_stride = layer.up.k, call.rows = s.rows, call.total = s.x, call.threads = s.threads;
+  call.chosen = chosen.data(), call.shares = shares.data();
+  skipjoin_experts(type, &call);
+}
+
 } // namespace
 
 extern "C" {
@@ -119,9 +138,11 @@ void skipjoin_layers(int64_t type, const Step *step) {
     attend(type, s, layer, i);
     add(type, s, layer, layer.output, s.attended, layer.after_attention, &layer.up);
     normalize(type, s, layer.mlp_norm, layer, s.normed);
-    multiply(type, s, layer.up, s.normed, s.inner, false, &layer.down);
-    const Linear *next = i + 1 < s.count ? &s.layers[i + 1].qkv : nullptr;
-    add(type, s, layer, layer.down, s.inner, layer.after_mlp, next);
+    multiply(type, s, layer.up, s.normed, s.inner, false, layer.experts ? nullptr : &layer.down);
+    if (layer.experts)
+      add_experts(type, s, layer);
+    else
+      add(type, s, layer, layer.down, s.inner, layer.after_mlp, i + 1 < s.count ? &s.layers[i + 1].qkv : nullptr);
   }
   if (s.final_norm) normalize(type, s, s.final_norm, s.layers[s.count - 1], s.x);
 }

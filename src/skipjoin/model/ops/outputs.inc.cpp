@@ -6,7 +6,7 @@
 
 namespace {
 
-enum Activation { kNone, kRelu, kSilu, kGelu, kGeluTanh };
+enum Activation { kNone, kRelu, kSilu, kGelu, kGeluTanh, kClamped };
 
 inline Floats activated(int64_t activation, Floats x) {
   switch (activation) {
@@ -18,11 +18,19 @@ inline Floats activated(int64_t activation, Floats x) {
   }
 }
 
-// Writes the first `count` of these sums to outputs, activated, gated or added. up: what a gated product gates.
+// Returns what a gated product makes of a gate. kClamped: with the constants of gpt-oss.
+SKIPJOIN_INLINE Floats gated_by(int64_t activation, Floats gate, Floats up) {
+  if (activation != kClamped) return activated(activation, gate) * up;
+  constexpr float kLimit = 7.0f, kSlope = 1.702f;
+  Floats limit = splat(kLimit), held = limit < gate ? limit : gate;
+  Floats bounded = limit < up ? limit : up < -limit ? -limit : up;
+  return gated(held, held * kSlope) * (bounded + 1.0f);
+}
+
+// Writes the first `count` of these sums to outputs, gated, activated or added. up: what a gated product gates.
 template <typename T>
 SKIPJOIN_INLINE void put(const skipjoin::Linear &c, T *to, int64_t count, Floats sums, Floats up) {
-  Floats value = activated(c.activation, sums);
-  if (c.gated) value *= up;
+  Floats value = c.gated ? gated_by(c.activation, sums, up) : activated(c.activation, sums);
   if (c.add) value += load(to, count);
   store(to, value, count);
 }

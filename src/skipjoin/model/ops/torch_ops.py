@@ -8,7 +8,20 @@ import torch.nn.functional as F
 
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.groups import GroupedMatrix
-from skipjoin.model.ops.base import GATED, GATES, FusedLayers, LayerParts, LookedUp, Norm
+from skipjoin.model.ops.base import (
+    CLAMPED,
+    CLAMPED_LIMIT,
+    CLAMPED_SLOPE,
+    GATED,
+    GATES,
+    Experts,
+    FusedLayers,
+    LayerParts,
+    Linear,
+    LookedUp,
+    Norm,
+)
+from skipjoin.model.ops.experts import LoopedExperts
 
 # Values of `ModelConfig.activation`.
 ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
@@ -40,6 +53,9 @@ def activated(name: str | None, x: torch.Tensor) -> torch.Tensor:
         return x
     if name in GATES:
         gate, up = x.chunk(2, dim=-1)
+        if name == CLAMPED:
+            gate, up = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
+            return gate * torch.sigmoid(CLAMPED_SLOPE * gate) * (up + 1)
         return (F.silu(gate) if name == GATED else F.gelu(gate, approximate="tanh")).mul_(up)
     if name == "relu":
         return F.relu(x, inplace=True)
@@ -89,6 +105,11 @@ class TorchOps:
         self, matrices: Sequence[GroupedMatrix], bias: torch.Tensor | None, activation: str | None = None
     ) -> LookedUp:
         raise NotImplementedError
+
+    def experts(
+        self, up: Sequence[Linear], down: Sequence[Linear], per_row: int, *, among: bool, scale: float = 1.0
+    ) -> Experts:
+        return LoopedExperts(up, down, per_row, among=among, scale=scale)
 
     def rms_norm(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> Norm:
         return TorchRMSNorm(weight, eps, offset)

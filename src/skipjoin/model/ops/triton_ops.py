@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
 from skipjoin.model.kernels.activations import bias_and_activation, gate_and_mul
+from skipjoin.model.kernels.experts import Blocks, expert_product, weighted_sum
 from skipjoin.model.kernels.norms import MAX_WIDTH, normalize
 from skipjoin.model.kernels.products import product
-from skipjoin.model.ops.base import GATES, Norm
+from skipjoin.model.ops.base import GATES, Experts, Linear, Norm, Routed
+from skipjoin.model.ops.experts import LoopedExperts, route
 from skipjoin.model.ops.torch_ops import TorchLinear, TorchOps
 
 
@@ -17,6 +21,15 @@ class TritonOps(TorchOps):
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
         return TritonLinear(weight, bias, activation)
+
+    def experts(
+        self, up: Sequence[Linear], down: Sequence[Linear], per_row: int, *, among: bool, scale: float = 1.0
+    ) -> Experts:
+        ups = [one for one in up if isinstance(one, TorchLinear)]
+        downs = [one for one in down if isinstance(one, TorchLinear)]
+        if len(ups) < len(up) or len(downs) < len(down):
+            return LoopedExperts(up, down, per_row, among=among, scale=scale)
+        return TritonExperts(ups, downs, per_row, among=among, scale=scale)
 
     def rms_norm(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> Norm:
         if weight.numel() > MAX_WIDTH:
@@ -39,6 +52,29 @@ class TritonLinear(TorchLinear):
 
     def unbiased(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight)
+
+
+class TritonExperts:
+    def __init__(
+        self, up: Sequence[TorchLinear], down: Sequence[TorchLinear], per_row: int, *, among: bool, scale: float
+    ) -> None:
+        self._up, self._down = _stacked(up), _stacked(down)
+        self._gate = GATES[up[0].activation or ""]
+        self._experts, self._per_row, self._among, self._scale = len(up), per_row, among, scale
+
+    def route(self, logits: torch.Tensor) -> Routed:
+        return route(logits, self._per_row, among=self._among, scale=self._scale)
+
+    def add_to(self, x: torch.Tensor, routed: Routed, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
+        slots, blocks = routed.chosen.numel(), Blocks.of(routed.chosen, self._experts)
+        inner = gate_and_mul(expert_product(x, *self._up, blocks, slots, self._per_row), self._gate)
+        found = weighted_sum(expert_product(inner, *self._down, blocks, slots, 1), routed.shares)
+        return total.add_(found) if then is None else then.after(found, total)
+
+
+def _stacked(linears: Sequence[TorchLinear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    biases = [one.bias for one in linears if one.bias is not None]
+    return torch.stack([one.weight for one in linears]), torch.stack(biases) if biases else None
 
 
 class TritonNorm:

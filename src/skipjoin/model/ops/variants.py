@@ -9,6 +9,7 @@ SOURCES = (
     "grouped.cpp",
     "paged_attention.cpp",
     "layers.cpp",
+    "experts.cpp",
     "block_copy.cpp",
     "block_quant.cpp",
     "token_mask.cpp",

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from skipjoin.model.layers import Builder, LayerInputs, SelfAttention
+from skipjoin.model.ops.base import Experts, LayerParts, Linear, Norm
+from skipjoin.model.parallel import Group
+from skipjoin.model.weights import Matrix, Stack
+
+# Makes products of each expert: [hidden] to this rank's columns, gated, and these to [hidden].
+MakeExperts = Callable[[], tuple[list[Linear], list[Linear]]]
+
+
+class ExpertMLP:
+    """Router and experts. A rank has the router's rows of some experts, and some columns of all experts."""
+
+    def __init__(self, router: Linear, experts: Experts, group: Group, logits: Sequence[int]) -> None:
+        self.router, self.experts = router, experts
+        self._group, self._logits = group, logits
+
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
+        """Add the MLP of `x` to `total`; return as `Linear.add_to` does."""
+        logits = self.router(x)
+        if len(self._logits) == 1:
+            return self.experts.add_to(x, self.experts.route(logits), total, then)
+        # Ranks of different processors may round differently, and must choose the same experts.
+        logits = self._group.gather(logits, self._logits)
+        self._group.count_once(total)
+        self.experts.add_to(x, self.experts.route(logits), total)
+        self._group.all_reduce(total)
+        return total if then is None else then(total)
+
+
+class ExpertLayer:
+    def __init__(self, norm: Norm, attention: SelfAttention, mlp_norm: Norm, mlp: ExpertMLP) -> None:
+        self.norm = norm
+        self._attention, self._mlp_norm, self._mlp = attention, mlp_norm, mlp
+
+    @property
+    def parts(self) -> LayerParts:
+        return LayerParts(self.norm, self._attention.parts, self._mlp_norm, self._mlp.router, self._mlp.experts)
+
+    def __call__(self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None) -> torch.Tensor:
+        normed = self._attention.add_to(normed, x, step, self._mlp_norm)
+        return self._mlp.add_to(normed, x, then)
+
+
+def expert_mlp(builder: Builder, router: str, make: MakeExperts, *, has_bias: bool = False) -> ExpertMLP:
+    """Return the MLP whose router is tensor `router`. Parameters are counted as far as a token uses them."""
+    settings, shard = builder.config.experts, builder.shard
+    assert settings is not None
+    own = shard.experts(builder.config)
+    # Never in codes: an error of the router replaces whole experts.
+    weight = builder.tensor(f"{router}.weight", settings.count, builder.config.hidden_size, rows=own)
+    bias = builder.tensor(f"{router}.bias", settings.count, rows=own) if has_bias else None
+    routes = builder.ops.linear(weight, bias)
+    up, down = make()
+    columns = len(shard.expert_columns(builder.config))
+    builder.parameters += settings.per_token * 3 * builder.config.hidden_size * columns
+    taken = sum(linear.weight_bytes for linear in (*up, *down))
+    builder.weight_bytes += taken
+    builder.expert_bytes += taken
+    experts = builder.ops.experts(
+        up, down, settings.per_token, among=settings.among_chosen, scale=builder.config.residual_scale
+    )
+    return ExpertMLP(routes, experts, builder.group, shard.expert_counts(builder.config))
+
+
+def separate_experts(builder: Builder, name: str, gate_up: Sequence[str], down: str, activation: str) -> MakeExperts:
+    """Return what makes experts of tensors of their own: `name`.N.`down` and likewise."""
+    settings, weights, ops = builder.config.experts, builder.weights, builder.ops
+    assert settings is not None
+    count, width, hidden = settings.count, settings.width, builder.config.hidden_size
+    own = builder.shard.expert_columns(builder.config)
+
+    def make() -> tuple[list[Linear], list[Linear]]:
+        ups, downs = [], []
+        for index in range(count):
+            up = [Matrix(f"{name}.{index}.{part}", width, own) for part in gate_up]
+            ups.append(weights.linear(ops, up, hidden, bias=False, activation=activation))
+            whole = Matrix(f"{name}.{index}.{down}", hidden, range(hidden))
+            downs.append(weights.linear(ops, [whole], width, bias=False, columns=own))
+        return ups, downs
+
+    return make
+
+
+def stacked_experts(
+    builder: Builder, up: Stack, down: Stack, activation: str, *, has_bias: bool = False
+) -> MakeExperts:
+    """Return what makes experts of tensors of all of them; `up.rows` has the gates' rows first.
+
+    Biases are tensors with the suffix "_bias"; rank 0 adds those of `down`.
+    """
+
+    def bias_of(stack: Stack) -> torch.Tensor:
+        whole = builder.weights.take(f"{stack.name}_bias", stack.experts, stack.out)
+        return whole if stack.rows is None else whole[:, stack.rows].contiguous()
+
+    def make() -> tuple[list[Linear], list[Linear]]:
+        shift = bias_of(up) if has_bias else None
+        last = bias_of(down) if has_bias and builder.shard.tp_rank == 0 else None
+        return (
+            builder.weights.stacked(builder.ops, up, shift, activation),
+            builder.weights.stacked(builder.ops, down, last),
+        )
+
+    return make

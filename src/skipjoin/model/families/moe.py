@@ -1,0 +1,150 @@
+"""Models with Llama's attention and experts: Qwen3-MoE, Mixtral, OLMoE, GraniteMoE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from skipjoin.model.config import ExpertSettings, ModelError, every, factor
+from skipjoin.model.experts import ExpertLayer, MakeExperts, expert_mlp, separate_experts, stacked_experts
+from skipjoin.model.families.gated import gated_fields, gated_mlp
+from skipjoin.model.families.rotary import RotaryDecoder
+from skipjoin.model.family import family
+from skipjoin.model.layers import Builder, Layer, Rotary, SequentialLayer, separate_attention
+from skipjoin.model.ops.base import GATED, Norm
+from skipjoin.model.weights import Stack
+
+
+class _Kind(NamedTuple):
+    """What a family has; names are those in config.json and in a layer.
+
+    Attributes:
+        names: Of an expert's gate, of what it gates, and of its second product; none if experts are stored together.
+        defaults: Of missing entries: those of the configuration class in transformers.
+    """
+
+    model_type: str
+    width: str
+    experts: str
+    mlp: str
+    router: str
+    names: tuple[str, str, str] | None
+    defaults: Mapping[str, Any]
+
+
+_SEPARATE = ("gate_proj", "up_proj", "down_proj")
+_QWEN3 = {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1}
+_MIXTRAL = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8}
+_KINDS = {
+    "Qwen3MoeForCausalLM": _Kind(
+        "qwen3_moe", "moe_intermediate_size", "num_experts", "mlp", "gate", _SEPARATE,
+        {**_QWEN3, "moe_intermediate_size": 768},
+    ),
+    "MixtralForCausalLM": _Kind(
+        "mixtral", "intermediate_size", "num_local_experts", "block_sparse_moe", "gate", ("w1", "w3", "w2"),
+        {**_MIXTRAL, "num_experts_per_tok": 2},
+    ),
+    "OlmoeForCausalLM": _Kind(
+        "olmoe", "intermediate_size", "num_experts", "mlp", "gate", _SEPARATE,
+        {"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
+    ),
+    "GraniteMoeForCausalLM": _Kind(
+        "granitemoe", "intermediate_size", "num_local_experts", "block_sparse_moe", "router.layer", None,
+        {"num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+}  # fmt: skip
+
+
+def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    kind = _KINDS[architecture]
+    other = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}[kind.experts]
+    count = raw.get(kind.experts) or raw.get(other) or kind.defaults[kind.experts]
+    raw = {**kind.defaults, **raw}
+    fields = gated_fields(raw)
+    if fields["activation"] != "silu":
+        raise ModelError(f"hidden_act of {architecture} must be silu, got {raw['hidden_act']!r:.80}")
+    if raw.get("clip_qkv") is not None:
+        raise ModelError(f"clip_qkv of {architecture} must be null, got {raw['clip_qkv']!r:.80}")
+    layers, window = fields["num_layers"], int(raw.get("sliding_window") or 0)
+    is_sparse = [True] * layers
+    if kind.model_type == "qwen3_moe":
+        window = window if raw.get("use_sliding_window") else 0
+        dense, is_skipped = raw.get("mlp_only_layers") or (), every(raw["decoder_sparse_step"])
+        is_sparse = [layer not in dense and not is_skipped(layer) for layer in range(layers)]
+    if kind.model_type == "granitemoe":
+        fields |= {
+            "attention_scale": factor(raw, "attention_multiplier", 1.0),
+            "embedding_scale": factor(raw, "embedding_multiplier", 1.0),
+            "residual_scale": factor(raw, "residual_multiplier", 1.0),
+            "logit_scale": 1 / factor(raw, "logits_scaling", 1.0),
+        }
+    return fields | {
+        "windows": (window,) * layers if kind.model_type in ("qwen3_moe", "mixtral") else (0,) * layers,
+        "qk_norm": kind.model_type in ("qwen3_moe", "olmoe"),
+        "experts": ExpertSettings(
+            count=int(count),
+            per_token=int(raw["num_experts_per_tok"]),
+            width=int(raw[kind.width]),
+            # In OLMoE and Qwen3-MoE, config.json chooses.
+            among_chosen=kind.model_type in ("mixtral", "granitemoe") or bool(raw.get("norm_topk_prob", False)),
+            layers=tuple(layer for layer in range(layers) if is_sparse[layer]),
+        ),
+    }
+
+
+@family(
+    "moe",
+    architectures={name: kind.model_type for name, kind in _KINDS.items()},
+    fields=_fields,
+    prefix="model.",
+    sizes={"decoder_sparse_step": 1 << 14},
+)
+class ExpertDecoder(RotaryDecoder):
+    EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+    def __init__(self, builder: Builder, device: torch.device | str) -> None:
+        super().__init__(builder, device, _layer, lambda: builder.rms_norm("model.norm"))
+
+
+def _layer(builder: Builder, index: int, rotary: Rotary | None) -> Layer:
+    config, kind, name = builder.config, _KINDS[builder.config.architecture], f"model.layers.{index}"
+    assert config.experts is not None
+    scale = config.residual_scale
+    attention = separate_attention(
+        builder,
+        index,
+        f"{name}.self_attn",
+        "o_proj",
+        rotary=rotary,
+        norms=_norms(builder, f"{name}.self_attn") if config.qk_norm else None,
+        adjust=None if scale == 1 else lambda product: product.mul_(scale),
+    )
+    norm, mlp_norm = (builder.rms_norm(f"{name}.{one}") for one in ("input_layernorm", "post_attention_layernorm"))
+    if index not in config.experts.layers:
+        return SequentialLayer(norm, attention, mlp_norm, *gated_mlp(builder, f"{name}.{kind.mlp}"))
+    mlp = expert_mlp(builder, f"{name}.{kind.mlp}.{kind.router}", _experts(builder, f"{name}.{kind.mlp}", kind))
+    return ExpertLayer(norm, attention, mlp_norm, mlp)
+
+
+def _norms(builder: Builder, name: str) -> tuple[Norm, Norm]:
+    config, shard, dim = builder.config, builder.shard, builder.config.head_dim
+    if config.architecture != "OlmoeForCausalLM":
+        return builder.rms_norm(f"{name}.q_norm", dim), builder.rms_norm(f"{name}.k_norm", dim)
+    return (
+        builder.projection_norm(f"{name}.q_norm", shard.query_rows(config), config.num_heads * dim),
+        builder.projection_norm(f"{name}.k_norm", shard.kv_rows(config), config.num_kv_heads * dim),
+    )
+
+
+def _experts(builder: Builder, name: str, kind: _Kind) -> MakeExperts:
+    if kind.names is not None:
+        return separate_experts(builder, f"{name}.experts", kind.names[:2], kind.names[2], GATED)
+    of, hidden, own = builder.config.experts, builder.config.hidden_size, builder.shard.expert_columns(builder.config)
+    assert of is not None
+    rows = torch.cat([torch.arange(first + own.start, first + own.stop) for first in (0, of.width)])
+    up = Stack(f"{name}.input_linear.weight", of.count, 2 * of.width, hidden, rows=rows)
+    return stacked_experts(
+        builder, up, Stack(f"{name}.output_linear.weight", of.count, hidden, of.width, columns=own), GATED
+    )

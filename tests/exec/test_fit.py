@@ -61,6 +61,14 @@ def test_fit_is_robust_to_outliers_and_noise(truth: LinearCost, seed: int) -> No
     assert np.quantile(errors, 0.95) < 0.25
 
 
+def test_fit_follows_the_experts_that_steps_read() -> None:
+    experts = {"expert_part": 0.9, "expert_use": 0.125}
+    truth = LinearCost(2e-3, 5e-4, 4e-7, 4e-4, 2e-6, weights=8e-3, **experts)
+    seconds = [truth.step(shape) for shape in SHAPES]
+    assert max(cost_errors(fit_cost(SHAPES, seconds, **experts), SHAPES, seconds)) < 1e-6
+    assert max(cost_errors(fit_cost(SHAPES, seconds), SHAPES, seconds)) > 0.1
+
+
 def test_negative_terms_are_clamped_and_the_others_refitted() -> None:
     # Times decrease with the third count, so that its coefficient would be negative.
     counts = np.array([[1.0, x, y] for x in (1, 2, 4, 8) for y in (0, 1, 2)])

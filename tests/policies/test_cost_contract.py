@@ -70,6 +70,13 @@ def test_linear_cost_is_the_sum_of_its_terms() -> None:
     assert cost.transfer(10) == 67
 
 
+def test_weights_are_read_as_far_as_tokens_choose_their_experts() -> None:
+    cost = LinearCost(1.0, 0.0, weights=8.0, expert_part=0.5, expert_use=0.25)
+    assert [cost.step(StepShape(decodes=count)) for count in (0, 1, 2, 1000)] == [5.0, 6.0, 6.75, 9.0]
+    with pytest.raises(ValueError, match=r"expert_use must be in \[0, 1\], got 2"):
+        LinearCost(1.0, 0.0, expert_use=2.0)
+
+
 @pytest.mark.parametrize(
     "bad", [{"floor": 0.0}, {"floor": -1.0}, {"prefill_token": -1.0}, {"block": float("nan")}, {"decode": math.inf}]
 )

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -39,6 +42,9 @@ PUBLISHED = {
     "qwen3-8b": 8.19,
     "qwen3-14b": 14.77,
     "qwen3-32b": 32.76,
+    "qwen3-30b-a3b": 30.5,
+    "mixtral-8x7b": 46.7,
+    "gpt-oss-20b": 20.9,
 }
 
 
@@ -109,6 +115,29 @@ def test_spellings_of_a_gpu_are_equivalent(text: str) -> None:
 def test_invalid_hardware_is_refused(text: str, error: str) -> None:
     with pytest.raises(ConfigError, match=rf"^hardware.*{error}"):
         parse_hardware(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        (
+            "qwen3-30b-a3b",
+            {"architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 48, "head_dim": 128}
+            | {"num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144, "vocab_size": 151936}
+            | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+            | {"max_position_embeddings": 40960},
+        ),
+        (
+            "mixtral-8x7b",
+            {"architectures": ["MixtralForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32}
+            | {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000}
+            | {"num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 32768},
+        ),
+    ],
+)
+def test_experts_of_a_folder_are_those_of_the_catalog(name: str, config: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    assert dataclasses.replace(shape_of(str(tmp_path)), name=name) == MODELS[name]
 
 
 def test_models_that_a_server_can_run_are_simulated(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from skipjoin.system.durable import locked, make_private, write_durably
 from skipjoin.system.folders import cache_folder, is_trusted
 
 # Incremented when older files can no longer be read.
-FORMAT = 6
+FORMAT = 7
 # Environment variable that names the folder of cached profiles.
 CACHE_VARIABLE = "SKIPJOIN_PROFILE_CACHE"
 

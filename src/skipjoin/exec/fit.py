@@ -26,23 +26,28 @@ _HIDDEN_TOKENS = (0, 6, 12, 24, 64, 256)
 _TURNS = 6
 
 
-def fit_cost(shapes: Sequence[StepShape], seconds: Sequence[float]) -> LinearCost:
+def fit_cost(
+    shapes: Sequence[StepShape], seconds: Sequence[float], *, expert_part: float = 0.0, expert_use: float = 0.0
+) -> LinearCost:
+    experts = {"expert_part": expert_part, "expert_use": expert_use}
+    read_share = LinearCost(1.0, 0.0, **experts).read_share
+    read = np.array([read_share(shape.prefill + shape.decodes) for shape in shapes])
     counts, times = np.array([(1, *shape) for shape in shapes], dtype=np.float64), np.array(seconds)
     tokens = counts[:, 1] + counts[:, 3]
     candidates = []
     for most in _HIDDEN_TOKENS:
         hidden = tokens <= most
         for _ in range(_TURNS):
-            # In weight-bound steps, tokens cost nothing and the last term counts once.
-            features = np.column_stack([counts, hidden])
+            # In weight-bound steps, tokens cost nothing and the last term counts as far as weights are read.
+            features = np.column_stack([counts, hidden * read])
             features[np.ix_(hidden, np.array((1, 3)))] = 0
             terms = fit_times(features, times)
-            now_hidden = terms[1] * counts[:, 1] + terms[3] * counts[:, 3] < terms[5]
+            now_hidden = terms[1] * counts[:, 1] + terms[3] * counts[:, 3] < terms[5] * read
             if (now_hidden == hidden).all():
                 break
             hidden = now_hidden
         terms[0] = max(terms[0], _MIN_S)
-        cost = LinearCost(**dict(zip(STEP_TERMS, terms.tolist(), strict=True)))
+        cost = LinearCost(**dict(zip(STEP_TERMS, terms.tolist(), strict=True)), **experts)
         candidates.append((sum(cost_errors(cost, shapes, seconds)), most, cost))
     return min(candidates)[2]
 

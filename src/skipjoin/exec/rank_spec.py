@@ -32,7 +32,13 @@ _TRANSFER_RUNS = 12
 
 
 class RankSpec(NamedTuple):
-    """A rank's share of a model; `attention_width` is the query heads of all its layers times the head dimension."""
+    """A rank's share of a model.
+
+    Attributes:
+        attention_width: Query heads of all its layers times the head dimension.
+        parameters: Those that a token uses.
+        expert_bytes: Part of `weight_bytes` of which a token uses the share `expert_use`.
+    """
 
     stage: int
     weight_bytes: int
@@ -48,6 +54,8 @@ class RankSpec(NamedTuple):
     attention: str
     operators: str
     threads: int
+    expert_bytes: int = 0
+    expert_use: float = 0.0
 
 
 class MemoryBudget(NamedTuple):
@@ -122,6 +130,8 @@ def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str
         attention=model.attention.name,
         operators=model.ops.path,
         threads=threads,
+        expert_bytes=model.expert_bytes,
+        expert_use=0.0 if config.experts is None else config.experts.per_token / config.experts.count,
     )
 
 

@@ -18,6 +18,11 @@ class LinearCost:
 
     A step takes floor + max(weights, prefill_token x tokens + decode x requests) + attention_pair x query-key pairs +
     context_token x KV tokens. Reading the weights overlaps with the arithmetic of few tokens.
+
+    Attributes:
+        weights: Seconds to read all weights. A step reads `read_share` of them.
+        expert_part: Share of the weights that are experts, in [0, 1].
+        expert_use: Share of the experts that a token uses, in [0, 1].
     """
 
     floor: float
@@ -28,6 +33,8 @@ class LinearCost:
     block: float = 0.0
     transfer_floor: float = 0.0
     weights: float = 0.0
+    expert_part: float = 0.0
+    expert_use: float = 0.0
     revision: ClassVar[int] = 0
     margin: ClassVar[float] = 1.0
 
@@ -38,12 +45,22 @@ class LinearCost:
                 raise ValueError(f"{name} must be a finite number of seconds, at least 0, got {value}")
         if self.floor <= 0:
             raise ValueError(f"floor must be above 0 seconds, got {self.floor}")
+        for name in ("expert_part", "expert_use"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+
+    def read_share(self, tokens: int) -> float:
+        """Return the expected share of the weights that a step reads, if tokens choose experts independently."""
+        return 1 - self.expert_part * (1 - self.expert_use) ** tokens
 
     def step(self, shape: StepShape) -> float:
         work = self.prefill_token * shape.prefill + self.decode * shape.decodes
+        weights = self.weights
+        if self.expert_part:  # policies ask for many steps, so others are spared the call
+            weights *= self.read_share(shape.prefill + shape.decodes)
         return (
             self.floor
-            + (work if work > self.weights else self.weights)
+            + (work if work > weights else weights)
             + self.attention_pair * shape.attention
             + self.context_token * shape.context
         )
@@ -165,10 +182,11 @@ class LearningCost:
         learned, bounds = self._learned, self._bounds
         floor, prefill, attention, decode, context, weights = learned
         work = prefill * shape[0] + decode * shape[2]
-        if work > weights:
-            counts = (1, *shape, 0)
+        read = self._answer.read_share(shape[0] + shape[2])
+        if work > weights * read:
+            counts: tuple[float, ...] = (1, *shape, 0)
         else:
-            work, counts = weights, (1, 0, shape[1], 0, shape[3], 1)
+            work, counts = weights * read, (1, 0, shape[1], 0, shape[3], read)
         expected = floor + work + attention * shape[1] + context * shape[3]
         self._margin.learn(expected, seconds)
         error = (seconds - expected) / (seconds if seconds > expected else expected)

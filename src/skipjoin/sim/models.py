@@ -7,12 +7,24 @@ from skipjoin.kv_format import CACHE_FORMATS, SWAP_FORMATS
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """Gated MLPs of `width` columns, of which a token uses `per_token` in each of `layers` layers."""
+
+    count: int
+    per_token: int
+    width: int
+    layers: int
+    parameter_bytes: float = 2
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """Shape of a decoder-only transformer, for its size and work.
 
     Norms, biases and learned positions are ignored: together less than 0.5 % of any model here.
 
     Attributes:
+        intermediate: Columns of the MLP, of layers without experts.
         gated: The MLP has three matrices (SwiGLU) instead of two.
         tied: The output head is the embedding table.
         parameter_bytes: Size of a weight, an activation and a KV element.
@@ -31,11 +43,38 @@ class ModelShape:
     max_positions: int
     parameter_bytes: int = 2
     kv_cache_dtype: str = "auto"
+    experts: ExpertShape | None = None
 
     @property
     def layer_parameters(self) -> int:
+        """Parameters of a layer, on average over the layers."""
+        return self._layer_parameters(0 if self.experts is None else self.experts.count)
+
+    @property
+    def active_layer_parameters(self) -> int:
+        """Those of them that a token uses."""
+        return self._layer_parameters(0 if self.experts is None else self.experts.per_token)
+
+    def _layer_parameters(self, experts: int) -> int:
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
-        return attention + (3 if self.gated else 2) * self.hidden * self.intermediate
+        column = (3 if self.gated else 2) * self.hidden
+        if self.experts is None:
+            return attention + column * self.intermediate
+        of = self.experts
+        dense = (self.layers - of.layers) * column * self.intermediate
+        sparse = of.layers * (of.count * self.hidden + experts * column * of.width)
+        return attention + (dense + sparse) // self.layers
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all experts."""
+        of = self.experts
+        return 0 if of is None else of.layers * of.count * 3 * self.hidden * of.width
+
+    def bytes_of(self, parameters: int, share: float = 1.0) -> int:
+        """Return the bytes of that many parameters, which include this share of the experts'."""
+        narrower = 0.0 if self.experts is None else self.parameter_bytes - self.experts.parameter_bytes
+        return parameters * self.parameter_bytes - round(self.expert_parameters * share * narrower)
 
     @property
     def head_parameters(self) -> int:
@@ -47,7 +86,19 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        return self.parameters * self.parameter_bytes
+        return self.bytes_of(self.parameters)
+
+    def read_bytes(self, tokens: float) -> float:
+        """Return the expected bytes of matrices that a step of `tokens` reads, without the embedding table.
+
+        n tokens that choose independently use count * (1 - (1 - per_token / count) ** n) experts.
+        """
+        matrices = self.bytes_of(self.layers * self.layer_parameters + self.head_parameters)
+        of = self.experts
+        if of is None:
+            return matrices
+        unused: float = (1 - of.per_token / of.count) ** tokens
+        return matrices - self.expert_parameters * of.parameter_bytes * unused
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -65,7 +116,7 @@ class ModelShape:
     @property
     def flops_per_token(self) -> int:
         """Operations of the layers' matrices for one token, without attention and output head."""
-        return 2 * self.layers * self.layer_parameters
+        return 2 * self.layers * self.active_layer_parameters
 
 
 def _opt(size: str, layers: int, hidden: int, heads: int) -> ModelShape:
@@ -131,6 +182,27 @@ _SHAPES = (
     _qwen3("8b", 36, 4096, 32, 12288, tied=False),
     _qwen3("14b", 40, 5120, 40, 17408, tied=False),
     _qwen3("32b", 64, 5120, 64, 25600, tied=False),
+    # The published configurations; gpt-oss has a byte of scale per 32 experts' parameters of 4 bits.
+    ModelShape(
+        "qwen3-30b-a3b", 48, 2048, 32, 4, 128, 6144, True, 151936, False, 40960, experts=ExpertShape(128, 8, 768, 48)
+    ),
+    ModelShape(
+        "mixtral-8x7b", 32, 4096, 32, 8, 128, 14336, True, 32000, False, 32768, experts=ExpertShape(8, 2, 14336, 32)
+    ),
+    ModelShape(
+        "gpt-oss-20b",
+        24,
+        2880,
+        64,
+        8,
+        64,
+        2880,
+        True,
+        201088,
+        False,
+        131072,
+        experts=ExpertShape(32, 4, 2880, 24, 17 / 32),
+    ),
 )
 MODELS: dict[str, ModelShape] = {shape.name: shape for shape in _SHAPES}
 # Published checkpoints use both names for the 33-billion model.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -43,7 +44,7 @@ class RooflineCost:
 
     A step of T tokens (prefill and decodes) takes, summed over the stages:
 
-        max(T x layer matrices + decodes x output head, reading the weights once)
+        max(T x layer matrices + decodes x output head, reading the weights once, of experts those in use)
         + prefill's query-key pairs x arithmetic + decodes' context x reading its KV
         + two all-reduces per layer, if tp > 1 + sending T activations between stages
         + a constant per layer and per step.
@@ -78,8 +79,9 @@ class RooflineCost:
 
         flops_per_s = device.flops_per_s * share.arithmetic * tp
         memory_bytes_per_s = device.memory_bytes_per_s * share.memory * tp
-        matrices = model.layers * model.layer_parameters + model.head_parameters
-        self._weights_s = matrices * model.parameter_bytes / memory_bytes_per_s
+        self._weights_s = model.read_bytes(math.inf) / memory_bytes_per_s
+        self._experts_s = self._weights_s - model.read_bytes(0) / memory_bytes_per_s
+        self._unused = 0.0 if model.experts is None else 1 - model.experts.per_token / model.experts.count
         self._layers_token_s = model.flops_per_token / flops_per_s
         self._head_token_s = 2 * model.head_parameters / flops_per_s
         # QK and PV: two dot products of head_dim multiply-adds per pair, head and layer.
@@ -100,9 +102,10 @@ class RooflineCost:
         prefill, attention, decodes, context = shape
         tokens = prefill + decodes
         matrices_s = tokens * self._layers_token_s + decodes * self._head_token_s
+        weights_s = self._weights_s - self._experts_s * self._unused**tokens if self._experts_s else self._weights_s
         return (
             self._floor_s
-            + max(matrices_s, self._weights_s)
+            + max(matrices_s, weights_s)
             + attention * self._pair_s
             + context * self._context_token_s
             + tokens * self._link_token_s
@@ -173,13 +176,19 @@ def _max_layers(model: ModelShape, group: DeviceGroup) -> int:
 
 def _fixed_bytes(model: ModelShape, group: DeviceGroup) -> int:
     if group.pp == 1:
-        weights = model.parameters
+        weights = model.weight_bytes
     else:
         # The embedding table is on the first stage, the output head on the last.
-        weights = _max_layers(model, group) * model.layer_parameters + model.head_parameters
+        layers = _max_layers(model, group)
+        weights = model.bytes_of(layers * model.layer_parameters + model.head_parameters, layers / model.layers)
     # Residual, norm, queries and output are replicated at full width; MLP activations are split.
-    widths = 4 * model.hidden + 2 * model.intermediate // group.tp
-    return (weights // group.tp + _ACTIVATION_TOKENS * widths) * model.parameter_bytes
+    widths = 4 * model.hidden + 2 * _mlp_columns(model) // group.tp
+    return weights // group.tp + _ACTIVATION_TOKENS * widths * model.parameter_bytes
+
+
+def _mlp_columns(model: ModelShape) -> int:
+    of = model.experts
+    return model.intermediate if of is None else max(model.intermediate, of.per_token * of.width)
 
 
 def _max_kv_bytes(model: ModelShape, group: DeviceGroup, usable: float) -> int:

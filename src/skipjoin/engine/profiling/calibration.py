@@ -97,7 +97,7 @@ def _short(limits: Limits, cost: LinearCost) -> Limits:
     kv_tokens = int(left / max(cost.context_token, cost.attention_pair * tokens, 1e-15))
     kv_tokens = max(tokens + 1, min(limits.kv_tokens, kv_tokens))
     requests = max(1, min(limits.requests, int(left / max(cost.decode, 1e-15))))
-    return Limits(tokens, requests, min(limits.positions, kv_tokens), kv_tokens)
+    return Limits(tokens, requests, min(limits.positions, kv_tokens), kv_tokens, limits.vocab_size)
 
 
 def fit(profile: Profile) -> str:

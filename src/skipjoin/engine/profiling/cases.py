@@ -19,6 +19,7 @@ class Limits(NamedTuple):
     requests: int
     positions: int
     kv_tokens: int
+    vocab_size: int = 1
 
 
 class Case(NamedTuple):

@@ -27,7 +27,15 @@ RATES = {
 
 def guess_cost(rank_specs: Sequence[RankSpec], block_size: int) -> LinearCost:
     stages = [_guess(stage[0], block_size) for stage in by_stage(rank_specs)]
-    return LinearCost(*(sum(terms) for terms in zip(*map(dataclasses.astuple, stages), strict=True)))
+    whole = LinearCost(*(sum(terms) for terms in zip(*map(_terms, stages), strict=True)))
+    experts = sum(stage.expert_part * stage.weights for stage in stages)
+    return dataclasses.replace(
+        whole, expert_part=experts / whole.weights, expert_use=max(stage.expert_use for stage in stages)
+    )
+
+
+def _terms(cost: LinearCost) -> tuple[float, ...]:
+    return dataclasses.astuple(dataclasses.replace(cost, expert_part=0.0, expert_use=0.0))
 
 
 def _guess(spec: RankSpec, block_size: int) -> LinearCost:
@@ -44,4 +52,6 @@ def _guess(spec: RankSpec, block_size: int) -> LinearCost:
         # Only codes cross a GPU's link, but a CPU reads the numbers to make the codes.
         block=(spec.cpu_block_bytes if spec.device_kind == "cuda" else spec.block_bytes) / rates.link,
         transfer_floor=1e-4,
+        expert_part=spec.expert_bytes / spec.weight_bytes,
+        expert_use=spec.expert_use,
     )

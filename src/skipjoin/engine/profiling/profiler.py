@@ -107,7 +107,7 @@ class Measurement:
     """
 
     def __init__(self, executor: ModelExecutor, limits: Limits, effort: Effort) -> None:
-        self._executor, self._precision = executor, effort.precision
+        self._executor, self._precision, self._vocab_size = executor, effort.precision, limits.vocab_size
         self._times: dict[Case, list[float]] = {case: [] for case in cases(limits, _PER_KIND)}
         self._stages: dict[Case, list[tuple[float, ...]]] = {case: [] for case in self._times}
         self._clock = _Clock(effort.seconds)
@@ -133,7 +133,7 @@ class Measurement:
             self._executor.touch([*{*blocks}.difference(self._blocks)])
             self._blocks, self._plans = blocks, {}
         if (plan := self._plans.get(case)) is None:
-            plan = self._plans[case] = _plan(case.slices, self._executor.pools[-1], blocks)
+            plan = self._plans[case] = _plan(case.slices, self._executor.pools[-1], blocks, self._vocab_size)
             self._shapes[case] = StepShape.of(plan.slices)
         began = time.perf_counter()
         self._stages[case].append(_run(self._executor, plan))
@@ -287,14 +287,16 @@ def used_blocks(executor: ModelExecutor, limits: Limits) -> int:
     return min(blocks, max(_KV_BYTES // block_bytes, -(-limits.positions // block_size)))
 
 
-def _plan(shapes: SliceShapes, block_size: int, usable: Sequence[int]) -> StepPlan:
+def _plan(shapes: SliceShapes, block_size: int, usable: Sequence[int], vocab_size: int) -> StepPlan:
     sampling = Sampling(SamplingParams(temperature=0), 0, ())
     slices, next_block = [], 0
     for number, (start, tokens) in enumerate(shapes):
         blocks = -(-(start + tokens) // block_size)
         table = tuple(usable[(next_block + index) % len(usable)] for index in range(blocks))
         next_block += blocks
-        request = Request(number, 0.0, [number % 2] * (start + tokens), 1, sampling=sampling)
+        # Different tokens use different experts.
+        ids = [(number + position) % vocab_size for position in range(start + tokens)]
+        request = Request(number, 0.0, ids, 1, sampling=sampling)
         slices.append(Slice(request, start, tokens, samples=True, awaits=False, blocks=table))
     return StepPlan(0, tuple(slices))
 
@@ -305,7 +307,12 @@ def _fit_steps(steps: Sequence[_Measured], guess: LinearCost) -> tuple[LinearCos
     if len(fitted) < _FEWEST_SHAPES:
         cost = scaled(guess, statistics.median(step.seconds / guess.step(step.shape) for step in steps))
     else:
-        cost = fit_cost([step.shape for step in fitted], [step.seconds for step in fitted])
+        cost = fit_cost(
+            [step.shape for step in fitted],
+            [step.seconds for step in fitted],
+            expert_part=guess.expert_part,
+            expert_use=guess.expert_use,
+        )
     assessed = held_out or fitted
     errors = cost_errors(cost, [step.shape for step in assessed], [step.seconds for step in assessed])
     median, p95 = np.quantile(errors, (0.5, 0.95)).tolist()

@@ -100,6 +100,7 @@ def _limits(config: EngineConfig, loaded: Loaded) -> Limits:
         requests=config.max_num_seqs,
         positions=min(loaded.max_len, blocks * block_size),
         kv_tokens=blocks * block_size,
+        vocab_size=loaded.config.vocab_size,
     )
 
 

@@ -15,13 +15,15 @@ from skipjoin.recipes import find, names_in
 from skipjoin.recipes.registry import check_names
 from skipjoin.sim.experiments.system import ProfileBasis, System
 from skipjoin.sim.hardware import parse_hardware
-from skipjoin.sim.models import ModelShape, model_shape
+from skipjoin.sim.models import ExpertShape, ModelShape, model_shape
 from skipjoin.sim.roofline import RooflineCost, kv_blocks
 
 _GIB = 1 << 30
 # Default share of a server's RAM for KV blocks.
 _SWAP_SHARE = 0.5
 _GROUP = "System"
+# Families whose MLP has two matrices.
+_UNGATED = ("opt", "gpt_neox", "starcoder2")
 # Fields of a system that concern the cluster, not a replica.
 _OF_THE_CLUSTER = ("replicas", "dispatch", "prefill_replicas", "network_gbps")
 
@@ -36,6 +38,7 @@ def shape_of(name: str) -> ModelShape:
         config = ModelConfig.from_folder(folder)
     except ModelError as error:
         raise ConfigError(f"--model: {error}") from error
+    of, bytes_each = config.experts, 4 if config.dtype_name == "float32" else 2
     return ModelShape(
         model_id(name, folder),
         config.num_layers,
@@ -44,11 +47,12 @@ def shape_of(name: str) -> ModelShape:
         config.num_kv_heads,
         config.head_dim,
         config.intermediate_size,
-        config.family == "llama",
+        config.family not in _UNGATED,
         config.vocab_size,
         config.tie_embeddings,
         config.max_positions,
-        4 if config.dtype_name == "float32" else 2,
+        bytes_each,
+        experts=None if of is None else ExpertShape(of.count, of.per_token, of.width, len(of.layers), bytes_each),
     )
 
 

@@ -1,4 +1,4 @@
-"""Serve a Llama in a Hugging Face folder, or a GGUF file, with llama.cpp, in the environment of the peer `llamacpp`.
+"""Serve a Llama or Qwen3-MoE in a Hugging Face folder, or a GGUF file, with llama.cpp, in the environment of its peer.
 
     PYTHON benchmarks/llamacpp_server.py FOLDER --port PORT [--parallel 16]
 
@@ -32,9 +32,13 @@ LAYER = {
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+}
+MLP = {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
+EXPERTS = {
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate_inp": "mlp.gate",
+    **{f"ffn_{part}_exps": f"mlp.experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
 }
 
 
@@ -44,14 +48,21 @@ def convert(folder: Path, target: Path) -> None:
         name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()
     }
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    writer = gguf.GGUFWriter(target, "llama")
+    experts = config.get("num_local_experts", 0)
+    writer = gguf.GGUFWriter(target, "qwen3moe" if experts else "llama")
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(kv_heads)
-    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    writer.add_rope_dimension_count(config.get("head_dim") or config["hidden_size"] // heads)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     add_words(writer, config)
@@ -59,9 +70,11 @@ def convert(folder: Path, target: Path) -> None:
     add(writer, "output_norm.weight", weights["model.norm.weight"])
     add(writer, "output.weight", weights["lm_head.weight"])
     for layer in range(config["num_hidden_layers"]):
-        for theirs, ours in LAYER.items():
-            tensor = weights[f"model.layers.{layer}.{ours}.weight"]
-            if theirs in ("attn_q", "attn_k"):
+        for theirs, ours in (LAYER | (EXPERTS if experts else MLP)).items():
+            name = f"model.layers.{layer}.{ours}.weight"
+            is_stacked = "{}" in name
+            tensor = torch.stack([weights[name.format(n)] for n in range(experts)]) if is_stacked else weights[name]
+            if theirs in ("attn_q", "attn_k") and not experts:
                 tensor = interleaved(tensor, heads if theirs == "attn_q" else kv_heads)
             add(writer, f"blk.{layer}.{theirs}.weight", tensor)
     writer.write_header_to_file()
@@ -72,7 +85,7 @@ def convert(folder: Path, target: Path) -> None:
 
 def add(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor) -> None:
     """Add a tensor: matrices in their own type, others in float32."""
-    if tensor.dim() == 2 and tensor.dtype == torch.bfloat16:
+    if tensor.dim() > 1 and tensor.dtype == torch.bfloat16:
         writer.add_tensor(name, tensor.view(torch.uint8).numpy(), raw_dtype=gguf.GGMLQuantizationType.BF16)
     else:
         writer.add_tensor(name, tensor.float().numpy())

@@ -1,7 +1,7 @@
-"""Llamas with random weights. The default has 97.5M parameters: large enough that the model and not Python decides the
-speed, and small enough for a CPU.
+"""Models with random weights. The default is a Llama of 97.5M parameters: large enough that the model and not Python
+decides the speed, and small enough for a CPU.
 
-    python benchmarks/random_model.py FOLDER [--dtype bfloat16|float32]
+    python benchmarks/random_model.py FOLDER [--dtype bfloat16|float32] [--experts]
 """
 
 from __future__ import annotations
@@ -37,6 +37,37 @@ def make_model(
         eos_token_id=2,
         pad_token_id=0,
     )
+    _write_words(folder)
+
+
+def make_expert_model(folder: Path, dtype: torch.dtype) -> None:
+    """Write a Qwen3-MoE of 642M parameters, of which a token uses 114M: 8 of 64 experts in each of 8 layers."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: PLC0415 - takes two seconds
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        intermediate_size=4096,
+        moe_intermediate_size=384,
+        num_experts=64,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        max_position_embeddings=1024,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    Qwen3MoeForCausalLM(config).to(dtype).save_pretrained(folder)
+    _write_words(folder)
+
+
+def _write_words(folder: Path) -> None:
+    """Write a tokenizer of one word per id."""
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCAB)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.decoder = decoders.WordPiece(cleanup=False)  # words with spaces between
@@ -107,8 +138,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--experts", action="store_true", help="a Qwen3-MoE instead")
     args = parser.parse_args()
-    make_model(args.folder, getattr(torch, args.dtype))
+    (make_expert_model if args.experts else make_model)(args.folder, getattr(torch, args.dtype))
 
 
 if __name__ == "__main__":

@@ -247,7 +247,10 @@ def test_random_weights_without_any_dtype_are_float32(folder, caplog):
     ("changes", "message"),
     [
         ({"architectures": ["BertModel"]}, "BertModel is not supported; supported are LlamaForCausalLM"),
-        ({"architectures": None, "model_type": "bert"}, "bert is not supported"),
+        (
+            {"architectures": None, "model_type": "bert"},
+            "BertLMHeadModel has no family of Skipjoin's own, and cannot run",
+        ),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "supported are default, linear, llama3, yarn"),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},

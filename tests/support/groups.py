@@ -16,6 +16,8 @@ COMPILED = {"test_ops_amx", "test_ops_invariance"}
 REFERENCES = {
     "test_attention_triton",
     "test_batch_invariant",
+    "test_fallback",
+    "test_fallback_preemption",
     "test_installed_family",
     "test_model_families",
     "test_model_formats",

@@ -11,6 +11,7 @@ import torch
 
 from skipjoin.model.batch import GraphBuffers, PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.family import family_named
 from skipjoin.model.kv_cache import PagedKV
 
 _log = logging.getLogger(__name__)
@@ -139,7 +140,9 @@ class DecodeGraphs:
 
 
 def replays(model: CausalLM) -> bool:
-    return model.attention.name in ("triton", "triton-invariant", "flash")
+    # transformers' modeling code may wait for the device, which a graph cannot.
+    is_native = family_named(model.config.family).is_native
+    return is_native and model.attention.name in ("triton", "triton-invariant", "flash")
 
 
 def graph_bytes(model: CausalLM, sizes: Sequence[int], peak: int) -> int:

@@ -6,7 +6,7 @@ from skipjoin.kv_format import CacheFormat
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
-from skipjoin.model.decoder import Decoder
+from skipjoin.model.decoder import Decoder, HasOutput
 from skipjoin.model.family import family_named
 from skipjoin.model.kv_cache import AUTO, PagedKV
 from skipjoin.model.layers import Builder, LayerInputs
@@ -37,7 +37,7 @@ class CausalLM:
         self.group = group
         self.shard = group.shard
         check_shards(config, self.shard.tp_size, self.shard.pp_size)
-        builder = Builder(config, weights, ops, attention, group)
+        builder = Builder(config, weights, ops, attention, group, dtype=dtype)
         self._decoder: Decoder = family_named(config.family).decoder(builder, device)
         self._vocabulary = self.shard.vocabulary_sizes(config)
         self._output = self._make_output(builder) if self.shard.is_last else None
@@ -47,6 +47,8 @@ class CausalLM:
 
     def _make_output(self, builder: Builder) -> Linear:
         config, decoder = self.config, self._decoder
+        if isinstance(decoder, HasOutput):
+            return decoder.output
         if config.tie_embeddings and decoder.embedding is not None:
             table = decoder.embedding.table
             if not isinstance(table, torch.Tensor):

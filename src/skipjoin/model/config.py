@@ -105,6 +105,7 @@ class ModelConfig:
         norm_offset: Added to the weights of root mean square norms.
         dtype_name: Type of the weights, or None if config.json leaves it to the weight files.
         embed_dim: Width of the token embedding: hidden_size except in OPT-350m.
+        source: config.json as text, for transformers' modeling code; empty for native families.
     """
 
     architecture: str
@@ -142,6 +143,7 @@ class ModelConfig:
     final_norm: bool = True
     norm_affine: bool = True
     parallel_residual: bool = False
+    source: str = ""
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:

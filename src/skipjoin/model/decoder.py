@@ -1,11 +1,12 @@
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.layers import Builder, Embedding, LayerInputs
+from skipjoin.model.ops.base import Linear
 
 
 class Decoder(Protocol):
@@ -24,3 +25,10 @@ class Decoder(Protocol):
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map [rows, hidden] to the input of the output projection."""
         ...
+
+
+@runtime_checkable
+class HasOutput(Protocol):
+    """A decoder with an output projection of its own, in place of the tensor `OUTPUT`."""
+
+    output: Linear

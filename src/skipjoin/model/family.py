@@ -22,6 +22,8 @@ class FamilyError(PluginError):
 
 @dataclass(frozen=True, slots=True)
 class Family:
+    """Attributes as in `family`; a family that is not native runs transformers' modeling code, on one rank."""
+
     name: str
     # A `Decoder`, whose module imports the configuration, which imports this one.
     decoder: type[Any]
@@ -29,6 +31,7 @@ class Family:
     fields: ReadFields
     prefix: str
     sizes: Mapping[str, int] = field(default_factory=dict)
+    is_native: bool = True
 
 
 _families: dict[str, Family] = {}
@@ -72,7 +75,7 @@ def family(
 
 def family_named(name: str) -> Family:
     _register_own()
-    return _families[name]
+    return _families[name] if name in _families else _fallback()
 
 
 def find_architecture(names: list[Any], model_type: str | None) -> tuple[str, Family]:
@@ -84,11 +87,25 @@ def find_architecture(names: list[Any], model_type: str | None) -> tuple[str, Fa
             "a decoder class with the decorator skipjoin.model.family.family",
         )
         found = _find(names, model_type)
-    if found is None:
-        supported = ", ".join(name for family in _families.values() for name in family.architectures)
-        asked = ", ".join(map(str, names or [model_type]))
-        raise FamilyError(f"architecture {asked} is not supported; supported are {supported}")
-    return found
+    if found is not None:
+        return found
+    # Imported lazily: transformers' modeling code takes seconds, and is needed for models without a family only.
+    from skipjoin.model.fallback.settings import find, version  # noqa: PLC0415
+
+    if (architecture := find(names, model_type)) is not None:
+        return architecture, _fallback()
+    supported = ", ".join(name for family in _families.values() for name in family.architectures)
+    asked = ", ".join(map(str, names or [model_type]))
+    raise FamilyError(
+        f"architecture {asked} is not supported; supported are {supported}, and decoders in transformers {version()}; "
+        "code in a model's folder is never run"
+    )
+
+
+def _fallback() -> Family:
+    from skipjoin.model.fallback.decoder import FAMILY  # noqa: PLC0415 - as above
+
+    return FAMILY
 
 
 def _register_own() -> None:

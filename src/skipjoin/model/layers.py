@@ -28,7 +28,14 @@ class LayerInputs:
 
 class Builder:
     def __init__(
-        self, config: ModelConfig, weights: Weights, ops: LayerOps, attention: AttentionBackend, group: Group
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        ops: LayerOps,
+        attention: AttentionBackend,
+        group: Group,
+        *,
+        dtype: torch.dtype,
     ) -> None:
         self.config = config
         self.weights = weights
@@ -36,11 +43,14 @@ class Builder:
         self.attention = attention
         self.group = group
         self.shard = group.shard
+        self.dtype = dtype
         # Parameters are those that a token uses, and `expert_bytes` a part of `weight_bytes`.
         self.weight_bytes = self.expert_bytes = self.parameters = 0
 
     def tensor(self, name: str, *shape: int, rows: range | None = None) -> torch.Tensor:
-        taken = self.weights.take(name, *shape, rows=rows)
+        return self.counted(self.weights.take(name, *shape, rows=rows))
+
+    def counted(self, taken: torch.Tensor) -> torch.Tensor:
         self.weight_bytes += taken.nbytes
         self.parameters += taken.numel()
         return taken

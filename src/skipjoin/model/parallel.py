@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.family import family_named
 
 if TYPE_CHECKING:
     import torch
@@ -111,6 +112,11 @@ def _part(total: int, rank: int, size: int) -> range:
 
 
 def check_shards(config: ModelConfig, tp_size: int, pp_size: int) -> None:
+    if (ranks := tp_size * pp_size) > 1 and not family_named(config.family).is_native:
+        raise ModelError(
+            f"{config.architecture} runs through transformers on one rank only, got {ranks}: set tensor_parallel_size "
+            "and pipeline_parallel_size to 1"
+        )
     heads, kv_heads, width, of = config.num_heads, config.num_kv_heads, config.intermediate_size, config.experts
     has_mlp = of is None or len(of.layers) < config.num_layers
     rules: list[tuple[Callable[[int], bool], str]] = [

@@ -65,9 +65,11 @@ class Weights(ABC):
 
     Attributes:
         label: How products keep their weights, for profiles; empty if as numbers of the model's type.
+        checkpoint: Folder of safetensors that transformers reads itself, or None if it cannot.
     """
 
     label = ""
+    checkpoint: Path | None = None
 
     @abstractmethod
     def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
@@ -212,6 +214,7 @@ class Int8Weights(Weights):
 
     def __init__(self, plain: Weights) -> None:
         self._plain = plain
+        self.checkpoint = plain.checkpoint
 
     def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
         return self._plain.take(name, *shape, rows=rows, columns=columns)
@@ -288,6 +291,7 @@ def stored_names(name: str, prefix: str) -> tuple[str, ...]:
 class FolderWeights(Weights):
     def __init__(self, source: Source) -> None:
         self._folder, self._dtype, self._device = source.files.folder, source.dtype, source.device
+        self.checkpoint = self._folder
         self._prefix = family_named(source.config.family).prefix
         self._progress = source.progress
         self._taken: set[str] = set()

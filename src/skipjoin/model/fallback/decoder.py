@@ -1,0 +1,141 @@
+"""The family of decoders that run transformers' modeling code."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import torch
+
+from skipjoin.model.batch import PackedBatch
+from skipjoin.model.fallback.interfaces import QueryKeyValue, hook
+from skipjoin.model.fallback.loading import Packer, load
+from skipjoin.model.fallback.probe import compare, reference_of
+from skipjoin.model.fallback.settings import fields, settings_of
+from skipjoin.model.fallback.trace import Attention
+from skipjoin.model.family import Family
+from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.layers import Builder, Embedding, LayerInputs
+from skipjoin.model.ops.base import Norm
+
+
+class TransformersDecoder:
+    """Runs a model of transformers, whose attention reads and writes the paged cache."""
+
+    EMBEDDING = OUTPUT = ""
+    embedding: Embedding | None = None
+
+    def __init__(self, builder: Builder, device: torch.device | str) -> None:
+        settings = settings_of(builder.config.source)
+        model = load(settings, builder, device)
+        reference = reference_of(model) if model.device.type != "meta" else None
+        self._step: LayerInputs | None = None
+        self._dim, self._kv_heads = builder.config.head_dim, builder.config.num_kv_heads
+        modules = dict(model.named_modules())
+        for layer, (name, call) in enumerate(settings.traced.attentions.items()):
+            hook(modules[name], attend=_PagedAttention(self, layer, call))
+        packer = Packer(model, settings, builder)
+        self._base = getattr(model, model.base_model_prefix)
+        self.output = _Output(model)
+        if reference is not None:
+            compare(partial(self._logits, builder), reference, packer, builder)
+
+    def embed(self, batch: PackedBatch) -> torch.Tensor:
+        return batch.token_ids
+
+    def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
+        self._step = step
+        try:
+            found = self._base(input_ids=x[None], position_ids=step.batch.positions[None], use_cache=False)
+        finally:
+            self._step = None
+        hidden: torch.Tensor = found.last_hidden_state[0]
+        return hidden
+
+    def _logits(self, builder: Builder, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        return self.output(self.advance(self.embed(batch), LayerInputs(batch, kv, builder.attention)))
+
+    def finish(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def attend(self, layer: int, call: Attention, query_key_value: QueryKeyValue, **options: Any) -> torch.Tensor:
+        """Attend in a layer; return [1, T, heads, value_dim]. `options` are those of `AttentionBackend.attend`."""
+        step = self._step
+        assert step is not None
+        query, key, value = (x[0] for x in query_key_value)
+        repeats = self._kv_heads // call.kv_heads
+        key, value = (x.repeat_interleave(repeats, 0) if repeats > 1 else x for x in (key, value))
+        # Zeros change no product, and the cache has rows of one length.
+        query, key, value = (_padded(x, self._dim).transpose(0, 1) for x in (query, key, value))
+        out = step.attention.attend(query, key, value, step.kv, step.batch, layer=layer, window=call.window, **options)
+        return out.view(1, *query.shape)[..., : call.value_dim]
+
+
+class _PagedAttention:
+    """What a module of attention calls in place of transformers' functions."""
+
+    def __init__(self, decoder: TransformersDecoder, layer: int, call: Attention) -> None:
+        self._decoder, self._layer, self._call = decoder, layer, call
+        self._sinks: torch.Tensor | None = None
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query_key_value: QueryKeyValue,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        scale, dim = options.get("scaling"), query_key_value[0].shape[-1]
+        if (sinks := options.get("s_aux")) is not None and self._sinks is None:
+            self._sinks = sinks.detach().float().contiguous()
+        return self._decoder.attend(
+            self._layer, self._call, query_key_value, scale=dim**-0.5 if scale is None else float(scale),
+            cap=float(options.get("softcap") or 0.0), sinks=self._sinks,
+        )  # fmt: skip
+
+
+class _Output:
+    """The output projection, with what the model does to its logits."""
+
+    weight_bytes = 0  # counted with the model
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._rows = copy.copy(model), _Rows()
+        self._model._modules = {**model._modules, model.base_model_prefix: self._rows}
+        self._ids = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self._rows.hidden = x[None]
+        logits: torch.Tensor = self._model(input_ids=self._ids, use_cache=False).logits[0]
+        return logits
+
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class _Rows(torch.nn.Module):
+    """Stands for the layers below the output projection, and returns rows that they computed."""
+
+    hidden: torch.Tensor
+
+    def forward(self, *ignored: Any, **also: Any) -> _Outputs:
+        return _Outputs(self.hidden)
+
+
+class _Outputs:
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, at: int) -> torch.Tensor:
+        return (self.last_hidden_state,)[at]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _padded(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x if x.shape[-1] == dim else torch.nn.functional.pad(x, (0, dim - x.shape[-1]))
+
+
+FAMILY = Family("transformers", TransformersDecoder, {}, fields, "", is_native=False)

@@ -1,0 +1,115 @@
+"""Checks of a loaded model: the paged path computes what transformers does, and cuts and neighbors change no bit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from skipjoin.model.batch import PackedBatch, Segment
+from skipjoin.model.config import ModelError
+from skipjoin.model.fallback.interfaces import PAGED
+from skipjoin.model.fallback.loading import Packer
+from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.layers import Builder
+
+_log = logging.getLogger(__name__)
+_TOKENS, _FIRST, _BLOCK = 24, 10, 4
+# Maximum distance of a token's logits from transformers', relative to their spread, by type and for rounded weights.
+# Experts are chosen by scores, so that rounding may exchange some: then, the median counts.
+_TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+_ROUNDED_TOLERANCE = 0.1
+_RUNS = 3
+
+
+class Reference(NamedTuple):
+    ids: list[int]
+    logits: torch.Tensor
+
+
+@torch.inference_mode()
+def reference_of(model: Any) -> Reference:
+    """Run a prompt through transformers alone, before its weights are packed."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary // 4, max(vocabulary // 2, 2), (1, _TOKENS), generator=generator)
+    experts = model.config._experts_implementation
+    try:
+        model.set_attn_implementation("eager")
+        if experts == PAGED:
+            model.set_experts_implementation("eager")
+        logits = model(input_ids=ids.to(model.device), use_cache=False).logits[0].float()
+    finally:
+        model.set_attn_implementation(PAGED)
+        if experts == PAGED:
+            model.set_experts_implementation(PAGED)
+    return Reference(ids[0].tolist(), logits)
+
+
+@torch.inference_mode()
+def compare(
+    logits_of: Callable[[PackedBatch, PagedKV], torch.Tensor], reference: Reference, packer: Packer, builder: Builder
+) -> None:
+    """Log how slow the model is, and what is not promised.
+
+    Raises:
+        ModelError: If its logits differ from transformers', or from themselves where that is promised.
+    """
+    config, ids = builder.config, reference.ids
+    width = -(-len(ids) // _BLOCK)
+    kv = PagedKV(2 * width, _BLOCK, config, builder.dtype, reference.logits.device)
+    cut, whole = range(width), range(width, 2 * width)
+
+    def run(*segments: Segment) -> torch.Tensor:
+        return logits_of(PackedBatch.build(segments, _BLOCK, reference.logits.device), kv)
+
+    def of(first: int, end: int, blocks: range) -> Segment:
+        return Segment(ids[first:end], first, blocks, True, True)
+
+    both = run(of(0, _FIRST, cut), of(0, len(ids), whole))
+    last = len(ids) - 1
+    ours = torch.cat([both[:_FIRST], run(of(_FIRST, last, cut)), run(of(last, len(ids), cut))])
+    spread = (reference.logits - reference.logits.mean(-1, keepdim=True)).norm(dim=-1)
+    distances = (ours.float() - reference.logits).norm(dim=-1) / spread
+    is_exact = builder.dtype == torch.float32 and not builder.weights.label
+    distance = float(distances.max() if is_exact else distances[_FIRST:].median())
+    tolerance = _ROUNDED_TOLERANCE if builder.weights.label else _TOLERANCES[builder.dtype]
+    if not distance <= tolerance:
+        raise ModelError(
+            f"{config.architecture} has no family of Skipjoin's own, and through transformers its logits differ by "
+            f"{distance:.2g} of their spread from those without paged KV, more than {tolerance:g}"
+        )
+    is_stable = torch.equal(ours, both[_FIRST:])
+    promises = builder.ops.name == "cpp" or builder.attention.name.endswith("-invariant")
+    if promises and not is_stable and builder.attention.name != "cpp":
+        raise ModelError(f"batch_invariant: logits of {config.architecture} through transformers depend on the batch")
+    step = _seconds(lambda: run(of(last, len(ids), cut)))
+    products = _seconds(lambda: _multiply(packer, reference.logits.device))
+    _log.warning(
+        "%s has no family of Skipjoin's own: transformers' modeling code runs it, which is slower. A decode takes "
+        "%.1f ms, %.1f times as long as its products alone%s",
+        config.architecture,
+        step * 1e3,
+        step / products if products else float("nan"),
+        "" if is_stable or not promises else ". Its logits depend on the batch, so preemption may change tokens",
+    )
+
+
+def _multiply(packer: Packer, device: torch.device) -> None:
+    for product, inputs, dtype in packer.products:
+        product(torch.ones((1, inputs), dtype=dtype, device=device))
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    """Return the least time of some runs."""
+    times = []
+    for _ in range(_RUNS):
+        begin = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return min(times)

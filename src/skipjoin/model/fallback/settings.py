@@ -1,0 +1,121 @@
+"""Configurations of decoders that run transformers' modeling code."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from skipjoin.model.config import ModelError
+from skipjoin.model.fallback.trace import Traced, trace
+
+# Entries of config.json that are not the model's: they choose code and kernels, or types that `dtype` chooses.
+_NOT_READ = ("auto_map", "attn_implementation", "experts_implementation", "dtype", "torch_dtype")
+# Upper bound of integers in config.json whose names begin so, since each unit may be a module.
+_COUNTS = ("num_", "n_")
+_LARGEST_COUNT = 1 << 20
+# Kinds of rotary frequencies that depend on the length of a request, with the field that has the length from which
+# they change.
+_CHANGING = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
+
+
+class Settings(NamedTuple):
+    """transformers' class of a model, its configuration, and what it computes."""
+
+    kind: type[Any]
+    config: Any
+    traced: Traced
+
+
+def version() -> str:
+    return transformers.__version__
+
+
+def find(names: list[Any], model_type: str | None) -> str | None:
+    """Return the first of the architectures that transformers has as a causal decoder, or None."""
+    known = {kind: one if isinstance(one, str) else one[0] for kind, one in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    if not names:
+        return known.get(model_type or "")
+    return next((name for name in names if name in known.values()), None)
+
+
+def fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """Return fields of `ModelConfig`, found by a run without memory."""
+    if raw.get("quantization_config"):
+        raise ModelError(
+            f"quantization_config is not supported for {architecture}, which has no family of Skipjoin's own: give the "
+            "model that it was made from; --quantization int8 stores that in 8 bits"
+        )
+    read = {name: value for name, value in raw.items() if name not in _NOT_READ and not name.startswith("_")}
+    source = json.dumps({**read, "architectures": [architecture]}, sort_keys=True)
+    settings = settings_of(source)
+    config, calls = settings.config.get_text_config(), [*settings.traced.attentions.values()]
+    heads, kv_heads = (max(counts) for counts in zip(*((one.heads, one.kv_heads) for one in calls), strict=True))
+    if any(kv_heads % one.kv_heads for one in calls):
+        raise ModelError(f"layers of {architecture} have numbers of key-value heads that do not divide each other")
+    return {
+        "num_layers": len(calls),
+        "hidden_size": int(config.hidden_size),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": max(max(one.dim, one.value_dim) for one in calls),
+        "intermediate_size": _intermediate_size(config),
+        "vocab_size": int(config.vocab_size),
+        "max_positions": _max_positions(config, architecture),
+        "norm_eps": 0.0,
+        "tie_embeddings": False,
+        "activation": "",
+        "rope": None,
+        "windows": tuple(one.window for one in calls),
+        "source": source,
+    }
+
+
+@lru_cache(maxsize=4)
+def settings_of(source: str) -> Settings:
+    """Return the settings in `ModelConfig.source`, which the caller must copy before it changes them."""
+    raw = json.loads(source)
+    (architecture,) = raw["architectures"]
+    _check_counts(raw)
+    try:
+        kind = getattr(transformers, architecture)
+        config = kind.config_class.from_dict(raw)
+        if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+            raise ModelError("it needs an encoder")
+        return Settings(kind, config, trace(kind, copy.deepcopy(config)))
+    except Exception as error:  # transformers raises anything for a config.json that it cannot use
+        why = error if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
+        raise ModelError(
+            f"{architecture} has no family of Skipjoin's own, and cannot run through transformers {version()}: "
+            f"{' '.join(str(why).split()):.300}"
+        ) from error
+
+
+def _check_counts(raw: Mapping[str, Any]) -> None:
+    for name, value in raw.items():
+        if name.startswith(_COUNTS) and isinstance(value, int) and value > _LARGEST_COUNT:
+            raise ModelError(f"{name} in config.json must be at most {_LARGEST_COUNT}, got {value!r:.80}")
+        if isinstance(value, Mapping):
+            _check_counts(value)
+
+
+def _intermediate_size(config: Any) -> int:
+    """Return the columns of an MLP, by which nothing is split; a usual one if there are several, or none."""
+    found = getattr(config, "intermediate_size", None)
+    return found if isinstance(found, int) and found > 0 else 4 * int(config.hidden_size)
+
+
+def _max_positions(config: Any, architecture: str) -> int:
+    most = getattr(config, "max_position_embeddings", None)
+    if not isinstance(most, int):
+        raise ModelError(f"config.json of this {architecture} has no max_position_embeddings")
+    rope = getattr(config, "rope_parameters", None) or {}
+    for one in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):
+        if (field := _CHANGING.get(one.get("rope_type", ""))) is not None:
+            most = min(most, int(one.get(field) or getattr(config, field, None) or most))
+    return most

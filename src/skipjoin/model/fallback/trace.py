@@ -1,0 +1,185 @@
+"""What a decoder of transformers computes, found by running it without memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers.cache_utils import DynamicCache
+
+from skipjoin.model.config import ModelError
+from skipjoin.model.fallback.interfaces import OTHER_MASK, PAGED, SAMPLED, QueryKeyValue, hook, register
+from skipjoin.model.fallback.products import CASTS
+
+# Options of attention that change nothing here, or that `_Recorder` reads.
+_IGNORED = frozenset(
+    {"dropout", "position_ids", "use_cache", "output_attentions", "deterministic", "output_router_logits"}
+)
+_READ = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "is_causal"})
+
+
+_TOKENS = 8
+# Layers of transformers' cache that hold keys and values, and nothing else.
+_KV_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer"})
+
+
+class Attention(NamedTuple):
+    """One call of attention; `window` as in `AttentionBackend.attend`."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    window: int
+
+
+class Traced(NamedTuple):
+    """What a model computes.
+
+    Attributes:
+        attentions: Calls by the name of their module, in order.
+        products: Names of matrices that are only multiplied by, except in modules of embeddings.
+        transposed: Those of them that are [in, out].
+        widened: Those of them that the model uses in float32.
+    """
+
+    attentions: dict[str, Attention]
+    products: frozenset[str]
+    transposed: frozenset[str]
+    widened: frozenset[str]
+
+
+def prepare(kind: type[Any], config: Any) -> None:
+    """Let a model of class `kind` call our functions for experts, where it has a choice."""
+    register()
+    config._experts_implementation = PAGED if kind._can_set_experts_implementation() else None
+
+
+def build(kind: type[Any], config: Any, device: str, *, masks: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a model of class `kind`, whose attention and experts must be hooked."""
+    prepare(kind, config)
+    with torch.device(device):
+        return kind._from_config(config, attn_implementation=SAMPLED if masks else PAGED, dtype=dtype).eval()
+
+
+def settle(model: Any) -> None:
+    """Keep the rotary frequencies of short contexts, which would otherwise depend on the longest one of a batch.
+
+    Models also look for padding, with a warning, unless there is no token for it.
+    """
+    model.config.pad_token_id = None
+    for module in model.modules():
+        if isinstance(kind := getattr(module, "rope_type", None), str):
+            module.rope_type = "default"
+        elif isinstance(kind, dict):
+            module.rope_type = dict.fromkeys(kind, "default")
+
+
+def trace(kind: type[Any], config: Any) -> Traced:
+    """Run a prompt on torch's meta device.
+
+    Raises:
+        ModelError: If attention is another than `AttentionBackend` computes.
+    """
+    cache = DynamicCache(config=config)
+    _check_state(kind, cache)
+    model = build(kind, config, "meta", masks=True)
+    settle(model)
+    recorder, uses = _Recorder(), _Uses()
+    for module in model.modules():
+        hook(module, attend=recorder, experts=_no_experts)
+    with torch.inference_mode(), torch.device("meta"), uses:
+        ids, positions = torch.zeros((1, _TOKENS), dtype=torch.int64), torch.arange(_TOKENS)[None]
+        model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+    _check_state(kind, cache)
+    if not recorder.calls:
+        raise ModelError("its attention cannot be replaced")
+    names = {id(module): name for name, module in model.named_modules()}
+    attentions = {names[id(module)]: attention for module, attention in recorder.calls}
+    if len(attentions) < len(recorder.calls):
+        raise ModelError("a module attends more than once in a step, and would need KV for each time")
+    slots = list(_slots(model))
+    products = {name for name, parameter, is_table in slots if not is_table and uses.are_only(parameter, _PRODUCTS)}
+    widened = {name for name, parameter, _ in slots if uses.of(parameter) & _CASTS}
+    transposed = {name for name, parameter, _ in slots if uses.are_only(parameter, _ADDMM)}
+    return Traced(attentions, *map(frozenset, (products | transposed, transposed, widened & products)))
+
+
+def _check_state(kind: type[Any], cache: DynamicCache) -> None:
+    if others := sorted({type(layer).__name__ for layer in cache.layers} - _KV_LAYERS):
+        raise ModelError(f"its layers keep a state that is no KV ({', '.join(others)})")
+    if kind._is_stateful:
+        raise ModelError("its layers keep a state that is no KV")
+
+
+def _slots(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter, bool]]:
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == 2:
+                yield f"{prefix}.{name}", parameter, isinstance(module, torch.nn.Embedding)
+
+
+def _no_experts(
+    module: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    return torch.empty_like(hidden)
+
+
+class _Recorder:
+    def __init__(self) -> None:
+        self.calls: list[tuple[torch.nn.Module, Attention]] = []
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query_key_value: QueryKeyValue,
+        mask: torch.Tensor | None,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        query, key, value = query_key_value
+        given = {name for name, value in options.items() if value is not None and value is not False} - _IGNORED
+        if other := sorted(given - _READ):
+            raise ModelError(f"its attention has {', '.join(other)}")
+        if key.shape[2] != query.shape[2]:
+            raise ModelError(f"{query.shape[2]} tokens attend to {key.shape[2]} keys")
+        self.calls.append(
+            (module, Attention(query.shape[1], key.shape[1], query.shape[3], value.shape[3], _window(mask)))
+        )
+        return query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
+
+
+def _window(mask: torch.Tensor | None) -> int:
+    window = OTHER_MASK if mask is None or mask.dtype != torch.int64 else int(mask[0, 0, 0, 0])
+    if window == OTHER_MASK:
+        raise ModelError("its tokens attend to others than all earlier ones, or a window of them")
+    return window
+
+
+# Functions of torch that read a parameter, and the position at which it is given.
+_CASTS = frozenset((name, 0) for name in CASTS)
+_PRODUCTS = frozenset({("linear", 1), ("embedding", 1)}) | _CASTS
+_ADDMM = frozenset({("addmm", 2)})
+
+
+class _Uses(TorchFunctionMode):
+    """Records which functions of torch are called with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of: dict[int, set[tuple[str, int | str]]] = defaultdict(set)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for at, value in (*enumerate(args), *(kwargs or {}).items()):
+            for one in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(one, torch.nn.Parameter) and function.__name__ != "__get__":
+                    self._of[id(one)].add((function.__name__, at))
+        return function(*args, **(kwargs or {}))
+
+    def of(self, parameter: torch.nn.Parameter) -> set[tuple[str, int | str]]:
+        return self._of[id(parameter)]
+
+    def are_only(self, parameter: torch.nn.Parameter, allowed: frozenset[tuple[str, int]]) -> bool:
+        return bool(found := self.of(parameter)) and found <= allowed

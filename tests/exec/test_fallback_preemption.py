@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from engines import COMMON, engine, mixed_requests, run
+from fallback_zoo import FALLBACKS
+from test_invisible_preemption import EXPECTED, FORCED, happened, outputs
+
+from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.loader import random_model
+from skipjoin.model.ops.build import load_library
+from skipjoin.policies.eviction import Recompute
+
+
+@cache
+def _model(name: str, kv_cache_dtype: str) -> CausalLM:
+    return random_model(FALLBACKS[name] | {"vocab_size": 97}, seed=3, kv_cache_dtype=kv_cache_dtype)
+
+
+# Dropped, moved between the tiers, and filled from both ends.
+@pytest.mark.skipif(load_library() is None, reason="no compiler")
+@pytest.mark.parametrize(
+    ("case", "name", "kv_cache_dtype"),
+    [
+        ("dropped at every step", "vaultgemma", "auto"),
+        ("parts moved concurrently", "mimo", "auto"),
+        ("shared at every step", "stablelm", "int8"),
+        ("overlapped, swapped, chunks", "gpt2", "int8"),
+    ],
+)
+def test_preemption_changes_no_tokens_through_transformers(case: str, name: str, kv_cache_dtype: str) -> None:
+    model, alone = _model(name, kv_cache_dtype), []
+    for request in mixed_requests(common=COMMON):
+        run(*engine(model, Recompute(), device_blocks=60), [request])
+        alone.append(request.progress.output)
+    requests = mixed_requests(common=COMMON, adopts=True)
+    options = dict(FORCED[case])
+    found = happened(run(*engine(model, options.pop("eviction")(), **options), requests, leads=True))
+    assert outputs(requests) == alone
+    assert found["adopted"]
+    assert all(found[what] for what in EXPECTED[case] - {"restored slots"}), found

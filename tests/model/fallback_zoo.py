@@ -1,0 +1,56 @@
+"""Small configurations of architectures without a native family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Rows of multiples of 32 numbers: of others, torch's vectors leave ends, whose bits depend on where they begin.
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_EXPERTS = {"n_routed_experts": 32, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_FULL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+FALLBACKS: dict[str, dict[str, Any]] = {
+    # Learned positions, transposed weights, tied output.
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"],
+        **{"vocab_size": 96, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256, "eos_token_id": None},
+    },
+    # Attention and MLP in parallel, norms per head with means.
+    "stablelm": {
+        **_SHAPE,
+        "architectures": ["StableLmForCausalLM"],
+        "hidden_size": 128,
+        "partial_rotary_factor": 1.0,
+        "qk_layernorm": True,
+        "use_parallel_residual": True,
+    },
+    # Soft caps of scores and of logits, another scale, a window.
+    "vaultgemma": {
+        **_SHAPE,
+        "architectures": ["VaultGemmaForCausalLM"],
+        "sliding_window": 9,
+        "query_pre_attn_scalar": 50,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    # Sinks, experts, values of another length than keys, numbers of key-value heads that differ between layers.
+    "mimo": {
+        **_SHAPE,
+        **_EXPERTS,
+        "architectures": ["MiMoV2FlashForCausalLM"],
+        "sliding_window": 9,
+        "v_head_dim": 16,
+        "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _FULL),
+    },
+}

@@ -1,0 +1,147 @@
+"""Decoders without a native family, which run transformers' modeling code over the paged KV cache."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fallback_zoo import FALLBACKS
+from model_zoo import PagedRunner, greedy
+
+from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.fallback import decoder
+from skipjoin.model.load_spec import LoadSpec
+from skipjoin.model.loader import load_model, planned_model, random_model
+from skipjoin.model.ops.build import load_library
+from skipjoin.model.parallel import Shard
+from skipjoin.model.weight_files import ModelFiles
+
+SEQUENCES = [
+    [int(one) for one in torch.randint(96, (n,), generator=torch.Generator().manual_seed(n))] for n in (1, 18, 40)
+]
+
+
+@pytest.fixture(scope="module", params=FALLBACKS)
+def saved(request, tmp_path_factory) -> tuple[Any, Path]:
+    """Return a model of transformers with random parameters, and its folder."""
+    import transformers  # noqa: PLC0415 - takes seconds
+
+    raw, folder = FALLBACKS[request.param], tmp_path_factory.mktemp(request.param)
+    kind = getattr(transformers, raw["architectures"][0])
+    torch.manual_seed(1)
+    model = kind._from_config(kind.config_class.from_dict(raw), attn_implementation="eager").eval()
+    for label, parameter in model.named_parameters():
+        spread = 0.12 if parameter.dim() > 1 else 0.3
+        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in label and "weight" in label else 0.0, std=spread)
+    model.save_pretrained(folder)
+    return model, folder
+
+
+@torch.inference_mode()
+def expected_logits(reference: Any, tokens: list[int]) -> torch.Tensor:
+    return reference(torch.tensor([tokens])).logits[0]
+
+
+@pytest.mark.parametrize("attention", ["torch", "auto"])
+def test_chunked_logits_and_tokens_equal_those_of_transformers(saved, attention: str) -> None:
+    reference, folder = saved
+    model = load_model(folder, LoadSpec(dtype="float32", attention=attention))
+    for ids, ours in zip(SEQUENCES, PagedRunner(model, SEQUENCES, 4, seed=2).run(), strict=True):
+        torch.testing.assert_close(ours, expected_logits(reference, ids), atol=2e-4, rtol=0)
+    generated = reference.generate(torch.tensor([SEQUENCES[1]]), do_sample=False, max_new_tokens=8)
+    assert greedy(model, [SEQUENCES[1]], 8) == [generated[0, 18:].tolist()]
+
+
+@pytest.mark.skipif(load_library() is None, reason="no compiler")
+def test_bits_do_not_depend_on_chunks_and_neighbors(saved) -> None:
+    _, folder = saved
+    for options in ({}, {"kv_cache_dtype": "int8"}, {"quantization": "int8"}):
+        model = load_model(folder, LoadSpec(dtype="float32", **options))
+        some, others = (PagedRunner(model, SEQUENCES, 4, seed=seed).run() for seed in (5, 6))
+        assert all(map(torch.equal, some, others))
+
+
+def test_bfloat16_stays_close(saved) -> None:
+    reference, folder = saved
+    (ours,) = PagedRunner(load_model(folder, LoadSpec(dtype="bfloat16")), SEQUENCES[-1:], 4, seed=1).run()
+    expected = expected_logits(reference, SEQUENCES[-1])
+    distances = (ours - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert distances.median() < 0.05  # rounding may exchange experts of a token
+
+
+def test_plan_has_the_bytes_of_the_loaded_model(saved) -> None:
+    _, folder = saved
+    spec = LoadSpec(dtype="bfloat16", attention="torch")
+    planned = planned_model(ModelFiles.of(folder), ModelConfig.from_folder(folder), spec)
+    loaded = load_model(folder, spec)
+    assert planned.weight_bytes == pytest.approx(loaded.weight_bytes, rel=1e-3)  # a few may be kept in float32
+    assert planned.parameters == loaded.parameters
+
+
+def test_log_says_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
+    random_model(FALLBACKS["gpt2"])
+    (record,) = (one for one in caplog.records if "GPT2LMHeadModel" in one.message)
+    assert record.levelno == logging.WARNING
+    assert "has no family of Skipjoin's own: transformers' modeling code runs it, which is slower." in record.message
+    assert "depend on the batch" not in record.message
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, r"its layers keep a state that is no KV \(LinearAttentionLayer\)"),
+        ({"architectures": ["Qwen3NextForCausalLM"]}, r"its layers keep a state that is no KV"),
+        ({"architectures": ["BloomForCausalLM"]}, "cannot run through transformers"),
+        ({"architectures": ["MptForCausalLM"]}, "cannot run through transformers"),
+        ({"architectures": ["BertLMHeadModel"]}, "its tokens attend to others than all earlier ones"),
+        ({"architectures": ["BartForCausalLM"]}, "it needs an encoder"),
+        ({"architectures": ["DiffLlamaForCausalLM"]}, "a module attends more than once in a step"),
+        (
+            FALLBACKS["gpt2"] | {"quantization_config": {"quant_method": "awq"}},
+            "quantization_config is not supported for GPT2LMHeadModel, which has no family of Skipjoin's own",
+        ),
+        (
+            FALLBACKS["gpt2"] | {"n_layer": 1 << 40},
+            r"n_layer in config.json must be at most 1048576, got 1099511627776",
+        ),
+        (FALLBACKS["gpt2"] | {"n_head": 3}, "GPT2LMHeadModel has no family of Skipjoin's own, and cannot run"),
+        (
+            {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModelForCausalLM": "own.Own"}},
+            "OwnForCausalLM is not supported; .* decoders in transformers .*; code in a model's folder is never run",
+        ),
+    ],
+)
+def test_refusals_say_why(raw: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        ModelConfig.from_dict(raw)
+
+
+def test_several_ranks_are_refused() -> None:
+    config = ModelConfig.from_dict(FALLBACKS["gpt2"])
+    files = ModelFiles(Path(), {}, has_weights=False)
+    with pytest.raises(ModelError, match="GPT2LMHeadModel runs through transformers on one rank only, got 2: set ten"):
+        planned_model(files, config, LoadSpec(load_format="dummy"), Shard.of_rank(0, 2, 1))
+
+
+def test_other_logits_than_those_of_transformers_are_refused(saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = decoder.TransformersDecoder.attend
+    monkeypatch.setattr(
+        decoder.TransformersDecoder,
+        "attend",
+        lambda self, *arguments, scale, **options: attend(self, *arguments, scale=1.5 * scale, **options),
+    )
+    with pytest.raises(ModelError, match=r"through transformers its logits differ by .* of their spread"):
+        load_model(saved[1])
+
+
+def test_missing_tensors_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import save_file  # noqa: PLC0415 - as above
+
+    (tmp_path / "config.json").write_text(json.dumps(FALLBACKS["gpt2"]))
+    save_file({"transformer.wte.weight": torch.zeros(96, 64)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"has no tensor 'transformer\.h\.0\.attn\.c_attn\.bias'"):
+        load_model(tmp_path)

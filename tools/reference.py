@@ -29,6 +29,7 @@ from skipjoin.sampling import SamplingParams, parameters_of
 from skipjoin.schemas.keywords import COMPILED_FORMATS, ENFORCED, IGNORED, IGNORED_FORMATS, PATTERN_FORMATS, REFUSED
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
+ARCHITECTURE_RECORD = FOLDER.parents[1] / "tests" / "model" / "architectures.json"
 MODEL_FORMATS = FOLDER.parents[1] / "tests" / "model" / "model_formats.json"
 NOTE = "<!-- Written by `make reference` from the source. Do not edit. -->"
 UNITS = {"SECONDS": "seconds", "MILLISECONDS": "ms", "MS": "ms", "GIB": "GiB", "BYTES": "bytes", "GBPS": "Gb/s"}
@@ -380,8 +381,28 @@ def _models() -> Iterator[str]:
         "An NVIDIA GPU runs what torch's operations run. `quantization int8` needs the compiled operations of a CPU. "
         "`skipjoin convert` makes safetensors of `.bin` files. Mistral's GGUF files have the architecture `llama`; "
         "where GGUF files do not say which layers have a sliding window, it is refused. Of Gemma 3 and Mistral 3 that "
-        "see images, the language model is served. Other families are refused."
+        "see images, the language model is served. Of other families, GGUF files are refused."
     )
+    yield from _architectures()
+
+
+def _architectures() -> Iterator[str]:
+    record = json.loads(ARCHITECTURE_RECORD.read_text(encoding="utf-8"))
+    names: dict[str, list[str]] = {}
+    for name, (outcome, why) in record["architectures"].items():
+        names.setdefault(f"{outcome}: {why}" if why else outcome, []).append(name)
+    yield from (
+        "",
+        "## Architectures",
+        "",
+        f"The causal decoders of transformers {record['transformers']} with small random weights, as",
+        "`tests/model/architectures.py` ran them on a CPU, and compared logits of chunked prompts with those of",
+        "transformers. What runs through transformers is compared again when it is loaded; see",
+        "[Serve](../serve.md#through-transformers).",
+        "",
+    )
+    order = sorted(names, key=lambda how: (how.startswith("not tried"), how.startswith("refused"), how != "native"))
+    yield from _table(["how", "architectures"], [[how.replace("|", " "), _codes(names[how])] for how in order])
 
 
 def _outcome(by_operations: Mapping[str, str]) -> str:

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from skipjoin.model.batch import PackedBatch
+from skipjoin.model.config import ModelError
+from skipjoin.model.cuda import is_out_of_memory
 from skipjoin.model.fallback.interfaces import QueryKeyValue, hook
 from skipjoin.model.fallback.loading import Packer, load
 from skipjoin.model.fallback.probe import compare, reference_of
-from skipjoin.model.fallback.settings import fields, settings_of
+from skipjoin.model.fallback.settings import Settings, fields, refusal, settings_of
 from skipjoin.model.fallback.trace import Attention
 from skipjoin.model.family import Family
 from skipjoin.model.kv_cache import PagedKV
@@ -28,6 +30,14 @@ class TransformersDecoder:
 
     def __init__(self, builder: Builder, device: torch.device | str) -> None:
         settings = settings_of(builder.config.source)
+        try:
+            self._make(settings, builder, device)
+        except Exception as error:
+            if isinstance(error, ModelError) or is_out_of_memory(error):
+                raise
+            raise refusal(builder.config.architecture, error) from error
+
+    def _make(self, settings: Settings, builder: Builder, device: torch.device | str) -> None:
         model = load(settings, builder, device)
         reference = reference_of(model) if model.device.type != "meta" else None
         self._step: LayerInputs | None = None

@@ -84,16 +84,29 @@ def settings_of(source: str) -> Settings:
     _check_counts(raw)
     try:
         kind = getattr(transformers, architecture)
-        config = kind.config_class.from_dict(raw)
+        config = kind.config_class.from_dict(_floats_in(raw))
         if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
             raise ModelError("it needs an encoder")
         return Settings(kind, config, trace(kind, copy.deepcopy(config)))
     except Exception as error:  # transformers raises anything for a config.json that it cannot use
-        why = error if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
-        raise ModelError(
-            f"{architecture} has no family of Skipjoin's own, and cannot run through transformers {version()}: "
-            f"{' '.join(str(why).split()):.300}"
-        ) from error
+        raise refusal(architecture, error) from error
+
+
+def refusal(architecture: str, error: Exception) -> ModelError:
+    why = error if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
+    return ModelError(
+        f"{architecture} has no family of Skipjoin's own, and cannot run through transformers {version()}: "
+        f"{' '.join(str(why).split()):.300}"
+    )
+
+
+def _floats_in(value: Any) -> Any:
+    """Return a value of JSON with the numbers that transformers writes as objects, such as infinities."""
+    if isinstance(value, Mapping):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _floats_in(one) for name, one in value.items()}
+    return [_floats_in(one) for one in value] if isinstance(value, list) else value
 
 
 def _check_counts(raw: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -15,15 +16,14 @@ from skipjoin.model.fallback.interfaces import OTHER_MASK, PAGED, SAMPLED, Query
 from skipjoin.model.fallback.products import CASTS
 
 # Options of attention that change nothing here, or that `_Recorder` reads.
-_IGNORED = frozenset(
-    {"dropout", "position_ids", "use_cache", "output_attentions", "deterministic", "output_router_logits"}
-)
+_IGNORED = frozenset({"dropout", "position_ids", "use_cache", "output_attentions", "deterministic", "logits_to_keep"})
 _READ = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "is_causal"})
 
 
 _TOKENS = 8
-# Layers of transformers' cache that hold keys and values, and nothing else.
-_KV_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer"})
+_FIXED = "its attention cannot be replaced"
+# Layers of transformers' cache that hold keys and values, or nothing: they attend to KV of others, which ours copies.
+_KV_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"})
 
 
 class Attention(NamedTuple):
@@ -70,7 +70,8 @@ def settle(model: Any) -> None:
 
     Models also look for padding, with a warning, unless there is no token for it.
     """
-    model.config.pad_token_id = None
+    with suppress(Exception):  # types of some configurations require one, of models that do not look
+        model.config.pad_token_id = None
     for module in model.modules():
         if isinstance(kind := getattr(module, "rope_type", None), str):
             module.rope_type = "default"
@@ -86,17 +87,27 @@ def trace(kind: type[Any], config: Any) -> Traced:
     """
     cache = DynamicCache(config=config)
     _check_state(kind, cache)
-    model = build(kind, config, "meta", masks=True)
+    try:
+        model = build(kind, config, "meta", masks=True)
+    except KeyError as error:
+        if error.args != (SAMPLED,):
+            raise
+        raise ModelError(_FIXED) from error
     settle(model)
     recorder, uses = _Recorder(), _Uses()
     for module in model.modules():
         hook(module, attend=recorder, experts=_no_experts)
-    with torch.inference_mode(), torch.device("meta"), uses:
-        ids, positions = torch.zeros((1, _TOKENS), dtype=torch.int64), torch.arange(_TOKENS)[None]
-        model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+    try:
+        with torch.inference_mode(), torch.device("meta"), uses:
+            ids, positions = torch.zeros((1, _TOKENS), dtype=torch.int64), torch.arange(_TOKENS)[None]
+            model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"{_FIXED}, or it cannot run without data: {type(error).__name__}: {error}") from error
     _check_state(kind, cache)
     if not recorder.calls:
-        raise ModelError("its attention cannot be replaced")
+        raise ModelError(_FIXED)
     names = {id(module): name for name, module in model.named_modules()}
     attentions = {names[id(module)]: attention for module, attention in recorder.calls}
     if len(attentions) < len(recorder.calls):

@@ -1,0 +1,170 @@
+"""Which causal decoders of transformers run, and how; docs/reference/models.md is made of the record.
+
+PYTHONPATH=tests:tests/model python tests/model/architectures.py    # writes it in two minutes; then: make reference
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from model_zoo import PagedRunner
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from skipjoin.model import family
+from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.load_spec import LoadSpec
+from skipjoin.model.loader import load_model
+
+RECORD = Path(__file__).with_name("architectures.json")
+NATIVE, RUNS, REFUSED, UNTRIED = "native", "through transformers", "refused", "not tried"
+# Fields of configurations, of which each gets those that it has.
+SMALL = {
+    **{"vocab_size": 101, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    **{"intermediate_size": 96, "num_hidden_layers": 4, "max_position_embeddings": 128, "sliding_window": 9},
+    **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1},
+    **{"n_shared_experts": 1},
+    **{
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "expert_ffn_hidden_size": 32,
+    },
+    **{"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "decoder_start_token_id": 0},
+    **{"vocab_size_per_layer_input": 101, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 2},
+    **{"decoder_layers": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "encoder_layers": 1},
+}
+# Those of latent attention, whose heads have parts.
+LATENT = {
+    **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16},
+    **{"qk_head_dim": 32, "num_key_value_heads": 4},
+}
+# Fields that have no number by default.
+NUMBERED = {
+    "n_shared_experts",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts_per_tok",
+    "n_routed_experts",
+    "n_group",
+    "topk_group",
+}
+# Kinds of layers of published models, where those of the default configuration are others.
+KINDS = {
+    "Lfm2ForCausalLM": ("conv", "full_attention"),
+    "MiniMaxM3VLForCausalLM": ("full_attention", "minimax_m3_sparse"),
+}
+# A larger model has fields that are not above.
+MAX_PARAMETERS = 20_000_000
+# As tests of native families have it, relative to the spread of the logits.
+TOLERANCE = 1e-3
+LENGTHS = (1, 18, 40)
+
+
+def configurations(kind: type[Any]) -> Iterator[Any]:
+    """Yield small configurations, the more special ones last."""
+    of = type(kind.config_class().get_text_config(decoder=True))
+    default = of()
+    is_latent = getattr(default, "kv_lora_rank", None) is not None
+    fields: dict[str, Any] = SMALL | (LATENT if is_latent else {})
+    names = {*default.to_dict(), *of.attribute_map} & {*fields}
+    known = default.to_dict()
+    names -= {name for name in names - NUMBERED if name not in of.attribute_map and known[name] is None}
+    kinds = KINDS.get(kind.__name__) or tuple(dict.fromkeys(known.get("layer_types") or ()))
+    if kinds:
+        fields["layer_types"] = [kinds[layer % len(kinds)] for layer in range(fields["num_hidden_layers"])]
+        names.add("layer_types")
+    dropped: list[tuple[str, ...]] = [("head_dim",)] if is_latent else [(), ("head_dim",)]
+    dropped += [("layer_types",), ("head_dim", "num_attention_heads"), ("head_dim", "num_hidden_layers", "layer_types")]
+    for without in dropped:
+        yield of, {name: fields[name] for name in names if name not in without}
+
+
+def small_model(kind: type[Any]) -> Any:
+    error: Exception | None = None
+    for of, fields in configurations(kind):
+        try:
+            with torch.device("meta"):
+                size = sum(parameter.numel() for parameter in kind._from_config(of(**fields)).parameters())
+            if size > MAX_PARAMETERS:
+                raise ValueError(f"{size} parameters")
+            torch.manual_seed(1)
+            return kind._from_config(of(**fields), attn_implementation="eager").eval()
+        except Exception as failed:  # transformers raises anything
+            error = failed
+    raise ValueError(f"no small configuration: {type(error).__name__}: {error}")
+
+
+def outcome(name: str, folder: Path) -> tuple[str, str]:
+    """Return how an architecture runs, and why not."""
+    family._register_own()
+    if any(name in one.architectures for one in family._families.values()):
+        return NATIVE, ""
+    kind = getattr(transformers, name)
+    try:
+        model = small_model(kind)
+    except Exception as error:
+        try:  # what is refused needs no weights
+            ModelConfig.from_dict(json.loads(kind.config_class(architectures=[name]).to_json_string(use_diff=False)))
+        except ModelError as refused:
+            return REFUSED, why(refused)
+        except Exception:
+            pass
+        return UNTRIED, f"{error}"[:120]
+    for label, parameter in model.named_parameters():
+        is_norm = "norm" in label and "weight" in label
+        torch.nn.init.normal_(parameter, mean=float(is_norm), std=0.12 if parameter.dim() > 1 else 0.3)
+    model.save_pretrained(folder)
+    try:
+        ours = load_model(folder, LoadSpec(dtype="float32"))
+    except ModelError as error:
+        return REFUSED, why(error)
+    sequences = [torch.randint(3, 101, (1, length)) for length in LENGTHS]
+    for ids, logits in zip(
+        sequences, PagedRunner(ours, [one[0].tolist() for one in sequences], 4, 3).run(), strict=True
+    ):
+        with torch.no_grad():
+            expected = model(input_ids=ids, use_cache=False).logits[0]
+        distance = float((logits - expected).norm() / (expected - expected.mean(-1, keepdim=True)).norm())
+        if not distance <= TOLERANCE:
+            raise AssertionError(f"{name} was loaded, and its logits differ by {distance:.2g}")
+    return RUNS, ""
+
+
+def why(error: ModelError) -> str:
+    """Return the reason without details of one model."""
+    reason = str(error).partition(f"through transformers {transformers.__version__}: ")[2] or str(error)
+    for general in ("its layers keep a state that is no KV", "its attention cannot be replaced"):
+        reason = general if reason.startswith(general) else reason
+    is_fixed = "'_Rows' object" in reason or "has no attribute 'language_model'" in reason
+    return "its output projection cannot run alone" if is_fixed else reason
+
+
+def architectures() -> list[str]:
+    names = (one if isinstance(one, str) else one[0] for one in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    return sorted(set(names))
+
+
+if __name__ == "__main__":
+    logging.disable()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    found = {}
+    for name in sys.argv[1:] or architectures():
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                found[name] = outcome(name, Path(folder))
+            except Exception as error:
+                found[name] = UNTRIED, f"{type(error).__name__}: {error}"[:300]
+            print(name, *found[name], flush=True)
+    if not sys.argv[1:]:
+        record = {"transformers": transformers.__version__, "architectures": found}
+        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

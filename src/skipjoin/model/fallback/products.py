@@ -70,7 +70,7 @@ class Experts:
             inner = self._up[expert](hidden[tokens])
             inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
             out = self._down[expert](inner.contiguous())
-            if module.has_post_expert_norm:
+            if getattr(module, "has_post_expert_norm", False):  # older transformers have none
                 out = module.post_expert_norm(out)
             total.index_add_(0, tokens, (out * weights[tokens, rank, None]).to(total.dtype))
         return total

@@ -107,7 +107,11 @@ def test_log_says_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
         ),
         (
             FALLBACKS["gpt2"] | {"n_layer": 1 << 40},
-            r"n_layer in config.json must be at most 1048576, got 1099511627776",
+            r"n_layer in config.json must be an integer in \[1, 16384\], got 1099511627776",
+        ),
+        (
+            FALLBACKS["mimo"] | {"n_shared": 1 << 40},
+            "n_shared in config.json must be at most 1048576, got 1099511627776",
         ),
         (FALLBACKS["gpt2"] | {"n_head": 3}, "GPT2LMHeadModel has no family of Skipjoin's own, and cannot run"),
         (

@@ -27,7 +27,7 @@ _OTHER_DTYPES = {"float": "float32", "half": "float16", "float64": "float32", "d
 MAX_EXPERTS = 1 << 12
 # Upper bounds of integers in config.json, far above those of any model. A larger one means a damaged file, and would
 # exhaust the machine's memory before it is detected. All must be at least 1, except `_MAY_BE_ZERO`.
-_LARGEST = {
+LARGEST = {
     "num_hidden_layers": 1 << 14,
     "max_window_layers": 1 << 14,
     "hidden_size": 1 << 20,
@@ -170,7 +170,7 @@ class ModelConfig:
         except PluginError as error:
             raise ModelError(str(error)) from error
         raw = _text_settings(raw)
-        _check_sizes(raw, family.sizes)
+        check_sizes(raw, family.sizes)
         try:
             values = family.fields(raw, architecture)
             if values.get("rope") is not None:
@@ -228,7 +228,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _check_sizes(raw: Mapping[str, Any], bounds: Mapping[str, int]) -> None:
+def check_sizes(raw: Mapping[str, Any], bounds: Mapping[str, int]) -> None:
     for name, largest in bounds.items():
         value = raw.get(name)
         if value is None:  # default, or a field that the family does not use
@@ -239,7 +239,7 @@ def _check_sizes(raw: Mapping[str, Any], bounds: Mapping[str, int]) -> None:
 
 
 def _check_numbers(raw: Mapping[str, Any]) -> None:
-    _check_sizes(raw, _LARGEST)
+    check_sizes(raw, LARGEST)
     for name in _EPSILONS:
         value = raw.get(name)
         if value is not None and not (is_number(value) and _MIN_EPSILON <= value <= _LARGEST_EPSILON):

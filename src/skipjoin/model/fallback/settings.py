@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from skipjoin.model.config import ModelError
+from skipjoin.model.config import LARGEST, ModelError, check_sizes
 from skipjoin.model.fallback.trace import Traced, trace
 
 # Entries of config.json that are not the model's: they choose code and kernels, or types that `dtype` chooses.
@@ -81,9 +81,11 @@ def settings_of(source: str) -> Settings:
     """Return the settings in `ModelConfig.source`, which the caller must copy before it changes them."""
     raw = json.loads(source)
     (architecture,) = raw["architectures"]
-    _check_counts(raw)
     try:
         kind = getattr(transformers, architecture)
+        usual = kind.config_class.attribute_map.items()
+        check_sizes(raw, {theirs: LARGEST[name] for name, theirs in usual if name in LARGEST})
+        _check_counts(raw)
         config = kind.config_class.from_dict(_floats_in(raw))
         if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
             raise ModelError("it needs an encoder")

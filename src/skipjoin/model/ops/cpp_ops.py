@@ -219,7 +219,7 @@ def _layer_call(parts: LayerParts) -> LayerCall | None:
     )  # fmt: skip
 
 
-def _apart(linear: Linear) -> tuple[Linear, Callable[[torch.Tensor], torch.Tensor] | None]:
+def _apart(linear: Linear | Experts) -> tuple[Linear | Experts, Callable[[torch.Tensor], torch.Tensor] | None]:
     return (linear.linear, linear.adjust) if isinstance(linear, Adjusted) else (linear, None)
 
 

@@ -137,7 +137,7 @@ class PastFuture(Callbacks):
         holders = kv.holders()
         if kv.blocks_of(request) is not None or not holders:
             return allocation
-        return allocation if self._peak([*holders, request]) <= kv.device_total * kv.block_size else Deferral.NEWCOMERS
+        return allocation if self._peak([*holders, request]) <= kv.device_total * kv.block_size else Deferral.INCOMING
 
     def _peak(self, requests: list[Request]) -> float:
         """Return the most tokens that the requests hold together, if each leaves at its predicted length."""

@@ -84,7 +84,7 @@ def test_whole_maximum_waits_until_the_maximum_length_fits() -> None:
     kv = KVLedger(10, 0, 4)
     kv.reserve(make(1), 5)
     assert WholeMaximum().reserve(make(0, 8, 12), 8, kv) == Allocation(now=5, blocks=5)
-    assert WholeMaximum().reserve(make(0, 8, 13), 8, kv) is Deferral.NEWCOMERS
+    assert WholeMaximum().reserve(make(0, 8, 13), 8, kv) is Deferral.INCOMING
 
 
 @pytest.mark.parametrize(("others", "expected"), [(0, Allocation(10, 10, tokens=40)), (5, Allocation(5, 5, tokens=20))])

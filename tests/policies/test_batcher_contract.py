@@ -137,7 +137,7 @@ def test_a_step_that_is_offered_all_requests_schedules_at_least_one(batcher: Cal
                 continue
             (verdict,) = offer_all(packing, [request])
             taken += isinstance(verdict, int)
-            closed = closed or (isinstance(verdict, Refusal) and verdict.scope is Scope.NEWCOMERS)
+            closed = closed or (isinstance(verdict, Refusal) and verdict.scope is Scope.INCOMING)
         assert taken
         for request in alive:
             chance = draw.random()
@@ -175,7 +175,7 @@ def test_greedy_with_chunking_fills_the_token_budget(pending: list[int]) -> None
     assert sum(taken) == min(32, sum(pending))
 
 
-def test_greedy_closes_the_step_to_newcomers_at_a_prompt_that_does_not_fit() -> None:
+def test_greedy_closes_the_step_to_incoming_requests_at_a_prompt_that_does_not_fit() -> None:
     assert fill(Greedy(4, 10, chunked=False).open(StepContext()), [1, 8, 3, 1, 1]) == [1, 8, PROMPT_DOES_NOT_FIT, 1, 1]
 
 

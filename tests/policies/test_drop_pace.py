@@ -28,23 +28,23 @@ def holder(kv: KVLedger, number: int, tokens: int, priority: int = 0) -> Request
     return request
 
 
-def methods(eviction: Swap, victim: Request, kv: KVLedger, now: float, newcomer: Request | None) -> list[Preemption]:
-    return [one.how for one in eviction.victims(1, [victim], kv, now, newcomer)]
+def methods(eviction: Swap, victim: Request, kv: KVLedger, now: float, incoming: Request | None) -> list[Preemption]:
+    return [one.how for one in eviction.victims(1, [victim], kv, now, incoming)]
 
 
-def test_after_a_drop_newcomers_wait_until_its_share_of_time_is_small() -> None:
+def test_after_a_drop_incoming_requests_wait_until_its_share_of_time_is_small() -> None:
     kv = KVLedger(10, 0, 4)
-    victim, newcomer = holder(kv, 0, 8), make(1, 4, 10)
+    victim, incoming = holder(kv, 0, 8), make(1, 4, 10)
     eviction = Swap(COST, drop_share=0.1)
-    assert methods(eviction, victim, kv, 5.0, newcomer) == [Preemption.DROP]
-    assert methods(eviction, victim, kv, 5.0, newcomer) == [Preemption.DROP]  # the query changes no state
+    assert methods(eviction, victim, kv, 5.0, incoming) == [Preemption.DROP]
+    assert methods(eviction, victim, kv, 5.0, incoming) == [Preemption.DROP]  # the query changes no state
     eviction.on_dropped(8, 5.0)
-    assert methods(eviction, victim, kv, 84.9, newcomer) == []
-    assert methods(eviction, victim, kv, 85.1, newcomer) == [Preemption.DROP]
+    assert methods(eviction, victim, kv, 84.9, incoming) == []
+    assert methods(eviction, victim, kv, 85.1, incoming) == [Preemption.DROP]
     eviction.on_dropped(8, 85.1)
     eviction.on_dropped(8, 85.1)
-    assert methods(eviction, victim, kv, 245.0, newcomer) == []
-    assert methods(eviction, victim, kv, 245.2, newcomer) == [Preemption.DROP]
+    assert methods(eviction, victim, kv, 245.0, incoming) == []
+    assert methods(eviction, victim, kv, 245.2, incoming) == [Preemption.DROP]
 
 
 def test_growth_and_higher_priorities_are_not_paced() -> None:
@@ -70,12 +70,12 @@ def test_first_tokens_are_not_paced_where_their_ordering_limits_them() -> None:
 
 def test_swaps_are_not_paced_while_the_cpu_tier_has_space() -> None:
     kv = KVLedger(10, 3, 4)
-    victims, newcomer = [holder(kv, 0, 8), holder(kv, 1, 4), holder(kv, 2, 8)], make(3, 4, 10)
+    victims, incoming = [holder(kv, 0, 8), holder(kv, 1, 4), holder(kv, 2, 8)], make(3, 4, 10)
     eviction = Swap(COST)
     eviction.on_dropped(8, 0.0)
-    first = eviction.victims(3, victims, kv, 1.0, newcomer)
+    first = eviction.victims(3, victims, kv, 1.0, incoming)
     assert [(one.request.id, one.how) for one in first] == [(0, Preemption.SWAP), (1, Preemption.SWAP)]
-    assert eviction.victims(4, victims, kv, 1.0, newcomer) == ()
+    assert eviction.victims(4, victims, kv, 1.0, incoming) == ()
     grown = eviction.victims(4, victims, kv, 1.0, None)
     assert [one.how for one in grown] == [Preemption.SWAP, Preemption.SWAP, Preemption.DROP]
 

@@ -108,11 +108,11 @@ def test_policies_without_swapping_drop_and_move_nothing_ahead(eviction: Evictio
     assert not eviction.returns_overlapped(make(0, 4, 4))
 
 
-def test_only_defer_makes_newcomers_wait() -> None:
+def test_only_defer_makes_incoming_requests_wait() -> None:
     kv = KVLedger(10, 10, 4)
     requests = holders(kv, [1, 2])
-    newcomer = make(9, 1, 1)
-    evicting = {name: bool(build().victims(1, requests, kv, 0.0, newcomer)) for name, build in EVICTIONS.items()}
+    incoming = make(9, 1, 1)
+    evicting = {name: bool(build().victims(1, requests, kv, 0.0, incoming)) for name, build in EVICTIONS.items()}
     assert evicting == dict.fromkeys(EVICTIONS, True) | {"defer": False}
 
 
@@ -152,7 +152,7 @@ def test_spill_prefers_best_effort_requests_and_those_that_are_already_split() -
     assert spill(15)[3:] == [Eviction(first, Preemption.DROP)]
 
 
-def test_spill_compares_costs_of_the_part_and_paces_drops_for_newcomers() -> None:
+def test_spill_compares_costs_of_the_part_and_paces_drops_for_incoming_requests() -> None:
     """Recomputing a block takes 2 s; moving blocks out and in takes 1 s per block and 1 s per transfer."""
     kv = KVLedger(30, 9, 4)
     (victim,) = holders(kv, [4], best_effort=(0,))

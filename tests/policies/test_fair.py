@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from skipjoin.core.context import StepContext
-from skipjoin.core.policy import ALL_TOO_LONG, NEWCOMERS_TOO_LONG, Policies, is_decode_invariant
+from skipjoin.core.policy import ALL_TOO_LONG, INCOMING_TOO_LONG, Policies, is_decode_invariant
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.admission import OnDemand
@@ -153,8 +153,8 @@ def test_a_single_client_fills_the_step() -> None:
 def test_prompts_of_other_clients_are_cut_to_the_time_limit() -> None:
     chat, prompts = begun(0, "a"), [make(number, 500, client="b") for number in (1, 2)]
     _, first, second = step([chat, *prompts], [chat, *prompts])
-    assert first == second == NEWCOMERS_TOO_LONG, "there is time for 9 tokens, which is too short a chunk"
+    assert first == second == INCOMING_TOO_LONG, "there is time for 9 tokens, which is too short a chunk"
     long = make(0, 40, client="a")
     _, first, second = step([long, *prompts], [long, *prompts])
     assert 48 - 16 <= first <= 48
-    assert second is NEWCOMERS_TOO_LONG
+    assert second is INCOMING_TOO_LONG

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from skipjoin.core.context import StepContext
-from skipjoin.core.policy import ALL_BEHIND_REAL_TIME, NEWCOMERS_BEHIND_REAL_TIME, QUIET_S, is_decode_invariant
+from skipjoin.core.policy import ALL_BEHIND_REAL_TIME, INCOMING_BEHIND_REAL_TIME, QUIET_S, is_decode_invariant
 from skipjoin.core.request import NO_TARGET, Request, Target
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.best_effort import LimitedBestEffort
@@ -74,7 +74,7 @@ def test_best_effort_prompts_are_cut_to_the_time_limit() -> None:
     chat, batch, other = make(0, 400), make(1, 900, best_effort=True), make(2, 900, best_effort=True)
     first, second = step(limited(chat, batch, other), [batch, other])
     assert 72 - 16 <= first <= 72
-    assert second is NEWCOMERS_BEHIND_REAL_TIME
+    assert second is INCOMING_BEHIND_REAL_TIME
 
 
 def test_a_minimal_chunk_runs_if_the_time_limit_allows_none() -> None:

@@ -198,7 +198,7 @@ RESOURCES: dict[str, tuple[tuple[str, ...], dict[str, int], tuple[tuple[int, int
 )
 def test_priority_takes_what_lower_ones_hold(resource: str, recipe: str, depth: int, overlap: bool) -> None:
     """At depth 2 the victims may be in flight; they are preempted after their plans finish. A policy that swaps ahead
-    moves them out asynchronously and admits the newcomer afterwards."""
+    moves them out asynchronously and admits the incoming request afterwards."""
     _, settings, low, urgent = RESOURCES[resource]
     world = World(recipe, depth, overlap, **settings)
     stepper = settled(world, *low)

@@ -84,19 +84,19 @@ def test_aging_bounds_overtaking_by_the_ratio_of_remaining_times(tokens: int, ag
     )
     ordering.on_arrived(old, 0.0)
     for number, arrival in enumerate((bound + 1e-6 * aging_s, bound * 1.5 + early), 1):
-        newcomer = forecasted(1, number, arrival=arrival)
-        ordering.on_arrived(newcomer, arrival)
-        assert not ordering.outranks(newcomer, old)
+        incoming = forecasted(1, number, arrival=arrival)
+        ordering.on_arrived(incoming, arrival)
+        assert not ordering.outranks(incoming, old)
     ordering.on_scheduled([Slice(old, 9, 1, True, False, ())], bound)
-    assert not ordering.outranks(newcomer, old)
+    assert not ordering.outranks(incoming, old)
 
 
 def test_without_aging_only_the_remaining_time_counts() -> None:
     ordering = Valued(RemainingTime(ExecutionTime(COST), forecast_tokens))
-    old, newcomer = forecasted(101), forecasted(100, 1, arrival=1e9)
-    for request in (old, newcomer):
+    old, incoming = forecasted(101), forecasted(100, 1, arrival=1e9)
+    for request in (old, incoming):
         ordering.on_arrived(request, request.arrival)
-    assert ordering.outranks(newcomer, old)
+    assert ordering.outranks(incoming, old)
 
 
 def test_the_quantile_of_a_forecast_distribution_is_used_if_present() -> None:

@@ -230,10 +230,10 @@ def test_quanta_follow_the_cost_model_and_requests_stay_in_their_queues() -> Non
     # used so far, more decodes would fit.
     mlfq.on_scheduled([Slice(running, 2, 1, True, False, ())], 3.0)
     assert (mlfq.level(waiting), mlfq.level(running)) == (3, 2)
-    newcomers = [make(2, 1), make(3, 8)]
-    for request in newcomers:
+    incoming = [make(2, 1), make(3, 8)]
+    for request in incoming:
         mlfq.on_arrived(request, 4.0)
-    assert [mlfq.level(request) for request in newcomers] == [0, 3]
+    assert [mlfq.level(request) for request in incoming] == [0, 3]
 
 
 def test_time_used_before_a_promotion_is_scaled_with_the_quanta() -> None:

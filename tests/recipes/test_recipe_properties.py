@@ -62,18 +62,18 @@ def assert_served(done: Run) -> None:
 
 
 def assert_tokens_between_evictions(done: Run) -> None:
-    """Assert that a running request is not evicted for newcomers more often than it generated tokens.
+    """Assert that a running request is not evicted for incoming requests more often than it generated tokens.
 
     Of two requests that evict each other, the one that ran in between has generated a token.
     """
-    evictions = done.core.newcomer_evictions
+    evictions = done.core.incoming_evictions
     count: Counter[int] = Counter()
     for eviction in evictions:
         count[eviction.victim] += 1
         assert count[eviction.victim] <= eviction.tokens[eviction.victim]
     for at, later in enumerate(evictions):
         for earlier in evictions[:at]:
-            if later.victim in earlier.newcomers and earlier.victim in later.newcomers:
+            if later.victim in earlier.incoming and earlier.victim in later.incoming:
                 assert later.tokens[later.victim] > earlier.tokens[later.victim]
 
 
@@ -118,7 +118,7 @@ def test_all_requests_finish_with_exactly_max_tokens(world: World) -> None:
 
 
 @every_world
-def test_a_request_generates_a_token_between_evictions_for_newcomers(world: World) -> None:
+def test_a_request_generates_a_token_between_evictions_for_incoming_requests(world: World) -> None:
     assert_tokens_between_evictions(served(world))
 
 

@@ -89,7 +89,7 @@ def test_first_request_of_a_new_key_is_admitted(by_tokens: bool, floods: list[tu
     if by_tokens:
         waiting = {key for key, one in queue.admission._tokens._clients.items() if one.reserved}
     if room and not waiting:
-        assert queue.ask("newcomer", min(room, RESERVE)) is None
+        assert queue.ask("another", min(room, RESERVE)) is None
 
 
 @by_both

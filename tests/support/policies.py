@@ -143,9 +143,9 @@ class SwapAll(Recompute):
     """Swaps out every victim, even in the middle of its prompt and at any cost."""
 
     def victims(
-        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, incoming: Request | None
     ) -> Sequence[Eviction]:
-        return [Eviction(one.request, Preemption.SWAP) for one in super().victims(short, candidates, kv, now, newcomer)]
+        return [Eviction(one.request, Preemption.SWAP) for one in super().victims(short, candidates, kv, now, incoming)]
 
 
 class SpillAll(Recompute):
@@ -154,10 +154,10 @@ class SpillAll(Recompute):
     how = Preemption.SPILL
 
     def victims(
-        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, incoming: Request | None
     ) -> Sequence[Eviction]:
         found = []
-        for one in super().victims(short, candidates, kv, now, newcomer):
+        for one in super().victims(short, candidates, kv, now, incoming):
             found.append(Eviction(one.request, self.how, short))
             short -= kv.footprint(one.request)
         return found
@@ -169,9 +169,9 @@ class LendAll(SpillAll):
     lends = True
 
     def victims(
-        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, incoming: Request | None
     ) -> Sequence[Eviction]:
-        return [one._replace(lent=True) for one in super().victims(short, candidates, kv, now, newcomer)]
+        return [one._replace(lent=True) for one in super().victims(short, candidates, kv, now, incoming)]
 
 
 class LendAlongside(LendAll):
@@ -227,7 +227,7 @@ class Patchwork(Chaos):
     """Drops or swaps out random parts where blocks are short, and swaps random holders during steps."""
 
     def victims(
-        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, incoming: Request | None
     ) -> Sequence[Eviction]:
         found, missing = [], short
         for victim in candidates:
@@ -235,7 +235,7 @@ class Patchwork(Chaos):
                 blocks = min(kv.footprint(victim), self._draw.randint(1, missing))
                 found.append(Eviction(victim, self._draw.choice([Preemption.SPILL, Preemption.DROP]), blocks))
                 missing -= blocks
-        return found if missing <= 0 else super().victims(short, candidates, kv, now, newcomer)
+        return found if missing <= 0 else super().victims(short, candidates, kv, now, incoming)
 
 
 # Recipes that differ in more than their eviction policy.

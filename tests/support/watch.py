@@ -84,9 +84,9 @@ class World:
 
 
 @dataclass(frozen=True)
-class NewcomerEviction:
+class IncomingEviction:
     victim: int
-    newcomers: tuple[int, ...]
+    incoming: tuple[int, ...]
     tokens: dict[int, int]
 
 
@@ -104,7 +104,7 @@ class WatchedCore(EngineCore):
         super().__init__(scheduler)
         self.trace: Trace = []
         self.plans: deque[StepPlan] = deque()
-        self.newcomer_evictions: list[NewcomerEviction] = []
+        self.incoming_evictions: list[IncomingEviction] = []
         self._device = Device(self.kv, is_exact=True, voids=True)
         self._fruitless = 0  # plans since the last token
 
@@ -243,13 +243,13 @@ class WatchedCore(EngineCore):
             by_growth = any(ordering.rank(r) < ordering.rank(victim) for r in grown)
             runs = before[victim].last_plan >= before[victim].latest
             is_spared = before[victim].is_newly_resident and runs
-            newcomers = tuple(r.id for r in new if ordering.outranks(r, victim))
+            incoming = tuple(r.id for r in new if ordering.outranks(r, victim))
             if is_stuck and ordering.rank(ran[0]) < ordering.rank(victim):
                 continue
-            assert by_growth or (newcomers and not is_spared), f"request {victim.id} was evicted without a reason"
+            assert by_growth or (incoming and not is_spared), f"request {victim.id} was evicted without a reason"
             if not by_growth and runs:
                 tokens = {number: len(request.progress.output) for number, request in self.requests.items()}
-                self.newcomer_evictions.append(NewcomerEviction(victim.id, newcomers, tokens))
+                self.incoming_evictions.append(IncomingEviction(victim.id, incoming, tokens))
 
 
 def nested_in(kv: KVLedger, owner: Owner) -> list[Request]:

@@ -41,7 +41,7 @@ class WholeOutput:
     def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation | Deferral:
         tokens = len(request.prompt) + math.ceil(self._lengths(request))
         blocks = kv.blocks_for(max(target, request.progress.known, tokens))
-        return Allocation(now=blocks, blocks=blocks) if blocks <= kv.available else Deferral.NEWCOMERS
+        return Allocation(now=blocks, blocks=blocks) if blocks <= kv.available else Deferral.INCOMING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

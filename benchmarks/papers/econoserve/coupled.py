@@ -103,7 +103,7 @@ class WholeReservations(Callbacks):
         fits = kv.shortfall_of_reservation(request, blocks, None) <= 0
         if kv.blocks_of(request) is None:
             group = None if self._group is None else self._group(request, self._now)
-            return Allocation(now=blocks, blocks=blocks, tokens=tokens, group=group) if fits else Deferral.NEWCOMERS
+            return Allocation(now=blocks, blocks=blocks, tokens=tokens, group=group) if fits else Deferral.INCOMING
         if not fits:
             blocks = kv.blocks_for(target)
             tokens = min(tokens, blocks * kv.block_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from skipjoin.core.context import StepContext
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.policy import HELD, NEWCOMERS_HELD, Allocation, BatchBuilder, Deferral, Refusal
+from skipjoin.core.policy import HELD, INCOMING_HELD, Allocation, BatchBuilder, Deferral, Refusal
 from skipjoin.core.request import Request
 from skipjoin.policies.batching import WholeBuilder, check_budgets
 
@@ -16,7 +16,7 @@ class WholeMaximum:
 
     def reserve(self, request: Request, target: int, kv: KVAccounts) -> Allocation | Deferral:
         blocks = kv.blocks_for(request.max_total_tokens)
-        return Allocation(now=blocks, blocks=blocks) if blocks <= kv.available else Deferral.NEWCOMERS
+        return Allocation(now=blocks, blocks=blocks) if blocks <= kv.available else Deferral.INCOMING
 
 
 class RunToCompletion:
@@ -60,7 +60,7 @@ class MemberBuilder:
     def offer(self, request: Request, pending: int) -> int | Refusal:
         if request not in self.members and not self._recruits:
             # Refusing all new requests spares a scan of a long queue, but would also shut out members without KV.
-            return HELD if self._absent else NEWCOMERS_HELD
+            return HELD if self._absent else INCOMING_HELD
         verdict = self._whole.offer(request, pending)
         self._cramped = self._cramped or not isinstance(verdict, int)
         return verdict

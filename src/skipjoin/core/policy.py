@@ -156,7 +156,7 @@ class Learned(Protocol):
 
 class Scope(Enum):
     REQUEST = "this request"
-    NEWCOMERS = "every request that holds no KV yet"
+    INCOMING = "every request that holds no KV yet"
     ALL = "every request that was not offered yet"
 
 
@@ -167,20 +167,20 @@ class Refusal(NamedTuple):
 
 NO_SLOT = Refusal(Scope.ALL, WaitReason.NO_SLOT)
 NO_TOKENS = Refusal(Scope.ALL, WaitReason.TOKEN_BUDGET)
-# An unchunked prompt does not fit. Newcomers must not overtake it; running requests still decode.
-PROMPT_DOES_NOT_FIT = Refusal(Scope.NEWCOMERS, WaitReason.TOKEN_BUDGET)
+# An unchunked prompt does not fit. Incoming requests must not overtake it; running requests still decode.
+PROMPT_DOES_NOT_FIT = Refusal(Scope.INCOMING, WaitReason.TOKEN_BUDGET)
 # The step's budget of prompt tokens is used up; decoding requests still join.
-PROMPTS_ARE_FULL = Refusal(Scope.NEWCOMERS, WaitReason.TOKEN_BUDGET)
+PROMPTS_ARE_FULL = Refusal(Scope.INCOMING, WaitReason.TOKEN_BUDGET)
 HELD = Refusal(Scope.REQUEST, WaitReason.HELD_BY_BATCHER)
-NEWCOMERS_HELD = Refusal(Scope.NEWCOMERS, WaitReason.HELD_BY_BATCHER)
+INCOMING_HELD = Refusal(Scope.INCOMING, WaitReason.HELD_BY_BATCHER)
 ALL_HELD = Refusal(Scope.ALL, WaitReason.HELD_BY_BATCHER)
 # A step with it would take too long for a request of higher rank.
 TOO_LONG = Refusal(Scope.REQUEST, WaitReason.STEP_TIME)
-NEWCOMERS_TOO_LONG = Refusal(Scope.NEWCOMERS, WaitReason.STEP_TIME)
+INCOMING_TOO_LONG = Refusal(Scope.INCOMING, WaitReason.STEP_TIME)
 ALL_TOO_LONG = Refusal(Scope.ALL, WaitReason.STEP_TIME)
 # A best-effort request would make a step too long for real-time requests.
 BEHIND_REAL_TIME = Refusal(Scope.REQUEST, WaitReason.BEHIND_REAL_TIME)
-NEWCOMERS_BEHIND_REAL_TIME = Refusal(Scope.NEWCOMERS, WaitReason.BEHIND_REAL_TIME)
+INCOMING_BEHIND_REAL_TIME = Refusal(Scope.INCOMING, WaitReason.BEHIND_REAL_TIME)
 ALL_BEHIND_REAL_TIME = Refusal(Scope.ALL, WaitReason.BEHIND_REAL_TIME)
 # Steps stay limited until no real-time request has been live for this time.
 QUIET_S = 60.0
@@ -244,7 +244,7 @@ class Allocation:
 class Deferral(Enum):
     """Refusal of an admission policy; the value says which requests wait."""
 
-    NEWCOMERS = "no request without KV is admitted in this step"
+    INCOMING = "no request without KV is admitted in this step"
     REQUEST = "of requests without KV, those that the ordering finds by their needs are still admitted"
 
 
@@ -303,13 +303,13 @@ class EvictionPolicy(Protocol):
         ...
 
     def victims(
-        self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
+        self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, incoming: Request | None
     ) -> Sequence[Eviction]:
         """Choose evictions that make `short` blocks available. Must be pure.
 
         Args:
             candidates: Requests that may be evicted, least important first. Their footprints together suffice.
-            newcomer: Request without its KV on the device that needs the blocks; it waits if the result is empty. If
+            incoming: Request without its KV on the device that needs the blocks; it waits if the result is empty. If
                 None, at least one candidate must be evicted.
         """
         ...

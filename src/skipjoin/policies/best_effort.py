@@ -8,7 +8,7 @@ from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.policy import (
     ALL_BEHIND_REAL_TIME,
     BEHIND_REAL_TIME,
-    NEWCOMERS_BEHIND_REAL_TIME,
+    INCOMING_BEHIND_REAL_TIME,
     QUIET_S,
     BatchBuilder,
     Batcher,
@@ -30,7 +30,7 @@ _BESIDE = 1.1
 
 
 def is_under_way(request: Request) -> bool:
-    # One that never ran may have planned tokens by a prefix-cache hit, and is a newcomer still.
+    # One that never ran may have planned tokens by a prefix-cache hit, and is an incoming request still.
     return request.progress.planned > 0 and (request.progress.last_plan != NEVER or request.progress.evictions > 0)
 
 
@@ -123,7 +123,7 @@ class LimitedBuilder:
             return min(verdict, MIN_CHUNK)
         if pending == 1:
             return ALL_BEHIND_REAL_TIME
-        return BEHIND_REAL_TIME if is_under_way(request) else NEWCOMERS_BEHIND_REAL_TIME
+        return BEHIND_REAL_TIME if is_under_way(request) else INCOMING_BEHIND_REAL_TIME
 
     def take(self, request: Request, tokens: int) -> None:
         if self._limit is None and self._rules.is_best_effort(request):

@@ -38,7 +38,7 @@ class Recompute:
         return False
 
     def victims(
-        self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
+        self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, incoming: Request | None
     ) -> Sequence[Eviction]:
         return [Eviction(victim, self.how) for victim, _ in _until_enough(short, candidates, kv)]
 
@@ -57,9 +57,9 @@ class Defer(Recompute):
     is_decode_invariant = True
 
     def victims(
-        self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
+        self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, incoming: Request | None
     ) -> Sequence[Eviction]:
-        return super().victims(short, candidates, kv, now, newcomer) if newcomer is None else ()
+        return super().victims(short, candidates, kv, now, incoming) if incoming is None else ()
 
 
 class KeepKv(Recompute):
@@ -96,18 +96,18 @@ class Swap(Recompute):
         self._ordering = ordering
 
     def victims(
-        self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
+        self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, incoming: Request | None
     ) -> Sequence[Eviction]:
         found = []
         room = kv.tiers.cpu_free if kv.tiers is not None else 0
-        is_free = newcomer is None or now >= self._next_drop or self._is_exempt(newcomer, candidates)
+        is_free = incoming is None or now >= self._next_drop or self._is_exempt(incoming, candidates)
         for victim, missing in _until_enough(short, candidates, kv):
             part = self.part(victim, missing, kv)
             filled, keep = kv.filled(victim), 0 if part is None else kv.filled_after(victim, part)
             if (filled == keep > 0) or (filled - keep <= room and self.is_worth_moving(victim, kv, keep)):
                 room -= filled - keep
                 found.append(Eviction(victim, Preemption.SWAP if part is None else Preemption.SPILL, part))
-            elif is_free or (newcomer is not None and newcomer.progress.band < victim.progress.band):
+            elif is_free or (incoming is not None and incoming.progress.band < victim.progress.band):
                 displaces = self.displaces and part is None and self.is_worth_moving(victim, kv)
                 found.append(
                     Eviction(victim, Preemption.SWAP if displaces else Preemption.DROP, part, displaces=displaces)
@@ -116,9 +116,9 @@ class Swap(Recompute):
                 return ()
         return found
 
-    def _is_exempt(self, newcomer: Request, candidates: Sequence[Request]) -> bool:
-        is_first = self._exempts_first and not (newcomer.progress.output or newcomer.progress.band[0])
-        return is_first or must_precede(self._ordering, newcomer, candidates)
+    def _is_exempt(self, incoming: Request, candidates: Sequence[Request]) -> bool:
+        is_first = self._exempts_first and not (incoming.progress.output or incoming.progress.band[0])
+        return is_first or must_precede(self._ordering, incoming, candidates)
 
     def part(self, victim: Request, missing: int, kv: KVAccounts) -> int | None:
         return None
@@ -148,13 +148,13 @@ class Vacate(Swap):
     is_decode_invariant = True
 
     def victims(
-        self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
+        self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, incoming: Request | None
     ) -> Sequence[Eviction]:
         if (reservations := kv.reservations) is not None:
             candidates = sorted(
                 candidates, key=lambda candidate: not isinstance(reservations.parent_of(candidate), Request)
             )
-        return super().victims(short, candidates, kv, now, newcomer)
+        return super().victims(short, candidates, kv, now, incoming)
 
 
 class Spill(Swap):
@@ -170,13 +170,13 @@ class Spill(Swap):
         return request.is_best_effort
 
     def victims(
-        self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
+        self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, incoming: Request | None
     ) -> Sequence[Eviction]:
         def place(victim: Request) -> tuple[bool, bool]:
             held = kv.blocks_of(victim)
             return not victim.is_best_effort, held is None or not held.away
 
-        return super().victims(short, sorted(candidates, key=place), kv, now, newcomer)
+        return super().victims(short, sorted(candidates, key=place), kv, now, incoming)
 
     def is_worth_moving(self, request: Request, kv: KVAccounts, keep: int = 0) -> bool:
         return self._moves_faster(request, kv, keep)
@@ -195,14 +195,14 @@ class Lend(Spill):
     lends = True
 
     def victims(
-        self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, newcomer: Request | None
+        self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, incoming: Request | None
     ) -> Sequence[Eviction]:
         # Real-time requests share no blocks and keep their order, least urgent first.
         emptiest = sorted(
             candidates,
             key=lambda candidate: candidate.is_best_effort and -(-candidate.progress.computed % kv.block_size),
         )
-        found = super().victims(short, emptiest, kv, now, newcomer)
+        found = super().victims(short, emptiest, kv, now, incoming)
         return [one._replace(lent=one.request.progress.reverse and one.how is not Preemption.DROP) for one in found]
 
     def is_worth_moving(self, request: Request, kv: KVAccounts, keep: int = 0) -> bool:

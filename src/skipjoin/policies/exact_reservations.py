@@ -351,7 +351,7 @@ class ExactReservations(Callbacks):
         if collected and request is self._collector:
             return Allocation(now=blocks, blocks=blocks, tokens=known, draws=COLLECTED)
         has_room = unused or collected or (self._hosts is not None and self._hosts.largest(kv))
-        return Deferral.REQUEST if has_room else Deferral.NEWCOMERS
+        return Deferral.REQUEST if has_room else Deferral.INCOMING
 
     def _has_outgrown(self, request: Request, kv: KVAccounts) -> bool:
         reserved = request.progress.reserved_tokens

@@ -14,7 +14,7 @@ from skipjoin.core.context import StepContext
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.policy import (
     ALL_TOO_LONG,
-    NEWCOMERS_TOO_LONG,
+    INCOMING_TOO_LONG,
     TOO_LONG,
     BatchBuilder,
     BatcherWrapper,
@@ -264,7 +264,7 @@ class FairBuilder:
             return tokens
         if pending == 1 and not away:
             return ALL_TOO_LONG
-        return TOO_LONG if is_under_way(request) else NEWCOMERS_TOO_LONG
+        return TOO_LONG if is_under_way(request) else INCOMING_TOO_LONG
 
     def take(self, request: Request, tokens: int) -> None:
         if not request.progress.band[0]:

@@ -5,7 +5,7 @@ from skipjoin.core.context import StepContext
 from skipjoin.core.policy import (
     ALL_HELD,
     HELD,
-    NEWCOMERS_HELD,
+    INCOMING_HELD,
     AdmissionPolicy,
     BatchBuilder,
     Batcher,
@@ -80,10 +80,10 @@ def test_a_best_effort_request_is_swapped_in_while_others_compute() -> None:
     stepper, _ = recording(LendAlongside())
     first, last = held_by(stepper, 15, 15)
     run_until_finished(stepper, make(10, 12, 1))
-    newcomer = make(11, 4, 4, best_effort=True)
-    stepper.add(newcomer)
+    incoming = make(11, 4, 4, best_effort=True)
+    stepper.add(incoming)
     plan = stepper.step()
-    assert [slice_.request for slice_ in plan.slices] == [first, newcomer]
+    assert [slice_.request for slice_ in plan.slices] == [first, incoming]
     assert [move.request for move in plan.overlapped] == [last]
     assert not plan.blocking
     assert last in [slice_.request for slice_ in stepper.step().slices]
@@ -101,7 +101,7 @@ class SpillAlongside(LendAlongside):
     lends = False
 
 
-def test_newcomers_leave_the_blocks_that_a_swapped_out_request_waits_for() -> None:
+def test_incoming_requests_leave_the_blocks_that_a_swapped_out_request_waits_for() -> None:
     stepper, batcher = recording(SpillAlongside())
     _, last = held_by(stepper, 13, 15)
     stepper.add(make(10, 9, 3))
@@ -134,11 +134,11 @@ def test_held_skips_one_request_and_admits_later_ones() -> None:
     assert scene.ran() == [0, 2, 3]
 
 
-def test_newcomers_held_ends_reading_the_queue_but_holders_run() -> None:
+def test_incoming_requests_held_ends_reading_the_queue_but_holders_run() -> None:
     batcher = Verdicts({0: HELD, 1: HELD, 3: ALL_HELD})
     scene = queue(batcher, 500)
     assert scene.ran() == [2]
-    batcher.verdicts = {0: NEWCOMERS_HELD}
+    batcher.verdicts = {0: INCOMING_HELD}
     scene.ordering.read = 0
     assert scene.ran() == [2]
     assert scene.ordering.read == 1

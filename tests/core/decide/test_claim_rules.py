@@ -105,7 +105,7 @@ def test_a_request_keeps_its_kv_while_its_reservation_is_not_renewed() -> None:
     assert scene.preempted() == [(0, Preemption.PAUSE)]
 
 
-@pytest.mark.parametrize(("how", "passes"), [(Deferral.REQUEST, True), (Deferral.NEWCOMERS, False)])
+@pytest.mark.parametrize(("how", "passes"), [(Deferral.REQUEST, True), (Deferral.INCOMING, False)])
 def test_requests_that_fit_pass_a_refused_one(how: Deferral, passes: bool) -> None:
     scene = Claims({number: refusing(how) for number in range(1, 150)}, blocks=1000, slots=300)
     scene.add(make(0, 4, 4))
@@ -122,7 +122,7 @@ def test_a_refusal_that_ends_admission_does_not_affect_requests_that_hold_kv() -
     scene = Claims({}, blocks=100)
     scene.add(make(1, 4, 8), make(2, 4, 8))
     assert scene.ran() == [1, 2]
-    scene.admission.answers[0] = refusing(Deferral.NEWCOMERS)
+    scene.admission.answers[0] = refusing(Deferral.INCOMING)
     scene.add(make(0, 4, 4), make(3, 4, 4))
     assert scene.ran() == [1, 2]
     scene.admission.answers.clear()

@@ -1,7 +1,7 @@
 """Rules that keep preemption from thrashing, each in a minimal example.
 
 `WatchedCore` checks every plan of every test: victims do not run, each is evicted for a higher-ranked request in that
-plan, and a newcomer evicts neither its equals nor running requests that have no token yet.
+plan, and an incoming request evicts neither its equals nor running requests that have no token yet.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def scene(numbers: dict[int, int], *, blocks: int, cpu: int = 0, slots: int = 8,
 
 class DisplaceAll(SwapAll):
     def victims(
-        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, newcomer: Request | None
+        self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, incoming: Request | None
     ) -> Sequence[Eviction]:
-        return [one._replace(displaces=True) for one in super().victims(short, candidates, kv, now, newcomer)]
+        return [one._replace(displaces=True) for one in super().victims(short, candidates, kv, now, incoming)]
 
 
 def ran(stepper: Stepper) -> set[int]:
@@ -116,7 +116,7 @@ def test_skipping_returns_that_must_fail_changes_no_plan(recipe: str, monkeypatc
     assert examined[True] < examined[False]
 
 
-def test_no_request_is_evicted_for_a_newcomer_that_would_still_not_fit() -> None:
+def test_no_request_is_evicted_for_an_incoming_request_that_would_still_not_fit() -> None:
     stepper = scene({0: 1, 1: 5, 2: 3}, blocks=8)
     first, low = make(0, 16, 5), make(1, 8, 5)
     stepper.add(first, low)
@@ -128,14 +128,14 @@ def test_no_request_is_evicted_for_a_newcomer_that_would_still_not_fit() -> None
 
 
 @pytest.mark.parametrize("cpu", [0, 8])
-def test_a_running_request_is_evicted_for_a_newcomer_only_after_a_token(cpu: int) -> None:
+def test_a_running_request_is_evicted_for_an_incoming_request_only_after_a_token(cpu: int) -> None:
     """This holds again after each eviction, whether its KV is recomputed or swapped in."""
     stepper = scene({0: 5, **dict.fromkeys(range(1, 9), 1)}, blocks=4, chunk=4, cpu=cpu)
     victim = make(0, 9, 5)
     stepper.add(victim)
     assert ran(stepper) == {0}
     for number in range(1, 4):
-        # The newcomer waits from the victim's first chunk on, and is admitted when the victim has a token.
+        # The incoming request waits from the victim's first chunk on, and is admitted when the victim has a token.
         stepper.add(make(number, 13, 1))
         while 0 in ran(stepper):
             assert number not in stepper.tokens
@@ -161,7 +161,7 @@ def test_a_paused_request_without_a_token_can_be_evicted() -> None:
 
 
 def test_growth_evicts_the_lowest_ranked_request_even_before_its_first_token() -> None:
-    """A running request must be able to grow, so fresh requests are protected from newcomers only."""
+    """A running request must be able to grow, so fresh requests are protected from incoming requests only."""
     stepper = scene({0: 1, 1: 2}, blocks=5, chunk=6)
     fresh = make(1, 12, 3)
     stepper.add(make(0, 5, 9), fresh)
@@ -201,7 +201,7 @@ def test_two_requests_that_outrank_each_other_in_turn_both_finish(
         assert request.progress.evictions <= (18 if eviction is DropTails else 9)
 
 
-def test_with_deferred_eviction_newcomers_wait_and_growth_evicts() -> None:
+def test_with_deferred_eviction_incoming_requests_wait_and_growth_evicts() -> None:
     stepper = Scene({0: 5, 1: 6, 2: 1}, blocks=6, eviction=Defer())
     first, second = make(0, 8, 9), make(1, 8, 9)
     stepper.add(first, second)
@@ -226,7 +226,7 @@ def test_no_request_ranked_below_an_evicted_one_takes_new_blocks_in_that_step() 
     stepper.drain()
 
 
-def test_a_newcomer_that_does_not_fit_blocks_those_behind_it() -> None:
+def test_an_incoming_request_that_does_not_fit_blocks_those_behind_it() -> None:
     stepper = scene({0: 1, 1: 2, 2: 3}, blocks=8)
     stepper.add(make(0, 16, 5))
     ran(stepper)
@@ -236,7 +236,7 @@ def test_a_newcomer_that_does_not_fit_blocks_those_behind_it() -> None:
 
 
 def test_a_request_that_cannot_be_swapped_in_yet_blocks_its_equals_behind_it() -> None:
-    """Otherwise a succession of small newcomers would take the blocks that it waits for."""
+    """Otherwise a succession of small incoming requests would take the blocks that it waits for."""
     stepper = scene({0: 1, **dict.fromkeys(range(1, 40), 5)}, blocks=8, cpu=8)
     stepper.add(make(1, 24, 6))
     ran(stepper)

@@ -324,7 +324,7 @@ def test_the_highest_ranked_request_is_swapped_in_by_a_blocking_move() -> None:
     scene.drain()
 
 
-def test_lower_ranked_newcomers_do_not_take_blocks_that_a_swapped_request_needs() -> None:
+def test_lower_ranked_incoming_requests_do_not_take_blocks_that_a_swapped_request_needs() -> None:
     scene = Swaps({0: 1, 1: 3, 2: 4, 3: 2}, blocks=8, eviction=OnCallOverlapped())
     scene.request(0, 6, prompt=12)
     away = scene.request(1, 6)

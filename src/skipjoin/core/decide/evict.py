@@ -96,13 +96,13 @@ class Evictor:
         victims = partial(self._policies.eviction.victims, short, kv=self._kv, now=self._context.now)
         arriving = None if need.grows else need.request
         if self._suffice(settled, short):
-            evictions = victims(settled, newcomer=arriving)
+            evictions = victims(settled, incoming=arriving)
             return Choice(None if evictions else WaitReason.NO_KV, evictions)
         if self._freed_by_all(settled, need) >= short:
             return Choice(whole=settled)
         # Plans in flight contain some victims. They pause, because a request in every plan could never be evicted.
         if self._suffice(candidates, short):
-            return Choice(WaitReason.NO_KV, pausing=[one.request for one in victims(candidates, newcomer=arriving)])
+            return Choice(WaitReason.NO_KV, pausing=[one.request for one in victims(candidates, incoming=arriving)])
         if self._freed_by_all(candidates, need) >= short:
             return Choice(WaitReason.NO_KV, pausing=candidates)
         return Choice(WaitReason.NO_KV, is_stuck=True)

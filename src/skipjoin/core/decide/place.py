@@ -73,9 +73,9 @@ class Placer:
 
     def _admit(self, request: Request, target: int) -> HeldBlocks | Blocked:
         if (reason := self._evictor.barred(request)) is not None:
-            return Blocked(reason, closes=Deferral.NEWCOMERS)
+            return Blocked(reason, closes=Deferral.INCOMING)
         if self._kv.states is not None and not self._kv.states.free and not self._evictor.free_state(request):
-            return Blocked(WaitReason.NO_KV, closes=Deferral.NEWCOMERS)
+            return Blocked(WaitReason.NO_KV, closes=Deferral.INCOMING)
         hit = self._kv.hit(request) if request.progress.computed else MISS
         if not hit.tokens:
             return self._enter(request, target, MISS)
@@ -98,7 +98,7 @@ class Placer:
             return None
         choice = self._evictor.choose(need, short)
         is_blocked = choice.reason is not None and choice.pausing is None
-        return Blocked(WaitReason.NO_KV, short, Deferral.NEWCOMERS) if is_blocked else None
+        return Blocked(WaitReason.NO_KV, short, Deferral.INCOMING) if is_blocked else None
 
     def _enter(self, request: Request, target: int, hit: Hit) -> HeldBlocks | Blocked:
         # The answer may differ from an earlier one, because an adopted hit is no longer available to others.
@@ -138,7 +138,7 @@ class Placer:
         # A swapped-in request is not evicted until a plan that runs it commits. With several plans in flight, one of
         # them would always block the first request, so none is swapped in while that waits.
         if held.away and self._first_waits:
-            return Blocked(WaitReason.BEHIND_MEMORY, closes=Deferral.NEWCOMERS)
+            return Blocked(WaitReason.BEHIND_MEMORY, closes=Deferral.INCOMING)
         # A request whose last tokens were dropped counts as one without KV until it has recomputed them. Otherwise two
         # requests could evict each other endlessly.
         progress = request.progress
@@ -174,7 +174,7 @@ class Placer:
     def _grow(self, request: Request, target: int, *, grows: bool) -> HeldBlocks | Blocked:
         kv, evictor = self._kv, self._evictor
         if evictor.is_hindered(request, target):
-            return Blocked(WaitReason.NO_KV, closes=Deferral.NEWCOMERS)
+            return Blocked(WaitReason.NO_KV, closes=Deferral.INCOMING)
         if (blocked := self._make_room_within(request, target, grows=grows)) is not None:
             return blocked
         if kv.sharing is not None:
@@ -223,7 +223,7 @@ class Placer:
             self._taken += self._kv.blocks_for(slice_.start + slice_.tokens)  # not all ledgers have block tables
         self._counted = len(slices)
         if self._taken + self._owed + blocks > self._kv.device_total:
-            return Blocked(reason, closes=Deferral.NEWCOMERS)
+            return Blocked(reason, closes=Deferral.INCOMING)
         self._draft.waiting_for_kv.append(request)
         return Blocked(reason)
 
@@ -240,7 +240,7 @@ class Placer:
         is_selective = answer is Deferral.REQUEST and kv.blocks_of(request) is None
         short = kv.shortfall(request, target)
         reason = WaitReason.NO_KV if short else WaitReason.HELD_BY_ADMISSION
-        closes = answer if is_selective or answer is Deferral.NEWCOMERS else None
+        closes = answer if is_selective or answer is Deferral.INCOMING else None
         return Blocked(reason, short, closes, is_deferred=True)
 
     def size_of(self, allocation: Allocation, target: int) -> int:
@@ -278,7 +278,7 @@ class Placer:
         if (short := need.short()) <= 0:
             return None
         choice = self._evictor.make_room(need, short)
-        return Blocked(choice.reason, short, Deferral.NEWCOMERS) if choice.reason is not None else None
+        return Blocked(choice.reason, short, Deferral.INCOMING) if choice.reason is not None else None
 
     def _make_room_within(self, request: Request, target: int, *, grows: bool) -> Blocked | None:
         kv, reservations, rank = self._kv, self._reservations, self._policies.ordering.rank
@@ -290,10 +290,10 @@ class Placer:
             # Whatever a lower-ranked request could evict would not have sufficed for fewer blocks.
             least, best, before = self._stuck
             if short >= least and before == evictions and best < rank(request):
-                return Blocked(WaitReason.NO_KV, short, Deferral.NEWCOMERS)
+                return Blocked(WaitReason.NO_KV, short, Deferral.INCOMING)
         parent = reservations.parent_of(request) if reservations is not None else None
         need = Need(request, target, partial(kv.shortfall, request, target), parent, grows=grows)
         choice = self._evictor.make_room(need, short)
         if choice.is_stuck and is_flat:
             self._stuck = (short, rank(request), evictions)
-        return Blocked(choice.reason, short, Deferral.NEWCOMERS) if choice.reason is not None else None
+        return Blocked(choice.reason, short, Deferral.INCOMING) if choice.reason is not None else None

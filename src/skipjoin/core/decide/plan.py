@@ -191,7 +191,7 @@ class StepPlanner:
         self._wait(request, refusal.reason)
         if refusal.scope is Scope.ALL:
             self.tail = refusal.reason
-        elif refusal.scope is Scope.NEWCOMERS:
+        elif refusal.scope is Scope.INCOMING:
             self._closed = self._closed or refusal.reason
         return refusal.scope
 
@@ -199,7 +199,7 @@ class StepPlanner:
         self._wait(request, blocked.reason, blocked.short)
         if blocked.is_deferred:
             self._draft.deferred.append(request)
-        if blocked.closes is Deferral.NEWCOMERS:
+        if blocked.closes is Deferral.INCOMING:
             self._closed = self._closed or WaitReason.BEHIND_MEMORY
         elif blocked.closes is Deferral.REQUEST:
             self._is_selective = True

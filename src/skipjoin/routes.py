@@ -86,6 +86,7 @@ class Route:
         is_relayed: The console relays it to its servers.
         body_limit: Returns the maximum size of the body, if it is not `max_body_bytes`.
         is_listed: The schema shows it.
+        has_any_type: Programs may send bodies without the media type of JSON, as examples for Ollama do.
         error_body: Returns the body of an error, in OpenAI's format if None; or "module:name" of it.
         error_status: The same for the status, if it is not the error's own.
     """
@@ -103,6 +104,7 @@ class Route:
     is_relayed: bool = False
     body_limit: Callable[[ServerConfig], int] | None = None
     is_listed: bool = True
+    has_any_type: bool = False
     error_body: Callable[[Any], bytes] | str | None = None
     error_status: Callable[[Any], int] | str | None = None
 
@@ -167,7 +169,8 @@ _OLLAMA = f"{_API}.dialects.ollama"
 
 
 def _ollama(path: str, name: str, **more: Any) -> Route:
-    return Route(path=f"/api/{path}", handler=f"{_OLLAMA}:{name}", error_body=f"{_OLLAMA}:error_body", **more)
+    handler, error_body = f"{_OLLAMA}:{name}", f"{_OLLAMA}:error_body"
+    return Route(path=f"/api/{path}", handler=handler, error_body=error_body, has_any_type=True, **more)
 
 
 OLLAMA_CHAT = _ollama("chat", "OllamaChatEndpoint", method="POST", prompt="messages", frames=NDJSON)

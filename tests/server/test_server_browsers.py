@@ -91,6 +91,17 @@ async def test_json_content_type_is_required(api: Api, path: str) -> None:
     assert not api.engine.added
 
 
+async def test_programs_may_leave_out_the_content_type_as_examples_for_ollama_do(make_api: MakeApi) -> None:
+    async with make_api(api_keys=("right",)) as api:
+        for page, code in ({}, 200), ({"Origin": "http://evil.com"}, 415):
+            headers = {"Content-Type": "application/x-www-form-urlencoded", **KEY, **page}
+            response = await api.http.post("/api/show", content=b'{"model": "tiny"}', headers=headers)
+            assert response.status_code == code, response.text
+            body = b'{"model": "tiny", "prompt": "Count", "stream": false}'
+            response = await api.http.post("/api/generate", content=body, headers=headers)
+            assert response.status_code == code, response.text
+
+
 @pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON", "application/vnd.x+json"])
 async def test_json_content_type_variants_are_accepted(api: Api, kind: str) -> None:
     assert (await ask(api, Content_Type=kind)).status_code == 200

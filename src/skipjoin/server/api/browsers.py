@@ -86,10 +86,14 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     )
 
 
-async def json_body(request: Request) -> bytes:
-    """Return a JSON body, or raise 415. Pages of other sites cannot send that type without CORS."""
+async def json_body(request: Request, *, has_any_type: bool = False) -> bytes:
+    """Return a JSON body, or raise 415. Pages of other sites cannot send that type without CORS.
+
+    Args:
+        has_any_type: Programs may send another type. Browsers name the origin of a page.
+    """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if _JSON.fullmatch(kind) is None:
+    if _JSON.fullmatch(kind) is None and not (has_any_type and "origin" not in request.headers):
         got = repr(kind) if kind else "none"
         raise ApiError(
             415,

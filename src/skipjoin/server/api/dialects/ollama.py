@@ -161,7 +161,7 @@ async def list_models(request: Request) -> Response:
 async def show_model(request: Request) -> Response:
     """Return the served model's template and capabilities in Ollama's format."""
     service = service_of(request)
-    body = await service.parse(await json_body(request), ShowRequest)
+    body = await service.parse(await json_body(request, has_any_type=True), ShowRequest)
     service.check_model(body.model or body.name)
     template, conversations = service.tokenizer.chat_template, service.conversations
     output_format = conversations.format

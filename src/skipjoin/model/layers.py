@@ -13,7 +13,7 @@ from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.frequencies import inverse_frequencies
 from skipjoin.model.kv_cache import PagedKV
-from skipjoin.model.ops.base import AttentionParts, FusedLayers, LayerOps, LayerParts, Linear, LookedUp, Norm
+from skipjoin.model.ops.base import AttentionParts, FusedLayers, HeadNorm, LayerOps, LayerParts, Linear, LookedUp, Norm
 from skipjoin.model.parallel import Group
 from skipjoin.model.rope import RopeSettings
 from skipjoin.model.weights import Matrix, Weights
@@ -141,7 +141,7 @@ class Builder:
         weight = self.tensor(f"{name}.weight", width or self.config.hidden_size)
         return self.ops.rms_norm(weight, self.config.norm_eps, self.config.norm_offset)
 
-    def projection_norm(self, name: str, rows: range, total: int) -> Norm:
+    def projection_norm(self, name: str, rows: range, total: int) -> HeadNorm:
         """Make a norm over all heads of a projection with `total` rows, of which this rank has `rows`."""
         config, weight = self.config, self.tensor(f"{name}.weight", total, rows=rows)
         if len(rows) == total:
@@ -210,9 +210,6 @@ class ProjectionNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._norm(x.flatten(1)).view(x.shape)
 
-    def after(self, product: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
 
 class SpreadNorm:
     """Root mean square norm of [n, heads, dim] over the heads of a stage's ranks, which have `width` values."""
@@ -227,9 +224,6 @@ class SpreadNorm:
         self._group.all_reduce(squares)
         values *= (squares / self._width + self._eps).rsqrt() * self._weight
         return values.to(x.dtype).view(x.shape)
-
-    def after(self, product: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
 
 
 class Embedding:
@@ -280,7 +274,7 @@ class SelfAttention:
         output: Linear,
         *,
         rotary: Rotary | None = None,
-        norms: tuple[Norm, Norm] | None = None,
+        norms: tuple[HeadNorm, HeadNorm] | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
         config, shard = builder.config, builder.shard
@@ -323,7 +317,7 @@ def separate_attention(
     output: str,
     *,
     rotary: Rotary | None = None,
-    norms: tuple[Norm, Norm] | None = None,
+    norms: tuple[HeadNorm, HeadNorm] | None = None,
     sinks: torch.Tensor | None = None,
     adjust: Callable[[torch.Tensor], torch.Tensor] | None = None,
     joined: str = "",

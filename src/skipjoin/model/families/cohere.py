@@ -87,6 +87,3 @@ class _HeadNorms:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         values = torch.nn.functional.layer_norm(x.float(), x.shape[-1:], eps=self._eps)
         return values.mul_(self._weight).to(x.dtype)
-
-    def after(self, product: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError

@@ -9,7 +9,7 @@ import torch
 
 from skipjoin.model.config import SIZES, ModelError, activation, rope
 from skipjoin.model.layers import Adjusted, Builder, Rotary, SequentialLayer, Unchanged, separate_attention
-from skipjoin.model.ops.base import GATES, Linear, Norm
+from skipjoin.model.ops.base import GATES, HeadNorm, Linear
 
 _GATES = {function: name for name, function in GATES.items()}
 
@@ -103,7 +103,7 @@ def _residual_scale(builder: Builder) -> Callable[[torch.Tensor], torch.Tensor] 
     return None if scale == 1 else lambda product: product.mul_(scale)
 
 
-def _query_key_norms(builder: Builder, name: str, *, over_all_heads: bool) -> tuple[Norm, Norm] | None:
+def _query_key_norms(builder: Builder, name: str, *, over_all_heads: bool) -> tuple[HeadNorm, HeadNorm] | None:
     config, shard = builder.config, builder.shard
     if not config.qk_norm:
         return None

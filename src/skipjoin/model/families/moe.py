@@ -13,7 +13,7 @@ from skipjoin.model.families.gated import gated_fields, gated_mlp
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
 from skipjoin.model.layers import Builder, Layer, Rotary, SequentialLayer, separate_attention
-from skipjoin.model.ops.base import GATED, Norm
+from skipjoin.model.ops.base import GATED, HeadNorm
 from skipjoin.model.weights import Stack
 
 
@@ -128,7 +128,7 @@ def _layer(builder: Builder, index: int, rotary: Rotary | None) -> Layer:
     return ExpertLayer(norm, attention, mlp_norm, mlp)
 
 
-def _norms(builder: Builder, name: str) -> tuple[Norm, Norm]:
+def _norms(builder: Builder, name: str) -> tuple[HeadNorm, HeadNorm]:
     config, shard, dim = builder.config, builder.shard, builder.config.head_dim
     if config.architecture != "OlmoeForCausalLM":
         return builder.rms_norm(f"{name}.q_norm", dim), builder.rms_norm(f"{name}.k_norm", dim)

@@ -28,6 +28,10 @@ class Norm(Protocol):
         ...
 
 
+# Normalizes queries or keys, [n, heads, dim]; contiguous in the last dimension.
+HeadNorm = Callable[[torch.Tensor], torch.Tensor]
+
+
 class Linear(Protocol):
     """Weight matrix in the layout that its implementation multiplies fastest."""
 
@@ -68,7 +72,7 @@ class Experts(Protocol):
 class AttentionParts(NamedTuple):
     qkv: Linear
     output: Linear
-    qk_norms: tuple[Norm, Norm] | None
+    qk_norms: tuple[HeadNorm, HeadNorm] | None
     heads: int
     kv_heads: int
     dim: int

@@ -19,9 +19,9 @@ from chaos.served import IDLE_S, Metrics, Served
 
 # Text and finish reason of each choice, by number of the catalog's entry.
 References = Mapping[int, Mapping[int, tuple[str, str]]]
-# What an idle server may have beyond that when it was first idle: programs that check templates and grammars, which
-# begin with the first request that needs them, and descriptors of closing connections, new threads and database files.
-_SLACK = {"processes": 2, "api descriptors": 6, "engine 0 descriptors": 2, "engine 1 descriptors": 2}
+# Number of descriptors that an idle server may have open beyond those when it was first idle: closing connections,
+# new threads and database files.
+_SLACK = {"api descriptors": 6, "engine 0 descriptors": 2, "engine 1 descriptors": 2}
 # Metrics that are 0 when the server is idle.
 _IDLE_METRICS = (
     "num_requests_running",

@@ -200,11 +200,24 @@ class Served(Launched):
         }
 
     def usage(self) -> dict[str, int]:
-        """Return the numbers of processes and of open descriptors of the API process and the engines."""
-        found = {"processes": len(self.mark.processes()), "api descriptors": self.api.num_fds()}
-        for number, engine in enumerate(self.engines()):
+        """Return the numbers of processes and of open descriptors of the API process and the engines.
+
+        Each of these has a program that checks grammars, which counts before the first grammar starts it, too.
+        """
+        processes, engines = self.mark.processes(), self.engines()
+        checkers = sum(map(_checks_grammars, processes))
+        count = len(processes) - checkers + max(checkers, 1 + len(engines))
+        found = {"processes": count, "api descriptors": self.api.num_fds()}
+        for number, engine in enumerate(engines):
             found[f"engine {number} descriptors"] = engine.num_fds()
         return found
+
+
+def _checks_grammars(process: psutil.Process) -> bool:
+    try:
+        return "skipjoin.model.grammar_program" in process.cmdline()
+    except psutil.Error:  # It has exited.
+        return False
 
 
 @contextmanager

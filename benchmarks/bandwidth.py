@@ -1,13 +1,39 @@
-"""Memory bandwidth of this machine, from which lower bounds of step times follow."""
+"""Rates of this machine, from which lower bounds of step times follow."""
 
 from __future__ import annotations
 
 import torch
 
 from harness import seconds_of
+from skipjoin.model.ops.build import load_library
+from skipjoin.model.ops.cpp_ops import CppOps
+
+# A matrix larger than the caches, and rows of a prompt.
+_OUTPUTS, _INPUTS, _ROWS = 1 << 17, 4096, 512
+_REPEATS = 5
 
 
 def memory_bandwidth() -> float:
-    """Return the bytes per second that all cores read together, from sums over a tensor larger than the caches."""
+    """Return the bytes per second that all cores read together, by the faster of a sum and a product with one row."""
     data = torch.ones(1 << 28, dtype=torch.float32)
-    return float(data.nbytes / min(seconds_of(data.sum) for _ in range(5)))
+    found = data.nbytes / min(seconds_of(data.sum) for _ in range(_REPEATS))
+    del data
+    return max(float(found), product_rates()[0])
+
+
+def product_rates() -> tuple[float, float]:
+    """Return the bytes per second of weights with one row, and the operations per second with the rows of a prompt.
+
+    Both are of our own products in bfloat16, and 0 where nothing is compiled.
+    """
+    library = load_library()
+    if library is None:
+        return 0.0, 0.0
+    ops = CppOps(library, torch.bfloat16)
+    ops.use_threads(torch.get_num_threads())
+    linear = ops.linear(torch.ones(_OUTPUTS, _INPUTS, dtype=torch.bfloat16), None)
+    one, many = (torch.ones(rows, _INPUTS, dtype=torch.bfloat16) for rows in (1, _ROWS))
+    with ops.step():
+        reading = min(seconds_of(lambda: linear(one)) for _ in range(_REPEATS))
+        products = min(seconds_of(lambda: linear(many)) for _ in range(_REPEATS))
+    return linear.weight_bytes / reading, 2 * _OUTPUTS * _INPUTS * _ROWS / products

@@ -1,7 +1,8 @@
-"""Models with random weights. The default is a Llama of 97.5M parameters: large enough that the model and not Python
-decides the speed, and small enough for a CPU.
+"""Models with random weights. `small` is a Llama of 97.5M parameters: large enough that the model and not Python
+decides the speed, and small enough for the last-level cache of a server. Others have the shape of models that people
+run.
 
-    python benchmarks/random_model.py FOLDER [--dtype bfloat16|float32] [--experts]
+    python benchmarks/random_model.py FOLDER [--shape small|qwen3-0.6b|...] [--dtype bfloat16|float32] [--experts]
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -21,23 +23,45 @@ VOCAB = 8192
 EOS = "<eos>"
 
 
-def make_model(
-    folder: Path, dtype: torch.dtype, *, layers: int = 12, hidden: int = 768, intermediate: int = 2048
-) -> None:
-    """Write the model and a tokenizer of one word per id into a folder."""
-    _write_weights(
-        folder,
-        dtype,
-        vocab_size=VOCAB,
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        max_position_embeddings=1024,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    _write_words(folder)
+Config = dict[str, Any]
+
+
+def _config(model_type: str, vocab: int, hidden: int, inner: int, layers: int, **more: int) -> Config:
+    return {
+        "model_type": model_type,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "max_position_embeddings": 8192,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        **more,
+    }
+
+
+_QWEN3 = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}
+_LLAMA_1B = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "tie_word_embeddings": True}
+_SMOLLM2 = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "tie_word_embeddings": True}
+SHAPES: dict[str, Config] = {
+    "small": _config("llama", VOCAB, 768, 2048, 12, num_attention_heads=12, max_position_embeddings=1024),
+    "smollm2": _config("llama", 49_152, 576, 1536, 30, **_SMOLLM2),
+    "qwen3-0.6b": _config("qwen3", 151_936, 1024, 3072, 28, **_QWEN3),
+    "llama-1b": _config("llama", 128_256, 2048, 8192, 16, **_LLAMA_1B),
+    "qwen3-1.7b": _config("qwen3", 151_936, 2048, 6144, 28, **_QWEN3),
+}
+
+
+def add_shape(parser: argparse.ArgumentParser, default: str = "small") -> None:
+    parser.add_argument("--shape", choices=SHAPES, default=default, help="of the model (random_model.py)")
+
+
+def make_model(folder: Path, dtype: torch.dtype, shape: str = "small", **changes: int) -> None:
+    """Write a model of this shape, with `changes` of its configuration, and a tokenizer of one word per id."""
+    config = SHAPES[shape] | changes
+    _write_weights(folder, dtype, config)
+    _write_words(folder, config["vocab_size"])
 
 
 def make_expert_model(folder: Path, dtype: torch.dtype) -> None:
@@ -63,12 +87,12 @@ def make_expert_model(folder: Path, dtype: torch.dtype) -> None:
         pad_token_id=0,
     )
     Qwen3MoeForCausalLM(config).to(dtype).save_pretrained(folder)
-    _write_words(folder)
+    _write_words(folder, VOCAB)
 
 
-def _write_words(folder: Path) -> None:
+def _write_words(folder: Path, vocab: int) -> None:
     """Write a tokenizer of one word per id."""
-    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(VOCAB)}, unk_token="w0"))
+    words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(vocab)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.decoder = decoders.WordPiece(cleanup=False)  # words with spaces between
     _write_tokenizer(folder, words)
@@ -77,18 +101,9 @@ def _write_words(folder: Path) -> None:
 def make_byte_model(folder: Path, dtype: torch.dtype, *, vocab: int, layers: int, hidden: int) -> None:
     """Write a model with tied embeddings, and a tokenizer of bytes and made-up words that encodes prompts as bytes."""
     words = byte_vocabulary(vocab - 1)
-    _write_weights(
-        folder,
-        dtype,
-        vocab_size=vocab,
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        intermediate_size=hidden * 8 // 3,
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=len(words),
-        tie_word_embeddings=True,
-    )
+    config = _config("llama", vocab, hidden, hidden * 8 // 3, layers, num_attention_heads=hidden // 64)
+    ids = {"bos_token_id": None, "eos_token_id": len(words)}
+    _write_weights(folder, dtype, config | ids | {"tie_word_embeddings": True, "max_position_embeddings": 4096})
     backend = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -112,20 +127,17 @@ def _write_tokenizer(folder: Path, backend: Tokenizer, **special: str) -> None:
     PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder)
 
 
-def _write_weights(folder: Path, dtype: torch.dtype, *, hidden_size: int, **shape: int | None) -> None:
-    """Write random weights with heads of 64 elements. Arguments are those of `LlamaConfig`."""
-    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415 - takes two seconds
+def _write_weights(folder: Path, dtype: torch.dtype, config: Config) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - takes two seconds
 
     torch.manual_seed(0)
-    heads = {"num_attention_heads": hidden_size // 64, "num_key_value_heads": hidden_size // 64}
-    config = LlamaConfig(hidden_size=hidden_size, **heads, **shape)
-    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype).save_pretrained(folder)
 
 
 @contextmanager
-def scratch_model(dtype: torch.dtype, **shape: int) -> Iterator[Path]:
+def scratch_model(dtype: torch.dtype, shape: str = "small", **changes: int) -> Iterator[Path]:
     with scratch() as folder:
-        make_model(folder / "model", dtype, **shape)
+        make_model(folder / "model", dtype, shape, **changes)
         yield folder / "model"
 
 
@@ -139,8 +151,13 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--experts", action="store_true", help="a Qwen3-MoE instead")
+    add_shape(parser)
     args = parser.parse_args()
-    (make_expert_model if args.experts else make_model)(args.folder, getattr(torch, args.dtype))
+    dtype = getattr(torch, args.dtype)
+    if args.experts:
+        make_expert_model(args.folder, dtype)
+    else:
+        make_model(args.folder, dtype, args.shape)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine_throughput"))
-from peers import LIMITS, OverHttp
+from peers import OverHttp, limits
 
 import harness
 from peer_venvs import available
@@ -146,7 +146,7 @@ def served(file: Path, repeats: int, sets: list[str]) -> dict[str, Any]:
     rates: dict[str, dict[str, list[float]]] = {name: {} for name in sets}
     peers = available(["llamacpp"])
     with contextlib.ExitStack() as stack:
-        started = {"skipjoin": Skipjoin(file, *LIMITS, "--max-model-len", 1024)}
+        started = {"skipjoin": Skipjoin(file, *limits(1.0), "--max-model-len", 1024)}
         stack.enter_context(started["skipjoin"])
         os.killpg(started["skipjoin"].process.pid, signal.SIGSTOP)
         if "llamacpp" in peers:

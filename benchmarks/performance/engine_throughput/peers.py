@@ -17,12 +17,15 @@ import servers
 from harness import show
 from peer_venvs import PeerUnavailableError, python_of
 from skipjoin import LLM, SamplingParams
-from workload import FILL_UP, KV_GIB, SLOTS, WARM_UP, Job
+from workload import FILL_UP, SLOTS, WARM_UP, Job
 
 HERE = Path(__file__).parent
 # More bytes than a response has.
 _NEVER = 1 << 20
-LIMITS = ("--max-num-seqs", SLOTS, "--kv-cache-gib", KV_GIB)
+
+
+def limits(kv_gib: float) -> tuple[str | float, ...]:
+    return "--max-num-seqs", SLOTS, "--kv-cache-gib", kv_gib
 
 
 class Engine(Protocol):
@@ -40,8 +43,8 @@ class Engine(Protocol):
 class Ours:
     warm_up = FILL_UP
 
-    def __init__(self, folder: Path) -> None:
-        self.llm = LLM(str(folder), progress=False, max_num_seqs=SLOTS, kv_cache_gib=KV_GIB)
+    def __init__(self, folder: Path, kv_gib: float) -> None:
+        self.llm = LLM(str(folder), progress=False, max_num_seqs=SLOTS, kv_cache_gib=kv_gib)
         self.weight_bytes = self.llm.engine.info.weight_bytes
 
     def run(self, jobs: list[Job]) -> float:
@@ -165,24 +168,26 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 
 @contextmanager
-def engines(folder: Path, dtype: str, names: list[str]) -> Iterator[tuple[dict[str, Engine], dict[str, str]]]:
+def engines(
+    folder: Path, dtype: str, names: list[str], kv_gib: float
+) -> Iterator[tuple[dict[str, Engine], dict[str, str]]]:
     found: dict[str, Engine] = {}
     missing: dict[str, str] = {}
     with ExitStack() as stack:
-        ours = Ours(folder)
+        ours = Ours(folder, kv_gib)
         stack.callback(ours.llm.close)
         found["skipjoin LLM"] = ours
-        found["skipjoin HTTP"] = OverHttp(stack.enter_context(servers.Skipjoin(folder, *LIMITS)))
+        found["skipjoin HTTP"] = OverHttp(stack.enter_context(servers.Skipjoin(folder, *limits(kv_gib))))
         for name in names:
             try:
-                found |= _peer(stack, name, folder, dtype)
+                found |= _peer(stack, name, folder, dtype, kv_gib)
             except (PeerUnavailableError, RuntimeError) as error:
                 missing[name] = str(error)
                 show(f"{name} is left out: {error}")
         yield found, missing
 
 
-def _peer(stack: ExitStack, name: str, folder: Path, dtype: str) -> dict[str, Engine]:
+def _peer(stack: ExitStack, name: str, folder: Path, dtype: str, kv_gib: float) -> dict[str, Engine]:
     if name == "transformers":
         process = stack.enter_context(transformers(folder, dtype))
         return {
@@ -193,5 +198,5 @@ def _peer(stack: ExitStack, name: str, folder: Path, dtype: str) -> dict[str, En
         server = servers.llamacpp(python_of("llamacpp"), folder, seqs=SLOTS)
         return {"llama.cpp HTTP": OverHttp(stack.enter_context(server), WARM_UP)}
     is_eager = name == "vllm-eager"
-    server = servers.vllm(python_of("vllm"), folder, seqs=SLOTS, dtype=dtype, kv_gib=KV_GIB, is_eager=is_eager)
+    server = servers.vllm(python_of("vllm"), folder, seqs=SLOTS, dtype=dtype, kv_gib=kv_gib, is_eager=is_eager)
     return {"vLLM eager HTTP" if is_eager else "vLLM HTTP": OverHttp(stack.enter_context(server))}

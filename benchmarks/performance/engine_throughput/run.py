@@ -1,7 +1,7 @@
 """Measure tokens per second on this CPU: Skipjoin through `LLM` and over HTTP, and other engines, in one run.
 
-The model is a random-weight Llama of 97.5M parameters. All requests of a set are sent at once, decode greedily and
-ignore end-of-sequence. Sets, as requests x (prompt + output tokens): `even` 16 x (64 + 64), `one` 1 x (64 + 128),
+The model has random weights and one of the shapes of random_model.py. All requests of a set are sent at once, decode
+greedily and ignore end-of-sequence. Sets, as requests x (prompt + output tokens): `even` 16 x (64 + 64), `one` 1 x (64 + 128),
 `wide` 64 x (64 + 64), `ragged` 32 x (8 to 512 + 8 to 256), `prefill` 16 x (900 + 1), `long` 16 x (700 + 128). Rates
 count output tokens, in `prefill` prompt tokens.
 
@@ -37,9 +37,9 @@ from rich.progress import Progress
 import harness
 from bandwidth import memory_bandwidth
 from peer_venvs import PEERS, names_of
-from random_model import scratch_model
+from random_model import add_shape, scratch_model
 from skipjoin.model.ops.build import load_library, path_of
-from workload import KV_GIB, SETS
+from workload import SETS, kv_gib_of
 
 OURS = ("skipjoin LLM", "skipjoin HTTP")
 # Seconds between two engines. Threads of the previous one may still spin, vLLM's for about a second.
@@ -51,11 +51,20 @@ Figures = dict[str, Any]
 def measure(dtype: torch.dtype, args: argparse.Namespace, bars: Progress, keep: Callable[[Figures], None]) -> Figures:
     """Measure all engines on all sets in turn; `keep` receives the record after each set."""
     name = str(dtype).removeprefix("torch.")
-    with scratch_model(dtype) as folder, engines(folder, name, args.peers) as (found, missing):
+    kv_gib = kv_gib_of(args.shape, dtype)
+    with scratch_model(dtype, args.shape) as folder, engines(folder, name, args.peers, kv_gib) as (found, missing):
         packages = {peer: PEERS[peer.removesuffix("-eager")].installed for peer in args.peers}
         library = load_library()
         path = "torch" if library is None else path_of(library)
-        record: Figures = {"dtype": name, "path": path, "packages": packages, "missing": missing, "sets": {}}
+        record: Figures = {
+            "shape": args.shape,
+            "kv_gib": kv_gib,
+            "dtype": name,
+            "path": path,
+            "packages": packages,
+            "missing": missing,
+            "sets": {},
+        }
         task = bars.add_task(f"{name}: warm-up", total=len(found))
         for engine in found.values():
             engine.run(engine.warm_up(-1))
@@ -108,8 +117,9 @@ def main() -> None:
     parser.add_argument("--sets", type=harness.some_of("sets", SETS), default=[*SETS])
     parser.add_argument("--once", type=harness.words, default=[], help="engines that run in the first turn only")
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16"], choices=["bfloat16", "float32"])
+    add_shape(parser)
     args = parser.parse_args()
-    result = harness.new_record(turns=args.repeats, kv_gib=KV_GIB, results=[])
+    result = harness.new_record(turns=args.repeats, results=[])
 
     def keep(*more: Figures) -> None:
         harness.write_record(result | {"results": [*result["results"], *more]}, args.out)

@@ -6,10 +6,19 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from random_model import VOCAB
+import torch
 
-# Maximum number of requests in flight in any set, and the KV of each engine that has a pool.
-SLOTS, KV_GIB = 64, 1.0
+from random_model import SHAPES, VOCAB
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.kv_cache import PagedKV
+
+# Maximum number of requests in flight in any set, and the tokens of the pool of each engine that has one.
+SLOTS, POOL_TOKENS = 64, 29_120
+
+
+def kv_gib_of(shape: str, dtype: torch.dtype) -> float:
+    config = ModelConfig.from_dict(SHAPES[shape])
+    return round(POOL_TOKENS * PagedKV.bytes_per_block(config, 1, dtype) / (1 << 30), 3)
 
 
 @dataclass(frozen=True)

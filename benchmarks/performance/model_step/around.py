@@ -30,13 +30,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine_throughput"))
-from peers import LIMITS, Ours, OverHttp
+from peers import Ours, OverHttp, limits
 
 import harness
-from random_model import scratch_model
+from random_model import add_shape, scratch_model
 from servers import Server, Skipjoin
 from skipjoin.engine.text import Choice
-from workload import FILL_UP, WorkloadSet
+from workload import FILL_UP, WorkloadSet, kv_gib_of
 
 # Steps of a run by batch size, so that each run takes a few seconds.
 STEPS = {1: 256, 16: 128, 64: 64}
@@ -143,12 +143,14 @@ def measure(ours: Ours, http: OverHttp, batch: int, repeats: int) -> Figures:
 def main() -> None:
     parser = harness.parser(__doc__, repeats=5)
     parser.add_argument("--batches", type=int, nargs="+", default=[*STEPS])
+    add_shape(parser)
     args = parser.parse_args()
-    record = harness.new_record(results=[])
-    with scratch_model(torch.bfloat16) as folder, Skipjoin(folder, *LIMITS) as server:
+    record = harness.new_record(shape=args.shape, results=[])
+    kv_gib = kv_gib_of(args.shape, torch.bfloat16)
+    with scratch_model(torch.bfloat16, args.shape) as folder, Skipjoin(folder, *limits(kv_gib)) as server:
         OverHttp(server).run(FILL_UP(-1))
         for batch in args.batches:
-            ours = Ours(folder)  # the stopwatch changes an engine, so each batch size gets its own
+            ours = Ours(folder, kv_gib)  # the stopwatch changes an engine, so each batch size gets its own
             ours.run(FILL_UP(-1))
             try:
                 record["results"].append(measure(ours, OverHttp(server), batch, args.repeats))

@@ -29,7 +29,7 @@ from skipjoin.sim.models import model_shape
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
-from run import BLOCK, SHAPE, Parts, segments
+from run import BLOCK, SHAPE, segments
 
 import harness
 from builtin_tasks import draw_task
@@ -60,7 +60,16 @@ class Step:
         for layer in range(model.config.num_layers):
             rows = torch.randn(blocks, BLOCK, model.config.num_kv_heads, model.config.head_dim)
             self.kv.write(layer, (slice(None), slice(None)), (rows, rows))
-        self.attention = Parts(model, self.batch, self.kv).attention
+        config = model.config
+        shape = decodes, config.num_heads + 2 * config.num_kv_heads, config.head_dim
+        self._qkv = torch.randn(shape).to(model.dtype)
+        self._cos_sin = torch.rand(config.max_positions, config.head_dim)
+
+    def attention(self) -> None:
+        config = self.model.config
+        parts = self._qkv.split([config.num_heads, config.num_kv_heads, config.num_kv_heads], dim=1)
+        for layer in range(config.num_layers):
+            self.model.attention.attend(*parts, self.kv, self.batch, layer=layer, scale=0.125, cos_sin=self._cos_sin)
 
     def forward(self) -> None:
         self.model.forward(self.batch, self.kv)

@@ -26,21 +26,23 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import harness
+from random_model import add_shape
 from skipjoin.model.loader import random_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 import run
 
-SHAPES = ((1, 96, 0), (4, 96, 0), (16, 96, 0), (64, 96, 0), (16, 764, 0), (0, 0, 512))
+# Decodes, the context of each, and tokens of a prompt.
+STEPS = ((1, 96, 0), (4, 96, 0), (16, 96, 0), (64, 96, 0), (16, 764, 0), (0, 0, 512))
 
 
 @torch.inference_mode()
-def serve(dtype: str) -> None:
-    """Answer each line of standard input, a shape and a number of steps, with the times of these steps."""
-    model = random_model(run.SHAPE, 0, dtype)
+def serve(shape: str, dtype: str) -> None:
+    """Answer each line of standard input, a step and a number of repeats, with the times of these steps."""
+    model = random_model(run.SHAPES[shape], 0, dtype)
     for line in sys.stdin:
-        *shape, steps = json.loads(line)
-        work = run.segments(*shape)
+        *one, steps = json.loads(line)
+        work = run.segments(*one)
         kv = run.written_kv(model, work)
         step = run.step_of(model, work, kv)
         step()
@@ -50,8 +52,8 @@ def serve(dtype: str) -> None:
 
 
 class Variant:
-    def __init__(self, source: Path, dtype: str) -> None:
-        command = [sys.executable, __file__, "--serve", dtype]
+    def __init__(self, source: Path, shape: str, dtype: str) -> None:
+        command = [sys.executable, __file__, "--serve", "--shape", shape, "--dtype", dtype]
         environment = os.environ | {"PYTHONPATH": str(source)}
         self._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -96,21 +98,22 @@ def main() -> None:
     parser = harness.parser(__doc__, repeats=10, steps=20)
     parser.add_argument("--against", help="another commit of this repository")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--serve", metavar="DTYPE", help="be one of the two processes")
+    add_shape(parser)
+    parser.add_argument("--serve", action="store_true", help="be one of the two processes")
     arguments = parser.parse_args()
     if arguments.serve:
-        serve(arguments.serve)
+        serve(arguments.shape, arguments.dtype)
         return
     if not arguments.against:
         parser.error("--against is required")
-    record = harness.new_record(against=arguments.against, dtype=arguments.dtype, model=run.SHAPE, results=[])
+    record = harness.new_record(against=arguments.against, dtype=arguments.dtype, shape=arguments.shape, results=[])
     with harness.scratch() as folder, ExitStack() as stack:
         sources = {"this": harness.ROOT / "src", "other": harness.source_at(arguments.against, "src", folder)}
-        start = partial(Variant, dtype=arguments.dtype)
+        start = partial(Variant, shape=arguments.shape, dtype=arguments.dtype)
         variants = {name: stack.enter_context(start(source)) for name, source in sources.items()}
-        for shape in SHAPES:
-            steps = max(arguments.steps // 4, 3) if shape[2] else arguments.steps
-            record["results"].append(measure(variants, shape, arguments.repeats, steps))
+        for one in STEPS:
+            steps = max(arguments.steps // 4, 3) if one[2] else arguments.steps
+            record["results"].append(measure(variants, one, arguments.repeats, steps))
             harness.show(record["results"][-1])
     harness.write_record(record, arguments.out)
 

@@ -1,18 +1,17 @@
-"""Time one model step and its parts on this machine's CPU.
+"""Time one model step and its parts on this machine's CPU, for a model that fits the last-level cache and one that does
+not (`--shapes`, those of random_model.py, or folders and files of real models).
 
-The model is a random-weight Llama of 97.5 million parameters, as in engine_throughput. A decode step of n sequences has
-one token each with 96 or 764 tokens of context; a prefill step is one prompt. Times are medians over repeats and
-minima.
+A decode step of n sequences has one token each, with 96, 764 or 4,000 tokens of context; a prefill step is one prompt.
+Times are medians over repeats and minima.
 
 - `step` is the whole step: batch packing (`build`), forward pass (`forward`) and sampling (`sample`).
-- `linears`, `attention` (with rotation) and `norms` are parts of `forward`, each timed alone over all layers.
-- `inside` has the milliseconds of these parts within `forward`, measured by the compiled operations themselves, and of
-  `between`, which is everything else; `us_per_call` is `between` per compiled operation.
-- `floor_ms` is the time to read the weights and the KV once at the memory bandwidth measured before and after;
-  `floor_share` is its share of the step.
-
-By default OpenMP threads spin while they wait, which makes every step many times slower where other processes need the
-cores. The variable prevents that.
+- `inside` has the milliseconds of operations within `forward` by kind, measured by the compiled operations themselves,
+  and of `between`, which is everything else; `us_per_call` is `between` per compiled operation. `heads` are norms and
+  rotation of queries and keys.
+- `reads_gb_per_s` are bytes of weights per second of products, and of KV per second of attention.
+- `gflops` are floating-point operations per second of the products of a prompt.
+- `floor_ms` is the time to read the weights and the KV once, or to compute a prompt's products, at the rates measured
+  in the same run with a matrix larger than the caches (`rates`); `floor_share` is its share of the step.
 """
 
 from __future__ import annotations
@@ -29,29 +28,23 @@ import torch
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.kv_cache import PagedKV
-from skipjoin.model.loader import random_model
-from skipjoin.model.ops.base import GATED
+from skipjoin.model.load_spec import LoadSpec
+from skipjoin.model.loader import load_model, random_model
 from skipjoin.model.ops.cpp_ops import CppOps
 from skipjoin.model.sampler import Sampled, Sampler, SampleRow
 from skipjoin.sampling import SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 import harness
-from bandwidth import memory_bandwidth
+from bandwidth import memory_bandwidth, product_rates
+from random_model import SHAPES
 
-SHAPE = {
-    "model_type": "llama",
-    "vocab_size": 8192,
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "max_position_embeddings": 2048,
-}
+SHAPE = SHAPES["small"]
 BLOCK = 16
 # Number of sequences and the context of each.
-DECODES = ((1, 96), (4, 96), (16, 96), (64, 96), (16, 764))
-PREFILLS = (64, 512)
+DECODES = ((1, 96), (4, 96), (16, 96), (64, 96), (16, 764), (1, 4000), (4, 4000))
+PREFILLS = (64, 512, 896)
+PRODUCTS = ("qkv", "output", "mlp", "head")
 
 
 def timed(work: Callable[[], Any], repeats: int) -> dict[str, float]:
@@ -71,7 +64,8 @@ def segments(decodes: int, context: int, prefill: int) -> list[Segment]:
 class Inside:
     """Times of compiled operations by kind, while one step runs."""
 
-    KINDS = ("linears", "attention", "norms")
+    # In the order of `Kind` in calls.inc.cpp. The head is the only product outside of layers.
+    KINDS = ("head", "attention", "norms", "heads", "kv_write", "qkv", "output", "mlp")
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -88,63 +82,13 @@ class Inside:
         return found | {"us_per_call": 1e3 * found["between"] / sum(self._figures[1::2])}
 
 
-class Parts:
-    """The work of one step by kind, in the shapes of the model."""
-
-    def __init__(self, model: CausalLM, batch: PackedBatch, kv: PagedKV) -> None:
-        config, ops = model.config, model.ops
-        self.model, self.batch, self.kv = model, batch, kv
-        hidden, inner = config.hidden_size, config.intermediate_size
-
-        def matrix(out: int, width: int) -> torch.Tensor:
-            return torch.randn(out, width).mul_(0.02).to(model.dtype)
-
-        self.layers = [
-            (
-                ops.linear(matrix(3 * hidden, hidden), None),
-                ops.linear(matrix(hidden, hidden), None),
-                ops.linear(matrix(2 * inner, hidden), None, GATED),
-                ops.linear(matrix(hidden, inner), None),
-            )
-            for _ in range(config.num_layers)
-        ]
-        self.output = ops.linear(matrix(config.vocab_size, hidden), None)
-        self.x = torch.randn(batch.num_tokens, hidden).to(model.dtype)
-        self.inner = torch.randn(batch.num_tokens, inner).to(model.dtype)
-        self.norm = ops.rms_norm(torch.ones(hidden, dtype=model.dtype), 1e-5)
-        self.qkv = torch.randn(batch.num_tokens, 3 * config.num_heads, config.head_dim).to(model.dtype)
-        self.cos_sin = torch.rand(config.max_positions, config.head_dim)
-
-    def linears(self) -> None:
-        for qkv, out, gate_up, down in self.layers:
-            qkv(self.x)
-            out.add_to(self.x, self.x)
-            gate_up(self.x)
-            down.add_to(self.inner, self.x)
-        self.output(self.x[: self.batch.num_rows])
-        self.x.fill_(0.5)
-
-    def attention(self) -> None:
-        heads = self.model.config.num_heads
-        query, key, value = self.qkv.split(heads, dim=1)
-        for layer in range(len(self.layers)):
-            self.model.attention.attend(
-                query, key, value, self.kv, self.batch, layer=layer, scale=0.125, cos_sin=self.cos_sin
-            )
-
-    def norms(self) -> None:
-        for _ in self.layers:
-            self.norm(self.x)
-            self.norm(self.x)
-
-
 def step_of(model: CausalLM, work: list[Segment], kv: PagedKV) -> Callable[[], list[Sampled]]:
     """Return a function that packs, computes and samples these segments greedily."""
     sampler = Sampler(model.config.vocab_size)
     row = SampleRow(sampler.start(SamplingParams(temperature=0), 0, (), (2,)), 0)
 
     def step() -> list[Sampled]:
-        logits = model.forward(PackedBatch.build(work, BLOCK), kv)
+        logits = model.logits(model.wanted_rows(PackedBatch.build(work, BLOCK), kv))
         return sampler.sample(logits, [row] * len(logits)).report.read()
 
     return step
@@ -159,63 +103,76 @@ def written_kv(model: CausalLM, work: list[Segment]) -> PagedKV:
 
 
 @torch.inference_mode()
-def measure(model: CausalLM, decodes: int, context: int, prefill: int, repeats: int) -> dict[str, Any]:
-    work = segments(decodes, context, prefill)
-    kv = written_kv(model, work)
-    batch = PackedBatch.build(work, BLOCK)
+def measure(model: CausalLM, work: tuple[int, int, int], rates: dict[str, float], repeats: int) -> dict[str, Any]:
+    decodes, context, prefill = work
+    parts = segments(decodes, context, prefill)
+    kv = written_kv(model, parts)
+    batch = PackedBatch.build(parts, BLOCK)
     sampler = Sampler(model.config.vocab_size)
-    greedy = SamplingParams(temperature=0)
-    rows = [SampleRow(sampler.start(greedy, 0, (), (2,)), 0)] * batch.num_rows
-    logits = model.forward(batch, kv)
-    parts = Parts(model, batch, kv)
+    rows = [SampleRow(sampler.start(SamplingParams(temperature=0), 0, (), (2,)), 0)] * batch.num_rows
+    logits = model.logits(model.wanted_rows(batch, kv))
 
-    def sample(logits: torch.Tensor) -> list[Sampled]:
+    def sample() -> list[Sampled]:
         return sampler.sample(logits, rows).report.read()
 
     names: dict[str, Callable[[], Any]] = {
-        "step": step_of(model, work, kv),
-        "build": lambda: PackedBatch.build(work, BLOCK),
-        "forward": lambda: model.forward(batch, kv),
-        "sample": lambda: sample(logits),
-        "linears": parts.linears,
-        "attention": parts.attention,
-        "norms": parts.norms,
+        "step": step_of(model, parts, kv),
+        "build": lambda: PackedBatch.build(parts, BLOCK),
+        "forward": lambda: model.logits(model.wanted_rows(batch, kv)),
+        "sample": sample,
     }
-    before = memory_bandwidth() if decodes else 0.0
-    inside = Inside(model.ops.library) if isinstance(model.ops, CppOps) else None
     found: dict[str, Any] = {"decodes": decodes, "context": context, "prefill": prefill}
-    found |= {name: timed(work, repeats) for name, work in names.items()}
-    if inside is not None:
+    found |= {name: timed(call, repeats) for name, call in names.items()}
+    kv_bytes = decodes * context * PagedKV.bytes_per_block(model.config, 1, model.dtype)
+    operations = 2 * prefill * (model.parameters - model.config.vocab_size * model.config.hidden_size)
+    if isinstance(model.ops, CppOps):
+        inside = Inside(model.ops.library)
         found["inside"] = harness.medians([inside.of(names["forward"]) for _ in range(repeats)])
-    if decodes:
-        bandwidth = max(before, memory_bandwidth())
-        embeddings = model.config.vocab_size * model.config.hidden_size * model.dtype.itemsize  # few rows are read
-        kv_bytes = decodes * context * PagedKV.bytes_per_block(model.config, 1, model.dtype)
-        floor_ms = 1e3 * (model.weight_bytes - embeddings + kv_bytes) / bandwidth
+        products = sum(found["inside"][kind] for kind in PRODUCTS)
+        if prefill:
+            found["gflops"] = round(operations / products / 1e6, 1)
+        else:
+            seen = {"weights": (model.weight_bytes, products), "kv": (kv_bytes, found["inside"]["attention"])}
+            found["reads_gb_per_s"] = {name: round(size / ms / 1e6, 1) for name, (size, ms) in seen.items()}
+    rate = rates["operations_per_s" if prefill else "bytes_per_s"]
+    if rate:
+        floor_ms = 1e3 * (operations if prefill else model.weight_bytes + kv_bytes) / rate
         share = {name: round(floor_ms / found["step"][name], 3) for name in ("median_ms", "min_ms")}
-        found |= {"gb_per_s": round(bandwidth / 1e9, 1), "floor_ms": round(floor_ms, 3), "floor_share": share}
+        found |= {"floor_ms": round(floor_ms, 3), "floor_share": share}
     return found
 
 
 def main() -> None:
     parser = harness.parser(__doc__, repeats=30)
+    parser.add_argument("--shapes", nargs="+", default=["small", "qwen3-0.6b"], help="shapes, folders or files")
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--attention", nargs="+", default=["auto"], help="one or more of auto, cpp, torch")
     arguments = parser.parse_args()
-    record = harness.new_record(threads=torch.get_num_threads(), model=SHAPE, block_size=BLOCK, results=[])
-    for dtype in arguments.dtype:
-        for attention in arguments.attention:
-            model = random_model(SHAPE, 0, dtype, attention=attention)
-            for decodes, context, prefill in [*((n, c, 0) for n, c in DECODES), *((0, 0, n) for n in PREFILLS)]:
-                repeats = max(arguments.repeats // (4 if prefill > 64 else 1), 3)
-                found = measure(model, decodes, context, prefill, repeats)
-                record["results"].append({"dtype": dtype, "operations": model.ops.name, "path": model.ops.path} | found)
-                shape = f"prefill {prefill}" if prefill else f"decode {decodes} at {context}"
-                label = f"{dtype} {model.ops.name} {shape}"
-                times = ((n, v) for n, v in found.items() if isinstance(v, dict) and "median_ms" in v)
-                cells = (f"{n} {v['median_ms']:.2f} ({v['min_ms']:.2f})" for n, v in times)
-                harness.show(f"{label:28}", "  ".join(cells), found.get("inside", ""))
-    harness.write_record(record, arguments.out)
+    record = harness.new_record(threads=torch.get_num_threads(), block_size=BLOCK, results=[])
+    for shape in arguments.shapes:
+        for dtype in arguments.dtype:
+            rates = {"bytes_per_s": memory_bandwidth(), "operations_per_s": product_rates()[1]}
+            if dtype != "bfloat16":
+                rates["operations_per_s"] = 0.0  # measured for bfloat16 only
+            for attention in arguments.attention:
+                if shape in SHAPES:
+                    model = random_model(SHAPES[shape], 0, dtype, attention=attention)
+                else:
+                    model = load_model(shape, LoadSpec(dtype=dtype, attention=attention))
+                named = {"shape": shape, "dtype": dtype, "operations": model.ops.name, "path": model.ops.path}
+                named |= {"weight_bytes": model.weight_bytes, "rates": {k: round(v / 1e9, 1) for k, v in rates.items()}}
+                longest = model.config.max_positions
+                decodes = [(n, context, 0) for n, context in DECODES if context < longest]
+                for work in [*decodes, *((0, 0, n) for n in PREFILLS if n <= longest)]:
+                    repeats = max(arguments.repeats // (4 if work[2] > 64 else 1), 3)
+                    found = measure(model, work, rates, repeats)
+                    record["results"].append(named | found)
+                    text = f"prefill {work[2]}" if work[2] else f"decode {work[0]} at {work[1]}"
+                    times = ((n, v) for n, v in found.items() if isinstance(v, dict) and "median_ms" in v)
+                    cells = (f"{n} {v['median_ms']:.2f} ({v['min_ms']:.2f})" for n, v in times if n != "floor_share")
+                    harness.show(f"{shape} {dtype} {text:20}", "  ".join(cells), found.get("inside", ""))
+                    harness.write_record(record, arguments.out)
+                del model
 
 
 if __name__ == "__main__":

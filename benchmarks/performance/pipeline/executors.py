@@ -12,7 +12,7 @@ from skipjoin.exec.ranks.ranks import GroupSizes, RankedExecutor
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model
 
-SHAPE = {"layers": 24, "hidden": 512, "intermediate": 1376}
+SHAPE = {"num_hidden_layers": 24, "hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8}
 BLOCK_SIZE, DEVICE_BLOCKS = 16, 1500
 
 

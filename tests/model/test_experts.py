@@ -13,7 +13,8 @@ from skipjoin.model.config import ModelError
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, planned_model, read_config
 from skipjoin.model.ops.build import load_library
-from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps
+from skipjoin.model.ops.calls import CPP_DTYPES
+from skipjoin.model.ops.cpp_ops import CppOps
 from skipjoin.model.ops.torch_ops import TorchOps
 from skipjoin.model.weight_files import ModelFiles
 

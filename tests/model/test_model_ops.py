@@ -24,7 +24,8 @@ from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, random_model
 from skipjoin.model.ops import build
 from skipjoin.model.ops.base import GATES
-from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps, has_dtype
+from skipjoin.model.ops.calls import CPP_DTYPES
+from skipjoin.model.ops.cpp_ops import CppOps, has_dtype
 from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchOps, activated
 
 LIBRARY = build.load_library()
@@ -67,6 +68,7 @@ def test_linear(dtype, outputs, inputs):
         exact = x.double() @ weight.double().T
         assert_near(plain(x), exact)
         assert_near(with_bias(x), exact + bias.double())
+        assert torch.equal(plain.rows(torch.tensor([0, outputs, 2 * outputs - 1])), weight[[0, outputs, -1]])
         total = drawn(dtype, rows, 2 * outputs, seed=3)
         expected = total.double() + exact + bias.double()
         with_bias.add_to(x, total)
@@ -188,6 +190,17 @@ def test_model_output_is_right_with_two_threads(tmp_path, two_threads):
     expected = PagedRunner(load_model(tmp_path, LoadSpec(attention="torch")), ids, 4, seed=2).run()
     for a, b in zip(ours, expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@needs_library
+def test_tied_embeddings_are_stored_once():
+    config = CONFIGS["llama-tied-mha"]().to_dict()
+    tied, untied = (random_model(config | {"tie_word_embeddings": is_tied}) for is_tied in (True, False))
+    table = tied.config.vocab_size * tied.config.hidden_size
+    assert untied.parameters - tied.parameters == table
+    assert untied.weight_bytes - tied.weight_bytes >= 4 * table
+    with pytest.raises(IndexError, match="token ids must be in"):
+        PagedRunner(tied, [[tied.config.vocab_size]], 4, seed=1).run()
 
 
 @needs_library

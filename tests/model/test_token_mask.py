@@ -54,3 +54,13 @@ def test_the_best_token_is_the_first_of_equals_and_always_allowed(ops: MaskOps, 
         logits[0, list(allowed)] = torch.tensor(values, dtype=torch.float32)
         found += ops.best_allowed(logits, [0], mask).tolist()
     assert found == [37, vocab - 1, 66, 5]
+
+
+@pytest.mark.parametrize("ops", WAYS, ids=["torch", "compiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_best_token_of_a_row_is_the_first_of_equals(ops: MaskOps, dtype: torch.dtype) -> None:
+    for vocab in (1, 40, 4099):
+        logits = torch.from_numpy(np.random.default_rng(vocab).normal(size=(5, vocab))).to(dtype)
+        logits[3, vocab // 2] = logits[3, vocab // 3] = 9
+        logits[4] = -torch.inf
+        assert ops.best(logits).tolist() == logits.float().numpy().argmax(-1).tolist()

@@ -256,13 +256,14 @@ class Worker:
             return rows
         # The last row of a segment predicts the next token.
         last = send([batch.row_starts[at + 1] - 1 for at in chosen], rows.device, torch.int64)
-        return self.model.logits(rows[last]).float()
+        return self.model.logits(rows[last])
 
     def _forward(self, segments: Sequence[Segment]) -> torch.Tensor:
         sampled = self._sampled.tokens if self._sampled is not None else None
         if self._graphs is not None and self._graphs.fits(segments, sampled):
             return self._graphs.run(segments, sampled)[1]
-        return self.model.forward(self._packed(segments), self.store.device)
+        rows = self.model.wanted_rows(self._packed(segments), self.store.device)
+        return self.model.logits(rows) if len(rows) else rows
 
     def _packed(self, segments: Sequence[Segment]) -> PackedBatch:
         batch = PackedBatch.build(segments, self.store.device.block_size, self.model.device)

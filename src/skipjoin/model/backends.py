@@ -19,8 +19,9 @@ from skipjoin.model.cuda import FLASH_MODULE, CudaFacts, cuda_facts, kernels_unu
 from skipjoin.model.kv_cache import AUTO
 from skipjoin.model.ops.base import LayerOps
 from skipjoin.model.ops.build import cpu_features, libraries, path_of, say_once, shipped
+from skipjoin.model.ops.calls import CPP_DTYPES
 from skipjoin.model.ops.check import check_ops, rows_are_independent
-from skipjoin.model.ops.cpp_ops import CPP_DTYPES, CppOps, has_dtype
+from skipjoin.model.ops.cpp_ops import CppOps, has_dtype
 from skipjoin.model.ops.torch_ops import TorchOps
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from skipjoin.model.decoder import Decoder, HasOutput
 from skipjoin.model.family import family_named
 from skipjoin.model.kv_cache import AUTO, PagedKV
 from skipjoin.model.layers import Builder, LayerInputs
-from skipjoin.model.ops.base import LayerOps, Linear
+from skipjoin.model.ops.base import LayerOps, Linear, LookedUp
 from skipjoin.model.parallel import Group, check_shards
 from skipjoin.model.weights import Weights
 
@@ -54,8 +54,10 @@ class CausalLM:
             if not isinstance(table, torch.Tensor):
                 return table
             output = builder.finish_linear(table, None)
-            if getattr(output, "weight", None) is table:
-                builder.weight_bytes -= table.nbytes  # the same tensor, counted twice
+            if isinstance(output, LookedUp):
+                decoder.embedding.table = output
+            if isinstance(output, LookedUp) or getattr(output, "weight", None) is table:
+                builder.weight_bytes -= table.nbytes  # stored once, counted twice
                 builder.parameters -= table.numel()
             return output
         own = self.shard.vocabulary(config)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from skipjoin.model.draws import FindThresholds, draw, largest_first, uniform
+from skipjoin.model.large_pages import large_page_bytes
 from skipjoin.model.logits_processors import LogitsProcessor, ProcessorState, default_processors
 from skipjoin.model.ops.token_mask import mask_ops
 from skipjoin.model.transfer import CpuCopy, send
@@ -148,6 +149,7 @@ class Sampler:
         self._find_thresholds = find_thresholds or largest_first
         self._processors = default_processors(vocab_size) if processors is None else tuple(processors)
         self._limit = limit
+        self._widened = torch.empty(0)
 
     def start(
         self,
@@ -166,13 +168,21 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> SampledTokens:
-        """Sample one token per row of float32 logits, which may change. Logprobs are those of the unmodified logits."""
+        """Sample one token per row of logits, which may change.
+
+        Logprobs are those of the unmodified logits.
+        """
         if logits.shape != (len(rows), self.vocab_size):
             raise ValueError(f"logits are {tuple(logits.shape)}; the rows need {(len(rows), self.vocab_size)}")
         if not rows:
             return SampledTokens(logits.new_empty(0, dtype=torch.int64), CpuCopy([], lambda _: []))
+        logits = logits.contiguous()
         params = [row.state.params for row in rows]
         limits = self._limits(rows)
+        if not limits.rows and all(self._is_plain(row) for row in rows):
+            tokens = mask_ops(logits.device).best(logits)
+            return SampledTokens(tokens, _report(logits, tokens, params))
+        logits = self._as_floats(logits)
         # An output that must end is not drawn, because other tokens have no probability.
         random = [i for i, param in enumerate(params) if param.temperature > 0 and i not in limits.ending]
         limited_random = limits.within(set(random))
@@ -187,6 +197,22 @@ class Sampler:
                 index = send(random, logits.device)
                 tokens[index] = self._draw(adjusted[index], [rows[i] for i in random])
         return SampledTokens(tokens, _report(logits, tokens, params))
+
+    @staticmethod
+    def _is_plain(row: SampleRow) -> bool:
+        """Return whether the token is that of the largest logit, of which nothing is reported."""
+        state, length = row
+        if state.params.temperature > 0 or state.params.logprobs is not None:
+            return False
+        return not any(adjustment.is_active(length) for _, adjustment in state.adjustments)
+
+    def _as_floats(self, logits: torch.Tensor) -> torch.Tensor:
+        if logits.dtype == torch.float32 or logits.device.type != "cpu":
+            return logits.float()
+        # New memory of this size comes from the system page by page, which takes longer than the step of a small model.
+        if self._widened.numel() < logits.numel():
+            self._widened = large_page_bytes(4 * logits.numel()).view(torch.float32)
+        return self._widened[: logits.numel()].view(logits.shape).copy_(logits)
 
     def _draw(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
         uniforms = [uniform(state.seed, state.prompt_tokens + length) for state, length in rows]
@@ -209,8 +235,7 @@ class Sampler:
                     active.setdefault(number, []).append((i, adjustment))
         has_report = any(row.state.params.logprobs is not None for row in rows)
         if has_report and (active or has_removals):
-            logits = logits.clone(memory_format=torch.contiguous_format)
-        logits = logits.contiguous()
+            logits = logits.clone()
         for number in sorted(active):
             self._processors[number].apply(logits, active[number])
         return logits
@@ -270,18 +295,13 @@ def _first(values: torch.Tensor, ids: torch.Tensor, count: int) -> torch.Tensor:
 
 def _likeliest_of(logits: torch.Tensor, limits: _Limits) -> torch.Tensor:
     if not limits.rows:
-        return _argmax(logits)
+        return mask_ops(logits.device).best(logits)
     best = mask_ops(logits.device).best_allowed(logits, limits.rows, limits.masks)
     if len(limits.rows) == len(logits):
         return best
-    tokens = _argmax(logits)
+    tokens = mask_ops(logits.device).best(logits)
     tokens[send(limits.rows, logits.device)] = best
     return tokens
-
-
-def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Return the index of each row's largest value. On a CPU, numpy is many times faster than torch."""
-    return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1)
 
 
 def _report(logits: torch.Tensor, tokens: torch.Tensor, params: Sequence[SamplingParams]) -> CpuCopy[list[Sampled]]:

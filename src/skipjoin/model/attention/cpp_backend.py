@@ -9,11 +9,8 @@ from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.attention.check import agrees, cuts_change_nothing
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.kv_cache import PagedKV
-from skipjoin.model.ops.calls import AttentionCall, cache_arguments, check_sizes
-from skipjoin.model.ops.cpp_ops import CPP_DTYPES
+from skipjoin.model.ops.calls import CPP_DTYPES, AttentionCall, HeadsCall, cache_arguments, check_sizes
 from skipjoin.model.ops.threads import threads_here
-
-_I, _P = ctypes.c_int64, ctypes.c_void_p
 
 
 class CppAttention(AttentionBackend):
@@ -25,10 +22,10 @@ class CppAttention(AttentionBackend):
         self._run = library.skipjoin_paged_attention
         self._run.argtypes = [ctypes.c_int64, ctypes.POINTER(AttentionCall), ctypes.c_int64]
         self._run.restype = None
-        self._rotate = library.skipjoin_rotate
-        self._rotate.argtypes = [_I, _P, _I, _I, _I, _I, _P, _P, _I, _I]
-        self._rotate.restype = None
-        check_sizes(library, {"skipjoin_attention_call_bytes": AttentionCall})
+        self._prepare = library.skipjoin_prepare_heads
+        self._prepare.argtypes = [ctypes.c_int64, ctypes.POINTER(HeadsCall), ctypes.c_int64]
+        self._prepare.restype = None
+        check_sizes(library, {"skipjoin_attention_call_bytes": AttentionCall, "skipjoin_heads_bytes": HeadsCall})
 
     def attend(
         self,
@@ -61,10 +58,12 @@ class CppAttention(AttentionBackend):
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
         for x in (query, key):
-            self._rotate(
-                CPP_DTYPES.index(x.dtype), x.data_ptr(), x.shape[0], x.stride(0), x.shape[1], x.stride(1),
-                positions.data_ptr(), cos_sin.data_ptr(), cos_sin.shape[1] // 2, threads_here(),
+            call = HeadsCall(
+                x=x.data_ptr(), token_stride=x.stride(0), head_stride=x.stride(1), tokens=x.shape[0], heads=x.shape[1],
+                dim=x.shape[2], cos_sin=cos_sin.data_ptr(), positions=positions.data_ptr(),
+                pairs=cos_sin.shape[1] // 2,
             )  # fmt: skip
+            self._prepare(CPP_DTYPES.index(x.dtype), call, threads_here())
 
 
 def check_attention(backend: CppAttention, dtype: torch.dtype) -> bool:

@@ -168,14 +168,20 @@ template <typename T, typename C> struct Few {
       for (int d = 0; d < kTotals; d += kLanes) store(total + d, load(total + d) * factor);
       tops[i] = top[0];
     }
-    for (int64_t t = from; t < whole; t += kLanes) {
-      Floats weight = weight_of<C>(load(own + t), scale.factor, top);
-      if constexpr (kInputs<C> == 2)
-        store((bfloat16 *)own + t, weight);
-      else
-        store(own + t, weight);
-      store(total + t % kTotals, load(total + t % kTotals) + weight);
-    }
+    Floats totals[kTotals / kLanes];
+    for (int d = 0; d < kTotals / kLanes; d++) totals[d] = load(total + d * kLanes);
+    for (int64_t t = from; t < whole; t += kTotals)
+#pragma GCC unroll 4
+      for (int d = 0; d < kTotals / kLanes; d++) {
+        int64_t at = t + d * kLanes;
+        Floats weight = weight_of<C>(load(own + at), scale.factor, top);
+        if constexpr (kInputs<C> == 2)
+          store((bfloat16 *)own + at, weight);
+        else
+          store(own + at, weight);
+        totals[d] += weight;
+      }
+    for (int d = 0; d < kTotals / kLanes; d++) store(total + d * kLanes, totals[d]);
   }
 
   void write_out(const Queries &queries, const Task &task) const {
@@ -198,40 +204,20 @@ template <typename T, typename C> struct Few {
 
 #ifdef SKIPJOIN_TILES
 
-// Tiles 0 and 1 hold sums, 2 weights, 3 pairs of values, 4 scores, 5 keys, and 6 queries in columns.
-inline TileShapes few_shapes(int64_t count) {
+constexpr int kQueryTiles = 4; // tiles that hold the queries of a head while its keys are scored
+
+// Tiles 0 to 3 hold queries in columns, 4 and 7 scores, 5 and 6 keys.
+inline TileShapes score_shapes(int64_t count) {
   TileShapes shapes(kTile);
-  for (int tile : {0, 1, 2}) shapes.rows[tile] = count;
-  for (int tile : {4, 6}) shapes.bytes[tile] = 4 * count;
+  for (int tile : {0, 1, 2, 3, 4, 7}) shapes.bytes[tile] = 4 * count;
   return shapes;
 }
 
-// Computes scores of kTile keys. queries: [units][count]; stride: distance between keys, or 0; scores: [count][kKeys].
-inline void score_by_tiles(const Pair *queries, int64_t count, const bfloat16 *keys, const int64_t *rows, int64_t stride,
-                           int64_t dim, float *scores) {
-  alignas(64) Pair copy[kTile][kTilePairs];
-  alignas(64) float square[kTile][kTile];
-  SKIPJOIN_ZERO_TILE(4);
-  for (int64_t d = 0; d < dim; d += 2 * kTilePairs) {
-    if (stride && d + 2 * kTilePairs <= dim) {
-      SKIPJOIN_LOAD_TILE(5, keys + rows[0] + d, 2 * stride);
-    } else {
-      for (int i = 0; i < kTile; i++) {
-        Words units = load_pairs(keys + rows[i] + d, dim - d);
-        std::memcpy(copy[i], &units, sizeof units);
-      }
-      SKIPJOIN_LOAD_TILE(5, copy, 64);
-    }
-    SKIPJOIN_LOAD_TILE(6, queries + d / 2 * count, 4 * count);
-    SKIPJOIN_MULTIPLY_TILES(4, 5, 6);
-  }
-  if (count == 1) {
-    SKIPJOIN_STORE_TILE(4, scores, 4);
-    return;
-  }
-  SKIPJOIN_STORE_TILE(4, square, 64);
-  transpose((Words *)square);
-  for (int64_t q = 0; q < count; q++) std::memcpy(scores + q * kKeys, square[q], sizeof square[q]);
+// Tiles 0 and 1 hold sums, 2, 4, 5 and 6 weights of kStepKeys keys each, 3 and 7 pairs of values.
+inline TileShapes value_shapes(int64_t count) {
+  TileShapes shapes(kTile);
+  for (int tile : {0, 1, 2, 4, 5, 6}) shapes.rows[tile] = count;
+  return shapes;
 }
 
 // Returns the distance between consecutive rows of kTile rows, or 0 if it varies.
@@ -241,23 +227,200 @@ inline int64_t stride_of(const int64_t *rows) {
   return differ ? 0 : stride;
 }
 
-// Adds the weighted values of at most kStepKeys tokens to the sums of the queries, like `add_values`.
+// Computes the products of kTile keys and queries [units][count], whose rows are `pitch` bytes apart.
+inline void score_tile(const Pair *queries, int64_t count, const bfloat16 *keys, const int64_t *rows, int64_t dim,
+                       float *to, int64_t pitch) {
+  alignas(64) Pair copy[kTile][kTilePairs];
+  SKIPJOIN_ZERO_TILE(4);
+  for (int64_t d = 0; d < dim; d += 2 * kTilePairs) {
+    for (int i = 0; i < kTile; i++) {
+      Words units = load_pairs(keys + rows[i] + d, dim - d);
+      std::memcpy(copy[i], &units, sizeof units);
+    }
+    SKIPJOIN_LOAD_TILE(5, copy, 64);
+    SKIPJOIN_LOAD_TILE(0, queries + d / 2 * count, 4 * count);
+    SKIPJOIN_MULTIPLY_TILES(4, 5, 0);
+  }
+  SKIPJOIN_STORE_TILE(4, to, pitch);
+}
+
+// Like two `score_tile`, for whole tiles of keys in place and queries in tiles from 0 on. Two sums hide the latency of
+// each other.
+template <int TILES>
+inline void score_two(const bfloat16 *first, int64_t first_stride, const bfloat16 *second, int64_t second_stride,
+                      float *to, int64_t pitch) {
+  constexpr int64_t width = 2 * kTilePairs;
+  SKIPJOIN_ZERO_TILE(4);
+  SKIPJOIN_ZERO_TILE(7);
+  SKIPJOIN_LOAD_TILE(5, first, 2 * first_stride);
+  SKIPJOIN_MULTIPLY_TILES(4, 5, 0);
+  SKIPJOIN_LOAD_TILE(6, second, 2 * second_stride);
+  SKIPJOIN_MULTIPLY_TILES(7, 6, 0);
+  if constexpr (TILES > 1) {
+    SKIPJOIN_LOAD_TILE(5, first + width, 2 * first_stride);
+    SKIPJOIN_MULTIPLY_TILES(4, 5, 1);
+    SKIPJOIN_LOAD_TILE(6, second + width, 2 * second_stride);
+    SKIPJOIN_MULTIPLY_TILES(7, 6, 1);
+  }
+  if constexpr (TILES > 2) {
+    SKIPJOIN_LOAD_TILE(5, first + 2 * width, 2 * first_stride);
+    SKIPJOIN_MULTIPLY_TILES(4, 5, 2);
+    SKIPJOIN_LOAD_TILE(6, second + 2 * width, 2 * second_stride);
+    SKIPJOIN_MULTIPLY_TILES(7, 6, 2);
+  }
+  if constexpr (TILES > 3) {
+    SKIPJOIN_LOAD_TILE(5, first + 3 * width, 2 * first_stride);
+    SKIPJOIN_MULTIPLY_TILES(4, 5, 3);
+    SKIPJOIN_LOAD_TILE(6, second + 3 * width, 2 * second_stride);
+    SKIPJOIN_MULTIPLY_TILES(7, 6, 3);
+  }
+  SKIPJOIN_STORE_TILE(4, to, pitch);
+  SKIPJOIN_STORE_TILE(7, to + kTile * pitch / 4, pitch);
+}
+
+// Rows that are needed next. `until` prefetches them up to this share, in parts, so that memory is never idle.
+template <typename C> struct Ahead {
+  const C *from;
+  const int64_t *rows;
+  int64_t count, dim, done = 0;
+
+  SKIPJOIN_INLINE void until(int64_t part, int64_t parts) {
+    int64_t end = count * part / parts;
+    fetch(from, rows + done, end - done, dim);
+    done = end;
+  }
+};
+
+// Computes the scores of a block's first `keys` keys for one head. scores: [count][kKeys]
+inline void score_by_tiles(const Pair *queries, int64_t count, const bfloat16 *keys, const int64_t *rows, int64_t some,
+                           int64_t dim, float *scores, Ahead<bfloat16> ahead) {
+  alignas(64) float products[kKeys * kTile];
+  int64_t pitch = count <= 2 ? 4 * count : 4 * kTile;
+  bool is_whole = dim % (2 * kTilePairs) == 0 && dim <= 2 * kTilePairs * kQueryTiles;
+  if (is_whole) {
+    int64_t tiles = dim / (2 * kTilePairs), size = kTilePairs * count;
+    SKIPJOIN_LOAD_TILE(0, queries, 4 * count);
+    if (tiles > 1) SKIPJOIN_LOAD_TILE(1, queries + size, 4 * count);
+    if (tiles > 2) SKIPJOIN_LOAD_TILE(2, queries + 2 * size, 4 * count);
+    if (tiles > 3) SKIPJOIN_LOAD_TILE(3, queries + 3 * size, 4 * count);
+  }
+  for (int64_t t = 0; t < some; t += kStepKeys) {
+    ahead.until(std::min(t + kStepKeys, some), some);
+    float *to = products + t * pitch / 4;
+    int64_t first = is_whole ? stride_of(rows + t) : 0, second = is_whole ? stride_of(rows + t + kTile) : 0;
+    // Behind the end the last key is read again, from where it is.
+    if (first && t + kStepKeys <= some && second) {
+      with_count<kQueryTiles>(dim / (2 * kTilePairs), [&](auto tiles) {
+        score_two<tiles>(keys + rows[t], first, keys + rows[t + kTile], second, to, pitch);
+      });
+      continue;
+    }
+    score_tile(queries, count, keys, rows + t, dim, to, pitch);
+    score_tile(queries, count, keys, rows + t + kTile, dim, to + kTile * pitch / 4, pitch);
+    if (is_whole) SKIPJOIN_LOAD_TILE(0, queries, 4 * count);
+  }
+  for (int64_t t = 0; t < some; t += kTile) {
+    float *from = products + t * pitch / 4;
+    if (count == 1) {
+      std::memcpy(scores + t, from, 4 * kTile);
+    } else if (count == 2) {
+      const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+      __m512 low = (__m512)load(from), high = (__m512)load(from + kTile);
+      store(scores + t, (Floats)_mm512_permutex2var_ps(low, even, high));
+      store(scores + kKeys + t, (Floats)_mm512_permutex2var_ps(low, _mm512_add_epi32(even, _mm512_set1_epi32(1)), high));
+    } else {
+      transpose((Words *)from);
+      for (int64_t q = 0; q < count; q++) std::memcpy(scores + q * kKeys + t, from + q * kTile, 4 * kTile);
+    }
+  }
+}
+
+// Adds the weighted values of a block's first `keys` tokens to the sums of a head's queries, like `add_values`.
 inline void add_by_tiles(const bfloat16 *values, const int64_t *rows, int64_t keys, int64_t dim, const float *weights,
-                         float *sums, int64_t width) {
-  alignas(64) Words pairs[2][kTilePairs];
+                         float *sums, int64_t width, Ahead<bfloat16> ahead) {
+  alignas(64) Words pairs[2][2][kTilePairs];
+  int64_t steps = (keys + kStepKeys - 1) / kStepKeys;
   SKIPJOIN_LOAD_TILE(2, weights, 4 * kKeys);
+  if (steps > 1) SKIPJOIN_LOAD_TILE(4, weights + kTilePairs, 4 * kKeys);
+  if (steps > 2) SKIPJOIN_LOAD_TILE(5, weights + 2 * kTilePairs, 4 * kKeys);
+  if (steps > 3) SKIPJOIN_LOAD_TILE(6, weights + 3 * kTilePairs, 4 * kKeys);
   for (int64_t d = 0; d < dim; d += 2 * kLanes) {
-    auto numbers = [&](int64_t t) { return load_pairs(values + rows[t] + d, t < keys ? dim - d : 0); };
-    for (int i = 0; i < kTilePairs; i++) interleave(numbers(2 * i), numbers(2 * i + 1), pairs[0][i], pairs[1][i]);
     SKIPJOIN_LOAD_TILE(0, sums + d, 4 * width);
-    SKIPJOIN_LOAD_TILE(3, pairs[0], 64);
-    SKIPJOIN_MULTIPLY_TILES(0, 2, 3);
-    SKIPJOIN_STORE_TILE(0, sums + d, 4 * width);
     SKIPJOIN_LOAD_TILE(1, sums + d + kLanes, 4 * width);
-    SKIPJOIN_LOAD_TILE(3, pairs[1], 64);
-    SKIPJOIN_MULTIPLY_TILES(1, 2, 3);
+    for (int64_t s = 0; s < steps; s++) {
+      ahead.until(d / (2 * kLanes) * steps + s + 1, (dim + 2 * kLanes - 1) / (2 * kLanes) * steps);
+      Words(*pair)[kTilePairs] = pairs[s % 2]; // the other is being read
+      const int64_t *row = rows + s * kStepKeys;
+      int64_t some = keys - s * kStepKeys;
+      if (some >= kStepKeys && d + 2 * kLanes <= dim) {
+        auto numbers = [&](int64_t t) { return whole_units(values + row[t] + d); };
+        for (int i = 0; i < kTilePairs; i++) interleave(numbers(2 * i), numbers(2 * i + 1), pair[0][i], pair[1][i]);
+      } else {
+        auto numbers = [&](int64_t t) { return load_pairs(values + row[t] + d, t < some ? dim - d : 0); };
+        for (int i = 0; i < kTilePairs; i++) interleave(numbers(2 * i), numbers(2 * i + 1), pair[0][i], pair[1][i]);
+      }
+      SKIPJOIN_LOAD_TILE(3, pair[0], 64);
+      SKIPJOIN_LOAD_TILE(7, pair[1], 64);
+      switch (s) {
+      case 0:
+        SKIPJOIN_MULTIPLY_TILES(0, 2, 3);
+        SKIPJOIN_MULTIPLY_TILES(1, 2, 7);
+        break;
+      case 1:
+        SKIPJOIN_MULTIPLY_TILES(0, 4, 3);
+        SKIPJOIN_MULTIPLY_TILES(1, 4, 7);
+        break;
+      case 2:
+        SKIPJOIN_MULTIPLY_TILES(0, 5, 3);
+        SKIPJOIN_MULTIPLY_TILES(1, 5, 7);
+        break;
+      default:
+        SKIPJOIN_MULTIPLY_TILES(0, 6, 3);
+        SKIPJOIN_MULTIPLY_TILES(1, 6, 7);
+      }
+    }
+    SKIPJOIN_STORE_TILE(0, sums + d, 4 * width);
     SKIPJOIN_STORE_TILE(1, sums + d + kLanes, 4 * width);
   }
+}
+
+// Attends with tiles. While the keys or values of a head are used, those of the next one are prefetched.
+template <typename T> void attend_few_by_tiles(const Call &c, const Task &task, Scratch &s, Few<T, bfloat16> &few) {
+  Queries queries(c, task);
+  int64_t count = task.count, end = queries.highest();
+  const bfloat16 *parts[] = {(const bfloat16 *)c.keys + task.head * c.head_stride,
+                             (const bfloat16 *)c.values + task.head * c.head_stride};
+  Scale scale(c);
+  auto begin_of = [&](int64_t block) { return block + queries.unseen(0, block); };
+  auto end_of = [&](int64_t block) { return std::min(block + kKeys, end); };
+  int64_t lowest = queries.lowest(), first = begin_of(lowest);
+  Ahead<bfloat16>{parts[0], &s.rows[first], end_of(lowest) - first, c.dim}.until(1, 1);
+  for (int64_t block = lowest; block < end; block += kKeys) {
+    int64_t from = begin_of(block), to = end_of(block), next = block + kKeys;
+    for (int part = 0; part < 2; part++) {
+      shape_tiles(part == 0 ? score_shapes(count) : value_shapes(count));
+      for (int64_t h = 0; h < task.heads; h++) {
+        const bfloat16 *own = parts[part] + h * c.head_stride;
+        Ahead<bfloat16> ahead{own + c.head_stride, &s.rows[from], to - from, c.dim};
+        if (h + 1 == task.heads) ahead.from = parts[1 - part];
+        if (h + 1 == task.heads && part == 1) {
+          int64_t begin = next < end ? begin_of(next) : 0;
+          ahead.rows = &s.rows[begin], ahead.count = next < end ? end_of(next) - begin : 0;
+        }
+        float *scores = few.scores + h * count * kKeys;
+        if (part == 0)
+          score_by_tiles(few.query + h * count * few.units, count, own, &s.rows[from], to - from, c.dim,
+                         scores + from - block, ahead);
+        else
+          add_by_tiles(own, &s.rows[from], to - from, c.dim, scores + (from - block) / 2, few.sums + h * count * few.width,
+                       few.width, ahead);
+      }
+      for (int64_t i = 0; part == 0 && i < few.all; i++)
+        few.weigh(i, from - block, to - block, queries.first_key(i % count) - block, queries.end_key(i % count) - block,
+                  scale);
+    }
+  }
+  few.write_out(queries, task);
 }
 
 #endif
@@ -272,14 +435,14 @@ template <typename T, typename C> void attend_few(const Call &c, const Task &tas
   int64_t count = task.count, end = queries.highest();
   const C *keys = (const C *)c.keys + task.head * c.head_stride;
   const C *values = (const C *)c.values + task.head * c.head_stride;
+#ifdef SKIPJOIN_TILES
+  if constexpr (kInputs<C> == 2)
+    if (has_tiles<C>()) return attend_few_by_tiles(c, task, s, few);
+#endif
   Scale scale(c);
-  bool by_tiles = has_tiles<C>();
   for (int64_t block = queries.lowest(); block < end; block += kKeys) {
     int64_t from = block + queries.unseen(0, block), to = std::min(block + kKeys, end);
-    for (int64_t t = from; t < to; t += kFetched) {
-#ifdef SKIPJOIN_TILES
-      int64_t stride = by_tiles ? stride_of(&s.rows[t]) : 0;
-#endif
+    for (int64_t t = from; t < to; t += kFetched)
       for (int64_t h = 0; h < task.heads; h++) {
         const C *own = keys + h * c.head_stride;
         if (t + kFetched < to)
@@ -291,27 +454,18 @@ template <typename T, typename C> void attend_few(const Call &c, const Task &tas
         if constexpr (kHasScales<C>)
           for (int64_t i = 0; i < kFetched; i++)
             few.scales[h * kKeys + t - block + i] = scale_after(own + s.rows[t + i], c.dim);
-#ifdef SKIPJOIN_TILES
-        if constexpr (kInputs<C> == 2)
-          if (by_tiles) {
-            score_by_tiles(query, count, own, &s.rows[t], stride, c.dim, scores);
-            continue;
-          }
-#endif
         for (int64_t q = 0; q < count; q++)
           for (int64_t u = 0; u < kFetched; u += kLanes)
             store(scores + q * kKeys + u, score(query + q * few.units, own, &s.rows[t + u], c.dim));
       }
-    }
     for (int64_t i = 0; i < few.all; i++)
       few.weigh(i, from - block, to - block, queries.first_key(i % count) - block, queries.end_key(i % count) - block,
                 scale);
-    int64_t step = by_tiles ? kStepKeys : kFetched;
-    for (int64_t t = from; t < to; t += step)
+    for (int64_t t = from; t < to; t += kFetched)
       for (int64_t h = 0; h < task.heads; h++) {
         const C *own = values + h * c.head_stride;
-        if (t + step < to)
-          fetch(own, &s.rows[t + step], step, c.dim);
+        if (t + kFetched < to)
+          fetch(own, &s.rows[t + kFetched], kFetched, c.dim);
         else if (to < end)
           fetch(keys + h * c.head_stride, &s.rows[to], kFetched, c.dim);
         const float *weights = few.scores + h * count * kKeys;
@@ -320,15 +474,7 @@ template <typename T, typename C> void attend_few(const Call &c, const Task &tas
         else
           weights += t - block;
         float *sums = few.sums + h * count * few.width;
-        int64_t some = std::min(step, to - t);
-#ifdef SKIPJOIN_TILES
-        if constexpr (kInputs<C> == 2)
-          if (by_tiles) {
-            add_by_tiles(own, &s.rows[t], some, c.dim, weights, sums, few.width);
-            continue;
-          }
-#endif
-        add_values(count, own, &s.rows[t], some, c.dim, weights, sums, few.width);
+        add_values(count, own, &s.rows[t], std::min(kFetched, to - t), c.dim, weights, sums, few.width);
       }
   }
   few.write_out(queries, task);

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -44,6 +44,7 @@ class Linear(Protocol):
         ...
 
 
+@runtime_checkable
 class LookedUp(Linear, Protocol):
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of a single matrix as numbers of the model's type."""

@@ -34,6 +34,17 @@ struct Linear {
   int64_t then_bytes;   // per panel
 };
 
+// Queries or keys [tokens][heads][dim], to be normalized and rotated in place.
+struct Heads {
+  void *x;
+  int64_t token_stride, head_stride, tokens, heads, dim;
+  const void *weight; // of the norm, or null
+  double eps, offset;
+  const float *cos_sin; // [positions][2 * pairs], or null
+  const int64_t *positions;
+  int64_t pairs;
+};
+
 // Products of experts, and which of them each row uses; see experts.cpp.
 struct Experts {
   const Linear *up, *down; // of each expert
@@ -61,8 +72,9 @@ struct AttentionCall {
   const float *sinks; // score of each head that has no value, or null
 };
 
-// Operations by kind, for benchmarks. Attention includes rotation and writing keys and values.
-enum Kind { kProducts, kAttention, kNorms };
+// Operations by kind, for benchmarks. kProducts: others than those of layers. kHeads: norms and rotation of queries and
+// keys.
+enum Kind { kProducts, kAttention, kNorms, kHeads, kKvWrite, kQkv, kOutput, kMlp };
 
 inline int64_t now_ns() {
   timespec now;

@@ -6,9 +6,13 @@ import ctypes
 from collections.abc import Mapping
 from ctypes import c_double, c_int64, c_void_p
 
+import torch
+
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.kv_cache import PagedKV
 
+# In the order of `Type` in outputs.inc.cpp.
+CPP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _I, _P = c_int64, c_void_p
 
 
@@ -24,6 +28,13 @@ class LinearCall(ctypes.Structure):
         ("x", _P), ("x_stride", _I), ("rows", _I), ("weights", _P), ("bias", _P), ("groups", _P), ("matrices", _I),
         ("n", _I), ("k", _I), ("out", _P), ("out_stride", _I), ("gated", _I), ("add", _I), ("activation", _I),
         ("scratch", _P), ("threads", _I), ("way", _I), ("then", _P), ("then_bytes", _I),
+    )  # fmt: skip
+
+
+class HeadsCall(ctypes.Structure):
+    _fields_ = (
+        ("x", _P), ("token_stride", _I), ("head_stride", _I), ("tokens", _I), ("heads", _I), ("dim", _I),
+        ("weight", _P), ("eps", c_double), ("offset", c_double), ("cos_sin", _P), ("positions", _P), ("pairs", _I),
     )  # fmt: skip
 
 
@@ -68,7 +79,7 @@ class LayerCall(ctypes.Structure):
 class StepCall(ctypes.Structure):
     _fields_ = (
         ("layers", ctypes.POINTER(LayerCall)), ("count", _I), ("rows", _I), ("x", _P), ("normed", _P), ("qkv", _P),
-        ("queries", _P), ("attended", _P), ("inner", _P), ("keys", ctypes.POINTER(_P)), ("values", ctypes.POINTER(_P)),
+        ("attended", _P), ("inner", _P), ("keys", ctypes.POINTER(_P)), ("values", ctypes.POINTER(_P)),
         ("attention", AttentionCall), ("positions", _P), ("final_norm", _P), ("scratch", _P), ("threads", _I),
         ("itemsize", _I),
     )  # fmt: skip

@@ -66,3 +66,8 @@ class CompiledLinear:
             scratch=ops.scratch(rows, self.inputs, threads), threads=threads, **self._fields,
         )  # fmt: skip
         ops.library.skipjoin_linear(ops.type, call)
+
+
+def check_ids(ids: torch.Tensor, outputs: int) -> None:
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < outputs:
+        raise IndexError(f"token ids must be in [0, {outputs - 1}]")

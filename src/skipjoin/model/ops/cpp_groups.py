@@ -8,7 +8,7 @@ import torch
 
 from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.ops.calls import GroupsCall
-from skipjoin.model.ops.compiled_linear import CompiledLinear, CompiledOps
+from skipjoin.model.ops.compiled_linear import CompiledLinear, CompiledOps, check_ids
 from skipjoin.model.ops.threads import threads_here
 
 
@@ -49,8 +49,7 @@ class GroupedLinear(CompiledLinear):
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of a single matrix as numbers."""
         found = torch.empty((len(ids), self.inputs), dtype=self.ops.dtype)
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.outputs:
-            raise IndexError(f"token ids must be in [0, {self.outputs - 1}]")
+        check_ids(ids, self.outputs)
         self.ops.library.skipjoin_group_rows(
             self.ops.type, self._packed[0].call, ids.contiguous().data_ptr(), len(ids), found.data_ptr(), threads_here()
         )

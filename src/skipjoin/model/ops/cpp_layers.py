@@ -30,8 +30,7 @@ class LayerShape(NamedTuple):
 
 def shape_of(parts: LayerParts, call: LayerCall) -> LayerShape:
     heads, kv_heads, dim = parts.attention.heads, parts.attention.kv_heads, parts.attention.dim
-    queries = 0 if parts.attention.qk_norms is None else (heads + kv_heads) * dim
-    widths = call.qkv.k, call.qkv.n, queries, call.output.k, call.up.n if call.experts else call.down.k
+    widths = call.qkv.k, call.qkv.n, call.output.k, call.up.n if call.experts else call.down.k
     return LayerShape(widths, (heads, kv_heads, dim), parts.attention.scale, parts.attention.cap, call.eps, call.offset)
 
 

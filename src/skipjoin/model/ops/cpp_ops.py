@@ -14,9 +14,9 @@ from skipjoin.model.large_pages import Arena
 from skipjoin.model.layers import Adjusted
 from skipjoin.model.ops.base import Experts, FusedLayers, LayerParts, Linear, Norm
 from skipjoin.model.ops.build import library_id, path_of
-from skipjoin.model.ops.calls import ExpertsCall, GroupsCall, LayerCall, LinearCall, check_sizes
+from skipjoin.model.ops.calls import CPP_DTYPES, ExpertsCall, GroupsCall, LayerCall, LinearCall, check_sizes
 from skipjoin.model.ops.choice import WAYS, Choices
-from skipjoin.model.ops.compiled_linear import CompiledLinear
+from skipjoin.model.ops.compiled_linear import CompiledLinear, check_ids
 from skipjoin.model.ops.cpp_experts import CppExperts
 from skipjoin.model.ops.cpp_groups import GroupedLinear
 from skipjoin.model.ops.cpp_layers import CppLayers, shape_of
@@ -25,8 +25,6 @@ from skipjoin.model.ops.threads import share_between, threads_here
 from skipjoin.model.ops.torch_ops import TorchLayerNorm, TorchRMSNorm
 from skipjoin.system.container import usable_cpus
 
-# In the order of `Type` in layer_ops.cpp.
-CPP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _I, _P = c_int64, c_void_p
 
 _SIGNATURES = {
@@ -37,6 +35,7 @@ _SIGNATURES = {
     "skipjoin_scratch_bytes": ([_I] * 4, c_int64),
     "skipjoin_packed_bytes": ([_I] * 4, c_int64),
     "skipjoin_pack_weights": ([_I, _P, _I, _I, _I, _P, _I], None),
+    "skipjoin_panel_rows": ([_I, _P, _I, _P, _I, _P, _I], None),
     "skipjoin_strip_lanes": ([], c_int64),
     "skipjoin_strip_bytes": ([ctypes.POINTER(GroupsCall)], c_int64),
     "skipjoin_pack_groups": ([ctypes.POINTER(GroupsCall), _P, _P, _P, _I], None),
@@ -182,6 +181,15 @@ class CppLinear(CompiledLinear):
     def shape(self) -> str:
         gated, dtype = " gated" * self.is_gated, str(self.ops.dtype).removeprefix("torch.")
         return f"{self.outputs} x {self.inputs}{gated}, {dtype}, threads {threads_here()}"
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        found = torch.empty((len(ids), self.inputs), dtype=self.ops.dtype)
+        check_ids(ids, self.outputs)
+        self.ops.library.skipjoin_panel_rows(
+            self.ops.type, self._packed.data_ptr(), self.inputs, ids.contiguous().data_ptr(), len(ids),
+            found.data_ptr(), threads_here(),
+        )  # fmt: skip
+        return found
 
     def seconds(self, way: str, rows: int) -> float:
         self.use(way=WAYS.index(way))

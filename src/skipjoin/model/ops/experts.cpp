@@ -230,7 +230,7 @@ void skipjoin_route(int64_t type, const void *logits, int64_t stride, int64_t ro
 
 // Adds to each row of `total` the sum of its experts' outputs times their shares.
 void skipjoin_experts(int64_t type, const Experts *call) {
-  skipjoin::Timed timed(skipjoin::kProducts);
+  skipjoin::Timed timed(skipjoin::kMlp);
   if (call->rows) with_type(type, [&](auto t) { add_experts<decltype(t)>(type, *call); });
 }
 }

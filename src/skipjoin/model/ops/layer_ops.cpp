@@ -13,6 +13,7 @@
 #include <cmath>
 #include <vector>
 
+using skipjoin::Heads;
 using skipjoin::Linear;
 
 extern "C" {
@@ -271,44 +272,73 @@ template <typename T> void pack_weights(const T *weights, int64_t n, int64_t k, 
   });
 }
 
-// x: [outer][inner][width], strided in the first two dimensions; out: contiguous. offset: added to the weights.
+// Copies rows of packed weights that are not gated.
 template <typename T>
-void rms_norm(const T *x, int64_t outer, int64_t outer_stride, int64_t inner, int64_t inner_stride, int64_t width,
-              const T *weight, float eps, float offset, T *out, int threads) {
-  // Smaller inputs take less time than sharing the work would.
-  bool large = outer * inner * width > 1 << 16;
-  skipjoin::share(large ? threads : 1, outer * inner, 16, [&](int64_t row) {
-    const T *from = x + row / inner * outer_stride + row % inner * inner_stride;
-    Floats squares{};
-    for (int64_t i = 0; i < width; i += kLanes) {
-      Floats value = load(from + i, width - i);
-      squares = fma(value, value, squares);
-    }
-    Floats scale = splat(1.0f / std::sqrt(sum_of(squares) / width + eps));
-    for (int64_t i = 0; i < width; i += kLanes) {
-      Floats factor = load(weight + i, width - i);
-      if (offset != 0) factor += offset;
-      store(out + row * width + i, load(from + i, width - i) * scale * factor, width - i);
-    }
+void panel_rows(const T *packed, int64_t k, const int64_t *ids, int64_t count, T *out, int threads) {
+  constexpr int per = kInputs<T>;
+  int64_t size = packed_units<T>(k) * kPanel * per;
+  skipjoin::share(count > 16 ? threads : 1, count, 4, [&](int64_t row) {
+    const T *from = packed + ids[row] / kPanel * size + ids[row] % kPanel * per;
+    T *to = out + row * k;
+    for (int64_t i = 0; i < k / per * per; i += per, from += kPanel * per) std::memcpy(to + i, from, per * sizeof(T));
+    if (k % per) to[k - 1] = *from;
   });
 }
 
-// Rotates the first 2 * pairs values of each head of [tokens][heads][...] in place. cos_sin: [positions][2 * pairs].
+constexpr int64_t kSharedValues = 1 << 15; // fewer take less time than sharing the work of a norm or rotation would
+
+// Writes the norm of a row. offset: added to the weights.
 template <typename T>
-void rotate(T *x, int64_t tokens, int64_t token_stride, int64_t heads, int64_t head_stride, const int64_t *positions,
-            const float *cos_sin, int64_t pairs, int threads) {
-  bool large = tokens * heads * pairs > 1 << 15;
-  skipjoin::share(large ? threads : 1, tokens, 8, [&](int64_t t) {
-    const float *cosine = cos_sin + positions[t] * 2 * pairs, *sine = cosine + pairs;
-    for (int64_t h = 0; h < heads; h++) {
-      T *first = x + t * token_stride + h * head_stride, *second = first + pairs;
-      for (int64_t i = 0; i < pairs; i += kLanes) {
-        int64_t count = pairs - i;
-        Floats a = load(first + i, count), b = load(second + i, count);
-        Floats c = load(cosine + i, count), s = load(sine + i, count);
-        store(first + i, fma(a, c, -(b * s)), count);
-        store(second + i, fma(b, c, a * s), count);
-      }
+SKIPJOIN_INLINE void norm_row(const T *from, int64_t width, const T *weight, float eps, float offset, T *out) {
+  Floats squares{};
+  int64_t whole = width / kLanes * kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    Floats value = load(from + i);
+    squares = fma(value, value, squares);
+  }
+  if (whole < width) {
+    Floats value = load(from + whole, width - whole);
+    squares = fma(value, value, squares);
+  }
+  Floats scale = splat(1.0f / std::sqrt(sum_of(squares) / width + eps));
+  for (int64_t i = 0; i < whole; i += kLanes) store(out + i, load(from + i) * scale * (load(weight + i) + offset));
+  if (whole < width) {
+    Floats factor = load(weight + whole, width - whole) + offset;
+    store(out + whole, load(from + whole, width - whole) * scale * factor, width - whole);
+  }
+}
+
+// Rotates the first 2 * pairs values of a head in place. cosine: of the position, followed by the sines.
+template <typename T> SKIPJOIN_INLINE void rotate_head(T *first, const float *cosine, int64_t pairs) {
+  const float *sine = cosine + pairs;
+  T *second = first + pairs;
+  for (int64_t i = 0; i < pairs; i += kLanes) {
+    int64_t count = pairs - i;
+    Floats a = load(first + i, count), b = load(second + i, count);
+    Floats c = load(cosine + i, count), s = load(sine + i, count);
+    store(first + i, fma(a, c, -(b * s)), count);
+    store(second + i, fma(b, c, a * s), count);
+  }
+}
+
+// x: [outer][inner][width], strided in the first two dimensions; out: contiguous.
+template <typename T>
+void rms_norm(const T *x, int64_t outer, int64_t outer_stride, int64_t inner, int64_t inner_stride, int64_t width,
+              const T *weight, float eps, float offset, T *out, int threads) {
+  bool large = outer * inner * width > kSharedValues;
+  skipjoin::share(large ? threads : 1, outer, inner > 1 ? 2 : 8, [&](int64_t i) {
+    for (int64_t j = 0; j < inner; j++)
+      norm_row(x + i * outer_stride + j * inner_stride, width, weight, eps, offset, out + (i * inner + j) * width);
+  });
+}
+
+template <typename T> void prepare_heads(const Heads &c, int threads) {
+  bool large = c.tokens * c.heads * c.dim > kSharedValues;
+  skipjoin::share(large ? threads : 1, c.tokens, 2, [&](int64_t t) {
+    for (int64_t h = 0; h < c.heads; h++) {
+      T *head = (T *)c.x + t * c.token_stride + h * c.head_stride;
+      if (c.weight) norm_row(head, c.dim, (const T *)c.weight, (float)c.eps, (float)c.offset, head);
+      if (c.cos_sin) rotate_head(head, c.cos_sin + c.positions[t] * 2 * c.pairs, c.pairs);
     }
   });
 }
@@ -374,6 +404,13 @@ void skipjoin_pack_weights(int64_t type, const void *weights, int64_t n, int64_t
   });
 }
 
+void skipjoin_panel_rows(int64_t type, const void *packed, int64_t k, const int64_t *ids, int64_t count, void *out,
+                         int64_t threads) {
+  with_type(type, [&](auto t) {
+    panel_rows((const decltype(t) *)packed, k, ids, count, (decltype(t) *)out, threads);
+  });
+}
+
 int64_t skipjoin_linear_bytes() { return sizeof(Linear); }
 
 // Returns the bytes of a panel or strip of weights.
@@ -433,11 +470,10 @@ void skipjoin_add(int64_t type, const void *x, void *total, int64_t count, int64
   });
 }
 
-void skipjoin_rotate(int64_t type, void *x, int64_t tokens, int64_t token_stride, int64_t heads, int64_t head_stride,
-                     const int64_t *positions, const float *cos_sin, int64_t pairs, int64_t threads) {
-  skipjoin::Timed timed(skipjoin::kAttention);
-  with_type(type, [&](auto t) {
-    rotate((decltype(t) *)x, tokens, token_stride, heads, head_stride, positions, cos_sin, pairs, threads);
-  });
+int64_t skipjoin_heads_bytes() { return sizeof(Heads); }
+
+void skipjoin_prepare_heads(int64_t type, const Heads *call, int64_t threads) {
+  skipjoin::Timed timed(skipjoin::kHeads);
+  with_type(type, [&](auto t) { prepare_heads<decltype(t)>(*call, threads); });
 }
 }

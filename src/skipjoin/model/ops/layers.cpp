@@ -8,6 +8,8 @@ namespace {
 
 using skipjoin::AttentionCall;
 using skipjoin::Experts;
+using skipjoin::Heads;
+using skipjoin::Kind;
 using skipjoin::Linear;
 
 // Layer with RMS norms: attention, then an MLP, with the fields of calls.py.
@@ -27,7 +29,7 @@ struct Step {
   const Layer *layers;
   int64_t count, rows;
   void *x;                                       // residual stream, [rows, hidden], contiguous
-  void *normed, *qkv, *queries, *attended, *inner; // outputs; queries: for normed queries and then keys
+  void *normed, *qkv, *attended, *inner; // outputs
   void *const *keys, *const *values;             // cache of each layer
   AttentionCall attention;                       // without what depends on the layer
   const int64_t *positions;
@@ -40,13 +42,12 @@ struct Step {
 
 extern "C" {
 
-void skipjoin_linear(int64_t type, const Linear *call);
+void skipjoin_multiply(int64_t type, const Linear *call);
 int64_t skipjoin_panel_bytes(int64_t type, const Linear *call);
 void skipjoin_rms_norm(int64_t type, const void *x, int64_t outer, int64_t outer_stride, int64_t inner,
                        int64_t inner_stride, int64_t width, const void *weight, float eps, float offset, void *out,
                        int64_t threads);
-void skipjoin_rotate(int64_t type, void *x, int64_t tokens, int64_t token_stride, int64_t heads, int64_t head_stride,
-                     const int64_t *positions, const float *cos_sin, int64_t pairs, int64_t threads);
+void skipjoin_prepare_heads(int64_t type, const Heads *call, int64_t threads);
 void skipjoin_add(int64_t type, const void *x, void *total, int64_t count, int64_t threads);
 void skipjoin_paged_attention(int64_t type, const AttentionCall *call, int64_t threads);
 void skipjoin_route(int64_t type, const void *logits, int64_t stride, int64_t rows, const Experts *experts,
@@ -57,11 +58,13 @@ void skipjoin_experts(int64_t type, const Experts *call);
 namespace {
 
 // then: next product, whose weights may be fetched early, or null.
-void multiply(int64_t type, const Step &s, Linear call, const void *x, void *out, bool add, const Linear *then) {
+void multiply(int64_t type, const Step &s, Kind kind, Linear call, const void *x, void *out, bool add,
+              const Linear *then) {
+  skipjoin::Timed timed(kind);
   call.x = x, call.x_stride = call.k, call.rows = s.rows;
   call.out = out, call.out_stride = call.gated ? call.n / 2 : call.n, call.add = add, call.scratch = s.scratch, call.threads = s.threads;
   if (then) call.then = then->groups ? then->groups->strips : then->weights, call.then_bytes = skipjoin_panel_bytes(type, then);
-  skipjoin_linear(type, &call);
+  skipjoin_multiply(type, &call);
 }
 
 void normalize(int64_t type, const Step &s, const void *weight, const Layer &layer, void *out) {
@@ -70,11 +73,11 @@ void normalize(int64_t type, const Step &s, const void *weight, const Layer &lay
 }
 
 // Adds a product to the residual stream, after its norm if that is not null. then: as of `multiply`.
-void add(int64_t type, const Step &s, const Layer &layer, const Linear &call, const void *x, const void *norm,
-         const Linear *then) {
-  if (!norm) return multiply(type, s, call, x, s.x, true, then);
+void add(int64_t type, const Step &s, Kind kind, const Layer &layer, const Linear &call, const void *x,
+         const void *norm, const Linear *then) {
+  if (!norm) return multiply(type, s, kind, call, x, s.x, true, then);
   int64_t hidden = layer.qkv.k;
-  multiply(type, s, call, x, s.normed, false, then);
+  multiply(type, s, kind, call, x, s.normed, false, then);
   skipjoin_rms_norm(type, s.normed, s.rows, hidden, 1, 0, hidden, norm, layer.eps, layer.offset, s.normed, s.threads);
   skipjoin_add(type, s.normed, s.x, s.rows * hidden, s.threads);
 }
@@ -87,21 +90,13 @@ void attend(int64_t type, const Step &s, const Layer &layer, int64_t index) {
   call.value = at(s.qkv, (heads + kv_heads) * dim);
   call.query_token = call.key_token = call.value_token = width;
   call.query_head = call.key_head = call.value_head = dim;
-  if (layer.query_norm) {
-    char *queries = at(s.queries, 0), *keys = at(s.queries, s.rows * heads * dim);
-    auto normed = [&](const char *x, int64_t count, const void *weight, char *to) {
-      skipjoin_rms_norm(type, x, s.rows, width, count, dim, dim, weight, layer.eps, layer.offset, to, s.threads);
-    };
-    normed(query, heads, layer.query_norm, queries);
-    normed(key, kv_heads, layer.key_norm, keys);
-    query = queries, key = keys, call.query_token = heads * dim, call.key_token = kv_heads * dim;
-  }
-  if (layer.cos_sin) {
-    auto rotate = [&](char *x, int64_t token_stride, int64_t count) {
-      skipjoin_rotate(type, x, s.rows, token_stride, count, dim, s.positions, layer.cos_sin, layer.pairs, s.threads);
-    };
-    rotate(query, call.query_token, heads);
-    rotate(key, call.key_token, kv_heads);
+  auto prepare = [&](char *x, int64_t count, const void *weight) {
+    Heads part{x, width, dim, s.rows, count, dim, weight, layer.eps, layer.offset, layer.cos_sin, s.positions, layer.pairs};
+    skipjoin_prepare_heads(type, &part, s.threads);
+  };
+  if (layer.query_norm || layer.cos_sin) {
+    prepare(query, heads, layer.query_norm);
+    prepare(key, kv_heads, layer.key_norm);
   }
   call.query = query, call.key = key, call.out = s.attended;
   call.keys = s.keys[index], call.values = s.values[index], call.window = layer.window, call.sinks = layer.sinks;
@@ -134,15 +129,15 @@ void skipjoin_layers(int64_t type, const Step *step) {
   for (int64_t i = 0; i < s.count; i++) {
     const Layer &layer = s.layers[i];
     normalize(type, s, layer.norm, layer, s.normed);
-    multiply(type, s, layer.qkv, s.normed, s.qkv, false, nullptr); // attention would evict weights
+    multiply(type, s, skipjoin::kQkv, layer.qkv, s.normed, s.qkv, false, nullptr); // attention would evict weights
     attend(type, s, layer, i);
-    add(type, s, layer, layer.output, s.attended, layer.after_attention, &layer.up);
+    add(type, s, skipjoin::kOutput, layer, layer.output, s.attended, layer.after_attention, &layer.up);
     normalize(type, s, layer.mlp_norm, layer, s.normed);
-    multiply(type, s, layer.up, s.normed, s.inner, false, layer.experts ? nullptr : &layer.down);
+    multiply(type, s, skipjoin::kMlp, layer.up, s.normed, s.inner, false, layer.experts ? nullptr : &layer.down);
     if (layer.experts)
       add_experts(type, s, layer);
     else
-      add(type, s, layer, layer.down, s.inner, layer.after_mlp, i + 1 < s.count ? &s.layers[i + 1].qkv : nullptr);
+      add(type, s, skipjoin::kMlp, layer, layer.down, s.inner, layer.after_mlp, i + 1 < s.count ? &s.layers[i + 1].qkv : nullptr);
   }
   if (s.final_norm) normalize(type, s, s.final_norm, s.layers[s.count - 1], s.x);
 }

@@ -28,7 +28,7 @@ constexpr int kKeys = 128;         // per block
 constexpr int kFew = 8;            // maximum queries per key-value head of `attend_few`
 constexpr int kStepKeys = 32;      // keys that are skipped at a time if no query sees them
 constexpr int kTotals = 16;        // sums of weights per query; key t is added to sum t % kTotals
-constexpr int kTaskPanels = 8;     // panels of queries per prompt task, which share copies of keys and values
+constexpr int kTaskPanels = 16;    // panels of queries per prompt task, which share copies of keys and values
 constexpr float kLeast = -1e30f;   // below every score
 constexpr double kLog2E = 1.4426950408889634;
 constexpr int kMaxCode = 127;
@@ -230,26 +230,27 @@ template <typename T, typename C> void write(const Call &c, int64_t token) {
 template <typename T, typename C> void paged_attention(const Call &c, int threads) {
   int64_t tokens = c.query_start[c.segments];
   std::vector<Task> tasks = make_tasks(c, threads);
-  // Few tokens are written faster than the work is shared.
-  skipjoin::share(tokens > 64 ? threads : 1, tokens, 16, [&](int64_t t) { write<T, C>(c, t); });
+  {
+    skipjoin::Timed timed(skipjoin::kKvWrite);
+    // Few tokens are written faster than the work is shared.
+    skipjoin::share(tokens > 64 ? threads : 1, tokens, 16, [&](int64_t t) { write<T, C>(c, t); });
+  }
+  skipjoin::Timed timed(skipjoin::kAttention);
   std::atomic<size_t> counter{0};
   skipjoin::run_on_pool(threads, [&](int) {
     thread_local Scratch scratch;
     scratch.segment = -1;
-    [[maybe_unused]] int64_t shape = -1;
+    [[maybe_unused]] bool is_shaped = false; // for prompts
     for (size_t i; (i = counter.fetch_add(1, std::memory_order_relaxed)) < tasks.size();) {
+      bool is_few = tasks[i].count <= kFew;
 #ifdef SKIPJOIN_TILES
-      int64_t wanted = tasks[i].count <= kFew ? tasks[i].count : 0;
-      if (has_tiles<C>() && wanted != shape) shape_tiles(wanted ? few_shapes(wanted) : TileShapes(kTile));
-      shape = wanted;
+      if (has_tiles<C>() && !is_few && !is_shaped) shape_tiles(TileShapes(kTile));
+      is_shaped = !is_few;
 #endif
-      if (tasks[i].count <= kFew)
-        attend_few<T, C>(c, tasks[i], scratch);
-      else
-        attend_many<T, C>(c, tasks[i], scratch);
+      is_few ? attend_few<T, C>(c, tasks[i], scratch) : attend_many<T, C>(c, tasks[i], scratch);
     }
 #ifdef SKIPJOIN_TILES
-    if (has_tiles<C>() && shape >= 0) release_tiles();
+    if (has_tiles<C>()) release_tiles();
 #endif
   });
 }
@@ -266,7 +267,6 @@ int64_t skipjoin_attention_call_bytes() { return sizeof(Call); }
 
 // type: as in layer_ops.cpp.
 void skipjoin_paged_attention(int64_t type, const Call *call, int64_t threads) {
-  skipjoin::Timed timed(skipjoin::kAttention);
   if (type == 0) paged_attention<float>(*call, threads);
   if (type == 1) paged_attention<bfloat16>(*call, threads);
   if constexpr (kHasHalf)

@@ -1,6 +1,6 @@
 // Removes tokens from rows of logits, and finds the best of those that remain.
+#include "outputs.inc.cpp"
 #include "pool.inc.cpp"
-#include "simd.inc.cpp"
 
 #include <cmath>
 
@@ -60,6 +60,24 @@ int64_t best_allowed(const float *logits, int64_t vocab, const uint32_t *mask) {
   return first_with(best, logits, vocab, mask, from);
 }
 
+// Returns the first token with the largest logit.
+template <typename T> int64_t best_of(const T *logits, int64_t vocab) {
+  constexpr int64_t block = kBlock * kBits;
+  float best = -INFINITY;
+  int64_t from = 0;
+  for (int64_t at = 0; at < vocab; at += block) {
+    const int64_t count = std::min(block, vocab - at), whole = count / kLanes * kLanes;
+    Floats top = splat(-INFINITY);
+    for (int64_t i = 0; i < whole; i += kLanes) top = larger(load(logits + at + i), top);
+    float value = largest(top);
+    for (int64_t i = whole; i < count; i++) value = std::max(value, load(logits + at + i, 1)[0]);
+    if (value > best) best = value, from = at;
+  }
+  if (best == -INFINITY) return 0;
+  while (load(logits + from, std::min<int64_t>(vocab - from, kLanes))[0] != best) from++;
+  return from;
+}
+
 } // namespace
 
 // Sets the logits of tokens outside mask i to -inf in row rows[i], for all i < count. A mask has `words` words, whose
@@ -73,4 +91,14 @@ extern "C" void skipjoin_remove_tokens(float *logits, int64_t vocab, const int64
 extern "C" void skipjoin_best_allowed(const float *logits, int64_t vocab, const int64_t *rows, const uint32_t *masks,
                                       int64_t words, int64_t count, int64_t *best, int64_t threads) {
   skipjoin::share(threads, count, 1, [&](int64_t i) { best[i] = best_allowed(logits + rows[i] * vocab, vocab, masks + i * words); });
+}
+
+// Writes the first token with the largest logit of each of `count` contiguous rows. NaN is never the largest. type: see
+// `Type`.
+extern "C" void skipjoin_best_tokens(int64_t type, const void *logits, int64_t vocab, int64_t count, int64_t *best,
+                                     int64_t threads) {
+  with_type(type, [&](auto t) {
+    auto *rows = (const decltype(t) *)logits;
+    skipjoin::share(threads, count, 1, [&](int64_t i) { best[i] = best_of(rows + i * vocab, vocab); });
+  });
 }

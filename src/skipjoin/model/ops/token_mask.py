@@ -10,19 +10,23 @@ import numpy as np
 import torch
 
 from skipjoin.model.ops.build import load_library
+from skipjoin.model.ops.calls import CPP_DTYPES
 from skipjoin.model.ops.threads import threads_here
 from skipjoin.model.transfer import send, to_device
 
-# Both take contiguous float32 logits [n, vocab], the row of each mask, and the packed bits of the allowed tokens, int32
-# [len(rows), words]. The first sets the logits of other tokens to -inf, in place. The second returns the first token of
-# each mask, int64 [len(rows)], whose logit is the largest of the mask's; each mask must have a token.
+# The first two take contiguous float32 logits [n, vocab], the row of each mask, and the packed bits of the allowed
+# tokens, int32 [len(rows), words]. The first sets the logits of other tokens to -inf, in place. The second returns the
+# first token of each mask, int64 [len(rows)], whose logit is the largest of the mask's; each mask must have a token.
+# The third returns the first token of each row with the largest logit; logits are contiguous, of any type of a model.
 RemoveTokens = Callable[[torch.Tensor, Sequence[int], np.ndarray], None]
 BestAllowed = Callable[[torch.Tensor, Sequence[int], np.ndarray], torch.Tensor]
+Best = Callable[[torch.Tensor], torch.Tensor]
 
 
 class MaskOps(NamedTuple):
     remove_tokens: RemoveTokens
     best_allowed: BestAllowed
+    best: Best
 
 
 def mask_ops(device: torch.device) -> MaskOps:
@@ -39,7 +43,9 @@ def compiled_mask_ops(library: ctypes.CDLL) -> MaskOps:
     remove_in, best_in = library.skipjoin_remove_tokens, library.skipjoin_best_allowed
     remove_in.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64]
     best_in.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64]
-    remove_in.restype = best_in.restype = None
+    any_in = library.skipjoin_best_tokens
+    any_in.argtypes = [c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64]
+    remove_in.restype = best_in.restype = any_in.restype = None
 
     def remove(logits: torch.Tensor, rows: Sequence[int], masks: np.ndarray) -> None:
         places = np.array(rows, np.int64)
@@ -48,7 +54,7 @@ def compiled_mask_ops(library: ctypes.CDLL) -> MaskOps:
             threads_here(),
         )  # fmt: skip
 
-    def best(logits: torch.Tensor, rows: Sequence[int], masks: np.ndarray) -> torch.Tensor:
+    def best_allowed(logits: torch.Tensor, rows: Sequence[int], masks: np.ndarray) -> torch.Tensor:
         places, found = np.array(rows, np.int64), np.empty(len(rows), np.int64)
         best_in(
             logits.data_ptr(), logits.shape[1], places.ctypes.data, masks.ctypes.data, masks.shape[1], len(rows),
@@ -56,7 +62,13 @@ def compiled_mask_ops(library: ctypes.CDLL) -> MaskOps:
         )  # fmt: skip
         return torch.from_numpy(found)
 
-    return MaskOps(remove, best)
+    def best(logits: torch.Tensor) -> torch.Tensor:
+        found = torch.empty(len(logits), dtype=torch.int64)
+        kind = CPP_DTYPES.index(logits.dtype)
+        any_in(kind, logits.data_ptr(), logits.shape[1], len(logits), found.data_ptr(), threads_here())
+        return found
+
+    return MaskOps(remove, best_allowed, best)
 
 
 def _torch_remove_tokens(logits: torch.Tensor, rows: Sequence[int], masks: np.ndarray) -> None:
@@ -75,7 +87,13 @@ def _torch_best_allowed(logits: torch.Tensor, rows: Sequence[int], masks: np.nda
     return logits.nan_to_num(nan=least, neginf=least).add_(_biases(logits, masks)).argmax(-1)
 
 
-TORCH_MASK_OPS = MaskOps(_torch_remove_tokens, _torch_best_allowed)
+def _torch_best(logits: torch.Tensor) -> torch.Tensor:
+    if logits.device.type == "cpu":  # numpy is many times faster than torch
+        return torch.from_numpy(logits.float().numpy().argmax(-1))
+    return logits.argmax(-1)
+
+
+TORCH_MASK_OPS = MaskOps(_torch_remove_tokens, _torch_best_allowed, _torch_best)
 
 
 def _biases(logits: torch.Tensor, masks: np.ndarray) -> torch.Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from rich.progress import Progress, TaskID
 
 from skipjoin.chat import Message, finish_reason_of, message_of
@@ -21,8 +22,9 @@ from skipjoin.llm_arguments import (
     tool_use_of,
 )
 from skipjoin.local_engine import Generation, LocalEngine, Running, outputs_of
+from skipjoin.pooling import Pooling, Task, cosine
 from skipjoin.recipes import located_errors
-from skipjoin.sampling import ParameterError, SamplingParams
+from skipjoin.sampling import ParameterError, SamplingParams, pooled
 from skipjoin.structured_output import GrammarError, StructuredOutput
 
 Constraint = StructuredOutput | Mapping[str, Any] | None
@@ -122,6 +124,62 @@ class LLM(LocalEngine):
             message = generation.message = message_of(item.choice.take_parts(generation.text))
             generation.finish_reason = finish_reason_of(generation.finish_reason, has_calls="tool_calls" in message)
         return [item.generation for item in found]
+
+    def embed(
+        self,
+        texts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        service: str = ServiceClass.REAL_TIME,
+        priority: int = 0,
+        target: Target = NO_TARGET,
+        cache_salt: Salts = None,
+    ) -> np.ndarray:
+        """Return float32 [texts, dimensions], the embeddings of one or many texts, each as text or token ids.
+
+        Args:
+            dimensions: Number of leading values, of which vectors are normalized; None for all.
+            service: As for `generate`, like the other arguments.
+
+        Raises:
+            ParameterError: If a text or an argument is invalid, or the model embeds no texts.
+            RuntimeError: After `close`, or if the engine dropped a text.
+        """
+        given = prompts_of(texts)
+        ids = [self.tokenizer.encode(item) if isinstance(item, str) else item for item in given]
+        poolings = [Pooling(dimensions=dimensions)] * len(ids)
+        return np.stack(self._pooled(ids, poolings, options_of(service, priority, target), cache_salt))
+
+    def score(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        service: str = ServiceClass.REAL_TIME,
+        priority: int = 0,
+        target: Target = NO_TARGET,
+        cache_salt: str | None = None,
+    ) -> list[float]:
+        """Return how well each document fits a query: a model's score of the pair, or the cosine of embeddings.
+
+        Arguments and errors are those of `embed`.
+        """
+        options = options_of(service, priority, target)
+        if self.engine.info.task is Task.EMBED:
+            first, *others = self.embed([query, *documents], service=service, priority=priority, cache_salt=cache_salt)
+            return [cosine(first, other) for other in others]
+        pairs = [self.tokenizer.encode_pair(query, document) for document in documents]
+        poolings = [Pooling(second=second) for _, second in pairs]
+        return [float(one[0]) for one in self._pooled([ids for ids, _ in pairs], poolings, options, cache_salt)]
+
+    def _pooled(
+        self, ids: list[list[int]], poolings: Sequence[Pooling], options: RequestOptions, cache_salt: Salts
+    ) -> list[np.ndarray]:
+        each = self._each([pooled(pooling) for pooling in poolings], len(ids), None)
+        found = [item.generation for item in self._run(ids, [None] * len(ids), each, options, cache_salt)]
+        if (why := next((one.error for one in found if one.finish_reason == FinishReason.ERROR), None)) is not None:
+            raise RuntimeError(why)
+        return [np.frombuffer(one.details[0].vector, "<f4") for one in found]
 
     @located_errors()
     def _run(

@@ -179,7 +179,7 @@ class LocalEngine:
             raise ParameterError("structured_outputs", f"structured_outputs {error}") from None
 
     def _forecast(self, request_id: int, prompt: list[int], params: SamplingParams) -> Predicted | None:
-        if self._forecasts is None:
+        if self._forecasts is None or params.pooling is not None:
             return None
         predicted = self._forecasts.forecast(prompt, params.output_limit)
         self._loop.reforecast(request_id, predicted.forecast)

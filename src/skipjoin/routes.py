@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from importlib import import_module
@@ -165,6 +165,16 @@ _ANTHROPIC: dict[str, Any] = {"error_body": f"{_MESSAGES}:error_body", "error_st
 MESSAGES = _generation(
     "/v1/messages", f"{_MESSAGES}:MessagesEndpoint", prompt="messages", frames=SERVER_SENT, **_ANTHROPIC
 )
+_POOLED = f"{_API}.pooled"
+
+
+def _pooled(path: str, name: str, prompt: str, **more: Any) -> Route:
+    return Route(path=path, handler=f"{_POOLED}:{name}", method="POST", prompt=prompt, **more)
+
+
+EMBEDDINGS = _pooled("/v1/embeddings", "EmbeddingEndpoint", "input", in_batches=True)
+RERANK = _pooled("/v1/rerank", "RerankEndpoint", "documents", in_batches=True)
+SCORE = _pooled("/v1/score", "ScoreEndpoint", "text_2", in_batches=True)
 _OLLAMA = f"{_API}.dialects.ollama"
 
 
@@ -196,6 +206,12 @@ _ROWS = (
         body=f"{_API}.dialects.messages_body:MessagesRequest",
         **_ANTHROPIC,
     ),
+    EMBEDDINGS,
+    RERANK,
+    SCORE,
+    # Paths of Jina, Cohere and vLLM.
+    *(replace(RERANK, path=path, in_batches=False) for path in ("/rerank", "/v2/rerank")),
+    replace(SCORE, path="/score", in_batches=False),
     OLLAMA_CHAT,
     OLLAMA_GENERATE,
     _ollama("tags", "list_models"),

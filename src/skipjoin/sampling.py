@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from types import NoneType
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
+from skipjoin.pooling import Pooling
 from skipjoin.structured_output import StructuredOutput
 
 # Maximum number of characters.
@@ -81,6 +82,12 @@ class ContextLengthError(ParameterError):
         what = _prompt_name(param)
         remedy = f"the {what}: {param} must have at most {context - 1} tokens, so that one can be generated"
         return cls(param, context, f"your {what} resulted in {found} tokens", remedy)
+
+    @classmethod
+    def of_input(cls, param: str, context: int, found: object) -> ContextLengthError:
+        """Return the error about an input of which nothing is generated."""
+        remedy = f"the input: {param} must have at most {context} tokens, special tokens included"
+        return cls(param, context, f"your input resulted in {found} tokens", remedy)
 
     @classmethod
     def of_output(
@@ -259,6 +266,9 @@ class SamplingParams:
     structured_outputs: Annotated[
         StructuredOutput | None, Parameter("Constraint on the output.", own=_CONSTRAINTS, is_openai=True)
     ] = None
+    pooling: Annotated[
+        Pooling | None, Parameter("What a model of vectors returns in place of a token.", own=("dimensions",))
+    ] = None
 
     def __post_init__(self) -> None:
         for name, row in parameters_of(type(self)).items():
@@ -299,6 +309,11 @@ class SamplingParams:
         if self.max_tokens is None:
             raise ParameterError("max_tokens", "max_tokens must be a number, got None: call SamplingParams.resolved")
         return self.max_tokens
+
+
+def pooled(pooling: Pooling) -> SamplingParams:
+    """Return the parameters of a request of a vector, which counts as one token."""
+    return SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, seed=0, pooling=pooling)
 
 
 class Row(NamedTuple):
@@ -344,7 +359,12 @@ class TokenLogprob(NamedTuple):
 
 
 class TokenDetail(NamedTuple):
-    """Log-probabilities reported with a generated token, and with a request's first one those of the prompt."""
+    """Log-probabilities reported with a generated token, and with a request's first one those of the prompt.
+
+    Attributes:
+        vector: Little-endian float32, in place of the token if the request has `pooling`.
+    """
 
     chosen: TokenLogprob
     prompt: tuple[TokenLogprob, ...] = ()
+    vector: bytes = b""

@@ -58,6 +58,15 @@ class EngineConfig:
             group=MODEL,
         ),
     ] = "auto"
+    task: Annotated[
+        str,
+        Option(
+            "Generate text, embed texts, or score pairs of texts; auto is what the model's files are for",
+            choices=("auto", "generate", "embed", "score"),
+            group=MODEL,
+            is_common=True,
+        ),
+    ] = "auto"
     load_format: Annotated[
         str,
         Option(

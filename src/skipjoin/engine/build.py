@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from skipjoin.config import EngineConfig
 from skipjoin.core.engine import EngineCore
@@ -15,12 +15,15 @@ from skipjoin.exec.rank_spec import ModelExecutor
 from skipjoin.kv_format import SWAP_FORMATS, types_text
 from skipjoin.options import Value
 from skipjoin.policies.cost import LearningCost
+from skipjoin.policies.whole_prompts import WholePrompts
+from skipjoin.pooling import Pooling, Task, wrong_task
 from skipjoin.recipes import find
+from skipjoin.sampling import ParameterError
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Properties of a built engine. Bytes are totals over all ranks."""
+    """Properties of a built engine. Bytes are totals over all ranks; `dimensions` are those of its vectors."""
 
     model: str
     folder: str
@@ -40,6 +43,15 @@ class EngineInfo:
     device: str
     weight_bytes: int
     cost: LearningCost
+    task: Task = Task.GENERATE
+    dimensions: int = 0
+
+    def check_task(self, pooling: Pooling | None) -> None:
+        """Raise `ParameterError` unless the model does what a request asks for."""
+        if (pooling is None) is not (self.task is Task.GENERATE):
+            raise ParameterError("model", wrong_task(self.model, self.task))
+        if pooling is not None and not 1 <= (asked := pooling.dimensions or self.dimensions) <= self.dimensions:
+            raise ParameterError("dimensions", f"dimensions must be in [1, {self.dimensions}], got {asked}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +86,9 @@ def engine_around(loaded: Loaded, config: EngineConfig) -> Engine:
     params = recipe.resolve(settings, config.recipe_params)
     ledger = KVLedger(blocks, cpu_blocks, block_size, is_exact=SWAP_FORMATS[spec.swap_dtype].is_exact)
     policies = recipe.make(settings, params)
+    pooling = loaded.config.pooling
+    if loaded.config.is_encoder:
+        policies = replace(policies, batcher=WholePrompts(policies.batcher))
     scheduler = make_scheduler(config, policies, ledger, depth_of(config, executor))
     keeper = None
     if policies.learned is not None and config.learned_dir is not None:
@@ -98,6 +113,8 @@ def engine_around(loaded: Loaded, config: EngineConfig) -> Engine:
         device=spec.device_kind,
         weight_bytes=sum(spec.weight_bytes for spec in executor.rank_specs),
         cost=cost,
+        task=Task.GENERATE if pooling is None else pooling.task,
+        dimensions=0 if pooling is None else loaded.config.hidden_size if pooling.head is None else 1,
     )
     return Engine(
         EngineCore(scheduler),
@@ -105,7 +122,7 @@ def engine_around(loaded: Loaded, config: EngineConfig) -> Engine:
         info,
         config.seed,
         jct_scale=config.slo_jct_scale,
-        caches_prefixes=config.enable_prefix_caching,
+        caches_prefixes=config.enable_prefix_caching and (pooling is None or pooling.how == "last"),
         learned=keeper,
         calibration=calibration,
     )

@@ -78,7 +78,7 @@ def _check_memory(
             f"the weights of {config.model} need {total / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB of memory are free: "
             "end other programs, choose a smaller model, or set dtype bfloat16 or quantization int8"
         )
-    _pools(config, specs, budgets, max_len)
+    _pools(config, model_config, specs, budgets, max_len)
 
 
 def load(config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Loaded:
@@ -87,7 +87,7 @@ def load(config: EngineConfig, on_progress: OnProgress = lambda what, share: Non
     of = RankModel(
         str(folder),
         _load_spec(config),
-        LargestStep(config.max_num_batched_tokens, config.max_num_seqs, max_len),
+        LargestStep(_largest_step(config, model_config, max_len), config.max_num_seqs, max_len),
         config.block_size,
         threads=config.threads,
         swap_dtype=config.swap_dtype,
@@ -95,23 +95,32 @@ def load(config: EngineConfig, on_progress: OnProgress = lambda what, share: Non
         gpu_share=config.gpu_memory_utilization,
         graph_sizes=() if config.enforce_eager else tuple(graph_batch_sizes(config.max_num_seqs)),
     )
-    executor: ModelExecutor = (_load_ranks if config.is_distributed else _load_here)(config, of, max_len, on_progress)
+    executor: ModelExecutor = (_load_ranks if config.is_distributed else _load_here)(
+        config, model_config, of, max_len, on_progress
+    )
     key = profile_key(config.model, model_config, executor.rank_specs, VERSION)
     return Loaded(folder, model_config, executor, max_len, key)
+
+
+def _largest_step(config: EngineConfig, model: ModelConfig, max_len: int) -> int:
+    """Return the maximum tokens of a step. A prompt of an encoder is not cut, and may need a step of its own."""
+    return max(config.max_num_batched_tokens, max_len) if model.is_encoder else config.max_num_batched_tokens
 
 
 def _load_spec(config: EngineConfig) -> LoadSpec:
     return LoadSpec(**{field.name: getattr(config, field.name) for field in fields(LoadSpec)})
 
 
-def _load_here(config: EngineConfig, of: RankModel, max_len: int, on_progress: OnProgress) -> LocalExecutor:
+def _load_here(
+    config: EngineConfig, model_config: ModelConfig, of: RankModel, max_len: int, on_progress: OnProgress
+) -> LocalExecutor:
     grammars = grammars_of(of.folder, ModelConfig.from_folder(of.folder))
     # Takes a second for a large vocabulary, with the GIL for most of it.
     loading = Thread(target=grammars.load, daemon=True)
     loading.start()
     rank = LoadedRank(of, default_threads(config.threads), on_progress)
     try:
-        rank.make_pools(*_pools(config, (rank.spec,), (rank.budget,), max_len))
+        rank.make_pools(*_pools(config, model_config, (rank.spec,), (rank.budget,), max_len))
     except RankError as error:
         raise ConfigError(str(error)) from error
     loading.join()
@@ -127,7 +136,9 @@ def _load_here(config: EngineConfig, of: RankModel, max_len: int, on_progress: O
     )
 
 
-def _load_ranks(config: EngineConfig, of: RankModel, max_len: int, on_progress: OnProgress) -> RankedExecutor:
+def _load_ranks(
+    config: EngineConfig, model_config: ModelConfig, of: RankModel, max_len: int, on_progress: OnProgress
+) -> RankedExecutor:
     # Imported lazily: Ray is optional.
     from skipjoin.exec.ranks.cluster import ClusterError  # noqa: PLC0415
     from skipjoin.exec.ranks.ranks import GroupSizes, RankedExecutor  # noqa: PLC0415
@@ -136,7 +147,7 @@ def _load_ranks(config: EngineConfig, of: RankModel, max_len: int, on_progress: 
         return RankedExecutor(
             of,
             GroupSizes(config.tensor_parallel_size, config.pipeline_parallel_size),
-            lambda rank_specs, budgets: _pools(config, rank_specs, budgets, max_len),
+            lambda rank_specs, budgets: _pools(config, model_config, rank_specs, budgets, max_len),
             address=config.ray_address,
             max_restarts=config.max_restarts,
             on_progress=on_progress,
@@ -146,16 +157,22 @@ def _load_ranks(config: EngineConfig, of: RankModel, max_len: int, on_progress: 
 
 
 def _pools(
-    config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], max_len: int
+    config: EngineConfig,
+    model: ModelConfig,
+    rank_specs: Sequence[RankSpec],
+    budgets: Sequence[MemoryBudget],
+    max_len: int,
 ) -> tuple[int, int]:
-    blocks = device_blocks(config, rank_specs, budgets, max_len)
-    return blocks, cpu_blocks(config, rank_specs, budgets, blocks)
+    # A vector counts as one token, which follows a prompt of the whole context.
+    blocks = device_blocks(config, rank_specs, budgets, max_len + (model.pooling is not None))
+    return blocks, 0 if model.is_encoder else cpu_blocks(config, rank_specs, budgets, blocks)
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     most = model.max_positions
     if config.max_model_len is None:
-        return most
+        usual = None if model.pooling is None else model.pooling.max_tokens
+        return most if usual is None else min(most, usual)
     if config.max_model_len > most:
         raise ConfigError(f"max_model_len must be at most the model's {most} positions, got {config.max_model_len}")
     return config.max_model_len

@@ -67,6 +67,7 @@ class EngineLoop:
             ParameterError: If the prompt or `max_tokens` is invalid.
             RequestTooLargeError: If the KV pool cannot hold the request.
         """
+        self.engine.info.check_task(params.pooling)
         self._check(prompt, params)
         if params.structured_outputs is not None and not self.engine.info.eos_token_ids:
             raise ParameterError(
@@ -235,6 +236,10 @@ class EngineLoop:
             raise ParameterError("prompt", "prompt must have at least 1 token")
         check_ids("prompt", prompt, info.vocab_size)
         params.check_ids(info.vocab_size)
+        if params.pooling is not None:
+            if len(prompt) > info.max_model_len:
+                raise ContextLengthError.of_input("prompt", info.max_model_len, len(prompt))
+            return
         left = info.max_model_len - len(prompt)
         if left < 1:
             raise ContextLengthError.of_prompt("prompt", info.max_model_len, len(prompt))

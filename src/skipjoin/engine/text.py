@@ -118,6 +118,11 @@ class Choice:
         return shown
 
     @property
+    def values_to_format(self) -> int:
+        """Number of values of a response besides its text, which takes long to format with many."""
+        return len(self.scored) + len(self.prompt_scored)
+
+    @property
     def skips_special(self) -> bool:
         return self._rules.skip_special
 

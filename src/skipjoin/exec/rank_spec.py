@@ -20,7 +20,7 @@ from skipjoin.exec.kv_store import KVStore
 from skipjoin.kv_format import SWAP_FORMATS
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.grammars import Grammars
-from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.kv_cache import PagedKV, kv_shape
 from skipjoin.system.container import free_memory
 from skipjoin.system.machine import cpu_name
 
@@ -110,8 +110,8 @@ class ModelExecutor(Executor[Handle], Protocol):
 
 def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str = "auto") -> RankSpec:
     config, shard, of = model.config, model.shard, model.kv_format
-    layers, kv_heads = len(shard.layers(config)), len(shard.kv_heads(config))
-    shape = 2 * layers * kv_heads, block_size, config.head_dim
+    kv_layers, kv_heads = kv_shape(config, shard)
+    shape = 2 * kv_layers * kv_heads, block_size, config.head_dim
     return RankSpec(
         stage=shard.pp_rank,
         weight_bytes=model.weight_bytes,
@@ -119,7 +119,7 @@ def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str
         cpu_block_bytes=SWAP_FORMATS[swap_dtype].block_bytes(
             shape, of.row_bytes(config.head_dim, model.dtype.itemsize)
         ),
-        attention_width=layers * len(shard.heads(config)) * config.head_dim,
+        attention_width=len(shard.layers(config)) * len(shard.heads(config)) * config.head_dim,
         dtype=str(model.dtype).removeprefix("torch.")
         + (f", {model.weight_label} weights" if model.weight_label else ""),
         kv_cache_dtype=of.name,

@@ -11,6 +11,7 @@ from skipjoin.core.step import PAUSE_S, Slice, StageTime, StepPlan, StepResult
 from skipjoin.exec.clocks import CpuClock, DeviceClock, Mark
 from skipjoin.exec.graphs import DecodeGraphs
 from skipjoin.exec.kv_store import KVStore
+from skipjoin.exec.pooler import PLACEHOLDER, Pooler, Vectors
 from skipjoin.exec.prompt_scores import keep_scores, score_prompt, wants_scores
 from skipjoin.exec.request_state import RequestState
 from skipjoin.exec.sampling import Sampling
@@ -38,6 +39,7 @@ class InFlightStep:
     chosen: list[int] = field(default_factory=list)
     sampled: SampledTokens | None = None
     scores: list[tuple[int, CpuCopy[list[PromptLogprob]]]] = field(default_factory=list)
+    vectors: list[Vectors] = field(default_factory=list)
     dropped: dict[int, str] = field(default_factory=dict)
     refused: list[int] = field(default_factory=list)
     end: Mark | None = None
@@ -49,6 +51,7 @@ class _Part:
     chosen: list[int] = field(default_factory=list)
     sampled: SampledTokens | None = None
     scores: list[tuple[int, CpuCopy[list[PromptLogprob]]]] = field(default_factory=list)
+    vectors: Vectors | None = None
 
 
 class Worker:
@@ -81,6 +84,7 @@ class Worker:
         self._has_grammars = grammars is not None
         self._limit_of = limit_of
         self._sampler = _sampler(model, grammars)
+        self._pooler = None if model.config.pooling is None else Pooler(model, store.device.block_size)
         self._alone = model.shard.ranks == 1
         self._clock: DeviceClock | CpuClock = DeviceClock(model.device) if model.device.type == "cuda" else CpuClock()
         # Tokens sampled by the latest plan and the row of each request, for slices of the next plan that await them.
@@ -129,6 +133,10 @@ class Worker:
                 chosen, prompt = TokenLogprob(sample.token, sample.logprob, sample.top), tuple(state.scores)
                 details[index] = TokenDetail(chosen, prompt)
                 state.scores = []
+        for vectors in in_flight.vectors:
+            for index, vector in vectors.read():
+                tokens[index] = PLACEHOLDER
+                details[index] = TokenDetail(TokenLogprob(PLACEHOLDER, None), vector=vector)
         assert in_flight.end is not None
         seconds = self._clock.between(in_flight.start, in_flight.end) - in_flight.waited
         moving = self._clock.between(*in_flight.moving) if in_flight.moving is not None else 0.0
@@ -174,6 +182,7 @@ class Worker:
         parts = self._halved(slices, going, in_flight) if going else []
         in_flight.chosen = [index for part in parts for index in part.chosen]
         in_flight.scores = [score for part in parts for score in part.scores]
+        in_flight.vectors = [part.vectors for part in parts if part.vectors is not None]
         self._drop_failed(in_flight)
         in_flight.sampled = joined([part.sampled for part in parts if part.sampled is not None])
         rows = {slices[index].request: row for row, index in enumerate(in_flight.chosen)}
@@ -213,7 +222,7 @@ class Worker:
             if sampling.params.structured_outputs is not None and not self._has_grammars:
                 raise ValueError(f"request {request.id} has structured outputs, and this worker has no grammars")
             started = None
-            if self.model.shard.is_last:
+            if self.model.shard.is_last and self._pooler is None:
                 started = self._sampler.start(
                     sampling.params,
                     sampling.seed,
@@ -228,6 +237,9 @@ class Worker:
         part = _Part()
         selected = [slices[index] for index in going]
         segments = [self._segment(slice_) for slice_ in selected]
+        if self._pooler is not None:
+            part.vectors = self._pool(self._pooler, selected, segments, [states[index] for index in going], going)
+            return part
         chosen = [at for at, slice_ in enumerate(selected) if slice_.samples]
         if any(segment.all_logits for segment in segments):
             logits = self._score(selected, segments, chosen, part)
@@ -239,6 +251,20 @@ class Worker:
             part.sampled = self._sampler.sample(logits, rows)
             part.chosen = [going[at] for at in chosen]
         return part
+
+    def _pool(
+        self,
+        pooler: Pooler,
+        selected: Sequence[Slice],
+        segments: Sequence[Segment],
+        states: Sequence[RequestState],
+        going: Sequence[int],
+    ) -> Vectors | None:
+        batch = pooler.typed(self._packed(segments), selected)
+        rows = self.model.wanted_rows(batch, self.store.device)
+        if not self.model.shard.is_last:
+            return None
+        return pooler.pool(list(zip(going, selected, states, strict=True)), rows, batch.row_starts)
 
     def _score(
         self, selected: Sequence[Slice], segments: Sequence[Segment], chosen: Sequence[int], part: _Part
@@ -286,7 +312,7 @@ class Worker:
             start,
             slice_.blocks,
             slice_.samples,
-            all_logits=wants_scores(slice_),
+            all_logits=wants_scores(slice_) if self._pooler is None else self._pooler.reads_all,
             awaits=row,
             reverse=request.progress.reverse,
         )

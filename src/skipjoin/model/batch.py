@@ -72,6 +72,7 @@ class PackedBatch:
         logit_rows: Shape [rows], tokens whose logits are wanted. None for all T.
         row_starts: Rows of segment i are row_starts[i]:row_starts[i + 1].
         directed: Indexes of the reversed segments.
+        types: Shape [T], token types of an encoder; None if all are 0.
     """
 
     token_ids: torch.Tensor
@@ -90,6 +91,7 @@ class PackedBatch:
     max_block: int
     block_size: int
     directed: Sequence[int] = ()
+    types: torch.Tensor | None = None
 
     @property
     def plain(self) -> bool:

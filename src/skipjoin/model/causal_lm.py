@@ -8,6 +8,7 @@ from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.decoder import Decoder, HasOutput
 from skipjoin.model.family import family_named
+from skipjoin.model.heads import Head, make_head
 from skipjoin.model.kv_cache import AUTO, PagedKV
 from skipjoin.model.layers import Builder, LayerInputs
 from skipjoin.model.ops.base import LayerOps, Linear, LookedUp
@@ -40,7 +41,12 @@ class CausalLM:
         builder = Builder(config, weights, ops, attention, group, dtype=dtype)
         self._decoder: Decoder = family_named(config.family).decoder(builder, device)
         self._vocabulary = self.shard.vocabulary_sizes(config)
-        self._output = self._make_output(builder) if self.shard.is_last else None
+        self._output: Linear | None = None
+        self.head: Head | None = None
+        if self.shard.is_last and config.pooling is None:
+            self._output = self._make_output(builder)
+        elif self.shard.is_last and config.pooling is not None and config.pooling.head is not None:
+            self.head = make_head(builder, config.pooling.head)
         self.weight_bytes, self.expert_bytes = builder.weight_bytes, builder.expert_bytes
         self.parameters = builder.parameters
         self.weight_label = weights.label
@@ -96,7 +102,7 @@ class CausalLM:
         self.check(batch, kv)
         received = None if self.shard.is_first else self.receive(self.hidden_buffer(batch.num_tokens))
         found = self.compute(received, batch, kv)
-        if self._output is not None:
+        if self.shard.is_last:
             return found
         self.group.send(found)
         return found[:0]
@@ -112,7 +118,7 @@ class CausalLM:
     def compute(self, received: torch.Tensor | None, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         entered = self._decoder.embed(batch) if received is None else received
         hidden = self._decoder.advance(entered, LayerInputs(batch, kv, self.attention))
-        if self._output is None:
+        if not self.shard.is_last:
             return hidden
         if batch.num_rows == 0:
             return hidden[:0]
@@ -120,8 +126,12 @@ class CausalLM:
 
     @torch.inference_mode()
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the logits of rows of `wanted_rows`; all ranks of the stage must call it."""
-        assert self._output is not None
+        """Return the logits of rows of `wanted_rows`; all ranks of the stage must call it.
+
+        A model of vectors has none, and the rows are returned.
+        """
+        if self._output is None:
+            return rows
         logits, config = self.group.gather(self._output(rows), self._vocabulary), self.config
         if config.logit_scale != 1 or config.logit_cap:
             logits = logits.float().mul_(config.logit_scale)

@@ -11,6 +11,7 @@ from skipjoin.model.gguf.file import GgufError, is_gguf
 from skipjoin.model.gguf.settings import gguf_settings
 from skipjoin.model.plugins import PluginError
 from skipjoin.model.rope import MAX_POSITIONS, RopeSettings, is_number, parse_rope
+from skipjoin.pooling import Task
 
 _ACTIVATIONS = {
     "relu": "relu",
@@ -91,8 +92,28 @@ class ExpertSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingSettings:
+    """How the last hidden states of a text become its vector, or the score of a pair.
+
+    Attributes:
+        how: Hidden states that are read: "cls" for the first token, "last" for the last, or "mean" for all.
+        normalize: Whether vectors have length 1.
+        head: Layers between the hidden state and a score; None for embeddings.
+        squashes: Whether a score is the sigmoid of the head's value.
+        max_tokens: Tokens that the model was trained for, if fewer than its positions.
+    """
+
+    task: Task
+    how: str
+    normalize: bool = False
+    head: str | None = None
+    squashes: bool = False
+    max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape of a decoder-only model.
+    """Shape of a decoder-only model, or of an encoder.
 
     Attributes:
         rope: Rotary positions, which decide the context; None if the model has others.
@@ -105,6 +126,9 @@ class ModelConfig:
         norm_offset: Added to the weights of root mean square norms.
         dtype_name: Type of the weights, or None if config.json leaves it to the weight files.
         embed_dim: Width of the token embedding: hidden_size except in OPT-350m.
+        is_encoder: Whether tokens attend to later ones too, so that a prompt is computed at once and keeps no KV.
+        type_vocab_size: Number of an encoder's embeddings of token types; `position_offset` is its first position.
+        pooling: How hidden states become a vector; None for a model that generates.
         source: config.json as text, for transformers' modeling code; empty for native families.
     """
 
@@ -143,6 +167,10 @@ class ModelConfig:
     final_norm: bool = True
     norm_affine: bool = True
     parallel_residual: bool = False
+    is_encoder: bool = False
+    type_vocab_size: int = 0
+    position_offset: int = 0
+    pooling: PoolingSettings | None = None
     source: str = ""
 
     @classmethod

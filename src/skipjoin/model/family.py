@@ -9,8 +9,23 @@ from skipjoin.model.plugins import PluginError, load_plugins
 
 # Entry points of this group name the decoder class of a family.
 ENTRY_POINTS = "skipjoin.families"
-_BUILT_IN = ("llama", "opt", "gpt_neox", "starcoder2", "gemma", "phi3", "olmo", "glm", "cohere", "moe", "gpt_oss")
+_BUILT_IN = (
+    "llama",
+    "opt",
+    "gpt_neox",
+    "starcoder2",
+    "gemma",
+    "phi3",
+    "olmo",
+    "glm",
+    "cohere",
+    "moe",
+    "gpt_oss",
+    "bert",
+)
 
+# Ends of names of architectures that have a decoder without its output.
+_OTHER_OUTPUTS = ("ForSequenceClassification", "Model")
 # Maps a parsed config.json and the name of its architecture to fields of `ModelConfig`.
 ReadFields = Callable[[Mapping[str, Any], str], dict[str, Any]]
 DecoderT = TypeVar("DecoderT", bound=type)
@@ -87,6 +102,8 @@ def find_architecture(names: list[Any], model_type: str | None) -> tuple[str, Fa
             "a decoder class with the decorator skipjoin.model.family.family",
         )
         found = _find(names, model_type)
+    if found is None:  # the name of a decoder without an output, or with one for scores
+        found = _find([_generating(name) for name in names], None) if names else None
     if found is not None:
         return found
     # Imported lazily: transformers' modeling code takes seconds, and is needed for models without a family only.
@@ -119,6 +136,12 @@ def _find(names: list[Any], model_type: str | None) -> tuple[str, Family] | None
         return next(((name, family) for name, kind, family in every if kind == model_type), None)
     known = {name: family for name, _, family in every}
     return next(((name, known[name]) for name in names if isinstance(name, str) and name in known), None)
+
+
+def _generating(name: Any) -> Any:
+    if not isinstance(name, str):
+        return name
+    return next((name.removesuffix(end) + "ForCausalLM" for end in _OTHER_OUTPUTS if name.endswith(end)), name)
 
 
 def _path(decoder: type) -> str:

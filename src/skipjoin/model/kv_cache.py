@@ -49,7 +49,7 @@ class PagedKV:
         self.block_size = block_size
         self.format, self._head_dim = of, config.head_dim
         storage: torch.dtype = getattr(torch, of.storage) if of.storage else dtype
-        layers, kv_heads = len(shard.layers(config)), len(shard.kv_heads(config))
+        layers, kv_heads = kv_shape(config, shard)
         shape = (num_blocks, layers, 2, kv_heads, block_size, of.row(config.head_dim))
         if torch.device(device).type == "cpu":
             size = num_blocks * self.bytes_per_block(config, block_size, dtype, shard, of)
@@ -124,8 +124,14 @@ def _by_layer(tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(tensor[:, i, 0].transpose(1, 2), tensor[:, i, 1].transpose(1, 2)) for i in range(tensor.shape[1])]
 
 
+def kv_shape(config: ModelConfig, shard: Shard) -> tuple[int, int]:
+    """Return a rank's layers and heads of KV. An encoder keeps none, and its blocks only count tokens."""
+    return (1, 1) if config.is_encoder else (len(shard.layers(config)), len(shard.kv_heads(config)))
+
+
 def _heads(config: ModelConfig, shard: Shard) -> int:
-    return len(shard.layers(config)) * 2 * len(shard.kv_heads(config))
+    layers, kv_heads = kv_shape(config, shard)
+    return layers * 2 * kv_heads
 
 
 def _cpu_bytes(pool: PagedKV | SwapPool, size: int, *, pin: bool) -> torch.Tensor:

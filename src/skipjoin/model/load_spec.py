@@ -14,3 +14,4 @@ class LoadSpec:
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
     batch_invariant: bool = False
+    task: str = "auto"

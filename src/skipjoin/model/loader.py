@@ -20,6 +20,7 @@ from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.ops.base import LayerOps
 from skipjoin.model.ops.torch_ops import TorchOps
 from skipjoin.model.parallel import WHOLE, Alone, Group, Shard, Unconnected
+from skipjoin.model.pooling_files import pooling_of
 from skipjoin.model.weight_files import ModelFiles, Progress, Source
 from skipjoin.model.weight_format import WeightFormat, format_of
 
@@ -29,6 +30,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def read_config(files: ModelFiles, spec: LoadSpec) -> ModelConfig:
     config = ModelConfig.from_folder(files.folder)
+    config = replace(config, pooling=pooling_of(files, config, spec.task))
     if config.dtype_name is not None:
         return config
     stored = format_of(files, replace(spec, quantization="none"))

@@ -130,6 +130,15 @@ class Tokenizer:
             raise TooManyTokensError(str(len(encoding)))
         return encoding.ids
 
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts))]
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
+        """Return the token ids of two texts, and where the second begins if the tokenizer marks its tokens."""
+        (encoding,) = self.backend.encode_batch_fast([(first, second)])
+        types = encoding.type_ids
+        return encoding.ids, types.index(1) if 1 in types else None
+
     def fewest_tokens(self, text: str) -> int:
         """Return a lower bound of the text's tokens; 0 for tokens that are not runs of bytes."""
         return len(text.encode()) // self._max_bytes if self._max_bytes else 0

@@ -285,7 +285,13 @@ def stored_dtype(folder: Path) -> str:
 def stored_names(name: str, prefix: str) -> tuple[str, ...]:
     """Return the names that a tensor may have: also in a bare decoder, or in a model that has it as a part."""
     bare = name.removeprefix(prefix)
-    return name, bare, f"model.language_model.{bare}", f"language_model.{name}"
+    found = name, bare, f"model.language_model.{bare}", f"language_model.{name}"
+    return found if "LayerNorm." not in name else (*found, *map(_converted, (name, bare)))
+
+
+def _converted(name: str) -> str:
+    """Return the name of a parameter of a norm in checkpoints from TensorFlow, which most of BERT's are."""
+    return name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
 
 
 class FolderWeights(Weights):
@@ -353,7 +359,7 @@ class RandomWeights(Weights):
         # A GPU generates in the weights' type, since float32 would need twice the memory of the largest tensor.
         drawn_as = torch.float32 if self._device.type == "cpu" else self._dtype
         drawn = torch.randn(shape, generator=generator, device=self._device, dtype=drawn_as).mul_(0.02)
-        if "norm" in name and name.endswith("weight"):
+        if "norm" in name.lower() and name.endswith("weight"):
             drawn += 1
         if (wanted := _wanted(shape, rows, columns)) is not None:
             drawn = drawn[wanted].contiguous()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
@@ -21,6 +21,7 @@ from msgspec import UNSET
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, ServiceClass
 from skipjoin.engine.text import Choice, TextRules
 from skipjoin.formats.message import MessageReader
+from skipjoin.pooling import Task
 from skipjoin.routes import Route
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.api.arrivals import Arrival
@@ -36,7 +37,7 @@ from skipjoin.server.api.errors import (
 )
 from skipjoin.server.api.forecasting import Expectation
 from skipjoin.server.api.limits import Admission, AdmissionSlot
-from skipjoin.server.api.protocol import GenerationBody
+from skipjoin.server.api.protocol import RequestBody
 from skipjoin.server.api.request_index import IndexedRequest
 from skipjoin.server.api.responses import CompletionDetails, PromptDetails, Usage
 from skipjoin.server.api.service import Service
@@ -47,7 +48,7 @@ _MANY_SCORED = 64
 # Choices that are created without a return to the event loop, for the same reason.
 _AT_ONCE = 64
 
-BodyT = TypeVar("BodyT", bound=GenerationBody)
+BodyT = TypeVar("BodyT", bound=RequestBody)
 
 
 class Format(Protocol):
@@ -190,7 +191,7 @@ class JobRun:
             for choice, text in deltas.items():
                 texts[choice] += text
         form = self.job.format
-        if sum(len(choice.scored) + len(choice.prompt_scored) for choice in texts) > _MANY_SCORED:
+        if sum(choice.values_to_format for choice in texts) > _MANY_SCORED:
             return await self._service.in_thread(form.whole, texts, self.usage())
         return form.whole(texts, self.usage())
 
@@ -268,9 +269,14 @@ class JobRun:
 
 
 class Endpoint(ABC, Generic[BodyT]):
-    """Endpoint that generates. `operation` is its name in traces, one of OpenTelemetry's."""
+    """Endpoint that generates. `operation` is its name in traces, one of OpenTelemetry's.
+
+    Attributes:
+        tasks: Those of models that it is for.
+    """
 
     route: ClassVar[Route]
+    tasks: ClassVar[Collection[Task]] = (Task.GENERATE,)
     operation: ClassVar[str] = "chat"
     body_type: type[BodyT]
 
@@ -288,10 +294,11 @@ class Endpoint(ABC, Generic[BodyT]):
         request_id: str = "",
     ) -> Job:
         """Validate a body, reserve admission slots and tokenize its prompts. No slots are held after an `ApiError`."""
-        service, n, param = self.service, body.n or 1, self.route.prompt
+        service, n, param = self.service, body.copies, self.route.prompt
         arrived = time.monotonic() if arrived is None else arrived
         service.check_open()
         service.check_model(body.model)
+        service.check_task(self.tasks)
         admission = queue or service.admission
         # Only the queue of HTTP requests reserves a part for real-time requests.
         is_best_effort = queue is None and options.service is ServiceClass.BEST_EFFORT
@@ -307,11 +314,10 @@ class Endpoint(ABC, Generic[BodyT]):
             rules = self.text_rules(body)
             copies = [(prompt, copy) for prompt in prompts for copy in range(n)]
             admission.resize(slots, [len(prompt.ids) for prompt, _ in copies], is_best_effort=is_best_effort)
-            expectations = await service.expect([(prompt.ids, prompt.params) for prompt in prompts], owner)
+            expectations = await self.expect(prompts, owner)
             choices = []
             for index, (prompt, _) in enumerate(copies):
-                reader = self.reader(body, prompt)
-                choices.append(Choice(index, prompt.ids, prompt.text, service.tokenizer, rules, reader=reader))
+                choices.append(self.choice(index, prompt, rules, body))
                 if index % _AT_ONCE == _AT_ONCE - 1:
                     await asyncio.sleep(0)
             form = self.format(body, options)
@@ -348,17 +354,18 @@ class Endpoint(ABC, Generic[BodyT]):
     @abstractmethod
     def format(self, body: BodyT, options: RequestOptions) -> Format: ...
 
+    async def expect(self, prompts: Sequence[Prompt], owner: str) -> list[Expectation]:
+        return await self.service.expect([(prompt.ids, prompt.params) for prompt in prompts], owner)
+
+    def choice(self, index: int, prompt: Prompt, rules: TextRules, body: BodyT) -> Choice:
+        reader = self.reader(body, prompt)
+        return Choice(index, prompt.ids, prompt.text, self.service.tokenizer, rules, reader=reader)
+
     def reader(self, body: BodyT, prompt: Prompt) -> MessageReader | None:
         return None
 
     def text_rules(self, body: BodyT) -> TextRules:
-        return TextRules(
-            stop=body.stop_strings,
-            include_stop=bool(body.include_stop_str_in_output),
-            skip_special=body.skip_special_tokens is not False,
-            min_tokens=body.min_tokens or 0,
-            keeps_ids=bool(body.return_token_ids),
-        )
+        return body.text_rules
 
 
 def _free(slots: Iterable[AdmissionSlot]) -> None:

@@ -8,7 +8,7 @@ from skipjoin.config.key_files import ANY_LATER, AS_ALL
 from skipjoin.core.request import RequestOptions, ServiceClass, Target, Trace
 from skipjoin.server.api.auth import ANONYMOUS
 from skipjoin.server.api.errors import bad_request
-from skipjoin.server.api.protocol import GenerationBody, ServiceTier, Slo
+from skipjoin.server.api.protocol import RequestBody, ServiceTier, Slo
 
 _DEADLINE_HEADER = "x-request-deadline-ms"
 _NO_SLO = Slo()
@@ -16,7 +16,7 @@ _OBJECTIVES: tuple[str, ...] = ("ttft", "tpot", "jct")
 
 
 def request_options(
-    body: GenerationBody, headers: Mapping[str, str], config: ServerConfig, owner: str = "", request_id: str = ""
+    body: RequestBody, headers: Mapping[str, str], config: ServerConfig, owner: str = "", request_id: str = ""
 ) -> RequestOptions:
     slo, tier = body.slo or _NO_SLO, allowed_tier(body, config, owner)
     deadline_ms = body.any_deadline_ms if body.any_deadline_ms is not None else _deadline_ms(headers)
@@ -40,7 +40,7 @@ def client_of(owner: str, config: ServerConfig, user: str | None = None) -> str:
     return owner if config.fair_by == "key" else ""
 
 
-def cache_salt(body: GenerationBody, owner: str) -> str:
+def cache_salt(body: RequestBody, owner: str) -> str:
     """Return the body's salt with the owner, so that TTFTs reveal nothing about the prompts of other keys."""
     salt = body.cache_salt or ""
     return salt if owner == ANONYMOUS else f"{owner}:{salt}"
@@ -52,7 +52,7 @@ def served_tier(options: RequestOptions) -> ServiceTier:
     return "priority" if options.is_urgent else "default"
 
 
-def allowed_tier(body: GenerationBody, config: ServerConfig, owner: str) -> ServiceTier | None:
+def allowed_tier(body: RequestBody, config: ServerConfig, owner: str) -> ServiceTier | None:
     """Return the tier. Raise 400 for priority, which preempts others, unless the key has that right."""
     if body.service_tier == "priority" and not config.rights_of(owner).tier:
         which = "this API key" if _has_own(config, owner, "tier") else "this server"
@@ -63,7 +63,7 @@ def allowed_tier(body: GenerationBody, config: ServerConfig, owner: str) -> Serv
     return body.service_tier
 
 
-def allowed_priority(body: GenerationBody, config: ServerConfig, owner: str) -> int:
+def allowed_priority(body: RequestBody, config: ServerConfig, owner: str) -> int:
     asked = body.priority or 0
     low, high = bounds = config.rights_of(owner).priorities or ANY_LATER
     if not asked or low <= asked <= high:

@@ -13,6 +13,7 @@ from pydantic import Field, Tag, ValidationInfo, create_model, field_validator, 
 
 from skipjoin.chat import ToolUse
 from skipjoin.config import MAX_DEADLINE_MS
+from skipjoin.engine.text import TextRules
 from skipjoin.sampling import INT32, MAX_SALT, MAX_STOP_LENGTH, SamplingParams, parameters_of
 from skipjoin.server.api.conversation import (
     AllowedChoice,
@@ -75,7 +76,7 @@ class Slo(Body):
     deadline_ms: Deadline | None = None
 
 
-def _prompt_kind(value: Any) -> str | None:
+def prompt_kind(value: Any) -> str | None:
     if isinstance(value, str):
         return "~text"
     if not isinstance(value, list):
@@ -91,7 +92,7 @@ Prompt = Annotated[
     | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS), Field(fail_fast=True), Tag("~texts")]
     | Annotated[TokenIds, Tag("~ids")]
     | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS), Field(fail_fast=True), Tag("~id_lists")],
-    one_of(_prompt_kind, "must be a string, a list of strings, a list of token ids, or a list of such lists"),
+    one_of(prompt_kind, "must be a string, a list of strings, a list of token ids, or a list of such lists"),
 ]
 
 
@@ -124,25 +125,55 @@ class ResponseFormat(Body):
         return self
 
 
-SamplingFields: Any = create_model("SamplingFields", __base__=Body, **sampling_fields(SamplingParams))
-
-
-class GenerationBody(SamplingFields, Body):  # type: ignore[misc]
-    """Fields that all generation endpoints share."""
+class RequestBody(Body):
+    """Fields that all endpoints of the queue share."""
 
     model: Label = None
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     priority: Annotated[int, Field(ge=-INT64 - 1, le=INT64)] | None = None
     deadline_ms: Deadline | None = None
     slo: Slo | None = None
     service_tier: ServiceTier | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT)] | None = None
-
     user: Label = None
+    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:@/+=-]{1,128}$")] | None = None
+
+    @field_validator("slo")
+    @classmethod
+    def _has_the_only_deadline(cls, value: Slo | None, info: ValidationInfo) -> Slo | None:
+        if value is not None and value.deadline_ms is not None and info.data.get("deadline_ms") is not None:
+            raise ValueError("its deadline_ms and the field deadline_ms are the same: give one of them")
+        return value
+
+    @property
+    def any_deadline_ms(self) -> int | None:
+        return self.deadline_ms if self.slo is None or self.deadline_ms is not None else self.slo.deadline_ms
+
+    @property
+    def copies(self) -> int:
+        """Number of choices of each prompt."""
+        return 1
+
+    @property
+    def is_streamed(self) -> bool:
+        return False
+
+    @property
+    def text_rules(self) -> TextRules:
+        return TextRules()
+
+
+SamplingFields: Any = create_model("SamplingFields", __base__=Body, **sampling_fields(SamplingParams))
+
+
+class GenerationBody(SamplingFields, RequestBody):  # type: ignore[misc]
+    """Fields that all generation endpoints share."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
     safety_identifier: Label = None
     prompt_cache_key: Label = None
     prompt_cache_retention: Label = None
@@ -170,7 +201,6 @@ class GenerationBody(SamplingFields, Body):  # type: ignore[misc]
     prompt_embeds: Null = None
     moderation: Null = None
     thinking_token_budget: Annotated[int, Field(ge=0, le=INT32)] | None = None
-    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:@/+=-]{1,128}$")] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -199,16 +229,23 @@ class GenerationBody(SamplingFields, Body):  # type: ignore[misc]
             raise ValueError("it needs stream to be false")
         return value
 
-    @field_validator("slo")
-    @classmethod
-    def _has_the_only_deadline(cls, value: Slo | None, info: ValidationInfo) -> Slo | None:
-        if value is not None and value.deadline_ms is not None and info.data.get("deadline_ms") is not None:
-            raise ValueError("its deadline_ms and the field deadline_ms are the same: give one of them")
-        return value
+    @property
+    def copies(self) -> int:
+        return self.n or 1
 
     @property
-    def any_deadline_ms(self) -> int | None:
-        return self.deadline_ms if self.slo is None or self.deadline_ms is not None else self.slo.deadline_ms
+    def is_streamed(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def text_rules(self) -> TextRules:
+        return TextRules(
+            stop=self.stop_strings,
+            include_stop=bool(self.include_stop_str_in_output),
+            skip_special=self.skip_special_tokens is not False,
+            min_tokens=self.min_tokens or 0,
+            keeps_ids=bool(self.return_token_ids),
+        )
 
     @property
     def usage_at_end(self) -> bool:

@@ -45,7 +45,7 @@ async def answer(request: Request, endpoint: Endpoint[BodyT]) -> Response:
     preparing = endpoint.prepare(body, options, arrived, owner=state.owner, request_id=state.request_id)
     # Only constraints wait for those of other requests.
     job = await (_while_connected(request.receive, preparing) if may_compile(body) else preparing)
-    return (StreamReply if body.stream else WholeReply)(endpoint, job)
+    return (StreamReply if body.is_streamed else WholeReply)(endpoint, job)
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, ResultT]) -> ResultT:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from functools import partial
@@ -18,6 +18,7 @@ from skipjoin.formats.message import load_parser
 from skipjoin.model.folder import model_id
 from skipjoin.model.grammar_check import GrammarCheck
 from skipjoin.model.tokenizer import Tokenizer, TooManyTokensError
+from skipjoin.pooling import Task, wrong_task
 from skipjoin.sampling import (
     BadWords,
     ContextLengthError,
@@ -176,6 +177,10 @@ class Service:
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.names:
             raise model_not_found(name, self.name)
+
+    def check_task(self, tasks: Collection[Task]) -> None:
+        if self.info.task not in tasks:
+            raise bad_request(wrong_task(self.name, self.info.task), "model")
 
     # -- reading requests ---------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from skipjoin.server.api.dialects.ollama_body import OllamaMessage
 from skipjoin.server.api.dialects.responses_body import ITEMS, ContentPart
 from skipjoin.server.api.errors import ApiError, bad_request, unknown_field
 from skipjoin.server.api.fields import Body
+from skipjoin.server.api.pooled_bodies import MAX_INPUTS, Document
 from skipjoin.server.api.protocol import MAX_PROMPTS
 
 # Maximum token ids of one body, which take 40 ms to validate.
@@ -122,7 +123,7 @@ def _check_small(size: int, name: str) -> None:
         raise bad_request(f"{name} must have at most {MAX_FIELD_BYTES} bytes of JSON, got {size}", name)
 
 
-def _prompts(value: Raw, name: str) -> Raw:
+def _prompts(value: Raw, name: str, most: int = MAX_PROMPTS) -> Raw:
     data = bytes(value)
     if data[:1] == b'"':
         return value
@@ -130,11 +131,21 @@ def _prompts(value: Raw, name: str) -> Raw:
     if inner is None:
         _check_small(len(data), name)
     elif inner[1] == b'"':
-        _check_count(len(_read(data, list[str], name)), MAX_PROMPTS, "texts", name)
+        _check_count(len(_read(data, list[str], name)), most, "texts", name)
     else:
         lists = data.count(b"[")
-        _check_count(lists - 1, MAX_PROMPTS, "lists", name)
+        _check_count(lists - 1, most, "lists", name)
         _ids(value, name, list[list[int]] if inner[1] == b"[" else list[int])
+    return value
+
+
+def _inputs(value: Raw, name: str) -> Raw:
+    return _prompts(value, name, MAX_INPUTS)
+
+
+def _documents(value: Raw, name: str) -> Raw:
+    documents = _read(value, GenericAlias(list, (str | _struct(Document, text=str),)), name)
+    _check_count(len(documents), MAX_INPUTS, "documents", name)
     return value
 
 
@@ -226,6 +237,8 @@ def _check_count(count: int, most: int, what: str, name: str) -> None:
 # Fields that can exceed `MAX_FIELD_BYTES`, with functions that check and return their values.
 LARGE_FIELDS: dict[str, Callable[[Raw, str], Raw]] = {
     "prompt": _prompts,
+    "inputs": _inputs,
+    "documents": _documents,
     "messages": _messages,
     "items": _items,
     "turns": _turns,

@@ -3,14 +3,14 @@ from __future__ import annotations
 from typing import Any
 
 from skipjoin.server.api.errors import bad_request
-from skipjoin.server.api.protocol import GenerationBody, ResponseFormat
+from skipjoin.server.api.protocol import GenerationBody, RequestBody, ResponseFormat
 from skipjoin.structured_output import GrammarError, StructuredOutput
 
 # Older names of the fields of `structured_outputs`.
 _GUIDED = ("json", "regex", "choice", "grammar")
 
 
-def may_compile(body: GenerationBody) -> bool:
+def may_compile(body: RequestBody) -> bool:
     """Return whether a body may have a constraint, which is compiled before its job starts."""
     fields = ("response_format", "structured_outputs", "tools", *(f"guided_{name}" for name in _GUIDED))
     asked = getattr(body, "chat", body)  # of bodies that are converted

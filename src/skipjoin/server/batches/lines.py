@@ -15,7 +15,7 @@ from skipjoin.server.api.errors import ApiError, bad_request
 from skipjoin.server.api.generation import Endpoint, Job
 from skipjoin.server.api.limits import Admission
 from skipjoin.server.api.options import allowed_priority, allowed_tier, cache_salt, client_of
-from skipjoin.server.api.protocol import GenerationBody
+from skipjoin.server.api.protocol import RequestBody
 from skipjoin.server.api.responses import Usage
 from skipjoin.server.batches.records import Line, LineResult, LineState, request_id
 
@@ -50,7 +50,7 @@ def body_of(data: bytes) -> bytes:
         raise bad_request(f"the line is not a JSON object with a body: {error}") from error
 
 
-def line_options(body: GenerationBody, left_s: float, config: ServerConfig, owner: str) -> tuple[RequestOptions, bool]:
+def line_options(body: RequestBody, left_s: float, config: ServerConfig, owner: str) -> tuple[RequestOptions, bool]:
     """Return the options of a line, and whether it ends before its batch. Raise 400 as a request of the key would."""
     allowed_tier(body, config, owner)
     asked_s = left_s if body.any_deadline_ms is None else body.any_deadline_ms / 1000

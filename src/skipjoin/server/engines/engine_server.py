@@ -161,10 +161,10 @@ class EngineServer:
             self._socket.poll(1)  # nothing can run until a deadline or a message, so do not spin
 
     def _send_step(self, step: StepOutputs) -> None:
-        for position, (chosen, prompt) in list(step.details.items()):
+        for position, (chosen, prompt, vector) in list(step.details.items()):
             for at in range(0, len(prompt), SCORES_AT_ONCE):
                 self.send(PromptScores(step.ids[position], list(prompt[at : at + SCORES_AT_ONCE])))
-            step.details[position] = TokenDetail(chosen)
+            step.details[position] = TokenDetail(chosen, vector=vector)
         self.send(step)
 
     def _begin(self, plan: StepPlan) -> None:

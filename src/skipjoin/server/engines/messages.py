@@ -19,6 +19,7 @@ from skipjoin.observe.metric_snapshot import Snapshot
 from skipjoin.observe.steps import StepSummary
 from skipjoin.options import Value
 from skipjoin.policies.cost import LinearCost
+from skipjoin.pooling import Task
 from skipjoin.sampling import SamplingParams, TokenDetail, TokenLogprob
 
 
@@ -146,6 +147,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     max_num_batched_tokens: int | None = None
     recipe_path: str = ""
     recipe_params: dict[str, Value] = {}
+    task: Task = Task.GENERATE
+    dimensions: int = 0
 
     @property
     def cache_blocks(self) -> int:

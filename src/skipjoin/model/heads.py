@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import torch
+
+from skipjoin.model.layers import Builder
+from skipjoin.model.ops.base import Linear
+
+# Names of the layers between a hidden state and its score: a dense layer with tanh, if there is one, and the last.
+HEADS = {
+    "bert": ("bert.pooler.dense", "classifier"),
+    "roberta": ("classifier.dense", "classifier.out_proj"),
+    "decoder": (None, "score"),
+}
+
+
+class Head:
+    """Maps a hidden state, [1, hidden], to a score."""
+
+    def __init__(self, dense: Linear | None, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._dense, self._weight, self._bias = dense, weight.double(), bias
+
+    def __call__(self, row: torch.Tensor) -> torch.Tensor:
+        if self._dense is not None:
+            row = self._dense(row).tanh()
+        # In float64, because the order of torch's additions may depend on the rows' number.
+        found = (row.double() * self._weight).sum(-1)
+        return found if self._bias is None else found + self._bias.double()
+
+
+def make_head(builder: Builder, kind: str) -> Head:
+    hidden, (dense, out) = builder.config.hidden_size, HEADS[kind]
+    if dense is None:
+        return Head(None, builder.tensor(f"{out}.weight", 1, hidden), None)
+    product = builder.linear(dense, (hidden,), hidden, True)
+    return Head(product, builder.tensor(f"{out}.weight", 1, hidden), builder.tensor(f"{out}.bias", 1))

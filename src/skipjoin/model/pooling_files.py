@@ -1,0 +1,123 @@
+"""Decides what a model is served for, and how its hidden states become vectors.
+
+Models of sentence-transformers have files for that: the parts in modules.json, with a folder each. Others follow the
+architecture: the mean of an encoder, the last token of a decoder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from skipjoin.model.config import ModelConfig, ModelError, PoolingSettings, read_json, read_settings
+from skipjoin.model.gguf.file import is_gguf
+from skipjoin.model.weight_files import ModelFiles
+from skipjoin.pooling import Task
+
+_CLASSIFIER = "ForSequenceClassification"
+# Older names, which are true or false each, and `pooling_mode`.
+_MODES = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+_NAMES = {"cls": "cls", "mean": "mean", "last": "last", "lasttoken": "last"}
+_SUPPORTED = ("Transformer", "Pooling", "Normalize")
+_ACTIVATIONS = {"Sigmoid": True, "Identity": False}
+
+
+def pooling_of(files: ModelFiles, config: ModelConfig, task: str) -> PoolingSettings | None:
+    """Return how a model makes vectors, or None if it generates.
+
+    Raises:
+        ModelError: If it cannot do the task, or its files ask for what is not supported.
+    """
+    name = next((one for one in files.config.get("architectures") or () if isinstance(one, str)), config.architecture)
+    modules = _modules(files)
+    chosen = _choose(name, config, has_modules=bool(modules)) if task == "auto" else Task(task)
+    if chosen is Task.EMBED:
+        return _embedding(files, config, modules)
+    if chosen is Task.SCORE:
+        return _score(files.config, config, name)
+    if config.is_encoder:
+        raise ModelError(f"task generate needs a decoder, and {name} is an encoder: leave task auto, or set embed")
+    return None
+
+
+def _choose(name: str, config: ModelConfig, *, has_modules: bool) -> Task:
+    if name.endswith(_CLASSIFIER):
+        return Task.SCORE
+    return Task.EMBED if config.is_encoder or has_modules or name.endswith("Model") else Task.GENERATE
+
+
+def _modules(files: ModelFiles) -> dict[str, str]:
+    """Return the folder of each part of a model of sentence-transformers by the part's kind."""
+    file = files.folder / "modules.json"
+    if is_gguf(files.folder) or not file.is_file():
+        return {}
+    try:
+        parts = json.loads(file.read_text(encoding="utf-8"))
+        found = {part["type"].rpartition(".")[2]: str(part.get("path", "")) for part in parts}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ModelError(f"{file} must list parts with a type and a path: {error}") from error
+    if other := found.keys() - set(_SUPPORTED):
+        raise ModelError(f"{file} has a part {sorted(other)[0]}; supported are {', '.join(_SUPPORTED)}")
+    return found
+
+
+def _embedding(files: ModelFiles, config: ModelConfig, modules: Mapping[str, str]) -> PoolingSettings:
+    if not modules:
+        return PoolingSettings(task=Task.EMBED, how="mean" if config.is_encoder else "last", normalize=True)
+    how = "mean"
+    if (path := modules.get("Pooling")) is not None:
+        folder = (files.folder / path).resolve()
+        if not folder.is_relative_to(files.folder.resolve()):
+            raise ModelError(f"modules.json in {files.folder} must name folders inside, got {path!r}")
+        how = _mode(read_json(folder / "config.json"), str(folder / "config.json"))
+    length = read_settings(files.folder, "sentence_bert_config.json", default={}).get("max_seq_length")
+    return PoolingSettings(
+        task=Task.EMBED,
+        how=how,
+        normalize="Normalize" in modules,
+        max_tokens=length if isinstance(length, int) and length > 0 else None,
+    )
+
+
+def _mode(raw: Mapping[str, Any], where: str) -> str:
+    asked = raw.get("pooling_mode")
+    names = [asked] if isinstance(asked, str) else [mode for field, mode in _MODES.items() if raw.get(field)]
+    if len(names) == 1 and names[0] in _NAMES:
+        return _NAMES[names[0]]
+    raise ModelError(f"{where} must have one pooling mode of {', '.join(_NAMES)}, got {', '.join(names) or 'none'}")
+
+
+def _score(raw: Mapping[str, Any], config: ModelConfig, name: str) -> PoolingSettings:
+    if not name.endswith(_CLASSIFIER):
+        raise ModelError(
+            f"task score needs a model with a head for scores (...{_CLASSIFIER}), and {name} has none; "
+            "with task embed, /score and /rerank compare embeddings"
+        )
+    labels = raw.get("id2label")
+    count = len(labels) if isinstance(labels, Mapping) else raw.get("num_labels", 2)
+    if count != 1:
+        raise ModelError(f"{name} must have 1 label (id2label in config.json) to score pairs, got {count}")
+    return PoolingSettings(
+        task=Task.SCORE,
+        how="cls" if config.is_encoder else "last",
+        head=config.family if config.is_encoder else "decoder",
+        squashes=_squashes(raw),
+    )
+
+
+def _squashes(raw: Mapping[str, Any]) -> bool:
+    nested = raw.get("sentence_transformers")
+    named = nested.get("activation_fn") if isinstance(nested, Mapping) else None
+    named = named or raw.get("sbert_ce_default_activation_function") or "Sigmoid"
+    kind = str(named).rpartition(".")[2]
+    if kind not in _ACTIVATIONS:
+        raise ModelError(f"the activation of scores must be one of {', '.join(_ACTIVATIONS)}, got {named!r:.80}")
+    return _ACTIVATIONS[kind]

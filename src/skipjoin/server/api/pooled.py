@@ -1,0 +1,281 @@
+"""Embeddings and scores, through the same queue as generation."""
+
+from __future__ import annotations
+
+import base64
+import time
+import uuid
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from skipjoin.core.request import FinishReason, RequestOptions
+from skipjoin.engine.text import Choice, Output, TextRules
+from skipjoin.pooling import Pooling, Task, cosine, values_of
+from skipjoin.routes import EMBEDDINGS, RERANK, SCORE
+from skipjoin.sampling import ContextLengthError, pooled
+from skipjoin.server.api.errors import ApiError, bad_request, from_parameter
+from skipjoin.server.api.forecasting import Expectation
+from skipjoin.server.api.generation import Endpoint, Prompt
+from skipjoin.server.api.limits import estimate_tokens
+from skipjoin.server.api.pooled_bodies import EmbeddingRequest, PairsBody, PooledBody, RerankRequest, ScoreRequest
+from skipjoin.server.api.responses import Usage, encode
+from skipjoin.server.api.service import Service
+
+PooledT = TypeVar("PooledT", bound=PooledBody)
+PairsT = TypeVar("PairsT", bound=PairsBody)
+# Texts that are tokenized at a time.
+_AT_ONCE = 32
+
+
+class VectorChoice(Choice):
+    """Vector of one text, or score of one pair, in place of an output."""
+
+    vector = b""
+
+    def take(self, output: Output) -> str:
+        if output.detail is not None:
+            self.vector = output.detail.vector
+        if output.reason is not None:
+            self.finish_reason = FinishReason.STOP.value
+        return ""
+
+    @property
+    def values_to_format(self) -> int:
+        return len(self.vector) // 4
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class _Embedding(msgspec.Struct, frozen=True):
+    index: int
+    embedding: list[float] | str
+    object: str = "embedding"
+
+
+class _Embeddings(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    data: list[_Embedding]
+    usage: _Usage
+    object: str = "list"
+
+
+class _Text(msgspec.Struct, frozen=True):
+    text: str
+
+
+class _Ranked(msgspec.Struct, frozen=True):
+    index: int
+    relevance_score: float
+    document: _Text | UnsetType = UNSET
+
+
+class _Ranking(msgspec.Struct, frozen=True):
+    id: str
+    model: str
+    results: list[_Ranked]
+    usage: _Usage
+
+
+class _Score(msgspec.Struct, frozen=True):
+    index: int
+    score: float
+    object: str = "score"
+
+
+class _Scores(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    data: list[_Score]
+    usage: _Usage
+    object: str = "list"
+
+
+class PooledEndpoint(Endpoint[PooledT]):
+    """Endpoint that returns vectors or scores, whose requests have no output to forecast."""
+
+    operation = "embeddings"
+
+    async def expect(self, prompts: Sequence[Prompt], owner: str) -> list[Expectation]:
+        return [Expectation() for _ in prompts]
+
+    def choice(self, index: int, prompt: Prompt, rules: TextRules, body: PooledT) -> Choice:
+        return VectorChoice(index, prompt.ids, prompt.text, self.service.tokenizer, rules)
+
+    async def encode(self, texts: Sequence[str], param: str) -> list[list[int]]:
+        found: list[list[int]] = []
+        for at in range(0, len(texts), _AT_ONCE):
+            some = texts[at : at + _AT_ONCE]
+            found += await self.service.in_thread(self.service.tokenizer.encode_many, some)
+        self.check_lengths(found, param)
+        return found
+
+    def check_lengths(self, found: Sequence[Sequence[int]], param: str) -> None:
+        most = self.service.info.max_model_len
+        for ids in found:
+            if not ids:
+                raise bad_request(f"{param} must have at least 1 token", param)
+            if len(ids) > most:
+                raise from_parameter(ContextLengthError.of_input(param, most, len(ids)))
+            self.service.check_prompt(ids, param)
+
+
+class EmbeddingEndpoint(PooledEndpoint[EmbeddingRequest]):
+    """Embed texts."""
+
+    route = EMBEDDINGS
+    tasks = (Task.EMBED,)
+    body_type = EmbeddingRequest
+
+    def estimates(self, body: EmbeddingRequest) -> list[int]:
+        return [estimate_tokens(one) for one in body.inputs]
+
+    async def tokenize(self, body: EmbeddingRequest, client: str) -> list[Prompt]:
+        largest = self.service.info.dimensions
+        if body.dimensions is not None and body.dimensions > largest:
+            raise bad_request(f"dimensions must be in [1, {largest}], got {body.dimensions}", "dimensions")
+        params, inputs = pooled(Pooling(dimensions=body.dimensions)), body.inputs
+        texts = [one for one in inputs if isinstance(one, str)]
+        found = [one for one in inputs if not isinstance(one, str)]
+        if texts:
+            found = await self.encode(texts, "input")
+        else:
+            self.check_lengths(found, "input")
+        return [Prompt(ids, None, params) for ids in found]
+
+    def format(self, body: EmbeddingRequest, options: RequestOptions) -> PooledFormat:
+        return EmbeddingFormat(self.service, body)
+
+
+class PairsEndpoint(PooledEndpoint[PairsT]):
+    """Endpoint that scores pairs: a model of scores reads both texts, and one of embeddings each of them."""
+
+    tasks = (Task.EMBED, Task.SCORE)
+
+    def estimates(self, body: PairsT) -> list[int]:
+        if self.service.info.task is Task.EMBED:
+            return [estimate_tokens(text) for text in (*body.firsts, *body.seconds)]
+        return [estimate_tokens(first) + estimate_tokens(second) for first, second in _texts(body)]
+
+    async def tokenize(self, body: PairsT, client: str) -> list[Prompt]:
+        if self.service.info.task is Task.EMBED:
+            firsts = await self.encode(body.firsts, self._params[0])
+            seconds = await self.encode(body.seconds, self._params[1])
+            return [Prompt(ids, None, pooled(Pooling())) for ids in (*firsts, *seconds)]
+        encode_pair, texts = self.service.tokenizer.encode_pair, _texts(body)
+        prompts = []
+        for at in range(0, len(texts), _AT_ONCE):
+            some = texts[at : at + _AT_ONCE]
+            for ids, second in await self.service.in_thread(lambda some=some: [encode_pair(*pair) for pair in some]):
+                prompts.append(Prompt(ids, None, pooled(Pooling(second=second))))
+        self.check_lengths([prompt.ids for prompt in prompts], self._params[1])
+        return prompts
+
+    @property
+    @abstractmethod
+    def _params(self) -> tuple[str, str]:
+        """Names of the fields with the first and the second texts."""
+
+
+class RerankEndpoint(PairsEndpoint[RerankRequest]):
+    """Sort documents by how well they fit a query."""
+
+    route = RERANK
+    body_type = RerankRequest
+    _params = ("query", "documents")
+
+    def format(self, body: RerankRequest, options: RequestOptions) -> PooledFormat:
+        return RankingFormat(self.service, body)
+
+
+class ScoreEndpoint(PairsEndpoint[ScoreRequest]):
+    """Score pairs of texts."""
+
+    route = SCORE
+    body_type = ScoreRequest
+    _params = ("text_1", "text_2")
+
+    def format(self, body: ScoreRequest, options: RequestOptions) -> PooledFormat:
+        return ScoreFormat(self.service, body)
+
+
+class PooledFormat:
+    """Format of a response that is never streamed."""
+
+    prefix = ""
+    has_usage = False
+
+    def __init__(self, service: Service, body: Any) -> None:
+        self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+        self.model, self.body, self._task = service.name, body, service.info.task
+
+    def begin(self, usage: Usage) -> bytes:
+        return b""
+
+    def item(self, choice: Choice, text: str, usage: Usage | None) -> bytes:
+        return b""
+
+    def end(self, usage: Usage) -> bytes:
+        return b""
+
+    def error(self, error: ApiError) -> bytes:
+        return error.body()
+
+    def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes:
+        vectors = [choice.vector for choice in texts if isinstance(choice, VectorChoice)]
+        return encode(self.made(vectors, _Usage(usage.prompt_tokens, usage.prompt_tokens)))
+
+    def made(self, vectors: Sequence[bytes], usage: _Usage) -> Any:
+        """Return the response."""
+        raise NotImplementedError
+
+    def scores(self, vectors: Sequence[bytes]) -> list[float]:
+        values = [values_of(vector) for vector in vectors]
+        if self._task is Task.SCORE:
+            return [one[0] for one in values]
+        firsts = len(self.body.firsts)
+        return [cosine(values[first], values[firsts + second]) for first, second in self.body.pairs]
+
+
+class EmbeddingFormat(PooledFormat):
+    prefix = "embd"
+
+    def made(self, vectors: Sequence[bytes], usage: _Usage) -> _Embeddings:
+        is_text = self.body.encoding_format == "base64"
+        data = [
+            _Embedding(index, base64.b64encode(vector).decode() if is_text else values_of(vector).tolist())
+            for index, vector in enumerate(vectors)
+        ]
+        return _Embeddings(self.id, self.created, self.model, data, usage)
+
+
+class RankingFormat(PooledFormat):
+    prefix = "rerank"
+
+    def made(self, vectors: Sequence[bytes], usage: _Usage) -> _Ranking:
+        texts = self.body.seconds if self.body.return_documents is not False else None
+        ranked = sorted(enumerate(self.scores(vectors)), key=lambda one: (-one[1], one[0]))[: self.body.top_n]
+        results = [_Ranked(index, score, UNSET if texts is None else _Text(texts[index])) for index, score in ranked]
+        return _Ranking(self.id, self.model, results, usage)
+
+
+class ScoreFormat(PooledFormat):
+    prefix = "score"
+
+    def made(self, vectors: Sequence[bytes], usage: _Usage) -> _Scores:
+        data = [_Score(index, score) for index, score in enumerate(self.scores(vectors))]
+        return _Scores(self.id, self.created, self.model, data, usage)
+
+
+def _texts(body: PairsBody) -> list[tuple[str, str]]:
+    firsts, seconds = body.firsts, body.seconds
+    return [(firsts[first], seconds[second]) for first, second in body.pairs]

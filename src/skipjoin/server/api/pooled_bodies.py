@@ -1,0 +1,143 @@
+"""Bodies of endpoints that return vectors and scores, as of OpenAI, Jina, Cohere and vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, Tag, ValidationInfo, field_validator
+
+from skipjoin.sampling import INT32
+from skipjoin.server.api.fields import Body, Label, Null, Only, Text, one_of
+from skipjoin.server.api.protocol import RequestBody, TokenIds, prompt_kind
+
+MAX_INPUTS = 2048  # as in OpenAI's API
+
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_INPUTS), Field(fail_fast=True)]
+Input = Annotated[
+    Annotated[Text, Tag("~text")]
+    | Annotated[Texts, Tag("~texts")]
+    | Annotated[TokenIds, Tag("~ids")]
+    | Annotated[list[TokenIds], Field(max_length=MAX_INPUTS), Field(fail_fast=True), Tag("~id_lists")],
+    one_of(prompt_kind, "must be a string, a list of strings, a list of token ids, or a list of such lists"),
+]
+
+
+class PooledBody(RequestBody):
+    """Fields that all of these endpoints share. Texts are never cut: one that is too long is an error."""
+
+    safety_identifier: Label = None
+    add_special_tokens: Annotated[Any, Only(None, True)] = None
+    truncate_prompt_tokens: Null = None
+
+
+class EmbeddingRequest(PooledBody):
+    """Body of POST /v1/embeddings."""
+
+    large_fields: ClassVar[Mapping[str, str]] = {"input": "inputs"}
+    input: Input
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1, le=INT32)] | None = None
+
+    @property
+    def inputs(self) -> list[str | list[int]]:
+        given = self.input
+        return list(given) if isinstance(given, list) and not isinstance(given[0], int) else [given]
+
+
+class Document(Body):
+    """Document as an object, as in Cohere's first version."""
+
+    text: Text
+
+
+def _text_kind(value: Any) -> str | None:
+    return "~text" if isinstance(value, str) else "~document" if isinstance(value, dict) else None
+
+
+class PairsBody(PooledBody):
+    """Body with pairs of texts."""
+
+    dimensions: Null = None
+
+    @property
+    def firsts(self) -> list[str]:
+        """Return the first text of all pairs, or of each."""
+        raise NotImplementedError
+
+    @property
+    def seconds(self) -> list[str]:
+        raise NotImplementedError
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Return indexes of both texts of each pair."""
+        is_shared = len(self.firsts) == 1
+        return [(0 if is_shared else index, index) for index in range(len(self.seconds))]
+
+
+class RerankRequest(PairsBody):
+    """Body of POST /v1/rerank."""
+
+    large_fields: ClassVar[Mapping[str, str]] = {"documents": "documents", "query": "prompt"}
+    query: Text
+    documents: Annotated[
+        list[
+            Annotated[
+                Annotated[Text, Tag("~text")] | Annotated[Document, Tag("~document")],
+                one_of(_text_kind, "must be a string, or an object with a text"),
+            ]
+        ],
+        Field(min_length=1, max_length=MAX_INPUTS),
+        Field(fail_fast=True),
+    ]
+    top_n: Annotated[int, Field(ge=1, le=INT32)] | None = None
+    return_documents: bool | None = None
+    max_tokens_per_doc: Null = None
+    rank_fields: Null = None
+
+    @property
+    def firsts(self) -> list[str]:
+        return [self.query]
+
+    @property
+    def seconds(self) -> list[str]:
+        return [one if isinstance(one, str) else one.text for one in self.documents]
+
+
+SomeTexts = Annotated[
+    Annotated[Text, Tag("~text")] | Annotated[Texts, Tag("~texts")],
+    one_of(
+        lambda value: "~text" if isinstance(value, str) else "~texts" if isinstance(value, list) else None,
+        "must be a string or a list of strings",
+    ),
+]
+
+
+class ScoreRequest(PairsBody):
+    """Body of POST /score: one text with each of several, or as many with each other."""
+
+    large_fields: ClassVar[Mapping[str, str]] = {"text_1": "inputs", "text_2": "inputs"}
+    text_1: SomeTexts
+    text_2: SomeTexts
+
+    @field_validator("text_2")
+    @classmethod
+    def _has_as_many(cls, value: str | list[str], info: ValidationInfo) -> str | list[str]:
+        first = info.data.get("text_1")
+        ours, theirs = len(_listed(value)), len(_listed(first)) if first is not None else 1
+        if theirs not in (1, ours):
+            raise ValueError(f"it must have as many texts as text_1, {theirs}, got {ours}")
+        return value
+
+    @property
+    def firsts(self) -> list[str]:
+        return _listed(self.text_1)
+
+    @property
+    def seconds(self) -> list[str]:
+        return _listed(self.text_2)
+
+
+def _listed(texts: str | list[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else texts

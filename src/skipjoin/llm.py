@@ -145,6 +145,7 @@ class LLM(LocalEngine):
             ParameterError: If a text or an argument is invalid, or the model embeds no texts.
             RuntimeError: After `close`, or if the engine dropped a text.
         """
+        self.engine.info.check_task((Task.EMBED,))
         given = prompts_of(texts)
         ids = [self.tokenizer.encode(item) if isinstance(item, str) else item for item in given]
         poolings = [Pooling(dimensions=dimensions)] * len(ids)
@@ -164,9 +165,12 @@ class LLM(LocalEngine):
 
         Arguments and errors are those of `embed`.
         """
+        self.engine.info.check_task((Task.EMBED, Task.SCORE))
         options = options_of(service, priority, target)
         if self.engine.info.task is Task.EMBED:
-            first, *others = self.embed([query, *documents], service=service, priority=priority, cache_salt=cache_salt)
+            first, *others = self.embed(
+                [query, *documents], service=service, priority=priority, target=target, cache_salt=cache_salt
+            )
             return [cosine(first, other) for other in others]
         pairs = [self.tokenizer.encode_pair(query, document) for document in documents]
         poolings = [Pooling(second=second) for _, second in pairs]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
 
 from skipjoin.config import EngineConfig
@@ -46,12 +47,16 @@ class EngineInfo:
     task: Task = Task.GENERATE
     dimensions: int = 0
 
-    def check_task(self, pooling: Pooling | None) -> None:
-        """Raise `ParameterError` unless the model does what a request asks for."""
-        if (pooling is None) is not (self.task is Task.GENERATE):
-            raise ParameterError("model", wrong_task(self.model, self.task))
-        if pooling is not None and not 1 <= (asked := pooling.dimensions or self.dimensions) <= self.dimensions:
+    def check_pooling(self, pooling: Pooling | None) -> None:
+        """Raise `ParameterError` unless the model returns what a request asks for."""
+        self.check_task((Task.GENERATE,) if pooling is None else (Task.EMBED, Task.SCORE))
+        asked = None if pooling is None else pooling.dimensions
+        if asked is not None and not 1 <= asked <= self.dimensions:
             raise ParameterError("dimensions", f"dimensions must be in [1, {self.dimensions}], got {asked}")
+
+    def check_task(self, tasks: Collection[Task]) -> None:
+        if self.task not in tasks:
+            raise ParameterError("model", wrong_task(self.model, self.task))
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ class EngineLoop:
             ParameterError: If the prompt or `max_tokens` is invalid.
             RequestTooLargeError: If the KV pool cannot hold the request.
         """
-        self.engine.info.check_task(params.pooling)
+        self.engine.info.check_pooling(params.pooling)
         self._check(prompt, params)
         if params.structured_outputs is not None and not self.engine.info.eos_token_ids:
             raise ParameterError(

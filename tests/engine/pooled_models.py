@@ -1,0 +1,91 @@
+"""Writes tiny models of vectors and scores, and their references in transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+if TYPE_CHECKING:
+    import transformers
+
+WIDTH, CONTEXT, SPECIAL = 64, 128, ["[PAD]", "[CLS]", "[SEP]"]
+VOCAB = 256 + len(SPECIAL)
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "pad_token_id": 1,
+}
+_ENCODER = {**_SHAPE, "max_position_embeddings": CONTEXT}
+_DECODER = {**_SHAPE, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "head_dim": 32}
+_ROBERTA = {**_SHAPE, "max_position_embeddings": CONTEXT + 2, "type_vocab_size": 1}
+_LAST = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
+# The class of the reference, its configuration, the pooling of sentence-transformers' files, and whether they normalize.
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, bool]] = {
+    "bert": ("BertModel", _ENCODER, None, True),
+    "roberta-cls": ("RobertaModel", _ROBERTA, {"pooling_mode_cls_token": True}, False),
+    "xlm-roberta-mlm": ("XLMRobertaForMaskedLM", _ROBERTA, {"pooling_mode": "mean"}, True),
+    "qwen3-last": ("Qwen3ForCausalLM", _DECODER, _LAST, True),
+    "qwen3-mean": ("Qwen3Model", _DECODER, {"pooling_mode_mean_tokens": True}, True),
+    "bert-score": ("BertForSequenceClassification", {**_ENCODER, "num_labels": 1}, None, False),
+    "xlm-roberta-score": ("XLMRobertaForSequenceClassification", {**_ROBERTA, "num_labels": 1}, None, False),
+    "qwen3-score": ("Qwen3ForSequenceClassification", {**_DECODER, "num_labels": 1}, None, False),
+}
+
+
+def write(name: str, folder: Path) -> transformers.PreTrainedModel:
+    """Write a model with random parameters, norms and biases included, and return its reference."""
+    import transformers  # noqa: PLC0415 - takes two seconds
+
+    kind, fields, pooling, normalizes = MODELS[name]
+    torch.manual_seed(sum(name.encode()))
+    family = kind.removesuffix("Model").partition("For")[0]
+    model = getattr(transformers, kind)(getattr(transformers, f"{family}Config")(**fields)).eval()
+    for label, parameter in model.named_parameters():
+        is_norm, spread = "norm" in label.lower() and "weight" in label, 0.12 if parameter.dim() > 1 else 0.3
+        torch.nn.init.normal_(parameter, mean=1.0 if is_norm else 0.0, std=spread)
+    model.save_pretrained(folder)
+    _write_tokenizer(folder, has_pairs="qwen3" not in name)
+    if pooling is not None:
+        _write_modules(folder, pooling, normalizes=normalizes)
+    return model
+
+
+def _write_tokenizer(folder: Path, *, has_pairs: bool) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(SPECIAL)
+    # As BERT's; Qwen3's embedding models add an end token alone.
+    single = "[CLS] $A [SEP]" if has_pairs else "$A [SEP]"
+    backend.post_processor = processors.TemplateProcessing(
+        single=single,
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1" if has_pairs else "$A $B [SEP]",
+        special_tokens=[(token, 256 + index) for index, token in enumerate(SPECIAL)],
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text("{}")
+
+
+def _write_modules(folder: Path, pooling: dict[str, Any], *, normalizes: bool) -> None:
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if normalizes else [])]
+    parts = [
+        {
+            "idx": at,
+            "name": str(at),
+            "path": f"{at}_{kind}" if at else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for at, kind in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(parts))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": WIDTH, **pooling}))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": CONTEXT // 2}))

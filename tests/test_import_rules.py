@@ -36,7 +36,8 @@ options:
 policy: core core.kv.interface options policies recipes
 recipes: core options policies recipes
 routes: config
-sampling: structured_output
+pooling:
+sampling: pooling structured_output
 structured_output:
 system: system
 version:
@@ -57,33 +58,33 @@ replay: config core options policies recipes replay sim.experiments workload
 forecast: config core.forecast forecast options system.durable system.folders version
 exec.base: core
 exec.simulated: core exec.base
-exec: config.profile core exec exec.base kv_format model policies.cost sampling system.container system.machine
+exec: config.profile core exec exec.base kv_format model policies.cost pooling sampling system.container system.machine
     version
 exec.ranks: config.profile core exec exec.base exec.ranks model sampling system.container system.garbage version
-model: builtin formats kv_format model sampling schemas structured_output system.container system.disk system.durable
-    system.folders system.own_folder
+model: builtin formats kv_format model pooling sampling schemas structured_output system.container system.disk
+    system.durable system.folders system.own_folder
 builtin:
 formats: formats schemas structured_output
 schemas: schemas structured_output
 engine: builtin config config.profile core core.decide.scheduler core.kv.interface core.kv.ledger engine exec
-    exec.base exec.ranks forecast formats kv_format model options policies recipes sampling structured_output
-    system.durable system.machine version
+    exec.base exec.ranks forecast formats kv_format model options policies pooling recipes sampling
+    structured_output system.durable system.machine version
 async_llm: chat core engine formats llm_arguments local_engine sampling
-llm: chat core formats llm_arguments local_engine recipes sampling structured_output
+llm: chat core formats llm_arguments local_engine pooling recipes sampling structured_output
 llm_arguments: chat core formats sampling
 local_engine: chat config core engine formats model options sampling structured_output
 chat: formats model.chat_text model.tokenizer sampling structured_output
 server.engines: config core core.kv.block_pool core.kv.interface engine exec.ranks.cluster exec.ranks.nodes kv_format
-    model.config model.folder observe options policies recipes sampling server.engines server.logs server.metrics
+    model.config model.folder observe options policies pooling recipes sampling server.engines server.logs server.metrics
     system.container system.disk system.garbage system.machine system.own_folder version
 server.api: chat config config.access config.key_files core engine.forecasting engine.text formats model.config
-    model.folder model.grammar_check model.tokenizer observe recipes routes sampling server.api server.engines
+    model.folder model.grammar_check model.tokenizer observe pooling recipes routes sampling server.api server.engines
     server.metrics structured_output version
 server.relay: config config.access routes server.api server.listeners server.logs server.relay
 server.batches: config core.request routes sampling server.api server.batches server.engines.errors server.metrics
     system.disk system.folders system.locks version
 server: builtin config config.access core engine.forecasting extras model.config model.folder model.generation_config
-    model.tokenizer observe recipes server server.api server.batches server.engines system.garbage system.machine
+    model.tokenizer observe pooling recipes server server.api server.batches server.engines system.garbage system.machine
 vllm: core core.decide.scheduler core.kv.block_pool core.kv.interface core.kv.reservations forecast observe options
     policies recipes routes version vllm
 cli: builtin cli config config.profile core.request demo engine extras forecast kv_format llm loadtest local_engine
@@ -99,7 +100,7 @@ ALLOWED = {
 PURE = {"core", "core.kv", "core.decide", "options", "policies", "policy", "recipes"}
 STDLIB_ONLY = {
     *("config", "config.access", "config.key_files", "config.profile", "exec.base", "exec.simulated", "extras"),
-    *("observe", "routes", "sampling", "sim", "sim.experiments", "system", "version", "workload"),
+    *("observe", "pooling", "routes", "sampling", "sim", "sim.experiments", "system", "version", "workload"),
 }
 # The layers of `core`. A module imports only from its own layer and those above it in this table.
 CORE_LAYERS = (

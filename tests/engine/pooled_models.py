@@ -26,7 +26,7 @@ _ENCODER = {**_SHAPE, "max_position_embeddings": CONTEXT}
 _DECODER = {**_SHAPE, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "head_dim": 32}
 _ROBERTA = {**_SHAPE, "max_position_embeddings": CONTEXT + 2, "type_vocab_size": 1}
 _LAST = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
-# The class of the reference, its configuration, the pooling of sentence-transformers' files, and whether they normalize.
+# The class of the reference, its configuration, the pooling of sentence-transformers' files, and if they normalize.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, bool]] = {
     "bert": ("BertModel", _ENCODER, None, True),
     "roberta-cls": ("RobertaModel", _ROBERTA, {"pooling_mode_cls_token": True}, False),

@@ -33,6 +33,7 @@ TARGETS = (
     *("/v1/files", "/v1/files/file-0", "/v1/files/file-0/content", "/v1/batches", "/v1/batches/batch_0"),
     *("/v1/batches/batch_0/cancel", COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/v1/requests/cmpl-0"),
     *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score"),
     *("/api/chat", "/api/generate", "/api/show", "/api/tags", "/api/version"),
 )
 _ODD_TARGETS = (

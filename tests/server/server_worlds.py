@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import struct
 import subprocess
 import sys
 import threading
@@ -49,6 +50,7 @@ BLOCKS = 4096
 # Age that /metrics may have, and some more.
 METRICS_AGE_S = 0.3
 JSON = {"Content-Type": "application/json"}
+DIMENSIONS = tiny.VOCAB
 COST = LinearCost(floor=0.01, prefill_token=1e-5, decode=1e-3)
 
 READY = Ready(
@@ -125,7 +127,9 @@ class ScriptedEngine:
         ids, tokens, details, ended, started = [], [], {}, [], []
         for request_id, (add, count) in list(self.live.items()):
             token = add.prompt[count % len(add.prompt)]
-            if add.params.logprobs is not None:
+            if add.params.pooling is not None:
+                details[len(ids)] = TokenDetail(TokenLogprob(token, None), vector=scripted_vector(add))
+            elif add.params.logprobs is not None:
                 details[len(ids)] = _detail(add, token, first=count == 0)
             if count == len(add.output):
                 started.append(request_id)
@@ -145,6 +149,15 @@ class ScriptedEngine:
         errors = dict.fromkeys(self.live, error) if error else {}
         self.live.clear()
         self.tell(StepOutputs(ended=ended, errors=errors))
+
+
+def scripted_vector(add: Add) -> bytes:
+    """Return the share of each of the first `DIMENSIONS` tokens in a prompt, or where the second of a pair begins."""
+    assert add.params.pooling is not None
+    if add.params.pooling.second is not None:
+        return struct.pack("<f", add.params.pooling.second / len(add.prompt))
+    shares = [add.prompt.count(token) / len(add.prompt) for token in range(DIMENSIONS)]
+    return struct.pack(f"<{add.params.pooling.dimensions or DIMENSIONS}f", *shares[: add.params.pooling.dimensions])
 
 
 def _detail(add: Add, token: int, *, first: bool) -> TokenDetail:

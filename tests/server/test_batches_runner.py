@@ -44,11 +44,11 @@ class World:
     def store(self) -> Store:
         return self.batches.context.store
 
-    async def submit(self, *lines: bytes, window: str = "24h") -> str:
+    async def submit(self, *lines: bytes, window: str = "24h", endpoint: str = COMPLETIONS) -> str:
         data = b"\n".join(lines) + b"\n"
         file = await self.api.http.post("/v1/files", files={"file": ("x", data)}, data={"purpose": "batch"})
         assert file.status_code == 200, file.text
-        body = {"input_file_id": file.json()["id"], "endpoint": COMPLETIONS, "completion_window": window}
+        body = {"input_file_id": file.json()["id"], "endpoint": endpoint, "completion_window": window}
         made = await self.api.http.post("/v1/batches", json=body)
         assert made.status_code == 200, made.text
         return str(made.json()["id"])

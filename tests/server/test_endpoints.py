@@ -29,6 +29,7 @@ from skipjoin.server.api.dialects.responses import ResponsesEndpoint
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.fields import Body, sampling_fields
 from skipjoin.server.api.generation import Endpoint
+from skipjoin.server.api.pooled import EmbeddingEndpoint
 from skipjoin.server.api.protocol import CompletionRequest
 
 pytestmark = pytest.mark.anyio
@@ -219,7 +220,8 @@ async def test_sampling_parameter_is_one_row(make_api: MakeApi, monkeypatch: pyt
 
 
 def test_defaults_of_parameters_are_valid_and_their_own_fields_exist() -> None:
+    kinds = [*(kind for kind, _ in CASES), EmbeddingEndpoint]
     for name, row in parameters_of(SamplingParams).items():
         SamplingParams(**{name: deepcopy(row.default)})
         for field in row.parameter.own:
-            assert any(field in kind.body_type.model_fields for kind, _ in CASES)
+            assert any(field in kind.body_type.model_fields for kind in kinds), name

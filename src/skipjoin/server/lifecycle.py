@@ -34,6 +34,7 @@ from skipjoin.model.config import ModelError
 from skipjoin.model.folder import check_model
 from skipjoin.model.generation_config import sampling_defaults
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
+from skipjoin.pooling import Task
 from skipjoin.server import logs
 from skipjoin.server.api.app import build_app, build_metrics_app
 from skipjoin.server.api.errors import unavailable
@@ -305,13 +306,17 @@ class Server:
 
     def _example(self, url: str) -> str:
         service, config = self._service, self._config
-        path = "completions"
-        prompt: dict[str, Any] = {"prompt": "Once upon a time"}
-        if service.tokenizer.chat_template is not None:
-            text = "Count from 3 to 12" if service.info.model == MODEL_NAME else _QUESTION
-            path, prompt = "chat/completions", {"messages": [{"role": "user", "content": text}]}
         limit = min(_EXAMPLE_TOKENS, service.info.max_model_len // 2)
-        body = json.dumps({"model": service.name, **prompt, "max_tokens": limit, "stream": True}, ensure_ascii=False)
+        path, asked = "completions", {"prompt": "Once upon a time", "max_tokens": limit, "stream": True}
+        if service.info.task is Task.EMBED:
+            path, asked = "embeddings", {"input": _QUESTION}
+        elif service.info.task is Task.SCORE:
+            path, asked = "rerank", {"query": _QUESTION, "documents": ["It is Paris.", "It rains."]}
+        elif service.tokenizer.chat_template is not None:
+            text = "Count from 3 to 12" if service.info.model == MODEL_NAME else _QUESTION
+            messages = [{"role": "user", "content": text}]
+            path, asked = "chat/completions", {"messages": messages, "max_tokens": limit, "stream": True}
+        body = json.dumps({"model": service.name, **asked}, ensure_ascii=False)
         options = " --cert CLIENT.pem" if config.ssl_ca_certs else ""
         options += " -H 'Authorization: Bearer KEY'" if config.api_keys else ""
         return f"curl -N {url}/v1/{path}{options} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

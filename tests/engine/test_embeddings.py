@@ -126,6 +126,7 @@ def test_models_and_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     refused("bert", "must have 1 label .* got 2", edit("config.json", **labels))
     mode = "1_Pooling/config.json"
     refused("qwen3-last", "one pooling mode of .* got last, max", edit(mode, pooling_mode_max_tokens=True))
+    refused("qwen3-last", "attend to later ones", edit("config.json", is_causal=False))
     dense = json.dumps([{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}])
     refused("qwen3-last", "has a part Dense", lambda folder: (folder / "modules.json").write_text(dense))
     outside = json.dumps([{"type": "a.Pooling", "path": "../.."}])

@@ -246,10 +246,10 @@ def test_random_weights_without_any_dtype_are_float32(folder, caplog):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["BertModel"]}, "BertModel is not supported; supported are LlamaForCausalLM"),
+        ({"architectures": ["ElectraModel"]}, "ElectraModel is not supported; supported are LlamaForCausalLM"),
         (
-            {"architectures": None, "model_type": "bert"},
-            "BertLMHeadModel has no family of Skipjoin's own, and cannot run",
+            {"architectures": None, "model_type": "electra"},
+            "ElectraForCausalLM has no family of Skipjoin's own, and cannot run",
         ),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "supported are default, linear, llama3, yarn"),
         (

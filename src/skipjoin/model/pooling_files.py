@@ -39,6 +39,12 @@ def pooling_of(files: ModelFiles, config: ModelConfig, task: str) -> PoolingSett
     name = next((one for one in files.config.get("architectures") or () if isinstance(one, str)), config.architecture)
     modules = _modules(files)
     chosen = _choose(name, config, has_modules=bool(modules)) if task == "auto" else Task(task)
+    is_causal = not (files.config.get("is_causal") is False or files.config.get("use_bidirectional_attention"))
+    if chosen is not Task.GENERATE and not (config.is_encoder or is_causal):
+        raise ModelError(
+            f"tokens of this {name} attend to later ones (is_causal or use_bidirectional_attention in config.json), "
+            "which is supported for encoders only"
+        )
     if chosen is Task.EMBED:
         return _embedding(files, config, modules)
     if chosen is Task.SCORE:

@@ -75,8 +75,8 @@ llm_arguments: chat core formats sampling
 local_engine: chat config core engine formats model options sampling structured_output
 chat: formats model.chat_text model.tokenizer sampling structured_output
 server.engines: config core core.kv.block_pool core.kv.interface engine exec.ranks.cluster exec.ranks.nodes kv_format
-    model.config model.folder observe options policies pooling recipes sampling server.engines server.logs server.metrics
-    system.container system.disk system.garbage system.machine system.own_folder version
+    model.config model.folder observe options policies pooling recipes sampling server.engines server.logs
+    server.metrics system.container system.disk system.garbage system.machine system.own_folder version
 server.api: chat config config.access config.key_files core engine.forecasting engine.text formats model.config
     model.folder model.grammar_check model.tokenizer observe pooling recipes routes sampling server.api server.engines
     server.metrics structured_output version
@@ -84,7 +84,8 @@ server.relay: config config.access routes server.api server.listeners server.log
 server.batches: config core.request routes sampling server.api server.batches server.engines.errors server.metrics
     system.disk system.folders system.locks version
 server: builtin config config.access core engine.forecasting extras model.config model.folder model.generation_config
-    model.tokenizer observe pooling recipes server server.api server.batches server.engines system.garbage system.machine
+    model.tokenizer observe pooling recipes server server.api server.batches server.engines system.garbage
+    system.machine
 vllm: core core.decide.scheduler core.kv.block_pool core.kv.interface core.kv.reservations forecast observe options
     policies recipes routes version vllm
 cli: builtin cli config config.profile core.request demo engine extras forecast kv_format llm loadtest local_engine

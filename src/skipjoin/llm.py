@@ -172,7 +172,8 @@ class LLM(LocalEngine):
                 [query, *documents], service=service, priority=priority, target=target, cache_salt=cache_salt
             )
             return [cosine(first, other) for other in others]
-        pairs = [self.tokenizer.encode_pair(query, document) for document in documents]
+        asks = self.engine.info.asks_pairs
+        pairs = [self.tokenizer.encode_pair(query, document, asks=asks) for document in documents]
         poolings = [Pooling(second=second) for _, second in pairs]
         return [float(one[0]) for one in self._pooled([ids for ids, _ in pairs], poolings, options, cache_salt)]
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import transformers
 
 WIDTH, CONTEXT, SPECIAL = 64, 128, ["[PAD]", "[CLS]", "[SEP]"]
-VOCAB = 256 + len(SPECIAL)
+VOCAB = 256 + len(SPECIAL) + 2
 _SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": WIDTH,
@@ -35,6 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, bool]] = {
     "qwen3-mean": ("Qwen3Model", _DECODER, {"pooling_mode_mean_tokens": True}, True),
     "bert-score": ("BertForSequenceClassification", {**_ENCODER, "num_labels": 1}, None, False),
     "xlm-roberta-score": ("XLMRobertaForSequenceClassification", {**_ROBERTA, "num_labels": 1}, None, False),
+    "qwen3-yes-no": ("Qwen3ForCausalLM", {**_DECODER, "max_position_embeddings": 512}, None, False),
     "qwen3-score": ("Qwen3ForSequenceClassification", {**_DECODER, "num_labels": 1}, None, False),
 }
 
@@ -63,6 +64,7 @@ def _write_tokenizer(folder: Path, *, has_pairs: bool) -> None:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(SPECIAL)
+    backend.add_tokens(["yes", "no"])
     # As BERT's; Qwen3's embedding models add an end token alone.
     single = "[CLS] $A [SEP]" if has_pairs else "$A [SEP]"
     backend.post_processor = processors.TemplateProcessing(
@@ -71,7 +73,8 @@ def _write_tokenizer(folder: Path, *, has_pairs: bool) -> None:
         special_tokens=[(token, 256 + index) for index, token in enumerate(SPECIAL)],
     )
     backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text("{}")
+    template = "{% for one in messages %}{{ one.content }}{% endfor %}{{ enable_thinking }}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
 
 
 def _write_modules(folder: Path, pooling: dict[str, Any], *, normalizes: bool) -> None:

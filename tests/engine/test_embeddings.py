@@ -19,7 +19,7 @@ from skipjoin.model.config import ModelError
 from skipjoin.sampling import ContextLengthError, ParameterError
 
 SETTINGS: dict[str, Any] = {"progress": False, "threads": 1, "profile": "off"}
-EMBEDDING = [name for name in MODELS if not name.endswith("score")]
+EMBEDDING = [name for name in MODELS if "-score" not in name and "yes" not in name]
 
 
 def _ids(*lengths: int) -> list[list[int]]:
@@ -78,6 +78,19 @@ def test_scores_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         with torch.no_grad():
             logit = model(torch.tensor([pair.ids]), **types).logits[0, 0]
         assert score == pytest.approx(float(logit.sigmoid()), abs=1e-5)
+
+
+def test_a_decoder_that_judges_scores_by_its_yes_and_no(tmp_path: Path) -> None:
+    model = write("qwen3-yes-no", tmp_path)
+    with LLM(str(tmp_path), task="score", max_num_batched_tokens=64, **SETTINGS) as llm:
+        (score,) = llm.score("where?", ["here"])
+        answers = [llm.tokenizer.backend.token_to_id(word) for word in ("yes", "no")]
+        ids, _ = llm.tokenizer.encode_pair("where?", "here", asks=True)
+        text = llm.tokenizer.decode(ids)
+    assert text.endswith("answer the query\n\n<Query>: where?\n\n<Document>: hereFalse")
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, -1, answers]
+    assert score == pytest.approx(float(logits.softmax(-1)[0]), abs=1e-5)
 
 
 @pytest.mark.parametrize(("recipe", "is_sorted"), [("srpt[oracle=max-tokens]", True), ("fcfs", False)])

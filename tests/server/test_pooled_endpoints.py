@@ -77,7 +77,7 @@ async def test_a_model_of_scores_reads_pairs(open_api: Any, monkeypatch: pytest.
     async with open_api(Task.SCORE) as api:
         both = api.service.tokenizer.encode
         monkeypatch.setattr(
-            api.service.tokenizer, "encode_pair", lambda one, two: (both(one) + both(two), len(one)), raising=True
+            api.service.tokenizer, "encode_pair", lambda one, two, asks: (both(one) + both(two), len(one)), raising=True
         )
         pairs = {"text_1": ["a", "bcd"], "text_2": ["bcd", "a"]}
         answer = (await api.http.post(SCORE, json=pairs)).json()
@@ -136,8 +136,10 @@ async def test_embeddings_have_classes_deadlines_and_can_be_cancelled(open_api: 
     async with open_api() as api:
         api.engine.paused = True
         body = {"input": ["a", "b"], "service_tier": "flex", "priority": 3}
-        late = asyncio.create_task(api.http.post(EMBEDDINGS, json=body | {"deadline_ms": 20}))
         kept = asyncio.create_task(api.http.post(EMBEDDINGS, json=body, headers={"x-request-id": "mine"}))
+        while len(api.engine.live) < 2:
+            await asyncio.sleep(0.001)
+        late = asyncio.create_task(api.http.post(EMBEDDINGS, json=body | {"deadline_ms": 20}))
         assert (await late).status_code == 408
         assert all(add.options.service is ServiceClass.BEST_EFFORT for add in api.engine.added)
         assert {add.options.priority for add in api.engine.added} == {3}

@@ -24,7 +24,11 @@ from skipjoin.sampling import ParameterError
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Properties of a built engine. Bytes are totals over all ranks; `dimensions` are those of its vectors."""
+    """Properties of a built engine. Bytes are totals over all ranks; `dimensions` are those of its vectors.
+
+    Attributes:
+        asks_pairs: Whether it judges a pair of texts in a conversation, with yes or no.
+    """
 
     model: str
     folder: str
@@ -46,6 +50,7 @@ class EngineInfo:
     cost: LearningCost
     task: Task = Task.GENERATE
     dimensions: int = 0
+    asks_pairs: bool = False
 
     def check_pooling(self, pooling: Pooling | None) -> None:
         """Raise `ParameterError` unless the model returns what a request asks for."""
@@ -119,7 +124,8 @@ def engine_around(loaded: Loaded, config: EngineConfig) -> Engine:
         weight_bytes=sum(spec.weight_bytes for spec in executor.rank_specs),
         cost=cost,
         task=Task.GENERATE if pooling is None else pooling.task,
-        dimensions=0 if pooling is None else loaded.config.hidden_size if pooling.head is None else 1,
+        dimensions=0 if pooling is None else loaded.config.hidden_size if pooling.task is Task.EMBED else 1,
+        asks_pairs=pooling is not None and bool(pooling.answers),
     )
     return Engine(
         EngineCore(scheduler),

@@ -14,6 +14,7 @@ from skipjoin.model.layers import Builder, LayerInputs
 from skipjoin.model.ops.base import LayerOps, Linear, LookedUp
 from skipjoin.model.parallel import Group, check_shards
 from skipjoin.model.weights import Weights
+from skipjoin.pooling import Task
 
 
 class CausalLM:
@@ -45,8 +46,10 @@ class CausalLM:
         self.head: Head | None = None
         if self.shard.is_last and config.pooling is None:
             self._output = self._make_output(builder)
-        elif self.shard.is_last and config.pooling is not None and config.pooling.head is not None:
-            self.head = make_head(builder, config.pooling.head)
+        elif self.shard.is_last and config.pooling is not None and config.pooling.task is Task.SCORE:
+            decoder = self._decoder
+            output = decoder.EMBEDDING if config.tie_embeddings else decoder.OUTPUT
+            self.head = make_head(builder, config.pooling, output)
         self.weight_bytes, self.expert_bytes = builder.weight_bytes, builder.expert_bytes
         self.parameters = builder.parameters
         self.weight_label = weights.label

@@ -99,6 +99,7 @@ class PoolingSettings:
         how: Hidden states that are read: "cls" for the first token, "last" for the last, or "mean" for all.
         normalize: Whether vectors have length 1.
         head: Layers between the hidden state and a score; None for embeddings.
+        answers: Token ids of "yes" and "no", by whose logits a model that generates judges pairs; else empty.
         squashes: Whether a score is the sigmoid of the head's value.
         max_tokens: Tokens that the model was trained for, if fewer than its positions.
     """
@@ -107,6 +108,7 @@ class PoolingSettings:
     how: str
     normalize: bool = False
     head: str | None = None
+    answers: tuple[int, ...] = ()
     squashes: bool = False
     max_tokens: int | None = None
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import torch
 
+from skipjoin.model.config import PoolingSettings
 from skipjoin.model.layers import Builder
 from skipjoin.model.ops.base import Linear
 
@@ -27,8 +28,14 @@ class Head:
         return found if self._bias is None else found + self._bias.double()
 
 
-def make_head(builder: Builder, kind: str) -> Head:
-    hidden, (dense, out) = builder.config.hidden_size, HEADS[kind]
+def make_head(builder: Builder, settings: PoolingSettings, output: str) -> Head:
+    """Make the head of a model of scores, whose output projection is the tensor `output`."""
+    hidden, vocab = builder.config.hidden_size, builder.config.vocab_size
+    if settings.answers:
+        yes, no = (builder.tensor(output, vocab, hidden, rows=range(one, one + 1)) for one in settings.answers)
+        # The softmax of two logits is the sigmoid of their difference.
+        return Head(None, yes.double() - no.double(), None)
+    dense, out = HEADS[settings.head or ""]
     if dense is None:
         return Head(None, builder.tensor(f"{out}.weight", 1, hidden), None)
     product = builder.linear(dense, (hidden,), hidden, True)

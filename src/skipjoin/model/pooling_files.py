@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from skipjoin.model.config import ModelConfig, ModelError, PoolingSettings, read_json, read_settings
 from skipjoin.model.gguf.file import is_gguf
 from skipjoin.model.weight_files import ModelFiles
@@ -48,7 +50,7 @@ def pooling_of(files: ModelFiles, config: ModelConfig, task: str) -> PoolingSett
     if chosen is Task.EMBED:
         return _embedding(files, config, modules)
     if chosen is Task.SCORE:
-        return _score(files.config, config, name)
+        return _score(files, config, name)
     if config.is_encoder:
         raise ModelError(f"task generate needs a decoder, and {name} is an encoder: leave task auto, or set embed")
     return None
@@ -101,7 +103,25 @@ def _mode(raw: Mapping[str, Any], where: str) -> str:
     raise ModelError(f"{where} must have one pooling mode of {', '.join(_NAMES)}, got {', '.join(names) or 'none'}")
 
 
-def _score(raw: Mapping[str, Any], config: ModelConfig, name: str) -> PoolingSettings:
+def _answers(files: ModelFiles, config: ModelConfig) -> tuple[int, ...]:
+    """Return the tokens "yes" and "no" of a decoder that judges pairs, as Qwen3-Reranker does."""
+    file = files.folder / "tokenizer.json"
+    if config.logit_cap or not file.is_file():
+        raise ModelError("task score needs tokenizer.json, and a decoder without soft caps of logits")
+    try:
+        backend = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for damaged files
+        raise ModelError(f"{file} cannot be read: {error}") from error
+    found = [one for word in ("yes", "no") if (one := backend.token_to_id(word)) is not None]
+    if len(found) < 2:
+        raise ModelError(f"task score needs a decoder with the tokens yes and no, and {file} lacks one")
+    return tuple(found)
+
+
+def _score(files: ModelFiles, config: ModelConfig, name: str) -> PoolingSettings:
+    raw = files.config
+    if not (config.is_encoder or name.endswith(_CLASSIFIER)):
+        return PoolingSettings(task=Task.SCORE, how="last", answers=_answers(files, config), squashes=True)
     if not name.endswith(_CLASSIFIER):
         raise ModelError(
             f"task score needs a model with a head for scores (...{_CLASSIFIER}), and {name} has none; "

@@ -20,6 +20,12 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # NFC shrinks text by at most this factor in bytes.
 _NFC_SHRINKS = 3
 _OWN_CODE = "it needs code of the model's own (auto_map), which Skipjoin never runs; a tokenizer.json does without"
+# The format of questions and their purpose with which Qwen3-Reranker was trained.
+_QUESTION = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+    'Note that the answer can only be "yes" or "no".'
+)
+_PURPOSE = "Given a web search query, retrieve relevant passages that answer the query"
 # Tokens kept as context of the next one: enough for any character's bytes and a leading space.
 _CONTEXT = 6
 # Tokens to wait for a character to complete before its bytes are output as they are.
@@ -133,8 +139,16 @@ class Tokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts))]
 
-    def encode_pair(self, first: str, second: str) -> tuple[list[int], int | None]:
-        """Return the token ids of two texts, and where the second begins if the tokenizer marks its tokens."""
+    def encode_pair(self, first: str, second: str, *, asks: bool = False) -> tuple[list[int], int | None]:
+        """Return the token ids of two texts, and where the second begins if the tokenizer marks its tokens.
+
+        Args:
+            asks: Whether to ask in a conversation if the second fits the first.
+        """
+        if asks:
+            fields = f"<Instruct>: {_PURPOSE}\n\n<Query>: {first}\n\n<Document>: {second}"
+            messages = [{"role": "system", "content": _QUESTION}, {"role": "user", "content": fields}]
+            return self.chat(messages, enable_thinking=False), None
         (encoding,) = self.backend.encode_batch_fast([(first, second)])
         types = encoding.type_ids
         return encoding.ids, types.index(1) if 1 in types else None

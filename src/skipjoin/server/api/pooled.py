@@ -14,6 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from skipjoin.core.request import FinishReason, RequestOptions
 from skipjoin.engine.text import Choice, Output, TextRules
+from skipjoin.model.config import ModelError
 from skipjoin.pooling import Pooling, Task, cosine, values_of
 from skipjoin.routes import EMBEDDINGS, RERANK, SCORE
 from skipjoin.sampling import ContextLengthError, pooled
@@ -172,11 +173,16 @@ class PairsEndpoint(PooledEndpoint[PairsT]):
             seconds = await self.encode(body.seconds, self._params[1])
             return [Prompt(ids, None, pooled(Pooling())) for ids in (*firsts, *seconds)]
         encode_pair, texts = self.service.tokenizer.encode_pair, _texts(body)
-        prompts = []
+        prompts: list[Prompt] = []
         for at in range(0, len(texts), _AT_ONCE):
             some = texts[at : at + _AT_ONCE]
-            for ids, second in await self.service.in_thread(lambda some=some: [encode_pair(*pair) for pair in some]):
-                prompts.append(Prompt(ids, None, pooled(Pooling(second=second))))
+            try:
+                found = await self.service.in_thread(
+                    lambda some=some: [encode_pair(*pair, asks=self.service.info.asks_pairs) for pair in some]
+                )
+            except ModelError as error:  # of the chat template
+                raise bad_request(str(error), "model") from error
+            prompts += [Prompt(ids, None, pooled(Pooling(second=second))) for ids, second in found]
         self.check_lengths([prompt.ids for prompt in prompts], self._params[1])
         return prompts
 

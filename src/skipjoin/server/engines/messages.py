@@ -149,6 +149,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     recipe_params: dict[str, Value] = {}
     task: Task = Task.GENERATE
     dimensions: int = 0
+    asks_pairs: bool = False
 
     @property
     def cache_blocks(self) -> int:

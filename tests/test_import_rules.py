@@ -26,6 +26,7 @@ LOADERS = {"files", "packages", "registry"}
 # for type checkers only.
 RULES = """
 __main__: cli
+adapters:
 core: core core.decide core.kv.interface core.kv.reservations
 core.kv: core.kv core.prefixes core.request core.step
 core.decide: core core.decide core.kv.interface core.kv.reservations
@@ -58,27 +59,29 @@ replay: config core options policies recipes replay sim.experiments workload
 forecast: config core.forecast forecast options system.durable system.folders version
 exec.base: core
 exec.simulated: core exec.base
-exec: config.profile core exec exec.base kv_format model policies.cost pooling sampling system.container system.machine
+exec: adapters config.profile core exec exec.base kv_format model policies.cost pooling sampling system.container
+    system.machine version
+exec.ranks: adapters config.profile core exec exec.base exec.ranks model sampling system.container system.garbage
     version
-exec.ranks: config.profile core exec exec.base exec.ranks model sampling system.container system.garbage version
 model: builtin formats kv_format model pooling sampling schemas structured_output system.container system.disk
     system.durable system.folders system.own_folder
 builtin:
 formats: formats schemas structured_output
 schemas: schemas structured_output
-engine: builtin config config.profile core core.decide.scheduler core.kv.interface core.kv.ledger engine exec
-    exec.base exec.ranks forecast formats kv_format model options policies pooling recipes sampling
-    structured_output system.durable system.machine version
+engine: adapters builtin config config.profile core core.decide.scheduler core.kv.interface core.kv.ledger engine exec
+    exec.base exec.ranks forecast formats kv_format model options policies pooling recipes sampling structured_output
+    system.durable system.machine version
 async_llm: chat core engine formats llm_arguments local_engine sampling
 llm: chat core formats llm_arguments local_engine pooling recipes sampling structured_output
 llm_arguments: chat core formats sampling
-local_engine: chat config core engine formats model options sampling structured_output
+local_engine: adapters chat config core engine formats model options sampling structured_output
 chat: formats model.chat_text model.tokenizer sampling structured_output
-server.engines: config core core.kv.block_pool core.kv.interface engine exec.ranks.cluster exec.ranks.nodes kv_format
-    model.config model.folder observe options policies pooling recipes sampling server.engines server.logs
+server.engines: adapters config core core.kv.block_pool core.kv.interface engine exec.ranks.cluster exec.ranks.nodes
+    kv_format model.config model.folder observe options policies pooling recipes sampling server.engines server.logs
     server.metrics system.container system.disk system.garbage system.machine system.own_folder version
-server.api: chat config config.access config.key_files core engine.forecasting engine.text formats model.config
-    model.folder model.grammar_check model.tokenizer observe pooling recipes routes sampling server.api server.engines
+server.api: adapters chat config config.access config.key_files core engine.forecasting engine.text formats
+    model.config model.folder model.grammar_check model.tokenizer observe pooling recipes routes sampling server.api
+    server.engines
     server.metrics structured_output version
 server.relay: config config.access routes server.api server.listeners server.logs server.relay
 server.batches: config core.request routes sampling server.api server.batches server.engines.errors server.metrics
@@ -100,8 +103,9 @@ ALLOWED = {
 # Parts that import only the standard library and skipjoin, and use neither clocks nor random numbers.
 PURE = {"core", "core.kv", "core.decide", "options", "policies", "policy", "recipes"}
 STDLIB_ONLY = {
-    *("config", "config.access", "config.key_files", "config.profile", "exec.base", "exec.simulated", "extras"),
-    *("observe", "pooling", "routes", "sampling", "sim", "sim.experiments", "system", "version", "workload"),
+    *("adapters", "config", "config.access", "config.key_files", "config.profile", "exec.base"),
+    *("exec.simulated", "extras", "observe", "pooling", "routes", "sampling", "sim", "sim.experiments"),
+    *("system", "version", "workload"),
 }
 # The layers of `core`. A module imports only from its own layer and those above it in this table.
 CORE_LAYERS = (

@@ -17,7 +17,15 @@ from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, Servi
 from skipjoin.engine.text import Output
 from skipjoin.formats.calls import Part
 from skipjoin.formats.message import MessageReader
-from skipjoin.llm_arguments import ToolChoice, conversations_of, options_of, prompts_of, salt_of, tool_use_of
+from skipjoin.llm_arguments import (
+    ToolChoice,
+    adapter_of,
+    conversations_of,
+    options_of,
+    prompts_of,
+    salt_of,
+    tool_use_of,
+)
 from skipjoin.local_engine import Generation, LocalEngine, Running, outputs_of
 from skipjoin.sampling import ParameterError, SamplingParams
 
@@ -116,6 +124,7 @@ class AsyncLLM(LocalEngine):
         priority: int = 0,
         target: Target = NO_TARGET,
         cache_salt: str | None = None,
+        adapter: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         tool_choice: ToolChoice = None,
         parallel_tool_calls: bool | None = None,
@@ -134,7 +143,8 @@ class AsyncLLM(LocalEngine):
             ParameterError: If the prompt or an argument is invalid.
             RuntimeError: After `close`, or if the engine has failed.
         """
-        options = replace(options_of(service, priority, target), cache_salt=salt_of(cache_salt))
+        number = adapter_of(adapter, self._adapters)
+        options = replace(options_of(service, priority, target), cache_salt=salt_of(cache_salt), adapter=number)
         use = tool_use_of(tools, tool_choice, is_parallel=parallel_tool_calls)
         async with self._opened(prompt, params, n, options, use) as stream:
             while stream.unfinished:
@@ -150,12 +160,14 @@ class AsyncLLM(LocalEngine):
         priority: int = 0,
         target: Target = NO_TARGET,
         cache_salt: str | None = None,
+        adapter: str | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         tool_choice: ToolChoice = None,
         parallel_tool_calls: bool | None = None,
     ) -> list[Generation]:
         """Return `n` complete choices of one prompt; arguments and errors are those of `stream`."""
-        options = replace(options_of(service, priority, target), cache_salt=salt_of(cache_salt))
+        number = adapter_of(adapter, self._adapters)
+        options = replace(options_of(service, priority, target), cache_salt=salt_of(cache_salt), adapter=number)
         use = tool_use_of(tools, tool_choice, is_parallel=parallel_tool_calls)
         async with self._opened(prompt, params, n, options, use) as stream:
             while stream.unfinished:

@@ -12,8 +12,10 @@ from skipjoin.core.events import Admitted
 from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, ServiceClass, Target
 from skipjoin.formats.message import MessageReader
 from skipjoin.llm_arguments import (
+    Adapted,
     Salts,
     ToolChoice,
+    adapters_of,
     conversations_of,
     options_of,
     params_per_prompt,
@@ -55,6 +57,7 @@ class LLM(LocalEngine):
         priority: int = 0,
         target: Target = NO_TARGET,
         cache_salt: Salts = None,
+        adapter: Adapted = None,
         structured_outputs: Constraint = None,
     ) -> list[Generation]:
         """Complete one or many prompts, each a text or its token ids, and return results in the same order.
@@ -66,6 +69,7 @@ class LLM(LocalEngine):
             target: Soft objectives of each prompt, in seconds above 0.
             cache_salt: One for all prompts, or one per prompt, of 1 to 256 characters. Prompts share cached KV only
                 with prompts of the same salt.
+            adapter: Name of an adapter of the setting `lora_modules`, one for all prompts or one per prompt.
             structured_outputs: Constraint of all outputs, for example `{"json": schema}`, which replaces that of
                 `params`. See `StructuredOutput.of`.
 
@@ -78,7 +82,8 @@ class LLM(LocalEngine):
         texts = [item if isinstance(item, str) else None for item in given]
         each = self._each(params, len(ids), structured_outputs)
         self._compile(each)
-        found = self._run(ids, texts, each, options_of(service, priority, target), cache_salt)
+        options = self._options(options_of(service, priority, target), cache_salt, adapter, len(ids))
+        found = self._run(ids, texts, each, options)
         return [item.generation for item in found]
 
     def chat(
@@ -90,6 +95,7 @@ class LLM(LocalEngine):
         priority: int = 0,
         target: Target = NO_TARGET,
         cache_salt: Salts = None,
+        adapter: Adapted = None,
         structured_outputs: Constraint = None,
         tools: Sequence[Mapping[str, Any]] = (),
         tool_choice: ToolChoice = None,
@@ -114,8 +120,7 @@ class LLM(LocalEngine):
             prompts,
             [None] * len(prompts),
             each,
-            options_of(service, priority, target),
-            cache_salt,
+            self._options(options_of(service, priority, target), cache_salt, adapter, len(prompts)),
             kept=self._conversations.kept(use),
             readers=[self._conversations.reader(prompt, use) for prompt in prompts],
         )
@@ -192,17 +197,15 @@ class LLM(LocalEngine):
         ids: list[list[int]],
         texts: Sequence[str | None],
         each: Sequence[SamplingParams],
-        options: RequestOptions,
-        cache_salt: Salts,
+        options: Sequence[RequestOptions],
         *,
         kept: frozenset[int] = frozenset(),
         readers: Sequence[MessageReader | None] = (),
     ) -> list[Running]:
-        salted = [replace(options, cache_salt=salt) for salt in salts_of(cache_salt, len(ids))]
         running: dict[int, Running] = {}
         try:
             each_reader = readers or [None] * len(ids)
-            for prompt, text, given, asked, reader in zip(ids, texts, each, salted, each_reader, strict=True):
+            for prompt, text, given, asked, reader in zip(ids, texts, each, options, each_reader, strict=True):
                 running[self._next_id] = self._start(
                     self._next_id, prompt, text, given, asked, kept=kept, reader=reader
                 )
@@ -218,6 +221,12 @@ class LLM(LocalEngine):
                 self._loop.abort(request_id)
                 self._learn(unfinished, FinishReason.ABORT)
         return results
+
+    def _options(
+        self, options: RequestOptions, cache_salt: Salts, adapter: Adapted, count: int
+    ) -> list[RequestOptions]:
+        pairs = zip(salts_of(cache_salt, count), adapters_of(adapter, self._adapters, count), strict=True)
+        return [replace(options, cache_salt=salt, adapter=number) for salt, number in pairs]
 
     def _each(
         self, given: SamplingParams | Sequence[SamplingParams] | None, count: int, constraint: Constraint

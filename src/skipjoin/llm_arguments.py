@@ -13,6 +13,7 @@ from skipjoin.formats.conversation import TOOL_NAME
 from skipjoin.sampling import MAX_SALT, ParameterError, SamplingParams
 
 Salts = str | Sequence[str | None] | None
+Adapted = str | Sequence[str | None] | None
 ToolChoice = str | Mapping[str, Any] | None
 _MODES = ("auto", "none", "required")
 
@@ -37,6 +38,25 @@ def salts_of(given: Salts, count: int) -> list[str]:
     if len(salts) != count:
         raise ParameterError("cache_salt", f"cache_salt must be one, or one per prompt ({count}), got {len(salts)}")
     return [salt_of(salt) for salt in salts]
+
+
+def adapters_of(given: Adapted, known: Mapping[str, int], count: int) -> list[int]:
+    """Return the numbers of adapters from one name, or one per prompt."""
+    names = [given] * count if given is None or isinstance(given, str) else given
+    if not isinstance(names, list | tuple):
+        raise ParameterError("adapter", f"adapter must be a name, or one or None per prompt, got {shown(given)}")
+    if len(names) != count:
+        raise ParameterError("adapter", f"adapter must be one, or one per prompt ({count}), got {len(names)}")
+    return [adapter_of(name, known) for name in names]
+
+
+def adapter_of(name: Any, known: Mapping[str, int]) -> int:
+    if name is None:
+        return 0
+    if not isinstance(name, str) or name not in known:
+        has = f"lora_modules has {', '.join(known)}" if known else "lora_modules names none"
+        raise ParameterError("adapter", f"adapter must be the name of one, and {has}; got {shown(name)}")
+    return known[name]
 
 
 def salt_of(given: Any) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from skipjoin.adapters import configured
 from skipjoin.chat import Conversations, Message, ToolUse
 from skipjoin.config import TOOL_FORMATS, ConfigError, EngineConfig, ForecastConfig
 from skipjoin.core.events import Admitted, Event, Finished, Token
@@ -130,6 +131,7 @@ class LocalEngine:
         self._grammars = self.engine.executor.grammars or Grammars(
             lambda: self.tokenizer, info.vocab_size, info.eos_token_ids
         )
+        self._adapters = {adapter.name: adapter.number for adapter in configured(config.lora_modules)}
         self._conversations = Conversations(self.tokenizer, tool_format)
         self._next_id = 0
         self._is_closed = False

@@ -192,6 +192,15 @@ _ROWS = (
     Route(path="/live", handler=f"{_API}.status:live", access=Access.PROBE),
     Route(path="/v1/models", handler=f"{_API}.status:list_models", is_relayed=True),
     Route(path="/v1/models/{model:path}", handler=f"{_API}.status:show_model"),
+    *(
+        Route(
+            path=f"/v1/{order}_lora_adapter",
+            handler=f"{_API}.adapters:{order}_adapter",
+            method="POST",
+            body=f"{_API}.adapters:{order.title()}AdapterRequest",
+        )
+        for order in ("load", "unload")
+    ),
     METRICS,
     Route(path="/version", handler=f"{_API}.status:show_version"),
     Route(path="/load", handler=f"{_API}.status:show_load"),

@@ -179,9 +179,15 @@ class PagedRunner:
     """Runs sequences of given tokens through a model in random chunks and batches over scattered blocks.
 
     Ranks that are not on the last stage return no logits.
+
+    Args:
+        adapters: Number of the adapter of each sequence, 0 for none.
     """
 
-    def __init__(self, model: CausalLM, sequences: list[list[int]], block_size: int, seed: int) -> None:
+    def __init__(
+        self, model: CausalLM, sequences: list[list[int]], block_size: int, seed: int, adapters: list[int] | None = None
+    ) -> None:
+        self.adapters = adapters or [0] * len(sequences)
         self.random = random.Random(seed)
         self.model, self.sequences, self.block_size = model, sequences, block_size
         needed = [-(-len(s) // block_size) for s in sequences]
@@ -199,7 +205,14 @@ class PagedRunner:
         chosen = self.random.sample(waiting, self.random.randint(1, len(waiting)))
         counts = [min(self.random.choice([1, 1, 1, 2, 5, 17]), len(self.sequences[i]) - self.done[i]) for i in chosen]
         segments = [
-            Segment(self.sequences[i][self.done[i] : self.done[i] + n], self.done[i], self.tables[i], True, True)
+            Segment(
+                self.sequences[i][self.done[i] : self.done[i] + n],
+                self.done[i],
+                self.tables[i],
+                True,
+                True,
+                adapter=self.adapters[i],
+            )
             for i, n in zip(chosen, counts, strict=True)
         ]
         batch = PackedBatch.build(segments, self.block_size, self.model.device)

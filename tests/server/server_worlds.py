@@ -35,13 +35,16 @@ from skipjoin.server.engines.connected_engine import ConnectedEngine
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.messages import (
     Abort,
+    AdapterLoaded,
     Add,
     DescribeRequests,
     FromEngine,
+    LoadAdapter,
     Ready,
     Reforecast,
     StepOutputs,
     ToEngine,
+    UnloadAdapter,
 )
 from skipjoin.server.metrics import Metrics
 
@@ -87,6 +90,7 @@ class ScriptedEngine:
         self.aborted: list[int] = []
         self.reforecasts: list[Reforecast] = []
         self.asked: list[int] = []
+        self.adapters: list[int] = []
         self.paused = False
 
     def join(self, ready: Ready) -> None:
@@ -111,6 +115,12 @@ class ScriptedEngine:
             self.reforecasts.append(message)
         elif isinstance(message, DescribeRequests):
             self.asked.append(message.id)
+        elif isinstance(message, LoadAdapter):
+            error = "" if Path(message.adapter.folder).is_dir() else f"{message.adapter.folder} is not a folder"
+            self.adapters.append(message.adapter.number)
+            asyncio.get_running_loop().call_soon(self.tell, AdapterLoaded(message.id, error))
+        elif isinstance(message, UnloadAdapter):
+            self.adapters.remove(message.number)
 
     def die(self) -> None:
         assert self.replica is not None

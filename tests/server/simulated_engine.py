@@ -12,11 +12,13 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tiny_model import EOS, VOCAB
 
+from skipjoin.adapters import Adapter
 from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Token
@@ -25,7 +27,7 @@ from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
 from skipjoin.core.step import StepPlan, StepResult
-from skipjoin.model.config import ModelError
+from skipjoin.model.config import AdapterError, ModelError
 from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import EngineLimits, Settings, build
 from skipjoin.sampling import SamplingParams, TokenDetail, TokenLogprob
@@ -63,6 +65,7 @@ class SimulatedLoop:
         )
         self.core = EngineCore(Scheduler(build(config.recipe, settings), KVLedger(blocks, 0, BLOCK_SIZE)))
         self.on_plan: Callable[[StepPlan], object] = lambda plan: None
+        self.adapter_bytes: Counter[int] = Counter()
         self._plan: StepPlan | None = None
         self._step_s = step_s
 
@@ -89,7 +92,7 @@ class SimulatedLoop:
             stop_tokens=frozenset(params.stop_token_ids) | eos,
             options=options,
             sampling=params,
-            prefix=None if is_scored else ContentPrefix(BLOCK_SIZE, options.cache_salt.encode()),
+            prefix=None if is_scored else ContentPrefix(BLOCK_SIZE, options.kv_salt),
             resumed=output,
         )
         request.progress.expect(forecast)
@@ -100,6 +103,14 @@ class SimulatedLoop:
 
     def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> bool:
         return self.core.abort(request_id, time.monotonic(), reason)
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        if not Path(adapter.folder).is_dir():
+            raise AdapterError(f"adapter {adapter.name}: {adapter.folder} is not a folder")
+        self.adapter_bytes[adapter.number] = 1
+
+    def unload_adapter(self, number: int) -> None:
+        self.adapter_bytes.pop(number, None)
 
     @property
     def cost(self) -> LinearCost:

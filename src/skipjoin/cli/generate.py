@@ -44,6 +44,9 @@ class Task:
     service: Annotated[str, Option("Service class of the prompts", choices=tuple(ServiceClass), group=_GROUP)] = (
         ServiceClass.REAL_TIME.value
     )
+    adapter: Annotated[
+        str | None, Option("Adapter of --lora-modules by name (default: none).", metavar="NAME", group=_GROUP)
+    ] = None
     as_json: Annotated[bool, _task("Print one JSON object per prompt.", flags=("--json",))] = False
 
     def __post_init__(self) -> None:
@@ -79,9 +82,9 @@ def generate(*, task: Values, engine: Values, forecasts: Values) -> None:
         params = wanted.params(llm.default_params)
         if wanted.chat:
             chats = [[{"role": "user", "content": text}] for text in wanted.prompt]
-            results = llm.chat(chats, params, service=wanted.service)
+            results = llm.chat(chats, params, service=wanted.service, adapter=wanted.adapter)
         else:
-            results = llm.generate(wanted.prompt, params, service=wanted.service)
+            results = llm.generate(wanted.prompt, params, service=wanted.service, adapter=wanted.adapter)
     for result in results:
         _print(result, as_json=wanted.as_json)
     if any(result.error for result in results):

@@ -243,8 +243,21 @@ def _check_conflicts(parameters: Sequence[inspect.Parameter]) -> None:
 
 
 def engine_values(values: Values) -> Values:
-    """Parse the texts of `--set`, and validate the profile's file before slow work begins."""
+    """Parse the texts of `--set` and `--lora-modules`, and validate the profile's file before slow work begins."""
     if values["profile"] not in ("auto", "off", ""):
         read_profile(Path(values["profile"]))
     texts = values["recipe_params"] or ()
-    return values | {"recipe_params": read_assignments([find(values["recipe"])], texts, "set")}
+    params = read_assignments([find(values["recipe"])], texts, "set")
+    return values | {"recipe_params": params, "lora_modules": adapters_of(values["lora_modules"] or ())}
+
+
+def adapters_of(texts: Iterable[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, folder = text.partition("=")
+        if not equals:
+            raise ConfigError(f"lora_modules must be NAME=FOLDER, got {text!r}")
+        if name in found:
+            raise ConfigError(f"lora_modules: {name} is given twice")
+        found[name] = folder
+    return found

@@ -22,6 +22,7 @@ from skipjoin.config.shared import (
     check_not_one_card,
     check_swap_bandwidth,
     check_swap_type,
+    checked_adapters,
 )
 from skipjoin.options import ConfigError, Option, Value, check
 from skipjoin.recipes import BEST_EFFORT_WAIT_S, DEFAULT, absolute, check_recipe
@@ -84,6 +85,16 @@ class EngineConfig:
             is_common=True,
         ),
     ] = "none"
+    lora_modules: Annotated[
+        dict[str, str],
+        Option(
+            "Low-rank adapter in a folder that PEFT wrote, which requests choose by its name as their model; may be "
+            "repeated.",
+            metavar="NAME=FOLDER",
+            group=MODEL,
+            is_common=True,
+        ),
+    ] = field(default_factory=dict)
     max_model_len: Annotated[
         int | None,
         Option(
@@ -293,7 +304,9 @@ class EngineConfig:
         check(self)
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
-        object.__setattr__(self, "recipe", absolute(self.recipe))  # engines may run in another working folder
+        # Engines may run in another working folder.
+        object.__setattr__(self, "recipe", absolute(self.recipe))
+        object.__setattr__(self, "lora_modules", checked_adapters(self.lora_modules))
         check_recipe(self.recipe, self.recipe_params, fair_output_weight=self.fair_output_weight)
         check_swap_type(self.swap_dtype, self.kv_cache_dtype, "swap_space_gib", self.swap_space_gib)
         check_swap_bandwidth(self.swap_bandwidth_gbps, "swap_space_gib", self.swap_space_gib)

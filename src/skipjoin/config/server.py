@@ -128,9 +128,9 @@ class ServerConfig(BatchConfig):
     fair_by: Annotated[
         str,
         Option(
-            "Clients between which the service is shared fairly: API keys, or values of the field user, which clients "
-            "must then not choose themselves",
-            choices=("none", "key", "user"),
+            "Clients between which the service is shared fairly: API keys, adapters, or values of the field user, "
+            "which clients must then not choose themselves",
+            choices=("none", "key", "user", "adapter"),
             group=SCHEDULING,
         ),
     ] = "none"

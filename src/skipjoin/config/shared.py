@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from typing import Annotated
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from skipjoin.kv_format import CACHE_FORMATS, SWAP_FORMATS
@@ -13,6 +15,7 @@ SERVER, LIMITS, FORECASTS, BATCHES = "HTTP server", "Limits", "Forecasts", "File
 OBJECTIVES = "Objectives of requests without their own"
 ASKED = "Objectives that requests may ask for"
 
+MAX_ADAPTER_NAME = 256
 # Fields shared with simulated systems, and a default.
 MAX_NUM_SEQS = 256
 MaxNumSeqs = Annotated[
@@ -126,3 +129,20 @@ def check_swap_bandwidth(gbps: float | None, field: str, size: float | None) -> 
 def check_not_one_card(device: str) -> None:
     if ":" in device:
         raise ConfigError(f"device must be auto, cpu or cuda where Ray places ranks or replicas on cards, got {device}")
+
+
+def checked_adapters(given: Any) -> dict[str, str]:
+    """Return the folders of adapters by name, with absolute paths."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"lora_modules must map names of adapters to folders, got {given!r}")
+    for name, folder in given.items():
+        if not is_adapter_name(name) or not isinstance(folder, str) or not folder:
+            raise ConfigError(
+                f"lora_modules must be like sql=adapters/sql, with a name of 1 to {MAX_ADAPTER_NAME} printable "
+                f"characters, got {name!r:.300}={folder!r:.300}"
+            )
+    return {name: os.path.abspath(folder) for name, folder in given.items()}
+
+
+def is_adapter_name(name: Any) -> bool:
+    return isinstance(name, str) and 1 <= len(name) <= MAX_ADAPTER_NAME and name.isprintable() and name == name.strip()

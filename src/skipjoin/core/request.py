@@ -65,6 +65,7 @@ class RequestOptions:
         priority: Lower values run first among equal classes and urgency.
         deadline_s: Seconds after arrival at which the request is ended.
         cache_salt: Only requests with equal salts share KV.
+        adapter: Number of the adapter of the model; 0 for none.
     """
 
     service: ServiceClass = ServiceClass.REAL_TIME
@@ -75,6 +76,14 @@ class RequestOptions:
     client: str = ""
     cache_salt: str = ""
     trace: Trace | None = None
+    adapter: int = 0
+
+    @property
+    def kv_salt(self) -> bytes:
+        """Bytes that are equal for requests that may share KV, which depends on the adapter."""
+        salt = self.cache_salt.encode()
+        # No salt begins with this byte, since it is none of UTF-8.
+        return b"\xff" + self.adapter.to_bytes(8, "big") + salt if self.adapter else salt
 
 
 DEFAULT_OPTIONS = RequestOptions()

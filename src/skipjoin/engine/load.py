@@ -6,6 +6,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple
 
+from skipjoin.adapters import configured
 from skipjoin.config import ConfigError, EngineConfig, bytes_per_s
 from skipjoin.config.profile import ProfileKey
 from skipjoin.engine.profiling.profiler import profile_key
@@ -22,7 +23,8 @@ from skipjoin.exec.rank_spec import (
     memory_budget_of,
     rank_spec_of,
 )
-from skipjoin.model.config import ModelConfig
+from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.config import AdapterError, ModelConfig
 from skipjoin.model.folder import model_files, model_folder
 from skipjoin.model.grammars import grammars_of
 from skipjoin.model.load_spec import LoadSpec
@@ -54,9 +56,22 @@ def check_load(config: EngineConfig) -> tuple[ModelConfig, int]:
     model_config = read_config(files, spec)
     max_len = _max_model_len(config, model_config)
     check_shards(model_config, config.tensor_parallel_size, config.pipeline_parallel_size)
+    if config.lora_modules:
+        _adapter_bytes(config, planned_model(files, model_config, spec))
     if config.ray_address is None:
         _check_memory(config, spec, files, model_config, max_len)
     return model_config, max_len
+
+
+def _adapter_bytes(config: EngineConfig, model: CausalLM) -> int:
+    """Return the memory of the configured adapters; raise `AdapterError` if one is not of this model."""
+    total = 0
+    for name, folder in config.lora_modules.items():
+        try:
+            total += model.adapters.planned_bytes(folder)
+        except AdapterError as error:
+            raise AdapterError(f"adapter {name}: {error}") from error
+    return total
 
 
 def _check_memory(
@@ -70,7 +85,12 @@ def _check_memory(
     specs = [rank_spec_of(model, config.block_size, threads, config.swap_dtype) for model in models]
     total = sum(spec.weight_bytes for spec in specs)
     budgets = [
-        memory_budget_of(model, config.gpu_memory_utilization, config.ranks, to_load=spec.weight_bytes)
+        memory_budget_of(
+            model,
+            config.gpu_memory_utilization,
+            config.ranks,
+            to_load=spec.weight_bytes + _adapter_bytes(config, model),
+        )
         for model, spec in zip(models, specs, strict=True)
     ]
     if models[0].device.type == "cpu" and total > (free := free_ram()):
@@ -94,6 +114,7 @@ def load(config: EngineConfig, on_progress: OnProgress = lambda what, share: Non
         link_bytes_per_s=bytes_per_s(config.swap_bandwidth_gbps),
         gpu_share=config.gpu_memory_utilization,
         graph_sizes=() if config.enforce_eager else tuple(graph_batch_sizes(config.max_num_seqs)),
+        adapters=configured(config.lora_modules),
     )
     executor: ModelExecutor = (_load_ranks if config.is_distributed else _load_here)(
         config, model_config, of, max_len, on_progress

@@ -3,9 +3,10 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
+from skipjoin.adapters import Adapter
 from skipjoin.core.events import Event
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.ledger import KVLedger
@@ -20,6 +21,7 @@ from skipjoin.engine.step_times import StepTimes
 from skipjoin.engine.targets import RelativeTargets
 from skipjoin.exec.base import RankError
 from skipjoin.exec.sampling import Sampling
+from skipjoin.model.config import AdapterError
 from skipjoin.policies.cost import LinearCost
 from skipjoin.sampling import ContextLengthError, ParameterError, SamplingParams, check_ids
 
@@ -44,6 +46,10 @@ class EngineLoop:
         self._losses = RankLosses()
         self._times = StepTimes()
         self._compiling = GrammarWaits(engine.core, engine.executor, self.clock, self._charge)
+        # Bytes of each adapter, on all ranks.
+        self.adapter_bytes: Counter[int] = Counter()
+        for spec in engine.executor.rank_specs:
+            self.adapter_bytes.update(spec.adapter_bytes)
         engine.core.on_finished = self._on_finished
 
     def add(
@@ -69,6 +75,8 @@ class EngineLoop:
         """
         self.engine.info.check_pooling(params.pooling)
         self._check(prompt, params)
+        if options.adapter and options.adapter not in self.adapter_bytes:
+            raise ParameterError("model", "model names an adapter that is not loaded")
         if params.structured_outputs is not None and not self.engine.info.eos_token_ids:
             raise ParameterError(
                 "structured_outputs",
@@ -111,6 +119,19 @@ class EngineLoop:
 
     def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> bool:
         return self.core.abort(request_id, self.clock(), reason)
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Load an adapter between steps, or raise `AdapterError`."""
+        try:
+            self.adapter_bytes[adapter.number] = self.engine.executor.load_adapter(adapter)
+        except RankError as error:
+            self._restart(error)
+            raise AdapterError(f"adapter {adapter.name}: all ranks were restarted meanwhile: load it again") from error
+
+    def unload_adapter(self, number: int) -> None:
+        """Unload an adapter that no request uses."""
+        if self.adapter_bytes.pop(number, None) is not None:
+            self.engine.executor.unload_adapter(number)
 
     @property
     def cost(self) -> LinearCost:
@@ -228,7 +249,7 @@ class EngineLoop:
         """Return the prefix-cache keys; None with prompt logprobs, which need every token computed."""
         if not self.engine.caches_prefixes or params.prompt_logprobs is not None:
             return None
-        return ContentPrefix(self.engine.info.block_size, options.cache_salt.encode())
+        return ContentPrefix(self.engine.info.block_size, options.kv_salt)
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         info, max_tokens = self.engine.info, params.output_limit

@@ -6,9 +6,11 @@ from functools import partial
 
 import torch
 
+from skipjoin.adapters import Adapter
 from skipjoin.config.profile import Transfer
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, StepPlan, StepResult
+from skipjoin.exec.adapters import load_adapter
 from skipjoin.exec.grammars_ahead import GrammarsAhead
 from skipjoin.exec.graphs import DecodeGraphs
 from skipjoin.exec.kv_store import KVStore
@@ -92,6 +94,12 @@ class LocalExecutor:
         self._worker.on_finished(request)
         if self.ahead is not None:
             self.ahead.on_finished(request)
+
+    def load_adapter(self, adapter: Adapter) -> int:
+        return self._thread.submit(partial(load_adapter, self.model, adapter)).result()
+
+    def unload_adapter(self, number: int) -> None:
+        self._thread.after_these(partial(self.model.adapters.unload, number))
 
     def check(self) -> None: ...
 

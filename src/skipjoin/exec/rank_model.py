@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from skipjoin.adapters import Adapter
 from skipjoin.config.profile import Transfer
 from skipjoin.core.step import Direction
+from skipjoin.exec.adapters import load_adapter
 from skipjoin.exec.base import LargestStep, RankError
 from skipjoin.exec.graphs import DecodeGraphs, graph_bytes, record_graphs, replays
 from skipjoin.exec.kv_store import KVStore
@@ -35,6 +37,7 @@ class RankModel(NamedTuple):
     link_bytes_per_s: float | None = None
     gpu_share: float = 0.9
     graph_sizes: tuple[int, ...] = ()
+    adapters: tuple[Adapter, ...] = ()
 
 
 class LoadedRank:
@@ -60,6 +63,8 @@ class LoadedRank:
         if compiles:
             on_progress(_COMPILING, 1.0)
         model = self.model
+        for adapter in of.adapters:
+            load_adapter(model, adapter)
         if model.device.type == "cuda":
             on_progress("tuning kernels", 0.0)
         model.attention.tune(model.config, model.dtype, model.device, of.block_size, model.shard)

@@ -3,13 +3,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from skipjoin.adapters import Adapter
 from skipjoin.config.profile import Transfer
 from skipjoin.core.request import Request
 from skipjoin.core.step import LINK, Direction, Move
@@ -38,6 +39,7 @@ class RankSpec(NamedTuple):
         attention_width: Query heads of all its layers times the head dimension.
         parameters: Those that a token uses.
         expert_bytes: Part of `weight_bytes` of which a token uses the share `expert_use`.
+        adapter_bytes: By number, of the adapters that were loaded with the model; no part of `weight_bytes`.
     """
 
     stage: int
@@ -56,6 +58,7 @@ class RankSpec(NamedTuple):
     threads: int
     expert_bytes: int = 0
     expert_use: float = 0.0
+    adapter_bytes: Mapping[int, int] = {}
 
 
 class MemoryBudget(NamedTuple):
@@ -98,6 +101,17 @@ class ModelExecutor(Executor[Handle], Protocol):
     @property
     def ahead(self) -> MasksAhead | None: ...
 
+    def load_adapter(self, adapter: Adapter) -> int:
+        """Load an adapter after the plans in flight, and return its bytes; raise `AdapterError` if that is impossible.
+
+        Raises:
+            RankError: If a rank was lost.
+        """
+        ...
+
+    def unload_adapter(self, number: int) -> None:
+        """Unload an adapter that no later plan uses, after the plans in flight."""
+
     def check(self) -> None:
         """Raise `RankError` if a rank was lost while no plan was in flight."""
 
@@ -132,6 +146,7 @@ def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str
         threads=threads,
         expert_bytes=model.expert_bytes,
         expert_use=0.0 if config.experts is None else config.experts.per_token / config.experts.count,
+        adapter_bytes=dict(model.adapters.bytes),
     )
 
 

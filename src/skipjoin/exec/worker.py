@@ -178,7 +178,11 @@ class Worker:
         in_flight.states = states = [self._state_of(slice_.request) for slice_ in slices]
         void = [index for index, state in enumerate(states) if state.is_dropped]
         in_flight.dropped.update(dict.fromkeys(void, "the request was dropped in an earlier step"))
+        self._drop_without_adapter(slices, in_flight)
         going = [index for index in range(len(slices)) if index not in in_flight.dropped]
+        if self.model.adapters.bytes:
+            # Rows of one adapter follow one another, so that its products need not gather them.
+            going.sort(key=lambda index: slices[index].request.options.adapter)
         parts = self._halved(slices, going, in_flight) if going else []
         in_flight.chosen = [index for part in parts for index in part.chosen]
         in_flight.scores = [score for part in parts for score in part.scores]
@@ -204,6 +208,14 @@ class Worker:
         if len(going) == 1:
             return []
         return [part for half in halves(slices, going) for part in self._halved(slices, half, in_flight)]
+
+    def _drop_without_adapter(self, slices: Sequence[Slice], in_flight: InFlightStep) -> None:
+        """Drop slices whose adapter could not be loaded again after a restart."""
+        loaded = self.model.adapters.bytes
+        for index, slice_ in enumerate(slices):
+            if (adapter := slice_.request.options.adapter) and adapter not in loaded:
+                in_flight.dropped[index] = "the adapter of the request is not loaded"
+                in_flight.states[index].is_dropped = True
 
     @staticmethod
     def _drop_failed(in_flight: InFlightStep) -> None:
@@ -315,6 +327,7 @@ class Worker:
             all_logits=wants_scores(slice_) if self._pooler is None else self._pooler.reads_all,
             awaits=row,
             reverse=request.progress.reverse,
+            adapter=request.options.adapter,
         )
 
     def _sample_row(self, slice_: Slice, state: SamplingState | None) -> SampleRow:

@@ -20,6 +20,7 @@ class Segment(NamedTuple):
         sample: Compute the logits of the last token, or of every token with `all_logits`.
         awaits: Row of the previous step's sampled tokens that holds one more token.
         reverse: Fill blocks from the last slot down, so that two sequences can share a block bidirectionally.
+        adapter: Number of the adapter of its tokens; 0 for none.
     """
 
     tokens: Sequence[int]
@@ -29,6 +30,7 @@ class Segment(NamedTuple):
     all_logits: bool = False
     awaits: int | None = None
     reverse: bool = False
+    adapter: int = 0
 
     @property
     def length(self) -> int:
@@ -53,7 +55,8 @@ class GraphBuffers:
 
     def holds(self, segments: Sequence[Segment]) -> bool:
         return len(segments) <= self.capacity and all(
-            segment.length == 1 and segment.sample and len(segment.blocks) <= self.width for segment in segments
+            segment.length == 1 and segment.sample and len(segment.blocks) <= self.width and not segment.adapter
+            for segment in segments
         )
 
 
@@ -73,6 +76,7 @@ class PackedBatch:
         row_starts: Rows of segment i are row_starts[i]:row_starts[i + 1].
         directed: Indexes of the reversed segments.
         types: Shape [T], token types of an encoder; None if all are 0.
+        adapters: Number of each segment's adapter, 0 for none; empty if no segment has one.
     """
 
     token_ids: torch.Tensor
@@ -92,6 +96,7 @@ class PackedBatch:
     block_size: int
     directed: Sequence[int] = ()
     types: torch.Tensor | None = None
+    adapters: Sequence[int] = ()
 
     @property
     def plain(self) -> bool:
@@ -181,6 +186,7 @@ class PackedBatch:
             max_block=int(tables.max()),
             block_size=block_size,
             directed=directed,
+            adapters=_adapters(segments),
         )
 
     @classmethod
@@ -190,7 +196,7 @@ class PackedBatch:
         width = max(len(segment.blocks) for segment in segments)
         tokens, starts, slots, sources = [], [], [], []
         tables: list[Sequence[int]] = []
-        for i, (known, start, blocks, _, _, awaits, _) in enumerate(segments):
+        for i, (known, start, blocks, _, _, awaits, _, _) in enumerate(segments):
             held = len(blocks)
             if start < 0:
                 raise ValueError(f"segment {i} starts at {start}")
@@ -224,6 +230,7 @@ class PackedBatch:
             max_context=max(contexts),
             max_block=int(in_tables.max()),
             block_size=block_size,
+            adapters=_adapters(segments),
         )
 
 
@@ -250,8 +257,13 @@ def _bounds(tokens: int, segments: int, width: int, rows: int) -> list[int]:
 
 
 def _is_plain_decode(segment: Segment) -> bool:
-    tokens, _, _, sample, all_logits, awaits, reverse = segment
+    tokens, _, _, sample, all_logits, awaits, reverse, _ = segment
     return (sample or all_logits) and not reverse and len(tokens) + (awaits is not None) == 1
+
+
+def _adapters(segments: Sequence[Segment]) -> Sequence[int]:
+    found = [segment.adapter for segment in segments]
+    return found if any(found) else ()
 
 
 def _fill_tables(tables: np.ndarray, segments: Sequence[Segment], held: np.ndarray) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import torch
 
 from skipjoin.kv_format import CacheFormat
+from skipjoin.model.adapters import Adapters
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
@@ -39,8 +40,17 @@ class CausalLM:
         self.group = group
         self.shard = group.shard
         check_shards(config, self.shard.tp_size, self.shard.pp_size)
-        builder = Builder(config, weights, ops, attention, group, dtype=dtype)
-        self._decoder: Decoder = family_named(config.family).decoder(builder, device)
+        family = family_named(config.family)
+        self.adapters = Adapters(
+            ops,
+            prefix=family.prefix,
+            layers=self.shard.layers(config),
+            num_layers=config.num_layers,
+            dtype=dtype,
+            device=device,
+        )
+        builder = Builder(config, weights, ops, attention, group, dtype=dtype, adapters=self.adapters)
+        self._decoder: Decoder = family.decoder(builder, device)
         self._vocabulary = self.shard.vocabulary_sizes(config)
         self._output: Linear | None = None
         self.head: Head | None = None
@@ -71,7 +81,7 @@ class CausalLM:
             return output
         own = self.shard.vocabulary(config)
         name = (decoder.EMBEDDING if config.tie_embeddings else decoder.OUTPUT).removesuffix(".weight")
-        return builder.linear(name, (config.vocab_size,), config.embed_dim, False, rows=(own,))
+        return builder.linear(name, (config.vocab_size,), config.embed_dim, False, rows=(own,), takes_adapters=False)
 
     def check(self, batch: PackedBatch, kv: PagedKV) -> None:
         """Raise ValueError for positions or blocks outside the model or cache: compiled code does not check."""
@@ -119,6 +129,7 @@ class CausalLM:
 
     @torch.inference_mode()
     def compute(self, received: torch.Tensor | None, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
+        self.adapters.select(batch)
         entered = self._decoder.embed(batch) if received is None else received
         hidden = self._decoder.advance(entered, LayerInputs(batch, kv, self.attention))
         if not self.shard.is_last:

@@ -75,6 +75,10 @@ class ModelError(Exception):
     """A model, tokenizer or folder cannot be used; the message gives a remedy."""
 
 
+class AdapterError(ModelError):
+    """An adapter cannot be used with the model."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSettings:
     """MLPs of which each token uses some, in the layers `layers`; others have one of `intermediate_size`.

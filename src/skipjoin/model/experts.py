@@ -76,7 +76,8 @@ def separate_experts(builder: Builder, name: str, gate_up: Sequence[str], down: 
     own = builder.shard.expert_columns(builder.config)
 
     def make() -> tuple[list[Linear], list[Linear]]:
-        ups, downs = [], []
+        ups: list[Linear] = []
+        downs: list[Linear] = []
         for index in range(count):
             up = [Matrix(f"{name}.{index}.{part}", width, own) for part in gate_up]
             ups.append(weights.linear(ops, up, hidden, bias=False, activation=activation))

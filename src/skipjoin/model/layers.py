@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 
+from skipjoin.model.adapters import AdaptedLinear, Adapters
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
@@ -36,6 +37,7 @@ class Builder:
         group: Group,
         *,
         dtype: torch.dtype,
+        adapters: Adapters,
     ) -> None:
         self.config = config
         self.weights = weights
@@ -44,6 +46,7 @@ class Builder:
         self.group = group
         self.shard = group.shard
         self.dtype = dtype
+        self.adapters = adapters
         # Parameters are those that a token uses, and `expert_bytes` a part of `weight_bytes`.
         self.weight_bytes = self.expert_bytes = self.parameters = 0
 
@@ -65,6 +68,7 @@ class Builder:
         rows: Sequence[range] | None = None,
         orders: Sequence[torch.Tensor | None] | None = None,
         activation: str | None = None,
+        takes_adapters: bool = True,
     ) -> Linear:
         """Fuse matrices with the same input.
 
@@ -73,12 +77,16 @@ class Builder:
             outs: Their rows as a whole.
             rows: This rank's (Megatron).
             orders: Which of these rows each output has.
+            takes_adapters: The product is of all tokens of a batch.
         """
         names = [names] if isinstance(names, str) else names
         parts = zip(names, outs, rows or map(range, outs), orders or [None] * len(outs), strict=True)
         matrices = [Matrix(*one) for one in parts]
         self.parameters += sum(len(one.rows) for one in matrices) * inputs
-        return self._counted(self.weights.linear(self.ops, matrices, inputs, bias=bias, activation=activation))
+        product = self.weights.linear(self.ops, matrices, inputs, bias=bias, activation=activation)
+        if takes_adapters:
+            return self._counted(self.adapters.adapted(product, matrices, inputs, None, activation))
+        return self._counted(product)
 
     def summed_linear(
         self,
@@ -95,7 +103,8 @@ class Builder:
         matrices = [Matrix(name, out, range(out))]
         self.parameters += out * len(columns)
         has_bias = bias and self.shard.tp_rank == 0
-        linear = self._counted(self.weights.linear(self.ops, matrices, inputs, bias=has_bias, columns=columns))
+        product = self.weights.linear(self.ops, matrices, inputs, bias=has_bias, columns=columns)
+        linear = self._counted(self.adapters.adapted(product, matrices, inputs, columns, None))
         return SummedLinear(linear, self.group, begins, ends) if self.shard.tp_size > 1 else linear
 
     def mlp(
@@ -401,7 +410,23 @@ def advance(layers: Sequence[Layer], x: torch.Tensor, step: LayerInputs) -> torc
     return x
 
 
+def _plain_parts(layer: LayerParts) -> LayerParts:
+    """Return a layer's parts as they are for batches without adapters."""
+    attention, down = layer.attention, layer.down
+    return layer._replace(
+        attention=attention._replace(qkv=_plain(attention.qkv), output=_plain(attention.output)),
+        up=_plain(layer.up),
+        down=_plain(down) if isinstance(down, AdaptedLinear | Adjusted) else down,
+    )
+
+
+def _plain(linear: Linear) -> Linear:
+    if isinstance(linear, Adjusted):
+        return Adjusted(_plain(linear.linear), linear.adjust)
+    return linear.product if isinstance(linear, AdaptedLinear) else linear
+
+
 def fused(builder: Builder, layers: Sequence[Layer], norm: Norm | None) -> FusedLayers | None:
-    """Return `advance` and then `norm` in one call, or None if the operations cannot do that."""
-    parts = [layer.parts for layer in layers if isinstance(layer, FusibleLayer)]
+    """Return `advance` and then `norm` in one call without adapters, or None if the operations cannot do that."""
+    parts = [_plain_parts(layer.parts) for layer in layers if isinstance(layer, FusibleLayer)]
     return builder.ops.fused(parts, norm, builder.attention) if len(parts) == len(layers) else None

@@ -15,11 +15,11 @@ from safetensors import SafetensorError, safe_open
 from skipjoin.model.config import DTYPES, ModelError
 from skipjoin.model.family import family_named
 from skipjoin.model.groups import GroupedMatrix, rounded, same_order
-from skipjoin.model.ops.base import LayerOps, Linear, LookedUp, Norm
+from skipjoin.model.ops.base import LayerOps, Linear, LookedUp, Norm, Product
 from skipjoin.model.weight_files import INDEX, Source, read_weight_map, safetensors_files
 
 # Stored tensor types that can be weights, and the nearest supported ones. Others are quantized, or no numbers.
-_STORED = {"F64": "float32", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+STORED = {"F64": "float32", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 class Matrix(NamedTuple):
@@ -88,7 +88,7 @@ class Weights(ABC):
         bias: bool,
         columns: range | None = None,
         activation: str | None = None,
-    ) -> Linear:
+    ) -> Product:
         """Make one product of matrices with the same input by concatenating their rows; `columns` are this rank's."""
 
         def taken(kind: str, *size: int, **options: Any) -> torch.Tensor:
@@ -110,7 +110,7 @@ class Weights(ABC):
 
     def product(
         self, ops: LayerOps, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
-    ) -> Linear:
+    ) -> Product:
         return ops.linear(weight, bias, activation)
 
     def stacked(
@@ -161,7 +161,7 @@ class PlannedWeights(Weights):
         wanted = _wanted(shape, rows, columns)
         return tensor if wanted is None else tensor[wanted].contiguous()
 
-    def linear(self, ops: LayerOps, matrices: Sequence[Matrix], inputs: int, **options: Any) -> Linear:
+    def linear(self, ops: LayerOps, matrices: Sequence[Matrix], inputs: int, **options: Any) -> Product:
         columns = options.get("columns")
         width = inputs if columns is None else len(columns)
         sizes = [self._matrix_bytes(one.name, len(one.rows), width) for one in matrices]
@@ -173,7 +173,7 @@ class PlannedWeights(Weights):
 
     def product(
         self, ops: LayerOps, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
-    ) -> Linear:
+    ) -> Product:
         size = self._product_bytes(*weight.shape)
         if size is None:
             return super().product(ops, weight, bias, activation)
@@ -200,6 +200,9 @@ class PlannedProduct:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
+    def shifted(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
     def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
         raise NotImplementedError
 
@@ -224,17 +227,17 @@ class Int8Weights(Weights):
 
     def product(
         self, ops: LayerOps, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
-    ) -> Linear:
+    ) -> Product:
         return ops.grouped([rounded(weight)], bias, activation)
 
 
 class SafetensorsFiles:
-    """A folder's safetensors files, opened as needed. `where` has the file of each tensor."""
+    """A folder's safetensors files, or those of these names, opened as needed. `where` has the file of each tensor."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, names: Sequence[str] = ()) -> None:
         self._folder = folder
         self._files: dict[str, Any] = {}
-        self.where = self._locate()
+        self.where = self._tensors_of(names) if names else self._locate()
 
     def opened(self, name: str) -> Any:
         with self._errors(name):
@@ -267,8 +270,11 @@ class SafetensorsFiles:
         files = safetensors_files(self._folder)
         if not files:
             raise ModelError(f"{self._folder} has no .safetensors file")
+        return self._tensors_of([file.name for file in files])
+
+    def _tensors_of(self, files: Sequence[str]) -> dict[str, str]:
         try:
-            return {name: file.name for file in files for name in self._open(file.name).keys()}  # noqa: SIM118
+            return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise ModelError(f"the weights in {self._folder} cannot be read: {error}") from error
 
@@ -278,7 +284,7 @@ def stored_dtype(folder: Path) -> str:
     files = SafetensorsFiles(folder)
     for name in files.where:
         tensor = files.opened(name)
-        elements[_STORED.get(tensor.get_dtype(), "")] += math.prod(tensor.get_shape())
+        elements[STORED.get(tensor.get_dtype(), "")] += math.prod(tensor.get_shape())
     return max(DTYPES, key=lambda name: elements[name])
 
 
@@ -304,7 +310,7 @@ class FolderWeights(Weights):
         self._files = SafetensorsFiles(self._folder)
 
     def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
-        tensor = self.stored(name, *shape, rows=rows, columns=columns, types=tuple(_STORED))
+        tensor = self.stored(name, *shape, rows=rows, columns=columns, types=tuple(STORED))
         return tensor.to(device=self._device, dtype=self._dtype)
 
     def has(self, name: str) -> bool:

@@ -216,6 +216,7 @@ ENGINE_METRICS = (
     ),
     histogram("request_preemptions", "Preemptions of a request.", _PREEMPTIONS_PER_REQUEST, by_class=True),
     histogram("iteration_tokens_total", "Tokens computed in a step.", _BATCH, in_vllm=True),
+    gauge("adapter_bytes", "Memory of adapters."),
     gauge("engine_resident_memory_bytes", "Resident memory of the engine processes, without their ranks."),
 )
 """Metrics of an engine. Histograms over requests count a request when it ends, for any reason."""
@@ -254,6 +255,7 @@ API_METRICS = (
     histogram(
         "request_max_num_generation_tokens", "Generated tokens of a prompt's longest choice.", _LENGTHS, in_vllm=True
     ),
+    gauge("adapters", "Number of adapters that requests may choose."),
     gauge("replicas", "Number of configured engines."),
     gauge("replicas_alive", "Number of engines that accept requests."),
     counter("replica_restarts_total", "Number of engines started in place of one that died."),

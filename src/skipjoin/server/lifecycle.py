@@ -159,7 +159,7 @@ class Server:
         metrics = Metrics(config.metrics_compat)
         client = EngineClient(metrics, wanted=config.replicas, seed=settings.engine.seed)
         self._engine = make_engines(client, command, self._progress.update)
-        self._service = Service(config, client, metrics)
+        self._service = Service(config, client, metrics, settings.engine.lora_modules)
         most = config.batch_inflight or 2 * settings.engine.max_num_seqs * config.replicas
         self._batches = _batches(self._service, most)
         # After failures of the others, one engine may hold all admitted requests.

@@ -28,6 +28,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     reverse: bool = False
     client: str = ""
     cache_salt: str = ""
+    adapter: int = 0
 
 
 class KnownTokens(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -83,6 +84,14 @@ class StepMasks(msgspec.Struct, frozen=True, array_like=True, gc=False):
     seconds: float
 
 
+class AdapterMessage(msgspec.Struct, frozen=True, tag="adapter", array_like=True, gc=False):
+    """Order to load an adapter, which is answered, or to unload it if there is no folder."""
+
+    number: int
+    name: str = ""
+    folder: str = ""
+
+
 class Done(msgspec.Struct, frozen=True, tag="done", array_like=True, gc=False):
     plan: int
     checksum: bytes
@@ -108,6 +117,12 @@ class MaskDone(msgspec.Struct, frozen=True, tag="masked", array_like=True, gc=Fa
     seconds: float
 
 
+class AdapterDone(msgspec.Struct, frozen=True, tag="adapted", array_like=True, gc=False):
+    number: int
+    bytes: int
+    error: str = ""
+
+
 class RankFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True, gc=False):
     text: str
     lost_peer: bool
@@ -115,8 +130,8 @@ class RankFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True, gc=
     out_of_memory: bool = False
 
 
-ToRank = PlanMessage | MaskMessage
-FromRank = Done | MaskBegun | MaskDone | RankFailed
+ToRank = PlanMessage | MaskMessage | AdapterMessage
+FromRank = Done | MaskBegun | MaskDone | AdapterDone | RankFailed
 
 # Created at import, in one thread: while a struct's first decoder is created, a second thread's would dereference null.
 TO_RANK_DECODER: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank)

@@ -12,6 +12,7 @@ from skipjoin.exec.ranks.messages import (
     CHECKSUM_BYTES,
     FIRST_CHECKSUM,
     TO_RANK_DECODER,
+    AdapterMessage,
     KnownTokens,
     MaskMessage,
     MovePart,
@@ -55,6 +56,9 @@ class PlanWriter:
     def write_mask(self, request: Request) -> tuple[int, bytes]:
         number = self._updated(request).number
         return number, self._sealed(MaskMessage(number, *self._untold()))
+
+    def write_adapter(self, message: AdapterMessage) -> bytes:
+        return self._sealed(message)
 
     def on_finished(self, request: Request) -> None:
         if (sent := self._sent.pop(request, None)) is not None:
@@ -121,6 +125,7 @@ class PlanWriter:
                     reverse=request.progress.reverse,
                     client=request.options.client,
                     cache_salt=request.options.cache_salt,
+                    adapter=request.options.adapter,
                 )
             )
         return sent
@@ -147,7 +152,7 @@ class PlanReader:
         self._moves: dict[Move, int] = {}
         self._next_move = 0
 
-    def read(self, message: bytes) -> StepPlan | MaskOrder:
+    def read(self, message: bytes) -> StepPlan | MaskOrder | AdapterMessage:
         sent, body = message[:CHECKSUM_BYTES], message[CHECKSUM_BYTES:]
         found = checksum_after(self.checksum, body)
         if sent != found:
@@ -157,6 +162,9 @@ class PlanReader:
             )
         self.checksum = found
         plan = TO_RANK_DECODER.decode(body)
+        if isinstance(plan, AdapterMessage):
+            self.finished = []
+            return plan
         self._read_requests(plan)
         if isinstance(plan, MaskMessage):
             request = self._requests[plan.request].request
@@ -167,10 +175,10 @@ class PlanReader:
         self._end(plan)
         return StepPlan(plan.id, slices, blocking, overlapped)
 
-    def _read_requests(self, message: ToRank) -> None:
+    def _read_requests(self, message: PlanMessage | MaskMessage) -> None:
         for new in message.new:
             sampling = Sampling(new.params, new.seed, new.eos_token_ids)
-            options = RequestOptions(client=new.client, cache_salt=new.cache_salt)
+            options = RequestOptions(client=new.client, cache_salt=new.cache_salt, adapter=new.adapter)
             request = Request(new.id, 0.0, new.prompt, 1, options=options, sampling=sampling)
             if new.reverse:
                 request.progress.fill_down()
@@ -178,7 +186,7 @@ class PlanReader:
         for known in message.known:
             self._requests[known.request].request.progress.extend(known.tokens)
 
-    def _end(self, message: ToRank) -> None:
+    def _end(self, message: PlanMessage | MaskMessage) -> None:
         # Moves in flight keep references to their requests.
         self.finished = [self._requests.pop(number).request for number in message.ended]
 

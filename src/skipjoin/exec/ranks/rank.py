@@ -8,17 +8,29 @@ from contextlib import suppress
 
 import msgspec
 
+from skipjoin.adapters import Adapter
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepPlan, StepResult
+from skipjoin.exec.adapters import load_adapter
 from skipjoin.exec.grammars_ahead import GrammarsAhead
 from skipjoin.exec.graphs import DecodeGraphs
 from skipjoin.exec.kv_store import KVStore
-from skipjoin.exec.ranks.messages import Done, FromRank, MaskBegun, MaskDone, RankFailed, StepMasks
+from skipjoin.exec.ranks.messages import (
+    AdapterDone,
+    AdapterMessage,
+    Done,
+    FromRank,
+    MaskBegun,
+    MaskDone,
+    RankFailed,
+    StepMasks,
+)
 from skipjoin.exec.ranks.plan_messages import MaskOrder, OutOfStepError, PlanReader
 from skipjoin.exec.sampling import is_constrained
 from skipjoin.exec.transfer import Copier
 from skipjoin.exec.worker import Worker
 from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.config import AdapterError
 from skipjoin.model.cuda import is_out_of_memory
 from skipjoin.model.grammar_mask import GrammarMask, GrammarState
 from skipjoin.model.grammars import Grammars
@@ -64,6 +76,8 @@ class Rank:
                     self._on_finished(request)
                 if isinstance(received, MaskOrder):
                     self._order(received)
+                elif isinstance(received, AdapterMessage):
+                    answer = self._adapt(received)
                 else:
                     answer = self._answer(received, self._worker.run(received))
             except Exception as error:
@@ -96,6 +110,16 @@ class Rank:
             self._send(MaskDone(number, is_slow=False, seconds=0.0))
         else:
             future.add_done_callback(lambda done: self._on_mask(number, done))
+
+    def _adapt(self, order: AdapterMessage) -> AdapterDone | None:
+        model = self._worker.model
+        if not order.folder:
+            model.adapters.unload(order.number)
+            return None
+        try:
+            return AdapterDone(order.number, load_adapter(model, Adapter(order.number, order.name, order.folder)))
+        except AdapterError as error:
+            return AdapterDone(order.number, 0, str(error))
 
     def _on_begin(self, request: Request) -> None:
         if (number := self._orders.get(request)) is not None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from skipjoin.adapters import Adapter
 from skipjoin.config.profile import Transfer
 from skipjoin.core.request import Request
 from skipjoin.core.step import LINK, Direction, StepPlan
@@ -18,7 +19,7 @@ from skipjoin.exec.ranks.nodes import Node, away_from, known_nodes, silent
 from skipjoin.exec.ranks.rank_actor import RankActor, RankPlace, versions
 from skipjoin.exec.ranks.rank_masks import RankMasks
 from skipjoin.exec.ranks.sharded import ShardedExecutor, ShardedHandle
-from skipjoin.model.config import ModelError
+from skipjoin.model.config import AdapterError, ModelError
 from skipjoin.model.parallel import Shard
 
 _log = logging.getLogger(__name__)
@@ -227,6 +228,7 @@ class RankedExecutor:
             self.close()
             raise
         self.rank_specs = self._group.rank_specs
+        self._adapters = {adapter.number: adapter for adapter in model.adapters}
         self.pools = (*self._group.blocks, model.block_size)
 
     def submit(self, plan: StepPlan, now: float) -> ShardedHandle:
@@ -244,6 +246,15 @@ class RankedExecutor:
     def ahead(self) -> RankMasks:
         return self._live.executor.ahead
 
+    def load_adapter(self, adapter: Adapter) -> int:
+        found = self._live.executor.load_adapter(adapter)
+        self._adapters[adapter.number] = adapter
+        return found
+
+    def unload_adapter(self, number: int) -> None:
+        self._adapters.pop(number, None)
+        self._live.executor.unload_adapter(number)
+
     def check(self) -> None:
         self._live.executor.check()
 
@@ -258,18 +269,26 @@ class RankedExecutor:
             try:
                 self._group = RankGroup(
                     self._cluster,
-                    self._model,
+                    self._model._replace(adapters=()),
                     self._sizes,
                     lambda rank_specs, budgets: blocks,
                     self._on_progress,
                     patience_s=_PLACE_S,
                 )
+                self._load_again()
             except (RankError, ClusterError, ModelError) as error:
                 reason = error
                 time.sleep(_BREATH_S)
                 continue
             _log.warning("the ranks were restarted in %.1f s", time.monotonic() - began)
             return
+
+    def _load_again(self) -> None:
+        for adapter in self._adapters.values():
+            try:
+                self._live.executor.load_adapter(adapter)
+            except AdapterError as error:
+                _log.error("requests with this adapter fail from here on: %s", error)
 
     def touch(self, blocks: Sequence[int]) -> None:
         self._live.call("touch", blocks)

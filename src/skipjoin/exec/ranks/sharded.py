@@ -6,13 +6,23 @@ from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from skipjoin.adapters import Adapter
 from skipjoin.core.request import Request
 from skipjoin.core.step import Move, StageTime, StepPlan, StepResult
 from skipjoin.exec.base import RankError, RankMemoryError
 from skipjoin.exec.ranks.links import TcpLink
-from skipjoin.exec.ranks.messages import FROM_RANK_DECODER, Done, MaskBegun, MaskDone, RankFailed
+from skipjoin.exec.ranks.messages import (
+    FROM_RANK_DECODER,
+    AdapterDone,
+    AdapterMessage,
+    Done,
+    MaskBegun,
+    MaskDone,
+    RankFailed,
+)
 from skipjoin.exec.ranks.plan_messages import OutOfStepError, PlanWriter
 from skipjoin.exec.ranks.rank_masks import RankMasks
+from skipjoin.model.config import AdapterError
 from skipjoin.model.parallel import Shard
 
 # Seconds that the other ranks have to report the cause after a rank reported that it lost another.
@@ -63,6 +73,7 @@ class ShardedExecutor:
         self._early: list[deque[Done | RankFailed]] = [deque() for _ in links]
         sampling = [shard.rank for shard in self._shards if shard.is_last]
         self.ahead = RankMasks(sampling, self._order, self._receive_masks)
+        self._adapted: list[deque[AdapterDone]] = [deque() for _ in links]
         self._on_way: dict[int, _OnWay] = {}
         self._moves = 0
         self._failure: Exception | None = None
@@ -80,6 +91,18 @@ class ShardedExecutor:
     def on_finished(self, request: Request) -> None:
         self._writer.on_finished(request)
         self.ahead.on_finished(request)
+
+    def load_adapter(self, adapter: Adapter) -> int:
+        self._broadcast(self._writer.write_adapter(AdapterMessage(*adapter)))
+        deadline = time.monotonic() + self._timeout_s
+        answers = [self._adapter_answer(rank, deadline) for rank in range(len(self._links))]
+        if errors := [answer.error for answer in answers if answer.error]:
+            self.unload_adapter(adapter.number)
+            raise AdapterError(errors[0])
+        return sum(answer.bytes for answer in answers)
+
+    def unload_adapter(self, number: int) -> None:
+        self._broadcast(self._writer.write_adapter(AdapterMessage(number)))
 
     def check(self) -> None:
         if not self._pending:
@@ -105,6 +128,19 @@ class ShardedExecutor:
     def _broadcast(self, message: bytes) -> None:
         for link in self._links:
             link.send(message)
+
+    def _adapter_answer(self, rank: int, deadline: float) -> AdapterDone:
+        """Return a rank's answer, which follows those to plans in flight."""
+        early, adapted = self._early[rank], self._adapted[rank]
+        while not adapted:
+            if early and isinstance(answer := early[-1], RankFailed):
+                raise self._error(rank, answer)
+            try:
+                self._read(rank, max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                name = self._shards[rank].name
+                raise RankError(f"{name} did not load an adapter within {self._timeout_s:g} s") from None
+        return adapted.popleft()
 
     def _order(self, request: Request) -> int:
         number, message = self._writer.write_mask(request)
@@ -197,6 +233,8 @@ class ShardedExecutor:
         answer = FROM_RANK_DECODER.decode(self._links[rank].receive(timeout_s))
         if isinstance(answer, MaskBegun | MaskDone):
             self.ahead.on_answer(rank, answer)
+        elif isinstance(answer, AdapterDone):
+            self._adapted[rank].append(answer)
         else:
             self._early[rank].append(answer)
 

@@ -78,14 +78,9 @@ class _NeoXLayer:
 
 
 def _query_key_value(builder: Builder, name: str) -> Linear:
-    """Load the projections, whose rows the checkpoint interleaves by head."""
+    """Make the projections, whose rows the checkpoint interleaves by head."""
     config, heads = builder.config, builder.shard.heads(builder.config)
     hidden, dim, count = config.hidden_size, config.head_dim, len(heads)
+    order = torch.arange(3 * count * dim).view(count, 3, dim).transpose(0, 1).flatten()
     own = scaled(heads, 3 * dim)
-    weight = builder.weights.take(f"{name}.weight", 3 * hidden, hidden, rows=own)
-    weight = weight.view(count, 3, dim, hidden).transpose(0, 1).reshape(3 * count * dim, hidden)
-    bias = None
-    if config.attention_bias:
-        bias = builder.weights.take(f"{name}.bias", 3 * hidden, rows=own)
-        bias = bias.view(count, 3, dim).transpose(0, 1).flatten()
-    return builder.finish_linear(weight, bias)
+    return builder.linear(name, (3 * hidden,), hidden, config.attention_bias, rows=[own], orders=[order])

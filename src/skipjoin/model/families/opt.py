@@ -65,12 +65,12 @@ class OPTDecoder:
             positions = config.max_positions + POSITION_OFFSET
             self._positions = builder.tensor(f"{name}.embed_positions.weight", positions, hidden)
             if embed != hidden:
-                self._project_in = builder.linear(f"{name}.project_in", (hidden,), embed, False)
+                self._project_in = builder.linear(f"{name}.project_in", (hidden,), embed, False, takes_adapters=False)
         self._layers = [_OptLayer(builder, i) for i in shard.layers(config)]
         self._norm_before = config.norm_before
         if shard.is_last:
             if embed != hidden:
-                self._project_out = builder.linear(f"{name}.project_out", (embed,), hidden, False)
+                self._project_out = builder.linear(f"{name}.project_out", (embed,), hidden, False, takes_adapters=False)
             self._norm = builder.layer_norm(f"{name}.final_layer_norm") if config.final_norm else None
 
     def embed(self, batch: PackedBatch) -> torch.Tensor:

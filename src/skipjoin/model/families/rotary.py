@@ -36,7 +36,12 @@ class RotaryDecoder:
         return self.embedding(batch.token_ids)
 
     def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
-        return advance(self._layers, x, step) if self._fused is None else self._fused(x, step.batch, step.kv)
+        if self._fused is None:
+            return advance(self._layers, x, step)
+        if not step.batch.adapters:
+            return self._fused(x, step.batch, step.kv)
+        advanced = advance(self._layers, x, step)
+        return advanced if self._norm is None else self._norm(advanced)
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self._norm is not None  # on the last stage

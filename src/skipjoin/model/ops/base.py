@@ -44,8 +44,16 @@ class Linear(Protocol):
         ...
 
 
+class Product(Linear, Protocol):
+    """`Linear` of one matrix or several with the same input."""
+
+    def shifted(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        """Return the product of each row with `delta` [n, out] added before the activation."""
+        ...
+
+
 @runtime_checkable
-class LookedUp(Linear, Protocol):
+class LookedUp(Product, Protocol):
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of a single matrix as numbers of the model's type."""
         ...
@@ -115,7 +123,7 @@ class LayerOps(Protocol):
         """Keep threads awake between the operations of a step."""
         ...
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> Linear:
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> Product:
         """Prepare [out, in] weights, which it may keep, with an activation after the bias (ALISE section 3.3)."""
         ...
 

@@ -32,6 +32,8 @@ struct Linear {
   int64_t threads, way; // see `Way` in layer_ops.cpp
   const void *then;     // weights of the next product, or null; thread i prefetches their panel i at the end
   int64_t then_bytes;   // per panel
+  const void *delta;    // [rows, n], added with the bias, or null
+  int64_t delta_stride;
 };
 
 // Queries or keys [tokens][heads][dim], to be normalized and rotated in place.

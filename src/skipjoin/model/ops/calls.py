@@ -27,7 +27,8 @@ class LinearCall(ctypes.Structure):
     _fields_ = (
         ("x", _P), ("x_stride", _I), ("rows", _I), ("weights", _P), ("bias", _P), ("groups", _P), ("matrices", _I),
         ("n", _I), ("k", _I), ("out", _P), ("out_stride", _I), ("gated", _I), ("add", _I), ("activation", _I),
-        ("scratch", _P), ("threads", _I), ("way", _I), ("then", _P), ("then_bytes", _I),
+        ("scratch", _P), ("threads", _I), ("way", _I), ("then", _P), ("then_bytes", _I), ("delta", _P),
+        ("delta_stride", _I),
     )  # fmt: skip
 
 

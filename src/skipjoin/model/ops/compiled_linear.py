@@ -50,20 +50,29 @@ class CompiledLinear:
         return LinearCall(**self._fields)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty((x.shape[0], self.outputs // 2 if self.is_gated else self.outputs), dtype=x.dtype)
+        out = self._empty(x)
         self._run(x, out, 0)
+        return out
+
+    def shifted(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        out = self._empty(x)
+        self._run(x, out, 0, delta)
         return out
 
     def add_to(self, x: torch.Tensor, total: torch.Tensor, then: Norm | None = None) -> torch.Tensor:
         self._run(x, total, 1)
         return total if then is None else then(total)
 
-    def _run(self, x: torch.Tensor, out: torch.Tensor, add: int) -> None:
+    def _empty(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.empty((x.shape[0], self.outputs // 2 if self.is_gated else self.outputs), dtype=x.dtype)
+
+    def _run(self, x: torch.Tensor, out: torch.Tensor, add: int, delta: torch.Tensor | None = None) -> None:
         ops, rows, threads = self.ops, x.shape[0], threads_here()
         call = LinearCall(
             x=x.data_ptr(), x_stride=x.stride(0), rows=rows, out=out.data_ptr(),
             out_stride=out.stride(0), add=add,
-            scratch=ops.scratch(rows, self.inputs, threads), threads=threads, **self._fields,
+            scratch=ops.scratch(rows, self.inputs, threads), threads=threads,
+            delta=None if delta is None else delta.data_ptr(), delta_stride=self.outputs, **self._fields,
         )  # fmt: skip
         ops.library.skipjoin_linear(ops.type, call)
 

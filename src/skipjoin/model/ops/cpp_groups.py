@@ -43,8 +43,8 @@ class GroupedLinear(CompiledLinear):
         self.weight_bytes = sum(packed.nbytes for packed in self._packed)
         self.use(groups=ctypes.addressof(self._calls), matrices=len(sizes))
 
-    def _run(self, x: torch.Tensor, out: torch.Tensor, add: int) -> None:
-        super()._run(x if self._order is None else x[:, self._order], out, add)
+    def _run(self, x: torch.Tensor, out: torch.Tensor, add: int, delta: torch.Tensor | None = None) -> None:
+        super()._run(x if self._order is None else x[:, self._order], out, add, delta)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of a single matrix as numbers."""

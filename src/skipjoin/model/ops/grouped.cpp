@@ -487,6 +487,10 @@ void finish(const Linear &c, const Task &task, int64_t row, int64_t rows, const 
     Floats found[2] = {sums[0][r], sums[1][r]};
     for (int s = 0; s < task.size; s++)
       if (auto *bias = task.parts[s].groups->bias) found[s] += load(bias + task.parts[s].index * kLanes);
+    for (int s = 0; s < task.size; s++) {
+      auto &part = task.parts[s];
+      shift<T>(c, row + r, part.output + (s && c.gated ? c.n / 2 : 0), part.count, found[s]);
+    }
     for (int s = 0; s < (c.gated ? 1 : task.size); s++) {
       auto &part = task.parts[s];
       put(c, (T *)c.out + (row + r) * c.out_stride + part.output, part.count, found[s], found[c.gated ? 1 : s]);

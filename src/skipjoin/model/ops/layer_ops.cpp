@@ -86,6 +86,8 @@ void finish(const Linear &c, int64_t panel, int64_t first, int64_t rows, Floats 
     for (int v = 0; v < (c.gated ? half : kVectors); v++) {
       int64_t column = panel * (c.gated ? kPanel / 2 : kPanel) + v * kLanes;
       if (column >= width) break;
+      shift<T>(c, first + r, column, width - column, sums[r][v]);
+      if (c.gated) shift<T>(c, first + r, width + column, width - column, sums[r][half + v]);
       put(c, row + column, width - column, sums[r][v], sums[r][c.gated ? half + v : v]);
     }
   }

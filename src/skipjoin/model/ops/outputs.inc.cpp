@@ -27,6 +27,12 @@ SKIPJOIN_INLINE Floats gated_by(int64_t activation, Floats gate, Floats up) {
   return gated(held, held * kSlope) * (bounded + 1.0f);
 }
 
+// Adds the `count` values of `delta` from this row and output to sums.
+template <typename T>
+SKIPJOIN_INLINE void shift(const skipjoin::Linear &c, int64_t row, int64_t output, int64_t count, Floats &sums) {
+  if (c.delta && count > 0) sums += load((const T *)c.delta + row * c.delta_stride + output, count);
+}
+
 // Writes the first `count` of these sums to outputs, gated, activated or added. up: what a gated product gates.
 template <typename T>
 SKIPJOIN_INLINE void put(const skipjoin::Linear &c, T *to, int64_t count, Floats sums, Floats up) {

@@ -35,6 +35,9 @@ class TorchLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return activated(self.activation, self.product(x))
 
+    def shifted(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        return activated(self.activation, self.product(x).add_(delta))
+
     def product(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
 

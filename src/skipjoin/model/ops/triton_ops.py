@@ -44,11 +44,21 @@ class TritonOps(TorchOps):
 
 class TritonLinear(TorchLinear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._finished(x, None)
+
+    def shifted(self, x: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        return self._finished(x, delta)
+
+    def _finished(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        has_gate = self.activation in GATES
+        found = self.product(x) if has_gate or self.activation is None else self.unbiased(x)
+        if delta is not None:
+            found.add_(delta)
         if self.activation is None:
-            return self.product(x)
+            return found
         if self.activation in GATES:
-            return gate_and_mul(self.product(x), GATES[self.activation])
-        return bias_and_activation(self.unbiased(x), self.bias, self.activation)
+            return gate_and_mul(found, GATES[self.activation])
+        return bias_and_activation(found, self.bias, self.activation)
 
     def unbiased(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight)

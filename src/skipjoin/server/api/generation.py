@@ -18,6 +18,7 @@ from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from msgspec import UNSET
 
+from skipjoin.adapters import AdapterUse
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, RequestOptions, ServiceClass
 from skipjoin.engine.text import Choice, TextRules
 from skipjoin.formats.message import MessageReader
@@ -94,9 +95,10 @@ class Job:
     format: Format
     owner: str = ANONYMOUS
     request_id: str = ""
+    adapter: AdapterUse | None = None
 
     def close(self) -> None:
-        _free(self.slots)
+        _free(self.slots, self.adapter)
 
 
 class JobRun:
@@ -148,6 +150,7 @@ class JobRun:
             forecast=expected.forecast,
             label=job.format.id,
             owner=job.owner,
+            adapter="" if job.adapter is None else job.adapter.adapter.name,
             like=self._sequences[-1] if number % job.copies else None,
             on_start=job.slots[number].started,
             on_end=expected.ended,
@@ -297,8 +300,12 @@ class Endpoint(ABC, Generic[BodyT]):
         service, n, param = self.service, body.copies, self.route.prompt
         arrived = time.monotonic() if arrived is None else arrived
         service.check_open()
-        service.check_model(body.model)
+        found = service.check_model(body.model)
         service.check_task(self.tasks)
+        if found is not None:
+            options = replace(options, adapter=found.number)
+        if service.config.fair_by == "adapter":
+            options = replace(options, client=service.shown_model(body.model))
         admission = queue or service.admission
         # Only the queue of HTTP requests reserves a part for real-time requests.
         is_best_effort = queue is None and options.service is ServiceClass.BEST_EFFORT
@@ -309,6 +316,7 @@ class Endpoint(ABC, Generic[BodyT]):
             if error.param == param and max(estimates) > service.info.max_model_len:
                 raise service.too_long(param, f"about {max(estimates)}") from error
             raise
+        adapter = None if found is None else service.adapters.use(found)
         try:
             prompts = await self.tokenize(body, options.client or owner)
             rules = self.text_rules(body)
@@ -336,9 +344,10 @@ class Endpoint(ABC, Generic[BodyT]):
                 format=form,
                 owner=owner,
                 request_id=request_id,
+                adapter=adapter,
             )
         except BaseException:
-            _free(slots)
+            _free(slots, adapter)
             raise
 
     def run(self, job: Job) -> JobRun:
@@ -368,9 +377,11 @@ class Endpoint(ABC, Generic[BodyT]):
         return body.text_rules
 
 
-def _free(slots: Iterable[AdmissionSlot]) -> None:
+def _free(slots: Iterable[AdmissionSlot], adapter: AdapterUse | None) -> None:
     for slot in slots:
         slot.ended()
+    if adapter is not None:
+        adapter.ended()
 
 
 def _remaining(options: RequestOptions, arrived: float) -> RequestOptions:

@@ -26,7 +26,7 @@ class OpenAiFormat(ABC):
 
     def __init__(self, service: Service, body: GenerationBody, prefix: str, service_tier: Any) -> None:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
-        self.created, self.model, self.service_tier = int(time.time()), service.name, service_tier
+        self.created, self.model, self.service_tier = int(time.time()), service.shown_model(body.model), service_tier
         self.tokenizer = service.tokenizer
         self.has_usage = body.usage_always
         self._has_usage_at_end = body.usage_at_end

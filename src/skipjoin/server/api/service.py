@@ -7,12 +7,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from skipjoin.adapters import Adapter, AdapterNames
 from skipjoin.chat import Conversations, ToolUse
-from skipjoin.config import ServerConfig
+from skipjoin.config import ConfigError, ServerConfig
 from skipjoin.engine.forecasting import ForecastKeeper
 from skipjoin.formats.message import load_parser
 from skipjoin.model.folder import model_id
@@ -53,6 +55,9 @@ from skipjoin.structured_output import GrammarError, StructuredOutput
 # Longer texts and bodies are processed in a thread, so that streams do not stall.
 _LARGE = 8192
 
+# Values of fair_by that share between others than API keys, and what errors call these.
+CLIENT_KINDS = {"user": "user", "adapter": "adapter"}
+
 BodyT = TypeVar("BodyT", bound=Body)
 ResultT = TypeVar("ResultT")
 
@@ -66,7 +71,13 @@ class Phase(Enum):
 class Service:
     """Shared state of one server, with the number of its `busy` generation requests over HTTP."""
 
-    def __init__(self, config: ServerConfig, client: EngineClient, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        client: EngineClient,
+        metrics: Metrics,
+        lora_modules: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self.config = config
         self.client = client
         self.metrics = metrics
@@ -75,9 +86,11 @@ class Service:
             config.max_queued_tokens,
             metrics,
             steps=lambda: client.steps,
-            is_shared=config.fair_by == "user" or (config.fair_by == "key" and len(set(config.api_keys)) > 1),
-            client_kind="user" if config.fair_by == "user" else "API key",
+            is_shared=config.fair_by in CLIENT_KINDS or (config.fair_by == "key" and len(set(config.api_keys)) > 1),
+            client_kind=CLIENT_KINDS.get(config.fair_by, "API key"),
         )
+        self.adapters = AdapterNames(lora_modules, client.unload_adapter)
+        metrics.set("adapters", len(lora_modules))
         self.index = RequestIndex()
         self.arrivals = ArrivalLog()
         self.phase = Phase.STARTING
@@ -116,6 +129,8 @@ class Service:
             self._forecasting = Forecasting(keeper, self.metrics, ask)
         self.names = _names(self.config, info)
         self.name = self.names[0]
+        if (taken := next((one.name for one in self.adapters.all if one.name in self.names), None)) is not None:
+            raise ConfigError(f"lora_modules: {taken} is the name of the model: choose another")
         self.conversations = Conversations(tokenizer, self.config.tool_format)
         if self.conversations.is_read(ToolUse()):
             self._threads.submit(load_parser)  # every chat request needs it
@@ -174,9 +189,23 @@ class Service:
             self.metrics.count("admission_rejected_total", "draining")
             raise unavailable("the server is shutting down", "shutting_down")
 
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.names:
+    def check_model(self, name: str | None) -> Adapter | None:
+        """Return the adapter that a body names as its model; raise 404 for an unknown model."""
+        if (adapter := self.adapters.find(name)) is None and name is not None and name not in self.names:
             raise model_not_found(name, self.name)
+        return adapter
+
+    def shown_model(self, name: str | None) -> str:
+        """Return the model's name in responses to a body that names it thus."""
+        return self.name if (adapter := self.adapters.find(name)) is None else adapter.name
+
+    def add_adapter(self, adapter: Adapter) -> None:
+        self.adapters.add(adapter)
+        self.metrics.set("adapters", len(self.adapters.all))
+
+    def remove_adapter(self, name: str) -> None:
+        self.adapters.remove(name)
+        self.metrics.set("adapters", len(self.adapters.all))
 
     def check_task(self, tasks: Collection[Task]) -> None:
         if self.info.task not in tasks:

@@ -4,6 +4,7 @@ from typing import Any
 
 from fastapi import Request, Response
 
+from skipjoin.adapters import Adapter
 from skipjoin.config.key_files import owner_of_key
 from skipjoin.model.folder import model_id
 from skipjoin.server.api.auth import viewer_of
@@ -71,16 +72,18 @@ async def live() -> Response:
 
 
 async def list_models(request: Request) -> Response:
-    """Return the served model in a list."""
-    return json_response({"object": "list", "data": [_card(service_of(request))]})
+    """Return the served model and its adapters in a list."""
+    service = service_of(request)
+    adapters = [adapter_card(service, adapter) for adapter in service.adapters.all]
+    return json_response({"object": "list", "data": [_card(service), *adapters]})
 
 
 async def show_model(request: Request, model: str) -> Response:
-    """Return the served model by name, which can contain slashes."""
+    """Return the served model or an adapter by name, which can contain slashes."""
     service = service_of(request)
     found = _card(service)
-    service.check_model(model)
-    return json_response(found)
+    adapter = service.check_model(model)
+    return json_response(found if adapter is None else adapter_card(service, adapter))
 
 
 def _card(service: Service) -> dict[str, Any]:
@@ -88,3 +91,8 @@ def _card(service: Service) -> dict[str, Any]:
     own = model_id(info.model, info.folder)
     card = {"object": "model", "owned_by": "skipjoin", "parent": None, "id": service.name, "created": service.created}
     return card | {"max_model_len": info.max_model_len, "root": own}
+
+
+def adapter_card(service: Service, adapter: Adapter) -> dict[str, Any]:
+    """Return the card of an adapter, which does not show its folder."""
+    return _card(service) | {"id": adapter.name, "root": adapter.name, "parent": service.name}

@@ -9,9 +9,11 @@ import msgspec
 
 from skipjoin.observe.metric_snapshot import Snapshot
 from skipjoin.server.engines.messages import (
+    AdapterLoaded,
     DescribeRequests,
     FindLives,
     LivesFound,
+    LoadAdapter,
     Ready,
     RequestState,
     RequestStates,
@@ -20,8 +22,8 @@ from skipjoin.server.engines.messages import (
 )
 from skipjoin.server.engines.sequences import EngineSequence
 
-Question = DescribeRequests | FindLives
-Reply = RequestStates | LivesFound
+Question = DescribeRequests | FindLives | LoadAdapter
+Reply = RequestStates | LivesFound | AdapterLoaded
 
 
 @dataclass(slots=True, eq=False)
@@ -55,11 +57,13 @@ class LiveRequest(NamedTuple):
     replica: int | None
     state: RequestState
     owner: str
+    adapter: str = ""
 
     def row(self) -> dict[str, Any]:
         state = msgspec.structs.asdict(self.state)
         del state["facts"]
-        return {"id": self.label, "choice": self.choice, "replica": self.replica, **state}
+        where = {"replica": self.replica, "adapter": self.adapter or None}
+        return {"id": self.label, "choice": self.choice, **where, **state}
 
 
 class LiveRequests(NamedTuple):
@@ -69,7 +73,7 @@ class LiveRequests(NamedTuple):
 
 def live_requests(replica: ConnectedEngine, reply: RequestStates) -> list[LiveRequest]:
     return [
-        LiveRequest(sequence.label, sequence.index, replica.number, state, sequence.owner)
+        LiveRequest(sequence.label, sequence.index, replica.number, state, sequence.owner, sequence.adapter)
         for state in reply.requests
         if (sequence := replica.sequences.get(state.number)) is not None
     ]
@@ -77,4 +81,4 @@ def live_requests(replica: ConnectedEngine, reply: RequestStates) -> list[LiveRe
 
 def waiting_request(sequence: EngineSequence, now: float) -> LiveRequest:
     state = RequestState.of(sequence.request, now, "waiting", None, wait_reason="no_replica")
-    return LiveRequest(sequence.label, sequence.index, None, state, sequence.owner)
+    return LiveRequest(sequence.label, sequence.index, None, state, sequence.owner, sequence.adapter)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import NamedTuple
 
+from skipjoin.adapters import Adapter
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
@@ -29,9 +30,11 @@ from skipjoin.server.engines.crash_isolation import CrashIsolation
 from skipjoin.server.engines.errors import EngineDeadError, LostRequestError, NoReplicaError, RefusedError
 from skipjoin.server.engines.messages import (
     Abort,
+    AdapterLoaded,
     DescribeRequests,
     FromEngine,
     LivesFound,
+    LoadAdapter,
     PromptScores,
     Ready,
     Reforecast,
@@ -40,6 +43,7 @@ from skipjoin.server.engines.messages import (
     Stats,
     StepOutputs,
     ToEngine,
+    UnloadAdapter,
 )
 from skipjoin.server.engines.sequences import EngineSequence, OnEnd, OutputQueue
 from skipjoin.server.metrics import Metrics
@@ -88,6 +92,9 @@ class EngineClient:
         # Not the ids of clients, which may collide.
         self._ids = itertools.count(1)
         self._questions = itertools.count()
+        # Changes since the engines' start, which a new engine repeats.
+        self._added_adapters: dict[int, Adapter] = {}
+        self._removed_adapters: list[int] = []
         self.wanted = wanted
         self.steps = 0
         self.dead = False
@@ -123,6 +130,11 @@ class EngineClient:
         self._dispatch.join(number, info.cost, info.cache_blocks, info.block_size)
         self._joined += 1
         self._tell_replicas()
+        # Before any request; one whose adapter cannot be loaded again is refused.
+        for adapter in self._added_adapters.values():
+            replica.send(LoadAdapter(next(self._questions), adapter))
+        for removed in self._removed_adapters:
+            replica.send(UnloadAdapter(removed))
         waiting, self._waiting = self._waiting, {}
         for sequence in waiting.values():
             assert sequence.patience is not None
@@ -169,7 +181,7 @@ class EngineClient:
             if self._replicas.get(replica.number) is replica:
                 replica.stats = message
                 self._tell_numbers()
-        elif isinstance(message, RequestStates | LivesFound):
+        elif isinstance(message, RequestStates | LivesFound | AdapterLoaded):
             if (question := replica.questions.pop(message.id, None)) is not None and not question.done():
                 question.set_result(message)
         elif isinstance(message, Refused) and (sequence := replica.sequences.get(message.id)) is not None:
@@ -189,6 +201,7 @@ class EngineClient:
         forecast: Forecast | None = None,
         label: str = "",
         owner: str = "",
+        adapter: str = "",
         like: EngineSequence | None = None,
         on_start: Callable[[], None] | None = None,
         on_end: OnEnd | None = None,
@@ -196,6 +209,7 @@ class EngineClient:
         """Submit a sequence, or raise `EngineDeadError` or `NoReplicaError`.
 
         Args:
+            adapter: Name of the adapter in `options`.
             like: Sequence with the same prompt and options, whose prefix hashes are reused.
             on_start: Called when the sequence first runs at each engine.
         """
@@ -216,7 +230,7 @@ class EngineClient:
             prefix=self._prefix(info, params, options, like),
         )
         request.progress.expect(forecast)
-        sequence = EngineSequence(request, params, mailbox, index, label, owner, on_start, on_end)
+        sequence = EngineSequence(request, params, mailbox, index, label, owner, adapter, on_start, on_end)
         if options.deadline_s is not None:
             # The engine ends it between two steps unless the engine hangs, which this timer covers.
             delay = options.deadline_s + _DEADLINE_GRACE_S
@@ -271,6 +285,31 @@ class EngineClient:
             found += live_requests(replica, reply)
         return LiveRequests(found, replies.silent)
 
+    # -- adapters -----------------------------------------------------------------------------------------
+
+    async def load_adapter(self, adapter: Adapter, timeout_s: float) -> str:
+        """Load an adapter at all engines, also at later ones. Return why one cannot, after all have unloaded it."""
+        self._added_adapters[adapter.number] = adapter
+        try:
+            replies = await self.ask(lambda number, engine: LoadAdapter(number, adapter), timeout_s)
+        except asyncio.CancelledError:
+            self.unload_adapter(adapter.number)
+            raise
+        errors = [reply.error for reply in replies.by_engine.values() if isinstance(reply, AdapterLoaded)]
+        if replies.silent:
+            errors.append(f"adapter {adapter.name}: an engine did not load it within {timeout_s:g} s")
+        error = next(filter(None, errors), "")
+        if error:
+            self.unload_adapter(adapter.number)
+        return error
+
+    def unload_adapter(self, number: int) -> None:
+        """Unload an adapter that no sequence uses."""
+        if self._added_adapters.pop(number, None) is None:
+            self._removed_adapters.append(number)
+        for replica in self._replicas.values():
+            replica.send(UnloadAdapter(number))
+
     # -- inside -------------------------------------------------------------------------------------------
 
     def _prefix(
@@ -280,7 +319,7 @@ class EngineClient:
             return None
         if like is not None and isinstance(like.request.prefix, ContentPrefix):
             return like.request.prefix.copy()
-        return ContentPrefix(info.block_size, options.cache_salt.encode())
+        return ContentPrefix(info.block_size, options.kv_salt)
 
     def _place(self, sequence: EngineSequence) -> None:
         sequence.scores.clear()

@@ -21,7 +21,7 @@ from skipjoin.core.engine import RequestTooLargeError
 from skipjoin.core.events import Event
 from skipjoin.core.step import StepPlan
 from skipjoin.kv_format import SWAP_FORMATS
-from skipjoin.model.config import ModelError
+from skipjoin.model.config import AdapterError, ModelError
 from skipjoin.model.folder import model_id
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.recipes import located_errors
@@ -33,12 +33,14 @@ from skipjoin.server.engines.heartbeat import Heartbeat, print_stacks
 from skipjoin.server.engines.link import NoAnswerError, connect
 from skipjoin.server.engines.messages import (
     Abort,
+    AdapterLoaded,
     Add,
     DescribeRequests,
     EngineFailed,
     FindLives,
     FromEngine,
     ListenerKey,
+    LoadAdapter,
     LoadProgress,
     PromptScores,
     Ready,
@@ -49,6 +51,7 @@ from skipjoin.server.engines.messages import (
     Stats,
     StepOutputs,
     ToEngine,
+    UnloadAdapter,
 )
 from skipjoin.server.engines.self_checks import StallWatch, recover_blocks
 from skipjoin.server.engines.step_outputs import StepOutputsBuilder
@@ -57,6 +60,7 @@ from skipjoin.system.garbage import resume_garbage_collection
 from skipjoin.system.machine import resident_bytes
 
 if TYPE_CHECKING:
+    from skipjoin.adapters import Adapter
     from skipjoin.engine.loop import EngineLoop
 
 logger = logging.getLogger(__name__)
@@ -204,6 +208,20 @@ class EngineServer:
         elif isinstance(message, FindLives):
             self._events.flush()
             self.send(self._observer.find(message, loop.core, time.monotonic()))
+        elif isinstance(message, LoadAdapter):
+            self.send(AdapterLoaded(message.id, self._load_adapter(loop, message.adapter)))
+        elif isinstance(message, UnloadAdapter):
+            loop.unload_adapter(message.number)
+
+    @staticmethod
+    def _load_adapter(loop: EngineLoop, adapter: Adapter) -> str:
+        try:
+            loop.load_adapter(adapter)
+        except AdapterError as error:
+            logger.warning("%s", error)
+            return str(error)
+        logger.info("adapter %s is loaded: %.1f MiB", adapter.name, loop.adapter_bytes[adapter.number] / (1 << 20))
+        return ""
 
     def _add(self, loop: EngineLoop, message: Add) -> None:
         try:
@@ -228,6 +246,7 @@ class EngineServer:
             return
         self._events.flush()
         kv, cache = loop.core.kv, loop.core.kv.cache
+        metrics.measured({"adapter_bytes": [loop.adapter_bytes.total()]})
         metrics.recovered(recover_blocks(loop.core.scheduler.kv, is_idle=loop.idle))
         if cache is not None:
             metrics.measured(

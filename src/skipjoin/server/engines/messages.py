@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from skipjoin.adapters import Adapter
 from skipjoin.config import HANG_LIMITS, EngineConfig, HangLimits
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.policy import Fact
@@ -105,11 +106,24 @@ class FindLives(msgspec.Struct, frozen=True, tag="find_lives", array_like=True):
     most: int = 0
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", array_like=True):
+    """Asks for an `AdapterLoaded` message with this id, before which the engine runs no later message."""
+
+    id: int
+    adapter: Adapter
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter", array_like=True):
+    """Unloads an adapter that no request at the engine uses."""
+
+    number: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
     pass
 
 
-ToEngine = Add | Reforecast | Abort | DescribeRequests | FindLives | Shutdown
+ToEngine = Add | Reforecast | Abort | DescribeRequests | FindLives | LoadAdapter | UnloadAdapter | Shutdown
 
 
 # -- from the engine ------------------------------------------------------------------------------------------
@@ -317,6 +331,22 @@ class LivesFound(msgspec.Struct, frozen=True, tag="lives", array_like=True):
     standings: dict[int, Standing] = {}
 
 
+class AdapterLoaded(msgspec.Struct, frozen=True, tag="adapter_loaded", array_like=True):
+    """Reply to the `LoadAdapter` message with the same id, with why the adapter is not loaded, or empty."""
+
+    id: int
+    error: str = ""
+
+
 FromEngine = (
-    LoadProgress | Ready | EngineFailed | StepOutputs | PromptScores | Refused | Stats | RequestStates | LivesFound
+    LoadProgress
+    | Ready
+    | EngineFailed
+    | StepOutputs
+    | PromptScores
+    | Refused
+    | Stats
+    | RequestStates
+    | LivesFound
+    | AdapterLoaded
 )

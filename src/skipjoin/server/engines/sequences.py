@@ -89,6 +89,7 @@ class EngineSequence:
     index: int
     label: str = ""
     owner: str = ""
+    adapter: str = ""
     on_start: Callable[[], None] | None = None
     on_end: OnEnd | None = None
     cached_tokens: int = 0

@@ -80,7 +80,7 @@ class MessagesEndpoint(ConvertedEndpoint[MessagesRequest]):
     names: ClassVar[Mapping[str, str]] = _NAMES
 
     def format(self, body: MessagesRequest, options: RequestOptions) -> MessagesFormat:
-        return MessagesFormat(self.service, options)
+        return MessagesFormat(self.service, body.model, options)
 
 
 async def count_tokens(request: Request) -> Response:
@@ -107,9 +107,9 @@ class MessagesFormat:
 
     has_usage = False
 
-    def __init__(self, service: Service, options: RequestOptions) -> None:
+    def __init__(self, service: Service, model: str | None, options: RequestOptions) -> None:
         self.id = f"msg_{uuid.uuid4().hex}"
-        self._model, self._tier = service.name, _TIERS[served_tier(options)]
+        self._model, self._tier = service.shown_model(model), _TIERS[served_tier(options)]
         self._segments = Segments()
         self._choice: Choice | None = None
 

@@ -68,7 +68,7 @@ class OllamaFormat:
 
     def __init__(self, service: Service, body: OllamaChatRequest | OllamaGenerateRequest, *, is_chat: bool) -> None:
         self.id = f"ollama-{uuid.uuid4().hex}"
-        self._model, self._tokenizer, self._is_chat = service.name, service.tokenizer, is_chat
+        self._model, self._tokenizer, self._is_chat = service.shown_model(body.model), service.tokenizer, is_chat
         self._top = body.top_logprobs or 0 if body.logprobs else None
         self._segments = Segments()
         self._choice: Choice | None = None
@@ -152,10 +152,11 @@ def _now() -> str:
 
 
 async def list_models(request: Request) -> Response:
-    """Return the served model in Ollama's format."""
+    """Return the served model and its adapters in Ollama's format."""
     service = service_of(request)
-    model = {"name": service.name, "model": service.name, "modified_at": _time(service), "size": 0, "digest": ""}
-    return json_response({"models": [model | {"details": _details()}]})
+    same = {"modified_at": _time(service), "size": 0, "digest": ""}
+    names = [service.name, *(adapter.name for adapter in service.adapters.all)]
+    return json_response({"models": [{"name": name, "model": name, **same, "details": _details()} for name in names]})
 
 
 async def show_model(request: Request) -> Response:

@@ -49,7 +49,7 @@ class ResponsesFormat:
 
     def __init__(self, service: Service, body: ResponsesRequest, options: RequestOptions) -> None:
         self.id = f"resp_{uuid.uuid4().hex}"
-        self._tokenizer, self._body, self._model = service.tokenizer, body, service.name
+        self._tokenizer, self._body, self._model = service.tokenizer, body, service.shown_model(body.model)
         self._created, self._tier = int(time.time()), served_tier(options)
         self._top = body.chat.top_logprobs or 0 if body.chat.logprobs else None
         self._segments = Segments()

@@ -100,6 +100,7 @@ async def test_silent_replicas_are_listed(make_api: MakeApi, monkeypatch: pytest
         assert row == {
             "choice": 0,
             "replica": 0,
+            "adapter": None,
             **{name: getattr(states[0], name) for name in states[0].__struct_fields__},
         }
 

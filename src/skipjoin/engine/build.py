@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 
 from skipjoin.config import EngineConfig
 from skipjoin.core.engine import EngineCore
@@ -72,6 +73,7 @@ class Engine:
     seed: int
     jct_scale: float | None = None
     caches_prefixes: bool = True
+    adapter_bytes: Mapping[int, int] = field(default_factory=dict)
     learned: LearnedKeeper | None = None
     calibration: Calibration | None = None
 
@@ -127,6 +129,9 @@ def engine_around(loaded: Loaded, config: EngineConfig) -> Engine:
         dimensions=0 if pooling is None else loaded.config.hidden_size if pooling.task is Task.EMBED else 1,
         asks_pairs=pooling is not None and bool(pooling.answers),
     )
+    adapter_bytes: Counter[int] = Counter()
+    for rank in executor.rank_specs:
+        adapter_bytes.update(rank.adapter_bytes)
     return Engine(
         EngineCore(scheduler),
         executor,
@@ -134,6 +139,7 @@ def engine_around(loaded: Loaded, config: EngineConfig) -> Engine:
         config.seed,
         jct_scale=config.slo_jct_scale,
         caches_prefixes=config.enable_prefix_caching and (pooling is None or pooling.how == "last"),
+        adapter_bytes=adapter_bytes,
         learned=keeper,
         calibration=calibration,
     )

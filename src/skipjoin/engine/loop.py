@@ -47,9 +47,7 @@ class EngineLoop:
         self._times = StepTimes()
         self._compiling = GrammarWaits(engine.core, engine.executor, self.clock, self._charge)
         # Bytes of each adapter, on all ranks.
-        self.adapter_bytes: Counter[int] = Counter()
-        for spec in engine.executor.rank_specs:
-            self.adapter_bytes.update(spec.adapter_bytes)
+        self.adapter_bytes = Counter(engine.adapter_bytes)
         engine.core.on_finished = self._on_finished
 
     def add(

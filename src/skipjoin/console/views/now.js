@@ -85,7 +85,7 @@ export function waits(store) {
 function rows(store, wanted) {
   const { hello, now: data } = store;
   const words = (row) => (row.wait_reason ? hello.reasons[row.wait_reason].short : row.state);
-  const matches = data.rows.filter((row) => !wanted || `${row.id} ${row.service} ${row.state} ${words(row)}`.toLowerCase().includes(wanted));
+  const matches = data.rows.filter((row) => !wanted || `${row.id} ${row.adapter ?? ""} ${row.service} ${row.state} ${words(row)}`.toLowerCase().includes(wanted));
   const total = data.groups.reduce((sum, group) => sum + group.requests, 0);
   if (!matches.length) return h("p", { class: "empty" }, wanted ? "No request matches." : "No request is live.");
   const head = [
@@ -99,7 +99,7 @@ function rows(store, wanted) {
       state(row.wait_reason ?? "running", row.wait_reason ? `${words(row)}${row.state === "waiting" ? "" : `, ${row.state}`}` : "running"),
       row.wait_s === null ? "" : duration(row.wait_s), duration(row.age_s), output(row), forecast(row),
       count(row.device_blocks) + (row.cpu_blocks ? ` + ${count(row.cpu_blocks)} CPU` : ""),
-      row.service + (row.is_urgent ? ", urgent" : ""), objective(row),
+      row.service + (row.is_urgent ? ", urgent" : "") + (row.adapter ? `, ${row.adapter}` : ""), objective(row),
     ]), "Live requests"),
     data.rows.length >= hello.max_rows ? h("p", { class: "soft small" }, `The first ${data.rows.length} of ${plural(total, "request")} in the scheduler's order.`) : null,
   ];

@@ -26,6 +26,7 @@ def check_ops(ops: LayerOps, dtype: torch.dtype, device: torch.device | str = "c
         return [
             linear(x),
             *(of.linear(weight, bias, name)(x) for name in (GATED, *ACTIVATIONS)),
+            *(of.linear(weight, bias, name).shifted(x, total) for name in (GATED, ACTIVATIONS[-1], None)),
             of.rms_norm(weight[0], 1e-5)(x),
             of.rms_norm(weight[0, :40], 1e-5)(heads[:, 1:4]),
             of.layer_norm(70, None, None, 1e-5)(x),

@@ -36,18 +36,20 @@ class CompiledLinear:
     def __init__(self, ops: CompiledOps, outputs: int, inputs: int, activation: str | None) -> None:
         self.ops, self.outputs, self.inputs = ops, outputs, inputs
         self.is_gated = activation in GATES
-        self._fields: dict[str, int | None] = {
-            "n": outputs,
-            "k": inputs,
-            "gated": self.is_gated,
-            "activation": _ACTIVATIONS.index(GATES.get(activation or "", activation)),
-        }
+        self._fixed = LinearCall(
+            n=outputs,
+            k=inputs,
+            gated=self.is_gated,
+            activation=_ACTIVATIONS.index(GATES.get(activation or "", activation)),
+            delta_stride=outputs,
+        )
 
     def use(self, **fields: int | None) -> None:
-        self._fields |= fields
+        for name, value in fields.items():
+            setattr(self._fixed, name, value)
 
     def call(self) -> LinearCall:
-        return LinearCall(**self._fields)
+        return LinearCall.from_buffer_copy(self._fixed)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = self._empty(x)
@@ -68,12 +70,13 @@ class CompiledLinear:
 
     def _run(self, x: torch.Tensor, out: torch.Tensor, add: int, delta: torch.Tensor | None = None) -> None:
         ops, rows, threads = self.ops, x.shape[0], threads_here()
-        call = LinearCall(
-            x=x.data_ptr(), x_stride=x.stride(0), rows=rows, out=out.data_ptr(),
-            out_stride=out.stride(0), add=add,
-            scratch=ops.scratch(rows, self.inputs, threads), threads=threads,
-            delta=None if delta is None else delta.data_ptr(), delta_stride=self.outputs, **self._fields,
-        )  # fmt: skip
+        # A copy whose fields are set takes a third of the time of a call with all fields.
+        call = self.call()
+        call.x, call.x_stride, call.rows = x.data_ptr(), x.stride(0), rows
+        call.out, call.out_stride, call.add = out.data_ptr(), out.stride(0), add
+        call.scratch, call.threads = ops.scratch(rows, self.inputs, threads), threads
+        if delta is not None:
+            call.delta = delta.data_ptr()
         ops.library.skipjoin_linear(ops.type, call)
 
 

@@ -53,6 +53,11 @@ class Adapters:
     def select(self, batch: PackedBatch) -> None:
         self.active = tuple(_rows_of(batch)) if batch.adapters else ()
 
+    @property
+    def has_slices(self) -> bool:
+        """Whether the rows of each active adapter follow one another."""
+        return all(isinstance(rows, slice) for _, rows in self.active)
+
     def load(self, number: int, folder: str) -> None:
         """Load an adapter; raise `AdapterError` if it is not one of this model or has no room."""
         file = AdapterFile(folder)
@@ -131,7 +136,7 @@ class AdaptedLinear:
     ) -> None:
         self.product, self.matrices = product, matrices
         self.weight_bytes = product.weight_bytes
-        self._adapters, self._inputs, self._is_activated = adapters, inputs, is_activated
+        self.adapters, self._inputs, self._is_activated = adapters, inputs, is_activated
         self._columns = range(inputs) if columns is None else columns
         self._outputs = sum(len(matrix.rows) for matrix in matrices)
         self._pairs: dict[int, tuple[Linear, Linear]] = {}
@@ -157,7 +162,7 @@ class AdaptedLinear:
         return total if then is None else then(total)
 
     def _parts(self) -> list[tuple[slice | torch.Tensor, tuple[Linear, Linear]]]:
-        active, pairs = self._adapters.active, self._pairs
+        active, pairs = self.adapters.active, self._pairs
         return [(rows, pairs[number]) for number, rows in active if number in pairs] if active else []
 
     @staticmethod
@@ -177,7 +182,7 @@ class AdaptedLinear:
         """Make an adapter's products, and return their bytes."""
         if not (own := self._own(pairs)):
             return 0
-        adapters, columns = self._adapters, slice(self._columns.start, self._columns.stop)
+        adapters, columns = self.adapters, slice(self._columns.start, self._columns.stop)
         # In float32, so that scaling rounds once.
         down = torch.cat([file.read(pair.down)[:, columns] for pair in own.values()])
         up, row, firsts = torch.zeros(self._outputs, len(down)), 0, _firsts(own)
@@ -191,6 +196,10 @@ class AdaptedLinear:
         made = [adapters.ops.linear(one.to(adapters.device, adapters.dtype), None) for one in (down.contiguous(), up)]
         self._pairs[number] = made[0], made[1]
         return sum(one.weight_bytes for one in made)
+
+    def pair(self, number: int) -> tuple[Linear, Linear] | None:
+        """Return an adapter's products, of which the second takes the output of the first."""
+        return self._pairs.get(number)
 
     def unload(self, number: int) -> None:
         self._pairs.pop(number, None)

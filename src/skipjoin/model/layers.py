@@ -14,7 +14,17 @@ from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.frequencies import inverse_frequencies
 from skipjoin.model.kv_cache import PagedKV
-from skipjoin.model.ops.base import AttentionParts, FusedLayers, HeadNorm, LayerOps, LayerParts, Linear, LookedUp, Norm
+from skipjoin.model.ops.base import (
+    AttentionParts,
+    Experts,
+    FusedLayers,
+    HeadNorm,
+    LayerOps,
+    LayerParts,
+    Linear,
+    LookedUp,
+    Norm,
+)
 from skipjoin.model.parallel import Group
 from skipjoin.model.rope import RopeSettings
 from skipjoin.model.weights import Matrix, Weights
@@ -410,8 +420,13 @@ def advance(layers: Sequence[Layer], x: torch.Tensor, step: LayerInputs) -> torc
     return x
 
 
-def _plain_parts(layer: LayerParts) -> LayerParts:
-    """Return a layer's parts as they are for batches without adapters."""
+def products_of(layer: LayerParts) -> list[Linear | Experts]:
+    """Return a layer's products, which may take adapters."""
+    products = [layer.attention.qkv, layer.attention.output, layer.up, layer.down]
+    return [product.linear if isinstance(product, Adjusted) else product for product in products]
+
+
+def without_adapters(layer: LayerParts) -> LayerParts:
     attention, down = layer.attention, layer.down
     return layer._replace(
         attention=attention._replace(qkv=_plain(attention.qkv), output=_plain(attention.output)),
@@ -427,6 +442,6 @@ def _plain(linear: Linear) -> Linear:
 
 
 def fused(builder: Builder, layers: Sequence[Layer], norm: Norm | None) -> FusedLayers | None:
-    """Return `advance` and then `norm` in one call without adapters, or None if the operations cannot do that."""
-    parts = [_plain_parts(layer.parts) for layer in layers if isinstance(layer, FusibleLayer)]
+    """Return `advance` and then `norm` in one call, or None if the operations cannot do that."""
+    parts = [layer.parts for layer in layers if isinstance(layer, FusibleLayer)]
     return builder.ops.fused(parts, norm, builder.attention) if len(parts) == len(layers) else None

@@ -30,6 +30,7 @@ class RotaryDecoder:
         ]
         self._norm = final_norm() if shard.is_last else None
         self._fused = fused(builder, self._layers, self._norm)
+        self._adapters = builder.adapters
 
     def embed(self, batch: PackedBatch) -> torch.Tensor:
         assert self.embedding is not None  # on the first stage
@@ -38,7 +39,7 @@ class RotaryDecoder:
     def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
         if self._fused is None:
             return advance(self._layers, x, step)
-        if not step.batch.adapters:
+        if self._adapters.has_slices:
             return self._fused(x, step.batch, step.kv)
         advanced = advance(self._layers, x, step)
         return advanced if self._norm is None else self._norm(advanced)

@@ -77,12 +77,20 @@ class LayerCall(ctypes.Structure):
     )  # fmt: skip
 
 
+class PairCall(ctypes.Structure):
+    _fields_ = (("down", LinearCall), ("up", LinearCall))
+
+
+class AdaptedCall(ctypes.Structure):
+    _fields_ = (("pairs", ctypes.POINTER(PairCall)), ("first", _I), ("rows", _I))
+
+
 class StepCall(ctypes.Structure):
     _fields_ = (
         ("layers", ctypes.POINTER(LayerCall)), ("count", _I), ("rows", _I), ("x", _P), ("normed", _P), ("qkv", _P),
         ("attended", _P), ("inner", _P), ("keys", ctypes.POINTER(_P)), ("values", ctypes.POINTER(_P)),
         ("attention", AttentionCall), ("positions", _P), ("final_norm", _P), ("scratch", _P), ("threads", _I),
-        ("itemsize", _I),
+        ("itemsize", _I), ("adapted", ctypes.POINTER(AdaptedCall)), ("adapters", _I), ("low", _P), ("delta", _P),
     )  # fmt: skip
 
 

@@ -7,10 +7,20 @@ from typing import NamedTuple
 
 import torch
 
+from skipjoin.model.adapters import AdaptedLinear
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.ops.base import LayerParts
-from skipjoin.model.ops.calls import AttentionCall, LayerCall, StepCall, cache_arguments, check_sizes
+from skipjoin.model.ops.calls import (
+    AdaptedCall,
+    AttentionCall,
+    LayerCall,
+    PairCall,
+    StepCall,
+    cache_arguments,
+    check_sizes,
+)
+from skipjoin.model.ops.compiled_linear import CompiledLinear
 from skipjoin.model.ops.threads import threads_here
 
 # Elements between the outputs of two operations, so that they begin with a line of the cache.
@@ -46,14 +56,19 @@ class CppLayers:
         calls: Sequence[LayerCall],
         *,
         final_norm: torch.Tensor | None,
+        adapted: Sequence[object],
     ) -> None:
-        check_sizes(library, {"skipjoin_layer_bytes": LayerCall, "skipjoin_step_bytes": StepCall})
+        sizes = {"layer": LayerCall, "step": StepCall, "pair": PairCall}
+        check_sizes(library, {f"skipjoin_{name}_bytes": call for name, call in sizes.items()})
         self._run = library.skipjoin_layers
         self._run.argtypes, self._run.restype = [ctypes.c_int64, ctypes.POINTER(StepCall)], None
         self._kind, self._scratch = kind, scratch
         self._layers, self._final_norm = layers, final_norm  # keeps the weights in memory
         self._calls = (LayerCall * len(calls))(*calls)
         self._shape = shape_of(layers[0], calls[0])
+        self._adapted = [one if isinstance(one, AdaptedLinear) else None for one in adapted]
+        # By number of the adapter, with the largest rank.
+        self._pairs: dict[int, tuple[ctypes.Array[PairCall], int]] = {}
         self._inputs = {linear.k for linear in (calls[0].qkv, calls[0].output, calls[0].up, calls[0].down)}
 
     def __call__(self, x: torch.Tensor, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
@@ -74,8 +89,11 @@ class CppLayers:
         )
         caches = [kv.layer(parts.attention.layer) for parts in self._layers]
         addresses = ctypes.c_void_p * count
+        adapted, rank = self._adapted_calls()
+        low = torch.empty(rows * rank, dtype=x.dtype)
+        delta = torch.empty(rows * self._calls[0].up.n if adapted else 0, dtype=x.dtype)
         # Growing moves the memory, so only the last address is valid.
-        scratch = [self._scratch(rows, inputs, threads) for inputs in self._inputs][-1]
+        scratch = [self._scratch(rows, inputs, threads) for inputs in (*self._inputs, rank)][-1]
         step = StepCall(
             self._calls, count, rows, x.data_ptr(),
             *(outputs.data_ptr() + begin * x.itemsize for begin in begins),
@@ -83,6 +101,36 @@ class CppLayers:
             addresses(*(values.data_ptr() for _, values in caches)),
             attention, batch.positions.data_ptr(),
             None if self._final_norm is None else self._final_norm.data_ptr(), scratch, threads, x.itemsize,
+            (AdaptedCall * len(adapted))(*adapted), len(adapted), low.data_ptr(), delta.data_ptr(),
         )  # fmt: skip
         self._run(self._kind, step)
         return x
+
+    def _adapted_calls(self) -> tuple[list[AdaptedCall], int]:
+        """Return the calls of the batch's adapters, whose rows are slices, and the largest of their ranks."""
+        adapters = next((one.adapters for one in self._adapted if one is not None), None)
+        if adapters is None or not adapters.active:
+            return [], 0
+        calls, largest = [], 0
+        for number, rows in adapters.active:
+            assert isinstance(rows, slice)
+            pairs, rank = self._pairs_of(number)
+            calls.append(AdaptedCall(pairs, rows.start, rows.stop - rows.start))
+            largest = max(largest, rank)
+        return calls, largest
+
+    def _pairs_of(self, number: int) -> tuple[ctypes.Array[PairCall], int]:
+        if (found := self._pairs.get(number)) is not None:
+            return found
+        made, rank = (PairCall * len(self._adapted))(), 0
+        for at, one in enumerate(self._adapted):
+            pair = None if one is None else one.pair(number)
+            if pair is not None:
+                down, up = pair
+                assert isinstance(down, CompiledLinear)
+                assert isinstance(up, CompiledLinear)
+                made[at], rank = PairCall(down.call(), up.call()), max(rank, down.outputs)
+        loaded = {} if self._adapted[0] is None else self._adapted[0].adapters.bytes
+        self._pairs = {old: kept for old, kept in self._pairs.items() if old in loaded}
+        self._pairs[number] = made, rank
+        return made, rank

@@ -11,7 +11,7 @@ import torch
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.large_pages import Arena
-from skipjoin.model.layers import Adjusted
+from skipjoin.model.layers import Adjusted, products_of, without_adapters
 from skipjoin.model.ops.base import Experts, FusedLayers, LayerParts, Linear, Norm
 from skipjoin.model.ops.build import library_id, path_of
 from skipjoin.model.ops.calls import CPP_DTYPES, ExpertsCall, GroupsCall, LayerCall, LinearCall, check_sizes
@@ -134,6 +134,8 @@ class CppOps:
         return TorchLayerNorm(width, weight, bias, eps)
 
     def fused(self, layers: Sequence[LayerParts], norm: Norm | None, attention: AttentionBackend) -> FusedLayers | None:
+        adapted = [one for layer in layers for one in products_of(layer)]
+        layers = [without_adapters(layer) for layer in layers]
         calls = [call for call in map(_layer_call, layers) if call is not None]
         if attention.name != self.name or len(calls) < len(layers) or not isinstance(norm, CppRMSNorm | None):
             return None
@@ -142,7 +144,7 @@ class CppOps:
         if norm is not None and norm.offset != calls[0].offset:
             return None
         final = None if norm is None else norm.weight
-        return CppLayers(self.library, self.type, self.scratch, layers, calls, final_norm=final)
+        return CppLayers(self.library, self.type, self.scratch, layers, calls, final_norm=final, adapted=adapted)
 
 
 class CppRMSNorm(TorchRMSNorm):

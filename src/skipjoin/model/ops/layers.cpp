@@ -2,6 +2,7 @@
 // Python would call them, so that results have the same bits.
 #include "calls.inc.cpp"
 
+#include <algorithm>
 #include <vector>
 
 namespace {
@@ -25,6 +26,17 @@ struct Layer {
   const Experts *experts; // or null; instead of `down`, after the router `up`
 };
 
+// Products of an adapter whose result changes one of the model. down.k is 0 if the adapter has none there.
+struct Pair {
+  Linear down, up;
+};
+
+// Rows that use an adapter, and its pairs for `qkv`, `output`, `up` and `down` of each layer.
+struct Adapted {
+  const Pair *pairs;
+  int64_t first, rows;
+};
+
 struct Step {
   const Layer *layers;
   int64_t count, rows;
@@ -36,7 +48,13 @@ struct Step {
   const void *final_norm; // weights of the norm after the last layer, or null
   void *scratch;          // for the largest product
   int64_t threads, itemsize;
+  const Adapted *adapted;
+  int64_t adapters;
+  void *low, *delta; // outputs of `Pair::down`, and changes before an activation
 };
+
+enum Product { kQkv, kOutput, kUp, kDown, kProductsPerLayer };
+constexpr Kind kKinds[kProductsPerLayer] = {skipjoin::kQkv, skipjoin::kOutput, skipjoin::kMlp, skipjoin::kMlp};
 
 } // namespace
 
@@ -57,14 +75,46 @@ void skipjoin_experts(int64_t type, const Experts *call);
 
 namespace {
 
+constexpr int64_t kSmall = 1 << 18; // products that take less time than sharing the work would
+
+void run(int64_t type, const Step &s, Linear call, const void *x, int64_t rows, void *out, int64_t out_stride, bool add) {
+  call.x = x, call.x_stride = call.k, call.rows = rows;
+  call.out = out, call.out_stride = out_stride, call.add = add, call.scratch = s.scratch;
+  call.threads = rows * call.n * call.k < kSmall ? 1 : s.threads;
+  skipjoin_multiply(type, &call);
+}
+
+// Writes or adds what adapters change of [rows, width]. pair: index of their pairs.
+void adapt(int64_t type, const Step &s, int64_t pair, const void *x, void *out, int64_t width, bool add) {
+  for (int64_t a = 0; a < s.adapters; a++) {
+    const Adapted &of = s.adapted[a];
+    const Linear &down = of.pairs[pair].down, &up = of.pairs[pair].up;
+    if (!down.k) continue;
+    run(type, s, down, (const char *)x + of.first * down.k * s.itemsize, of.rows, s.low, down.n, false);
+    run(type, s, up, s.low, of.rows, (char *)out + of.first * width * s.itemsize, width, add);
+  }
+}
+
 // then: next product, whose weights may be fetched early, or null.
-void multiply(int64_t type, const Step &s, Kind kind, Linear call, const void *x, void *out, bool add,
+void multiply(int64_t type, const Step &s, Linear call, int64_t pair, const void *x, void *out, bool add,
               const Linear *then) {
-  skipjoin::Timed timed(kind);
   call.x = x, call.x_stride = call.k, call.rows = s.rows;
   call.out = out, call.out_stride = call.gated ? call.n / 2 : call.n, call.add = add, call.scratch = s.scratch, call.threads = s.threads;
   if (then) call.then = then->groups ? then->groups->strips : then->weights, call.then_bytes = skipjoin_panel_bytes(type, then);
+  bool is_activated = call.gated || call.activation;
+  bool is_adapted = std::any_of(s.adapted, s.adapted + s.adapters, [&](auto &of) { return of.pairs[pair].down.k; });
+  if (is_adapted && is_activated) {
+    // Adding negative zeros changes no number.
+    int64_t count = s.rows * call.n;
+    if (s.itemsize == 4)
+      std::fill_n((uint32_t *)s.delta, count, 0x80000000u);
+    else
+      std::fill_n((uint16_t *)s.delta, count, (uint16_t)0x8000);
+    adapt(type, s, pair, x, s.delta, call.n, false);
+    call.delta = s.delta;
+  }
   skipjoin_multiply(type, &call);
+  if (is_adapted && !is_activated) adapt(type, s, pair, x, out, call.n, true);
 }
 
 void normalize(int64_t type, const Step &s, const void *weight, const Layer &layer, void *out) {
@@ -73,11 +123,11 @@ void normalize(int64_t type, const Step &s, const void *weight, const Layer &lay
 }
 
 // Adds a product to the residual stream, after its norm if that is not null. then: as of `multiply`.
-void add(int64_t type, const Step &s, Kind kind, const Layer &layer, const Linear &call, const void *x,
+void add(int64_t type, const Step &s, const Layer &layer, const Linear &call, int64_t pair, const void *x,
          const void *norm, const Linear *then) {
-  if (!norm) return multiply(type, s, kind, call, x, s.x, true, then);
+  if (!norm) return multiply(type, s, call, pair, x, s.x, true, then);
   int64_t hidden = layer.qkv.k;
-  multiply(type, s, kind, call, x, s.normed, false, then);
+  multiply(type, s, call, pair, x, s.normed, false, then);
   skipjoin_rms_norm(type, s.normed, s.rows, hidden, 1, 0, hidden, norm, layer.eps, layer.offset, s.normed, s.threads);
   skipjoin_add(type, s.normed, s.x, s.rows * hidden, s.threads);
 }
@@ -123,21 +173,24 @@ int64_t skipjoin_layer_bytes() { return sizeof(Layer); }
 
 int64_t skipjoin_step_bytes() { return sizeof(Step); }
 
+int64_t skipjoin_pair_bytes() { return sizeof(Pair); }
+
 // Adds the layers' outputs to x, and normalizes it if there is a final norm. type: as in layer_ops.cpp.
 void skipjoin_layers(int64_t type, const Step *step) {
   const Step &s = *step;
   for (int64_t i = 0; i < s.count; i++) {
     const Layer &layer = s.layers[i];
+    int64_t pair = i * kProductsPerLayer;
     normalize(type, s, layer.norm, layer, s.normed);
-    multiply(type, s, skipjoin::kQkv, layer.qkv, s.normed, s.qkv, false, nullptr); // attention would evict weights
+    multiply(type, s, layer.qkv, pair + kQkv, s.normed, s.qkv, false, nullptr); // attention would evict weights
     attend(type, s, layer, i);
-    add(type, s, skipjoin::kOutput, layer, layer.output, s.attended, layer.after_attention, &layer.up);
+    add(type, s, layer, layer.output, pair + kOutput, s.attended, layer.after_attention, &layer.up);
     normalize(type, s, layer.mlp_norm, layer, s.normed);
-    multiply(type, s, skipjoin::kMlp, layer.up, s.normed, s.inner, false, layer.experts ? nullptr : &layer.down);
+    multiply(type, s, layer.up, pair + kUp, s.normed, s.inner, false, layer.experts ? nullptr : &layer.down);
     if (layer.experts)
       add_experts(type, s, layer);
     else
-      add(type, s, skipjoin::kMlp, layer, layer.down, s.inner, layer.after_mlp, i + 1 < s.count ? &s.layers[i + 1].qkv : nullptr);
+      add(type, s, layer, layer.down, pair + kDown, s.inner, layer.after_mlp, i + 1 < s.count ? &s.layers[i + 1].qkv : nullptr);
   }
   if (s.final_norm) normalize(type, s, s.final_norm, s.layers[s.count - 1], s.x);
 }

@@ -128,15 +128,21 @@ def test_unloaded_adapters_leave_nothing(llama):
     assert not any(one._pairs for one in model.adapters._products)
 
 
-def test_logits_of_rows_without_adapters_are_computed_by_single_calls_alike(llama):
-    model, ids = loaded(llama[0]), sequences()[3]
-    results = []
-    for other in (0, 2):
-        kv = PagedKV(20, 4, model.config, model.dtype, "cpu")
-        batch = [Segment(ids, 0, list(range(5))), Segment(ids[:6], 0, [7, 8], adapter=other)]
-        results.append(model.forward(PackedBatch.build(batch, 4), kv))
-    assert torch.equal(results[0][0], results[1][0])
-    assert not torch.equal(results[0][1], results[1][1])
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_layers_in_one_call_have_the_bits_of_single_calls(llama, quantization):
+    """Only a batch in which the rows of each adapter follow one another runs in one call."""
+    model, ids = loaded(llama[0], dtype="bfloat16", quantization=quantization), sequences()[3]
+    segments = {
+        name: Segment(ids[:length], 0, list(range(4 * at, 4 * at + 4)), adapter=adapter)
+        for at, (name, length, adapter) in enumerate((("a", 9, 1), ("b", 8, 1), ("c", 9, 2), ("d", 9, 0)))
+    }
+    results = {}
+    for order in ("abcd", "acdb"):
+        kv = PagedKV(16, 4, model.config, model.dtype, "cpu")
+        found = model.forward(PackedBatch.build([segments[name] for name in order], 4), kv)
+        results[model.adapters.has_slices] = dict(zip(order, found, strict=True))
+    assert all(torch.equal(results[True][name], results[False][name]) for name in segments)
+    assert len({tuple(logits.tolist()) for logits in results[True].values()}) == len(segments)
 
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"

@@ -16,7 +16,7 @@ from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.reservations import Owner
 from skipjoin.core.policy import AdmissionPolicy, Batcher, CostModel, EvictionPolicy, Policies
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.core.step import Direction, Move, Slice, StepPlan, StepResult
+from skipjoin.core.step import Direction, Move, Slice, StateSizes, StepPlan, StepResult
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle, never, position_as_token
 from skipjoin.options import Value
 from skipjoin.policies.admission import OnDemand
@@ -450,7 +450,7 @@ class Scene(Stepper):
         blocks: int,
         cpu: int = 0,
         is_exact: bool = True,
-        states: tuple[str, int] | None = None,
+        states: StateSizes | None = None,
         depth: int = 1,
         overlap: bool | None = None,
         batcher: Batcher | None = None,

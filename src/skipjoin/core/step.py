@@ -40,6 +40,30 @@ class Span(NamedTuple):
     slots: int
 
 
+class StateSizes(NamedTuple):
+    """Slots for state of requests that is no KV, such as that of linear attention, called `name`.
+
+    Attributes:
+        device, cpu: Slots of requests on each tier.
+        snapshots: Further slots on the device, for states at the ends of cached prefixes.
+        blocks: Size of a state on the link between the tiers, in KV blocks.
+    """
+
+    name: str
+    device: int
+    cpu: int = 0
+    snapshots: int = 0
+    blocks: float = 0.0
+
+
+class StateMove(NamedTuple):
+    """Copy of a state, which takes the time of this many blocks."""
+
+    source: int
+    target: int
+    blocks: float
+
+
 class Move(NamedTuple):
     """Copy of KV blocks between the tiers or within the device: `source[i]` is copied to `target[i]`.
 
@@ -47,6 +71,7 @@ class Move(NamedTuple):
         request: Owner of the blocks, which without `spans` are consecutive in its table. None for cached blocks.
         tokens: Number of tokens that the copied slots hold.
         spans: Slots to copy of each block, to the same slots of its target. Empty to copy whole blocks.
+        state: Copy of the request's state; see `StatePlan`.
     """
 
     direction: Direction
@@ -55,9 +80,12 @@ class Move(NamedTuple):
     target: tuple[int, ...]
     tokens: int
     spans: tuple[Span, ...] = ()
+    state: StateMove | None = None
 
     def blocks(self, block_size: int) -> float:
-        return self.tokens / block_size if self.spans else len(self.source)
+        """Return how much is copied, with the state."""
+        blocks = self.tokens / block_size if self.spans else len(self.source)
+        return blocks if self.state is None else blocks + self.state.blocks
 
 
 class StepShape(NamedTuple):
@@ -89,6 +117,28 @@ class StepShape(NamedTuple):
         return cls(prefill, attention, decodes, context)
 
 
+class Capture(NamedTuple):
+    """Snapshot of the state that the first `tokens` tokens of a slice leave, in slot `target`."""
+
+    slice_index: int
+    tokens: int
+    target: int
+
+
+class StatePlan(NamedTuple):
+    """State of requests that is no KV, such as that of linear attention.
+
+    Attributes:
+        slots: Slot of each slice's request, which has the state of the tokens before the slice and then with it.
+        restored: Copies of snapshots before the slices run, from and to these slots.
+        captured: Snapshots to take while they run.
+    """
+
+    slots: tuple[int, ...] = ()
+    restored: tuple[tuple[int, int], ...] = ()
+    captured: tuple[Capture, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """Decision for one step. Executors run plans in the order of their ids.
@@ -100,6 +150,7 @@ class StepPlan:
         blocking: Moves that must complete before the slices run.
         overlapped: Moves that run asynchronously, possibly over many plans.
         waiting_for_kv: Requests that would be in this step if all their KV were on the device.
+        states: None for a model without such state.
     """
 
     id: int
@@ -107,6 +158,7 @@ class StepPlan:
     blocking: tuple[Move, ...] = ()
     overlapped: tuple[Move, ...] = ()
     waiting_for_kv: tuple[Request, ...] = ()
+    states: StatePlan | None = None
 
 
 class StageTime(NamedTuple):

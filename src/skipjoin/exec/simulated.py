@@ -143,7 +143,7 @@ class SimulatedExecutor:
             late = moved - begin
             self._transit = [(at + late if at > begin else at, number, move) for at, number, move in self._transit]
         for move in plan.overlapped:
-            link[move.direction] += self._cost.transfer(len(move.source)) / len(self._shares)
+            link[move.direction] += self._cost.transfer(move.blocks(self._block_size)) / len(self._shares)
             self._moves += 1
             heapq.heappush(self._transit, (link[move.direction] + lag, self._moves, move))
 

@@ -136,7 +136,7 @@ class Swap(Recompute):
         again = StepShape(prefill=tokens, attention=tokens * kept + tokens * (tokens + 1) // 2)
         # Recomputation shares its step with other requests, so the fixed time of a step is not part of its price.
         price = self._cost.step(again) - self._cost.step(StepShape())
-        return 2 * self._cost.transfer(kv.filled(request) - keep) <= price
+        return 2 * self._cost.transfer(kv.filled(request) - keep + kv.state_blocks) <= price
 
 
 class Vacate(Swap):

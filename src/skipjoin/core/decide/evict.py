@@ -120,13 +120,21 @@ class Evictor:
         return choice
 
     def free_state(self, request: Request) -> bool:
-        """Drop KV and state of the last request, on either tier, that may be evicted for this one, if there is one."""
-        kv, rank, latest = self._kv, self._rank, self._context.latest
+        """Give the request a slot for its state, if it needs one, by evicting the last request that may be.
+
+        Returns:
+            False if it must wait.
+        """
+        kv, rank, latest, states = self._kv, self._rank, self._context.latest, self._kv.states
+        if states is None or states.free or states.slot_of(request) is not None:
+            return True
         own, outranks = rank(request), self._policies.ordering.outranks
         below = []
         for victim in kv.holders():
             held, progress = kv.blocks_of(victim), victim.progress
-            if held is None or not held.is_settled or progress.finish_reason is not None or victim is request:
+            if held is None or not held.is_settled or progress.finish_reason is not None:
+                continue
+            if states.slot_of(victim) is None:
                 continue
             has_begun = progress.last_plan == self._context.plan_id
             is_new = progress.is_newly_resident and progress.last_plan >= latest
@@ -139,7 +147,11 @@ class Evictor:
         if victim.progress.in_flight:  # it pauses, and is evicted in a later step
             self._context.pausing.add(victim)
             return False
-        self._evict(Eviction(victim, Preemption.DROP))
+        chosen: Sequence[Eviction] = ()
+        if blocks := kv.footprint(victim):
+            chosen = self._policies.eviction.victims(blocks, [victim], kv, self._context.now, request)
+        how = chosen[0].how if chosen else Preemption.DROP
+        self._evict(Eviction(victim, how))
         return True
 
     def _suffice(self, victims: Sequence[Request], short: int) -> bool:

@@ -74,7 +74,7 @@ class Placer:
     def _admit(self, request: Request, target: int) -> HeldBlocks | Blocked:
         if (reason := self._evictor.barred(request)) is not None:
             return Blocked(reason, closes=Deferral.INCOMING)
-        if self._kv.states is not None and not self._kv.states.free and not self._evictor.free_state(request):
+        if not self._evictor.free_state(request):
             return Blocked(WaitReason.NO_KV, closes=Deferral.INCOMING)
         hit = self._kv.hit(request) if request.progress.computed else MISS
         if not hit.tokens:
@@ -190,6 +190,8 @@ class Placer:
         blocked = self._make_room_within(request, target + (spare or 0) * kv.block_size, grows=grows)
         if blocked is not None:
             return blocked
+        if not self._evictor.free_state(request):
+            return Blocked(WaitReason.NO_KV, closes=Deferral.INCOMING)
         moves = tiers.restore(request, target) if tiers is not None else ()
         request.progress.place()
         held = kv.grow(request, target)

@@ -69,12 +69,14 @@ class StepPlanner:
         if draft.slices and context.may_leave and tiers is not None and (copy := tiers.keep_cached(context.depth)):
             draft.overlapped.append(copy)
         self._notify()
+        states = self._kv.states
         return StepPlan(
             context.plan_id,
             slices=tuple(draft.slices),
             blocking=tuple(draft.blocking),
             overlapped=tuple(draft.overlapped),
             waiting_for_kv=tuple(draft.waiting_for_kv),
+            states=states.plan(draft.slices, self._kv.block_size) if states is not None else None,
         )
 
     def _notify(self) -> None:

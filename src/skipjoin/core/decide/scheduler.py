@@ -206,6 +206,7 @@ class Scheduler:
                 gone = True
             elif request.prefix is not None and cache is not None and request not in void:
                 cache.offer(request)
+        self.kv.settle_states(plan, void)
         alive = plan.slices
         if gone:
             alive = tuple(

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from skipjoin.core.kv.reservations import Account, Owner
 from skipjoin.core.request import Request
-from skipjoin.core.step import Direction, Move
+from skipjoin.core.step import Direction, Move, Slice, StatePlan, StepPlan
 
 
 class Hit(NamedTuple):
@@ -207,7 +207,14 @@ class Stateful(Protocol):
     """Slots for state that is no KV block, one for each request with blocks."""
 
     @property
-    def free(self) -> int: ...
+    def free(self) -> int:
+        """Number of free slots on the device."""
+
+    def slot_of(self, request: Request) -> int | None:
+        """Return the request's slot on the device, or None."""
+
+    def plan(self, slices: Sequence[Slice], block_size: int) -> StatePlan:
+        """Return where a plan with these slices finds state, and the snapshots that it takes."""
 
 
 class KVAccounts(Protocol):
@@ -248,6 +255,11 @@ class KVAccounts(Protocol):
     @property
     def states(self) -> Stateful | None:
         return None
+
+    @property
+    def state_blocks(self) -> float:
+        """Size of a request's state that is no KV, in blocks that move."""
+        return 0.0
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -309,6 +321,9 @@ class BlockLedger(KVAccounts, Protocol):
 
     def grow(self, request: Request, tokens: int) -> HeldBlocks:
         """Allocate device blocks for `tokens` tokens in total. Check `shortfall` first."""
+
+    def settle_states(self, plan: StepPlan, void: Collection[Request]) -> None:
+        """Let hits use the snapshots of a committed plan, except those of the requests `void`."""
 
     def trim(self, request: Request) -> None:
         """Cancel the reservation and free the device blocks without KV."""

@@ -13,7 +13,7 @@ from skipjoin.core.kv.shared_blocks import SharedBlocks
 from skipjoin.core.kv.states import StateSlots
 from skipjoin.core.kv.transfers import Transfers
 from skipjoin.core.request import UNLIMITED, Request
-from skipjoin.core.step import Direction, Move, Span
+from skipjoin.core.step import Direction, Move, Span, StateSizes, StepPlan
 
 
 class KVLedger:
@@ -24,7 +24,7 @@ class KVLedger:
 
     Args:
         is_exact: Whether swapping preserves KV exactly. Otherwise swapped KV is neither cached nor shared.
-        states: Name and number of the slots for state that is no KV block.
+        states: Slots for state that is no KV block.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class KVLedger:
         block_size: int,
         *,
         is_exact: bool = True,
-        states: tuple[str, int] | None = None,
+        states: StateSizes | None = None,
     ) -> None:
         bounds = ("device_blocks", device_blocks, 1), ("cpu_blocks", cpu_blocks, 0), ("block_size", block_size, 1)
         for name, value, low in bounds:
@@ -52,9 +52,10 @@ class KVLedger:
         self._transfers = transfers = Transfers(held)
         self._shared = SharedBlocks(held, device, cpu, holders, transfers, block_size=size, hold=self._hold)
         self.sharing = self._shared if self._cpu_total and self._is_exact else None
-        self.cache = PrefixCache(held, device, cpu, holders, size, is_exact=self._is_exact)
+        self.states = StateSlots(self._states) if self._states is not None else None
+        snapshots = self.states.snapshots if self.states is not None else None
+        self.cache = PrefixCache(held, device, cpu, holders, size, is_exact=self._is_exact, snapshots=snapshots)
         self.reservations = Reservations(self.device_total)
-        self.states = StateSlots(*self._states) if self._states is not None else None
         self.tiers = Tiers(self, transfers, self._shared, is_exact=self._is_exact)
         # Called for many requests in every step, so bind the methods of the parts directly.
         self.blocks_of: Callable[[Request], RequestBlocks | None] = held.get
@@ -68,6 +69,10 @@ class KVLedger:
     @property
     def available(self) -> int:
         return self.reservations.available
+
+    @property
+    def state_blocks(self) -> float:
+        return 0.0 if self.states is None else self.states.blocks
 
     @property
     def is_moving(self) -> bool:
@@ -146,7 +151,13 @@ class KVLedger:
         hit = self.hit(request)
         if hit.tokens:
             self.cache.adopt(self._hold(request), hit)
+            if self.states is not None:
+                self.states.snapshots.restore(request, request.keys(hit.tokens)[hit.tokens // self.block_size - 1])
         return hit
+
+    def has_slot(self, request: Request) -> bool:
+        """Return whether the request's state is on the device, or could be."""
+        return self.states is None or self.states.slot_of(request) is not None or self.states.free > 0
 
     def reserve(self, request: Request, blocks: int, *, tokens: int | None = None, parent: Owner = None) -> None:
         self.reservations.find(parent)  # raises before anything changes
@@ -166,6 +177,14 @@ class KVLedger:
             held.device += self.device.take(missing)
             held.refresh()
         return held
+
+    def settle_states(self, plan: StepPlan, void: Collection[Request]) -> None:
+        if self.states is None:
+            return
+        inexact = (one.request for one in self.held.values() if one.is_private)
+        skipped = {*void, *inexact}
+        lost = [index for index, slice_ in enumerate(plan.slices) if slice_.request in skipped]
+        self.states.snapshots.settle(plan, self.block_size, lost)
 
     def trim(self, request: Request) -> None:
         self.cut(self.held[request], self.filled(request))
@@ -220,6 +239,7 @@ class KVLedger:
         if held is None:
             if self.states is not None:
                 self.states.reserve(request)
+                self.states.snapshots.share(request, self.cache.found(request) * self.block_size)
             device: list[int] = []
             reservation = self.reservations.open(request, device)
             held = self.held[request] = RequestBlocks(request, self.block_size, device, reservation)
@@ -300,8 +320,10 @@ class Tiers:
 
     def can_move_out(self, request: Request, *, keep: int = 0, blocking: bool = True) -> bool:
         # Lent blocks leave with blocking moves only.
-        held = self._kv.held.get(request)
+        held, states = self._kv.held.get(request), self._kv.states
         if held is None or held.moving is not None or request.progress.in_flight:
+            return False
+        if states is not None and not states.cpu_free:
             return False
         if held.sharing.lends and not blocking:
             return False
@@ -310,7 +332,7 @@ class Tiers:
 
     def can_move_in(self, request: Request) -> bool:
         held = self._kv.held.get(request)
-        if held is None or held.moving is not None or held.sharing.overwritten:
+        if held is None or held.moving is not None or held.sharing.overwritten or not self._kv.has_slot(request):
             return False
         return 0 < len(held.cpu) <= self._kv.reservations.unused_in_all(held.reservation) + self._kv.available
 
@@ -325,7 +347,11 @@ class Tiers:
         if move is not None and before is not None:
             move = joined(move, before, self._kv.block_size)
         move = move or before
-        return self._transfers.begin(held, move) if move is not None else None
+        return self._begin(held, move, blocking=blocking) if move is not None else None
+
+    def _begin(self, held: RequestBlocks, move: Move, *, blocking: bool = True) -> Move:
+        states = self._kv.states
+        return self._transfers.begin(held, move if states is None else states.begin(move, blocking=blocking))
 
     def _out_of(self, held: RequestBlocks, keep: int) -> Move:
         request, source = held.request, held.device[keep:]
@@ -346,7 +372,7 @@ class Tiers:
         target = self._kv.device.take(len(held.cpu))
         held.device += target
         held.refresh()
-        return self._transfers.begin(held, Move(Direction.IN, request, tuple(held.cpu), tuple(target), tokens))
+        return self._begin(held, Move(Direction.IN, request, tuple(held.cpu), tuple(target), tokens))
 
     def restore(self, request: Request, tokens: int) -> list[Move]:
         # Its slots in blocks that a borrower has overwritten go to other blocks.
@@ -375,6 +401,8 @@ class Tiers:
             if move.request is None:
                 self._kv.cache.cpu.end(is_complete=True)
             return None
+        if self._kv.states is not None:
+            self._kv.states.end(move, is_complete=True)
         if move.direction is Direction.IN:
             self.free_cpu(held)
             held.is_private = held.is_private or not self._is_exact
@@ -391,6 +419,8 @@ class Tiers:
             if move.request is None:
                 self._kv.cache.cpu.end(is_complete=False)
             return None
+        if self._kv.states is not None:
+            self._kv.states.end(move, is_complete=False)
         if part is not None:
             keep = min(part, len(held.device))
         elif move.direction is Direction.OUT and held.holds_source(move):

@@ -7,6 +7,7 @@ from skipjoin.core.kv.block_pool import BlockPool, LedgerError
 from skipjoin.core.kv.cpu_cache import CpuCache
 from skipjoin.core.kv.interface import MISS, Hit
 from skipjoin.core.kv.request_blocks import Holders, RequestBlocks
+from skipjoin.core.kv.states import Snapshots
 from skipjoin.core.prefixes import Key
 from skipjoin.core.request import Request
 from skipjoin.core.step import Move
@@ -19,12 +20,24 @@ class _Search:
         away: Number of hit blocks on the CPU tier, after those on the device.
     """
 
-    __slots__ = ("_changes", "away", "blocks", "held", "keys")
+    __slots__ = ("_changes", "_snapshots", "away", "blocks", "held", "keys")
 
     def __init__(self, keys: list[Key]) -> None:
         self.keys = keys
         self.blocks = self.held = self.away = 0
         self._changes = (-1, -1)
+        self._snapshots = (-1, -1, 0)  # of the last call of `with_state`: blocks found, changes, result
+
+    @property
+    def found(self) -> int:
+        return self.blocks + self.away
+
+    def with_state(self, snapshots: Snapshots) -> int:
+        """Return the number of hit blocks after which there is a snapshot of the state."""
+        found, changes = self.found, snapshots.changes
+        if self._snapshots[:2] != (found, changes):
+            self._snapshots = (found, changes, snapshots.longest(self.keys, found))
+        return self._snapshots[2]
 
     def update(self, device: BlockPool, cpu: BlockPool, holders: Container[int]) -> Key | None:
         changes = device.changes, cpu.changes
@@ -45,7 +58,7 @@ class PrefixCache:
     """Prefix cache of both tiers.
 
     Blocks with keys are full and read-only while requests hold them. Hits on the CPU tier are not shared: one request
-    swaps them in.
+    swaps them in. For a model with state, a hit ends where there is a snapshot, and no request waits for another's.
     """
 
     def __init__(
@@ -57,7 +70,9 @@ class PrefixCache:
         block_size: int,
         *,
         is_exact: bool,
+        snapshots: Snapshots | None = None,
     ) -> None:
+        self._snapshots = snapshots
         self.cpu = CpuCache(device, cpu, block_size, is_exact=is_exact)
         self.awaited: dict[Request, _Search] = {}
         self._requests = requests
@@ -73,8 +88,20 @@ class PrefixCache:
             return MISS
         search = self.awaited.get(request) or _Search(list(self._usable(request)))
         missing = search.update(*self._pools, self._holders.of)
+        if self._snapshots is not None:
+            return self._hit_with_state(search, search.with_state(self._snapshots))
         leader = self._coming.get(missing) if missing is not None else None
         return Hit((search.blocks + search.away) * self._block_size, search.held, leader, search.away)
+
+    def _hit_with_state(self, search: _Search, blocks: int) -> Hit:
+        here = min(blocks, search.blocks)
+        found = map(self._pools[0].find, search.keys[:here])
+        return Hit(blocks * self._block_size, sum(block in self._holders.of for block in found), None, blocks - here)
+
+    def found(self, request: Request) -> int:
+        """Return how many cached blocks the last search of a waiting request found, whether or not it may use them."""
+        search = self.awaited.get(request)
+        return search.found if search is not None else 0
 
     @property
     def cached_blocks(self) -> int:

@@ -50,10 +50,19 @@ class HarshStore(KVStore):
         target = self.cpu if move.direction is Direction.OUT else self.device
         if self.fails(move):
             self._spoil(target, move.target, move)
+            if move.state is not None:
+                self._states_of(target)[move.state.target] = 255
             raise CopyError(f"request {move.request.id}" if move.request is not None else "the cache")
         super().copy(move)
         if move.request is not None:  # copies of the cache keep their source
             self._spoil(source, move.source, move, self.keeps)
+        if move.state is not None:
+            self._states_of(source)[move.state.source] = 255
+
+    def _states_of(self, pool: PagedKV | SwapPool) -> torch.Tensor:
+        states = self._cpu_states if pool is self.cpu else self.device.states
+        assert states is not None
+        return states.tensor
 
     def _spoil(
         self,

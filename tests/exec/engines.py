@@ -18,7 +18,7 @@ from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import Batcher, Callbacks, EvictionPolicy, Ordering, Policies
 from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import Request, RequestOptions, ServiceClass
-from skipjoin.core.step import Direction, Move, Slice, StepPlan
+from skipjoin.core.step import Direction, Move, Slice, StateSizes, StepPlan
 from skipjoin.exec.base import Executor
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.sampling import Sampling
@@ -55,6 +55,8 @@ CONFIGS = {
     "opt": _COMMON | {"architectures": ["OPTForCausalLM"], "ffn_dim": 80, "max_position_embeddings": 256},
 }
 BLOCK_SIZE = 4
+# Fewer slots than requests, on both tiers.
+STATES = StateSizes("state", 4, 3, 3, 1.0)
 
 
 class Characters:
@@ -144,6 +146,7 @@ def make_store(
     fails: Callable[[Move], bool] = lambda move: False,
     keeps: Keeps = keeps_nothing,
     swap_dtype: str = "auto",
+    states: StateSizes | None = None,
 ) -> HarshStore:
     """Return a store whose pools reveal slots that are read before they are written.
 
@@ -151,6 +154,7 @@ def make_store(
 
     Args:
         swap_dtype: Type of KV on the CPU tier.
+        states: Slots of a model whose layers have states.
     """
     store = HarshStore(
         model.config,
@@ -162,10 +166,13 @@ def make_store(
         shard=model.shard,
         of=model.kv_format,
         swap_dtype=swap_dtype,
+        states=states,
     )
     store.delay_s, store.fails, store.keeps = delay_s, fails, keeps
     for pool in filter(None, (store.device, store.cpu)):
         spoil(pool.tensor, slice(None))
+    for rows in filter(None, (store.device.states, store._cpu_states)):
+        spoil(rows.tensor, slice(None))
     return store
 
 
@@ -179,6 +186,7 @@ def make_core(
     depth: int = 1,
     overlap: bool = False,
     stages: int = 1,
+    states: StateSizes | None = None,
 ) -> EngineCore:
     """Return an engine core that rotates its requests through `slots` slots."""
     tokens = chunk or 10_000
@@ -187,7 +195,7 @@ def make_core(
         cost, cuts = LinearCost(floor=2.0, prefill_token=1.0, decode=0.5), chunk is not None
         batcher = EvenStages(batcher, cost, stages, max_seqs=slots * stages, max_tokens=tokens * stages, cuts=cuts)
     policies = Policies(Rotating(has_classes=eviction.lends), batcher, OnDemand(), eviction)
-    ledger = KVLedger(device_blocks, cpu_blocks, BLOCK_SIZE)
+    ledger = KVLedger(device_blocks, cpu_blocks, BLOCK_SIZE, states=states)
     return EngineCore(Scheduler(policies, ledger, depth=depth, overlap=overlap))
 
 
@@ -204,12 +212,14 @@ def engine(
     delay_s: float = 0.0,
     fails: Callable[[Move], bool] = lambda move: False,
     swap_dtype: str = "auto",
+    states: StateSizes = STATES,
 ) -> tuple[EngineCore, LocalExecutor]:
     """Return a core and its executor; see `make_core` and `make_store`.
 
     Args:
         late: Number of plans that an overlapped move takes, including the one that starts it; None copies on a thread.
     """
+    sizes = states if model.config.states is not None else None
     core = make_core(
         eviction,
         device_blocks=device_blocks,
@@ -218,6 +228,7 @@ def engine(
         chunk=chunk,
         depth=depth,
         overlap=depth > 1,
+        states=sizes,
     )
     store = make_store(
         model,
@@ -227,6 +238,7 @@ def engine(
         fails=fails,
         keeps=findable(core),
         swap_dtype=swap_dtype,
+        states=sizes,
     )
     copier = None if late is None else LateCopier(store, late)
     return core, LocalExecutor(model, store, copier=copier, grammars=GRAMMARS)

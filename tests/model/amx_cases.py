@@ -18,7 +18,15 @@ from skipjoin.model.ops import build
 # Only tests of products and attention use the libraries below, which need not be fast. They are compiled in a third
 # of the time. The macro gives them cache entries of their own.
 QUICK = ("-Og", "-DSKIPJOIN_FEW_SOURCES")
-SOURCES = ("layer_ops.cpp", "grouped.cpp", "paged_attention.cpp", "layers.cpp", "experts.cpp", "pool.cpp")
+SOURCES = (
+    "layer_ops.cpp",
+    "grouped.cpp",
+    "paged_attention.cpp",
+    "layers.cpp",
+    "experts.cpp",
+    "recurrent.cpp",
+    "pool.cpp",
+)
 EMULATOR = Path(__file__).with_name("amx_emulator.cpp")
 # Compiler flags by instruction set, and the features in /proc/cpuinfo of a processor that runs the result.
 AVX2 = (*build.AVX2, *QUICK)

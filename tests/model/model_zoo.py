@@ -30,6 +30,15 @@ _SHAPE = {
 }
 _GATED = {**_SHAPE, "intermediate_size": 96, "num_key_value_heads": 2}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 64}
+_DELTA = {
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"head_dim": 32, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    **{"num_hidden_layers": 3, "shared_expert_intermediate_size": 32},
+}
+_MAMBA = {
+    **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 24, "shared_intermediate_size": 64},
+    "layer_types": ["linear_attention", "full_attention"],
+}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -40,6 +49,7 @@ _LLAMA3 = {
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 _LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+_CONVOLUTIONS = ["conv", "full_attention", "conv"]
 _KINDS = ["sliding_attention", "full_attention"]
 _ROPE_BY_KIND = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
@@ -143,6 +153,34 @@ CONFIGS = {
     "opt-after": _config("OPTConfig", **_SHAPE, ffn_dim=96, do_layer_norm_before=False, word_embed_proj_dim=32),
 }
 
+# Models whose layers have a recurrent state, which test_recurrent.py runs.
+HYBRIDS = {
+    "qwen3-next": _config("Qwen3NextConfig", **_GATED | _DELTA | _EXPERTS, mlp_only_layers=[1]),
+    "qwen3.5": _config("Qwen3_5TextConfig", **_GATED | _DELTA),
+    "qwen3.5-moe": _config("Qwen3_5MoeTextConfig", **_GATED | _DELTA | _EXPERTS | {"linear_conv_kernel_dim": 3}),
+    "granite-hybrid": _config("GraniteMoeHybridConfig", **_GATED | _MAMBA, num_local_experts=0),
+    "granite-hybrid-experts": _config(
+        "GraniteMoeHybridConfig",
+        **_GATED | _MAMBA | {"mamba_n_groups": 2, "mamba_proj_bias": True, "time_step_limit": (0.4, 1.5)},
+        num_local_experts=4,
+        position_embedding_type="rope",
+        embedding_multiplier=2.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.5,
+        logits_scaling=4.0,
+    ),
+    "lfm2": _config("Lfm2Config", **_GATED | {"num_hidden_layers": 3}, layer_types=_CONVOLUTIONS, block_multiple_of=16),
+    "lfm2-biases": _config(
+        "Lfm2Config",
+        **_GATED,
+        layer_types=_CONVOLUTIONS[:2],
+        conv_bias=True,
+        conv_L_cache=5,
+        block_auto_adjust_ff_dim=False,
+        tie_word_embeddings=False,
+    ),
+}
+
 
 def make_reference(name: str, **changes: Any) -> transformers.PreTrainedModel:
     """Return a model with random parameters, biases and norms included, so that swapped tensors are detected.
@@ -153,7 +191,7 @@ def make_reference(name: str, **changes: Any) -> transformers.PreTrainedModel:
     from transformers import AutoModelForCausalLM  # noqa: PLC0415 - takes two seconds
 
     torch.manual_seed(sum(name.encode()))
-    config = CONFIGS[name]()
+    config = (CONFIGS | HYBRIDS)[name]()
     config.update(changes)
     model = AutoModelForCausalLM.from_config(config).eval()
     for label, parameter in model.named_parameters():
@@ -168,10 +206,13 @@ def save_reference(name: str, folder: Path) -> transformers.PreTrainedModel:
     return model
 
 
-def poisoned_kv(model: CausalLM, num_blocks: int, block_size: int) -> PagedKV:
+def poisoned_kv(model: CausalLM, num_blocks: int, block_size: int, sequences: int = 1) -> PagedKV:
     """Return a cache full of NaN, which reveals reads of unwritten slots."""
-    kv = PagedKV(num_blocks, block_size, model.config, model.dtype, model.device, shard=model.shard)
+    config, shard = model.config, model.shard
+    kv = PagedKV(num_blocks, block_size, config, model.dtype, model.device, shard=shard, state_slots=sequences)
     kv.tensor.fill_(torch.nan)
+    if kv.states is not None:
+        kv.states.tensor.fill_(255)
     return kv
 
 
@@ -191,7 +232,7 @@ class PagedRunner:
         self.random = random.Random(seed)
         self.model, self.sequences, self.block_size = model, sequences, block_size
         needed = [-(-len(s) // block_size) for s in sequences]
-        self.kv = poisoned_kv(model, sum(needed) + 5, block_size)
+        self.kv = poisoned_kv(model, sum(needed) + 5, block_size, len(sequences))
         free = list(range(self.kv.num_blocks))
         self.random.shuffle(free)
         self.tables = [[free.pop() for _ in range(count)] for count in needed]
@@ -212,6 +253,7 @@ class PagedRunner:
                 True,
                 True,
                 adapter=self.adapters[i],
+                state=i,
             )
             for i, n in zip(chosen, counts, strict=True)
         ]
@@ -242,12 +284,12 @@ class PagedRunner:
 
 def greedy(model: CausalLM, prompts: list[list[int]], count: int, block_size: int = 4) -> list[list[int]]:
     width = -(-(max(map(len, prompts)) + count) // block_size)
-    kv = poisoned_kv(model, width * len(prompts), block_size)
+    kv = poisoned_kv(model, width * len(prompts), block_size, len(prompts))
     tables = [list(range(i, width * len(prompts), len(prompts))) for i in range(len(prompts))]
     known = [list(p) for p in prompts]
     done = [0] * len(prompts)
     for _ in range(count):
-        segments = [Segment(k[d:], d, t) for k, d, t in zip(known, done, tables, strict=True)]
+        segments = [Segment(k[d:], d, t, state=i) for i, (k, d, t) in enumerate(zip(known, done, tables, strict=True))]
         tokens = model.forward(PackedBatch.build(segments, block_size, model.device), kv).argmax(-1).tolist()
         for i, token in enumerate(tokens):
             done[i] = len(known[i])

@@ -243,6 +243,16 @@ class EngineConfig:
     enable_prefix_caching: Annotated[
         bool, Option("Keep the KV of full blocks for later prompts with the same prefix.", group=MEMORY)
     ] = True
+    state_snapshots: Annotated[
+        int,
+        Option(
+            "Most states that the prefix cache keeps, for models with convolutions, linear attention or Mamba-2: their "
+            "prompts use a cached prefix as far as there is one.",
+            low=0,
+            high=1 << 20,
+            group=MEMORY,
+        ),
+    ] = 64
     tensor_parallel_size: Annotated[
         int,
         Option(

@@ -96,7 +96,9 @@ def engine_around(loaded: Loaded, config: EngineConfig) -> Engine:
     recipe = find(config.recipe)
     settings = recipe_settings(config, cost, engine_limits(config, loaded))
     params = recipe.resolve(settings, config.recipe_params)
-    ledger = KVLedger(blocks, cpu_blocks, block_size, is_exact=SWAP_FORMATS[spec.swap_dtype].is_exact)
+    ledger = KVLedger(
+        blocks, cpu_blocks, block_size, is_exact=SWAP_FORMATS[spec.swap_dtype].is_exact, states=executor.states
+    )
     policies = recipe.make(settings, params)
     pooling = loaded.config.pooling
     if loaded.config.is_encoder:

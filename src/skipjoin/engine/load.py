@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from skipjoin.adapters import configured
 from skipjoin.config import ConfigError, EngineConfig, bytes_per_s
 from skipjoin.config.profile import ProfileKey
+from skipjoin.core.step import StateSizes
 from skipjoin.engine.profiling.profiler import profile_key
-from skipjoin.engine.sizing import cpu_blocks, device_blocks
+from skipjoin.engine.sizing import cpu_blocks, device_blocks, state_sizes
 from skipjoin.exec.base import LargestStep, RankError
 from skipjoin.exec.graphs import graph_batch_sizes
 from skipjoin.exec.local import LocalExecutor
@@ -50,6 +51,12 @@ class Loaded(NamedTuple):
     key: ProfileKey
 
 
+class _Pools(NamedTuple):
+    device_blocks: int
+    cpu_blocks: int
+    states: StateSizes | None
+
+
 def check_load(config: EngineConfig) -> tuple[ModelConfig, int]:
     """Raise what `load` raises that is known without the weights. Return the model's configuration and context."""
     files, spec = model_files(config.model, config.load_format), _load_spec(config)
@@ -58,6 +65,11 @@ def check_load(config: EngineConfig) -> tuple[ModelConfig, int]:
     check_shards(model_config, config.tensor_parallel_size, config.pipeline_parallel_size)
     if config.lora_modules:
         _adapter_bytes(config, planned_model(files, model_config, spec))
+    if config.is_distributed and model_config.states is not None:
+        raise ConfigError(
+            f"{model_config.architecture}, whose layers have states, runs in this process only: leave "
+            "distributed_executor_backend auto"
+        )
     if config.ray_address is None:
         _check_memory(config, spec, files, model_config, max_len)
     return model_config, max_len
@@ -141,7 +153,8 @@ def _load_here(
     loading.start()
     rank = LoadedRank(of, default_threads(config.threads), on_progress)
     try:
-        rank.make_pools(*_pools(config, model_config, (rank.spec,), (rank.budget,), max_len))
+        pools = _pools(config, model_config, (rank.spec,), (rank.budget,), max_len)
+        rank.make_pools(pools.device_blocks, pools.cpu_blocks, pools.states)
     except RankError as error:
         raise ConfigError(str(error)) from error
     loading.join()
@@ -168,7 +181,7 @@ def _load_ranks(
         return RankedExecutor(
             of,
             GroupSizes(config.tensor_parallel_size, config.pipeline_parallel_size),
-            lambda rank_specs, budgets: _pools(config, model_config, rank_specs, budgets, max_len),
+            lambda rank_specs, budgets: _pools(config, model_config, rank_specs, budgets, max_len)[:2],
             address=config.ray_address,
             max_restarts=config.max_restarts,
             on_progress=on_progress,
@@ -183,10 +196,13 @@ def _pools(
     rank_specs: Sequence[RankSpec],
     budgets: Sequence[MemoryBudget],
     max_len: int,
-) -> tuple[int, int]:
+) -> _Pools:
+    states, size = state_sizes(config, rank_specs[0], budgets[0]), rank_specs[0].state_bytes
+    here, there = (0, 0) if states is None else (states.device + states.snapshots, states.cpu)
     # A vector counts as one token, which follows a prompt of the whole context.
-    blocks = device_blocks(config, rank_specs, budgets, max_len + (model.pooling is not None))
-    return blocks, 0 if model.is_encoder else cpu_blocks(config, rank_specs, budgets, blocks)
+    blocks = device_blocks(config, rank_specs, budgets, max_len + (model.pooling is not None), here * size)
+    spare = 0 if model.is_encoder else cpu_blocks(config, rank_specs, budgets, blocks, there * size)
+    return _Pools(blocks, spare, states)
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

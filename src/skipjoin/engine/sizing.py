@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from skipjoin.config import ConfigError, EngineConfig
+from skipjoin.core.step import StateSizes
 from skipjoin.exec.rank_spec import MemoryBudget, RankSpec
 from skipjoin.kv_format import SWAP_FORMATS
 
@@ -12,19 +13,55 @@ _GIB = 1 << 30
 _CPU_SHARE, _CPU_MOST = 0.25, 8 * _GIB
 # The same for the CPU tier's pools, and the RAM that stays free for the engine and other programs.
 _SWAP_SHARE, _SWAP_MOST, _SWAP_SPARE = 0.25, 4 * _GIB, 1 * _GIB
+# Most of a pool that states of requests take, likewise snapshots of them.
+_STATE_SHARE = 0.25
+# Requests on the device, most of which may be paused, and swapped-out ones, for each that runs.
+_STATES_PER_SEQ, _SWAPPED_STATES_PER_SEQ = 2, 8
+
+
+def state_sizes(config: EngineConfig, spec: RankSpec, budget: MemoryBudget) -> StateSizes | None:
+    """Return the slots for states of a model that has them, which take a part of each KV pool."""
+    size = spec.state_bytes
+    if not size:
+        return None
+    pool = _usual(spec, budget) if config.kv_cache_gib is None else int(config.kv_cache_gib * _GIB)
+    device = min(_STATES_PER_SEQ * config.max_num_seqs, int(pool * _STATE_SHARE) // size)
+    if not device:
+        need = size / _STATE_SHARE / _GIB
+        raise ConfigError(
+            f"the KV pool of {pool / _GIB:.3g} GiB has no room for a request's state of {size / _GIB:.3g} GiB: set "
+            f"kv_cache_gib to at least {need:.4g}"
+        )
+    snapshots = config.state_snapshots if config.enable_prefix_caching else 0
+    if config.swap_space_gib is None:
+        swap = min(_SWAP_MOST, int(budget.ram * _SWAP_SHARE))
+    else:
+        swap = int(config.swap_space_gib * _GIB)
+    return StateSizes(
+        "recurrent state",
+        device,
+        min(_SWAPPED_STATES_PER_SEQ * config.max_num_seqs, int(swap * _STATE_SHARE) // size),
+        min(snapshots, int(pool * _STATE_SHARE) // size),
+        size / spec.cpu_block_bytes,
+    )
 
 
 def device_blocks(
-    config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], max_len: int
+    config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], max_len: int, taken: int = 0
 ) -> int:
-    """Return the number of device blocks: what every rank's memory allows, at most what requests can fill."""
+    """Return the number of device blocks: what every rank's memory allows, at most what requests can fill.
+
+    Args:
+        taken: Bytes of a rank's pool that states take.
+    """
     block_bytes = sum(spec.block_bytes for spec in rank_specs)
     one_request = -(-max_len // config.block_size)
     if config.kv_cache_gib is not None:
-        blocks = int(config.kv_cache_gib * _GIB) // block_bytes
+        blocks = (int(config.kv_cache_gib * _GIB) - taken) // block_bytes
         _check_free(config.kv_cache_gib, rank_specs, budgets, blocks)
     else:
-        found = min(_usual(spec, budget) // spec.block_bytes for spec, budget in zip(rank_specs, budgets, strict=True))
+        pairs = zip(rank_specs, budgets, strict=True)
+        found = min((_usual(spec, budget) - taken) // spec.block_bytes for spec, budget in pairs)
         blocks = min(found, one_request * config.max_num_seqs)
     if blocks < one_request:
         need = one_request * block_bytes / _GIB
@@ -65,7 +102,11 @@ def _what_is_left(
 
 
 def cpu_blocks(
-    config: EngineConfig, rank_specs: Sequence[RankSpec], budgets: Sequence[MemoryBudget], device_blocks: int
+    config: EngineConfig,
+    rank_specs: Sequence[RankSpec],
+    budgets: Sequence[MemoryBudget],
+    device_blocks: int,
+    taken: int = 0,
 ) -> int:
     block_bytes = sum(spec.cpu_block_bytes for spec in rank_specs)
     pairs = list(zip(rank_specs, budgets, strict=True))
@@ -75,7 +116,8 @@ def cpu_blocks(
     left = _max_cpu_bytes(spec, budget, device_blocks)
     asked = config.swap_space_gib
     if asked is None:
-        blocks = min(_SWAP_MOST // block_bytes, min(int(budget.ram * _SWAP_SHARE), left) // spec.cpu_block_bytes)
+        allowed = min(int(budget.ram * _SWAP_SHARE), left)
+        blocks = min((_SWAP_MOST - taken) // block_bytes, max(0, allowed - taken) // spec.cpu_block_bytes)
         if not blocks and not SWAP_FORMATS[config.swap_dtype].is_exact:
             have = _have(spec, budget, device_blocks, len(rank_specs))
             raise ConfigError(
@@ -92,7 +134,7 @@ def cpu_blocks(
     if asked > 0 and size < block_bytes:
         least = math.ceil(block_bytes / _GIB * 1e6) / 1e6
         raise ConfigError(f"swap_space_gib must be 0 or at least {least:g}, one KV block, got {asked:g}")
-    return size // block_bytes
+    return max(0, size - taken) // block_bytes
 
 
 def _usual(spec: RankSpec, budget: MemoryBudget) -> int:

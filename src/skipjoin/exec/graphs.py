@@ -140,8 +140,8 @@ class DecodeGraphs:
 
 
 def replays(model: CausalLM) -> bool:
-    # transformers' modeling code may wait for the device, which a graph cannot.
-    is_native = family_named(model.config.family).is_native
+    # transformers' modeling code may wait for the device, which a graph cannot. Slots of states are not in its buffers.
+    is_native = family_named(model.config.family).is_native and model.config.states is None
     return is_native and model.attention.name in ("triton", "triton-invariant", "flash")
 
 

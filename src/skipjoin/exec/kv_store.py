@@ -4,17 +4,22 @@ from collections.abc import Sequence
 
 import torch
 
-from skipjoin.core.step import Direction, Move
+from skipjoin.core.step import Direction, Move, StateMove, StateSizes
 from skipjoin.exec.copy_engine import CopyEngine, Pairs, copy_engine
 from skipjoin.exec.span_copies import SpanCopies
 from skipjoin.kv_format import SWAP_FORMATS, CacheFormat
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import AUTO, PagedKV, SwapPool
 from skipjoin.model.parallel import WHOLE, Shard
+from skipjoin.model.state_cache import StateCache
 
 
 class KVStore:
-    """KV blocks of both tiers in block-major layout, so that a block moves as one contiguous copy."""
+    """KV blocks of both tiers in block-major layout, so that a block moves as one contiguous copy.
+
+    Attributes:
+        states: Slots for state that is no KV, whose rows move as they are; None if the model has none.
+    """
 
     def __init__(
         self,
@@ -29,13 +34,17 @@ class KVStore:
         of: CacheFormat = AUTO,
         swap_dtype: str = "auto",
         link_bytes_per_s: float | None = None,
+        states: StateSizes | None = None,
     ) -> None:
+        self.states = states
         self.swap_dtype = swap_dtype
         self.link_bytes_per_s = link_bytes_per_s
-        self.device = PagedKV(device_blocks, block_size, config, dtype, device, of=of, shard=shard)
+        slots = 1 if states is None else states.device + states.snapshots
+        self.device = PagedKV(device_blocks, block_size, config, dtype, device, of=of, shard=shard, state_slots=slots)
         self.cpu: PagedKV | SwapPool | None = None
         self._engine: CopyEngine | None = None
         self._spans: SpanCopies | None = None
+        self._cpu_states: StateCache | None = None
         swap, pin = SWAP_FORMATS[swap_dtype], device.type == "cuda"
         if not cpu_blocks:
             return
@@ -45,6 +54,8 @@ class KVStore:
         else:
             self.cpu = SwapPool(cpu_blocks, block_size, config, swap, pin=pin, shard=shard)
         self._engine = copy_engine(self.device, self.cpu)
+        if states is not None and states.cpu:
+            self._cpu_states = StateCache(states.cpu, config, dtype, "cpu", pin=pin, shard=shard)
 
     def link_seconds(self, move: Move) -> float:
         if self.link_bytes_per_s is None or self.cpu is None:
@@ -63,6 +74,8 @@ class KVStore:
             raise ValueError(f"{move.tokens} tokens do not end in the last of {len(move.source)} blocks")
         _check("source", move.source, source)
         _check("target", move.target, target)
+        if move.state is not None:
+            self._copy_state(move.direction, move.state)
         if not move.spans:
             last = move.tokens - (len(move.source) - 1) * self.device.block_size
             self._engine.copy(move.direction, Pairs(move.source, move.target), last)
@@ -70,6 +83,19 @@ class KVStore:
             raise ValueError(f"parts of a block do not move where the CPU tier has swap_dtype {self.swap_dtype}")
         else:
             self._spans.copy(target, source, move)
+
+    def _copy_state(self, direction: Direction, state: StateMove) -> None:
+        if self.device.states is None or self._cpu_states is None:
+            raise ValueError("a plan moves state, but there is no pool for it in CPU memory")
+        here, there = self.device.states.tensor, self._cpu_states.tensor
+        source, target = (here, there) if direction is Direction.OUT else (there, here)
+        target[state.target].copy_(source[state.source], non_blocking=True)
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy rows within the device, in order."""
+        for source, target in pairs:
+            assert self.device.states is not None
+            self.device.states.tensor[target].copy_(self.device.states.tensor[source])
 
 
 def _check(side: str, blocks: Sequence[int], pool: PagedKV | SwapPool) -> None:

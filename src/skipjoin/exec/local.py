@@ -9,7 +9,7 @@ import torch
 from skipjoin.adapters import Adapter
 from skipjoin.config.profile import Transfer
 from skipjoin.core.request import Request
-from skipjoin.core.step import Direction, StepPlan, StepResult
+from skipjoin.core.step import Direction, StateSizes, StepPlan, StepResult
 from skipjoin.exec.adapters import load_adapter
 from skipjoin.exec.grammars_ahead import GrammarsAhead
 from skipjoin.exec.graphs import DecodeGraphs
@@ -76,6 +76,10 @@ class LocalExecutor:
     def pools(self) -> tuple[int, int, int]:
         store = self.store
         return store.device.num_blocks, store.cpu.num_blocks if store.cpu else 0, store.device.block_size
+
+    @property
+    def states(self) -> StateSizes | None:
+        return self.store.states
 
     def touch(self, blocks: Sequence[int]) -> None:
         touch(self.store.device, blocks)

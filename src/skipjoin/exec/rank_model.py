@@ -8,7 +8,7 @@ import torch
 
 from skipjoin.adapters import Adapter
 from skipjoin.config.profile import Transfer
-from skipjoin.core.step import Direction
+from skipjoin.core.step import Direction, StateSizes
 from skipjoin.exec.adapters import load_adapter
 from skipjoin.exec.base import LargestStep, RankError
 from skipjoin.exec.graphs import DecodeGraphs, graph_bytes, record_graphs, replays
@@ -81,12 +81,18 @@ class LoadedRank:
         assert self._store is not None
         return self._store
 
-    def make_pools(self, device_blocks: int, cpu_blocks: int) -> bool:
+    def make_pools(self, device_blocks: int, cpu_blocks: int, states: StateSizes | None = None) -> bool:
         """Allocate the KV pools and capture CUDA graphs; return False if no rank may use graphs."""
         of, model = self._of, self.model
         try:
             self._store = make_store(
-                model, device_blocks, cpu_blocks, of.block_size, of.swap_dtype, link_bytes_per_s=of.link_bytes_per_s
+                model,
+                device_blocks,
+                cpu_blocks,
+                of.block_size,
+                of.swap_dtype,
+                link_bytes_per_s=of.link_bytes_per_s,
+                states=states,
             )
         except (RuntimeError, OSError) as error:  # from torch and from mmap
             here, there = device_blocks * self.spec.block_bytes, cpu_blocks * self.spec.cpu_block_bytes

@@ -13,7 +13,7 @@ import torch
 from skipjoin.adapters import Adapter
 from skipjoin.config.profile import Transfer
 from skipjoin.core.request import Request
-from skipjoin.core.step import LINK, Direction, Move
+from skipjoin.core.step import LINK, Direction, Move, StateSizes
 from skipjoin.exec.base import Executor, Handle
 from skipjoin.exec.fit import fit_times
 from skipjoin.exec.grammars_ahead import MasksAhead
@@ -22,6 +22,7 @@ from skipjoin.kv_format import SWAP_FORMATS
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.grammars import Grammars
 from skipjoin.model.kv_cache import PagedKV, kv_shape
+from skipjoin.model.state_cache import StateCache
 from skipjoin.system.container import free_memory
 from skipjoin.system.machine import cpu_name
 
@@ -40,6 +41,7 @@ class RankSpec(NamedTuple):
         parameters: Those that a token uses.
         expert_bytes: Part of `weight_bytes` of which a token uses the share `expert_use`.
         adapter_bytes: By number, of the adapters that were loaded with the model; no part of `weight_bytes`.
+        state_bytes: Of a request's state in layers without KV.
     """
 
     stage: int
@@ -59,6 +61,7 @@ class RankSpec(NamedTuple):
     expert_bytes: int = 0
     expert_use: float = 0.0
     adapter_bytes: Mapping[int, int] = {}
+    state_bytes: int = 0
 
 
 class MemoryBudget(NamedTuple):
@@ -87,6 +90,11 @@ class ModelExecutor(Executor[Handle], Protocol):
     @property
     def pools(self) -> tuple[int, int, int]:
         """Device KV blocks, CPU KV blocks, and tokens per block."""
+        ...
+
+    @property
+    def states(self) -> StateSizes | None:
+        """Slots for state that is no KV; None if the model has none."""
         ...
 
     def touch(self, blocks: Sequence[int]) -> None: ...
@@ -147,6 +155,7 @@ def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str
         expert_bytes=model.expert_bytes,
         expert_use=0.0 if config.experts is None else config.experts.per_token / config.experts.count,
         adapter_bytes=dict(model.adapters.bytes),
+        state_bytes=StateCache.bytes_per_slot(config, model.dtype, shard),
     )
 
 
@@ -194,6 +203,7 @@ def make_store(
     swap_dtype: str = "auto",
     *,
     link_bytes_per_s: float | None = None,
+    states: StateSizes | None = None,
 ) -> KVStore:
     return KVStore(
         model.config,
@@ -206,6 +216,7 @@ def make_store(
         of=model.kv_format,
         swap_dtype=swap_dtype,
         link_bytes_per_s=link_bytes_per_s,
+        states=states,
     )
 
 

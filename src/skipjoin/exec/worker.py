@@ -109,6 +109,8 @@ class Worker:
         if self._copier is not None and plan.overlapped:
             self._copier.begin(plan.overlapped)
         if plan.slices:
+            if plan.states is not None:
+                self.store.copy_states(plan.states.restored)
             with self.model.ops.step():
                 self._compute(plan.slices, in_flight)
         in_flight.end = self._clock.mark()
@@ -193,19 +195,21 @@ class Worker:
         self._sampled, self._rows = in_flight.sampled, rows
 
     def _halved(self, slices: Sequence[Slice], going: Sequence[int], in_flight: InFlightStep) -> list[_Part]:
+        # A second attempt would find states of tokens that the first one has computed.
+        is_last = len(going) == 1 or self.store.states is not None
         try:
-            return [self._attempt(slices, in_flight.states, going)]
+            return [self._attempt(in_flight, going)]
         except Exception as error:
             # Other ranks would still run the whole step.
             if not self._alone or not is_out_of_memory(error):
                 raise
-            if len(going) == 1:
-                in_flight.dropped[going[0]] = out_of_memory(slices[going[0]], error)
-                in_flight.states[going[0]].is_dropped = True
+            for index in going if is_last else ():
+                in_flight.dropped[index] = out_of_memory(slices[index], error)
+                in_flight.states[index].is_dropped = True
         self.halvings += 1
         # After the except block, whose traceback keeps the attempt's tensors alive.
         torch.cuda.empty_cache()
-        if len(going) == 1:
+        if is_last:
             return []
         return [part for half in halves(slices, going) for part in self._halved(slices, half, in_flight)]
 
@@ -245,13 +249,15 @@ class Worker:
             state = self._states[request] = RequestState(started)
         return state
 
-    def _attempt(self, slices: Sequence[Slice], states: Sequence[RequestState], going: Sequence[int]) -> _Part:
-        part = _Part()
-        selected = [slices[index] for index in going]
+    def _attempt(self, in_flight: InFlightStep, going: Sequence[int]) -> _Part:
+        part, states = _Part(), in_flight.states
+        selected = [in_flight.plan.slices[index] for index in going]
         segments = [self._segment(slice_) for slice_ in selected]
         if self._pooler is not None:
             part.vectors = self._pool(self._pooler, selected, segments, [states[index] for index in going], going)
             return part
+        if self.store.states is not None:
+            segments = [self._with_state(in_flight.plan, *one) for one in zip(going, segments, strict=True)]
         chosen = [at for at, slice_ in enumerate(selected) if slice_.samples]
         if any(segment.all_logits for segment in segments):
             logits = self._score(selected, segments, chosen, part)
@@ -329,6 +335,13 @@ class Worker:
             reverse=request.progress.reverse,
             adapter=request.options.adapter,
         )
+
+    def _with_state(self, plan: StepPlan, index: int, segment: Segment) -> Segment:
+        assert self.store.states is not None
+        if plan.states is None:  # a measurement, which does not read the result
+            return segment._replace(state=index % self.store.states.device)
+        captures = [(tokens, slot) for of, tokens, slot in plan.states.captured if of == index]
+        return segment._replace(state=plan.states.slots[index], captures=captures)
 
     def _sample_row(self, slice_: Slice, state: SamplingState | None) -> SampleRow:
         assert state is not None

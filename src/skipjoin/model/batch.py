@@ -21,6 +21,8 @@ class Segment(NamedTuple):
         awaits: Row of the previous step's sampled tokens that holds one more token.
         reverse: Fill blocks from the last slot down, so that two sequences can share a block bidirectionally.
         adapter: Number of the adapter of its tokens; 0 for none.
+        state: Slot of its state, for models that have one.
+        captures: Numbers of its tokens after which its state is copied, ascending, and the slots to which.
     """
 
     tokens: Sequence[int]
@@ -31,6 +33,8 @@ class Segment(NamedTuple):
     awaits: int | None = None
     reverse: bool = False
     adapter: int = 0
+    state: int = 0
+    captures: Sequence[tuple[int, int]] = ()
 
     @property
     def length(self) -> int:
@@ -77,6 +81,8 @@ class PackedBatch:
         directed: Indexes of the reversed segments.
         types: Shape [T], token types of an encoder; None if all are 0.
         adapters: Number of each segment's adapter, 0 for none; empty if no segment has one.
+        states: Slot of each segment's state.
+        captures: Snapshots to take: segment, tokens, slot; ascending.
     """
 
     token_ids: torch.Tensor
@@ -97,6 +103,8 @@ class PackedBatch:
     directed: Sequence[int] = ()
     types: torch.Tensor | None = None
     adapters: Sequence[int] = ()
+    states: Sequence[int] = ()
+    captures: Sequence[tuple[int, int, int]] = ()
 
     @property
     def plain(self) -> bool:
@@ -187,6 +195,8 @@ class PackedBatch:
             block_size=block_size,
             directed=directed,
             adapters=_adapters(segments),
+            states=[segment.state for segment in segments] + [0] * empty,
+            captures=[(i, *one) for i, segment in enumerate(segments) for one in segment.captures],
         )
 
     @classmethod
@@ -196,7 +206,7 @@ class PackedBatch:
         width = max(len(segment.blocks) for segment in segments)
         tokens, starts, slots, sources = [], [], [], []
         tables: list[Sequence[int]] = []
-        for i, (known, start, blocks, _, _, awaits, _, _) in enumerate(segments):
+        for i, (known, start, blocks, _, _, awaits, *_) in enumerate(segments):
             held = len(blocks)
             if start < 0:
                 raise ValueError(f"segment {i} starts at {start}")
@@ -231,6 +241,8 @@ class PackedBatch:
             max_block=int(in_tables.max()),
             block_size=block_size,
             adapters=_adapters(segments),
+            states=[segment.state for segment in segments],
+            captures=[(i, *one) for i, segment in enumerate(segments) for one in segment.captures],
         )
 
 
@@ -257,7 +269,7 @@ def _bounds(tokens: int, segments: int, width: int, rows: int) -> list[int]:
 
 
 def _is_plain_decode(segment: Segment) -> bool:
-    tokens, _, _, sample, all_logits, awaits, reverse, _ = segment
+    tokens, _, _, sample, all_logits, awaits, reverse, *_ = segment
     return (sample or all_logits) and not reverse and len(tokens) + (awaits is not None) == 1
 
 

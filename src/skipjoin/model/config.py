@@ -26,6 +26,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 # Other names that config.json may have, and the type that is used.
 _OTHER_DTYPES = {"float": "float32", "half": "float16", "float64": "float32", "double": "float32"}
 MAX_EXPERTS = 1 << 12
+# Tokens that compiled convolutions can read.
+MAX_KERNEL = 16
 # Upper bounds of integers in config.json, far above those of any model. A larger one means a damaged file, and would
 # exhaust the machine's memory before it is detected. All must be at least 1, except `_MAY_BE_ZERO`.
 LARGEST = {
@@ -46,7 +48,10 @@ LARGEST = {
     "num_experts_per_tok": MAX_EXPERTS,
     "moe_intermediate_size": 1 << 24,
 }
-_MAY_BE_ZERO = ("max_window_layers", "sliding_window", "word_embed_proj_dim")
+_MAY_BE_ZERO = (
+    *("max_window_layers", "sliding_window", "word_embed_proj_dim", "num_experts", "num_local_experts"),
+    "num_experts_per_tok",
+)
 # Bounds of the epsilon that is added to a variance: a smaller one is 0 in float32, and a larger one drowns the
 # variance.
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
@@ -118,6 +123,25 @@ class PoolingSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateSettings:
+    """State of a request in the layers `layers`, which have no KV; all have the same.
+
+    Attributes:
+        kernel: Tokens that a causal convolution of `channels` channels reads.
+        heads: Heads of a linear recurrence, each with a matrix of key_dim x value_dim; 0 without one.
+        key_heads: Number of keys and queries, which divides `heads`.
+    """
+
+    layers: tuple[int, ...]
+    kernel: int
+    channels: int
+    heads: int = 0
+    key_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Shape of a decoder-only model, or of an encoder.
 
@@ -167,8 +191,13 @@ class ModelConfig:
     attention_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    conv_bias: bool = False
+    shared_width: int = 0
+    state_bias: bool = False
+    step_limits: tuple[float, float] = (0.0, float("inf"))
     qk_norm: bool = False
     experts: ExpertSettings | None = None
+    states: StateSettings | None = None
     norm_before: bool = True
     final_norm: bool = True
     norm_affine: bool = True
@@ -225,11 +254,22 @@ class ModelConfig:
             raise ModelError(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly"
             )
+        if self.states is not None:
+            _check_states(self.states, self.num_layers)
         if self.experts is not None and not 1 <= self.experts.per_token <= self.experts.count:
             raise ModelError(
                 f"num_experts_per_tok in config.json must be in [1, {self.experts.count}], the number of experts, "
                 f"got {self.experts.per_token}"
             )
+
+
+def _check_states(of: StateSettings, layers: int) -> None:
+    if not 0 < len(of.layers) < layers:
+        raise ModelError(f"of {layers} layers, 1 to {layers - 1} must have attention, got {layers - len(of.layers)}")
+    if not 2 <= of.kernel <= MAX_KERNEL:
+        raise ModelError(f"the convolutions in config.json must read 2 to {MAX_KERNEL} tokens, got {of.kernel}")
+    if of.heads and (min(of.key_heads, of.key_dim, of.value_dim) < 1 or of.heads % of.key_heads):
+        raise ModelError(f"{of.heads} heads of a recurrence cannot share {of.key_heads} keys evenly")
 
 
 def read_settings(model: Path, name: str, *, default: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -22,6 +22,9 @@ _BUILT_IN = (
     "moe",
     "gpt_oss",
     "bert",
+    "lfm2",
+    "qwen3_next",
+    "granite_hybrid",
 )
 
 # Ends of names of architectures that have a decoder without its output.

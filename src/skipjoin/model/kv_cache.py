@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import weakref
-
 import torch
 
 from skipjoin.kv_format import CACHE_FORMATS, CacheFormat, SwapFormat
 from skipjoin.model.config import ModelConfig, ModelError
-from skipjoin.model.large_pages import large_page_bytes
-from skipjoin.model.page_locked import page_locked_bytes
+from skipjoin.model.page_locked import cpu_bytes
 from skipjoin.model.parallel import WHOLE, Shard
+from skipjoin.model.state_cache import StateCache
 
 AUTO = CACHE_FORMATS["auto"]
 # Index of blocks, or of blocks and slots.
@@ -29,6 +27,9 @@ class PagedKV:
 
     `tensor` is contiguous, [num_blocks, layers, 2, kv_heads, block_size, row], so that a move is one copy per block.
     Blocks are not cleared on reuse, so attention must not read slots beyond a sequence's length.
+
+    Attributes:
+        states: State in layers without KV, in `state_slots` slots; None if the model has none.
     """
 
     def __init__(
@@ -42,9 +43,13 @@ class PagedKV:
         of: CacheFormat = AUTO,
         pin: bool = False,
         shard: Shard = WHOLE,
+        state_slots: int = 1,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"num_blocks and block_size must be at least 1, got {num_blocks} and {block_size}")
+        self.states: StateCache | None = None
+        if config.states is not None:
+            self.states = StateCache(state_slots, config, dtype, device, pin=pin, shard=shard)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.format, self._head_dim = of, config.head_dim
@@ -53,7 +58,7 @@ class PagedKV:
         shape = (num_blocks, layers, 2, kv_heads, block_size, of.row(config.head_dim))
         if torch.device(device).type == "cpu":
             size = num_blocks * self.bytes_per_block(config, block_size, dtype, shard, of)
-            self.tensor = _cpu_bytes(self, size, pin=pin).view(storage).view(shape)
+            self.tensor = cpu_bytes(self, size, pin=pin).view(storage).view(shape)
         else:
             self.tensor = torch.zeros(shape, dtype=storage, device=device)
         self._rows = _by_layer(self.tensor)
@@ -114,7 +119,7 @@ class SwapPool:
         self.num_blocks, self.format = num_blocks, of
         self.shape = (_heads(config, shard), block_size, config.head_dim)
         self.block_bytes = of.block_bytes(self.shape, 0)
-        self.tensor = _cpu_bytes(self, num_blocks * self.block_bytes, pin=pin).view(num_blocks, self.block_bytes)
+        self.tensor = cpu_bytes(self, num_blocks * self.block_bytes, pin=pin).view(num_blocks, self.block_bytes)
 
     def block_view(self) -> torch.Tensor:
         return self.tensor
@@ -126,18 +131,9 @@ def _by_layer(tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def kv_shape(config: ModelConfig, shard: Shard) -> tuple[int, int]:
     """Return a rank's layers and heads of KV. An encoder keeps none, and its blocks only count tokens."""
-    return (1, 1) if config.is_encoder else (len(shard.layers(config)), len(shard.kv_heads(config)))
+    return (1, 1) if config.is_encoder else (len(shard.kv_layers(config)), len(shard.kv_heads(config)))
 
 
 def _heads(config: ModelConfig, shard: Shard) -> int:
     layers, kv_heads = kv_shape(config, shard)
     return layers * 2 * kv_heads
-
-
-def _cpu_bytes(pool: PagedKV | SwapPool, size: int, *, pin: bool) -> torch.Tensor:
-    if not pin:
-        return large_page_bytes(size)
-    memory, unlock = page_locked_bytes(size)
-    # Unlocked with the pool, not at exit, since the end of the process unlocks everything.
-    weakref.finalize(pool, unlock).atexit = False
-    return memory

@@ -304,7 +304,7 @@ class SelfAttention:
             len(shard.heads(config)),
             len(shard.kv_heads(config)),
             config.head_dim,
-            layer - shard.layers(config).start,  # the cache holds this rank's layers only
+            shard.kv_layers(config).index(layer),  # the cache holds this rank's layers only
             config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
             config.windows[layer],
             config.attention_cap,

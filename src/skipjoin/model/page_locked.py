@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -35,6 +36,16 @@ def page_locked_bytes(size: int) -> tuple[torch.Tensor, Callable[[], None]]:
         size / (1 << 30),
     )
     return large_page_bytes(size, _ADVICE), lambda: None
+
+
+def cpu_bytes(owner: object, size: int, *, pin: bool) -> torch.Tensor:
+    """Return `size` zero bytes, which are unlocked with `owner` if they are page-locked."""
+    if not pin:
+        return large_page_bytes(size)
+    memory, unlock = page_locked_bytes(size)
+    # Unlocked with the owner, not at exit, since the end of the process unlocks everything.
+    weakref.finalize(owner, unlock).atexit = False
+    return memory
 
 
 def _lock(memory: torch.Tensor) -> bool:

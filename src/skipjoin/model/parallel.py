@@ -99,6 +99,15 @@ class Shard:
     def layers(self, config: ModelConfig) -> range:
         return _part(config.num_layers, self.pp_rank, self.pp_size)
 
+    def kv_layers(self, config: ModelConfig) -> Sequence[int]:
+        """Return the rank's layers with attention."""
+        own, of = self.layers(config), config.states
+        return own if of is None else [layer for layer in own if layer not in of.layers]
+
+    def state_layers(self, config: ModelConfig) -> Sequence[int]:
+        of = config.states
+        return [] if of is None else [layer for layer in self.layers(config) if layer in of.layers]
+
 
 WHOLE = Shard()
 
@@ -116,6 +125,11 @@ def check_shards(config: ModelConfig, tp_size: int, pp_size: int) -> None:
         raise ModelError(
             f"{config.architecture} runs through transformers on one rank only, got {ranks}: set tensor_parallel_size "
             "and pipeline_parallel_size to 1"
+        )
+    if ranks > 1 and config.states is not None:
+        raise ModelError(
+            f"{config.architecture}, whose layers have states, runs on one rank only, got {ranks}: set "
+            "tensor_parallel_size and pipeline_parallel_size to 1"
         )
     heads, kv_heads, width, of = config.num_heads, config.num_kv_heads, config.intermediate_size, config.experts
     has_mlp = of is None or len(of.layers) < config.num_layers

@@ -47,7 +47,7 @@ def _guess(spec: RankSpec, block_size: int) -> LinearCost:
         prefill_token=token,
         # Two products of head_dim multiply-adds per pair, head and layer.
         attention_pair=4 * spec.attention_width / rates.arithmetic,
-        decode=token,
+        decode=token + 2 * spec.state_bytes / rates.memory,  # read and written
         context_token=spec.block_bytes / block_size / rates.memory,
         # Only codes cross a GPU's link, but a CPU reads the numbers to make the codes.
         block=(spec.cpu_block_bytes if spec.device_kind == "cuda" else spec.block_bytes) / rates.link,

@@ -113,7 +113,7 @@ def _host_seconds(
     """Measure the engine's CPU seconds per decode step that overlap with no other step."""
     cost = guess_cost(executor.rank_specs, config.block_size)
     policies = build(config.recipe, recipe_settings(config, cost), config.recipe_params)
-    kv = KVLedger(executor.pools[0], 0, config.block_size)
+    kv = KVLedger(executor.pools[0], 0, config.block_size, states=executor.states)
     # Stages do not hide CPU time from each other, and their seconds are sums over all stages.
     depth = depth_of(config, executor) if config.pipeline_parallel_size == 1 else 1
     core = EngineCore(make_scheduler(config, policies, kv, depth))

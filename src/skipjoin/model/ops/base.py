@@ -10,6 +10,7 @@ from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.ops.recurrent import RecurrentOps
 
 # Activations of weights [2 * out, in], gate before up: silu(gate) * up, with gelu_tanh, or gpt-oss's, with clamps.
 GATED, GATED_GELU, CLAMPED = "silu_and_mul", "gelu_tanh_and_mul", "clamped_silu_and_mul"
@@ -116,6 +117,7 @@ class LayerOps(Protocol):
     path: str
     # Whether `grouped` works.
     reads_codes: bool
+    recurrent: RecurrentOps
 
     def use_threads(self, count: int) -> None: ...
 

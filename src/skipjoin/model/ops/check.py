@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import torch
 
+from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.groups import rounded
 from skipjoin.model.ops.base import GATED, Experts, LayerOps
 from skipjoin.model.ops.experts import route
+from skipjoin.model.ops.recurrent import Convolution, GateKind, Recurrence, RecurrenceInputs
 from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchOps
 
 
@@ -34,6 +36,7 @@ def check_ops(ops: LayerOps, dtype: torch.dtype, device: torch.device | str = "c
             after_layer,
             _experts(of, (weight, bias), heads[0]).add_to(x, routed, total.clone()),
             *sums,
+            *_recurrent(of, x, heads),
         ]
 
     if ops.reads_codes and not _codes_are_right(ops, x, weight):
@@ -49,6 +52,19 @@ def _experts(of: LayerOps, up: tuple[torch.Tensor, torch.Tensor], down: torch.Te
     wide = down.repeat(14, 1)[:68, :34].contiguous()
     ups = [of.linear(up[0].roll(number, 0), up[1], GATED) for number in range(5)]
     return of.experts(ups, [of.linear(wide.roll(number, 0), None) for number in range(5)], 2, among=True)
+
+
+def _recurrent(of: LayerOps, x: torch.Tensor, heads: torch.Tensor) -> list[torch.Tensor]:
+    """Return what layers with states compute of [15, 70] and [15, 5, 40], of two sequences, and the states."""
+    batch = PackedBatch.build([Segment([0] * 4, 0, (0,), state=1), Segment([0] * 11, 2, (0, 1, 2, 3))], 4, x.device)
+    inputs, matrices = x[:4].reshape(2, 2, 70).clone(), heads[:2, :, :16].float().reshape(2, 2, 8, 5)
+    convolution = Convolution(x[4:7].float(), is_gated=True)
+    convolved = of.recurrent.convolve(x, convolution, inputs, batch)
+    recurrence = Recurrence(1, x[0, :2].float(), x[1, :2].float())
+    parts = RecurrenceInputs(*x[:, :30].split((8, 8, 10, 2, 2), dim=1))
+    out = of.recurrent.recur(parts, recurrence, matrices, batch)
+    gated = of.recurrent.gate(out.clone().view(15, 2, 5), x[:, :10], GateKind.NORM_THEN_SILU, x[:1, :5].float(), 1e-5)
+    return [convolved, inputs, out, matrices, gated]
 
 
 def _codes_are_right(ops: LayerOps, x: torch.Tensor, weight: torch.Tensor) -> bool:

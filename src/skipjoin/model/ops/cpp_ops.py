@@ -20,7 +20,9 @@ from skipjoin.model.ops.compiled_linear import CompiledLinear, check_ids
 from skipjoin.model.ops.cpp_experts import CppExperts
 from skipjoin.model.ops.cpp_groups import GroupedLinear
 from skipjoin.model.ops.cpp_layers import CppLayers, shape_of
+from skipjoin.model.ops.cpp_recurrent import CppRecurrent
 from skipjoin.model.ops.experts import LoopedExperts
+from skipjoin.model.ops.recurrent import RecurrentOps
 from skipjoin.model.ops.threads import share_between, threads_here
 from skipjoin.model.ops.torch_ops import TorchLayerNorm, TorchRMSNorm
 from skipjoin.system.container import usable_cpus
@@ -69,6 +71,7 @@ class CppOps:
         self.dtype, self.type = dtype, CPP_DTYPES.index(dtype)
         has_floats = "floats" in self.ways()
         self._without_tiles = "floats" if has_floats and library.skipjoin_floats_are_faster() else "vectors"
+        self.recurrent: RecurrentOps = CppRecurrent(library, self.type)
         self.path = path_of(library) + (", products in float32" if self._without_tiles == "floats" else "")
         self._way = way
         self._choices = Choices(f"{path_of(library)}-{library_id(library)}")

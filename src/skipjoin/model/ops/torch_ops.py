@@ -22,6 +22,7 @@ from skipjoin.model.ops.base import (
     Norm,
 )
 from skipjoin.model.ops.experts import LoopedExperts
+from skipjoin.model.ops.recurrent import RecurrentOps, TorchRecurrent
 
 # Values of `ModelConfig.activation`.
 ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
@@ -94,6 +95,7 @@ class TorchLayerNorm:
 class TorchOps:
     name = path = "torch"
     reads_codes = False
+    recurrent: RecurrentOps = TorchRecurrent()
 
     def use_threads(self, count: int) -> None:
         torch.set_num_threads(count)

@@ -10,6 +10,7 @@ SOURCES = (
     "paged_attention.cpp",
     "layers.cpp",
     "experts.cpp",
+    "recurrent.cpp",
     "block_copy.cpp",
     "block_quant.cpp",
     "token_mask.cpp",

@@ -1,0 +1,140 @@
+"""Granite 4: layers of Mamba-2 among layers of attention, with an MLP that all tokens use, and perhaps experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from skipjoin.model.config import ExpertSettings, ModelError, StateSettings, factor
+from skipjoin.model.experts import expert_mlp, stacked_experts
+from skipjoin.model.families.gated import gated_fields
+from skipjoin.model.families.lfm2 import mixed_kinds
+from skipjoin.model.families.rotary import RotaryDecoder
+from skipjoin.model.family import family
+from skipjoin.model.layers import Adjusted, Builder, Layer, Rotary, separate_attention
+from skipjoin.model.ops.base import GATED
+from skipjoin.model.recurrent import Mamba2, MixedLayer, Part, SharedExperts, mlp_part
+from skipjoin.model.weights import Stack
+
+# Of missing entries: those of the configuration class in transformers.
+_DEFAULTS: dict[str, Any] = {
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 1024,
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_head": "auto",
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
+_KINDS = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
+_SIZES = {name: 1 << 20 for name in _DEFAULTS if name.startswith("mamba") and name != "mamba_d_head"}
+
+
+def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    raw = {**_DEFAULTS, **raw}
+    fields = gated_fields(raw)
+    layers, width = fields["num_layers"], int(raw["mamba_expand"]) * fields["hidden_size"]
+    if fields["activation"] != "silu":
+        raise ModelError(f"hidden_act of {architecture} must be silu, got {raw['hidden_act']!r:.80}")
+    has_state = mixed_kinds({"layer_types": ["mamba"] * layers} | raw, layers, _KINDS)
+    heads, groups, keys = (int(raw[f"mamba_{name}"]) for name in ("n_heads", "n_groups", "d_state"))
+    dim = width // heads if raw["mamba_d_head"] == "auto" else int(raw["mamba_d_head"])
+    if heads * dim != width:
+        raise ModelError(
+            f"mamba_n_heads x mamba_d_head must be {width}, mamba_expand x hidden_size, got {heads} x {dim}"
+        )
+    count, shared = int(raw["num_local_experts"] or 0), int(raw["shared_intermediate_size"])
+    fields |= {
+        "intermediate_size": shared,
+        "attention_scale": factor(raw, "attention_multiplier", 1.0),
+        "embedding_scale": factor(raw, "embedding_multiplier", 1.0),
+        "residual_scale": factor(raw, "residual_multiplier", 1.0),
+        "logit_scale": 1 / factor(raw, "logits_scaling", 1.0),
+        "conv_bias": bool(raw.get("mamba_conv_bias", True)),
+        "state_bias": bool(raw.get("mamba_proj_bias", False)),
+        "step_limits": _limits(raw.get("time_step_limit")),
+        "states": StateSettings(
+            layers=tuple(layer for layer in range(layers) if has_state[layer]),
+            kernel=int(raw["mamba_d_conv"]),
+            channels=width + 2 * groups * keys,
+            heads=heads,
+            key_heads=groups,
+            key_dim=keys,
+            value_dim=dim,
+        ),
+        "experts": ExpertSettings(
+            count=count,
+            per_token=int(raw["num_experts_per_tok"]),
+            width=int(raw["intermediate_size"]),
+            among_chosen=True,
+            layers=tuple(range(layers)),
+        )
+        if count
+        else None,
+        "shared_width": shared,
+    }
+    if raw.get("position_embedding_type") != "rope":
+        fields["ropes"] = (None,) * layers
+    return fields
+
+
+def _limits(given: Any) -> tuple[float, float]:
+    """Return the least and most of Mamba-2's steps; transformers writes infinity as an object."""
+    found = [0.0, math.inf] if given is None else given
+    if isinstance(found, list):
+        found = [float(one["__float__"]) if isinstance(one, Mapping) and len(one) == 1 else one for one in found]
+    if not (isinstance(found, list) and len(found) == 2 and all(isinstance(one, float | int) for one in found)):
+        raise ModelError(f"time_step_limit in config.json must be two numbers, got {given!r:.80}")
+    return float(found[0]), float(found[1])
+
+
+@family(
+    "granite_hybrid",
+    architectures={"GraniteMoeHybridForCausalLM": "granitemoehybrid"},
+    fields=_fields,
+    prefix="model.",
+    sizes=_SIZES | {"shared_intermediate_size": 1 << 24},
+)
+class GraniteHybridDecoder(RotaryDecoder):
+    EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+    def __init__(self, builder: Builder, device: torch.device | str) -> None:
+        super().__init__(builder, device, _layer, lambda: builder.rms_norm("model.norm"))
+
+
+def _layer(builder: Builder, index: int, rotary: Rotary | None) -> Layer:
+    config, name, scale = builder.config, f"model.layers.{index}", builder.config.residual_scale
+    assert config.states is not None
+    adjust = None if scale == 1 else lambda product: product.mul_(scale)
+    mixer: Part
+    if index in config.states.layers:
+        mixer = Mamba2(
+            builder, index, f"{name}.mamba", limits=config.step_limits, has_bias=config.state_bias, adjust=adjust
+        )
+    else:
+        mixer = separate_attention(builder, index, f"{name}.self_attn", "o_proj", rotary=rotary, adjust=adjust)
+    norm, mlp_norm = (builder.rms_norm(f"{name}.{one}") for one in ("input_layernorm", "post_attention_layernorm"))
+    hidden, width = config.hidden_size, config.shared_width
+    up = builder.linear(f"{name}.shared_mlp.input_linear", (2 * width,), hidden, False, activation=GATED)
+    down = builder.linear(f"{name}.shared_mlp.output_linear", (hidden,), width, False)
+    down = down if adjust is None else Adjusted(down, adjust)
+    if (of := config.experts) is None:
+        return MixedLayer(norm, mixer, mlp_norm, mlp_part(up, down))
+    part = f"{name}.block_sparse_moe"
+    make = stacked_experts(
+        builder,
+        Stack(f"{part}.input_linear.weight", of.count, 2 * of.width, hidden),
+        Stack(f"{part}.output_linear.weight", of.count, hidden, of.width),
+        GATED,
+    )
+    return MixedLayer(
+        norm,
+        mixer,
+        mlp_norm,
+        SharedExperts(builder, expert_mlp(builder, f"{part}.router.layer", make), (up, down), None),
+    )

@@ -1,0 +1,95 @@
+"""LFM2: layers of gated short convolutions among layers of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from skipjoin.model.config import ModelError, StateSettings
+from skipjoin.model.families.gated import gated_fields
+from skipjoin.model.families.rotary import RotaryDecoder
+from skipjoin.model.family import family
+from skipjoin.model.layers import Builder, Layer, Rotary, separate_attention
+from skipjoin.model.ops.base import GATED
+from skipjoin.model.recurrent import MixedLayer, ShortConvolution, mlp_part
+
+# Of missing entries: those of the configuration class in transformers.
+_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": True,
+}
+
+
+def mixed_kinds(raw: Mapping[str, Any], layers: int, known: Mapping[str, bool]) -> list[bool]:
+    """Return whether each layer has a state, given the kinds in `layer_types` that do and those that do not."""
+    kinds = raw["layer_types"]
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+        raise ModelError(f"layer_types in config.json must be {layers} of {', '.join(known)}, got {kinds!r:.80}")
+    return [known[kind] for kind in kinds]
+
+
+def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    raw = {**_DEFAULTS, **raw}
+    if raw.get("layer_types") is None:
+        attends = raw.get("full_attn_idxs")
+        layers = range(int(raw["num_hidden_layers"]))
+        raw["layer_types"] = ["full_attention" if attends is None or one in attends else "conv" for one in layers]
+    fields = gated_fields({**raw, "intermediate_size": _width(raw)})
+    has_state = mixed_kinds(raw, fields["num_layers"], {"conv": True, "full_attention": False})
+    return fields | {
+        "norm_eps": float(raw["norm_eps"]),
+        "tie_embeddings": bool(raw.get("tie_embedding", raw["tie_word_embeddings"])),
+        "qk_norm": True,
+        "states": StateSettings(
+            layers=tuple(layer for layer, has in enumerate(has_state) if has),
+            kernel=int(raw["conv_L_cache"]),
+            channels=fields["hidden_size"],
+        ),
+        "conv_bias": bool(raw["conv_bias"]),
+    }
+
+
+def _width(raw: Mapping[str, Any]) -> int:
+    width = int(raw.get("block_ff_dim", raw["intermediate_size"]))
+    if raw["block_auto_adjust_ff_dim"]:
+        width = 2 * width // 3
+        if raw["block_ffn_dim_multiplier"] is not None:
+            multiple = int(raw["block_multiple_of"])
+            width = -(-int(raw["block_ffn_dim_multiplier"] * width) // multiple) * multiple
+    return width
+
+
+@family(
+    "lfm2",
+    architectures={"Lfm2ForCausalLM": "lfm2"},
+    fields=_fields,
+    prefix="model.",
+    sizes={"conv_L_cache": 1 << 10, "block_multiple_of": 1 << 20, "block_ff_dim": 1 << 24},
+)
+class Lfm2Decoder(RotaryDecoder):
+    EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+    def __init__(self, builder: Builder, device: torch.device | str) -> None:
+        super().__init__(builder, device, _layer, lambda: builder.rms_norm("model.embedding_norm"))
+
+
+def _layer(builder: Builder, index: int, rotary: Rotary | None) -> Layer:
+    config, name = builder.config, f"model.layers.{index}"
+    assert config.states is not None
+    if index in config.states.layers:
+        mixer = ShortConvolution(builder, index, f"{name}.conv", has_bias=config.conv_bias)
+    else:
+        norms = tuple(builder.rms_norm(f"{name}.self_attn.{one}_layernorm", config.head_dim) for one in "qk")
+        mixer = separate_attention(builder, index, f"{name}.self_attn", "out_proj", rotary=rotary, norms=norms)
+    norm, mlp_norm = builder.rms_norm(f"{name}.operator_norm"), builder.rms_norm(f"{name}.ffn_norm")
+    up, down = builder.mlp([f"{name}.feed_forward.w1", f"{name}.feed_forward.w3"], f"{name}.feed_forward.w2", GATED)
+    return MixedLayer(norm, mixer, mlp_norm, mlp_part(up, down))

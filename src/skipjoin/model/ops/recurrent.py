@@ -1,0 +1,200 @@
+"""Layers with a state of constant size instead of KV by the operations of torch: the reference of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import IntEnum
+from itertools import pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from skipjoin.model.batch import PackedBatch
+
+_UNIT_EPSILON = 1e-6
+
+
+class Convolution(NamedTuple):
+    """Causal convolution of each channel.
+
+    Attributes:
+        weights: float32 [kernel, channels], oldest input first.
+        bias: float32 [channels], or None.
+        is_gated: Whether silu follows.
+    """
+
+    weights: torch.Tensor
+    bias: torch.Tensor | None = None
+    is_gated: bool = False
+
+
+class Recurrence(NamedTuple):
+    """Linear recurrence of heads: a gated delta rule, or Mamba-2's if there is no `rate`.
+
+    A head's step is softplus(decay + decay_bias), and its state is multiplied by exp(-exp(log_a) * step) before each
+    token. Of the delta rule, keys and queries have length 1, and the logistic function of `rate` is the share of a
+    value that is learned; Mamba-2's values are multiplied by steps in [least, most].
+
+    Attributes:
+        log_a, decay_bias: float32 [heads].
+        skip: float32 [heads], factor of values that are added to outputs, or None.
+    """
+
+    key_heads: int
+    log_a: torch.Tensor
+    decay_bias: torch.Tensor
+    skip: torch.Tensor | None = None
+    least: float = 0.0
+    most: float = float("inf")
+
+
+class RecurrenceInputs(NamedTuple):
+    """Rows of tokens, contiguous in the last dimension: key and query [T, key_heads * key_dim], value, decay, rate."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    decay: torch.Tensor
+    rate: torch.Tensor | None = None
+
+
+class GateKind(IntEnum):
+    """In the order of `GateKind` in recurrent.cpp."""
+
+    NORM_THEN_SILU = 0
+    SILU_THEN_NORM = 1
+    SIGMOID = 2
+
+
+class RecurrentOps(Protocol):
+    """Operations that read and write the states of a layer in the slots `PackedBatch.states`.
+
+    A sequence that begins has states of zeros, whatever its slot has.
+    """
+
+    def convolve(
+        self,
+        x: torch.Tensor,
+        of: Convolution,
+        states: torch.Tensor,
+        batch: PackedBatch,
+        factors: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Convolve [T, channels].
+
+        Args:
+            states: [slots, kernel - 1, channels], the last inputs.
+            factors: Of inputs and of outputs, with the strides of `x`.
+        """
+        ...
+
+    def recur(self, inputs: RecurrenceInputs, of: Recurrence, states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+        """Return [T, heads * value_dim].
+
+        Args:
+            states: float32 [slots, heads, key_dim, value_dim].
+        """
+        ...
+
+    def gate(
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        kind: GateKind,
+        weights: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> torch.Tensor:
+        """Gate contiguous [T, groups, width] in place, and normalize each group, unless the gate is a sigmoid.
+
+        Args:
+            gate: [T, groups * width] or [T, 1], contiguous in the last dimension.
+            weights: float32 [groups or 1, width].
+        """
+        ...
+
+
+def _parts(batch: PackedBatch) -> Iterator[tuple[slice, int, bool, tuple[int, ...]]]:
+    """Yield rows, slot, whether the state is that of earlier tokens, and slots to copy it to, for parts of segments."""
+    starts, row = batch.starts, 0
+    for index, (length, slot) in enumerate(zip(batch.lengths, batch.states, strict=True)):
+        copies: dict[int, list[int]] = {}
+        for _, tokens, target in (one for one in batch.captures if one[0] == index):
+            copies.setdefault(tokens, []).append(target)
+        for begin, end in pairwise(sorted({0, length, *copies})):
+            yield slice(row + begin, row + end), slot, begin > 0 or starts[index] > 0, tuple(copies.get(end, ()))
+        row += length
+
+
+class TorchRecurrent:
+    def convolve(
+        self,
+        x: torch.Tensor,
+        of: Convolution,
+        states: torch.Tensor,
+        batch: PackedBatch,
+        factors: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        given = x if factors is None else x * factors[0]
+        out, past = torch.empty_like(given, memory_format=torch.contiguous_format), len(of.weights) - 1
+        for rows, slot, continues, copies in _parts(batch):
+            before = states[slot] if continues else torch.zeros_like(states[slot])
+            inputs = torch.cat([before, given[rows]])
+            count = inputs.shape[0] - past
+            total = torch.zeros(count, x.shape[1], device=x.device) if of.bias is None else of.bias.repeat(count, 1)
+            for index, weights in enumerate(of.weights):
+                total += weights * inputs[index : index + count].float()
+            out[rows] = (F.silu(total) if of.is_gated else total).to(out.dtype)
+            for target in (slot, *copies):
+                states[target] = inputs[count:]
+        return out if factors is None else out.mul_(factors[1])
+
+    def recur(self, inputs: RecurrenceInputs, of: Recurrence, states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+        _, heads, key_dim, value_dim = states.shape
+        repeat = heads // of.key_heads
+        query, key = (
+            one.float().unflatten(1, (of.key_heads, key_dim)).repeat_interleave(repeat, 1)
+            for one in (inputs.query, inputs.key)
+        )
+        value = inputs.value.float().unflatten(1, (heads, value_dim))
+        step = F.softplus(inputs.decay.float() + of.decay_bias)
+        if inputs.rate is None:
+            step = rate = step.clamp(of.least, of.most)
+        else:
+            rate = inputs.rate.float().sigmoid()
+            query, key = (one * (one.square().sum(-1, keepdim=True) + _UNIT_EPSILON).rsqrt() for one in (query, key))
+            query = query * key_dim**-0.5
+        decay = torch.exp(-of.log_a.exp() * step)
+        out = torch.empty_like(value)
+        for rows, slot, continues, copies in _parts(batch):
+            state = states[slot].clone() if continues else torch.zeros_like(states[slot])
+            for token in range(rows.start, rows.stop):
+                state *= decay[token, :, None, None]
+                update = value[token]
+                if inputs.rate is not None:
+                    update = update - torch.einsum("hk,hkv->hv", key[token], state)
+                state += key[token].unsqueeze(-1) * (update * rate[token, :, None]).unsqueeze(-2)
+                out[token] = torch.einsum("hk,hkv->hv", query[token], state)
+            for target in (slot, *copies):
+                states[target] = state
+        if of.skip is not None:
+            out += of.skip[:, None] * value
+        return out.flatten(1).to(inputs.value.dtype)
+
+    def gate(
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        kind: GateKind,
+        weights: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> torch.Tensor:
+        factor = gate.float().view(x.shape) if gate.shape[1] > 1 else gate.float().unsqueeze(-1)
+        value = x.float()
+        if kind is GateKind.SIGMOID:
+            return x.copy_(value * factor.sigmoid())
+        if kind is GateKind.SILU_THEN_NORM:
+            value = value * F.silu(factor)
+        assert weights is not None
+        value = F.rms_norm(value, value.shape[-1:], None, eps) * weights
+        return x.copy_(value * F.silu(factor) if kind is GateKind.NORM_THEN_SILU else value)

@@ -1,0 +1,199 @@
+"""Parts of layers whose requests have a state of constant size instead of KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from skipjoin.model.config import StateSettings
+from skipjoin.model.experts import ExpertMLP
+from skipjoin.model.layers import Adjusted, Builder, LayerInputs, SelfAttention
+from skipjoin.model.ops.base import Linear, Norm
+from skipjoin.model.ops.recurrent import Convolution, GateKind, Recurrence, RecurrenceInputs
+
+
+class Part(Protocol):
+    """Attention, or what stands in its place, or an MLP."""
+
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, step: LayerInputs, then: Norm | None = None) -> torch.Tensor:
+        """Add the part of `x` to `total`; return as `Linear.add_to` does."""
+        ...
+
+
+class Stateless:
+    """`Part` that does not depend on other tokens."""
+
+    def __init__(self, add_to: Callable[[torch.Tensor, torch.Tensor, Norm | None], torch.Tensor]) -> None:
+        self._add_to = add_to
+
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, step: LayerInputs, then: Norm | None = None) -> torch.Tensor:
+        return self._add_to(x, total, then)
+
+
+def mlp_part(up: Linear, down: Linear) -> Part:
+    return Stateless(lambda x, total, then: down.add_to(up(x), total, then))
+
+
+class MixedLayer:
+    """`Layer` of any two parts."""
+
+    def __init__(self, norm: Norm, mixer: Part, mlp_norm: Norm, mlp: Part) -> None:
+        self.norm = norm
+        self._mixer, self._mlp_norm, self._mlp = mixer, mlp_norm, mlp
+
+    def __call__(self, x: torch.Tensor, normed: torch.Tensor, step: LayerInputs, then: Norm | None) -> torch.Tensor:
+        normed = self._mixer.add_to(normed, x, step, self._mlp_norm)
+        return self._mlp.add_to(normed, x, step, then)
+
+
+def state_index(builder: Builder, layer: int) -> int:
+    """Return the place of a layer among those of this rank that have states."""
+    return builder.shard.state_layers(builder.config).index(layer)
+
+
+def settings_of(builder: Builder) -> StateSettings:
+    assert builder.config.states is not None
+    return builder.config.states
+
+
+def convolution(builder: Builder, name: str, *, has_bias: bool = False, is_gated: bool = False) -> Convolution:
+    """Make the convolution of `name`.weight, [channels, 1, kernel], whose sums are in float32."""
+    of = settings_of(builder)
+    weights = builder.tensor(f"{name}.weight", of.channels, 1, of.kernel)
+    bias = builder.tensor(f"{name}.bias", of.channels).float() if has_bias else None
+    return Convolution(weights.float().squeeze(1).t().contiguous(), bias, is_gated)
+
+
+class ShortConvolution:
+    """Gated convolution of LFM2: of projections (before, after, x), after * convolve(before * x)."""
+
+    def __init__(self, builder: Builder, layer: int, name: str, *, has_bias: bool) -> None:
+        width = builder.config.hidden_size
+        self._ops, self._layer = builder.ops.recurrent, state_index(builder, layer)
+        self._enter = builder.linear(f"{name}.in_proj", (3 * width,), width, has_bias)
+        self._of = convolution(builder, f"{name}.conv", has_bias=has_bias)
+        self._leave = builder.linear(f"{name}.out_proj", (width,), width, has_bias)
+
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, step: LayerInputs, then: Norm | None = None) -> torch.Tensor:
+        assert step.kv.states is not None
+        before, after, given = self._enter(x).chunk(3, dim=1)
+        states = step.kv.states.inputs(self._layer)
+        return self._leave.add_to(self._ops.convolve(given, self._of, states, step.batch, (before, after)), total, then)
+
+
+class DeltaNet:
+    """Gated delta rule over a convolution of queries, keys and values, and a gated norm of each head's output.
+
+    Args:
+        enter: Projection to queries, keys, values, gates, rates and decays, in this order.
+    """
+
+    def __init__(self, builder: Builder, layer: int, name: str, enter: Linear) -> None:
+        of, config = settings_of(builder), builder.config
+        self._ops, self._layer = builder.ops.recurrent, state_index(builder, layer)
+        self._enter, self._eps = enter, config.norm_eps
+        self._convolution = convolution(builder, f"{name}.conv1d", is_gated=True)
+        log_a, bias = (builder.tensor(f"{name}.{one}", of.heads).float() for one in ("A_log", "dt_bias"))
+        self._of = Recurrence(of.key_heads, log_a, bias)
+        self._norm = builder.tensor(f"{name}.norm.weight", of.value_dim).float().unsqueeze(0)
+        keys, values = of.key_heads * of.key_dim, of.heads * of.value_dim
+        self._parts, self._sizes = (keys, keys, values), (2 * keys + values, values, of.heads, of.heads)
+        self._leave = builder.linear(f"{name}.out_proj", (config.hidden_size,), values, False)
+
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, step: LayerInputs, then: Norm | None = None) -> torch.Tensor:
+        states, ops = step.kv.states, self._ops
+        assert states is not None
+        given, gate, rate, decay = self._enter(x).split(self._sizes, dim=1)
+        given = ops.convolve(given, self._convolution, states.inputs(self._layer), step.batch)
+        query, key, value = given.split(self._parts, dim=1)
+        inputs = RecurrenceInputs(query, key, value, decay, rate)
+        out = ops.recur(inputs, self._of, states.matrices(self._layer), step.batch)
+        heads = out.view(len(out), len(self._of.log_a), -1)
+        ops.gate(heads, gate, GateKind.NORM_THEN_SILU, self._norm, self._eps)
+        return self._leave.add_to(out, total, then)
+
+
+class Mamba2:
+    """Mamba-2: a recurrence whose queries, keys and values have passed a convolution, and a norm of its gated output.
+
+    Args:
+        limits: Least and most of the steps.
+    """
+
+    def __init__(
+        self,
+        builder: Builder,
+        layer: int,
+        name: str,
+        *,
+        limits: tuple[float, float],
+        has_bias: bool,
+        adjust: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        of, config = settings_of(builder), builder.config
+        values, keys = of.heads * of.value_dim, of.key_heads * of.key_dim
+        self._ops, self._layer, self._eps = builder.ops.recurrent, state_index(builder, layer), config.norm_eps
+        self._sizes, self._parts = (values, of.channels, of.heads), (values, keys, keys)
+        hidden = config.hidden_size
+        self._enter = builder.linear(f"{name}.in_proj", (sum(self._sizes),), hidden, has_bias)
+        self._convolution = convolution(builder, f"{name}.conv1d", has_bias=config.conv_bias, is_gated=True)
+        log_a, bias, skip = (builder.tensor(f"{name}.{one}", of.heads).float() for one in ("A_log", "dt_bias", "D"))
+        self._of = Recurrence(of.key_heads, log_a, bias, skip, *limits)
+        self._norm = builder.tensor(f"{name}.norm.weight", values).float().view(of.key_heads, -1)
+        leave = builder.linear(f"{name}.out_proj", (hidden,), values, has_bias)
+        self._leave = leave if adjust is None else Adjusted(leave, adjust)
+
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, step: LayerInputs, then: Norm | None = None) -> torch.Tensor:
+        states, ops = step.kv.states, self._ops
+        assert states is not None
+        gate, given, decay = self._enter(x).split(self._sizes, dim=1)
+        given = ops.convolve(given, self._convolution, states.inputs(self._layer), step.batch)
+        value, key, query = given.split(self._parts, dim=1)
+        inputs = RecurrenceInputs(query, key, value, decay)
+        out = ops.recur(inputs, self._of, states.matrices(self._layer), step.batch)
+        groups = out.view(len(out), *self._norm.shape)
+        ops.gate(groups, gate, GateKind.SILU_THEN_NORM, self._norm, self._eps)
+        return self._leave.add_to(out, total, then)
+
+
+class GatedAttention:
+    """Attention whose output is multiplied by the logistic function of a gate.
+
+    `inner` has a projection to queries, gates, keys and values, in this order.
+    """
+
+    def __init__(self, builder: Builder, inner: SelfAttention) -> None:
+        self._ops, self._of = builder.ops.recurrent, inner.parts
+
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, step: LayerInputs, then: Norm | None = None) -> torch.Tensor:
+        of = self._of
+        joined = of.qkv(x).view(len(x), -1, of.dim)
+        query, gate, key, value = joined.split([of.heads, of.heads, of.kv_heads, of.kv_heads], dim=1)
+        assert of.qk_norms is not None
+        query, key = of.qk_norms[0](query), of.qk_norms[1](key)
+        attended = step.attention.attend(
+            query, key, value, step.kv, step.batch,
+            layer=of.layer, scale=of.scale, window=of.window, cap=of.cap, sinks=of.sinks, cos_sin=of.cos_sin,
+        )  # fmt: skip
+        self._ops.gate(attended.view(len(x), 1, -1), gate.flatten(1), GateKind.SIGMOID)
+        return of.output.add_to(attended, total, then)
+
+
+class SharedExperts:
+    """Experts, and an MLP that all tokens use, which `gate` multiplies by the logistic function of its product."""
+
+    def __init__(
+        self, builder: Builder, experts: ExpertMLP, shared: tuple[Linear, Linear], gate: Linear | None
+    ) -> None:
+        self._ops, self._experts, self._gate = builder.ops.recurrent, experts, gate
+        self._up, self._down = shared
+
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, step: LayerInputs, then: Norm | None = None) -> torch.Tensor:
+        self._experts.add_to(x, total)
+        if self._gate is None:
+            return self._down.add_to(self._up(x), total, then)
+        product = self._down(self._up(x))
+        self._ops.gate(product.view(len(x), 1, -1), self._gate(x), GateKind.SIGMOID)
+        return total.add_(product) if then is None else then.after(product, total)

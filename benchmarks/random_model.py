@@ -61,7 +61,7 @@ def make_model(folder: Path, dtype: torch.dtype, shape: str = "small", **changes
     """Write a model of this shape, with `changes` of its configuration, and a tokenizer of one word per id."""
     config = SHAPES[shape] | changes
     _write_weights(folder, dtype, config)
-    _write_words(folder, config["vocab_size"])
+    write_words(folder, config["vocab_size"])
 
 
 def make_expert_model(folder: Path, dtype: torch.dtype) -> None:
@@ -87,10 +87,10 @@ def make_expert_model(folder: Path, dtype: torch.dtype) -> None:
         pad_token_id=0,
     )
     Qwen3MoeForCausalLM(config).to(dtype).save_pretrained(folder)
-    _write_words(folder, VOCAB)
+    write_words(folder)
 
 
-def _write_words(folder: Path, vocab: int) -> None:
+def write_words(folder: Path, vocab: int = VOCAB) -> None:
     """Write a tokenizer of one word per id."""
     words = Tokenizer(models.WordLevel({f"w{number}": number for number in range(vocab)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -45,6 +45,9 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30.5,
     "mixtral-8x7b": 46.7,
     "gpt-oss-20b": 20.9,
+    "lfm2-1.2b": 1.17,
+    "qwen3-next-80b-a3b": 80.0,
+    "granite-4.0-h-micro": 3.2,
 }
 
 
@@ -133,9 +136,31 @@ def test_invalid_hardware_is_refused(text: str, error: str) -> None:
             | {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000}
             | {"num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 32768},
         ),
+        (
+            "lfm2-1.2b",
+            {"architectures": ["Lfm2ForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 16, "vocab_size": 65536}
+            | {"num_attention_heads": 32, "intermediate_size": 12288, "max_position_embeddings": 128000}
+            | {"full_attn_idxs": [2, 5, 8, 10, 12, 14]},
+        ),
+        (
+            "qwen3-next-80b-a3b",
+            {"architectures": ["Qwen3NextForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 48}
+            | {"num_attention_heads": 16, "intermediate_size": 5632, "vocab_size": 151936}
+            | {"max_position_embeddings": 262144},
+        ),
+        (
+            "granite-4.0-h-micro",
+            {"architectures": ["GraniteMoeHybridForCausalLM"], "hidden_size": 2048, "num_hidden_layers": 40}
+            | {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 100352, "num_local_experts": 0}
+            | {"shared_intermediate_size": 8192, "intermediate_size": 8192, "mamba_n_heads": 64, "mamba_d_state": 128}
+            | {"layer_types": (["mamba"] * 9 + ["attention"]) * 4, "tie_word_embeddings": True}
+            | {"max_position_embeddings": 131072},
+        ),
     ],
 )
-def test_experts_of_a_folder_are_those_of_the_catalog(name: str, config: dict[str, Any], tmp_path: Path) -> None:
+def test_experts_and_states_of_a_folder_are_those_of_the_catalog(
+    name: str, config: dict[str, Any], tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     assert dataclasses.replace(shape_of(str(tmp_path)), name=name) == MODELS[name]
 

@@ -40,6 +40,12 @@ class Span(NamedTuple):
     slots: int
 
 
+# Most of a pool that states of requests take, likewise snapshots of them.
+STATE_SHARE = 0.25
+# Requests on the device, many of them paused, and swapped-out ones, for each that runs.
+_STATES_PER_SEQ, _SWAPPED_STATES_PER_SEQ = 2, 8
+
+
 class StateSizes(NamedTuple):
     """Slots for state of requests that is no KV, such as that of linear attention, called `name`.
 
@@ -54,6 +60,25 @@ class StateSizes(NamedTuple):
     cpu: int = 0
     snapshots: int = 0
     blocks: float = 0.0
+
+    @classmethod
+    def fitting(
+        cls, state_bytes: int, *, pool_bytes: float, swap_bytes: float, block_bytes: int, seqs: int, snapshots: int
+    ) -> StateSizes:
+        """Return the slots that fit into a part of each KV pool; none on the device if not even one does.
+
+        Args:
+            block_bytes: Size of a KV block on the link.
+            seqs: Most requests of a step.
+        """
+        most, most_swapped = (int(size * STATE_SHARE) // state_bytes for size in (pool_bytes, swap_bytes))
+        return cls(
+            "recurrent state",
+            min(_STATES_PER_SEQ * seqs, most),
+            min(_SWAPPED_STATES_PER_SEQ * seqs, most_swapped),
+            min(snapshots, most),
+            state_bytes / block_bytes,
+        )
 
 
 class StateMove(NamedTuple):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from skipjoin.config import ConfigError, EngineConfig
-from skipjoin.core.step import StateSizes
+from skipjoin.core.step import STATE_SHARE, StateSizes
 from skipjoin.exec.rank_spec import MemoryBudget, RankSpec
 from skipjoin.kv_format import SWAP_FORMATS
 
@@ -13,10 +13,6 @@ _GIB = 1 << 30
 _CPU_SHARE, _CPU_MOST = 0.25, 8 * _GIB
 # The same for the CPU tier's pools, and the RAM that stays free for the engine and other programs.
 _SWAP_SHARE, _SWAP_MOST, _SWAP_SPARE = 0.25, 4 * _GIB, 1 * _GIB
-# Most of a pool that states of requests take, likewise snapshots of them.
-_STATE_SHARE = 0.25
-# Requests on the device, most of which may be paused, and swapped-out ones, for each that runs.
-_STATES_PER_SEQ, _SWAPPED_STATES_PER_SEQ = 2, 8
 
 
 def state_sizes(config: EngineConfig, spec: RankSpec, budget: MemoryBudget) -> StateSizes | None:
@@ -25,25 +21,22 @@ def state_sizes(config: EngineConfig, spec: RankSpec, budget: MemoryBudget) -> S
     if not size:
         return None
     pool = _usual(spec, budget) if config.kv_cache_gib is None else int(config.kv_cache_gib * _GIB)
-    device = min(_STATES_PER_SEQ * config.max_num_seqs, int(pool * _STATE_SHARE) // size)
-    if not device:
-        need = size / _STATE_SHARE / _GIB
+    asked = config.swap_space_gib
+    found = StateSizes.fitting(
+        size,
+        pool_bytes=pool,
+        swap_bytes=min(_SWAP_MOST, budget.ram * _SWAP_SHARE) if asked is None else asked * _GIB,
+        block_bytes=spec.cpu_block_bytes,
+        seqs=config.max_num_seqs,
+        snapshots=config.state_snapshots if config.enable_prefix_caching else 0,
+    )
+    if not found.device:
+        need = size / STATE_SHARE / _GIB
         raise ConfigError(
             f"the KV pool of {pool / _GIB:.3g} GiB has no room for a request's state of {size / _GIB:.3g} GiB: set "
             f"kv_cache_gib to at least {need:.4g}"
         )
-    snapshots = config.state_snapshots if config.enable_prefix_caching else 0
-    if config.swap_space_gib is None:
-        swap = min(_SWAP_MOST, int(budget.ram * _SWAP_SHARE))
-    else:
-        swap = int(config.swap_space_gib * _GIB)
-    return StateSizes(
-        "recurrent state",
-        device,
-        min(_SWAPPED_STATES_PER_SEQ * config.max_num_seqs, int(swap * _STATE_SHARE) // size),
-        min(snapshots, int(pool * _STATE_SHARE) // size),
-        size / spec.cpu_block_bytes,
-    )
+    return found
 
 
 def device_blocks(

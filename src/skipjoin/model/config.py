@@ -140,6 +140,10 @@ class StateSettings:
     key_dim: int = 0
     value_dim: int = 0
 
+    def layer_bytes(self, itemsize: int) -> tuple[int, int]:
+        """Return the bytes of a layer's inputs of the convolution, and of its float32 matrices."""
+        return (self.kernel - 1) * self.channels * itemsize, self.heads * self.key_dim * self.value_dim * 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:

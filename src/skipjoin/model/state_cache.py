@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from skipjoin.model.config import ModelConfig, StateSettings
+from skipjoin.model.config import ModelConfig
 from skipjoin.model.page_locked import cpu_bytes
 from skipjoin.model.parallel import WHOLE, Shard
 
@@ -38,7 +38,7 @@ class StateCache:
             self.tensor = cpu_bytes(self, slots * row_bytes, pin=pin).view(slots, row_bytes)
         else:
             self.tensor = torch.zeros((slots, row_bytes), dtype=torch.uint8, device=device)
-        inputs, matrices = _bytes(of, dtype)
+        inputs, matrices = of.layer_bytes(dtype.itemsize)
         end = layers * inputs
         self._inputs = self.tensor[:, :end].view(dtype).view(slots, layers, of.kernel - 1, of.channels)
         begin = _aligned(end)
@@ -63,12 +63,8 @@ class StateCache:
     def bytes_per_slot(config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE) -> int:
         if (of := config.states) is None:
             return 0
-        layers, (inputs, matrices) = len(shard.state_layers(config)), _bytes(of, dtype)
+        layers, (inputs, matrices) = len(shard.state_layers(config)), of.layer_bytes(dtype.itemsize)
         return _aligned(layers * inputs) + _aligned(layers * matrices)
-
-
-def _bytes(of: StateSettings, dtype: torch.dtype) -> tuple[int, int]:
-    return (of.kernel - 1) * of.channels * dtype.itemsize, of.heads * of.key_dim * of.value_dim * 4
 
 
 def _aligned(size: int) -> int:

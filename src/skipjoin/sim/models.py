@@ -18,6 +18,15 @@ class ExpertShape:
 
 
 @dataclass(frozen=True, slots=True)
+class StateShape:
+    """Layers with a state of constant size instead of KV: their number, and bytes and parameters of each."""
+
+    layers: int
+    layer_bytes: int
+    layer_parameters: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """Shape of a decoder-only transformer, for its size and work.
 
@@ -44,6 +53,16 @@ class ModelShape:
     parameter_bytes: int = 2
     kv_cache_dtype: str = "auto"
     experts: ExpertShape | None = None
+    states: StateShape | None = None
+
+    @property
+    def kv_layers(self) -> int:
+        return self.layers if self.states is None else self.layers - self.states.layers
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a request's state in layers without KV."""
+        return 0 if self.states is None else self.states.layers * self.states.layer_bytes
 
     @property
     def layer_parameters(self) -> int:
@@ -57,6 +76,9 @@ class ModelShape:
 
     def _layer_parameters(self, experts: int) -> int:
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
+        if self.states is not None:
+            mixers = self.kv_layers * attention + self.states.layers * self.states.layer_parameters
+            attention = mixers // self.layers
         column = (3 if self.gated else 2) * self.hidden
         if self.experts is None:
             return attention + column * self.intermediate
@@ -103,10 +125,10 @@ class ModelShape:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token's KV in all layers (FastServe section 4.2)."""
-        return 2 * self.layers * self.kv_heads * self._row_bytes
+        return 2 * self.kv_layers * self.kv_heads * self._row_bytes
 
     def cpu_block_bytes(self, block_size: int, swap_dtype: str = "auto") -> int:
-        shape = 2 * self.layers * self.kv_heads, block_size, self.head_dim
+        shape = 2 * self.kv_layers * self.kv_heads, block_size, self.head_dim
         return SWAP_FORMATS[swap_dtype].block_bytes(shape, self._row_bytes)
 
     @property
@@ -202,6 +224,50 @@ _SHAPES = (
         False,
         131072,
         experts=ExpertShape(32, 4, 2880, 24, 17 / 32),
+    ),
+    # Published configurations. A state has the last inputs of a convolution in 16 bits, and matrices in 32.
+    ModelShape(
+        "lfm2-1.2b",
+        16,
+        2048,
+        32,
+        8,
+        64,
+        8192,
+        True,
+        65536,
+        True,
+        128000,
+        states=StateShape(10, 2 * 2048 * 2, 4 * 2048 * 2048),
+    ),
+    ModelShape(
+        "qwen3-next-80b-a3b",
+        48,
+        2048,
+        16,
+        2,
+        256,
+        5632,
+        True,
+        151936,
+        False,
+        262144,
+        experts=ExpertShape(512, 10, 512, 48),
+        states=StateShape(36, 3 * 8192 * 2 + 32 * 128 * 128 * 4, 2048 * (12288 + 64 + 4096)),
+    ),
+    ModelShape(
+        "granite-4.0-h-micro",
+        40,
+        2048,
+        32,
+        8,
+        64,
+        8192,
+        True,
+        100352,
+        True,
+        131072,
+        states=StateShape(36, 3 * 4352 * 2 + 64 * 64 * 128 * 4, 2048 * (8576 + 4096)),
     ),
 )
 MODELS: dict[str, ModelShape] = {shape.name: shape for shape in _SHAPES}

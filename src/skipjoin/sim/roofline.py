@@ -85,9 +85,10 @@ class RooflineCost:
         self._layers_token_s = model.flops_per_token / flops_per_s
         self._head_token_s = 2 * model.head_parameters / flops_per_s
         # QK and PV: two dot products of head_dim multiply-adds per pair, head and layer.
-        pair_flops = 4 * model.layers * model.heads * model.head_dim
+        pair_flops = 4 * model.kv_layers * model.heads * model.head_dim
         self._pair_s = pair_flops / (device.flops_per_s * share.attention * tp)
         self._context_token_s = model.kv_bytes_per_token / memory_bytes_per_s
+        self._head_token_s += 2 * model.state_bytes / memory_bytes_per_s  # states of decodes are read and written
 
         self._floor_s, self._link_token_s = _links(model, group, share)
         self._floor_s += share.step_s + share.layer_s * model.layers

@@ -206,7 +206,8 @@ class Scheduler:
                 gone = True
             elif request.prefix is not None and cache is not None and request not in void:
                 cache.offer(request)
-        self.kv.settle_states(plan, void)
+        if (states := self.kv.states) is not None:
+            states.settle(plan, self.kv.block_size, void)
         alive = plan.slices
         if gone:
             alive = tuple(

@@ -216,6 +216,9 @@ class Stateful(Protocol):
     def plan(self, slices: Sequence[Slice], block_size: int) -> StatePlan:
         """Return where a plan with these slices finds state, and the snapshots that it takes."""
 
+    def settle(self, plan: StepPlan, block_size: int, void: Collection[Request]) -> None:
+        """Let hits use the snapshots of a committed plan, except those of the requests `void`."""
+
 
 class KVAccounts(Protocol):
     """Queries about KV blocks. Calls change nothing."""
@@ -321,9 +324,6 @@ class BlockLedger(KVAccounts, Protocol):
 
     def grow(self, request: Request, tokens: int) -> HeldBlocks:
         """Allocate device blocks for `tokens` tokens in total. Check `shortfall` first."""
-
-    def settle_states(self, plan: StepPlan, void: Collection[Request]) -> None:
-        """Let hits use the snapshots of a committed plan, except those of the requests `void`."""
 
     def trim(self, request: Request) -> None:
         """Cancel the reservation and free the device blocks without KV."""

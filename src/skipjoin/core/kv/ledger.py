@@ -13,7 +13,7 @@ from skipjoin.core.kv.shared_blocks import SharedBlocks
 from skipjoin.core.kv.states import StateSlots
 from skipjoin.core.kv.transfers import Transfers
 from skipjoin.core.request import UNLIMITED, Request
-from skipjoin.core.step import Direction, Move, Span, StateSizes, StepPlan
+from skipjoin.core.step import Direction, Move, Span, StateSizes
 
 
 class KVLedger:
@@ -177,14 +177,6 @@ class KVLedger:
             held.device += self.device.take(missing)
             held.refresh()
         return held
-
-    def settle_states(self, plan: StepPlan, void: Collection[Request]) -> None:
-        if self.states is None:
-            return
-        inexact = (one.request for one in self.held.values() if one.is_private)
-        skipped = {*void, *inexact}
-        lost = [index for index, slice_ in enumerate(plan.slices) if slice_.request in skipped]
-        self.states.snapshots.settle(plan, self.block_size, lost)
 
     def trim(self, request: Request) -> None:
         self.cut(self.held[request], self.filled(request))
@@ -406,6 +398,8 @@ class Tiers:
         if move.direction is Direction.IN:
             self.free_cpu(held)
             held.is_private = held.is_private or not self._is_exact
+            if held.is_private and self._kv.states is not None:
+                self._kv.states.snapshots.exclude(held.request)
         elif part is None and move.direction is Direction.OUT:
             if held.holds_source(move):
                 self._kv.cut(held, len(held.device) - len(move.source))

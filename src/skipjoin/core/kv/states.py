@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from skipjoin.core.kv.block_pool import LedgerError
 from skipjoin.core.prefixes import Key
@@ -80,6 +80,9 @@ class StateSlots:
     def restored(self) -> tuple[tuple[int, int], ...]:
         return tuple((source, self._of[request]) for request, source in self.snapshots.take_restored())
 
+    def settle(self, plan: StepPlan, block_size: int, void: Collection[Request]) -> None:
+        self.snapshots.settle(plan, block_size, void)
+
     def check(self, holders: Collection[Request]) -> None:
         if self._of.keys() | self._cpu_of.keys() != set(holders):
             raise LedgerError(f"slots for {self.name} belong to other requests than hold blocks")
@@ -117,6 +120,7 @@ class Snapshots:
         self._empty = list(reversed(slots))
         self._of: dict[Key, int] = {}  # least recently used first
         self._shared: dict[Request, int] = {}  # tokens at the end of the cached KV that it found
+        self._inexact: set[Request] = set()  # whose KV was swapped in, and is not exact
         self._restored: dict[Request, int] = {}  # slots to copy from in the plan that is being decided
 
     def longest(self, keys: Sequence[Key], found: int) -> int:
@@ -126,6 +130,9 @@ class Snapshots:
     def share(self, request: Request, tokens: int) -> None:
         if tokens and self._slots:
             self._shared[request] = tokens
+
+    def exclude(self, request: Request) -> None:
+        self._inexact.add(request)
 
     def restore(self, request: Request, key: Key) -> None:
         slot = self._restored[request] = self._of.pop(key)
@@ -138,6 +145,7 @@ class Snapshots:
 
     def forget(self, request: Request) -> None:
         self._shared.pop(request, None)
+        self._inexact.discard(request)
         self._restored.pop(request, None)
 
     def capture(self, slices: Sequence[Slice], block_size: int) -> tuple[Capture, ...]:
@@ -150,7 +158,7 @@ class Snapshots:
 
     def _borders(self, slice_: Slice, block_size: int) -> Iterator[int]:
         request = slice_.request
-        if request.prefix is None or slice_.start >= len(request.prompt):
+        if request.prefix is None or request in self._inexact or slice_.start >= len(request.prompt):
             return
         # A hit leaves the last token of a prompt to compute.
         last = (len(request.prompt) - 1) // block_size * block_size
@@ -160,14 +168,13 @@ class Snapshots:
                 if len(keys) * block_size >= border and keys[border // block_size - 1] not in self._of:
                     yield border
 
-    def settle(self, plan: StepPlan, block_size: int, void: Iterable[int]) -> None:
-        """Give the snapshots of a plan their keys, except those of the slices `void`."""
-        lost = set(void)
+    def settle(self, plan: StepPlan, block_size: int, void: Collection[Request]) -> None:
+        """Give the snapshots of a plan their keys, except those of the requests `void`."""
         for index, tokens, slot in plan.states.captured if plan.states is not None else ():
             slice_ = plan.slices[index]
             border = slice_.start + tokens
             key = slice_.request.keys(border)[border // block_size - 1]
-            if index in lost or key in self._of:
+            if slice_.request in void or slice_.request in self._inexact or key in self._of:
                 self._empty.append(slot)
             else:
                 self._of[key] = slot

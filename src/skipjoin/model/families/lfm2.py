@@ -13,7 +13,7 @@ from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
 from skipjoin.model.layers import Builder, Layer, Rotary, separate_attention
 from skipjoin.model.ops.base import GATED
-from skipjoin.model.recurrent import MixedLayer, ShortConvolution, mlp_part
+from skipjoin.model.recurrent import MixedLayer, Part, ShortConvolution, mlp_part
 
 # Of missing entries: those of the configuration class in transformers.
 _DEFAULTS: dict[str, Any] = {
@@ -85,10 +85,12 @@ class Lfm2Decoder(RotaryDecoder):
 def _layer(builder: Builder, index: int, rotary: Rotary | None) -> Layer:
     config, name = builder.config, f"model.layers.{index}"
     assert config.states is not None
+    mixer: Part
     if index in config.states.layers:
         mixer = ShortConvolution(builder, index, f"{name}.conv", has_bias=config.conv_bias)
     else:
-        norms = tuple(builder.rms_norm(f"{name}.self_attn.{one}_layernorm", config.head_dim) for one in "qk")
+        query, key = (builder.rms_norm(f"{name}.self_attn.{one}_layernorm", config.head_dim) for one in "qk")
+        norms = query, key
         mixer = separate_attention(builder, index, f"{name}.self_attn", "out_proj", rotary=rotary, norms=norms)
     norm, mlp_norm = builder.rms_norm(f"{name}.operator_norm"), builder.rms_norm(f"{name}.ffn_norm")
     up, down = builder.mlp([f"{name}.feed_forward.w1", f"{name}.feed_forward.w3"], f"{name}.feed_forward.w2", GATED)

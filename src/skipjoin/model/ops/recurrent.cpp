@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kMaxKernel = 16;
 // Vectors of values that a recurrence keeps in registers.
-constexpr int kColumns = 4;
+constexpr int kColumns = kLanes == 16 ? 8 : 4;
 
 // Sequences of a step. Captures, which are in order, are snapshots after some tokens of a sequence.
 struct Sequences {

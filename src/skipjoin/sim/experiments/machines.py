@@ -6,7 +6,16 @@ from typing import Annotated, Any
 
 from skipjoin.builtin import MODEL_NAME, PACKAGED_NAME
 from skipjoin.config.profile import Profile, read_profile
-from skipjoin.config.shared import KVType, SwapBandwidth, SwapType, bytes_per_s, check_swap_bandwidth, check_swap_type
+from skipjoin.config.shared import (
+    MAX_NUM_SEQS,
+    KVType,
+    SwapBandwidth,
+    SwapType,
+    bytes_per_s,
+    check_swap_bandwidth,
+    check_swap_type,
+)
+from skipjoin.core.step import STATE_SHARE, StateSizes
 from skipjoin.model.config import ModelConfig, ModelError
 from skipjoin.model.folder import check_model, model_id
 from skipjoin.options import ConfigError, Option, check
@@ -15,12 +24,14 @@ from skipjoin.recipes import find, names_in
 from skipjoin.recipes.registry import check_names
 from skipjoin.sim.experiments.system import ProfileBasis, System
 from skipjoin.sim.hardware import parse_hardware
-from skipjoin.sim.models import ExpertShape, ModelShape, model_shape
+from skipjoin.sim.models import ExpertShape, ModelShape, StateShape, model_shape
 from skipjoin.sim.roofline import RooflineCost, kv_blocks
 
 _GIB = 1 << 30
 # Default share of a server's RAM for KV blocks.
 _SWAP_SHARE = 0.5
+# Snapshots of states, as many as a server keeps by default.
+_SNAPSHOTS = 64
 _GROUP = "System"
 # Families whose MLP has two matrices.
 _UNGATED = ("opt", "gpt_neox", "starcoder2")
@@ -53,7 +64,18 @@ def shape_of(name: str) -> ModelShape:
         config.max_positions,
         bytes_each,
         experts=None if of is None else ExpertShape(of.count, of.per_token, of.width, len(of.layers), bytes_each),
+        states=_states_of(config, bytes_each),
     )
+
+
+def _states_of(config: ModelConfig, bytes_each: int) -> StateShape | None:
+    if (of := config.states) is None:
+        return None
+    # Projections to what is convolved, to a gate of each output and, of recurrences, to two numbers for each head.
+    width = of.heads * of.value_dim or 2 * config.hidden_size
+    leaving = of.heads * of.value_dim or config.hidden_size
+    parameters = config.hidden_size * (of.channels + width + 2 * of.heads + leaving)
+    return StateShape(len(of.layers), sum(of.layer_bytes(bytes_each)), parameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +172,13 @@ class Machine:
         blocks = kv_blocks(shape, group, size, self.kv_gib)
         cpu_block_bytes = shape.cpu_block_bytes(size, self.swap_dtype)
         swap_bytes = group.device.host_memory_bytes * group.gpus * _SWAP_SHARE
+        states = self._states(shape.state_bytes, blocks * size * shape.kv_bytes_per_token, swap_bytes, cpu_block_bytes)
+        if states is not None:
+            taken = (states.device + states.snapshots) * shape.state_bytes
+            blocks -= -(-taken // (size * shape.kv_bytes_per_token))
+            swap_bytes -= states.cpu * shape.state_bytes
         return {
+            "states": states,
             "model": shape.name,
             "hardware": group.name,
             "cost": RooflineCost(
@@ -210,6 +238,24 @@ class Machine:
 
     def _cpu_blocks(self, block_bytes: int, usual_bytes: float) -> int:
         return int(usual_bytes if self.swap_gib is None else self.swap_gib * _GIB) // block_bytes
+
+    def _states(self, state_bytes: int, pool: float, swap: float, block_bytes: int) -> StateSizes | None:
+        if not state_bytes:
+            return None
+        found = StateSizes.fitting(
+            state_bytes,
+            pool_bytes=pool,
+            swap_bytes=swap if self.swap_gib is None else self.swap_gib * _GIB,
+            block_bytes=block_bytes,
+            seqs=MAX_NUM_SEQS,
+            snapshots=_SNAPSHOTS,
+        )
+        if not found.device:
+            raise ConfigError(
+                f"kv_gib must be at least {state_bytes / STATE_SHARE / _GIB:.3g}, because a request's state takes "
+                f"{state_bytes / _GIB:.3g} GiB"
+            )
+        return found
 
     def _context(self, most: int) -> int:
         if self.max_model_len is None:

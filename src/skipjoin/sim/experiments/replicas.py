@@ -32,7 +32,7 @@ def make_replica(system: System, lengths: Sequence[int], *, together: bool, keep
     policies = build(system.recipe, replace(system.settings, cost=cost or system.cost), system.own_params)
     if keeps_kv:
         policies = replace(policies, eviction=KeepKv())
-    kv = KVLedger(system.kv_blocks, system.cpu_blocks, system.block_size)
+    kv = KVLedger(system.kv_blocks, system.cpu_blocks, system.block_size, states=system.states)
     core = EngineCore(system.scheduler(policies, kv, receives_kv=keeps_kv))
     executor = SimulatedExecutor(
         system.cost,

@@ -21,6 +21,7 @@ from skipjoin.core.foreign import ForeignScheduler
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import CostModel, Policies
 from skipjoin.core.prefixes import NamedPrefix
+from skipjoin.core.step import StateSizes
 from skipjoin.kv_format import SWAP_FORMATS
 from skipjoin.observe.record import Record
 from skipjoin.options import ConfigError, Option, Value, check
@@ -107,6 +108,7 @@ class System:
             group="Scheduling",
         ),
     ] = True
+    states: StateSizes | None = None
     stages: int = 1
     stage_shares: tuple[float, ...] = ()
     pipeline_depth: Annotated[
@@ -283,6 +285,7 @@ class System:
             "decision_s": self.decision_s,
             "replicas": self.replicas,
             "dispatch": self.dispatch if self.replicas > 1 else None,
+            **({} if self.states is None else {"states": self.states._asdict()}),
             **({"pipeline_depth": self.pipeline_depth} if self.pipeline_depth > 1 else {}),
             **({} if self.kv_cache_dtype == "auto" else {"kv_cache_dtype": self.kv_cache_dtype}),
             **({"step_noise": self.step_noise} if self.step_noise else {}),

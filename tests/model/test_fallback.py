@@ -95,7 +95,7 @@ def test_log_says_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
     ("raw", "message"),
     [
         ({"architectures": ["MambaForCausalLM"]}, r"its layers keep a state that is no KV \(LinearAttentionLayer\)"),
-        ({"architectures": ["Qwen3NextForCausalLM"]}, r"its layers keep a state that is no KV"),
+        ({"architectures": ["JambaForCausalLM"]}, r"its layers keep a state that is no KV"),
         ({"architectures": ["BloomForCausalLM"]}, r"cannot run through transformers .*: its attention cannot be rep"),
         ({"architectures": ["FalconForCausalLM"]}, r"cannot run through transformers .*: its attention cannot be rep"),
         ({"architectures": ["BertLMHeadModel"]}, "its tokens attend to others than all earlier ones"),

@@ -178,3 +178,15 @@ def test_models_that_a_server_can_run_are_simulated(tmp_path: Path) -> None:
         Machine(model=str(tmp_path / "cut.gguf")).systems("fcfs")
     with pytest.raises(ConfigError, match="there is no 'opt-13bb'; did you mean opt-13b"):
         Machine(model="opt-13bb").systems("fcfs")
+
+
+def test_states_take_a_part_of_both_pools() -> None:
+    (system,) = Machine(model="granite-4.0-h-micro", kv_gib=30, swap_gib=80).systems("fcfs")
+    shape, states = model_shape("granite-4.0-h-micro"), system.states
+    here, there = states.device + states.snapshots, states.cpu
+    pools = here * shape.state_bytes + system.kv_blocks * system.block_bytes, there * shape.state_bytes
+    assert pools[0] == pytest.approx(30 * GIB, rel=1e-3)
+    assert pools[1] + system.cpu_blocks * system.cpu_block_bytes == pytest.approx(80 * GIB, rel=1e-3)
+    assert min(states[1:]) > 0
+    with pytest.raises(ConfigError, match=r"kv_gib must be at least 0\.285, because a request's state takes 0\.071"):
+        Machine(model="granite-4.0-h-micro", kv_gib=0.1).systems("fcfs")

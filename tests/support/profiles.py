@@ -17,6 +17,7 @@ PROFILE = Profile(
     kv_bytes_per_block=65536,
     cpu_bytes_per_block=65536,
     weight_bytes=3_000_000,
+    state_bytes=0,
     vocab_size=500,
     max_positions=1024,
     stage_shares=(1.0,),

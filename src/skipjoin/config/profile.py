@@ -23,7 +23,7 @@ from skipjoin.system.durable import locked, make_private, write_durably
 from skipjoin.system.folders import cache_folder, is_trusted
 
 # Incremented when older files can no longer be read.
-FORMAT = 7
+FORMAT = 8
 # Environment variable that names the folder of cached profiles.
 CACHE_VARIABLE = "SKIPJOIN_PROFILE_CACHE"
 
@@ -95,6 +95,7 @@ class Profile:
 
     Attributes:
         cost: Transfer costs are per block of `block_size` tokens, in the slower direction.
+        state_bytes: Of a request's state that is no KV.
         unrest: Ratio of a step's mean time to its undisturbed time, which the fit uses. `cost` includes this factor.
     """
 
@@ -108,6 +109,7 @@ class Profile:
     kv_bytes_per_block: int
     cpu_bytes_per_block: int
     weight_bytes: int
+    state_bytes: int
     vocab_size: int
     max_positions: int
     stage_shares: tuple[float, ...]

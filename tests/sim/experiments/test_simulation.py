@@ -393,6 +393,7 @@ def test_the_default_cpu_tier_of_a_profile_equals_its_kv_pool(tmp_path: Path) ->
         kv_bytes_per_block=65536,
         cpu_bytes_per_block=65536,
         weight_bytes=3_000_000,
+        state_bytes=0,
         vocab_size=500,
         max_positions=1024,
         stage_shares=(1.0,),

@@ -172,6 +172,7 @@ class Measurement:
             kv_bytes_per_block=sum(spec.block_bytes for spec in rank_specs),
             cpu_bytes_per_block=sum(spec.cpu_block_bytes for spec in rank_specs),
             weight_bytes=sum(spec.weight_bytes for spec in rank_specs),
+            state_bytes=sum(spec.state_bytes for spec in rank_specs),
             vocab_size=config.vocab_size,
             max_positions=config.max_positions,
             stage_shares=tuple(np.mean([step.shares for step in steps], axis=0).tolist()),

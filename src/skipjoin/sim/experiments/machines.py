@@ -171,7 +171,7 @@ class Machine:
         size = 16 if self.block_size is None else self.block_size
         blocks = kv_blocks(shape, group, size, self.kv_gib)
         cpu_block_bytes = shape.cpu_block_bytes(size, self.swap_dtype)
-        swap_bytes = group.device.host_memory_bytes * group.gpus * _SWAP_SHARE
+        swap_bytes = self._swap_bytes(group.device.host_memory_bytes * group.gpus * _SWAP_SHARE)
         states = self._states(shape.state_bytes, blocks * size * shape.kv_bytes_per_token, swap_bytes, cpu_block_bytes)
         if states is not None:
             taken = (states.device + states.snapshots) * shape.state_bytes
@@ -185,7 +185,7 @@ class Machine:
                 shape, group, block_size=size, swap_dtype=self.swap_dtype, link_bytes_per_s=self._link
             ),
             "kv_blocks": blocks,
-            "cpu_blocks": self._cpu_blocks(cpu_block_bytes, swap_bytes),
+            "cpu_blocks": int(swap_bytes) // cpu_block_bytes,
             "block_bytes": size * shape.kv_bytes_per_token,
             "cpu_block_bytes": cpu_block_bytes,
             "kv_cache_dtype": self.kv_cache_dtype,
@@ -208,12 +208,19 @@ class Machine:
                 raise ConfigError(f"{self.hardware} was measured with {name} {measured}, not {asked}")
         if self.kv_gib is None:
             raise ConfigError("kv_gib must be given with a profile, which does not contain the size of the KV pool")
+        pool = self.kv_gib * _GIB
+        swap = self._swap_bytes(pool)
+        states = self._states(profile.state_bytes, pool, swap, profile.cpu_bytes_per_block)
+        if states is not None:
+            pool -= (states.device + states.snapshots) * profile.state_bytes
+            swap -= states.cpu * profile.state_bytes
         return {
+            "states": states,
             "model": profile.key.model,
             "hardware": profile.key.device,
             "cost": self._limited(profile),
-            "kv_blocks": int(self.kv_gib * _GIB) // profile.kv_bytes_per_block,
-            "cpu_blocks": self._cpu_blocks(profile.cpu_bytes_per_block, self.kv_gib * _GIB),
+            "kv_blocks": int(pool) // profile.kv_bytes_per_block,
+            "cpu_blocks": int(swap) // profile.cpu_bytes_per_block,
             "block_bytes": profile.kv_bytes_per_block,
             "cpu_block_bytes": profile.cpu_bytes_per_block,
             "kv_cache_dtype": self.kv_cache_dtype,
@@ -236,8 +243,8 @@ class Machine:
         # The ranks of a stage move their shares at the same time, and the costs of stages add up.
         return with_link_limit(profile.cost, profile.cpu_bytes_per_block / profile.key.tp / self._link)
 
-    def _cpu_blocks(self, block_bytes: int, usual_bytes: float) -> int:
-        return int(usual_bytes if self.swap_gib is None else self.swap_gib * _GIB) // block_bytes
+    def _swap_bytes(self, usual: float) -> float:
+        return usual if self.swap_gib is None else self.swap_gib * _GIB
 
     def _states(self, state_bytes: int, pool: float, swap: float, block_bytes: int) -> StateSizes | None:
         if not state_bytes:
@@ -245,7 +252,7 @@ class Machine:
         found = StateSizes.fitting(
             state_bytes,
             pool_bytes=pool,
-            swap_bytes=swap if self.swap_gib is None else self.swap_gib * _GIB,
+            swap_bytes=swap,
             block_bytes=block_bytes,
             seqs=MAX_NUM_SEQS,
             snapshots=_SNAPSHOTS,

@@ -3,7 +3,8 @@
 `pause` swaps a request of 4,096 tokens out and in, for published shapes without their weights, and compares the bytes
 with those of dense models of similar size; `ratio` is relative to each of them. `engine` runs all requests of a burst
 with `fcfs` and `fastserve` in turn, on a random-weight LFM2 and a Llama of the same width and depth in KV pools of the
-same size: latencies, preemptions, and swapped bytes.
+same size: latencies, preemptions, and swapped bytes. `simulated` does so at a GPU's costs with the published shapes,
+also in a pool that is as small for the hybrid as the other one is for the dense model.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from skipjoin.engine.loop import EngineLoop
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.state_cache import StateCache
-from skipjoin.observe.requests import RequestFacts, RequestLog, summarize
+from skipjoin.observe.record import summarize
+from skipjoin.observe.requests import RequestFacts, RequestLog
 from skipjoin.observe.usage import EngineUsage
 from skipjoin.sampling import SamplingParams
 
@@ -69,6 +71,8 @@ SERVED: dict[str, dict[str, Any]] = {
     | {"block_auto_adjust_ff_dim": False},
 }
 KV_MIB, SWAP_GIB, SEQS = 48, 1.0, 8
+# Model, GiB of KV, and requests per second on an A100.
+SIMULATED = (("qwen3-1.7b", 2, 60), ("lfm2-1.2b", 2, 60), ("lfm2-1.2b", 0.2, 60))
 
 
 def pause(config: dict[str, Any]) -> harness.Record:
@@ -160,6 +164,19 @@ def serve(folder: Path, recipe: str, count: int) -> harness.Record:
     }
 
 
+def simulate(model: str, kv_gib: float, rate: float) -> list[harness.Record]:
+    options = ("--model", model, "--kv-gib", kv_gib, "--swap-space", 40, "--rates", rate, "--requests", 400)
+    rows = harness.records_of("simulate", *options, "--hardware", "a100-40gb", "--recipes", "fcfs,fastserve")
+    return [
+        {
+            **{"model": model, "kv_gib": kv_gib, "rate_rps": rate, "recipe": row["recipe"]},
+            **{"normalized_latency_s": row["normalized_latency_s"]["mean"], "ttft_s": row["ttft_s"]["mean"]},
+            **{name: row["kv"][name] for name in ("swapped_out_bytes", "swapped_in_bytes")},
+        }
+        for row in rows
+    ]
+
+
 if __name__ == "__main__":
     made = harness.parser(__doc__, repeats=2, requests=24)
     args = made.parse_args()
@@ -168,6 +185,7 @@ if __name__ == "__main__":
     for name in HYBRID:
         of = record["pause"][name]["bytes"]
         record["pause"][name]["ratio"] = {other: round(of / record["pause"][other]["bytes"], 4) for other in DENSE}
+    record["simulated"] = [row for case in SIMULATED for row in simulate(*case)]
     record["engine"] = {"kv_mib": KV_MIB, "requests": args.requests, "runs": {}}
     with harness.scratch() as scratch:
         for name, config in SERVED.items():

@@ -71,12 +71,12 @@ class StateSizes(NamedTuple):
             block_bytes: Size of a KV block on the link.
             seqs: Most requests of a step.
         """
-        most, most_swapped = (int(size * STATE_SHARE) // state_bytes for size in (pool_bytes, swap_bytes))
+        here, there = (int(size * STATE_SHARE) // state_bytes for size in (pool_bytes, swap_bytes))
         return cls(
             "recurrent state",
-            min(_STATES_PER_SEQ * seqs, most),
-            min(_SWAPPED_STATES_PER_SEQ * seqs, most_swapped),
-            min(snapshots, most),
+            min(_STATES_PER_SEQ * seqs, here),
+            min(_SWAPPED_STATES_PER_SEQ * seqs, there),
+            min(snapshots, here),
             state_bytes / block_bytes,
         )
 

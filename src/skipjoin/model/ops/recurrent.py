@@ -114,15 +114,47 @@ class RecurrentOps(Protocol):
         ...
 
 
-def _parts(batch: PackedBatch) -> Iterator[tuple[slice, int, bool, tuple[int, ...]]]:
-    """Yield rows, slot, whether the state is that of earlier tokens, and slots to copy it to, for parts of segments."""
-    starts, row = batch.starts, 0
-    for index, (length, slot) in enumerate(zip(batch.lengths, batch.states, strict=True)):
+class _Part(NamedTuple):
+    """Tokens of one sequence, or one of each of several.
+
+    Attributes:
+        rows: [sequences, tokens].
+        slots: Of states, [sequences].
+        continues: Whether a state is that of earlier tokens, [sequences].
+        copies: Further slots to write the state of one sequence to.
+    """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    continues: torch.Tensor
+    copies: tuple[int, ...] = ()
+
+    def read(self, states: torch.Tensor) -> torch.Tensor:
+        found = states[self.slots]
+        return found.masked_fill_(~self.continues.view(-1, *[1] * (found.dim() - 1)), 0)
+
+    def write(self, states: torch.Tensor, found: torch.Tensor) -> None:
+        states[self.slots] = found
+        for slot in self.copies:
+            states[slot] = found[0]
+
+
+def _parts(batch: PackedBatch) -> Iterator[_Part]:
+    device, starts = batch.positions.device, batch.starts
+    rows = torch.arange(batch.num_tokens, device=device)
+    slots, continues = torch.tensor(batch.states, device=device), torch.tensor(starts, device=device) > 0
+    if batch.decode_only and not batch.captures:
+        yield _Part(rows.unsqueeze(1), slots, continues)
+        return
+    row, yes = 0, torch.ones(1, dtype=torch.bool, device=device)
+    for index, length in enumerate(batch.lengths):
         copies: dict[int, list[int]] = {}
         for _, tokens, target in (one for one in batch.captures if one[0] == index):
             copies.setdefault(tokens, []).append(target)
+        one = slice(index, index + 1)
         for begin, end in pairwise(sorted({0, length, *copies})):
-            yield slice(row + begin, row + end), slot, begin > 0 or starts[index] > 0, tuple(copies.get(end, ()))
+            before = yes if begin else continues[one]
+            yield _Part(rows[None, row + begin : row + end], slots[one], before, tuple(copies.get(end, ())))
         row += length
 
 
@@ -137,16 +169,14 @@ class TorchRecurrent:
     ) -> torch.Tensor:
         given = x if factors is None else x * factors[0]
         out, past = torch.empty_like(given, memory_format=torch.contiguous_format), len(of.weights) - 1
-        for rows, slot, continues, copies in _parts(batch):
-            before = states[slot] if continues else torch.zeros_like(states[slot])
-            inputs = torch.cat([before, given[rows]])
-            count = inputs.shape[0] - past
-            total = torch.zeros(count, x.shape[1], device=x.device) if of.bias is None else of.bias.repeat(count, 1)
+        for part in _parts(batch):
+            inputs = torch.cat([part.read(states), given[part.rows]], dim=1)
+            count = inputs.shape[1] - past
+            total = torch.zeros((), device=x.device) if of.bias is None else of.bias
             for index, weights in enumerate(of.weights):
-                total += weights * inputs[index : index + count].float()
-            out[rows] = (F.silu(total) if of.is_gated else total).to(out.dtype)
-            for target in (slot, *copies):
-                states[target] = inputs[count:]
+                total = total + weights * inputs[:, index : index + count].float()
+            out[part.rows] = (F.silu(total) if of.is_gated else total).to(out.dtype)
+            part.write(states, inputs[:, count:])
         return out if factors is None else out.mul_(factors[1])
 
     def recur(self, inputs: RecurrenceInputs, of: Recurrence, states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
@@ -166,17 +196,16 @@ class TorchRecurrent:
             query = query * key_dim**-0.5
         decay = torch.exp(-of.log_a.exp() * step)
         out = torch.empty_like(value)
-        for rows, slot, continues, copies in _parts(batch):
-            state = states[slot].clone() if continues else torch.zeros_like(states[slot])
-            for token in range(rows.start, rows.stop):
-                state *= decay[token, :, None, None]
-                update = value[token]
+        for part in _parts(batch):
+            state = part.read(states)
+            for rows in part.rows.unbind(1):
+                state *= decay[rows, :, None, None]
+                update = value[rows]
                 if inputs.rate is not None:
-                    update = update - torch.einsum("hk,hkv->hv", key[token], state)
-                state += key[token].unsqueeze(-1) * (update * rate[token, :, None]).unsqueeze(-2)
-                out[token] = torch.einsum("hk,hkv->hv", query[token], state)
-            for target in (slot, *copies):
-                states[target] = state
+                    update = update - torch.einsum("shk,shkv->shv", key[rows], state)
+                state += key[rows].unsqueeze(-1) * (update * rate[rows, :, None]).unsqueeze(-2)
+                out[rows] = torch.einsum("shk,shkv->shv", query[rows], state)
+            part.write(states, state)
         if of.skip is not None:
             out += of.skip[:, None] * value
         return out.flatten(1).to(inputs.value.dtype)

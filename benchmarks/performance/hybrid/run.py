@@ -70,6 +70,7 @@ SERVED: dict[str, dict[str, Any]] = {
     | {"architectures": ["Lfm2ForCausalLM"], "num_key_value_heads": 8, "full_attn_idxs": [2, 5, 8]}
     | {"block_auto_adjust_ff_dim": False},
 }
+PARTS = "pause", "simulated", "engine"
 KV_MIB, SWAP_GIB, SEQS = 48, 1.0, 8
 # Model, GiB of KV, and requests per second on an A100.
 SIMULATED = (("qwen3-1.7b", 2, 60), ("lfm2-1.2b", 2, 60), ("lfm2-1.2b", 0.2, 60))
@@ -177,25 +178,39 @@ def simulate(model: str, kv_gib: float, rate: float) -> list[harness.Record]:
     ]
 
 
-if __name__ == "__main__":
-    made = harness.parser(__doc__, repeats=2, requests=24)
-    args = made.parse_args()
-    record = harness.new_record(tokens=TOKENS, block_size=BLOCK)
-    record["pause"] = {name: pause(config) for name, config in (HYBRID | DENSE).items()}
+def compare_pauses() -> harness.Record:
+    found = {name: pause(config) for name, config in (HYBRID | DENSE).items()}
     for name in HYBRID:
-        of = record["pause"][name]["bytes"]
-        record["pause"][name]["ratio"] = {other: round(of / record["pause"][other]["bytes"], 4) for other in DENSE}
-    record["simulated"] = [row for case in SIMULATED for row in simulate(*case)]
-    record["engine"] = {"kv_mib": KV_MIB, "requests": args.requests, "runs": {}}
+        found[name]["ratio"] = {other: round(found[name]["bytes"] / found[other]["bytes"], 4) for other in DENSE}
+    return found
+
+
+def compare_engines(repeats: int, requests: int) -> harness.Record:
+    runs: dict[str, list[harness.Record]] = {}
     with harness.scratch() as scratch:
         for name, config in SERVED.items():
             (scratch / name).mkdir()
             (scratch / name / "config.json").write_text(json.dumps(config))
             write_words(scratch / name)
         cells = [(name, recipe) for name in SERVED for recipe in ("fcfs", "fastserve")]
-        for turn in range(args.repeats):
+        for turn in range(repeats):
             for name, recipe in harness.in_turn(cells, turn):
-                found = serve(scratch / name, recipe, args.requests)
-                record["engine"]["runs"].setdefault(f"{name} {recipe}", []).append(found)
+                found = serve(scratch / name, recipe, requests)
+                runs.setdefault(f"{name} {recipe}", []).append(found)
                 harness.show(name, recipe, found)
+    return {"kv_mib": KV_MIB, "requests": requests, "runs": runs}
+
+
+if __name__ == "__main__":
+    made = harness.parser(__doc__, repeats=2, requests=24)
+    made.add_argument("--parts", type=harness.some_of("parts", PARTS), default=list(PARTS))
+    args = made.parse_args()
+    record = {**harness.read_record(args.out), **harness.new_record(tokens=TOKENS, block_size=BLOCK)}
+    for part in args.parts:
+        if part == "pause":
+            record[part] = compare_pauses()
+        elif part == "simulated":
+            record[part] = [row for case in SIMULATED for row in simulate(*case)]
+        else:
+            record[part] = compare_engines(args.repeats, args.requests)
     harness.report(record, args.out)

@@ -160,6 +160,7 @@ class Player:
                     stops=draw.random() < 0.2,
                     resumed=draw.randrange(max_tokens) if has_options and draw.random() < 0.3 else 0,
                     keeps_kv=has_options and draw.random() < 0.2,
+                    program=f"program {number % 2}" if texts else "",
                 )
             )
         return asks

@@ -12,7 +12,7 @@ from skipjoin.core.forecast import Forecast
 from skipjoin.core.foreign import ForeignScheduler
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.prefixes import ContentPrefix
-from skipjoin.core.request import FinishReason, Request, RequestOptions, ServiceClass
+from skipjoin.core.request import FinishReason, ProgramId, Request, RequestOptions, ServiceClass
 from skipjoin.core.step import Direction, Move, StepPlan
 from skipjoin.options import Value
 from skipjoin.policies.cost import LinearCost
@@ -91,6 +91,7 @@ class Ask(NamedTuple):
     stops: bool = False
     resumed: int = 0
     keeps_kv: bool = False
+    program: str = ""
 
     def tokens(self) -> list[int]:
         which, common = self.text
@@ -105,6 +106,7 @@ class Ask(NamedTuple):
             priority=self.priority,
             deadline_s=self.deadline_s,
             client=self.client,
+            program=ProgramId(self.client, self.program) if self.program else None,
         )
         request = Request(
             self.id,

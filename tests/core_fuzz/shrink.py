@@ -93,6 +93,7 @@ def _asks(case: Case) -> Iterator[Case]:
             {"urgent": False},
             {"priority": 0},
             {"client": ""},
+            {"program": ""},
             {"deadline_s": None},
             {"stops": False},
             {"forecast": 0.0},

@@ -40,7 +40,7 @@ from skipjoin.core.events import (
     Reserved,
 )
 from skipjoin.core.forecast import Forecast
-from skipjoin.core.request import DEFAULT_OPTIONS, Request
+from skipjoin.core.request import DEFAULT_OPTIONS, ProgramId, Request
 from skipjoin.core.step import Move, Slice, StepPlan
 from skipjoin.exec.simulated import never
 from support.load import changed, load
@@ -60,6 +60,7 @@ class Scenario:
         requests: Arguments of `load`, by name.
         error: Forecasts are wrong by up to this factor; None for requests without forecasts.
         clients: Number of clients that send the requests in turn.
+        programs: Number of programs whose calls they are, in turn.
         failures: Share of moves that fail.
         urgent: Id of an urgent request.
         deadline: Id of a request with a deadline that it cannot meet.
@@ -70,6 +71,7 @@ class Scenario:
     requests: dict[str, object]
     error: float | None = None
     clients: int = 1
+    programs: int = 0
     failures: float = 0.0
     urgent: int | None = None
     deadline: int | None = None
@@ -80,6 +82,9 @@ class Scenario:
         sent = load(**{"seed": 3, "count": 14, "prompts": (1, 30), "outputs": (2, 14)} | self.requests)  # type: ignore[arg-type]
         if self.clients > 1:
             sent = [changed(request, client="abc"[request.id % self.clients]) for request in sent]
+        if self.programs:
+            names = [ProgramId("", f"program {number}") for number in range(self.programs)]
+            sent = [changed(request, program=names[request.id % self.programs]) for request in sent]
         for request in sent if self.error is not None else ():
             request.progress.expect(Forecast(request.max_tokens * self.error ** draw.uniform(-1, 1), "test"))
         for number, change in ((self.urgent, {"is_urgent": True}), (self.deadline, {"deadline_s": 0.2})):
@@ -117,6 +122,9 @@ SCENARIOS = {
     "fastserve-classes": Scenario(small("fastserve"), {"best_effort": 0.5}),
     "adaptive": Scenario(small("adaptive"), {"count": 24}, error=2.0),
     "adaptive-overlapped": Scenario(small("adaptive", **OVERLAPPED), {"rate": 300.0}),
+    "adaptive-programs": Scenario(
+        small("adaptive"), {"count": 24, "texts": 3, "prompts": (10, 40), "rate": 20.0}, programs=6
+    ),
     "alise": Scenario(small("alise"), {}, error=2.0),
     "alise-2-stages": Scenario(small("alise", "swap", depth=2, stages=2), {}, error=2.0),
     "econoserve": Scenario(

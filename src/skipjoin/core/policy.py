@@ -139,6 +139,14 @@ class Measured(Protocol):
         ...
 
 
+class Retention(Protocol):
+    """Policy that decides how long KV of finished requests is worth more than other cached KV."""
+
+    def keep_until(self, request: Request, now: float) -> float | None:
+        """Return the time until which the KV of a program's call is kept that has finished; None if it is not."""
+        ...
+
+
 class Learned(Protocol):
     @property
     def notes(self) -> int: ...
@@ -344,7 +352,7 @@ def is_decode_invariant(policy: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """One serving system: a policy of each kind, their learned state and their own figures."""
+    """One serving system: a policy of each kind, their learned state, their own figures and the KV of programs."""
 
     ordering: Ordering
     batcher: Batcher
@@ -352,6 +360,7 @@ class Policies:
     eviction: EvictionPolicy
     learned: Learned | None = None
     measured: Measured | None = None
+    retention: Retention | None = None
     on_begin: tuple[Callable[[float, KVAccounts], Iterable[tuple[Account, int]]], ...] = field(
         init=False, repr=False, compare=False
     )

@@ -56,6 +56,20 @@ class Trace(NamedTuple):
     operation: str = ""
 
 
+class ProgramId(NamedTuple):
+    """Id of a program, such as an agent's run, whose calls wait for the results of earlier ones.
+
+    Attributes:
+        owner: Whose program it is. Equal names of two owners are two programs.
+        is_stated: Whether the client names a program. Otherwise the name may be that of several programs, and a call
+            with a shorter prompt than the one before begins another one.
+    """
+
+    owner: str
+    name: str
+    is_stated: bool = True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
     """Scheduling options of a request.
@@ -66,6 +80,7 @@ class RequestOptions:
         deadline_s: Seconds after arrival at which the request is ended.
         cache_salt: Only requests with equal salts share KV.
         adapter: Number of the adapter of the model; 0 for none.
+        weight: Share of its client relative to those of others, where clients share the service fairly.
     """
 
     service: ServiceClass = ServiceClass.REAL_TIME
@@ -77,6 +92,8 @@ class RequestOptions:
     cache_salt: str = ""
     trace: Trace | None = None
     adapter: int = 0
+    program: ProgramId | None = None
+    weight: float = 1.0
 
     @property
     def kv_salt(self) -> bytes:

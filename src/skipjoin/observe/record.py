@@ -9,6 +9,7 @@ from typing import Any
 
 from skipjoin.core.request import ServiceClass
 from skipjoin.observe.prefixes import PrefixUse
+from skipjoin.observe.programs import ProgramFacts
 from skipjoin.observe.requests import Kind, RequestFacts
 from skipjoin.observe.usage import EngineUsage
 
@@ -121,6 +122,20 @@ def add_usage(record: Record, usages: Sequence[EngineUsage], *, target_tokens: i
     record["forward"] = _forward(sum((usage.forwards for usage in usages), Counter()), target_tokens)
     record["groups"] = _groups(sum((usage.reservations.groups() for usage in usages), Counter()))
     record["series"] = {name: [rounded(value) for value in values] for name, values in usages[0].series().items()}
+
+
+def summarize_programs(programs: Sequence[ProgramFacts]) -> Record:
+    """Return figures of programs whose calls have all finished."""
+    ended = [one for one in programs if not one.live]
+    calls = sum(one.calls for one in ended)
+    return {
+        "programs": len(programs),
+        "ended": len(ended),
+        "calls": calls,
+        "completion_s": _distribution(sorted(one.completion_s for one in ended)),
+        "call_s": rounded(sum(one.calls_s for one in ended) / max(1, calls)),
+        "recomputed_tokens": sum(one.recomputed for one in programs),
+    }
 
 
 def _prefix(uses: Sequence[PrefixUse]) -> Record | None:

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from skipjoin.core.policy import Policies
+from skipjoin.core.policy import Ordering, Policies
 from skipjoin.options import Option
 from skipjoin.policies.adaptive import Adaptive
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Yielding
 from skipjoin.policies.eviction import DisplacingSwap
 from skipjoin.policies.gittins import GittinsIndex
+from skipjoin.policies.programs import ByProgram, ProgramBook, ProgramLeases
 from skipjoin.recipes.parts import classed, staged
 from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
 
@@ -46,8 +48,15 @@ class BoundParams(Params):
     ] = 400.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveParams(BoundParams):
+    programs: Annotated[
+        bool, Option("Schedule the calls of a program as one, and keep its KV while it calls a tool.")
+    ] = True
+
+
 @recipe(forecasts=Forecasts.LEARNED)
-def adaptive(s: Settings, p: BoundParams) -> Policies:
+def adaptive(s: Settings, p: AdaptiveParams) -> Policies:
     """Adaptive: learned Gittins index, first tokens first, aging by what ordering gains, and proactive swapping."""
     index = GittinsIndex(s.cost, s.max_seqs)
 
@@ -58,12 +67,18 @@ def adaptive(s: Settings, p: BoundParams) -> Policies:
     eviction = DisplacingSwap(s.cost, exempts_first=s.fair_output_weight is None)
     batcher = Yielding(s.max_seqs, s.max_tokens, s.cost, tpot_s=math.inf if s.slo_s is None else s.slo_s)
     # No client waits for the first token of a best-effort request.
+    book = ProgramBook()
+    leases = ProgramLeases(OnDemand(), book, s.cost)
+
+    def of_programs(make: Callable[[], Ordering]) -> Callable[[], Ordering]:
+        return (lambda: ByProgram(make, book, overtaking_s=p.overtaking_s)) if p.programs else make
+
     policies = classed(
         s,
-        ordering,
+        of_programs(ordering),
         staged(s, batcher, s.max_tokens, cuts=True),
-        OnDemand(),
+        leases if p.programs else OnDemand(),
         eviction,
-        best_effort=lambda: ordering(0.0),
+        best_effort=of_programs(lambda: ordering(0.0)),
     )
-    return replace(policies, learned=index.model)
+    return replace(policies, learned=index.model, retention=leases if p.programs else None)

@@ -9,7 +9,12 @@ from skipjoin.workload.prefixes import PromptParts, SharedPrefix
 
 
 class WorkloadRequest(NamedTuple):
-    """Request to send, `at` seconds from the start; `deadline_s` counts from there."""
+    """Request to send, `at` seconds from the start; `deadline_s` counts from there.
+
+    Attributes:
+        program: Name of its program; empty for none. Of the calls of a program, only the first one is sent at its
+            time. The others follow `pause_s` seconds after the one before has finished.
+    """
 
     at: float
     prompt_tokens: int
@@ -23,6 +28,8 @@ class WorkloadRequest(NamedTuple):
     target: Target = NO_TARGET
     key: str = ""
     parts: PromptParts | None = None
+    program: str = ""
+    pause_s: float = 0.0
 
     def after(self, prefix: SharedPrefix | None, chance: random.Random) -> WorkloadRequest:
         if prefix is None:

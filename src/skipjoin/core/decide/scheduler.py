@@ -18,7 +18,7 @@ from skipjoin.core.events import (
     Restarted,
     Waited,
 )
-from skipjoin.core.kv.interface import BlockLedger
+from skipjoin.core.kv.interface import BlockLedger, Cached
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepPlan, StepResult
@@ -103,7 +103,15 @@ class Scheduler:
             self._kept.add(request)
         if (cache := self.kv.cache) is not None:
             cache.forget_prefix(request)
+            self._lease(cache, request, now)
         self._release_if_settled(request)
+
+    def _lease(self, cache: Cached, request: Request, now: float) -> None:
+        program, retention = request.options.program, self.policies.retention
+        if program is None or retention is None or request.prefix is None:
+            return
+        if (until := retention.keep_until(request, now)) is not None:
+            cache.lease(program, request, until)
 
     def release(self, request: Request, now: float) -> None:
         self._kept.discard(request)
@@ -128,6 +136,8 @@ class Scheduler:
         )
         self._has_failed_move = False
         self._decisions += 1
+        if self.kv.cache is not None:
+            self.kv.cache.end_leases(now)
         planner = StepPlanner(self.policies, self.kv, Draft(self.events, self._led_since), context, self.waits)
         plan = planner.plan()
         self._note_waits(planner, now)

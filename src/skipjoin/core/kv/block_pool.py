@@ -14,7 +14,7 @@ class BlockPool:
     """Block pool of one memory tier.
 
     A *free* block holds no request's KV. A free block whose KV has a key is *cached*. Empty blocks are reused first,
-    then cached ones in LRU order, those that waiting requests want last.
+    then cached ones in LRU order, then those that are leased to programs, and those that waiting requests want last.
 
     Attributes:
         changes: Number of times that KV which requests wait for was lost, allocated or freed.
@@ -26,19 +26,25 @@ class BlockPool:
         # Popped from the end, so the lowest block numbers go first.
         self._empty = list(range(total - 1, -1, -1))
         self._cached: dict[int, None] = {}
+        self._leased: dict[int, None] = {}  # cached, and leased to programs
         self._wanted: dict[int, None] = {}  # cached, and wanted by waiting requests
         self._keys: dict[int, Key] = {}
         self._blocks: dict[Key, int] = {}
         self._waiting: Counter[Key] = Counter()
+        self._leases: Counter[Key] = Counter()
         self._read: set[int] = set()  # being copied, and not reused since the copy began
 
     @property
     def free(self) -> int:
-        return len(self._empty) + len(self._cached) + len(self._wanted)
+        return len(self._empty) + self.cached
 
     @property
     def cached(self) -> int:
-        return len(self._cached) + len(self._wanted)
+        return len(self._cached) + len(self._leased) + len(self._wanted)
+
+    @property
+    def leased(self) -> int:
+        return len(self._leased)
 
     @property
     def empty(self) -> int:
@@ -61,11 +67,9 @@ class BlockPool:
         for block in reversed(blocks):
             if (key := self._keys.get(block)) is None:
                 self._empty.append(block)
-            elif key in self._waiting:
-                self._wanted[block] = None
-                self.changes += 1
             else:
-                self._cached[block] = None
+                self._class_of(key)[block] = None
+                self.changes += key in self._waiting
 
     def reclaim(self, held: Collection[int]) -> list[int]:
         lost = sorted(set(range(self.total)).difference(held, self.free_blocks()))
@@ -82,11 +86,11 @@ class BlockPool:
 
     def find_free(self, key: Key) -> int | None:
         block = self._blocks.get(key)
-        return block if block in self._cached or block in self._wanted else None
+        return block if block in self._cached or block in self._leased or block in self._wanted else None
 
     def next_cached(self, count: int) -> Iterator[tuple[int, Key]]:
         keys = self._keys
-        return ((block, keys[block]) for block in islice(chain(self._cached, self._wanted), count))
+        return ((block, keys[block]) for block in islice(chain(self._cached, self._leased, self._wanted), count))
 
     def has_key(self, block: int) -> bool:
         return block in self._keys
@@ -118,35 +122,58 @@ class BlockPool:
             del self._wanted[block]
             self.changes += 1
             return True
-        return self._cached.pop(block, False) is None
+        return self._leased.pop(block, False) is None or self._cached.pop(block, False) is None
+
+    def _class_of(self, key: Key) -> dict[int, None]:
+        if key in self._waiting:
+            return self._wanted
+        return self._leased if key in self._leases else self._cached
 
     def want(self, keys: Sequence[Key]) -> None:
         # As in `put`: the KV of a request is lost from its first missing block on, so its last blocks are reused first.
         for key in reversed(keys):
+            before = self._class_of(key)
             self._waiting[key] += 1
-            self._move(key, self._cached, self._wanted)
+            self._move(key, before)
 
     def unwant(self, keys: Sequence[Key]) -> None:
         for key in reversed(keys):
             self._waiting[key] -= 1
             if not self._waiting[key]:
                 del self._waiting[key]
-                self._move(key, self._wanted, self._cached)
+                self._move(key, self._wanted)
 
-    def _move(self, key: Key, source: dict[int, None], target: dict[int, None]) -> None:
-        if (block := self._blocks.get(key)) in source:
-            del source[block]
-            target[block] = None
+    def lease(self, keys: Sequence[Key]) -> None:
+        """Reuse free blocks with these keys, in token order, after those that no program has."""
+        for key in reversed(keys):
+            before = self._class_of(key)
+            self._leases[key] += 1
+            self._move(key, before)
+
+    def end_lease(self, keys: Sequence[Key]) -> None:
+        for key in reversed(keys):
+            self._leases[key] -= 1
+            if not self._leases[key]:
+                before = self._class_of(key)
+                del self._leases[key]
+                self._move(key, before)
+
+    def _move(self, key: Key, before: dict[int, None]) -> None:
+        """Let a cached block follow the class of its key, which was `before`."""
+        after = self._class_of(key)
+        if after is not before and (block := self._blocks.get(key)) in before:
+            del before[block]
+            after[block] = None
 
     def _take_cached(self) -> int:
-        cached = self._cached or self._wanted
+        cached = self._cached or self._leased or self._wanted
         block = next(iter(cached))
         del cached[block]
         self.unname(block)
         return block
 
     def free_blocks(self) -> Iterator[int]:
-        return chain(self._empty, self._cached, self._wanted)
+        return chain(self._empty, self._cached, self._leased, self._wanted)
 
     # -- consistency check --------------------------------------------------------------------------------
 
@@ -157,7 +184,7 @@ class BlockPool:
             raise LedgerError("a key leads to another block than to its own")
         if self._keys and not self._keys.keys().isdisjoint(self._empty):
             raise LedgerError("an empty block has a key")
-        for is_wanted, cached in ((False, self._cached), (True, self._wanted)):
+        for cached in (self._cached, self._leased, self._wanted):
             for block in cached:
-                if (key := self._keys.get(block)) is None or (key in self._waiting) != is_wanted:
+                if (key := self._keys.get(block)) is None or self._class_of(key) is not cached:
                     raise LedgerError(f"the cached block {block} has no key, or is among the wrong ones")

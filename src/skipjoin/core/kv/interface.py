@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from typing import NamedTuple, Protocol
 
 from skipjoin.core.kv.reservations import Account, Owner
-from skipjoin.core.request import Request
+from skipjoin.core.request import ProgramId, Request
 from skipjoin.core.step import Direction, Move, Slice, StatePlan, StepPlan
 
 
@@ -129,6 +129,15 @@ class Cached(Protocol):
 
     def forget_prefix(self, request: Request) -> None: ...
 
+    def lease(self, program: ProgramId, request: Request, until: float) -> None:
+        """Prefer to keep the KV of a program's call that has finished, in place of that of an earlier call.
+
+        The blocks are free as others are, but are reused after those that no program has.
+        """
+
+    def end_leases(self, now: float) -> None:
+        """End the leases that last until `now` or less."""
+
     def shared_within(self, requests: Iterable[Request]) -> int:
         """Return how many device blocks only these requests share; no footprint includes them."""
 
@@ -140,6 +149,10 @@ class Cached(Protocol):
 
     @property
     def shared_blocks(self) -> int: ...
+
+    @property
+    def leased_blocks(self) -> int:
+        """Number of free device blocks with leased KV that no waiting request matches."""
 
 
 class Shared(Protocol):

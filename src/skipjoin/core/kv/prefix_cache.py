@@ -1,7 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+import heapq
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import islice
+from typing import NamedTuple
 
 from skipjoin.core.kv.block_pool import BlockPool, LedgerError
 from skipjoin.core.kv.cpu_cache import CpuCache
@@ -9,8 +11,13 @@ from skipjoin.core.kv.interface import MISS, Hit
 from skipjoin.core.kv.request_blocks import Holders, RequestBlocks
 from skipjoin.core.kv.states import Snapshots
 from skipjoin.core.prefixes import Key
-from skipjoin.core.request import Request
+from skipjoin.core.request import ProgramId, Request
 from skipjoin.core.step import Move
+
+
+class _Lease(NamedTuple):
+    keys: Sequence[Key]
+    until: float
 
 
 class _Search:
@@ -82,6 +89,8 @@ class PrefixCache:
         # Keys that requests are about to compute, and the leader of each.
         self._announced: dict[Request, list[Key]] = {}
         self._coming: dict[Key, Request] = {}
+        self._leases: dict[ProgramId, _Lease] = {}
+        self._ends: list[tuple[float, ProgramId]] = []  # heap, with entries of leases that were replaced
 
     def hit(self, request: Request) -> Hit:
         if request.prefix is None:
@@ -102,6 +111,10 @@ class PrefixCache:
         """Return how many cached blocks the last search of a waiting request found, whether or not it may use them."""
         search = self.awaited.get(request)
         return search.found if search is not None else 0
+
+    @property
+    def leased_blocks(self) -> int:
+        return self._pools[0].leased
 
     @property
     def cached_blocks(self) -> int:
@@ -172,6 +185,27 @@ class PrefixCache:
         if search is not None:
             for pool in self._pools:
                 pool.unwant(search.keys)
+
+    def lease(self, program: ProgramId, request: Request, until: float) -> None:
+        self._end_lease(program)
+        size = self._block_size
+        keys = list(request.keys(request.progress.computed)[: request.progress.computed // size])
+        if keys:
+            for pool in self._pools:
+                pool.lease(keys)
+            self._leases[program] = _Lease(keys, until)
+            heapq.heappush(self._ends, (until, program))
+
+    def end_leases(self, now: float) -> None:
+        while self._ends and self._ends[0][0] <= now:
+            until, program = heapq.heappop(self._ends)
+            if (lease := self._leases.get(program)) is not None and lease.until == until:
+                self._end_lease(program)
+
+    def _end_lease(self, program: ProgramId) -> None:
+        if (lease := self._leases.pop(program, None)) is not None:
+            for pool in self._pools:
+                pool.end_lease(lease.keys)
 
     def announce(self, request: Request) -> None:
         if request.prefix is None or request in self._announced:

@@ -12,7 +12,8 @@ from skipjoin.core.policy import CostModel
 from skipjoin.core.request import Request, ServiceClass
 from skipjoin.observe.decisions import DecisionTimes
 from skipjoin.observe.forecasts import ForecastLog
-from skipjoin.observe.record import Record, add_usage, rounded, summarize
+from skipjoin.observe.programs import ProgramFacts, ProgramLog
+from skipjoin.observe.record import Record, add_usage, rounded, summarize, summarize_programs
 from skipjoin.observe.requests import Kind, RequestFacts, RequestLog
 from skipjoin.observe.usage import EngineUsage
 from skipjoin.policies.dispatch import Dispatch, make_dispatch
@@ -47,6 +48,7 @@ class ShardResult(NamedTuple):
     decisions: list[DecisionTimes]
     forecasts: ForecastLog | None
     split: SplitFigures | None
+    programs: Sequence[ProgramFacts]
 
 
 class Run:
@@ -110,7 +112,8 @@ class Run:
         decisions = [replica.decisions for replica in replicas]
         forecasts = None if predictions is None else predictions.log
         split = None if handovers is None else handovers.figures
-        return ShardResult(end, facts, submissions.rejected, watch.usages, decisions, forecasts, split)
+        programs = list(watch.programs.programs.values())
+        return ShardResult(end, facts, submissions.rejected, watch.usages, decisions, forecasts, split, programs)
 
     def record(self, shards: Sequence[ShardResult]) -> Record:
         cell, system = self.cell, self.cell.system
@@ -120,6 +123,8 @@ class Run:
         end = max(shard.end_s for shard in shards)
         figures = summarize(facts, now=end, rejected=rejected, slo=self._slo, window_s=cell.window_s)
         record = _settings_of(cell) | figures
+        if programs := [program for shard in shards for program in shard.programs]:
+            record["programs"] = summarize_programs(programs)
         forecasts = [shard.forecasts for shard in shards if shard.forecasts is not None]
         if forecasts:
             record["prediction"] = {
@@ -247,6 +252,7 @@ class _Watch:
         self._ended: list[RequestFacts] = []
         self._reported = self._others = 0
         self.handovers: Handovers | None = None
+        self.programs = ProgramLog(machines[0].block_size)
         self.logs = [RequestLog(self._end) for _ in machines]
         self.usages = [
             EngineUsage(device_blocks=machine.kv_blocks, block_size=machine.block_size, block_bytes=machine.moved_bytes)
@@ -256,6 +262,7 @@ class _Watch:
     def observe(self, replica: int, events: list[Event]) -> None:
         self.logs[replica].observe(events)
         self.usages[replica].observe(events)
+        self.programs.observe(events)
         if self.handovers is not None:
             self.handovers.observe(replica, events)
         if replica == 0:

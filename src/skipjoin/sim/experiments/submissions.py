@@ -6,13 +6,14 @@ from functools import partial
 from itertools import count, islice
 
 from skipjoin.config import ConfigError
-from skipjoin.core.request import NO_TARGET, Request, RequestOptions, ServiceClass, Target
+from skipjoin.core.request import NO_TARGET, ProgramId, Request, RequestOptions, ServiceClass, Target
 from skipjoin.observe.record import Slo
 from skipjoin.observe.requests import Kind
 from skipjoin.sim.closed import ClosedArrivals, ClosedStream
 from skipjoin.sim.driver import Arrivals
 from skipjoin.sim.experiments.predictors import Predictor
 from skipjoin.sim.experiments.system import System
+from skipjoin.sim.programs import Calls, ProgramArrivals
 from skipjoin.workload.request import WorkloadRequest
 from skipjoin.workload.streams import Closed, ClosedMode
 
@@ -40,8 +41,23 @@ class Submissions:
     def arrivals(self, taken: Iterable[int], closed: Iterable[ClosedStream] = ()) -> Arrivals:
         # A generator, so that finished requests can be garbage collected.
         requests = (self._request(number, self.jobs[number].at) for number in taken)
-        streams = list(closed)
+        streams, taken = list(closed), list(taken)
+        if any(self.jobs[number].program for number in taken):
+            return self._programs(taken)
         return ClosedArrivals(requests, streams) if streams else Arrivals(requests)
+
+    def _programs(self, taken: Iterable[int]) -> Arrivals:
+        programs: dict[str, list[int]] = {}
+        for number in taken:
+            programs.setdefault(self.jobs[number].program, []).append(number)
+        alone = programs.pop("", [])
+        calls = {
+            name: (self.jobs[numbers[0]].at, Calls((number, self.jobs[number].pause_s) for number in numbers))
+            for name, numbers in programs.items()
+        }
+        return ProgramArrivals(
+            (self._request(number, self.jobs[number].at) for number in alone), calls.values(), self._request
+        )
 
     def closed_stream(
         self, closed: Closed, jobs: Iterator[WorkloadRequest], size: int, duration_s: float | None
@@ -91,6 +107,7 @@ class Submissions:
                 deadline_s=job.deadline_s,
                 target=job.target.with_default(usual),
                 client=job.key,
+                program=ProgramId(job.key, job.program) if job.program else None,
             ),
             prefix=self._system.prefix_of(job),
         )

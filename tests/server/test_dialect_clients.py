@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -13,6 +15,7 @@ import pytest
 from pydantic import BaseModel
 from server_worlds import ServerProcess
 
+PAGES = Path(__file__).resolve().parents[2] / "docs"
 QUESTION = "What is the weather in Oslo?"
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "name": "get_weather", "description": "Weather of a city.", "parameters": CITY}
@@ -158,3 +161,16 @@ def test_closed_streams_are_aborted(client: openai.OpenAI, claude: anthropic.Ant
         if load["server_load"] == load["running"] == load["waiting"] == 0:
             break
     assert load["kv_cache_usage"] == 0
+
+
+def test_agent_of_the_guide_runs_and_its_calls_are_one_program(server: ServerProcess) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (PAGES / "api.md").read_text(), re.DOTALL)
+    code = code.replace("http://127.0.0.1:8000", server.url).replace('api_key="none"', 'api_key="right"')
+    names: dict[str, Any] = {}
+    exec(compile(code, "api.md", "exec"), names)
+    assert "4 degrees" in names["answer"].content
+    assert [type(one).__name__ for one in names["messages"]] == ["dict", "ChatCompletionMessage", "dict"]
+    raw = names["client"].chat.completions.with_raw_response
+    request_id = raw.create(model="tally", messages=names["messages"], max_tokens=1).headers["x-request-id"]
+    found = httpx.get(f"{server.url}/debug/requests/{request_id}", headers={"authorization": "Bearer right"}).json()
+    assert found["choices"][0]["program"] == "weather-1"

@@ -62,6 +62,7 @@ async def test_completion_response_fields(api: Api) -> None:
     assert body["object"] == "text_completion"
     assert body["model"] == "tiny"
     assert body["choices"] == [{"index": 0, "text": "abcdefab", "logprobs": None, "finish_reason": "length"}]
+    assert 0 < body["usage"].pop("queue_time") < 10
     assert body["usage"] == {"prompt_tokens": 6, "completion_tokens": 8, "total_tokens": 14} | NOT_CACHED
 
 
@@ -82,6 +83,7 @@ async def test_streamed_text_matches_whole_response(api: Api) -> None:
 async def test_stream_usage_comes_in_event_without_choices(api: Api) -> None:
     found = events(await api.complete(max_tokens=4, stream=True, stream_options={"include_usage": True}))
     assert found[-2]["choices"] == []
+    assert 0 < found[-2]["usage"].pop("queue_time") < 10
     assert found[-2]["usage"] == {"prompt_tokens": 6, "completion_tokens": 4, "total_tokens": 10} | NOT_CACHED
     assert all(event["usage"] is None for event in found[:-2])
 

@@ -65,6 +65,8 @@ def _head(found: Mapping[str, Any], choice: Mapping[str, Any]) -> Iterator[Text]
         "no token yet" if first is None else f"first token after {duration(first)}",
         f"{choice['service']}{', urgent' if choice['is_urgent'] else ''}, priority {choice['priority']}",
     ]
+    if choice["program"] is not None:
+        facts.append(f"program {choice['program']}")
     yield Text("; ".join(facts))
     if (forecast := choice["forecast"]) is not None:
         low, high = forecast["low"], forecast["high"]

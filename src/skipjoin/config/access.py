@@ -43,7 +43,7 @@ class AccessConfig:
         str | None,
         Option(
             "File with one API key per line, and comment lines that begin with #. A line like [priority-range=0:5 "
-            "priority-tier=all operator=yes] applies to the keys below it.",
+            "priority-tier=all operator=yes weight=3] applies to the keys below it.",
             metavar="FILE",
             group=ACCESS,
             is_common=True,

@@ -11,19 +11,24 @@ from skipjoin.options import ConfigError
 
 PRIORITY_TIERS = ("none", "all")
 OPERATOR = ("no", "yes")
-_SETTINGS = {"priority-range", "priority-tier", "operator"}
+_SETTINGS = {"priority-range", "priority-tier", "operator", "weight"}
 _SECTION = (
-    "a line that begins with [ must be like [priority-range=-2:5 priority-tier=all operator=yes], with each of the "
-    "three once at most"
+    "a line that begins with [ must be like [priority-range=-2:5 priority-tier=all operator=yes weight=3], with each "
+    "of the four once at most"
 )
+MAX_WEIGHT = 1000
 
 
 class KeyRights(NamedTuple):
-    """Rights of requests with a key. None means the server's default."""
+    """Rights of requests with a key. None means the server's default.
+
+    `weight` is its share of the service relative to other keys, with `--fair-by`.
+    """
 
     priorities: tuple[int, int] | None = None
     tier: bool | None = None
     is_operator: bool = False
+    weight: float = 1.0
 
 
 # Rights of a key outside of any section.
@@ -102,7 +107,18 @@ def _rights(line: _Line) -> KeyRights:
         None if priorities is None else priority_bounds(f"{line.where}: priority-range", priorities),
         None if tier is None else tier == "all",
         operator == "yes",
+        1.0 if (weight := given.get("weight")) is None else _weight(line.where, weight),
     )
+
+
+def _weight(where: str, text: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = 0.0
+    if not 0 < weight <= MAX_WEIGHT:
+        raise ConfigError(f"{where}: weight must be a number in (0, {MAX_WEIGHT}], got {text!r}")
+    return weight
 
 
 def _given(line: _Line) -> Mapping[str, str]:

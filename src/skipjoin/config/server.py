@@ -134,6 +134,16 @@ class ServerConfig(BatchConfig):
             group=SCHEDULING,
         ),
     ] = "none"
+    program_by: Annotated[
+        str,
+        Option(
+            "What names the program of a request, such as an agent's run: the header x-program-id; or without it a "
+            "session that clients send (prompt_cache_key, metadata.session_id, x-llm-d-inference-fairness-id); or "
+            "without these the field user",
+            choices=("none", "header", "session", "user"),
+            group=SCHEDULING,
+        ),
+    ] = "session"
     unknown_fields: Annotated[
         str,
         Option(
@@ -316,6 +326,8 @@ class ServerConfig(BatchConfig):
         self.check_access()
         if self.fair_by == "key" and not (self.api_keys or self.api_key_file):
             raise ConfigError("fair_by key needs API keys, which tell clients apart: set api_keys or api_key_file")
+        if self.fair_by == "none" and any(rights.weight != 1 for rights in self.key_rights.values()):
+            raise ConfigError("weight of API keys needs fair_by key or user, by which they share the service")
         _ = self.priorities
         for name in ("priority_ttft_ms", "priority_tpot_ms"):
             if getattr(self, name) is not None and not self._may_have_priority_tier:
@@ -350,6 +362,7 @@ class ServerConfig(BatchConfig):
             self.priorities if own.priorities is None else own.priorities,
             self.priority_tier == "all" if own.tier is None else own.tier,
             own.is_operator,
+            own.weight,
         )
 
     def default_ms(self, name: str, *, is_urgent: bool) -> float | None:

@@ -44,6 +44,7 @@ def explained(
         "service": life.service,
         "is_urgent": life.is_urgent,
         "priority": life.priority,
+        "program": life.program,
         "prompt_tokens": life.prompt_tokens,
         "cached_tokens": life.cached_tokens,
         "output_tokens": life.output_tokens,

@@ -41,6 +41,7 @@ class _Client:
 
     Attributes:
         number: Decreases with each arriving client, so that the latest is first among equal counters.
+        weight: That of its latest request.
         distance: Number of whole leads ahead of the client with the least service; `is_apart` if it has no other.
     """
 
@@ -48,6 +49,7 @@ class _Client:
     ordering: Ordering
     served: float
     live: dict[Request, int] = field(default_factory=dict)
+    weight: float = 1.0
     distance: int = 0
     is_apart: bool = True
 
@@ -62,9 +64,10 @@ _BY_KEY = attrgetter("key")
 class Fair(Routed):
     """Ordering of clients by least service received, with a separate ordering of each client's requests.
 
-    Service counts computed prompt tokens, and output tokens and charges times `output_weight`. A returning client is
-    lifted to the smallest counter of the active clients. Requests are preempted only for clients that are behind by a
-    `lead` (in weighted tokens) or more, so two clients do not preempt each other in turn.
+    Service counts computed prompt tokens, and output tokens and charges times `output_weight`, all over the weight of
+    the client. A returning client is lifted to the smallest counter of the active clients. Requests are preempted only
+    for clients that are behind by a `lead` (in weighted tokens) or more, so two clients do not preempt each other in
+    turn.
     """
 
     def __init__(self, make: Callable[[], Ordering], *, lead: float, output_weight: float) -> None:
@@ -96,18 +99,19 @@ class Fair(Routed):
             self._clients[name] = _Client(next(self._numbers), self._make(), served)
             self._is_sorted = False
         client = self._clients[name]
+        client.weight = request.options.weight
         client.live[request] = min(request.progress.computed, len(request.prompt))
         super().on_arrived(request, now)
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         for slice_ in slices:
             client = self._of(slice_.request)
-            client.served += self._service(client, slice_)
+            client.served += self._service(client, slice_) / client.weight
         super().on_scheduled(slices, now)
         self._is_sorted = False
 
     def on_charged(self, request: Request, tokens: float, now: float) -> None:
-        name, service = request.options.client, tokens * self._output_weight
+        name, service = request.options.client, tokens * self._output_weight / request.options.weight
         if (client := self._clients.get(name)) is not None:
             client.served += service
             self._is_sorted = False

@@ -10,13 +10,14 @@ export function now(store, main) {
   const why = h("section", { class: "card", "aria-label": "Why requests wait" });
   const own = h("section", { class: "card", "aria-label": "Figures of the recipe" });
   const list = h("div");
+  const agents = h("section", { class: "card", "aria-label": "Programs" });
   const done = h("section", { class: "card" });
-  const filter = h("input", { id: "filter", type: "search", placeholder: "Filter by id, class or reason", "aria-label": "Filter requests", oninput: () => update() });
+  const filter = h("input", { id: "filter", type: "search", placeholder: "Filter by id, class, program or reason", "aria-label": "Filter requests", oninput: () => update() });
   const jump = h("input", { id: "jump", placeholder: "Request id or x-request-id", "aria-label": "Open a request by id" });
   main.append(h("h1", null, "Now"), figures, why, own,
     h("section", { class: "card" }, h("div", { class: "tools" }, h("h2", null, "Requests"), filter,
       h("form", { class: "tools", onsubmit: (event) => { event.preventDefault(); if (jump.value.trim()) location.hash = `#/request/${encodeURIComponent(jump.value.trim())}`; } }, jump, h("button", null, "Open"))), list),
-    done);
+    agents, done);
 
   function update() {
     if (!store.now) return;
@@ -26,6 +27,9 @@ export function now(store, main) {
     show(own, [h("h2", null, `Recipe ${store.hello.recipe}`), facts(pairs)]);
     show(why, waits(store));
     show(list, rows(store, filter.value.trim().toLowerCase()));
+    const found = programs(store.now.rows);
+    agents.hidden = !found.length;
+    show(agents, found);
     show(done, finished(store));
   }
   return { update };
@@ -85,7 +89,7 @@ export function waits(store) {
 function rows(store, wanted) {
   const { hello, now: data } = store;
   const words = (row) => (row.wait_reason ? hello.reasons[row.wait_reason].short : row.state);
-  const matches = data.rows.filter((row) => !wanted || `${row.id} ${row.adapter ?? ""} ${row.service} ${row.state} ${words(row)}`.toLowerCase().includes(wanted));
+  const matches = data.rows.filter((row) => !wanted || `${row.id} ${row.adapter ?? ""} ${row.service} ${row.program ?? ""} ${row.state} ${words(row)}`.toLowerCase().includes(wanted));
   const total = data.groups.reduce((sum, group) => sum + group.requests, 0);
   if (!matches.length) return h("p", { class: "empty" }, wanted ? "No request matches." : "No request is live.");
   const head = [
@@ -103,6 +107,20 @@ function rows(store, wanted) {
     ]), "Live requests"),
     data.rows.length >= hello.max_rows ? h("p", { class: "soft small" }, `The first ${data.rows.length} of ${plural(total, "request")} in the scheduler's order.`) : null,
   ];
+}
+
+function programs(rows) {
+  const byName = Map.groupBy(rows.filter((row) => row.program), (row) => row.program);
+  if (!byName.size) return [];
+  const head = [
+    { name: "Program" }, { name: "Calls", number: true }, { name: "Running", number: true }, { name: "Longest wait", number: true },
+    { name: "Tokens", number: true }, { name: "KV blocks", number: true, optional: true },
+  ];
+  const sum = (calls, of) => calls.reduce((total, row) => total + of(row), 0);
+  return [h("h2", null, "Programs"), table(head, [...byName].map(([name, calls]) => [
+    name, count(calls.length), count(calls.filter((row) => !row.wait_reason).length), duration(Math.max(...calls.map((row) => row.wait_s ?? 0))),
+    count(sum(calls, (row) => row.prompt_tokens + row.output_tokens)), count(sum(calls, (row) => row.device_blocks + row.cpu_blocks)),
+  ]), "Live calls by program")];
 }
 
 function output(row) {

@@ -101,6 +101,7 @@ function details(choice) {
     forecast ? ["Forecast", `${count(forecast.tokens)} tokens${range}, by ${forecast.source}`] : null,
     ...objectives,
     ["Class", `${choice.service}${choice.is_urgent ? ", urgent" : ""}, priority ${choice.priority}`],
+    choice.program ? ["Program", choice.program] : null,
     ["Preempted", Object.entries(choice.preemptions).map(([name, times]) => `${times} × ${name}`).join(", ") || "never"],
     ["Engine", `replica ${choice.replica}, number ${choice.number}`],
   ]));

@@ -103,9 +103,20 @@ def model_not_found(name: str, served: str) -> ApiError:
     return ApiError(404, f"the model {name!r} does not exist; this server serves {served!r}", code="model_not_found")
 
 
-def overloaded(message: str, retry_after_s: float, *, is_of_client: bool = False) -> ApiError:
-    seconds = str(max(1, math.ceil(retry_after_s)))
-    headers = {"Retry-After": seconds}
+def overloaded(
+    message: str,
+    retry_after_s: float,
+    *,
+    is_of_client: bool = False,
+    position: int | None = None,
+    wait_s: float | None = None,
+) -> ApiError:
+    """Return 429, with the place in the queue that the request would have if it were admitted."""
+    headers = {"Retry-After": str(max(1, math.ceil(retry_after_s)))}
+    if position is not None:
+        headers["x-queue-position"] = str(position)
+    if wait_s is not None:
+        headers["x-estimated-wait-ms"] = str(math.ceil(1000 * wait_s))
     return ApiError(429, message, code="queue_full", headers=headers, is_of_client=is_of_client)
 
 

@@ -158,6 +158,10 @@ class JobRun:
         self._sequences.append(sequence)
         expected.follow(partial(client.reforecast, sequence))
 
+    async def ready(self) -> None:
+        """Wait for output or a failure."""
+        await self._mailbox.ready()
+
     def __aiter__(self) -> JobRun:
         return self
 
@@ -222,7 +226,15 @@ class JobRun:
         cached = sum(sequence.cached_tokens for sequence in self._sequences[:: self.job.copies])
         reasoning = [count for choice in self.job.choices if (count := choice.reasoning_tokens) is not None]
         details = CompletionDetails(sum(reasoning)) if reasoning else UNSET
-        return Usage(prompt, output, prompt + output, PromptDetails(cached), details)
+        waits = [slot.waited_s for slot in self.job.slots if slot.waited_s is not None]
+        queue_time = round(max(waits), 6) if waits else UNSET
+        return Usage(prompt, output, prompt + output, PromptDetails(cached), details, queue_time)
+
+    @property
+    def queue_place(self) -> tuple[int, float | None] | None:
+        """Return the position in the queue and the seconds that are still expected, or None once a choice runs."""
+        slots = self.job.slots
+        return None if any(slot.waited_s is not None for slot in slots) else slots[0].place
 
     def fail(self, error: Exception) -> None:
         self._mailbox.fail(error)

@@ -7,8 +7,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from heapq import nsmallest
 from itertools import islice
+from typing import NamedTuple
 
-from skipjoin.server.api.errors import bad_request, overloaded
+from skipjoin.server.api.errors import ApiError, bad_request, overloaded
+from skipjoin.server.api.queue_waits import QueueWaits
 from skipjoin.server.api.shares import Shares
 from skipjoin.server.metrics import Metrics
 
@@ -133,16 +135,38 @@ def _remaining(lengths: Sequence[float], age: float) -> float:
     return lengths[shorter + int(_FINISH_QUANTILE * (len(lengths) - shorter))] - age
 
 
+class QueuePlace(NamedTuple):
+    """Place in the queue at the time `since`, when `begun` sequences had left it; seconds are None if unknown."""
+
+    position: int
+    since: float
+    begun: int
+    at_pace_s: float | None
+    estimate_s: float | None
+
+
 class AdmissionSlot:
-    """Slot of one sequence from its admission to its end. All methods are idempotent."""
+    """Slot of one sequence from its admission to its end. All methods are idempotent.
 
-    __slots__ = ("_admission", "_open", "client", "tokens")
+    Attributes:
+        queue: Its place when it was admitted.
+        waited_s: Actual time in the queue; None before the first start.
+    """
 
-    def __init__(self, admission: Admission, tokens: int, client: str) -> None:
+    __slots__ = ("_admission", "_open", "client", "queue", "tokens", "waited_s")
+
+    def __init__(self, admission: Admission, tokens: int, client: str, queue: QueuePlace) -> None:
         self._admission = admission
         self.tokens = tokens
         self.client = client
+        self.queue = queue
+        self.waited_s: float | None = None
         self._open = True
+
+    @property
+    def place(self) -> tuple[int, float | None]:
+        """Return the position now, if others start by arrival, and the seconds that are still expected."""
+        return self._admission.place_of(self)
 
     def resize(self, tokens: int) -> None:
         """Replace the estimate without a check of the limits."""
@@ -195,6 +219,8 @@ class Admission:
         self._ends = Throughput(self._busy_time)
         self._starts = Throughput(self._busy_time)
         self._runs = Runs(clock, steps or clock)
+        self._waits = QueueWaits()
+        self._begun = 0  # number of sequences that have left the queue
 
     @property
     def requests(self) -> int:
@@ -230,13 +256,35 @@ class Admission:
             is_entitled = self._requests.refuse(client, count, max_requests, now, expected_in_s=retry_s + _RETURN_S)
             named = client if self._is_shared and not is_entitled else None
             text = self._full(self._requests, max_requests, "requests", whose, named)
-            raise overloaded(text, retry_s, is_of_client=named is not None)
+            raise self._overloaded(text, retry_s, is_of_client=named is not None)
         self._check_room(client, tokens, max_tokens, whose, now)
         if self._began is None and count:
             self._began = now
+        first = self._last_position + 1
         self._requests.take(client, count)
         self._tokens.take(client, tokens)
-        return [AdmissionSlot(self, share, client) for share in prompt_tokens]
+        return [
+            AdmissionSlot(self, share, client, self._place_at(at, now)) for at, share in enumerate(prompt_tokens, first)
+        ]
+
+    @property
+    def _last_position(self) -> int:
+        return max(0, self.requests - len(self._runs))
+
+    def place_of(self, slot: AdmissionSlot) -> tuple[int, float | None]:
+        queue = slot.queue
+        position = max(1, queue.position - (self._begun - queue.begun))
+        left_s = None if queue.estimate_s is None else max(0.0, queue.estimate_s - (self._clock() - queue.since))
+        return position, left_s
+
+    def _place_at(self, position: int, now: float) -> QueuePlace:
+        at_pace_s = self._waits.at_pace(position)
+        return QueuePlace(position, now, self._begun, at_pace_s, self._waits.estimate(at_pace_s))
+
+    def _overloaded(self, text: str, retry_s: float, *, is_of_client: bool) -> ApiError:
+        """Return a 429 with the place that the request would have in the queue."""
+        place = self._place_at(self._last_position + 1, self._clock())
+        return overloaded(text, retry_s, is_of_client=is_of_client, position=place.position, wait_s=place.estimate_s)
 
     def _seconds_until(self, count: int) -> float:
         predicted_s = self._runs.seconds_until(count)
@@ -287,7 +335,7 @@ class Admission:
             )
             named = client if self._is_shared and not is_entitled else None
             text = self._full(self._tokens, capacity, "prompt tokens wait", whose, named)
-            raise overloaded(text, retry_s, is_of_client=named is not None)
+            raise self._overloaded(text, retry_s, is_of_client=named is not None)
 
     def _full(self, shares: Shares, capacity: int, what: str, whose: str, client: str | None) -> str:
         text = f"{shares.used} of {capacity} {what}"
@@ -303,6 +351,11 @@ class Admission:
 
     def note_start(self, slot: AdmissionSlot, tokens: int) -> None:
         self._runs.begin(slot)
+        if slot.waited_s is None:
+            queue, now = slot.queue, self._clock()
+            slot.waited_s = now - queue.since
+            self._waits.note(queue.since, now, queue.at_pace_s, queue.estimate_s)
+            self._begun += 1
         if tokens:
             self._tokens.give_back(slot.client, tokens)
             self._starts.add(tokens)

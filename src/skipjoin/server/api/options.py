@@ -5,12 +5,16 @@ from collections.abc import Mapping
 
 from skipjoin.config import MAX_DEADLINE_MS, ServerConfig
 from skipjoin.config.key_files import ANY_LATER, AS_ALL
-from skipjoin.core.request import RequestOptions, ServiceClass, Target, Trace
+from skipjoin.core.request import ProgramId, RequestOptions, ServiceClass, Target, Trace
 from skipjoin.server.api.auth import ANONYMOUS
 from skipjoin.server.api.errors import bad_request
+from skipjoin.server.api.fields import MAX_LABEL
 from skipjoin.server.api.protocol import RequestBody, ServiceTier, Slo
 
 _DEADLINE_HEADER = "x-request-deadline-ms"
+_PROGRAM_HEADER = "x-program-id"
+# Header by which gateways of llm-d tell flows apart.
+_FLOW_HEADER = "x-llm-d-inference-fairness-id"
 _NO_SLO = Slo()
 _OBJECTIVES: tuple[str, ...] = ("ttft", "tpot", "jct")
 
@@ -30,7 +34,31 @@ def request_options(
         client=client_of(owner, config, body.user),
         cache_salt=cache_salt(body, owner),
         trace=Trace(headers.get("traceparent", ""), request_id) if is_traced else None,
+        program=program_of(body, headers, config, owner),
+        weight=config.rights_of(owner).weight,
     )
+
+
+def program_of(
+    body: RequestBody, headers: Mapping[str, str], config: ServerConfig, owner: str = ""
+) -> ProgramId | None:
+    """Return the program of a request, or None. Equal names of two keys are two programs.
+
+    Raises:
+        ApiError: 400 if the header `x-program-id` is invalid.
+    """
+    if config.program_by == "none":
+        return None
+    if (stated := headers.get(_PROGRAM_HEADER)) is not None:
+        if not (0 < len(stated) <= MAX_LABEL and stated.isascii() and stated.isprintable()):
+            raise bad_request(f"{_PROGRAM_HEADER} must be 1 to {MAX_LABEL} printable characters", _PROGRAM_HEADER)
+        return ProgramId(owner, stated)
+    if config.program_by == "header":
+        return None
+    name = body.session or headers.get(_FLOW_HEADER, "")[:MAX_LABEL]
+    if not name and config.program_by == "user":
+        name = body.user or ""
+    return ProgramId(owner, name, is_stated=False) if name else None
 
 
 def client_of(owner: str, config: ServerConfig, user: str | None = None) -> str:

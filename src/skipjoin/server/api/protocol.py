@@ -154,6 +154,11 @@ class RequestBody(Body):
         return 1
 
     @property
+    def session(self) -> str | None:
+        """Name of the session of calls that the body belongs to, if it has one."""
+        return None
+
+    @property
     def is_streamed(self) -> bool:
         return False
 
@@ -246,6 +251,10 @@ class GenerationBody(SamplingFields, RequestBody):  # type: ignore[misc]
             min_tokens=self.min_tokens or 0,
             keeps_ids=bool(self.return_token_ids),
         )
+
+    @property
+    def session(self) -> str | None:
+        return self.prompt_cache_key or (self.metadata or {}).get("session_id")
 
     @property
     def usage_at_end(self) -> bool:

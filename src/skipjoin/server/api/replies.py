@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -27,6 +28,9 @@ ResultT = TypeVar("ResultT")
 # Reason in the log if the client disconnects early.
 _DISCONNECTED = "disconnected"
 
+# Seconds after which a stream tells its place in the queue, and between two such comments.
+_FIRST_NOTE_S, _NEXT_NOTE_S = 1.0, 5.0
+_EVENTS = "text/event-stream"
 # Bytes of a response that are sent at a time.
 _CHUNK_BYTES = 1 << 16
 
@@ -178,6 +182,8 @@ class StreamReply(_JobReply):
         form, body = self._job.format, b""
         if begun := form.begin(run.usage()):
             await send({"type": "http.response.body", "body": begun, "more_body": True})
+        if (frames := self._endpoint.route.frames) is not None and frames.media_type.startswith(_EVENTS):
+            await _tell_place(run, send)
         async for deltas in run:
             body = b""
             for choice, text in deltas.items():
@@ -189,6 +195,22 @@ class StreamReply(_JobReply):
     def _failed(self, scope: Scope, error: ApiError) -> bytes:
         note_of(scope).reason = error.code or ""
         return self._job.format.error(error)
+
+
+async def _tell_place(run: JobRun, send: Send) -> None:
+    """Send comments with the place in the queue until the run has output or fails."""
+    ready, wait_s = asyncio.ensure_future(run.ready()), _FIRST_NOTE_S
+    try:
+        while not (await asyncio.wait((ready,), timeout=wait_s))[0]:
+            if (place := run.queue_place) is None:
+                return
+            position, left_s = place
+            left = "" if left_s is None else f", x-estimated-wait-ms {math.ceil(1000 * left_s)}"
+            note = f": x-queue-position {position}{left}\n\n".encode()
+            await send({"type": "http.response.body", "body": note, "more_body": True})
+            wait_s = _NEXT_NOTE_S
+    finally:
+        ready.cancel()
 
 
 def _stream_headers(endpoint: Endpoint[Any]) -> list[tuple[bytes, bytes]]:

@@ -28,6 +28,7 @@ class Usage(msgspec.Struct, frozen=True):
     total_tokens: int
     prompt_tokens_details: PromptDetails = PromptDetails()
     completion_tokens_details: CompletionDetails | UnsetType = UNSET
+    queue_time: float | UnsetType = UNSET  # seconds from arrival to the first step
 
     @property
     def cached_tokens(self) -> int:

@@ -236,6 +236,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
         wait_s: Seconds since it began to wait for `wait_reason`.
         predicted_tokens: Of its whole output; 80 % of outputs have `predicted_low` to `predicted_high`.
         ttft_s, tpot_s, jct_s: Its objectives.
+        program: Name of its program, if it is a call of one.
     """
 
     number: int
@@ -262,6 +263,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
     tpot_s: float | None = None
     jct_s: float | None = None
     facts: list[Fact] = []
+    program: str | None = None
 
     @classmethod
     def of(cls, request: Request, now: float, state: str, place: int | None, **more: Any) -> RequestState:
@@ -282,6 +284,7 @@ class RequestState(msgspec.Struct, frozen=True, array_like=True):
             predicted_high=predicted and predicted.high,
             max_tokens=request.max_tokens,
             age_s=now - request.arrival,
+            program=options.program and options.program.name,
             **{name: seconds for name, seconds in request.progress.target._asdict().items() if seconds < math.inf},
             **more,
         )

@@ -33,14 +33,19 @@ class OutputQueue:
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
 
-    async def get(self) -> list[Output]:
-        """Return at least one output. After the last, raise the error of `fail`."""
+    async def ready(self) -> None:
+        """Wait for an output or an error."""
         if not self._items and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
+
+    async def get(self) -> list[Output]:
+        """Return at least one output. After the last, raise the error of `fail`."""
+        if not self._items and self._error is None:
+            await self.ready()
         if len(self._items) > _TAKEN:
             await asyncio.sleep(0)
         if self._items:

@@ -198,6 +198,7 @@ class OutputConfig(Body):
 
 class Metadata(Body):
     user_id: Label = None
+    session_id: Label = None
 
 
 class MessagesRequest(ConvertedBody):
@@ -247,6 +248,13 @@ class MessagesRequest(ConvertedBody):
         if self.user is None and self.metadata is not None:
             self.user = self.metadata.user_id
         return self
+
+    @property
+    def session(self) -> str | None:
+        if (metadata := self.metadata) is None or metadata.session_id is not None:
+            return metadata and metadata.session_id
+        # Claude Code appends the id of its session to that of the user.
+        return metadata.user_id if metadata.user_id is not None and "session" in metadata.user_id else None
 
     def to_chat(self) -> ChatRequest:
         config, choice = self.output_config or OutputConfig(), self.tool_choice

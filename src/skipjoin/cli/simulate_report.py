@@ -55,6 +55,13 @@ _ROLES = {
     "KV allocated": "kv.allocated_mean",
 }
 _TRANSFER = {"KV waits s": "wait_mean", "is sent s": "seconds_mean"}
+_PROGRAMS = {
+    "ended": "ended",
+    "completion s": "completion_s.mean",
+    "P95 completion s": "completion_s.p95",
+    "s/call": "call_s",
+    "recomputed tokens": "recomputed_tokens",
+}
 _PREDICTIONS = {"R of logs": "r_log", "MAE tokens": "mae", "in 25 %": "within_25", "in 80 % range": "coverage_80"}
 
 
@@ -151,6 +158,8 @@ class SimulationReport:
         if any("classes" in record for record in self._records.values()):
             rows = (((group.recipe, number_text(group.rate_rps)), records) for group, records in ordered)
             console.print(class_table((_recipe_column(), "req/s"), rows))
+        if any("programs" in record for record in self._records.values()):
+            console.print(_programs(ordered))
         if any("prediction" in record for record in self._records.values()):
             console.print(_predictions(ordered))
         if any("roles" in record for record in self._records.values()):
@@ -213,6 +222,14 @@ def _answers(groups: _Groups, goal: Goal) -> Iterator[tuple[_Group, list[Record]
 
 def _recipe_column() -> Column:
     return Column("recipe", overflow="fold")  # because names with parameters may differ at their end only
+
+
+def _programs(groups: _Groups) -> Table:
+    table = Table(_recipe_column(), "programs/s", *_PROGRAMS, box=None)
+    for group, records in groups:
+        cells = [mean_text(records, f"programs.{field}") for field in _PROGRAMS.values()]
+        table.add_row(group.recipe, number_text(group.rate_rps), *cells)
+    return table
 
 
 def _predictions(groups: _Groups) -> Table:

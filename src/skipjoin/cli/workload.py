@@ -36,7 +36,8 @@ class LoadOptions:
         str,
         _load(
             "Prompt and output lengths: sharegpt, alpaca, lmsys, bookcorpus, uniform:64-128,16-32, fixed:128,64 or "
-            "trace:FILE (its rows at random); *0.5 or *0.5,0.25 scales them.",
+            "trace:FILE (its rows at random); *0.5 or *0.5,0.25 scales them. agents, in a simulation, is programs of 2 "
+            "to 40 calls, of which --rates are programs per second.",
             metavar="LENGTHS",
         ),
     ] = "sharegpt"

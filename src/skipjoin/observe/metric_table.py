@@ -61,6 +61,7 @@ ENGINE_METRICS = (
         "kv_cache_usage_perc", "Share of the device's KV blocks that are in use, 0 to 1.", is_share=True, in_vllm=True
     ),
     gauge("kv_cached_blocks", "Number of free device blocks in the prefix cache."),
+    gauge("kv_leased_blocks", "Number of these that are kept for programs that pause."),
     gauge("kv_cpu_cached_blocks", "Number of free blocks of the CPU tier in the prefix cache."),
     gauge("kv_shared_blocks", "Number of device blocks that several requests hold."),
     gauge("kv_lent_blocks", "Number of bidirectional blocks, which two requests fill."),

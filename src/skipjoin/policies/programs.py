@@ -39,6 +39,10 @@ _MAX_NOTES = 512
 _REFRESH = 16
 # Bins of pauses: powers of 2 from 2**-4 s on.
 _PAUSE_BINS, _SHORTEST_OCTAVE = 18, -4
+# Cost of held blocks relative to that of renewing as much KV: a pool that is full makes steps smaller, too.
+_HOLDING_WEIGHT = 2.0
+# Number of pauses from which they are known.
+_FEW_PAUSES = 8
 # Share of pauses after which a program has probably ended, and the pause that is assumed at first.
 _RETURNED, _ANY_PAUSE_S = 0.95, 30.0
 
@@ -52,11 +56,11 @@ def _edge(level: int) -> float:
 
 
 class Pauses:
-    """Histogram of the pauses of programs, in octaves."""
+    """Histogram of the pauses of programs, in octaves, and the number of programs that did not call again."""
 
     def __init__(self) -> None:
         self._counts = [0.0] * _PAUSE_BINS
-        self._total = 0.0
+        self._total = self._ended = 0.0
 
     def note(self, pause_s: float) -> None:
         octave = int(math.log2(max(pause_s, 2.0**_SHORTEST_OCTAVE))) - _SHORTEST_OCTAVE
@@ -64,7 +68,10 @@ class Pauses:
         self._total += 1
         if self._total > _MAX_NOTES:
             self._counts = [count / 2 for count in self._counts]
-            self._total /= 2
+            self._total, self._ended = self._total / 2, self._ended / 2
+
+    def note_end(self, weight: float = 1.0) -> None:
+        self._ended += weight
 
     def most(self) -> float:
         """Return a bound in seconds that nearly all pauses keep."""
@@ -76,6 +83,24 @@ class Pauses:
             if seen >= _RETURNED * self._total:
                 return float(2.0 ** (octave + 1))
         return _ANY_PAUSE_S
+
+    def worth_holding(self, renewal_s: float) -> float:
+        """Return for how long a program's blocks should be held, if `renewal_s` is the time to renew the whole pool.
+
+        Held blocks are a share of the pool that others lack, and the KV that is lost otherwise is the same share of
+        what is to be renewed. So the share cancels out.
+        """
+        if self._total < _FEW_PAUSES:
+            return renewal_s
+        left, spent, best_s, least = self._total, 0.0, 0.0, self._total * renewal_s
+        for octave, count in enumerate(self._counts, _SHORTEST_OCTAVE):
+            low, high = (0.0 if octave == _SHORTEST_OCTAVE else 2.0**octave), 2.0 ** (octave + 1)
+            spent += count * (low + high) / 2
+            left -= count
+            cost = _HOLDING_WEIGHT * (spent + (left + max(0.0, self._ended)) * high) + left * renewal_s
+            if cost < least:
+                best_s, least = high, cost
+        return best_s
 
 
 class LevelIndex:
@@ -191,8 +216,10 @@ class ProgramBook:
     def arrived(self, request: Request, now: float) -> Program | None:
         """Add a call, unless it was added before; return its program, or None for a request without one."""
         name = request.options.program
-        if name is None or (call := self._calls.get(request)) is not None:
-            return None if name is None else call.program
+        if name is None:
+            return None
+        if (call := self._calls.get(request)) is not None:
+            return call.program
         self._settle(now)
         program = self._programs.get(name)
         if program is not None and not program.live:
@@ -249,12 +276,17 @@ class ProgramBook:
         """Return the time until which an idle program has nearly certainly called again, if it does."""
         return now + self._pauses_of(name.owner).most()
 
+    def held_until(self, name: ProgramId, renewal_s: float, now: float) -> float:
+        """Return the time until which others should not take the blocks of an idle program."""
+        return now + self._pauses_of(name.owner).worth_holding(renewal_s)
+
     def _return(self, name: ProgramId, program: Program, now: float) -> None:
         self._leave_idle(name)
         self._pauses_of(name.owner).note(now - program.idle_since)
         if program.finished:
             program.finished = False
             self.index.note(level_of(program.attained), ended=True, weight=-1.0)
+            self._pauses_of(name.owner).note_end(-1.0)
 
     def _pauses_of(self, owner: str) -> Pauses:
         return self._pauses.setdefault(owner, Pauses())
@@ -269,6 +301,7 @@ class ProgramBook:
             del self._pending[name]
             program.finished = True
             self.index.note(level_of(program.attained), ended=True)
+            self._pauses_of(name.owner).note_end()
         for idle in list(self._idle.values()):
             while idle and self._programs[oldest := next(iter(idle))].idle_since + FORGET_S <= now:
                 self._forget(oldest)
@@ -384,8 +417,9 @@ class ByProgram(Routed):
 
     def outranks(self, one: Request, other: Request) -> bool:
         mine, theirs = self._places.get(one, _PLAIN), self._places.get(other, _PLAIN)
-        if mine == theirs:
-            return self._orderings[mine].outranks(one, other)
+        if mine == theirs == _PLAIN:
+            return self._orderings[_PLAIN].outranks(one, other)
+        # A call with KV has much to recompute, and an earlier first token of another one is of no use to an agent.
         return self._index_of(mine) > _HYSTERESIS * self._index_of(theirs)
 
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
@@ -404,10 +438,10 @@ class ByProgram(Routed):
         if (program := self._book.of(request)) is not None:
             yield Fact("program's service", program.attained, "tokens", "New prompt tokens, and output tokens twice.")
             yield Fact("program's calls", program.calls, "calls", "Calls so far, this one included.")
-            before = self._positions[self._places[request]]
-            yield Fact(
-                "groups before it", before, "groups", "Programs by service. Calls of groups before it run first."
-            )
+            place = self._places[request]
+            level = "first" if place == _LATE else place // 2
+            meaning = "Range of the service when it arrived, each twice the one before. It is first after a long wait."
+            yield Fact("program's level", level, "", meaning)
         yield from super().explain(request, now, kv)
 
     def _enter(self, request: Request, place: int) -> None:
@@ -446,8 +480,8 @@ class ProgramLeases(Callbacks):
     """Retention of the KV of idle programs, around the admission policy `inner`.
 
     Nearly all pauses of the owner's programs are shorter than a lease. In its first part, no call is admitted to the
-    blocks that does not precede the program. That lasts as long as computing, or swapping in, what the whole pool
-    holds: the blocks would be idle for longer than it takes to get the KV back.
+    blocks that does not precede the program. It lasts as long as the program's return is worth idle blocks, by the
+    owner's pauses and the time to compute, or swap in, the KV again.
     """
 
     def __init__(self, inner: AdmissionPolicy, book: ProgramBook, cost: CostModel) -> None:
@@ -464,7 +498,8 @@ class ProgramLeases(Callbacks):
         until = self._book.returns_until(name, now)
         tokens, value = request.progress.computed, self._book.value(request)
         self._held.pop(name, None)
-        self._held[name] = _Lease(tokens, min(until, now + self._renewal_s), value, request)
+        held_until = self._book.held_until(name, self._renewal_s, now)
+        self._held[name] = _Lease(tokens, min(until, held_until), value, request)
         return until
 
     def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:

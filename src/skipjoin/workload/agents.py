@@ -13,6 +13,8 @@ from skipjoin.workload.prefixes import PromptParts
 from skipjoin.workload.request import WorkloadRequest
 from skipjoin.workload.streams import Closed, generator
 
+# Name among lengths.
+AGENTS = "agents"
 # Tokens per named part of a prompt, a multiple of usual block sizes.
 _PART_TOKENS = 32
 # Bits of a name for the position of a part, so that names of two programs differ.
@@ -81,9 +83,15 @@ class Agents:
     def describe(
         self, rate_rps: float | None, duration_s: float | None, seed: int, limit: int | None = None
     ) -> dict[str, Any]:
-        return {"lengths": "agents", "calls": list(self.calls), "programs_per_s": rate_rps, "seed": seed} | (
-            {"duration_s": duration_s} if limit is None else {"limit": limit}
-        )
+        record: dict[str, Any] = {
+            "lengths": AGENTS,
+            "calls": list(self.calls),
+            "arrivals": "poisson",
+            "rate_rps": rate_rps,
+            "duration_s": duration_s,
+            "seed": seed,
+        }
+        return record if limit is None else record | {"limit": limit}
 
     def _starts(self, rate: float, chance: random.Random) -> Iterator[float]:
         at = 0.0
@@ -100,7 +108,7 @@ class Agents:
             output = max(1, round(self.output.draw(chance)))
             parts = PromptParts(tuple(self._names(template, number, prompt + output)), _PART_TOKENS)
             yield WorkloadRequest(
-                at, prompt, output, "agents", 0, parts=parts, program=f"program-{number}", pause_s=pause_s
+                at, prompt, output, AGENTS, 0, parts=parts, program=f"program-{number}", pause_s=pause_s
             )
             prompt += output + max(1, round(self.result.draw(chance)))
             pause_s = (self.slow if chance.random() < self.slow_share else self.fast).draw(chance)

@@ -199,7 +199,7 @@ def with_closed(workload: Classed, closed: Sequence[Closed]) -> Classed:
     return replace(workload, closed=tuple(closed))
 
 
-def keys_of(workload: Synthetic | Replay) -> set[str]:
+def keys_of(workload: Workload) -> set[str]:
     streams = {stream.key for stream in workload.streams} if isinstance(workload, Synthetic) else {""}
     return streams | {closed.key for closed in workload.closed}
 

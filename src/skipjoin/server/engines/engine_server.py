@@ -252,6 +252,7 @@ class EngineServer:
             metrics.measured(
                 {
                     "kv_cached_blocks": [cache.cached_blocks],
+                    "kv_leased_blocks": [cache.leased_blocks],
                     "kv_cpu_cached_blocks": [cache.cached_cpu_blocks],
                     "kv_shared_blocks": [cache.shared_blocks],
                 }

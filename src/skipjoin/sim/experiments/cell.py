@@ -8,6 +8,7 @@ from skipjoin.config import ConfigError
 from skipjoin.observe.record import NO_SLO, Slo
 from skipjoin.sim.experiments.predictors import Predictor, parse_predictor
 from skipjoin.sim.experiments.system import System
+from skipjoin.workload.agents import AGENTS, Agents
 from skipjoin.workload.request import WorkloadRequest
 from skipjoin.workload.streams import ClosedMode
 from skipjoin.workload.workload import Workload
@@ -44,6 +45,10 @@ class Cell:
             raise ConfigError(
                 f"closed: mode=batch needs one shard, at most {REPLICAS_PER_SHARD} replicas, got {self.shards} shards: "
                 "use mode=refill"
+            )
+        if self.shards > 1 and isinstance(self.workload, Agents):
+            raise ConfigError(
+                f"lengths {AGENTS} need one shard, at most {REPLICAS_PER_SHARD} replicas, got {self.shards} shards"
             )
         jobs = self.workload.draw(extent.rate_rps, extent.duration_s, extent.seed, extent.limit)
         for job in jobs:

@@ -251,10 +251,11 @@ class MessagesRequest(ConvertedBody):
 
     @property
     def session(self) -> str | None:
-        if (metadata := self.metadata) is None or metadata.session_id is not None:
-            return metadata and metadata.session_id
+        if (metadata := self.metadata) is None:
+            return None
         # Claude Code appends the id of its session to that of the user.
-        return metadata.user_id if metadata.user_id is not None and "session" in metadata.user_id else None
+        of_user = metadata.user_id if metadata.user_id is not None and "session" in metadata.user_id else None
+        return metadata.session_id or of_user
 
     def to_chat(self) -> ChatRequest:
         config, choice = self.output_config or OutputConfig(), self.tool_choice

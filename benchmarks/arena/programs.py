@@ -3,7 +3,7 @@
     python benchmarks/arena/programs.py --jobs 2        # three seeds; continues where it stopped
 
 Agents are those of `skipjoin.workload.agents`, by published statistics: 2 to 40 calls, pauses for tools, and prompts of
-which 95 % are known from the call before. Qwen3-8B on an A100 of 40 GB, with and without a CPU tier, 400 s of
+which 95 % are known from the call before. Qwen3-8B on an A100 of 40 GB, with and without a CPU tier, 300 s of
 arrivals. The capacity is the rate at which the mean completion time of programs under `fcfs`, without a CPU tier, is
 twice that of light load.
 
@@ -140,7 +140,7 @@ class Record:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__, jobs=2, seeds=3, duration=400)
+    parser = harness.parser(__doc__, jobs=2, seeds=3, duration=300)
     parser.add_argument("--agents", type=harness.some_of("agents", AGENTS), default=["agents"], help="default: agents")
     parser.add_argument("--loads", type=lambda text: list(map(float, harness.words(text))), default=LOADS)
     parser.add_argument("--match", default="", help="run only cells whose name contains this text")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from arena import lockstep, prompts
+from arena import lockstep, programs, prompts
 from arena import run as arena
 from arena.engine import EngineCell
 from arena.figures import GOALS, OURS, PAPERS, PROMPT_GOALS, RIVALS, ratios, summary, with_rivals
@@ -131,3 +131,15 @@ def test_engines_take_turns_by_their_own_clocks(monkeypatch: pytest.MonkeyPatch)
             assert jobs[-1].at < max(engine.ends) <= engine.now
             assert list(figures := engine.figures(0.2)) == list(FIELDS)
             assert all(value > 0 for name, value in figures.items() if name != "throughput_rps")
+
+
+def test_programs_compare_means_over_seeds_with_the_best_order_of_calls() -> None:
+    cells = list(programs.cells(["agents"], programs.LOADS, 3, 300.0))
+    assert len({(cell.name, cell.seed) for cell in cells}) == len(cells) == 18
+    runs = {"fcfs": (8.0, 100), "fastserve": (9.0, 90), "per-call": (6.0, 60), "hrrn": (7.0, 80), "adaptive": (4.0, 10)}
+    found = {
+        recipe: [{"mean": mean * factor, "recomputed_tokens": again * factor} for factor in (0.5, 1.5)]
+        for recipe, (mean, again) in runs.items()
+    }
+    expected = {"fcfs_over_ours": 2.0, "ours_over_best": 0.667, "recomputed_to_fcfs": 0.1}
+    assert programs.summary({"cell": found, "incomplete": {"fcfs": found["fcfs"]}}) == {"cell": expected}

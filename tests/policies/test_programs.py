@@ -121,6 +121,21 @@ def test_no_program_waits_longer_than_the_bound_for_others() -> None:
     assert calls.order() == ["long", "new"]
 
 
+def test_requests_without_a_program_do_not_starve_behind_programs() -> None:
+    calls = Calls()
+    calls.call("first", 10)
+    for _ in range(40):
+        calls.call("", 5_000, 50)
+    plain = calls.send("", 5_000)
+    calls.now = OVERTAKING_S - 1.0
+    for number in range(20):
+        calls.call(f"{number}", 10)
+    calls.send("new", 10)
+    assert calls.order() == ["new", ""]
+    calls.now = OVERTAKING_S
+    assert next(iter(calls.ordering.ranked(calls.now))) is plain
+
+
 def test_requests_without_a_program_keep_the_order_of_the_recipe() -> None:
     calls = Calls()
     sent = [calls.send("", prompt) for prompt in (900, 10, 500)]

@@ -244,7 +244,8 @@ class ProgramBook:
                 self.index.note(level, ended=False)
 
     def started(self, request: Request, now: float) -> None:
-        self._calls[request].program.waited_s += now - request.arrival
+        if (program := self.of(request)) is not None:
+            program.waited_s += now - request.arrival
 
     def finished(self, request: Request, now: float) -> None:
         """Remove a call that has finished."""
@@ -340,7 +341,8 @@ class ByProgram(Routed):
     service come first. If programs are about equally long, those that are nearly done do. Requests without a program
     have a place among levels by the service of others like them, and an ordering of their own.
 
-    Calls of a program that has waited for `overtaking_s` in total precede all others, by the arrival of the program.
+    Calls of a program that has waited for `overtaking_s` in total precede all others, by the arrival of the program, as
+    do requests without one that have.
     """
 
     def __init__(self, make: Callable[[], Ordering], book: ProgramBook, *, overtaking_s: float) -> None:
@@ -370,29 +372,30 @@ class ByProgram(Routed):
         program = self._book.arrived(request, now)
         if program is not None:
             self._enter(request, _place_of(program, request))
-            if not request.progress.was_admitted:
-                self._waiting.add(request)
-                self._late.add(request.arrival + max(0.0, self._overtaking_s - program.waited_s), request)
+        if not request.progress.was_admitted:
+            waited_s = 0.0 if program is None else program.waited_s
+            self._waiting.add(request)
+            self._late.add(request.arrival + max(0.0, self._overtaking_s - waited_s), request)
         super().on_arrived(request, now)
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
-        if not self._places:
-            self._orderings[_PLAIN].on_scheduled(slices, now)
-            return
-        self._book.serve(slices)
         if self._waiting:
             for slice_ in slices:
                 if slice_.request in self._waiting:
                     self._waiting.discard(slice_.request)
                     self._book.started(slice_.request, now)
+        if not self._places:
+            self._orderings[_PLAIN].on_scheduled(slices, now)
+            return
+        self._book.serve(slices)
         super().on_scheduled(slices, now)
 
     def on_finished(self, request: Request, now: float) -> None:
         super().on_finished(request, now)
+        self._waiting.discard(request)
+        self._late.sweep(self._waiting)
         if request in self._places:
             self._leave(request)
-            self._waiting.discard(request)
-            self._late.sweep(self._waiting)
         if request.progress.finish_reason is None:
             return
         if request.options.program is not None:
@@ -401,10 +404,12 @@ class ByProgram(Routed):
             self._book.index.note_plain(len(request.prompt) + OUTPUT_WEIGHT * len(request.progress.output))
 
     def ranked(self, now: float) -> Iterator[Request]:
-        for request in self._late.due(now):
-            if request in self._waiting and self._places[request] != _LATE:
-                self._orderings[self._places[request]].on_finished(request, now)
-                self._leave(request)
+        # Without calls of programs, the recipe's order bounds waits itself.
+        for request in self._late.due(now) if self._places else ():
+            if request in self._waiting:
+                self.inner(request).on_finished(request, now)
+                if request in self._places:
+                    self._leave(request)
                 self._enter(request, _LATE)
                 self._orderings[_LATE].on_arrived(request, now)
         if self._places and self._revision != self._book.index.revision:

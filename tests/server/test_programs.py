@@ -165,3 +165,21 @@ def start(waiting: deque[AdmissionSlot], ends: list[tuple[float, int, AdmissionS
         heapq.heappush(ends, (end, id(slot), slot))
         if slot.queue.estimate_s is not None and slot.waited_s is not None:
             yield slot.waited_s <= slot.queue.estimate_s
+
+
+async def test_a_program_goes_on_after_its_engine_died_within_and_between_calls(make_api: MakeApi) -> None:
+    async with make_api(replicas=2) as api:
+        for engine in api.engines:
+            engine.paused = True
+        headers = {"x-program-id": "run"}
+        body = {"prompt": "abcdef", "max_tokens": 4}
+        call = asyncio.create_task(api.http.post("/v1/completions", headers=headers, json=body))
+        await until(lambda: any(engine.live for engine in api.engines))
+        dying, other = sorted(api.engines, key=lambda engine: -len(engine.live))
+        dying.step()
+        other.paused = False
+        dying.die()
+        assert (await call).json()["choices"][0]["text"] == "abcd"
+        again = await api.http.post("/v1/completions", headers=headers, json=body)
+        assert again.json()["choices"][0]["text"] == "abcd"
+        assert [add.options.program for add in other.added] == [ProgramId(ANONYMOUS, "run")] * 2

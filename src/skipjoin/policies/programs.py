@@ -545,7 +545,8 @@ class ProgramLeases(Callbacks):
     def _time_to_renew(self, kv: KVAccounts) -> float:
         tokens = kv.device_total * kv.block_size
         renewal_s = self._cost.step(StepShape(prefill=tokens))
-        if (tiers := kv.tiers) is not None and tiers.cpu_total:
+        # A smaller tier loses part of the KV that leaves the device.
+        if (tiers := kv.tiers) is not None and tiers.cpu_total >= kv.device_total:
             renewal_s = min(renewal_s, 2 * self._cost.transfer(kv.device_total))
         return renewal_s
 

@@ -255,6 +255,18 @@ def test_leased_blocks_are_reused_after_others_until_the_lease_ends() -> None:
     kv.check()
 
 
+def test_a_flood_of_leases_is_bounded() -> None:
+    leases = Leases()
+    for number in range(400):
+        request = leases.hold(f"{number}", BLOCK_SIZE)
+        leases.release(request)
+        assert leases.kv.cache.leased_blocks <= leases.kv.device_total
+    assert len(leases.policy._held) <= 256
+    assert len(leases.kv.cache._leases) <= leases.kv.device_total
+    assert len(leases.kv.cache._ends) <= 100
+    leases.kv.check()
+
+
 def test_a_lease_is_no_leak() -> None:
     leases = Leases()
     whole = leases.of("whole", 10 * BLOCK_SIZE - 1)

@@ -41,6 +41,8 @@ _REFRESH = 16
 _PAUSE_BINS, _SHORTEST_OCTAVE = 18, -4
 # Cost of held blocks relative to that of renewing as much KV: a pool that is full makes steps smaller, too.
 _HOLDING_WEIGHT = 2.0
+# Maximum number of programs whose blocks are held, which each admission looks at.
+_MAX_HELD = 256
 # Number of pauses from which they are known.
 _FEW_PAUSES = 8
 # Share of pauses after which a program has probably ended, and the pause that is assumed at first.
@@ -353,7 +355,8 @@ class ByProgram(Routed):
         self._places: dict[Request, int] = {}  # of calls
         self._sizes: dict[int, int] = {}
         self._late = Alarms()
-        self._waiting: set[Request] = set()  # calls that have not run yet
+        self._waiting: set[Request] = set()  # requests that have not run yet
+        self._cached: dict[Request, int] = {}  # tokens that requests without a program found
         self._positions: dict[int, int] = {_PLAIN: 0}
         self._sorted: list[Ordering] = [self._orderings[_PLAIN]]
         self._revision = book.index.revision
@@ -376,6 +379,8 @@ class ByProgram(Routed):
             waited_s = 0.0 if program is None else program.waited_s
             self._waiting.add(request)
             self._late.add(request.arrival + max(0.0, self._overtaking_s - waited_s), request)
+        if program is None and self._book.has_programs:
+            self._cached[request] = request.progress.cached
         super().on_arrived(request, now)
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
@@ -396,12 +401,14 @@ class ByProgram(Routed):
         self._late.sweep(self._waiting)
         if request in self._places:
             self._leave(request)
+        cached = self._cached.pop(request, None)
         if request.progress.finish_reason is None:
             return
         if request.options.program is not None:
             self._book.finished(request, now)
-        elif self._book.has_programs:
-            self._book.index.note_plain(len(request.prompt) + OUTPUT_WEIGHT * len(request.progress.output))
+        elif cached is not None:
+            uncached = len(request.prompt) - cached
+            self._book.index.note_plain(uncached + OUTPUT_WEIGHT * len(request.progress.output))
 
     def ranked(self, now: float) -> Iterator[Request]:
         # Without calls of programs, the recipe's order bounds waits itself.
@@ -505,6 +512,8 @@ class ProgramLeases(Callbacks):
         self._held.pop(name, None)
         held_until = self._book.held_until(name, self._renewal_s, now)
         self._held[name] = _Lease(tokens, min(until, held_until), value, request)
+        if len(self._held) > _MAX_HELD:
+            del self._held[next(iter(self._held))]
         return until
 
     def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:

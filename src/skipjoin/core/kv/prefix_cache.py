@@ -14,6 +14,9 @@ from skipjoin.core.prefixes import Key
 from skipjoin.core.request import ProgramId, Request
 from skipjoin.core.step import Move
 
+# Ends of replaced leases that may always be kept.
+_FEW_ENDS = 64
+
 
 class _Lease(NamedTuple):
     keys: Sequence[Key]
@@ -89,7 +92,8 @@ class PrefixCache:
         # Keys that requests are about to compute, and the leader of each.
         self._announced: dict[Request, list[Key]] = {}
         self._coming: dict[Key, Request] = {}
-        self._leases: dict[ProgramId, _Lease] = {}
+        self._leases: dict[ProgramId, _Lease] = {}  # in the order in which they began
+        self._leased = 0  # number of keys in leases
         self._ends: list[tuple[float, ProgramId]] = []  # heap, with entries of leases that were replaced
 
     def hit(self, request: Request) -> Hit:
@@ -194,7 +198,14 @@ class PrefixCache:
             for pool in self._pools:
                 pool.lease(keys)
             self._leases[program] = _Lease(keys, until)
+            self._leased += len(keys)
             heapq.heappush(self._ends, (until, program))
+        # More cannot all be cached.
+        while self._leased > sum(pool.total for pool in self._pools):
+            self._end_lease(next(iter(self._leases)))
+        if len(self._ends) > 2 * len(self._leases) + _FEW_ENDS:
+            self._ends = [(lease.until, name) for name, lease in self._leases.items()]
+            heapq.heapify(self._ends)
 
     def end_leases(self, now: float) -> None:
         while self._ends and self._ends[0][0] <= now:
@@ -204,6 +215,7 @@ class PrefixCache:
 
     def _end_lease(self, program: ProgramId) -> None:
         if (lease := self._leases.pop(program, None)) is not None:
+            self._leased -= len(lease.keys)
             for pool in self._pools:
                 pool.end_lease(lease.keys)
 

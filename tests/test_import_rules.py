@@ -300,6 +300,24 @@ def test_generation_modules_do_not_import_http_frameworks() -> None:
     assert not wrong, broken("generation does not depend on HTTP", wrong)
 
 
+def test_the_plugin_of_vllm_imports_only_what_vllm_requires() -> None:
+    by_file: dict[Path, list[str]] = {file: [] for file in FILES}
+    for found in imports():
+        if found.at_top:
+            by_file[found.file].append(found.module)
+    files = {module_of(file): file for file in FILES}
+    left = [module for module, file in files.items() if part_of(file) == "vllm"]
+    seen, others = set(left), set[str]()
+    while left:
+        for module in by_file[files[left.pop()]]:
+            if module not in files:
+                others.add(module.split(".")[0])
+            elif module not in seen:
+                seen.add(module)
+                left.append(module)
+    assert others - sys.stdlib_module_names == {"numpy", "prometheus_client", "safetensors", "torch", "vllm"}
+
+
 def test_imports_have_no_cycles() -> None:
     """Imports for type checkers count, but imports inside functions do not."""
     modules = {module_of(file): set[str]() for file in FILES}

@@ -56,7 +56,11 @@ def main() -> None:
         versions = Path(folder, "versions.txt")
         versions.write_text(everything)
         runtime = compiled(
-            uv, ["--extra=batches", "--extra=plot", "--constraint", str(versions)], sources, RUNTIME, upgrade
+            uv,
+            ["--extra=serve", "--extra=batches", "--extra=plot", "--constraint", str(versions)],
+            sources,
+            RUNTIME,
+            upgrade,
         )
         files = Path(folder, "files.in")
         files.write_text("\n".join(FILES_ONLY))

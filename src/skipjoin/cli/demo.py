@@ -67,7 +67,7 @@ class DemoOptions:
 @takes(options=Section(DemoOptions))
 def demo(*, options: Values) -> None:
     """Show what scheduling does on this machine: one load, two schedulers, two minutes, no download."""
-    require("skipjoin demo", "bench", "plot")
+    require("skipjoin demo", "serve", "bench", "plot")
     from skipjoin.cli.demo_report import DemoReport  # noqa: PLC0415
     from skipjoin.demo.runs import Demo, run_demo  # noqa: PLC0415
 

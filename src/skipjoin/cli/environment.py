@@ -33,7 +33,8 @@ def _facts() -> Iterator[tuple[str, str]]:
         except PackageNotFoundError:
             yield name, "not installed"
     yield "extras", ", ".join(extra for extra in MODULES if why_missing("", extra) is None) or "none"
-    yield from _devices()
+    if why_missing("", "serve") is None:
+        yield from _devices()
     yield "cache folder", str(cache_folder())
     # Values may be secrets.
     yield "variables", ", ".join(sorted(name for name in os.environ if name.startswith(PREFIX))) or "none"

@@ -8,6 +8,7 @@ import typer
 from skipjoin.cli.options import Section, Values, engine_values, takes, typed_flags, variables_of, with_flags
 from skipjoin.cli.settings_file import unknown_variables
 from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, ServerConfig
+from skipjoin.extras import require
 from skipjoin.server import logs
 from skipjoin.system.garbage import without_garbage_collection
 
@@ -33,6 +34,7 @@ def serve(
     server: Values,
 ) -> None:
     """Serve MODEL over the OpenAI API."""
+    require("skipjoin serve", "serve")
     with without_garbage_collection():
         from skipjoin.server.engines.replicas import ReplicaSet  # noqa: PLC0415
         from skipjoin.server.lifecycle import check_server, one_engine, run_server  # noqa: PLC0415

@@ -17,8 +17,7 @@ from skipjoin.model.config import ModelError
 from skipjoin.model.gguf.file import SUFFIX, GgufError, first_part, is_gguf, model_stem
 from skipjoin.model.gguf.hub import HubFile, cached, download, models_in, tags_of
 from skipjoin.model.load_spec import LoadSpec
-from skipjoin.model.tokenizer import check_tokenizer_files
-from skipjoin.model.weight_files import ModelFiles, check_inside, read_weight_map
+from skipjoin.model.weight_files import ModelFiles, check_inside, check_tokenizer_files, read_weight_map
 from skipjoin.model.weight_format import format_of, weight_patterns, why_file, why_refused
 
 _HUB_IDS = (

@@ -14,6 +14,7 @@ from skipjoin.model.config import ModelError, read_settings
 from skipjoin.model.gguf.file import GgufError, is_gguf
 from skipjoin.model.gguf.tokenizer import gguf_tokenizer
 from skipjoin.model.special_tokens import SpecialTokens
+from skipjoin.model.weight_files import check_tokenizer_files
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -52,13 +53,6 @@ def load_tokenizer(folder: str | Path, *, chat_template: str | Path | None = Non
         chat_template=None if sources is None else ChatTemplate(sources.default, named, sources.tool_use),
         response_template=settings.get("response_template"),
     )
-
-
-def check_tokenizer_files(folder: Path) -> None:
-    if is_gguf(folder):
-        return  # its header is checked as a whole
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
-        raise ModelError(f"{folder} has no tokenizer files (tokenizer.json, or vocab.json with merges.txt)")
 
 
 def _load_backend(folder: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:

@@ -6,6 +6,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from skipjoin.model.config import ModelConfig, ModelError, read_json, read_settings
+from skipjoin.model.gguf.file import is_gguf
 from skipjoin.model.load_spec import LoadSpec
 
 if TYPE_CHECKING:
@@ -90,3 +91,10 @@ def safetensors_files(folder: Path) -> list[Path]:
     for file in files:
         check_inside(folder, file.name)
     return files
+
+
+def check_tokenizer_files(folder: Path) -> None:
+    if is_gguf(folder):
+        return  # its header is checked as a whole
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+        raise ModelError(f"{folder} has no tokenizer files (tokenizer.json, or vocab.json with merges.txt)")

@@ -247,12 +247,13 @@ async def test_slo_from_body_header_and_default(make_api: MakeApi) -> None:
     """For each objective the body overrides the header, which overrides the server's default."""
     headers = {"x-slo-ttft-ms": "150", "x-slo-tpot-ms": "12.5"}
     async with make_api(slo_ttft_ms=90, slo_jct_ms=7000) as api:
-        for given in ({}, headers, {"x-slo-jct-ms": "3e3"}):
+        for given in ({}, headers, {"x-slo-jct-ms": "3e3"}, {**headers, "x-llm-d-slo-ttft-ms": "120"}):
             await api.http.post("/v1/completions", json={"prompt": "a", "slo": {"tpot_ms": 5}}, headers=given)
         assert [add.options.target for add in api.engine.added] == [
             Target(0.09, 0.005, 7.0),
             Target(0.15, 0.005, 7.0),
             Target(0.09, 0.005, 3.0),
+            Target(0.12, 0.005, 7.0),
         ]
     async with make_api() as api:
         await check_slo_precedence(api, headers)

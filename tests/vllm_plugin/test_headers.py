@@ -51,6 +51,21 @@ def test_headers_become_arguments_of_the_body() -> None:
     assert json.loads(got) == {**BODY, "vllm_xargs": wanted}
 
 
+def test_headers_of_llm_d_are_read() -> None:
+    both = {"x-slo-ttft-ms": "9", "x-llm-d-slo-ttft-ms": "250", "x-llm-d-slo-tpot-ms": "50"}
+    flow = {"x-llm-d-inference-fairness-id": "tenant", "x-llm-d-inference-objective": "flex"}
+    _, got = send({**both, **flow}, json.dumps(BODY).encode())
+    wanted = {"slo_ttft_ms": "250", "slo_tpot_ms": "50", "program_id": "tenant", "service_tier": "flex"}
+    assert json.loads(got)["vllm_xargs"] == wanted
+    own = {"x-program-id": "p1", "x-service-tier": "default", **flow}
+    _, got = send(own, json.dumps(BODY).encode())
+    assert json.loads(got)["vllm_xargs"] == {"program_id": "p1", "service_tier": "default"}
+
+
+def test_an_objective_that_only_llm_d_knows_is_ignored() -> None:
+    assert send({"x-llm-d-inference-objective": "gold"}, b'{"a":  1}') == (200, b'{"a":  1}')
+
+
 @pytest.mark.parametrize(
     ("headers", "path"), [({}, "/v1/completions"), ({"x-slo-ttft-ms": "bad"}, "/v1/models")], ids=["none", "path"]
 )

@@ -13,11 +13,16 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 TIER_HEADER = "x-service-tier"
-PROGRAM_HEADER = "x-program-id"
-# Headers, and their names in `vllm_xargs`.
-_NAMES = {f"x-slo-{name}-ms": f"slo_{name}_ms" for name in OBJECTIVES} | {
+PROGRAM_HEADERS = ("x-llm-d-inference-fairness-id", "x-program-id")
+# Header of llm-d with a name that its operator chose.
+_OBJECTIVE_HEADER = "x-llm-d-inference-objective"
+# Headers, and their names in `vllm_xargs`. Of several with one name, the last wins.
+_NAMES = {
+    _OBJECTIVE_HEADER: "service_tier",
     TIER_HEADER: "service_tier",
-    PROGRAM_HEADER: "program_id",
+    **dict.fromkeys(PROGRAM_HEADERS, "program_id"),
+    **{f"x-slo-{name}-ms": f"slo_{name}_ms" for name in OBJECTIVES},
+    **{f"x-llm-d-slo-{name}-ms": f"slo_{name}_ms" for name in OBJECTIVES},
 }
 _PATHS = frozenset(route.path for route in generating())
 
@@ -40,24 +45,27 @@ class RequestHeaders:
         body, end = await _read(receive)
         if end is not None:  # the client is gone
             return
-        changed = _with_xargs(body, {_NAMES[header]: text for header, text in found.items()})
+        changed = _with_xargs(body, {_NAMES[header]: found[header] for header in _NAMES if header in found})
         headers = [(name, value) for name, value in scope["headers"] if name != b"content-length"]
         scope = {**scope, "headers": [*headers, (b"content-length", str(len(changed)).encode())]}
         await self._app(scope, _replay(changed, receive), send)
 
 
 def _asked(scope: MutableMapping[str, Any]) -> dict[str, str]:
-    return {
+    found = {
         header: value.decode("latin-1")
         for name, value in scope["headers"]
         if (header := name.decode("latin-1").lower()) in _NAMES
     }
+    if found.get(_OBJECTIVE_HEADER) not in TIERS:  # a name of which only llm-d knows the priority
+        found.pop(_OBJECTIVE_HEADER, None)
+    return found
 
 
 def _problem(header: str, text: str) -> str | None:
-    if header == TIER_HEADER:
+    if _NAMES[header] == "service_tier":
         return None if text in TIERS else f"{header} must be one of {', '.join(TIERS)}, got {text[:40]!r}"
-    if header == PROGRAM_HEADER:
+    if header in PROGRAM_HEADERS:
         if is_program(text):
             return None
         return f"{header} must have 1 to {MAX_PROGRAM} characters, got {len(text)}"

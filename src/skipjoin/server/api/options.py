@@ -140,12 +140,13 @@ def _check_flex(slo: Slo) -> None:
 
 
 def _asked_ms(name: str, slo: Slo, headers: Mapping[str, str], config: ServerConfig) -> float | None:
-    header = f"x-slo-{name}-ms"
     field, asked_ms = f"slo.{name}_ms", getattr(slo, f"{name}_ms")
     if asked_ms is None:
-        if (text := headers.get(header)) is None:
+        # llm-d's name of the header, and the earlier one.
+        names = (f"x-llm-d-slo-{name}-ms", f"x-slo-{name}-ms")
+        if (header := next((one for one in names if one in headers), None)) is None:
             return None
-        field, asked_ms = header, _number(text)
+        field, asked_ms = header, _number(headers[header])
     low, high = config.asked_bounds_ms(name)
     if not ((asked_ms > 0 if low is None else asked_ms >= low) and asked_ms <= high):
         least = "(0" if low is None else f"[{low:.15g}"

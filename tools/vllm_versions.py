@@ -49,12 +49,14 @@ ROWS = (
     ("model runner V2", r"own_kv\[.*-V2"),
     ("prefix caching", r"own_kv\[.*-caching"),
     ("CPU tier", r"cpu_tier\["),
+    ("layers with a window", r"layers_with_a_window"),
+    ("n-gram drafts", r"drafts_are_verified"),
     ("LoRA", r"features.*lora"),
     ("`--scheduling-policy priority`", r"features.*policy"),
     ("`--no-enable-chunked-prefill`", r"features.*chunked"),
     ("model on a CPU", r"test_model\."),
     ("data-parallel engines on a CPU", r"test_serve\."),
-    ("aborts, refusals and others", r"test_contract\.(?!test_every|test_supported)"),
+    ("aborts, refusals and others", r"test_contract\.(?!test_every|test_supported|test_layers|test_drafts)"),
 )
 Outcomes = dict[str, bool]  # whether a test passed, by name
 

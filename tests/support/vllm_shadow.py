@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,8 @@ from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -48,6 +49,8 @@ class Setup:
     loras: int = 0
     cpu_blocks: int = 0
     link_gb_s: float = 1.0
+    window: int = 0  # of a second group of layers
+    drafts: int = 0  # tokens that are drafted in each step
     params: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
@@ -91,6 +94,8 @@ def engine_config(model: Path, setup: Setup, *, seqs: int, tokens: int, blocks: 
     if setup.cpu_blocks:
         more["kv_transfer_config"] = tier_config(cpu_gb=setup.cpu_blocks * BLOCK_BYTES / 1e9, link_gb_s=setup.link_gb_s)
         more["scheduler_cls"] = "skipjoin.vllm.Scheduler"  # checked where the plugin is installed
+    if setup.drafts:
+        more["speculative_config"] = {"method": "ngram", "num_speculative_tokens": setup.drafts, "prompt_lookup_max": 2}
     config = EngineArgs(
         model=str(model),
         skip_tokenizer_init=True,
@@ -111,9 +116,11 @@ def engine_config(model: Path, setup: Setup, *, seqs: int, tokens: int, blocks: 
     return config
 
 
-def make_scheduler(config: Any, *, cls: type = Scheduler, runner: int = 1) -> Any:
-    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    groups = [KVCacheGroupSpec(["layer"], spec)]
+def make_scheduler(config: Any, *, cls: type = Scheduler, runner: int = 1, window: int = 0) -> Any:
+    shape: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**shape))]
+    if window:
+        groups.append(KVCacheGroupSpec(["other"], SlidingWindowSpec(**shape, sliding_window=window)))
     kv = KVCacheConfig(num_blocks=config.cache_config.num_gpu_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
     grammars = StructuredOutputManager(config)
     made = cls(config, kv, grammars, block_size=BLOCK_SIZE, hash_block_size=BLOCK_SIZE, log_stats=True)
@@ -133,7 +140,7 @@ def next_token(tokens: list[int]) -> int:
 
 @dataclass
 class State:
-    blocks: list[int]
+    blocks: list[list[int]]  # of each group
     tokens: list[int]
     computed: int
 
@@ -143,6 +150,7 @@ class ShadowRunner:
     """Follows `SchedulerOutput` as model runner V1 or V2 does.
 
     Attributes:
+        windows: Number of tokens that each group's layers read.
         slots: Position and token whose KV each slot of each block holds.
         saved: The same of the CPU tier.
         copied: Number of blocks copied so far.
@@ -151,6 +159,7 @@ class ShadowRunner:
 
     seqs: int
     runner: int
+    windows: tuple[int, ...] = (MAX_LEN,)
     slots: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     saved: dict[tuple[int, int], tuple[int, int] | None] = field(default_factory=dict)
     late: Any = None  # overlapped copies, which end as late as they may
@@ -168,7 +177,8 @@ class ShadowRunner:
             self.overlapped += len(self.late.saves) + len(self.late.loads)
         scheduled = output.num_scheduled_tokens
         assert len(scheduled) <= self.seqs
-        sampled = [self._compute(name, tokens) for name, tokens in scheduled.items()]
+        drafts = output.scheduled_spec_decode_tokens
+        sampled = [self._compute(name, tokens, drafts.get(name, ())) for name, tokens in scheduled.items()]
         return ModelRunnerOutput(
             req_ids=list(scheduled),
             req_id_to_index={name: index for index, name in enumerate(scheduled)},
@@ -185,15 +195,16 @@ class ShadowRunner:
         for new in output.scheduled_new_reqs:
             assert not is_second or new.req_id not in self.states, "a new request has a slot"
             tokens = new.prefill_token_ids if is_second else new.prompt_token_ids
-            self.states[new.req_id] = State(list(new.block_ids[0]), list(tokens), new.num_computed_tokens)
+            self.states[new.req_id] = State([*map(list, new.block_ids)], list(tokens), new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for index, name in enumerate(cached.req_ids):
             state, blocks = self.states[name], cached.new_block_ids[index]
             if name in cached.resumed_req_ids:
                 assert not is_second
-                state.blocks, state.tokens = list(blocks[0]), list(cached.all_token_ids[name])
+                state.blocks, state.tokens = [*map(list, blocks)], list(cached.all_token_ids[name])
             elif blocks:
-                state.blocks += blocks[0]
+                for table, more in zip(state.blocks, blocks, strict=True):
+                    table.extend(more)
             state.computed = cached.num_computed_tokens[index]
         assert not is_second or len(self.states) <= self.seqs, "more requests than slots"
 
@@ -210,21 +221,40 @@ class ShadowRunner:
                     self.slots.pop((device, at), None)
         self.copied += len(copies.saves) + len(copies.loads)
 
-    def _compute(self, name: str, count: int) -> list[int]:
+    def _compute(self, name: str, count: int, drafts: Sequence[int]) -> list[int]:
         state = self.states[name]
         start, end = state.computed, state.computed + count
-        assert end <= len(state.tokens), f"{name} runs tokens that are unknown"
-        assert end <= len(state.blocks) * BLOCK_SIZE, f"{name} lacks blocks"
-        for at in range(end):
-            slot = state.blocks[at // BLOCK_SIZE], at % BLOCK_SIZE
-            if at >= start:
-                self.slots[slot] = at, state.tokens[at]
-            assert self.slots.get(slot) == (at, state.tokens[at]), f"{name} reads wrong KV at {at}"
+        inputs = [*state.tokens, *drafts]
+        assert end <= len(inputs), f"{name} runs tokens that are unknown"
+        for blocks, window in zip(state.blocks, self.windows, strict=True):
+            assert end <= len(blocks) * BLOCK_SIZE, f"{name} lacks blocks"
+            for at in range(max(0, start + 1 - window), end):
+                slot = blocks[at // BLOCK_SIZE], at % BLOCK_SIZE
+                if at >= start:
+                    self.slots[slot] = at, inputs[at]
+                assert self.slots.get(slot) == (at, inputs[at]), f"{name} reads wrong KV at {at}"
         if end < len(state.tokens):
             return []
-        token = next_token(state.tokens)
-        state.tokens.append(token)
-        return [token]
+        known = len(state.tokens)
+        for draft in (*drafts, None):
+            token = next_token(state.tokens)
+            state.tokens.append(token)
+            if token != draft:
+                break
+        return state.tokens[known:]
+
+    def draft(self, names: Iterable[str], count: int, draw: random.Random) -> DraftTokenIds:
+        """Draft tokens of which a random number is right."""
+        found = DraftTokenIds([], [])
+        for name in names:
+            if (state := self.states.get(name)) is None:
+                continue
+            right, tokens = draw.randrange(count + 1), list(state.tokens)
+            for number in range(draw.randrange(count + 1)):
+                tokens.append(next_token(tokens) if number < right else 7)
+            found.req_ids.append(name)
+            found.draft_token_ids.append(tokens[len(state.tokens) :])
+        return found
 
 
 @dataclass
@@ -242,11 +272,13 @@ class ShadowWorld:
         self.draw = draw = random.Random(self.seed)
         self.seqs = draw.choice([2, 4, 8])
         blocks, tokens = draw.choice([18, 24, 40]), draw.choice([64, 128, 512])
+        blocks *= 2 if self.setup.window else 1
         config = engine_config(self.model, self.setup, seqs=self.seqs, tokens=tokens, blocks=blocks)
-        self.scheduler = make_scheduler(config, cls=self.cls, runner=self.setup.runner)
+        window = self.setup.window
+        self.scheduler = make_scheduler(config, cls=self.cls, runner=self.setup.runner, window=window)
         if self.setup.cpu_blocks:  # which moves are overlapped depends on the time of steps
             self.scheduler.clock = partial(next, itertools.count(0.0, 1e-4))
-        self.shadow = ShadowRunner(self.seqs, self.setup.runner)
+        self.shadow = ShadowRunner(self.seqs, self.setup.runner, (MAX_LEN, window) if window else (MAX_LEN,))
         self.live: list[Request] = []
         self.got: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
@@ -297,7 +329,12 @@ class ShadowWorld:
             self._receive()
 
     def _receive(self) -> None:
-        for outputs in self.scheduler.update_from_output(*self.flights.pop(0)).values():
+        output, result = self.flights.pop(0)
+        outputs_of = self.scheduler.update_from_output(output, result)
+        if self.setup.drafts:
+            drafts = self.shadow.draft(output.num_scheduled_tokens, self.setup.drafts, self.draw)
+            self.scheduler.update_draft_token_ids(drafts)
+        for outputs in outputs_of.values():
             for one in outputs.outputs:
                 self.got.setdefault(one.request_id, []).extend(one.new_token_ids)
                 if one.finish_reason is not None:
@@ -308,6 +345,7 @@ class ShadowWorld:
         for name in output.num_scheduled_tokens if self.cls is Scheduler else ():
             request, mirror = self.scheduler.requests[name], self.scheduler._mirrors[name]
             samples = request.num_output_placeholders  # AsyncScheduler counts them in either mode
+            samples -= len(output.scheduled_spec_decode_tokens.get(name, ()))
             assert (mirror.progress.known, mirror.progress.planned) == (
                 request.num_tokens,
                 request.num_computed_tokens,

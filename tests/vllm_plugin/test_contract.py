@@ -75,6 +75,21 @@ def test_supported_features_keep_every_request_correct(
     ShadowWorld(model, Setup("fastserve", is_async, runner, caching=True, **feature), 1).run()
 
 
+@pytest.mark.parametrize("window", [40, 96])
+@pytest.mark.parametrize(
+    "setup", [setup for setup in SETUPS if setup.recipe in ("adaptive", "fastserve", "econoserve")], ids=str
+)
+def test_layers_with_a_window_read_their_own_kv(model: Path, setup: Setup, window: int) -> None:
+    ShadowWorld(model, replace(setup, window=window), 0).run()
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("window", [0, 96])
+@pytest.mark.parametrize("recipe", ["adaptive", "fastserve", "econoserve"])
+def test_drafts_are_verified_between_preemptions(model: Path, recipe: str, window: int, seed: int) -> None:
+    ShadowWorld(model, Setup(recipe, caching=bool(seed), window=window, drafts=3), seed).run()
+
+
 def test_the_shadow_runner_finds_wrong_kv(model: Path) -> None:
     config = engine_config(model, Setup(), seqs=2, tokens=64, blocks=20)
     scheduler, shadow = make_scheduler(config), ShadowRunner(2, 1)
@@ -187,7 +202,6 @@ def test_an_abort_of_a_parked_request_frees_its_blocks(model: Path) -> None:
         ({"kv_transfer_config": tier_config(cpu_gb=-1)}, "cpu_gb must be in"),
         ({"kv_transfer_config": tier_config(cpu=1)}, "did you mean cpu_gb"),
         ({"kv_transfer_config": tier_config(), "scheduler_cls": None}, "needs --scheduler-cls"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative-config"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

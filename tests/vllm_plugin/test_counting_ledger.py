@@ -16,8 +16,8 @@ from skipjoin.core.request import Request
 from skipjoin.core.step import Move, StepPlan
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.sim.driver import Replica, simulate
-from skipjoin.vllm.counts import ManagedPool
-from skipjoin.vllm.ledger import CountingLedger
+from skipjoin.vllm.counts import GroupedPool, ManagedPool
+from skipjoin.vllm.ledger import CountingLedger, GroupedLedger
 from skipjoin.vllm.requests import FoundByEngine
 from support.load import load, make
 from support.watch import World
@@ -126,11 +126,11 @@ def test_lookups_of_the_planner_are_not_counted_by_vllm() -> None:
 
     manager = SimpleNamespace(
         block_pool=SimpleNamespace(num_gpu_blocks=9),
-        coordinator=SimpleNamespace(single_type_managers=[SimpleNamespace(req_to_blocks={})]),
+        coordinator=SimpleNamespace(single_type_managers=[SimpleNamespace(req_to_blocks={}, block_size=4)]),
         get_computed_blocks=get_computed_blocks,
         log_stats=True,
     )
-    assert ManagedPool(manager, 4).hit(make(0)) == Hit(8, 1)
+    assert ManagedPool(manager).hit(make(0)) == Hit(8, 1)
     assert (logged, manager.log_stats) == ([False], True)
 
 
@@ -177,3 +177,46 @@ def test_settling_takes_over_what_the_engine_holds(blocks: int) -> None:
     held = ledger.blocks_of(request)
     assert (len(held.device) if held is not None else 0) == blocks
     assert ledger.device_free == ledger.available == 40 - blocks
+
+
+def test_groups_with_a_window_free_blocks_as_their_request_runs() -> None:
+    """Of 40 tokens, a window of 8 needs the last 2 of 10 blocks to compute another token."""
+    null = SimpleNamespace(ref_cnt=0)
+    blocks = [SimpleNamespace(ref_cnt=1) for _ in range(12)]
+
+    def group(window: int, held: list[SimpleNamespace]) -> SimpleNamespace:
+        def skipped(computed: int) -> int:
+            return max(0, computed - window + 1)
+
+        return SimpleNamespace(block_size=4, req_to_blocks={"r": held}, get_num_skipped_tokens=skipped)
+
+    groups = [group(1000, blocks[:10]), group(8, [null] * 8 + blocks[10:])]
+    groups[1].max_admission_blocks_per_request = 5
+    pool = GroupedPool(
+        SimpleNamespace(
+            block_pool=SimpleNamespace(null_block=null, num_gpu_blocks=14, get_num_free_blocks=lambda: 1),
+            coordinator=SimpleNamespace(single_type_managers=groups),
+        )
+    )
+    request = make(0, 40, sampling=SimpleNamespace(request_id="r"))
+    request.progress.rewind(40)
+    ledger = GroupedLedger(pool)
+    ledger.settle(request)
+    ledger.refresh()
+    assert (ledger.footprint(request), ledger.blocks_of(request).room, ledger.available) == (12, 40, 1)
+    assert [ledger.blocks_for(tokens) for tokens in (4, 20, 40)] == [2, 10, 15]
+    # Both groups need a block for the next token, and no block has left the window since.
+    assert ledger.shortfall(request, 41) == 1
+    request.progress.rewind(43)
+    assert ledger.shortfall(request, 44) == 0
+    assert ledger.blocks_of(request) is ledger.grow(request, 44)
+    assert ledger.footprint(request) == 13
+
+
+def test_drafts_need_slots_beyond_the_tokens_of_a_step() -> None:
+    pool, request = FakePool(), make(0)
+    ledger = CountingLedger(pool, drafts=3, max_len=18)
+    assert len(ledger.grow(request, 6).device) == 3
+    assert ledger.blocks_of(request).room == 9
+    assert len(ledger.grow(request, 18).device) == 5, "no request exceeds 18 tokens"
+    assert ledger.blocks_of(request).room == 20

@@ -54,20 +54,18 @@ def start(model: Path, **more: Any) -> LLMEngine:
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_LOGGING_LEVEL="ERROR",
     )
-    arguments = EngineArgs(
-        model=str(model),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=512,
-        max_num_seqs=SEQS,
-        block_size=32,
-        num_gpu_blocks_override=24,
-        max_num_batched_tokens=512,
-        scheduler_cls="skipjoin.vllm.Scheduler",
-        additional_config={"skipjoin": {"recipe": "fastserve"}},
-        **more,
-    )
-    made = LLMEngine.from_engine_args(arguments)
+    arguments: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "max_num_seqs": SEQS,
+        "block_size": 32,
+        "num_gpu_blocks_override": 24,
+        "max_num_batched_tokens": 512,
+        "scheduler_cls": "skipjoin.vllm.Scheduler",
+        "additional_config": {"skipjoin": {"recipe": "fastserve"}},
+    }
+    made = LLMEngine.from_engine_args(EngineArgs(model=str(model), **{**arguments, **more}))
     scheduler_of(made).clock = partial(
         next, count(0.0, 1e-3)
     )  # what is preempted must not depend on the machine's load
@@ -107,7 +105,7 @@ def run(engine: LLMEngine, jobs: list[tuple[int, str, Any, SamplingParams]]) -> 
         step += 1
     pool = scheduler_of(engine).kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
-    assert not scheduler_of(engine)._mirrors
+    assert not getattr(scheduler_of(engine), "_mirrors", None)  # stock schedulers have none
     return ended
 
 
@@ -190,6 +188,79 @@ def test_a_pause_of_the_engine_keeps_requests(engine: LLMEngine) -> None:
     core.resume_scheduler()
     ended = run(engine, [])
     assert tokens_of(run(engine, [(0, "r", prompt(1, 20), params(60))])["r"]) == tokens_of(ended["r"])
+
+
+def write_windowed(folder: Path, family: str) -> Path:
+    """Write a model with sliding-window and full-attention layers, which have KV cache groups of their own."""
+    import transformers  # noqa: PLC0415
+
+    from random_model import VOCAB, write_words  # noqa: PLC0415
+
+    shape = dict(hidden_size=128, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    ids = dict(vocab_size=VOCAB, bos_token_id=1, eos_token_id=EOS, pad_token_id=0, max_position_embeddings=1024)
+    torch.manual_seed(0)
+    if family == "gemma3":
+        config = transformers.Gemma3TextConfig(
+            **shape, **ids, num_hidden_layers=6, sliding_window=64, sliding_window_pattern=3
+        )
+        made = transformers.Gemma3ForCausalLM(config)
+    else:
+        config = transformers.GptOssConfig(
+            **shape, **ids, num_hidden_layers=4, sliding_window=64, num_local_experts=4, num_experts_per_tok=2
+        )
+        made = transformers.GptOssForCausalLM(config)
+    made.to(torch.float32).save_pretrained(folder)
+    write_words(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("family", "groups"), [("gemma3", 3), ("gpt-oss", 2)])
+def test_models_with_several_kv_cache_groups_have_the_texts_of_vllm(tmp_path: Path, family: str, groups: int) -> None:
+    folder = write_windowed(tmp_path, family)
+    stock = start(folder, scheduler_cls=None, num_gpu_blocks_override=400, max_num_seqs=8)
+    jobs = crowded()
+    expected = run(stock, jobs)
+    stock.engine_core.shutdown()
+    ours = start(folder, num_gpu_blocks_override=24 * groups)
+    assert len(ours.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups) == groups
+    ended = run(ours, jobs)
+    assert {name: tokens_of(ended[name]) for name in ended} == {name: tokens_of(expected[name]) for name in ended}
+    tally = scheduler_of(ours).tally
+    assert tally.preempted[Preemption.PAUSE] > 20
+    assert tally.preempted_by_vllm == 0
+    ours.engine_core.shutdown()
+
+
+def test_drafted_tokens_survive_preemption(engine: LLMEngine, model: Path) -> None:
+    drafting = start(
+        model,
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        },
+    )
+    scheduler, steps = scheduler_of(drafting), 0
+    update = scheduler.update_from_output
+
+    def checked(output: Any, result: Any) -> Any:
+        nonlocal steps
+        steps += any(len(tokens) > 1 for tokens in result.sampled_token_ids)
+        found = update(output, result)
+        for name, mirror in scheduler._mirrors.items():
+            request, progress = scheduler.requests[name], mirror.progress
+            assert (progress.known, progress.planned) == (request.num_tokens, request.num_computed_tokens), name
+        return found
+
+    scheduler.update_from_output = checked
+    jobs = crowded()
+    ended = run(drafting, jobs)
+    assert steps > 20, "no drafts were accepted"
+    assert sum(scheduler.tally.preempted.values()) > 20
+    for _, name, text, chosen in jobs:
+        assert tokens_of(run(engine, [(0, name, text, chosen)])[name]) == tokens_of(ended[name]), name
+    drafting.engine_core.shutdown()
 
 
 # The last test, because vLLM has one KV connector for all engines of a process.

@@ -28,6 +28,8 @@ from skipjoin.vllm.options import read_options
 from skipjoin.vllm.plugin import check_config
 from skipjoin.vllm.requests import read_options as read_request_options
 
+TIER = SimpleNamespace(kv_connector="CpuTier", kv_connector_module_path="skipjoin.vllm", kv_connector_extra_config={})
+
 
 def config(additional: Any = None, **changes: Any) -> Any:
     """Return what the checks read of a `VllmConfig`, with changes such as `model_config__runner_type`."""
@@ -88,13 +90,16 @@ def test_forecasts_are_made_for_recipes_that_read_them() -> None:
         {"parallel_config__decode_context_parallel_size": 2},
         {"kv_transfer_config": SimpleNamespace(kv_connector="Other", kv_connector_module_path=None)},
         {"ec_transfer_config": object()},
-        {"speculative_config": object()},
+        {"speculative_config": SimpleNamespace(method="eagle")},
+        {"speculative_config": SimpleNamespace(method="ngram"), "kv_transfer_config": TIER},
         {"model_config__supports_multimodal_inputs": True},
         {"model_config__is_multimodal_model": True},
         {"model_config__is_encoder_decoder": True},
         {"model_config__runner_type": "pooling"},
         {"model_config__is_diffusion": True},
         {"model_config__is_moe": True},
+        {"attention_config": SimpleNamespace(hisparse_config=object())},
+        {"aux_output_config": SimpleNamespace(enabled=True)},
         {"scheduler_config__watermark": 0.1},
         {"scheduler_config__prefill_schedule_interval": 2},
     ],
@@ -166,11 +171,25 @@ def test_supported_releases_are_those_of_the_extra() -> None:
     assert f"{newest[0]}.{newest[1] + 1}.0" not in requirement.specifier
 
 
-@pytest.mark.parametrize(("groups", "mamba"), [(0, False), (2, False), (1, True)])
-def test_hybrid_kv_caches_are_refused(groups: int, mamba: bool) -> None:
-    kinds = [SimpleNamespace(kv_cache_spec=object()) for _ in range(groups)]
-    with pytest.raises(ConfigError, match="--disable-hybrid-kv-cache-manager"):
-        check_kv_groups(SimpleNamespace(kv_cache_groups=kinds, has_mamba_layers=mamba))
+def groups_of(*kinds: str, mamba: bool = False) -> Any:
+    groups = [SimpleNamespace(kv_cache_spec=type(kind, (), {})()) for kind in kinds]
+    return SimpleNamespace(kv_cache_groups=groups, has_mamba_layers=mamba)
+
+
+@pytest.mark.parametrize(
+    ("groups", "tier", "message"),
+    [
+        (groups_of(), False, "got none: choose another model"),
+        (groups_of("MambaSpec", mamba=True), False, "got MambaSpec"),
+        (groups_of("FullAttentionSpec", "CircularBufferSpec"), False, "got CircularBufferSpec, FullAttentionSpec"),
+        (groups_of("SlidingWindowSpec"), True, r"CpuTier needs one .* got 1 \(SlidingWindowSpec\)"),
+        (groups_of("FullAttentionSpec", "FullAttentionSpec"), True, "--disable-hybrid-kv-cache-manager"),
+    ],
+)
+def test_an_unproven_kv_cache_is_refused(groups: Any, tier: bool, message: str) -> None:
+    check_kv_groups(groups_of("FullAttentionSpec", "SlidingWindowSpec"), has_tier=False)
+    with pytest.raises(ConfigError, match=message):
+        check_kv_groups(groups, has_tier=tier)
 
 
 def test_request_options_come_from_vllm_xargs() -> None:

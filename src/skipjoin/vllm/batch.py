@@ -50,3 +50,10 @@ class Batch:
 def slice_of(mirror: Request, tokens: int, *, awaits: bool) -> Slice:
     request: Any = mirror.sampling
     return Slice(mirror, request.num_computed_tokens - tokens, tokens, not request.is_prefill_chunk, awaits, ())
+
+
+def accepted(slice_: Slice) -> Slice:
+    """Return a slice of a step that has run without its rejected drafts."""
+    request: Any = slice_.request.sampling
+    rejected = slice_.start + slice_.tokens - request.num_computed_tokens
+    return slice_._replace(tokens=slice_.tokens - rejected) if 0 < rejected < slice_.tokens else slice_

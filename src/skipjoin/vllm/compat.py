@@ -72,6 +72,7 @@ STATE: Uses = {
     "max_num_running_reqs": Value((int,)),
     "max_num_scheduled_tokens": Value((int,)),
     "max_model_len": Value((int,)),
+    "num_spec_tokens": Value((int,)),
     "connector": Value((object,)),
     "_pause_state": Value((object,)),
     "kv_cache_manager.allocate_slots": Call(2, ("delay_cache_blocks",)),
@@ -81,6 +82,14 @@ STATE: Uses = {
     "kv_cache_manager.block_pool.num_gpu_blocks": Value((int,)),
     "kv_cache_manager.coordinator.single_type_managers": Value((tuple, list)),
 }
+# Attributes of each KV cache group's manager.
+GROUP: Uses = {
+    "block_size": Value((int,)),
+    "req_to_blocks": Value((dict,)),
+    "get_num_skipped_tokens": Call(1),
+}
+# Kinds of layers that may have groups of their own.
+KV_KINDS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
 
 
 class Feature(NamedTuple):
@@ -128,10 +137,16 @@ REFUSED = (
         lambda config: getattr(config, "ec_transfer_config", None) is not None,
     ),
     Feature(
-        "speculative decoding",
+        "speculative decoding but by n-grams",
         "--speculative-config",
-        "leave it out",
-        lambda config: config.speculative_config is not None,
+        "set its method to ngram, or leave it out",
+        lambda config: config.speculative_config is not None and config.speculative_config.method != "ngram",
+    ),
+    Feature(
+        "drafts beside a CPU tier",
+        "--speculative-config and --kv-transfer-config",
+        "leave one of them out",
+        lambda config: config.speculative_config is not None and config.kv_transfer_config is not None,
     ),
     Feature(
         "multimodal input",
@@ -159,6 +174,18 @@ REFUSED = (
         "--model",
         "choose an autoregressive model",
         lambda config: getattr(config.model_config, "is_diffusion", False),
+    ),
+    Feature(
+        "sparse attention over a pool on the host",
+        "--attention-config",
+        "leave hisparse_config out",
+        lambda config: getattr(getattr(config, "attention_config", None), "hisparse_config", None) is not None,
+    ),
+    Feature(
+        "auxiliary outputs",
+        "--aux-output-config",
+        "leave it out",
+        lambda config: getattr(getattr(config, "aux_output_config", None), "enabled", False),
     ),
     Feature(
         "a watermark of free blocks",
@@ -191,13 +218,19 @@ def chooses_scheduler(config: Any) -> bool:
     return name in SCHEDULERS
 
 
-def check_kv_groups(kv_cache_config: Any) -> None:
+def check_kv_groups(kv_cache_config: Any, *, has_tier: bool) -> None:
     groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1 or getattr(kv_cache_config, "has_mamba_layers", False):
-        kinds = ", ".join(sorted({type(group.kv_cache_spec).__name__ for group in groups})) or "none"
+    kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+    unknown = set(kinds) - set(KV_KINDS) if len(groups) > 1 else set[str]()
+    if not groups or unknown or getattr(kv_cache_config, "has_mamba_layers", False):
         raise ConfigError(
-            f"the Skipjoin scheduler needs one KV cache group, got {len(groups)} ({kinds}): set "
-            "--disable-hybrid-kv-cache-manager, or choose a model whose layers all have full attention"
+            f"the Skipjoin scheduler needs layers with full or sliding-window attention, got "
+            f"{', '.join(kinds) or 'none'}: choose another model"
+        )
+    if has_tier and (len(groups) > 1 or "SlidingWindowSpec" in kinds):
+        raise ConfigError(
+            f"--kv-transfer-config: CpuTier needs one KV cache group of full attention, got {len(groups)} "
+            f"({', '.join(kinds)}): set --disable-hybrid-kv-cache-manager, or leave it out"
         )
 
 

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from skipjoin.core.kv.interface import MISS, Hit
@@ -23,9 +27,16 @@ class Count:
 
 @dataclass(eq=False, slots=True)
 class CountedBlocks:
+    """Blocks of one request.
+
+    Attributes:
+        slots: Tokens for which it has blocks, regardless of its reservation.
+    """
+
     reservation: Reservation
     device: Count
     room: int = 0
+    slots: int = 0
     tokens_before_drop: int = 0
     table: tuple[int, ...] = ()
     cpu: list[int] = field(default_factory=list)
@@ -41,13 +52,14 @@ class CountedBlocks:
 
 
 class ManagedPool:
-    """Block pool of a `KVCacheManager` with one KV cache group."""
+    """Block pool of a `KVCacheManager` with one KV cache group, which keeps all blocks of a request."""
 
-    def __init__(self, manager: Any, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(self, manager: Any) -> None:
         self._manager = manager
         self._pool = manager.block_pool
-        (group,) = manager.coordinator.single_type_managers
+        self._groups: tuple[Any, ...] = tuple(manager.coordinator.single_type_managers)
+        group = self._groups[0]
+        self.block_size: int = group.block_size
         self._blocks: dict[str, list[Any]] = group.req_to_blocks
         self.total = self._pool.num_gpu_blocks - 1  # the null block is never allocated
 
@@ -71,4 +83,70 @@ class ManagedPool:
             blocks, tokens, *_ = manager.get_computed_blocks(request.sampling)
         finally:
             manager.log_stats = logs
-        return Hit(tokens, sum(block.ref_cnt > 0 for block in blocks.blocks[0])) if tokens else MISS
+        return Hit(tokens, sum(map(self._count_held, blocks.blocks))) if tokens else MISS
+
+    def _count_held(self, blocks: Iterable[Any]) -> int:
+        return sum(block.ref_cnt > 0 for block in blocks)
+
+
+class GroupedPool(ManagedPool):
+    """Block pool with several KV cache groups, or with one that frees blocks which its window has left.
+
+    Each group of layers has its own blocks for the same tokens. In place of freed blocks, at the beginning, a group has
+    the null block.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        super().__init__(manager)
+        # What a block holds on average, if no group has freed any.
+        self.block_size = max(1, min(group.block_size for group in self._groups) // len(self._groups))
+        self._null = self._pool.null_block
+        self._caps = [_cap(group) for group in self._groups]
+
+    def blocks_for(self, tokens: int) -> int:
+        """Return how many blocks a request with these tokens has at most, while it fills them chunk by chunk."""
+        sizes = (-(-tokens // group.block_size) for group in self._groups)
+        return sum(map(min, sizes, self._caps))
+
+    def blocks_at(self, tokens: int, computed: int) -> int:
+        """Return how many blocks a request has with slots for `tokens` tokens, of which `computed` are committed."""
+        return sum(
+            -(-tokens // group.block_size) - group.get_num_skipped_tokens(computed) // group.block_size
+            for group in self._groups
+        )
+
+    def held(self, request: Request) -> int:
+        return sum(len(blocks) - self._freed(blocks) for blocks in self._tables(request))
+
+    def slots(self, request: Request) -> int:
+        tables = zip(self._groups, self._tables(request), strict=True)
+        return int(min(group.block_size * len(blocks) for group, blocks in tables))
+
+    def shared(self, request: Request) -> int:
+        return sum(
+            block.ref_cnt > 1 for blocks in self._tables(request) for block in islice(blocks, self._freed(blocks), None)
+        )
+
+    def _tables(self, request: Request) -> Iterator[list[Any]]:
+        name = request.sampling.request_id  # type: ignore[attr-defined]
+        return (group.req_to_blocks.get(name, ()) for group in self._groups)
+
+    def _freed(self, blocks: Sequence[Any]) -> int:
+        null = self._null
+        return bisect_left(blocks, True, key=lambda block: block is not null)
+
+    def _count_held(self, blocks: Iterable[Any]) -> int:
+        null = self._null
+        return sum(block is not null and block.ref_cnt > 0 for block in blocks)
+
+
+def frees(group: Any) -> bool:
+    """Return whether a KV cache group frees blocks of requests that run."""
+    return bool(group.get_num_skipped_tokens(1 << 40))
+
+
+def _cap(group: Any) -> float:
+    # vLLM's bound of what a group holds while a prompt fills it. Releases before 0.30 call it private.
+    names = ("max_admission_blocks_per_request", "_max_admission_blocks_per_request")
+    caps = (getattr(group, name, None) for name in names)
+    return next((cap for cap in caps if cap is not None), math.inf)

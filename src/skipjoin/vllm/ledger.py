@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import KeysView
+from collections.abc import Iterable, KeysView
 
 from skipjoin.core.kv.interface import MISS, BlockLedger, Hit
 from skipjoin.core.kv.reservations import Owner, Reservations
 from skipjoin.core.request import UNLIMITED, Request
-from skipjoin.vllm.counts import Count, CountedBlocks, ManagedPool
+from skipjoin.vllm.counts import Count, CountedBlocks, GroupedPool, ManagedPool
 from skipjoin.vllm.tier import CountedTier
 
 
@@ -15,14 +15,19 @@ class CountingLedger(BlockLedger):
     Between two calls of `refresh` the ledger counts what the current plan takes and frees. The engine then does the
     same itself, and `settle` adopts the result. Blocks without KV stay with their request until it is evicted as a
     whole.
+
+    Args:
+        drafts: Maximum number of tokens that the engine drafts, so that a step needs slots beyond its own tokens.
+        max_len: Tokens that no request exceeds.
     """
 
     block_size = 0
     device_total = device_free = 0
     tiers: CountedTier | None = None
 
-    def __init__(self, pool: ManagedPool, cpu_blocks: int = 0) -> None:
+    def __init__(self, pool: ManagedPool, cpu_blocks: int = 0, *, drafts: int = 0, max_len: int = 0) -> None:
         self._pool = pool
+        self._drafts, self._max_len = drafts, max_len
         self.tiers = CountedTier(self, cpu_blocks, pool.held) if cpu_blocks else None
         self.block_size, self.device_total = pool.block_size, pool.total
         self._held: dict[Request, CountedBlocks] = {}
@@ -51,6 +56,11 @@ class CountingLedger(BlockLedger):
             self.resize(request, blocks)
         elif (held := self._held.get(request)) is None or not held.cpu:
             self.release(request)
+
+    def follow(self, requests: Iterable[Request]) -> None:
+        """Adopt what changes as requests run, after a plan that the engine ran as it is."""
+        for request in requests if self._drafts else ():
+            self.settle(request)
 
     # -- queries ------------------------------------------------------------------------------------------
 
@@ -94,7 +104,7 @@ class CountingLedger(BlockLedger):
         return 0
 
     def shortfall(self, request: Request, tokens: int) -> int:
-        held, need = self._held.get(request), self.blocks_for(tokens)
+        held, need = self._held.get(request), self.blocks_for(self._ahead(tokens))
         if held is None:
             return max(0, need - self.available)
         need -= len(held.device)
@@ -103,7 +113,8 @@ class CountingLedger(BlockLedger):
 
     def shortfall_of_blocks(self, request: Request, tokens: int) -> int:
         held = self._held.get(request)
-        return self.blocks_for(tokens) - (len(held.device) if held is not None else 0) - self.device_free
+        need = self.blocks_for(self._ahead(tokens))
+        return need - (len(held.device) if held is not None else 0) - self.device_free
 
     def shortfall_of_reservation(self, request: Request, blocks: int, parent: Owner) -> int:
         return self._reservations.shortfall(request, blocks, parent)
@@ -122,7 +133,7 @@ class CountingLedger(BlockLedger):
         held = self._hold(request)
         self._reservations.promise(request, blocks, parent)
         request.progress.reserve(UNLIMITED if tokens is None else tokens)
-        held.room = min(len(held.device) * self.block_size, request.progress.reserved_tokens)
+        self._set_room(request, held)
 
     def adopt(self, request: Request) -> Hit:
         hit = self.hit(request)
@@ -136,7 +147,7 @@ class CountingLedger(BlockLedger):
 
     def grow(self, request: Request, tokens: int) -> CountedBlocks:
         held = self._hold(request)
-        self.resize(request, max(len(held.device), self.blocks_for(tokens)))
+        self.resize(request, max(len(held.device), self.blocks_for(self._ahead(tokens))))
         return held
 
     def trim(self, request: Request) -> None:
@@ -145,7 +156,7 @@ class CountingLedger(BlockLedger):
         held.reservation.promised = 0
         if request.progress.reserved_tokens != UNLIMITED:
             request.progress.reserve(0)
-        self.resize(request, len(held.device))
+        self.resize(request, len(held.device), held.slots)
 
     def cut(self, request: Request) -> None:
         """Free the device blocks of a request that stays on the CPU tier."""
@@ -188,15 +199,26 @@ class CountingLedger(BlockLedger):
             request.progress.find(0)
         return held
 
-    def resize(self, request: Request, blocks: int) -> None:
+    def resize(self, request: Request, blocks: int, slots: int | None = None) -> None:
+        """Set the number of device blocks, and that of tokens for which they have room, by default all."""
         held = self._hold(request)
+        held.slots = blocks * self.block_size if slots is None else slots
         more = blocks - held.device.blocks
         held.device.blocks = blocks
         self._held_blocks += more
         self.device_free -= more
         held.reservation.resize()
-        is_here = not held.cpu and held.moving is None
-        held.room = min(blocks * self.block_size, request.progress.reserved_tokens) if is_here else 0
+        if held.cpu or held.moving is not None:
+            held.room = 0
+        else:
+            self._set_room(request, held)
+
+    def _set_room(self, request: Request, held: CountedBlocks) -> None:
+        slots = held.slots if held.slots >= self._max_len else held.slots - self._drafts
+        held.room = min(slots, request.progress.reserved_tokens)
+
+    def _ahead(self, tokens: int) -> int:
+        return min(tokens + self._drafts, self._max_len) if self._drafts else tokens
 
     def _shared(self, request: Request) -> int:
         if request.prefix is None:
@@ -204,3 +226,55 @@ class CountingLedger(BlockLedger):
         if self._pool.held(request):
             return self._pool.shared(request)
         return self._hits.get(request, MISS).held
+
+
+class GroupedLedger(CountingLedger):
+    """Ledger over several KV cache groups, some of which free the blocks that their window has left."""
+
+    def __init__(self, pool: GroupedPool, *, drafts: int = 0, max_len: int = 0) -> None:
+        super().__init__(pool, drafts=drafts, max_len=max_len)
+        self._groups = pool
+
+    def settle(self, request: Request) -> None:
+        if blocks := self._groups.held(request):
+            self.resize(request, blocks, self._groups.slots(request))
+        else:
+            self.release(request)
+
+    def follow(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            self.settle(request)
+
+    def blocks_for(self, tokens: int) -> int:
+        return self._groups.blocks_for(tokens)
+
+    def shortfall(self, request: Request, tokens: int) -> int:
+        held = self._held.get(request)
+        if held is None:
+            return max(0, self._blocks_at(request, self._ahead(tokens)) - self.available)
+        need = self._blocks_at(request, max(self._ahead(tokens), held.slots)) - len(held.device)
+        unused = self._reservations.unused_in_all(held.reservation)
+        return max(0, need - unused - self.available, need - self.device_free)
+
+    def shortfall_of_blocks(self, request: Request, tokens: int) -> int:
+        held = self._held.get(request)
+        need = self._blocks_at(request, self._ahead(tokens))
+        return need - (len(held.device) if held is not None else 0) - self.device_free
+
+    def grow(self, request: Request, tokens: int) -> CountedBlocks:
+        held = self._hold(request)
+        slots = max(self._ahead(tokens), held.slots)
+        self.resize(request, self._blocks_at(request, slots), slots)
+        return held
+
+    def adopt(self, request: Request) -> Hit:
+        hit = self.hit(request)
+        if hit.tokens:
+            self._hold(request)
+            self.device_free += hit.held
+            self._reservations.total += hit.held
+            self.resize(request, self._groups.blocks_at(hit.tokens, hit.tokens), hit.tokens)
+        return hit
+
+    def _blocks_at(self, request: Request, tokens: int) -> int:
+        return self._groups.blocks_at(tokens, request.progress.computed)

@@ -9,8 +9,8 @@ from skipjoin.policies.cost import LearningCost, LinearCost
 from skipjoin.recipes import EngineLimits, Settings
 from skipjoin.version import VERSION
 from skipjoin.vllm.compat import REFUSED
-from skipjoin.vllm.counts import ManagedPool
-from skipjoin.vllm.ledger import CountingLedger
+from skipjoin.vllm.counts import GroupedPool, ManagedPool, frees
+from skipjoin.vllm.ledger import CountingLedger, GroupedLedger
 from skipjoin.vllm.lives import Limits, RequestLives
 from skipjoin.vllm.options import PluginOptions
 
@@ -18,13 +18,18 @@ from skipjoin.vllm.options import PluginOptions
 START_COST = LinearCost(floor=2e-3, prefill_token=2e-5, decode=1e-4, context_token=1e-7)
 
 
-def make_ledger(manager: Any, group: Any, tier: Any) -> tuple[CountingLedger, LearningCost]:
-    """Return the ledger over the blocks of a KV cache group, and a cost model; `tier` is the connector, if any."""
-    pool = ManagedPool(manager, group.kv_cache_spec.block_size)
+def make_ledger(scheduler: Any) -> tuple[CountingLedger, LearningCost]:
+    """Return the ledger over the blocks of all KV cache groups of vLLM's scheduler, and a cost model."""
+    manager, tier = scheduler.kv_cache_manager, scheduler.connector
+    groups = manager.coordinator.single_type_managers
+    ahead = {"drafts": scheduler.num_spec_tokens, "max_len": scheduler.max_model_len}
+    if len(groups) > 1 or any(map(frees, groups)):
+        return GroupedLedger(GroupedPool(manager), **ahead), LearningCost(START_COST)
+    pool = ManagedPool(manager)
     if tier is None:
-        return CountingLedger(pool), LearningCost(START_COST)
+        return CountingLedger(pool, **ahead), LearningCost(START_COST)
     cost = replace(START_COST, block=tier.options.block_s(tier.block_bytes))
-    return CountingLedger(pool, tier.total), LearningCost(cost)
+    return CountingLedger(pool, tier.total, **ahead), LearningCost(cost)
 
 
 def make_core(options: PluginOptions, config: Any, ledger: CountingLedger, cost: LearningCost) -> ForeignScheduler:

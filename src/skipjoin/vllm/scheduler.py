@@ -21,8 +21,8 @@ from vllm.v1.request import RequestStatus
 
 from skipjoin.core.request import FinishReason
 from skipjoin.core.step import StepPlan, StepResult, StepShape
-from skipjoin.vllm.batch import Batch, slice_of
-from skipjoin.vllm.compat import check_features, check_kv_groups
+from skipjoin.vllm.batch import Batch, accepted, slice_of
+from skipjoin.vllm.compat import GROUP, check_attributes, check_features, check_kv_groups
 from skipjoin.vllm.forecasts import LengthForecasts
 from skipjoin.vllm.listener import listen
 from skipjoin.vllm.metrics import EngineCollector, Tally
@@ -52,13 +52,14 @@ class Scheduler(AnyScheduler):
         super().__init__(*args, **kwargs)
         config = self.vllm_config
         check_features(config)
-        check_kv_groups(self.kv_cache_config)
+        check_kv_groups(self.kv_cache_config, has_tier=self.connector is not None)
+        for group in self.kv_cache_manager.coordinator.single_type_managers:
+            check_attributes(group, GROUP, VERSION)
         options = read_options(config.additional_config)
         # The planner admits requests and cuts prompts, so vLLM must not require room for whole prompts.
         self.scheduler_reserve_full_isl = False
         self.waiting, self.kv_holding_waiting = Store(), Store()
-        (group,) = self.kv_cache_config.kv_cache_groups
-        self._ledger, self._cost = make_ledger(self.kv_cache_manager, group, self.connector)
+        self._ledger, self._cost = make_ledger(self)
         self._core = make_core(options, config, self._ledger, self._cost)
         tiers = self._ledger.tiers
         self._moves = KvMoves(self, tiers, self._drop) if tiers is not None else None
@@ -184,7 +185,8 @@ class Scheduler(AnyScheduler):
         self.running = batch.running
         self._cut(batch.cuts)
         if not CAN_CUT_PROMPTS:
-            self.max_num_scheduled_tokens = sum(batch.tokens.values())
+            drafts = sum(len(request.spec_token_ids) for request in batch.running)
+            self.max_num_scheduled_tokens = sum(batch.tokens.values()) + drafts
         return batch
 
     def _park_all(self) -> list[VllmRequest]:
@@ -228,6 +230,7 @@ class Scheduler(AnyScheduler):
 
     def _settle(self, batch: Batch, output: SchedulerOutput, now: float) -> None:
         if batch.is_run_by(output.num_scheduled_tokens):
+            self._ledger.follow(slice_.request for slice_ in batch.plan.slices)
             return
         done = []
         for slice_, made in batch.changes(output.num_scheduled_tokens):
@@ -318,6 +321,8 @@ class Scheduler(AnyScheduler):
         seconds = arrived - max(flight.since, self._last_result)
         if plan.slices:
             self._cost.learn(StepShape.of(plan.slices), seconds)
+        if flight.output.scheduled_spec_decode_tokens:
+            plan = self._core.amend(plan, [*map(accepted, plan.slices)], now)
         leaving = self._moves.leaving(plan) if self._moves is not None else ()
         completed = (*plan.blocking, *plan.overlapped)
         self._core.commit(StepResult(plan, (None,) * len(plan.slices), seconds, completed=completed), now)

@@ -79,18 +79,11 @@ llm_arguments: chat core formats sampling
 local_engine: adapters chat config core engine formats model options sampling structured_output
 chat: formats model.chat_text model.tokenizer sampling structured_output
 server.engines: adapters config core core.kv.block_pool core.kv.interface engine exec.ranks.cluster exec.ranks.nodes
-<<<<<<< HEAD
     kv_format model.config model.folder observe options policies pooling recipes sampling server.engines server.logs
     server.metrics system.container system.disk system.garbage system.machine system.own_folder version
 server.api: adapters chat config config.access config.key_files core engine.forecasting engine.text formats
     model.config model.folder model.grammar_check model.tokenizer observe pooling recipes routes sampling server.api
     server.engines
-=======
-    kv_format model.config model.folder observe options policies recipes sampling server.engines server.logs
-    server.metrics system.container system.disk system.garbage system.machine system.own_folder version
-server.api: adapters chat config config.access config.key_files core engine.forecasting engine.text formats model.config
-    model.folder model.grammar_check model.tokenizer observe recipes routes sampling server.api server.engines
->>>>>>> fc6ac30c (Show the adapters of requests, and let generate choose one)
     server.metrics structured_output version
 server.relay: config config.access routes server.api server.listeners server.logs server.relay
 server.batches: config core.request routes sampling server.api server.batches server.engines.errors server.metrics

@@ -186,7 +186,8 @@ class LLM(LocalEngine):
         self, ids: list[list[int]], poolings: Sequence[Pooling], options: RequestOptions, cache_salt: Salts
     ) -> list[np.ndarray]:
         each = self._each([pooled(pooling) for pooling in poolings], len(ids), None)
-        found = [item.generation for item in self._run(ids, [None] * len(ids), each, options, cache_salt)]
+        asked = self._options(options, cache_salt, None, len(ids))
+        found = [item.generation for item in self._run(ids, [None] * len(ids), each, asked)]
         if (why := next((one.error for one in found if one.finish_reason == FinishReason.ERROR), None)) is not None:
             raise RuntimeError(why)
         return [np.frombuffer(one.details[0].vector, "<f4") for one in found]

@@ -41,7 +41,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from random_model import make_model  # noqa: PLC0415
 
     folder = tmp_path_factory.mktemp("model") / "model"
-    make_model(folder, torch.float32, layers=2, hidden=128, intermediate=256)
+    make_model(
+        folder, torch.float32, num_hidden_layers=2, hidden_size=128, intermediate_size=256, num_attention_heads=2
+    )
     return folder
 
 

@@ -62,7 +62,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     from random_model import make_model  # noqa: PLC0415
 
     folder = tmp_path_factory.mktemp("server")
-    make_model(folder / "model", torch.float32, layers=2, hidden=128, intermediate=256)
+    make_model(
+        folder / "model",
+        torch.float32,
+        num_hidden_layers=2,
+        hidden_size=128,
+        intermediate_size=256,
+        num_attention_heads=2,
+    )
     port, (metrics, _) = ports(1)[0], ports(2)
     chosen = {"skipjoin": {"recipe": "fastserve", "metrics_port": metrics}}
     command = [

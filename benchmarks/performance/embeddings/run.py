@@ -87,7 +87,7 @@ class Child:
     def _read(self) -> str:
         assert self._process.stdout is not None
         if not (line := self._process.stdout.readline()):
-            raise RuntimeError(f"the child has ended with code {self._process.wait()}")
+            raise RuntimeError(f"the child exited with code {self._process.wait()}")
         return line
 
     def stop(self) -> None:

@@ -1,9 +1,9 @@
 """Measure tokens per second on this CPU: Skipjoin through `LLM` and over HTTP, and other engines, in one run.
 
 The model has random weights and one of the shapes of random_model.py. All requests of a set are sent at once, decode
-greedily and ignore end-of-sequence. Sets, as requests x (prompt + output tokens): `even` 16 x (64 + 64), `one` 1 x (64 + 128),
-`wide` 64 x (64 + 64), `ragged` 32 x (8 to 512 + 8 to 256), `prefill` 16 x (900 + 1), `long` 16 x (700 + 128). Rates
-count output tokens, in `prefill` prompt tokens.
+greedily and ignore end-of-sequence. Sets, as requests x (prompt + output tokens): `even` 16 x (64 + 64), `one` 1 x (64
++ 128), `wide` 64 x (64 + 64), `ragged` 32 x (8 to 512 + 8 to 256), `prefill` 16 x (900 + 1), `long` 16 x (700 + 128).
+Rates count output tokens, in `prefill` prompt tokens.
 
 Each peer runs in its own environment (`peer_venvs.py`), which is created on first use. A peer that cannot be installed
 is left out, and the record says why. vLLM and llama.cpp are measured over HTTP, as Skipjoin is. vLLM compiles its

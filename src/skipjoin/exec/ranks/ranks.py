@@ -289,6 +289,7 @@ class RankedExecutor:
                 self._live.executor.load_adapter(adapter)
             except AdapterError as error:
                 _log.error("requests with this adapter fail from here on: %s", error)
+
     states = None  # a model with states runs on one rank of this process
 
     def touch(self, blocks: Sequence[int]) -> None:

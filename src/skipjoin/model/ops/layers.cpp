@@ -31,7 +31,7 @@ struct Pair {
   Linear down, up;
 };
 
-// Rows that use an adapter, and its pairs for `qkv`, `output`, `up` and `down` of each layer.
+// Rows that use an adapter, after those of the one before, and its pairs for `qkv`, `output`, `up` and `down` of each layer.
 struct Adapted {
   const Pair *pairs;
   int64_t first, rows;
@@ -95,6 +95,23 @@ void adapt(int64_t type, const Step &s, int64_t pair, const void *x, void *out, 
   }
 }
 
+// Sets the changes of rows without a pair to negative zeros, whose addition changes no number.
+void clear(const Step &s, int64_t pair, int64_t width) {
+  int64_t done = 0;
+  auto clear_to = [&](int64_t row) {
+    int64_t begin = done * width, count = (row - done) * width;
+    if (s.itemsize == 4)
+      std::fill_n((uint32_t *)s.delta + begin, count, 0x80000000u);
+    else
+      std::fill_n((uint16_t *)s.delta + begin, count, (uint16_t)0x8000);
+  };
+  for (int64_t a = 0; a < s.adapters; a++) {
+    const Adapted &of = s.adapted[a];
+    if (of.pairs[pair].down.k) clear_to(of.first), done = of.first + of.rows;
+  }
+  clear_to(s.rows);
+}
+
 // then: next product, whose weights may be fetched early, or null.
 void multiply(int64_t type, const Step &s, Linear call, int64_t pair, const void *x, void *out, bool add,
               const Linear *then) {
@@ -104,12 +121,7 @@ void multiply(int64_t type, const Step &s, Linear call, int64_t pair, const void
   bool is_activated = call.gated || call.activation;
   bool is_adapted = std::any_of(s.adapted, s.adapted + s.adapters, [&](auto &of) { return of.pairs[pair].down.k; });
   if (is_adapted && is_activated) {
-    // Adding negative zeros changes no number.
-    int64_t count = s.rows * call.n;
-    if (s.itemsize == 4)
-      std::fill_n((uint32_t *)s.delta, count, 0x80000000u);
-    else
-      std::fill_n((uint16_t *)s.delta, count, (uint16_t)0x8000);
+    clear(s, pair, call.n);
     adapt(type, s, pair, x, s.delta, call.n, false);
     call.delta = s.delta;
   }

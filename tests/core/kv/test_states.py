@@ -132,3 +132,17 @@ def test_check_finds_a_slot_that_leaked_or_has_no_holder() -> None:
     kv.states.snapshots._empty.append(2)
     with pytest.raises(LedgerError, match="a snapshot of recurrent state leaked or doubled"):
         kv.states.snapshots.check("recurrent state")
+
+
+def test_requests_with_a_common_prefix_wait_for_the_snapshot_of_the_first_one() -> None:
+    sizes = STATES._replace(device=8, snapshots=4)
+    scene = Scene({number: number for number in range(4)}, blocks=100, states=sizes)
+    common = list(range(100, 112))
+    scene.add(*(with_prompt(number, [*common, number, number + 1]) for number in range(3)), with_prompt(3, [7] * 9))
+    first, second = scene.step(), scene.step()
+    assert [piece.request.id for piece in first.slices] == [0, 3]
+    assert [capture[1:2] for capture in first.states.captured] == [(12,), (8,)]
+    assert [(piece.request.id, piece.start) for piece in second.slices[:3]] == [(0, 14), (1, 12), (2, 12)]
+    assert len(second.states.restored) == 2
+    scene.drain()
+    assert not scene.kv.states.snapshots._shared

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -16,11 +17,18 @@ from skipjoin.core.step import Move
 
 # Ends of replaced leases that may always be kept.
 _FEW_ENDS = 64
+# Most waiting requests whose common prefix with a request that is admitted is looked for.
+_FOLLOWERS = 64
 
 
 class _Lease(NamedTuple):
     keys: Sequence[Key]
     until: float
+
+
+def _common(one: Sequence[Key], other: Sequence[Key]) -> int:
+    """Return how many first keys are equal; each stands for all tokens before it."""
+    return bisect_left(range(min(len(one), len(other))), True, key=lambda index: one[index] != other[index])
 
 
 class _Search:
@@ -68,7 +76,7 @@ class PrefixCache:
     """Prefix cache of both tiers.
 
     Blocks with keys are full and read-only while requests hold them. Hits on the CPU tier are not shared: one request
-    swaps them in. For a model with state, a hit ends where there is a snapshot, and no request waits for another's.
+    swaps them in. For a model with state, a hit ends where there is a snapshot, and a request waits for one.
     """
 
     def __init__(
@@ -101,15 +109,25 @@ class PrefixCache:
             return MISS
         search = self.awaited.get(request) or _Search(list(self._usable(request)))
         missing = search.update(*self._pools, self._holders.of)
-        if self._snapshots is not None:
-            return self._hit_with_state(search, search.with_state(self._snapshots))
         leader = self._coming.get(missing) if missing is not None else None
+        if (snapshots := self._snapshots) is not None:
+            return self._hit_with_state(search, snapshots, search.with_state(snapshots), leader)
         return Hit((search.blocks + search.away) * self._block_size, search.held, leader, search.away)
 
-    def _hit_with_state(self, search: _Search, blocks: int) -> Hit:
-        here = min(blocks, search.blocks)
-        found = map(self._pools[0].find, search.keys[:here])
-        return Hit(blocks * self._block_size, sum(block in self._holders.of for block in found), None, blocks - here)
+    def _hit_with_state(self, search: _Search, snapshots: Snapshots, blocks: int, leader: Request | None) -> Hit:
+        here, size = min(blocks, search.blocks), self._block_size
+        held = sum(block in self._holders.of for block in map(self._pools[0].find, search.keys[:here]))
+        if leader is not None:
+            common = _common(search.keys, leader.keys(leader.progress.known)) * size
+            if not any(blocks * size < border <= common for border in snapshots.borders_of(leader)):
+                leader = None
+        return Hit(blocks * size, held, leader, blocks - here)
+
+    def _share_border(self, leader: Request, keys: Sequence[Key]) -> None:
+        """Let the leader leave a snapshot where its keys and these part, if it has not passed that."""
+        border = _common(keys, leader.keys(leader.progress.known)) * self._block_size
+        if self._snapshots is not None and border > leader.progress.planned:
+            self._snapshots.share(leader, border)
 
     def found(self, request: Request) -> int:
         """Return how many cached blocks the last search of a waiting request found, whether or not it may use them."""
@@ -183,6 +201,8 @@ class PrefixCache:
             search = self.awaited[request] = _Search(list(self._usable(request)))
             for pool in self._pools:
                 pool.want(search.keys)
+            for leader in self._announced if self._snapshots is not None else ():
+                self._share_border(leader, search.keys)
 
     def forget_prefix(self, request: Request) -> None:
         search = self.awaited.pop(request, None)
@@ -225,6 +245,8 @@ class PrefixCache:
         keys = self._announced[request] = list(islice(self._usable(request), self._requests[request].keyed, None))
         for key in keys:
             self._coming.setdefault(key, request)
+        for search in islice(self.awaited.values(), _FOLLOWERS if self._snapshots is not None else 0):
+            self._share_border(request, search.keys)
 
     def retract(self, request: Request) -> None:
         for key in self._announced.pop(request, ()):

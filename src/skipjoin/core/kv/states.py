@@ -7,6 +7,9 @@ from skipjoin.core.prefixes import Key
 from skipjoin.core.request import Request
 from skipjoin.core.step import Capture, Direction, Move, Slice, StateMove, StatePlan, StateSizes, StepPlan
 
+# Borders at which one prompt leaves snapshots for others.
+_MAX_SHARED = 4
+
 
 class StateSlots:
     """Slots for state of a request that is no KV block, such as that of linear attention.
@@ -108,7 +111,7 @@ class Snapshots:
     """States at block borders of cached prefixes; the least recently used one is replaced.
 
     A slice leaves one at the last border of its prompt, which requests with the same prompt and more turns can use, and
-    one where the cached KV that its prompt shares with another request ends.
+    one where its prompt parts from cached KV, or from the prompts of waiting requests.
 
     Attributes:
         changes: Number of times that a key was added or lost.
@@ -119,7 +122,7 @@ class Snapshots:
         self._slots = slots
         self._empty = list(reversed(slots))
         self._of: dict[Key, int] = {}  # least recently used first
-        self._shared: dict[Request, int] = {}  # tokens at the end of the cached KV that it found
+        self._shared: dict[Request, set[int]] = {}  # tokens where prompts part from those of others
         self._inexact: set[Request] = set()  # whose KV was swapped in, and is not exact
         self._restored: dict[Request, int] = {}  # slots to copy from in the plan that is being decided
 
@@ -128,8 +131,11 @@ class Snapshots:
         return next((count for count in range(found, 0, -1) if keys[count - 1] in self._of), 0)
 
     def share(self, request: Request, tokens: int) -> None:
-        if tokens and self._slots:
-            self._shared[request] = tokens
+        if tokens and self._slots and len(self.borders_of(request)) < _MAX_SHARED:
+            self._shared.setdefault(request, set()).add(tokens)
+
+    def borders_of(self, request: Request) -> Collection[int]:
+        return self._shared.get(request, ())
 
     def exclude(self, request: Request) -> None:
         self._inexact.add(request)
@@ -162,7 +168,7 @@ class Snapshots:
             return
         # A hit leaves the last token of a prompt to compute.
         last = (len(request.prompt) - 1) // block_size * block_size
-        for border in sorted({self._shared.get(request, 0), last}):
+        for border in sorted({*self.borders_of(request), last}):
             if slice_.start < border <= slice_.start + slice_.tokens:
                 keys = request.keys(border)
                 if len(keys) * block_size >= border and keys[border // block_size - 1] not in self._of:

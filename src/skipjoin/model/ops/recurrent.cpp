@@ -145,8 +145,9 @@ template <typename T> void read_unit(const T *from, int64_t count, bool is_unit,
 }
 
 // Updates and reads `kColumns` vectors of the state by one token; `value` is overwritten by the output.
-template <bool WHOLE> void advance(float *state, int64_t stride, int64_t columns, const float *key, const float *query, int64_t rows,
-                    float decay, float rate, bool is_delta, float *value) {
+template <bool WHOLE>
+void advance(float *state, int64_t stride, int64_t columns, const float *key, const float *query, int64_t rows,
+             float decay, float rate, bool is_delta, float *value) {
   Floats update[kColumns], out[kColumns];
   auto count = [&](int v) { return WHOLE ? (int64_t)kLanes : columns - v * kLanes; };
   for (int v = 0; v < kColumns; v++) update[v] = load(value + v * kLanes, count(v)), out[v] = Floats{};
@@ -184,7 +185,8 @@ template <typename T> void recur(const Recur &c, int64_t sequence, int64_t head)
     read_unit((const T *)c.query + token * c.query_stride + key_head * c.key_dim, c.key_dim, is_delta, scale, query);
     read_unit((const T *)c.key + token * c.key_stride + key_head * c.key_dim, c.key_dim, is_delta, 1.0f, key);
     read_unit((const T *)c.value + token * c.value_stride + head * c.value_dim, c.value_dim, false, 1.0f, value);
-    float step = softplus(number((const T *)c.decay + token * c.decay_stride + head) + c.decay_bias[head]), rate = step;
+    float step = softplus(number((const T *)c.decay + token * c.decay_stride + head) + c.decay_bias[head]);
+    float rate = step;
     if (is_delta)
       rate = 1.0f / (1.0f + std::exp(-number((const T *)c.rate + token * c.rate_stride + head)));
     else

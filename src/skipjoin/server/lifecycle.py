@@ -286,6 +286,7 @@ class Server:
 
     def _announce(self, url: str, metrics_url: str | None = None) -> None:
         info = self._service.info
+        can_chat = info.task is Task.GENERATE and self._service.tokenizer.chat_template is not None
         logs.announce(
             f"Ready: {self._service.name} at {url} ({self._count()}recipe {info.recipe}, "
             f"context {info.max_model_len} tokens, "
@@ -293,7 +294,7 @@ class Server:
             f"{'' if info.swap_dtype == 'auto' else f' as {info.swap_dtype}'}, "
             f"{info.dtype} on {info.device})\n"
             f"Try: {self._example(url)}"
-            + (f"\nChat in a browser: {url}/" if self._config.console and self._service.tokenizer.chat_template else "")
+            + (f"\nChat in a browser: {url}/" if self._config.console and can_chat else "")
             + (f"\nMetrics: {metrics_url}/metrics" if metrics_url else ""),
             url=url,
             model=self._service.name,

@@ -74,7 +74,7 @@ engine: adapters builtin config config.profile core core.decide.scheduler core.k
     exec.base exec.ranks forecast formats kv_format model options policies pooling recipes sampling structured_output
     system.durable system.machine version
 async_llm: chat core engine formats llm_arguments local_engine sampling
-llm: chat core formats llm_arguments local_engine pooling recipes sampling structured_output
+llm: chat core formats llm_arguments local_engine model.tokenizer pooling recipes sampling structured_output
 llm_arguments: chat core formats sampling
 local_engine: adapters chat config core engine formats model options sampling structured_output
 chat: formats model.chat_text model.tokenizer sampling structured_output

@@ -24,9 +24,10 @@ from skipjoin.llm_arguments import (
     tool_use_of,
 )
 from skipjoin.local_engine import Generation, LocalEngine, Running, outputs_of
+from skipjoin.model.tokenizer import TooManyTokensError
 from skipjoin.pooling import Pooling, Task, cosine
 from skipjoin.recipes import located_errors
-from skipjoin.sampling import ParameterError, SamplingParams, pooled
+from skipjoin.sampling import ContextLengthError, ParameterError, SamplingParams, pooled
 from skipjoin.structured_output import GrammarError, StructuredOutput
 
 Constraint = StructuredOutput | Mapping[str, Any] | None
@@ -178,7 +179,11 @@ class LLM(LocalEngine):
             )
             return [cosine(first, other) for other in others]
         asks = self.engine.info.asks_pairs
-        pairs = [self.tokenizer.encode_pair(query, document, asks=asks) for document in documents]
+        most = self.engine.info.max_model_len
+        try:
+            pairs = [self.tokenizer.encode_pair(query, document, most, asks=asks) for document in documents]
+        except TooManyTokensError as error:
+            raise ContextLengthError.of_input("documents", most, error.found) from None
         poolings = [Pooling(second=second) for _, second in pairs]
         return [float(one[0]) for one in self._pooled([ids for ids, _ in pairs], poolings, options, cache_salt)]
 

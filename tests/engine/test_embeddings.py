@@ -72,6 +72,8 @@ def test_scores_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         found = llm.score("where is it?", documents)
         with pytest.raises(ParameterError, match="scores pairs of texts"):
             llm.embed("text")
+        with pytest.raises(ContextLengthError, match=f"documents must have at most {CONTEXT} tokens"):
+            llm.score("a", ["b" * CONTEXT])
         pairs = [llm.tokenizer.backend.encode("where is it?", document) for document in documents]
     for pair, score in zip(pairs, found, strict=True):
         types = {"token_type_ids": torch.tensor([pair.type_ids])} if name == "bert-score" else {}
@@ -85,7 +87,7 @@ def test_a_decoder_that_judges_scores_by_its_yes_and_no(tmp_path: Path) -> None:
     with LLM(str(tmp_path), task="score", max_num_batched_tokens=64, **SETTINGS) as llm:
         (score,) = llm.score("where?", ["here"])
         answers = [llm.tokenizer.backend.token_to_id(word) for word in ("yes", "no")]
-        ids, _ = llm.tokenizer.encode_pair("where?", "here", asks=True)
+        ids, _ = llm.tokenizer.encode_pair("where?", "here", 512, asks=True)
         text = llm.tokenizer.decode(ids)
     assert text.endswith("answer the query\n\n<Query>: where?\n\n<Document>: hereFalse")
     with torch.no_grad():

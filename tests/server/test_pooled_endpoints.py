@@ -77,7 +77,10 @@ async def test_a_model_of_scores_reads_pairs(open_api: Any, monkeypatch: pytest.
     async with open_api(Task.SCORE) as api:
         both = api.service.tokenizer.encode
         monkeypatch.setattr(
-            api.service.tokenizer, "encode_pair", lambda one, two, asks: (both(one) + both(two), len(one)), raising=True
+            api.service.tokenizer,
+            "encode_pair",
+            lambda one, two, most, asks: (both(one) + both(two), len(one)),
+            raising=True,
         )
         pairs = {"text_1": ["a", "bcd"], "text_2": ["bcd", "a"]}
         answer = (await api.http.post(SCORE, json=pairs)).json()

@@ -130,10 +130,15 @@ class Tokenizer:
             raise TooManyTokensError(str(len(encoding)))
         return encoding.ids
 
-    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts))]
+    def encode_many(self, texts: Sequence[str], most: int) -> list[list[int]]:
+        """Return the token ids of texts; raise `TooManyTokensError` for one beyond `most`."""
+        self._check_bytes(texts, most)
+        encodings = self.backend.encode_batch_fast(list(texts))
+        if (longest := max(map(len, encodings))) > most:
+            raise TooManyTokensError(str(longest))
+        return [encoding.ids for encoding in encodings]
 
-    def encode_pair(self, first: str, second: str, *, asks: bool = False) -> tuple[list[int], int | None]:
+    def encode_pair(self, first: str, second: str, most: int, *, asks: bool = False) -> tuple[list[int], int | None]:
         """Return the token ids of two texts, and where the second begins if the tokenizer marks its tokens.
 
         Args:
@@ -142,10 +147,17 @@ class Tokenizer:
         if asks:
             fields = f"<Instruct>: {_PURPOSE}\n\n<Query>: {first}\n\n<Document>: {second}"
             messages = [{"role": "system", "content": _QUESTION}, {"role": "user", "content": fields}]
-            return self.chat(messages, enable_thinking=False), None
+            return self.chat(messages, most=most, enable_thinking=False), None
+        self._check_bytes((first, second), most)
         (encoding,) = self.backend.encode_batch_fast([(first, second)])
+        if len(encoding) > most:
+            raise TooManyTokensError(str(len(encoding)))
         types = encoding.type_ids
         return encoding.ids, types.index(1) if 1 in types else None
+
+    def _check_bytes(self, texts: Sequence[str], most: int) -> None:
+        if (least := max(map(self.fewest_tokens, texts))) > most:
+            raise TooManyTokensError(f"at least {least}")
 
     def fewest_tokens(self, text: str) -> int:
         """Return a lower bound of the text's tokens; 0 for tokens that are not runs of bytes."""

@@ -7,6 +7,8 @@ import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import starmap
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +17,7 @@ from msgspec import UNSET, UnsetType
 from skipjoin.core.request import FinishReason, RequestOptions
 from skipjoin.engine.text import Choice, Output, TextRules
 from skipjoin.model.config import ModelError
+from skipjoin.model.tokenizer import TooManyTokensError
 from skipjoin.pooling import Pooling, Task, cosine, values_of
 from skipjoin.routes import EMBEDDINGS, RERANK, SCORE
 from skipjoin.sampling import ContextLengthError, pooled
@@ -116,17 +119,26 @@ class PooledEndpoint(Endpoint[PooledT]):
         found: list[list[int]] = []
         for at in range(0, len(texts), _AT_ONCE):
             some = texts[at : at + _AT_ONCE]
-            found += await self.service.in_thread(self.service.tokenizer.encode_many, some)
-        self.check_lengths(found, param)
+            try:
+                found += await self.service.in_thread(self.service.tokenizer.encode_many, some, self.max_tokens)
+            except TooManyTokensError as error:
+                raise self.too_long(param, error.found) from None
+        self.check_ids(found, param)
         return found
 
-    def check_lengths(self, found: Sequence[Sequence[int]], param: str) -> None:
-        most = self.service.info.max_model_len
+    @property
+    def max_tokens(self) -> int:
+        return self.service.info.max_model_len
+
+    def too_long(self, param: str, found: object) -> ApiError:
+        return from_parameter(ContextLengthError.of_input(param, self.max_tokens, found))
+
+    def check_ids(self, found: Sequence[Sequence[int]], param: str) -> None:
         for ids in found:
             if not ids:
                 raise bad_request(f"{param} must have at least 1 token", param)
-            if len(ids) > most:
-                raise from_parameter(ContextLengthError.of_input(param, most, len(ids)))
+            if len(ids) > self.max_tokens:
+                raise self.too_long(param, len(ids))
             self.service.check_prompt(ids, param)
 
 
@@ -150,7 +162,7 @@ class EmbeddingEndpoint(PooledEndpoint[EmbeddingRequest]):
         if texts:
             found = await self.encode(texts, "input")
         else:
-            self.check_lengths(found, "input")
+            self.check_ids(found, "input")
         return [Prompt(ids, None, params) for ids in found]
 
     def format(self, body: EmbeddingRequest, options: RequestOptions) -> PooledFormat:
@@ -172,18 +184,18 @@ class PairsEndpoint(PooledEndpoint[PairsT]):
             firsts = await self.encode(body.firsts, self._params[0])
             seconds = await self.encode(body.seconds, self._params[1])
             return [Prompt(ids, None, pooled(Pooling())) for ids in (*firsts, *seconds)]
-        encode_pair, texts = self.service.tokenizer.encode_pair, _texts(body)
+        service, texts = self.service, _texts(body)
+        encode = partial(service.tokenizer.encode_pair, most=self.max_tokens, asks=service.info.asks_pairs)
         prompts: list[Prompt] = []
         for at in range(0, len(texts), _AT_ONCE):
-            some = texts[at : at + _AT_ONCE]
             try:
-                found = await self.service.in_thread(
-                    lambda some=some: [encode_pair(*pair, asks=self.service.info.asks_pairs) for pair in some]
-                )
+                found = await service.in_thread(lambda some: list(starmap(encode, some)), texts[at : at + _AT_ONCE])
+            except TooManyTokensError as error:
+                raise self.too_long(self._params[1], error.found) from None
             except ModelError as error:  # of the chat template
                 raise bad_request(str(error), "model") from error
             prompts += [Prompt(ids, None, pooled(Pooling(second=second))) for ids, second in found]
-        self.check_lengths([prompt.ids for prompt in prompts], self._params[1])
+        self.check_ids([prompt.ids for prompt in prompts], self._params[1])
         return prompts
 
     @property

@@ -38,5 +38,5 @@ def make_head(builder: Builder, settings: PoolingSettings, output: str) -> Head:
     dense, out = HEADS[settings.head or ""]
     if dense is None:
         return Head(None, builder.tensor(f"{out}.weight", 1, hidden), None)
-    product = builder.linear(dense, (hidden,), hidden, True)
+    product = builder.linear(dense, (hidden,), hidden, True, takes_adapters=False)
     return Head(product, builder.tensor(f"{out}.weight", 1, hidden), builder.tensor(f"{out}.bias", 1))

@@ -3,9 +3,9 @@
     python benchmarks/arena/programs.py --jobs 2        # three seeds; continues where it stopped
 
 Agents are those of `skipjoin.workload.agents`, by published statistics: 2 to 40 calls, pauses for tools, and prompts of
-which 95 % are known from the call before. Qwen3-8B on an A100 of 40 GB, with and without a CPU tier, 300 s of
-arrivals. The capacity is the rate at which the mean completion time of programs under `fcfs`, without a CPU tier, is
-twice that of light load.
+which 95 % are known from the call before. 60 programs on Qwen3-8B and an A100 of 40 GB, with and without a CPU tier.
+The capacity is the rate at which the mean completion time under `fcfs`, without a CPU tier, is twice that of the same
+programs under light load.
 
 `per-call` is `adaptive` without programs. `--agents` names others, for which nothing was chosen.
 """
@@ -39,7 +39,8 @@ RECIPES = {
 }
 LOADS = (0.8, 1.0, 1.2)
 TIERS = {"no tier": 0.0, "tier": None}
-LIGHT_RPS, START_RPS, KNEE, STEPS = 0.02, 0.2, 2.0, 5
+# Programs per second under light load and at the start of the search, the ratio of completion times, and bisections.
+LIGHT_RPS, START_RPS, KNEE, STEPS = 0.01, 0.16, 2.0, 4
 AGENTS = {
     "agents": Agents(),
     "equal": Agents(calls=(14, 14)),
@@ -56,7 +57,7 @@ class ProgramCell:
     tier: str
     load: float
     seed: int
-    duration_s: float
+    programs: int
 
     @property
     def name(self) -> str:
@@ -66,7 +67,7 @@ class ProgramCell:
 def simulate(cell: ProgramCell, recipe: str, rate: float) -> dict[str, float]:
     machine = Machine(model="qwen3-8b", hardware="a100-40gb", swap_gib=TIERS[cell.tier])
     (system,) = machine.systems(RECIPES[recipe], predictor="prior")
-    record = run(Cell(system, AGENTS[cell.agents], Extent(rate, cell.duration_s, cell.seed)))
+    record = run(Cell(system, AGENTS[cell.agents], Extent(rate, None, cell.seed, cell.programs)))
     programs = record["programs"]
     found = {name: programs["completion_s"][name] for name in ("mean", "p95")}
     return found | {
@@ -76,11 +77,11 @@ def simulate(cell: ProgramCell, recipe: str, rate: float) -> dict[str, float]:
     }
 
 
-def capacity(agents: str, duration_s: float) -> float:
+def capacity(agents: str, programs: int) -> float:
     """Return the programs per second at which the mean completion time under `fcfs` is twice that of light load."""
 
     def mean(rate: float) -> float:
-        return simulate(ProgramCell(agents, "no tier", 0.0, 0, duration_s), "fcfs", rate)["mean"]
+        return simulate(ProgramCell(agents, "no tier", 0.0, 0, programs), "fcfs", rate)["mean"]
 
     light, low, high = mean(LIGHT_RPS), LIGHT_RPS, START_RPS
     while mean(high) < KNEE * light:
@@ -91,11 +92,11 @@ def capacity(agents: str, duration_s: float) -> float:
     return round((low * high) ** 0.5, 4)
 
 
-def cells(agents: Iterable[str], loads: Sequence[float], seeds: int, duration_s: float) -> Iterator[ProgramCell]:
+def cells(agents: Iterable[str], loads: Sequence[float], seeds: int, programs: int) -> Iterator[ProgramCell]:
     for name in agents:
         for tier in TIERS:
             for load in loads:
-                yield from (ProgramCell(name, tier, load, seed, duration_s) for seed in range(seeds))
+                yield from (ProgramCell(name, tier, load, seed, programs) for seed in range(seeds))
 
 
 def summary(found: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]) -> dict[str, dict[str, float]]:
@@ -140,18 +141,18 @@ class Record:
 
 
 def main() -> None:
-    parser = harness.parser(__doc__, jobs=2, seeds=3, duration=300)
+    parser = harness.parser(__doc__, jobs=2, seeds=3, programs=60)
     parser.add_argument("--agents", type=harness.some_of("agents", AGENTS), default=["agents"], help="default: agents")
     parser.add_argument("--loads", type=lambda text: list(map(float, harness.words(text))), default=LOADS)
     parser.add_argument("--match", default="", help="run only cells whose name contains this text")
     args = parser.parse_args()
     record = Record(args.out or HOME / "programs.json")
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
-        missing = {name: pool.submit(capacity, name, args.duration) for name in args.agents
+        missing = {name: pool.submit(capacity, name, args.programs) for name in args.agents
                    if name not in record.capacities}  # fmt: skip
         record.capacities |= {name: one.result() for name, one in missing.items()}
         waiting: dict[Future[dict[str, float]], tuple[ProgramCell, str]] = {}
-        for cell in cells(args.agents, args.loads, args.seeds, args.duration):
+        for cell in cells(args.agents, args.loads, args.seeds, args.programs):
             for recipe in RECIPES if args.match in cell.name else ():
                 if not record.has(cell, recipe):
                     rate = round(record.capacities[cell.agents] * cell.load, 4)

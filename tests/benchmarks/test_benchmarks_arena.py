@@ -134,7 +134,7 @@ def test_engines_take_turns_by_their_own_clocks(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_programs_compare_means_over_seeds_with_the_best_order_of_calls() -> None:
-    cells = list(programs.cells(["agents"], programs.LOADS, 3, 300.0))
+    cells = list(programs.cells(["agents"], programs.LOADS, 3, 60))
     assert len({(cell.name, cell.seed) for cell in cells}) == len(cells) == 18
     runs = {"fcfs": (8.0, 100), "fastserve": (9.0, 90), "per-call": (6.0, 60), "hrrn": (7.0, 80), "adaptive": (4.0, 10)}
     found = {

@@ -51,6 +51,7 @@ def run(executor: LosingExecutor, requests: int = 4) -> dict[int, tuple[str, int
     policies = build("fcfs", Settings(COST, 8, 256))
     core = EngineCore(Scheduler(policies, KVLedger(64, 0, 16)))
     info = SimpleNamespace(eos_token_ids=(), vocab_size=99, max_model_len=256, cost=LearningCost(COST))
+    info.check_pooling = lambda pooling: None
     unused = {"seed": 0, "jct_scale": None, "caches_prefixes": False, "adapter_bytes": {}, "learned": None}
     engine = SimpleNamespace(core=core, executor=executor, info=info, **unused)
     loop = EngineLoop(engine)  # type: ignore[arg-type]

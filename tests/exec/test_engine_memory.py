@@ -23,7 +23,7 @@ def stream_and_abort(loop: EngineLoop, first: int) -> int:
         builder.arrived(number)
     for _ in range(6):
         outputs = builder.fold(loop.step())
-        scored += sum(len(chosen.top) for chosen, _ in outputs.details.values()) if outputs else 0
+        scored += sum(len(chosen.top) for chosen, *_ in outputs.details.values()) if outputs else 0
         loop.submit()
     for number in range(first, first + SEQUENCES):
         loop.abort(number)

@@ -32,6 +32,7 @@ FREE = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 def loop_of(executor: Any, depth: int, *, overlap: bool = False) -> EngineLoop:
     core = make_core(Recompute(), device_blocks=60, slots=4, depth=depth, overlap=overlap)
     info = SimpleNamespace(eos_token_ids=(VOCAB - 1,), vocab_size=VOCAB, max_model_len=256, cost=LearningCost(COST))
+    info.check_pooling = lambda pooling: None
     unused = {"seed": 0, "jct_scale": None, "caches_prefixes": False, "adapter_bytes": {}, "learned": None}
     return EngineLoop(SimpleNamespace(core=core, executor=executor, info=info, **unused))  # type: ignore[arg-type]
 

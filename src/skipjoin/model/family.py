@@ -27,8 +27,7 @@ _BUILT_IN = (
     "granite_hybrid",
 )
 
-# Ends of names of architectures that have a decoder without its output.
-_OTHER_OUTPUTS = ("ForSequenceClassification", "Model")
+CLASSIFIER = "ForSequenceClassification"
 # Maps a parsed config.json and the name of its architecture to fields of `ModelConfig`.
 ReadFields = Callable[[Mapping[str, Any], str], dict[str, Any]]
 DecoderT = TypeVar("DecoderT", bound=type)
@@ -144,7 +143,14 @@ def _find(names: list[Any], model_type: str | None) -> tuple[str, Family] | None
 def _generating(name: Any) -> Any:
     if not isinstance(name, str):
         return name
-    return next((name.removesuffix(end) + "ForCausalLM" for end in _OTHER_OUTPUTS if name.endswith(end)), name)
+    if name.endswith(CLASSIFIER):
+        return name.removesuffix(CLASSIFIER) + "ForCausalLM"
+    return name.removesuffix("Model") + "ForCausalLM" if is_bare(name) else name
+
+
+def is_bare(name: str) -> bool:
+    """Return whether an architecture has no output, unlike GPT2LMHeadModel."""
+    return name.endswith("Model") and not name.endswith("HeadModel")
 
 
 def _path(decoder: type) -> str:

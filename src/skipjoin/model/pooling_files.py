@@ -13,11 +13,11 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from skipjoin.model.config import ModelConfig, ModelError, PoolingSettings, read_json, read_settings
+from skipjoin.model.family import CLASSIFIER, is_bare
 from skipjoin.model.gguf.file import is_gguf
 from skipjoin.model.weight_files import ModelFiles
 from skipjoin.pooling import Task
 
-_CLASSIFIER = "ForSequenceClassification"
 # Older names, which are true or false each, and `pooling_mode`.
 _MODES = {
     "pooling_mode_cls_token": "cls",
@@ -57,9 +57,9 @@ def pooling_of(files: ModelFiles, config: ModelConfig, task: str) -> PoolingSett
 
 
 def _choose(name: str, config: ModelConfig, *, has_modules: bool) -> Task:
-    if name.endswith(_CLASSIFIER):
+    if name.endswith(CLASSIFIER):
         return Task.SCORE
-    return Task.EMBED if config.is_encoder or has_modules or name.endswith("Model") else Task.GENERATE
+    return Task.EMBED if config.is_encoder or has_modules or is_bare(name) else Task.GENERATE
 
 
 def _modules(files: ModelFiles) -> dict[str, str]:
@@ -120,11 +120,11 @@ def _answers(files: ModelFiles, config: ModelConfig) -> tuple[int, ...]:
 
 def _score(files: ModelFiles, config: ModelConfig, name: str) -> PoolingSettings:
     raw = files.config
-    if not (config.is_encoder or name.endswith(_CLASSIFIER)):
+    if not (config.is_encoder or name.endswith(CLASSIFIER)):
         return PoolingSettings(task=Task.SCORE, how="last", answers=_answers(files, config), squashes=True)
-    if not name.endswith(_CLASSIFIER):
+    if not name.endswith(CLASSIFIER):
         raise ModelError(
-            f"task score needs a model with a head for scores (...{_CLASSIFIER}), and {name} has none; "
+            f"task score needs a model with a head for scores (...{CLASSIFIER}), and {name} has none; "
             "with task embed, /score and /rerank compare embeddings"
         )
     labels = raw.get("id2label")

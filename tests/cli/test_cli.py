@@ -122,7 +122,7 @@ def test_program_exits_with_the_code_of_its_command() -> None:
 
 
 def test_unsupported_architecture_error_lists_supported_ones(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["BertModel"], "model_type": "bert"}')
+    (tmp_path / "config.json").write_text('{"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}')
     shutil.copy(builtin_model_path() / "tokenizer.json", tmp_path)
     run = invoke("generate", tmp_path, "--prompt", "x", "--load-format", "dummy")
     assert run.exit_code == 2
@@ -182,7 +182,7 @@ def test_generate_passes_memory_and_objective_options(name: str, monkeypatch: py
         def __exit__(self, *error: object) -> None:
             pass
 
-        def generate(self, prompts: object, params: SamplingParams, service: str) -> list[object]:
+        def generate(self, prompts: object, params: SamplingParams, service: str, adapter: None) -> list[object]:
             given["service"] = service
             assert (params.top_p, params.top_k, params.max_tokens) == (0.9, 5, 128)
             return []

@@ -223,7 +223,7 @@ def test_batches_and_files_are_hidden_from_other_keys(client: openai.OpenAI, oth
         ({"completion_window": "1w"}, 400, "completion_window"),
         ({"completion_window": "0s"}, 400, "completion_window"),
         ({"completion_window": "169h"}, 400, "completion_window"),
-        ({"endpoint": "/v1/embeddings"}, 400, "endpoint"),
+        ({"endpoint": "/v1/images/generations"}, 400, "endpoint"),
         ({"input_file_id": "file-none"}, 404, "input_file_id"),
         ({"input_file_id": "../../etc/passwd"}, 404, "input_file_id"),
         ({"metadata": {str(n): "" for n in range(17)}}, 400, "metadata"),

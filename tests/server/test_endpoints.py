@@ -52,7 +52,7 @@ def body_of(kind: type[Endpoint[Any]], fields: dict[str, Any]) -> Any:
 
 
 def without_id(data: bytes) -> Any:
-    changing = re.compile(r"id|created|created_at|completed_at|\w+_duration")
+    changing = re.compile(r"id|created|created_at|completed_at|\w+_duration|queue_time")
     return json.loads(data, object_pairs_hook=lambda pairs: {k: v for k, v in pairs if not changing.fullmatch(k)})
 
 

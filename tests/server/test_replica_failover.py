@@ -372,6 +372,7 @@ def choices_of(response: httpx.Response) -> list[Any]:
     """Return the choices of an answer or of its events, sorted by choice, without ids and times."""
     if "data: " not in response.text:
         body = response.json()
+        body["usage"].pop("queue_time")
         return [body["choices"], body["usage"]]
     events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
     assert response.text.rstrip().endswith("[DONE]")

@@ -22,7 +22,7 @@ _task = partial(Option, group=_GROUP, is_common=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class Asked:
     prompt: Annotated[tuple[str, ...], _task("Text to complete; may be repeated.", metavar="TEXT")]
     chat: Annotated[bool, _task("Send each prompt as a user's chat message.", flags=("--chat/--no-chat",))] = False
     max_tokens: Annotated[int, _task("Maximum number of tokens to generate.")] = 128
@@ -65,18 +65,18 @@ class Task:
 
 
 @takes(
-    task=Section(Task),
+    asked=Section(Asked),
     engine=Section(EngineConfig, finish=engine_values, from_environment=True),
     forecasts=Section(ForecastConfig, from_environment=True),
 )
-def generate(*, task: Values, engine: Values, forecasts: Values) -> None:
+def generate(*, asked: Values, engine: Values, forecasts: Values) -> None:
     """Generate from prompts in this process, without a server."""
     from skipjoin.model.folder import check_model  # noqa: PLC0415
 
     check_model(engine["model"], engine["load_format"])  # before torch is imported, which takes seconds
     from skipjoin.llm import LLM  # noqa: PLC0415
 
-    wanted = Task(**task)
+    wanted = Asked(**asked)
     wanted.params(SamplingParams())  # reports invalid options before the model is loaded
     with LLM(**engine, **forecasts) as llm:
         params = wanted.params(llm.default_params)

@@ -65,7 +65,6 @@ class EngineConfig:
             "Generate text, embed texts, or score pairs of texts; auto is what the model's files are for",
             choices=("auto", "generate", "embed", "score"),
             group=MODEL,
-            is_common=True,
         ),
     ] = "auto"
     load_format: Annotated[

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -199,18 +200,19 @@ class StreamReply(_JobReply):
 
 async def _tell_place(run: JobRun, send: Send) -> None:
     """Send comments with the place in the queue until the run has output or fails."""
-    ready, wait_s = asyncio.ensure_future(run.ready()), _FIRST_NOTE_S
-    try:
-        while not (await asyncio.wait((ready,), timeout=wait_s))[0]:
-            if (place := run.queue_place) is None:
-                return
-            position, left_s = place
-            left = "" if left_s is None else f", x-estimated-wait-ms {math.ceil(1000 * left_s)}"
-            note = f": x-queue-position {position}{left}\n\n".encode()
-            await send({"type": "http.response.body", "body": note, "more_body": True})
-            wait_s = _NEXT_NOTE_S
-    finally:
-        ready.cancel()
+    wait_s = _FIRST_NOTE_S
+    while True:
+        # Not a task, whose end the event loop would notice only after more output.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                return await run.ready()
+        if (place := run.queue_place) is None:
+            return
+        position, left_s = place
+        left = "" if left_s is None else f", x-estimated-wait-ms {math.ceil(1000 * left_s)}"
+        note = f": x-queue-position {position}{left}\n\n".encode()
+        await send({"type": "http.response.body", "body": note, "more_body": True})
+        wait_s = _NEXT_NOTE_S
 
 
 def _stream_headers(endpoint: Endpoint[Any]) -> list[tuple[bytes, bytes]]:

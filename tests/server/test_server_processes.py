@@ -27,6 +27,7 @@ from skipjoin.server.lifecycle import EXIT_OK, Server
 from skipjoin.server.settings import check_settings
 from support.streams import Stream
 from support.waiting import wait_until
+from support.worlds import exhaustive
 
 JSON_HEAD = "Host: localhost\r\nContent-Type: application/json"
 LONG = {"prompt": "abc", "max_tokens": 500, "stream": True}
@@ -231,7 +232,7 @@ def test_engine_death_under_load_is_reported_to_clients(start_server: StartServe
     assert any("the engine has died: the engine process was killed by SIGKILL (" in line for line in server.errors)
 
 
-@pytest.mark.parametrize("is_stopped", [True, False])
+@pytest.mark.parametrize("is_stopped", [True, exhaustive(False)])
 def test_hanging_engine_is_reported_and_killed(start_server: StartServer, is_stopped: bool) -> None:
     server = start_server(step_s=0.02 if is_stopped else 300, hang_timeout_s=2, step_timeout_s=1)
     stream = long_stream(server)

@@ -153,10 +153,10 @@ template <typename C> struct Copies {
 };
 
 // Converts the scores of a block's keys [from, to) to weights in place, as the values need them. Weights after them are
-// 0 up to a whole step of keys. meanwhile: called once per kTotals keys and vector.
-template <typename C, typename Meanwhile>
+// 0 up to a whole step of keys.
+template <typename C>
 void weigh(Panel &p, int64_t block, int64_t from, int64_t to, const Scale &scale, const Copies<C> &copies,
-           Lanes *scores, Meanwhile &&meanwhile) {
+           Lanes *scores) {
   bool all_see = p.all_see(block + from, block + to);
   int64_t dim = copies.dim;
   Floats hidden = splat(-INFINITY);
@@ -188,8 +188,7 @@ void weigh(Panel &p, int64_t block, int64_t from, int64_t to, const Scale &scale
     }
     Floats totals[kTotals];
     for (int i = 0; i < kTotals; i++) totals[i] = p.totals[i][v];
-    for (int64_t t = from; t < to; t += kTotals) {
-      meanwhile();
+    for (int64_t t = from; t < to; t += kTotals)
 #pragma GCC unroll 16
       for (int i = 0; i < kTotals; i += kInputs<C>) {
         Floats weight = weight_of<C>(scores[t + i][v], scale.factor, top);
@@ -205,7 +204,6 @@ void weigh(Panel &p, int64_t block, int64_t from, int64_t to, const Scale &scale
         if constexpr (kHasScales<C>) weight *= splat(copies.value_scales[t + i]);
         scores[t + i][v] = weight;
       }
-    }
     for (int i = 0; i < kTotals; i++) p.totals[i][v] = totals[i];
   }
 }
@@ -234,73 +232,29 @@ template <typename T> void write_out(const Queries &queries, int64_t head, int64
 // Packs a panel of queries for `score_many`: [units][kPanel].
 template <typename T, typename C>
 void pack_queries(const Queries &queries, int64_t head, int64_t panel, int64_t units, Unit<C> *to) {
-  const T *from[kPanel];
-  int64_t count = std::min<int64_t>(kPanel, queries.count - panel * kPanel);
-  for (int64_t i = 0; i < count; i++) from[i] = queries.at<T>(panel * kPanel + i, head);
   for (int64_t u = 0; u < units; u += kLanes)
     for (int v = 0; v < kVectors; v++) {
       Words square[kLanes] = {};
-      for (int64_t i = 0; i < std::min<int64_t>(kLanes, count - v * kLanes); i++)
-        load_query<C>(from[v * kLanes + i] + u * kInputs<C>, queries.c.dim - u * kInputs<C>, (Unit<C> *)&square[i]);
+      for (int64_t i = 0, q = panel * kPanel + v * kLanes; i < kLanes && q < queries.count; i++, q++)
+        load_query<C>(queries.at<T>(q, head) + u * kInputs<C>, queries.c.dim - u * kInputs<C>, (Unit<C> *)&square[i]);
       transpose(square);
       for (int i = 0; i < kLanes; i++) std::memcpy(to + (u + i) * kPanel + v * kLanes, &square[i], sizeof square[i]);
     }
 }
 
-// Prefetches a panel's queries, or where its outputs will be.
-template <typename T, bool WRITES> void fetch_panel(const Queries &queries, int64_t head, int64_t panel) {
-  const Call &c = queries.c;
-  for (int64_t q = panel * kPanel; q < std::min(queries.count, (panel + 1) * kPanel); q++) {
-    const T *at = WRITES ? (const T *)c.out + (queries.token(q) * c.heads + queries.head(q, head)) * c.dim
-                         : queries.at<T>(q, head);
-    for (int64_t d = 0; d < c.dim; d += 64 / (int64_t)sizeof(T)) __builtin_prefetch(at + d, WRITES, 2);
-  }
-}
-
 #ifdef SKIPJOIN_TILES
 
-// Like `score_many`, for whole tiles of keys, in steps: while the processor multiplies tiles, it can weigh other scores.
-struct TileScores {
-  const Pair *keys = nullptr;
-  int64_t pitch = 0, count = 0;
-  const Pair *queries = nullptr;
-  int64_t units = 0;
-  Lanes *scores = nullptr;
-  int64_t key = 0, unit = 0;
-
-  SKIPJOIN_INLINE void step() {
-    if (key >= count) return;
-    const Pair *first = keys + key * pitch + unit, *second = key + kTile < count ? first + kTile * pitch : first;
-    const Pair *columns = queries + unit * kPanel;
-    if (unit == 0) {
-      SKIPJOIN_ZERO_TILE(0);
-      SKIPJOIN_ZERO_TILE(1);
-      SKIPJOIN_ZERO_TILE(2);
-      SKIPJOIN_ZERO_TILE(3);
-    }
-    SKIPJOIN_LOAD_TILE(4, first, 4 * pitch);
-    SKIPJOIN_LOAD_TILE(6, columns, 4 * kPanel);
-    SKIPJOIN_MULTIPLY_TILES(0, 4, 6);
-    SKIPJOIN_LOAD_TILE(7, columns + kTile, 4 * kPanel);
-    SKIPJOIN_MULTIPLY_TILES(1, 4, 7);
-    SKIPJOIN_LOAD_TILE(5, second, 4 * pitch);
-    SKIPJOIN_MULTIPLY_TILES(2, 5, 6);
-    SKIPJOIN_MULTIPLY_TILES(3, 5, 7);
-    if ((unit += kTilePairs) < units) return;
-    auto *to = (float *)(scores + key);
-    SKIPJOIN_STORE_TILE(0, to, 4 * kPanel);
-    SKIPJOIN_STORE_TILE(1, to + kTile, 4 * kPanel);
-    if (key + kTile < count) {
-      SKIPJOIN_STORE_TILE(2, to + kTile * kPanel, 4 * kPanel);
-      SKIPJOIN_STORE_TILE(3, to + kTile * kPanel + kTile, 4 * kPanel);
-    }
-    key += 2 * kTile, unit = 0;
+// Like `score_many`, for whole tiles of keys.
+inline void score_by_tiles(const Pair *keys, int64_t pitch, int64_t count, const Pair *queries, int64_t units,
+                           Lanes *scores) {
+  for (int64_t t = 0; t < count; t += 2 * kTile, keys += 2 * kTile * pitch) {
+    auto *to = (float *)(scores + t);
+    if (t + kTile < count)
+      add_tiles<true>(keys, keys + kTile * pitch, 4 * pitch, queries, units / kTilePairs, true, to);
+    else
+      add_tiles<false>(keys, keys, 4 * pitch, queries, units / kTilePairs, true, to);
   }
-
-  void finish() {
-    while (key < count) step();
-  }
-};
+}
 
 // Adds values [dims][kPairRow] times weights of whole tiles to sums[dims].
 inline void add_by_tiles(int64_t dims, const Pair *values, const Pair *weights, int64_t pairs, Lanes *sums) {
@@ -322,13 +276,13 @@ template <typename T, typename C> void attend_many(const Call &c, const Task &ta
   Queries queries(c, task);
   Copies<C> copies(c.dim);
   int64_t panels = (task.count + kPanel - 1) / kPanel, units = copies.units, dims = Scratch::padded(c.dim);
-  // Keys and values of a block, scores of two panels, then per panel: queries, totals and sums.
+  // Keys and values of a block, its scores, then per panel: queries, totals and sums.
   int64_t per_panel = (units + kTotals + dims) * kPanel;
-  float *at = s.take(copies.key_size(), copies.value_size(), 2 * kKeys * kPanel, panels * per_panel);
+  float *at = s.take(copies.key_size(), copies.value_size(), kKeys * kPanel, panels * per_panel);
   copies.keys = (Unit<C> *)at;
   copies.values = copies.keys + Scratch::padded(copies.key_size());
-  auto *scores = (Lanes *)(copies.values + Scratch::padded(copies.value_size())), *others = scores + kKeys;
-  float *state = (float *)(others + kKeys);
+  auto *scores = (Lanes *)(copies.values + Scratch::padded(copies.value_size()));
+  float *state = (float *)(scores + kKeys);
   std::memset(state, 0, panels * per_panel * 4);
   std::vector<Panel> known;
   Unit<C> *query[kTaskPanels];
@@ -344,7 +298,6 @@ template <typename T, typename C> void attend_many(const Call &c, const Task &ta
   };
   fetch_until(std::min(soon + kKeys, queries.highest()));
   for (int64_t p = 0; p < panels; p++) {
-    fetch_panel<T, false>(queries, task.head, p + 1);
     query[p] = (Unit<C> *)(state + p * per_panel);
     known.emplace_back(queries, task.head, p, (Lanes *)(query[p] + units * kPanel));
     pack_queries<T, C>(queries, task.head, p, units, query[p]);
@@ -356,53 +309,33 @@ template <typename T, typename C> void attend_many(const Call &c, const Task &ta
     copies.copy_values(values, &s.rows[block], here);
     copies.copy_scales(keys, values, &s.rows[block], here);
     int64_t next = block + kKeys, end = std::min<int64_t>(next + kKeys, queries.highest());
-    // Keys that no query of a panel sees are skipped. A block without visible keys changes nothing.
-    struct Seen {
-      int64_t panel, from, to;
-    } seen[kTaskPanels];
-    int64_t count = 0;
     for (int64_t p = 0; p < panels; p++) {
+      fetch_until(next + (end - next) * (p + 1) / panels);
+      // Skips keys that no query of the panel sees. A block without visible keys changes nothing.
       int64_t last = std::min(task.count, (p + 1) * kPanel) - 1, to = std::min(here, queries.end_key(last) - block);
       int64_t from = queries.unseen(p * kPanel, block);
-      if (from < to) seen[count++] = {p, from, to};
-    }
-    auto keys_of = [&](const Seen &one) { return copies.keys + one.from * copies.key_row; };
+      if (from >= to) continue;
+      const Unit<C> *some_keys = copies.keys + from * copies.key_row;
+      bool by_tiles = has_tiles<C>();
 #ifdef SKIPJOIN_TILES
-    [[maybe_unused]] auto tiles_of = [&](int64_t i, Lanes *to) {
       if constexpr (kInputs<C> == 2)
-        if (i < count)
-          return TileScores{keys_of(seen[i]), copies.key_row, seen[i].to - seen[i].from, query[seen[i].panel], units,
-                            to + seen[i].from};
-      return TileScores{};
-    };
-    if (has_tiles<C>()) tiles_of(0, scores).finish();
+        if (by_tiles) score_by_tiles(some_keys, copies.key_row, to - from, query[p], units, scores + from);
 #endif
-    for (int64_t i = 0; i < count; i++) {
-      fetch_until(next + (end - next) * (i + 1) / count);
-      auto [p, from, to] = seen[i];
-      int64_t steps = (to - from + kInputs<C> - 1) / kInputs<C>;
+      if (!by_tiles) score_many(some_keys, copies.key_row, to - from, query[p], units, scores + from);
+      weigh(known[p], block, from, to, scale, copies, scores);
       auto *weights = (const Unit<C> *)(scores + from / kInputs<C>);
+      int64_t steps = (to - from + kInputs<C> - 1) / kInputs<C>;
+      if constexpr (kInputs<C> == 1) {
+        const float *some = copies.values + from * copies.value_row;
+        add_products(c.dim, some, 1, copies.value_row, weights, steps, known[p].sums);
+      } else {
+        const Unit<C> *some = copies.values + from / 2;
 #ifdef SKIPJOIN_TILES
-      if constexpr (kInputs<C> == 2)
-        if (has_tiles<C>()) {
-          TileScores following = tiles_of(i + 1, others);
-          weigh(known[p], block, from, to, scale, copies, scores, [&] { following.step(); });
-          following.finish();
-          add_by_tiles(dims, copies.values + from / 2, weights, steps, known[p].sums);
-          std::swap(scores, others);
-          continue;
-        }
+        if (by_tiles) add_by_tiles(dims, some, weights, steps, known[p].sums);
 #endif
-      score_many(keys_of(seen[i]), copies.key_row, to - from, query[p], units, scores + from);
-      weigh(known[p], block, from, to, scale, copies, scores, [] {});
-      if constexpr (kInputs<C> == 1)
-        add_products(c.dim, copies.values + from * copies.value_row, 1, copies.value_row, weights, steps, known[p].sums);
-      else
-        add_products(c.dim, copies.values + from / 2, kPairRow, 1, weights, steps, known[p].sums);
+        if (!by_tiles) add_products(c.dim, some, kPairRow, 1, weights, steps, known[p].sums);
+      }
     }
   }
-  for (int64_t p = 0; p < panels; p++) {
-    fetch_panel<T, true>(queries, task.head, p + 1);
-    write_out<T>(queries, task.head, p, known[p]);
-  }
+  for (int64_t p = 0; p < panels; p++) write_out<T>(queries, task.head, p, known[p]);
 }

@@ -234,7 +234,7 @@ class PooledFormat:
 
     def __init__(self, service: Service, body: Any) -> None:
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
-        self.model, self.body, self._task = service.name, body, service.info.task
+        self.model, self.body, self._task = service.shown_model(body.model), body, service.info.task
 
     def begin(self, usage: Usage) -> bytes:
         return b""

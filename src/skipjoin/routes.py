@@ -87,6 +87,7 @@ class Route:
         body_limit: Returns the maximum size of the body, if it is not `max_body_bytes`.
         is_listed: The schema shows it.
         has_any_type: Programs may send bodies without the media type of JSON, as examples for Ollama do.
+        is_endless: The response ends only when the client disconnects.
         error_body: Returns the body of an error, in OpenAI's format if None; or "module:name" of it.
         error_status: The same for the status, if it is not the error's own.
     """
@@ -105,6 +106,7 @@ class Route:
     body_limit: Callable[[ServerConfig], int] | None = None
     is_listed: bool = True
     has_any_type: bool = False
+    is_endless: bool = False
     error_body: Callable[[Any], bytes] | str | None = None
     error_status: Callable[[Any], int] | str | None = None
 
@@ -235,7 +237,7 @@ _ROWS = (
         body=f"{_API}.protocol:DetokenizeRequest",
     ),
     _console("requests", "show_requests"),
-    _console("events", "stream_events"),
+    _console("events", "stream_events", is_endless=True),
     _console("lives", "show_lives"),
     _console("arrivals", "show_arrivals"),
     _console("replay", "replay", method="POST"),

@@ -193,3 +193,46 @@ def test_reasoning_has_the_names_that_templates_read() -> None:
         found = json.loads(template.render([{"role": "assistant", "content": "a", name: "hm"}]))
         assert found["reasoning_content"] == found["reasoning"] == found["thinking"] == "hm"
     template.close()
+
+
+ALTERNATING = (
+    "{% for m in messages %}{% if m.role == 'system' and (not loop.first or FORBIDDEN) %}"
+    "{{ raise_exception('a system message here') }}{% endif %}"
+    "{% if not loop.first and m.role == messages[loop.index0 - 1].role %}{{ raise_exception('twice') }}{% endif %}"
+    "[{{ m.role }}:{{ m.content }}]{% endfor %}"
+)
+# As coding agents send them: two messages with rules, context before the question, and a note after it.
+AGENT = [
+    {"role": "developer", "content": "Rules."},
+    {"role": "system", "content": [{"type": "text", "text": "Skills."}]},
+    {"role": "user", "content": "Context."},
+    {"role": "user", "content": "Question?"},
+    {"role": "system", "content": "Note."},
+    {"role": "assistant", "content": "Answer."},
+    {"role": "system", "content": "Later."},
+    {"role": "user", "content": "More?"},
+]
+_TURNS = "Context.\n\nQuestion?\n\nNote.][assistant:Answer.][user:Later.\n\nMore?]"
+
+
+@pytest.mark.parametrize(
+    ("forbidden", "expected"),
+    [
+        ("false", f"[system:Rules.\n\nSkills.][user:{_TURNS}"),
+        ("true", f"[user:Rules.\n\nSkills.\n\n{_TURNS}"),
+    ],
+)
+def test_messages_are_regrouped_for_a_template_that_rejects_their_order(forbidden: str, expected: str) -> None:
+    template = ChatTemplate(ALTERNATING.replace("FORBIDDEN", forbidden), {})
+    assert template.render(AGENT) == expected
+    plain = [message | {"role": role} for message, role in zip(AGENT[2:6:3], ("user", "assistant"), strict=True)]
+    assert template.render(plain) == "[user:Context.][assistant:Answer.]"
+    with pytest.raises(ModelError, match="rejects this conversation: twice"):
+        template.render([{"role": "tool", "tool_call_id": "a", "content": "1"}] * 2)
+    template.close()
+
+
+def test_a_template_that_takes_any_order_gets_the_messages_as_sent() -> None:
+    template = ChatTemplate("{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}", {})
+    assert template.render(AGENT).count("[") == len(AGENT)
+    template.close()

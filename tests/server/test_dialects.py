@@ -260,6 +260,41 @@ async def test_prefill_is_continued(echo: Api) -> None:
 
 
 WEB = {"type": "web_search"}
+SPACE = {"type": "namespace", "name": "crm", "description": "Sums.", "tools": FLAT[:1]}
+
+
+async def test_functions_of_a_namespace_are_called_by_both_names(echo: Api) -> None:
+    """The request of Codex 0.171, which offers a hosted tool and the tools of its plugins beside its own."""
+    call = '<tool_call>{"name": "crm__add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    fields: dict[str, Any] = {"tools": [WEB, *FLAT, SPACE], "reasoning": {"effort": "high", "summary": "auto"}}
+    answer = await post(echo, RESPONSES, input=call, **fields)
+    (item,) = answer["output"]
+    assert (item["namespace"], item["name"], item["arguments"]) == ("crm", "add", '{"a": 1, "b": 2}')
+    assert [tool["type"] for tool in answer["tools"]] == ["function", "function", "namespace"]
+    events = await stream(echo, RESPONSES, input=call, **fields)
+    (done,) = [event for event in events if event["type"] == "response.function_call_arguments.done"]
+    assert done["name"] == "add"
+    # Its call comes back with the result, and the model reads the name that it called.
+    result = {"type": "function_call_output", "call_id": item["call_id"], "output": "3"}
+    await post(echo, RESPONSES, input=[{"role": "user", "content": "Add."}, item, result], **fields)
+    prompt = echo.service.tokenizer.decode(echo.engine.added[-1].prompt, skip_special_tokens=False)
+    assert "crm__add" in prompt.replace(" ", "")
+
+    bad = SPACE | {"tools": [FLAT[0] | {"parameters": {"type": "object", "minProperties": "x"}, "strict": True}]}
+    refused = await echo.http.post(RESPONSES, json={"input": "x", "tools": [WEB, bad]})
+    assert refused.json()["error"]["param"] == "tools.1.tools.0.parameters"
+    twice = await echo.http.post(RESPONSES, json={"input": "x", "tools": [SPACE, FLAT[0] | {"name": "crm__add"}]})
+    assert "unique" in twice.json()["error"]["message"]
+
+
+async def test_hosted_tools_of_messages_are_left_out_beside_others(echo: Api) -> None:
+    turns = [{"role": "user", "content": "Add."}]
+    searching = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 8}, *INPUTS]
+    plain = await post(echo, MESSAGES, messages=turns, tools=INPUTS)
+    both = await post(echo, MESSAGES, messages=turns, tools=searching)
+    assert without_ids(both) == without_ids(plain)
+
+
 IMAGE = {"type": "input_image", "image_url": "x"}
 PICTURE = {"type": "image", "source": {}}
 RESULT: dict[str, Any] = {"type": "tool_result", "tool_use_id": "a", "content": [PICTURE]}
@@ -273,7 +308,8 @@ RESULT: dict[str, Any] = {"type": "tool_result", "tool_use_id": "a", "content": 
         ({"conversation": "conv_1"}, "conversation", "only null"),
         ({"background": True}, "background", "use a batch"),
         ({"truncation": "auto"}, "truncation", "shorten the input"),
-        ({"tools": [WEB]}, "tools.0", "no tools of the type web_search"),
+        ({"tools": [WEB]}, "tools", "no tools of the type web_search"),
+        ({"tools": [{"type": "computer"}]}, "tools.0", "no tools of the type computer"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input.0", "must be an item of the type"),
         ({"input": [{"role": "user", "content": [IMAGE]}]}, "input.0.content.0", "got input_image"),
         ({"input": [{"role": "user", "content": "a", "x": 1}]}, "input.0.x", "unknown or unsupported"),
@@ -298,7 +334,8 @@ async def test_what_responses_lack_is_refused(echo: Api, fields: dict[str, Any],
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0: this server runs no tools"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools: this server runs no tools"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0: this server runs no tools"),
         ({"messages": [{"role": "user", "content": [PICTURE]}]}, "messages.0.content.0: blocks of the type image"),
         (
             {"messages": [{"role": "user", "content": [RESULT]}]},

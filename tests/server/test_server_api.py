@@ -505,7 +505,7 @@ BAD_CHATS = [
     ({"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(1025)]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "a"}}}, "tool_choice"),
-    ({"reasoning_effort": "low"}, "reasoning_effort"),
+    ({"reasoning_effort": "lots"}, "reasoning_effort"),
     ({"chat_template": "{{ 1 }}"}, "chat_template"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
     ({"modalities": ["audio"]}, "modalities"),
@@ -561,7 +561,7 @@ MARKED = {"cache_control": {"type": "ephemeral"}}
 NEUTRAL_CHATS: list[dict[str, Any]] = [
     {"tools": [], "tool_choice": "none", "functions": None, "parallel_tool_calls": True, "store": False},
     {"tools": None, "tool_choice": "auto", "modalities": ["text"], "logprobs": False, "reasoning_effort": None},
-    {"chat_template_kwargs": {"enable_thinking": False}, "max_completion_tokens": 5, "reasoning_effort": "none"},
+    {"chat_template_kwargs": {"enable_thinking": False}, "max_completion_tokens": 5, "reasoning_effort": "high"},
     {"store": True, "verbosity": "low", "safety_identifier": "a", "prompt_cache_key": "b", "metadata": {"a": "b"}},
     {"prediction": {"type": "content", "content": "x"}, "prompt_cache_retention": "24h", "priority": 7},
     {"messages": [{"role": "user", "content": "a", "type": "text"}]},

@@ -113,6 +113,32 @@ class TemplateInput:
         return hashlib.sha256(given.encode("utf-8", "replace")).hexdigest()[:length]
 
 
+def regrouped(given: Sequence[Mapping[str, Any]], *, has_system: bool = True) -> list[dict[str, Any]]:
+    """Return a conversation for templates that want one system message, first, and turns that alternate.
+
+    Agents send several system messages, also between turns, and several messages of the user in a row. System messages
+    at the beginning become one, later ones belong to the user's turn, and messages in a row are joined by empty lines.
+
+    Args:
+        given: Messages in OpenAI's form.
+        has_system: If False, the system message becomes the beginning of the user's first turn.
+    """
+    found: list[dict[str, Any]] = []
+    is_begin = has_system
+    for message in given:
+        role = message.get("role")
+        is_begin = is_begin and role in ("system", "developer")
+        if role in ("system", "developer"):
+            role = "system" if is_begin else "user"
+        last = found[-1] if found else {}
+        if role in ("system", "user", "assistant") and last.get("role") == role and not last.get("tool_calls"):
+            texts = [text for text in (text_of(last.get("content")), text_of(message.get("content"))) if text]
+            found[-1] = {**last, **message, "role": role, "content": "\n\n".join(texts)}
+        else:
+            found.append({**message, "role": role})
+    return found
+
+
 def text_of(content: Any) -> str:
     if isinstance(content, list | tuple):
         return "".join(part["text"] for part in content)

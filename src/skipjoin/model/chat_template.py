@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from skipjoin.formats.table import find_format
-from skipjoin.formats.template_input import NO_CONTENT, TemplateInput, find_input, text_of
+from skipjoin.formats.template_input import NO_CONTENT, TemplateInput, find_input, regrouped, text_of
 from skipjoin.model import template_program as program
 from skipjoin.model.config import ModelError
 from skipjoin.model.frame_process import ENDED, FrameProcess
@@ -87,6 +87,21 @@ class ChatTemplate:
             MessageError: If the template cannot have a message.
         """
         renderer = self._tool_renderer if variables.get("tools") else self._renderer
+        kind, answer = self._ask(renderer, messages, variables)
+        if kind == program.REJECTED:
+            for has_system in (True, False):
+                other = regrouped(messages, has_system=has_system)
+                kind_so, text = self._ask(renderer, other, variables) if other != list(messages) else (kind, answer)
+                if kind_so == program.TEXT:
+                    self._log_once("rejects the order of roles, so messages are regrouped", answer.decode())
+                    return text.decode()
+        if kind != program.TEXT:
+            self._refuse(kind, answer)
+        return answer.decode()
+
+    def _ask(
+        self, renderer: _Renderer, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> tuple[int, bytes]:
         form = self._input(renderer)
         kind, answer = renderer.ask(self._content(form.messages(messages), variables))
         if kind == program.FAILED and _lacks_content(messages):
@@ -95,9 +110,7 @@ class ChatTemplate:
                 if kind == program.FAILED and other != form.no_content:
                     messages_so = replace(form, no_content=other).messages(messages)
                     kind, answer = renderer.ask(self._content(messages_so, variables))
-        if kind != program.TEXT:
-            self._refuse(kind, answer)
-        return answer.decode()
+        return kind, answer
 
     def _content(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> bytes:
         context = {"tools": None, "documents": None, **self._special, "messages": messages, **variables}
@@ -135,11 +148,15 @@ class ChatTemplate:
         if kind == program.REJECTED:
             raise ModelError(f"the model's chat template rejects this conversation: {said}")
         limit = _LIMITS.get(kind)
-        failure = limit or said.partition("(")[0]
+        self._log_once("fails on a conversation", limit or said)
+        raise ModelError(f"the model's chat template fails on this conversation{f': {limit}' if limit else ''}")
+
+
+    def _log_once(self, what: str, said: str) -> None:
+        failure = said.partition("(")[0]
         if failure not in self._failures:
             self._failures.add(failure)
-            logger.warning("the model's chat template fails on a conversation: %s", limit or said)
-        raise ModelError(f"the model's chat template fails on this conversation{f': {limit}' if limit else ''}")
+            logger.warning("the model's chat template %s: %s", what, said)
 
 
 class _LimitError(Exception):

@@ -100,6 +100,9 @@ def add_route(app: FastAPI, route: Route) -> None:
     app.add_api_route(
         route.path, handler, methods=[route.method], description=named.__doc__, include_in_schema=route.is_listed
     )
+    # Probes such as `wget --spider` and agents ask for the head only. The connection leaves out the body.
+    if route.method == "GET" and not route.is_endless:
+        app.add_api_route(route.path, handler, methods=["HEAD"], include_in_schema=False)
     if body is not None:
         app.state.bodies[route.path] = body
 

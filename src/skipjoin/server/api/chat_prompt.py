@@ -14,7 +14,7 @@ from skipjoin.server.api.service import Service
 from skipjoin.server.api.structured import structured_output
 from skipjoin.structured_output import StructuredOutput
 
-# Variables that clients send to every model. They change nothing where a template does not read them.
+# Variables that clients send to every model, like an effort. They change nothing where a template does not read them.
 _THINKING = ("enable_thinking", "thinking")
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
@@ -113,12 +113,4 @@ def _unknown_option(name: str, known: frozenset[str]) -> ApiError:
 def _effort(effort: str, known: frozenset[str]) -> dict[str, Any]:
     if "reasoning_effort" in known:
         return {"reasoning_effort": effort}
-    switches = [name for name in _THINKING if name in known]
-    if not switches and effort == "none":  # which is what such a model does
-        return {}
-    if not switches:
-        raise bad_request(
-            "reasoning_effort must be null: this model's chat template has no setting of its reasoning",
-            "reasoning_effort",
-        )
-    return dict.fromkeys(switches, effort != "none")
+    return dict.fromkeys((name for name in _THINKING if name in known), effort != "none")

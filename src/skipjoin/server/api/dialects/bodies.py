@@ -24,6 +24,10 @@ class ConvertedBody(GenerationBody):
     def to_chat(self) -> ChatRequest:
         """Return the chat request. Its parts were validated as parts of this body."""
 
+    def schema_places(self) -> list[str]:
+        """Return the fields of the schemas of the functions of `chat`, in their order."""
+        return []
+
     @cached_property
     def chat(self) -> ChatRequest:
         return self.to_chat()
@@ -46,6 +50,16 @@ def tool_of(name: str, description: str | None, parameters: dict[str, Any] | Non
 def call_of(call_id: str, name: str, arguments: str | None) -> ToolCall:
     function = CalledFunction.model_construct(name=name, arguments=arguments)
     return ToolCall.model_construct(id=call_id, type="function", function=function)
+
+
+def hosted_kind(tool: Any, prefixes: tuple[str, ...]) -> str | None:
+    """Return the type of a tool that a provider's server runs, or None.
+
+    Agents offer them to every server. Beside functions they are left out, because a model may always answer without
+    them; alone they are refused, because the answer would not be what was asked for.
+    """
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return kind if isinstance(kind, str) and kind.startswith(prefixes) else None
 
 
 class Turns:

@@ -35,7 +35,11 @@ class ConvertedEndpoint(Endpoint[ConvertedT]):
         try:
             return await self._chat.tokenize(body.chat, client)
         except ApiError as error:
-            raise renamed(error, self.names) from None
+            raise renamed(error, self.names_of(body)) from None
+
+    def names_of(self, body: ConvertedBody) -> dict[str, str]:
+        places = {rf"tools\.{n}\.function\.parameters": place for n, place in enumerate(body.schema_places())}
+        return {**places, **self.names}
 
     def text_rules(self, body: ConvertedT) -> TextRules:
         return self._chat.text_rules(body.chat)

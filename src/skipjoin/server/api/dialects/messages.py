@@ -64,7 +64,6 @@ def _error(error: ApiError) -> dict[str, Any]:
 
 _NAMES = {
     r"messages\..*": "messages",
-    r"tools\.(\d+)\.function\.parameters": r"tools.\1.input_schema",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "thinking_token_budget": "thinking.budget_tokens",

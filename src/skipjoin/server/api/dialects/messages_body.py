@@ -17,11 +17,10 @@ from skipjoin.server.api.conversation import (
     ChosenFunction,
     NamedChoice,
     TextPart,
-    Tool,
     check_unique,
 )
-from skipjoin.server.api.dialects.bodies import ConvertedBody, Turns, call_of, tool_of
-from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Label, Null, Only, StopText, one_of
+from skipjoin.server.api.dialects.bodies import ConvertedBody, Turns, call_of, hosted_kind, tool_of
+from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Label, Null, Off, Only, StopText, one_of
 from skipjoin.server.api.protocol import ChatRequest, JsonSchema, ResponseFormat
 
 Id = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
@@ -148,12 +147,32 @@ class MessagesTurn(Body):
         return value
 
 
-def _check_custom(tool: Any) -> Any:
-    if isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "custom":
-        raise PydanticCustomError(
-            "tools", "this server runs no tools of the type {type}: only those with input_schema", {"type": kind[:64]}
-        )
+# Beginnings of the types of tools that Anthropic's servers run.
+_HOSTED = ("code_execution", "web_fetch", "web_search")
+_NO_SUCH_TOOL = "this server runs no tools of the type {type}: only those with input_schema"
+
+
+def _tool_kind(tool: Any) -> str | None:
+    if isinstance(tool, HostedTool) or hosted_kind(tool, _HOSTED):
+        return "~hosted"
+    return "~custom" if isinstance(tool, (dict, _InputTool)) else None
+
+
+def _check_type(tool: Any) -> Any:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if isinstance(kind, str) and kind != "custom" and _tool_kind(tool) != "~hosted":
+        raise PydanticCustomError("tools", _NO_SUCH_TOOL, {"type": kind[:64]})
     return tool
+
+
+class HostedTool(Body):
+    """Tool that Anthropic's servers run. It is left out."""
+
+    type: str
+
+
+def _only_type(tool: Any) -> Any:
+    return {"type": tool["type"][:64]}
 
 
 class _InputTool(Body):
@@ -166,10 +185,14 @@ class _InputTool(Body):
     eager_input_streaming: Ignored = None
     input_examples: Ignored = None
     allowed_callers: Ignored = None
-    defer_loading: Annotated[Any, Only(None, False)] = None
+    defer_loading: Off = None
 
 
-InputTool = Annotated[_InputTool, BeforeValidator(_check_custom)]
+InputTool = Annotated[
+    Annotated[_InputTool, Tag("~custom")] | Annotated[HostedTool, BeforeValidator(_only_type), Tag("~hosted")],
+    one_of(_tool_kind, "must be a tool with a name and input_schema"),
+    BeforeValidator(_check_type),
+]
 
 
 class InputChoice(Body):
@@ -229,14 +252,16 @@ class MessagesRequest(ConvertedBody):
 
     @field_validator("tools")
     @classmethod
-    def _has_unique_names(cls, value: list[_InputTool] | None) -> list[_InputTool] | None:
-        check_unique(tool.name for tool in value or ())
+    def _has_functions(cls, value: list[Any] | None) -> list[Any] | None:
+        check_unique(tool.name for tool in _functions(value).values())
+        if value and not _functions(value):
+            raise PydanticCustomError("tools", _NO_SUCH_TOOL, {"type": value[0].type})
         return value
 
     @field_validator("tool_choice")
     @classmethod
     def _is_offered(cls, value: InputChoice | None, info: ValidationInfo) -> InputChoice | None:
-        names = {tool.name for tool in info.data.get("tools") or ()}
+        names = {tool.name for tool in _functions(info.data.get("tools")).values()}
         if value is not None and value.type == "any" and not names:
             raise ValueError("any needs tools")
         if value is not None and value.type == "tool" and value.name not in names:
@@ -277,7 +302,11 @@ class MessagesRequest(ConvertedBody):
                 "continue_final_message": has_prefill or None,
                 "max_tokens": self.max_tokens,
                 "stop": self.stop_sequences,
-                "tools": [self._tool(tool) for tool in self.tools or ()] or None,
+                "tools": [
+                    tool_of(tool.name, tool.description, tool.input_schema, strict=tool.strict)
+                    for tool in _functions(self.tools).values()
+                ]
+                or None,
                 "tool_choice": choice and _chat_choice(choice),
                 "parallel_tool_calls": None if is_single is None else not is_single,
                 "response_format": form,
@@ -287,9 +316,8 @@ class MessagesRequest(ConvertedBody):
             | ({} if budget is None else {"thinking_token_budget": budget})
         )
 
-    @staticmethod
-    def _tool(tool: _InputTool) -> Tool:
-        return tool_of(tool.name, tool.description, tool.input_schema, strict=tool.strict)
+    def schema_places(self) -> list[str]:
+        return [f"{place}.input_schema" for place in _functions(self.tools)]
 
     def _messages(self) -> Any:
         turns = Turns()
@@ -303,6 +331,11 @@ class MessagesRequest(ConvertedBody):
             else:
                 _add_request(turns, message.role, message.content)
         return turns.messages
+
+
+def _functions(tools: list[Any] | None) -> dict[str, _InputTool]:
+    """Return the tools that the client runs by their fields."""
+    return {f"tools.{n}": tool for n, tool in enumerate(tools or ()) if isinstance(tool, _InputTool)}
 
 
 def _add_answer(turns: Turns, blocks: list[Any]) -> None:

@@ -13,7 +13,7 @@ from skipjoin.formats.calls import PartKind
 from skipjoin.routes import RESPONSES, SERVER_SENT
 from skipjoin.server.api.chat import chat_logprob
 from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint
-from skipjoin.server.api.dialects.responses_body import ResponsesRequest
+from skipjoin.server.api.dialects.responses_body import HostedTool, ResponsesRequest
 from skipjoin.server.api.dialects.segments import Change, Segment, Segments, whole_of
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.fields import Body
@@ -32,7 +32,6 @@ class ResponsesEndpoint(ConvertedEndpoint[ResponsesRequest]):
     body_type = ResponsesRequest
     names: ClassVar[Mapping[str, str]] = {
         r"messages(\..*)?": "input",
-        r"tools\.(\d+)\.function\.parameters": r"tools.\1.parameters",
         "max_completion_tokens": "max_output_tokens",
         "response_format": "text.format",
         "reasoning_effort": "reasoning.effort",
@@ -129,7 +128,8 @@ class ResponsesFormat:
     def _ended(self, segment: Segment) -> bytes:
         place, text = self._place(segment), segment.text
         if segment.kind is PartKind.CALL:
-            found = self._event("response.function_call_arguments.done", **place, name=segment.name, arguments=text)
+            name = self._body.called(segment.name)["name"]
+            found = self._event("response.function_call_arguments.done", **place, name=name, arguments=text)
         else:
             if segment.kind is PartKind.REASONING:
                 found = self._event("response.reasoning_text.done", **place, text=text)
@@ -157,12 +157,8 @@ class ResponsesFormat:
         status = "in_progress" if is_new else "incomplete" if is_cut else "completed"
         item: dict[str, Any] = {"id": self._id(segment), "status": status}
         if segment.kind is PartKind.CALL:
-            return item | {
-                "type": "function_call",
-                "call_id": segment.id,
-                "name": segment.name,
-                "arguments": segment.text,
-            }
+            called = self._body.called(segment.name)
+            return item | {"type": "function_call", "call_id": segment.id, **called, "arguments": segment.text}
         content = [] if is_new else [self._part(segment)]
         if segment.kind is PartKind.REASONING:
             return item | {"type": "reasoning", "summary": [], "content": content}
@@ -214,7 +210,7 @@ class ResponsesFormat:
             "tool_choice": _given(body.tool_choice)
             if isinstance(body.tool_choice, Body)
             else body.tool_choice or "auto",
-            "tools": [_given(tool) for tool in body.tools or ()],
+            "tools": [_given(tool) for tool in body.tools or () if not isinstance(tool, HostedTool)],
             "top_logprobs": self._top or 0,
             "top_p": body.top_p,
             "truncation": "disabled",

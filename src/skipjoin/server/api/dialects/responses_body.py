@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -18,11 +19,10 @@ from skipjoin.server.api.conversation import (
     ChosenFunction,
     NamedChoice,
     TextPart,
-    Tool,
     check_unique,
 )
-from skipjoin.server.api.dialects.bodies import ConvertedBody, Turns, call_of, tool_of
-from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Null, Only, one_of
+from skipjoin.server.api.dialects.bodies import ConvertedBody, Turns, call_of, hosted_kind, tool_of
+from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Null, Off, Only, one_of
 from skipjoin.server.api.protocol import ChatRequest, JsonSchema, ResponseFormat
 
 _NOT_STORED = "responses are not stored; send the whole conversation as input"
@@ -85,9 +85,10 @@ class FunctionCall(Body):
     arguments: str
     id: Ignored = None
     status: Status = None
-    namespace: Null = None
+    namespace: Id | None = None
     caller: Ignored = None
     parsed_arguments: Ignored = None
+    async_: Annotated[Off, Field(alias="async")] = None
 
 
 class FunctionCallOutput(Body):
@@ -97,7 +98,7 @@ class FunctionCallOutput(Body):
     id: Ignored = None
     status: Status = None
     name: Ignored = None
-    namespace: Null = None
+    namespace: Ignored = None
     caller: Ignored = None
 
 
@@ -143,31 +144,91 @@ Input = Annotated[
 ]
 
 
-def _check_function(tool: Any) -> Any:
-    if isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "function":
-        raise PydanticCustomError(
-            "tools", "this server runs no tools of the type {type}: only functions", {"type": kind[:64]}
-        )
+# Types of tools that OpenAI's servers run, or the beginnings of their names.
+_HOSTED = ("code_interpreter", "file_search", "image_generation", "web_search")
+_TOOLS = {"function": "~function", "namespace": "~namespace"}
+_NO_SUCH_TOOL = "this server runs no tools of the type {type}: only functions"
+
+
+def _tool_kind(tool: Any) -> str | None:
+    if hosted_kind(tool, _HOSTED):
+        return "~hosted"
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return _TOOLS.get(kind) if isinstance(kind, str) else None
+
+
+def _check_type(tool: Any) -> Any:
+    if _tool_kind(tool) is None and isinstance(tool, dict) and isinstance(kind := tool.get("type"), str):
+        raise PydanticCustomError("tools", _NO_SUCH_TOOL, {"type": kind[:64]})
     return tool
 
 
-class _FunctionTool(Body):
+class FunctionTool(Body):
     type: Literal["function"]
     name: Annotated[str, Field(pattern=TOOL_NAME)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     output_schema: Ignored = None
-    defer_loading: Annotated[Any, Only(None, False)] = None
+    defer_loading: Off = None
     allowed_callers: Ignored = None
+    async_: Annotated[Off, Field(alias="async")] = None
 
 
-FunctionTool = Annotated[_FunctionTool, BeforeValidator(_check_function)]
+class NamespaceTool(Body):
+    """Functions with a shared name, which models see as `NAMESPACE__NAME`. Codex offers plugins' tools so."""
+
+    type: Literal["namespace"]
+    name: Annotated[str, Field(pattern=TOOL_NAME)]
+    description: str | None = None
+    tools: Annotated[
+        list[Annotated[FunctionTool, BeforeValidator(_check_type)]], Field(max_length=MAX_TOOLS), Field(fail_fast=True)
+    ]
+
+
+class HostedTool(Body):
+    """Tool that OpenAI's servers run. It is left out."""
+
+    type: str
+
+
+def _only_type(tool: Any) -> Any:
+    return {"type": tool["type"][:64]}
+
+
+OfferedTool = Annotated[
+    Annotated[FunctionTool, Tag("~function")]
+    | Annotated[NamespaceTool, Tag("~namespace")]
+    | Annotated[HostedTool, BeforeValidator(_only_type), Tag("~hosted")],
+    one_of(_tool_kind, "must be a tool of the type function or namespace"),
+    BeforeValidator(_check_type),
+]
+
+
+def full_name(namespace: str | None, name: str) -> str:
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+class PlacedFunction(NamedTuple):
+    """Function of a body: where it stands there, and its namespace."""
+
+    tool: FunctionTool
+    place: str
+    namespace: str | None = None
+
+    @property
+    def full_name(self) -> str:
+        return full_name(self.namespace, self.tool.name)
 
 
 class NamedFunction(Body):
     type: Literal["function"]
     name: str
+    namespace: str | None = None
+
+    @property
+    def full_name(self) -> str:
+        return full_name(self.namespace, self.name)
 
 
 class AllowedFunctions(Body):
@@ -244,7 +305,7 @@ class ResponsesRequest(ConvertedBody):
 
     input: Input
     instructions: str | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS), Field(fail_fast=True)] | None = None
+    tools: Annotated[list[OfferedTool], Field(max_length=MAX_TOOLS), Field(fail_fast=True)] | None = None
     tool_choice: Annotated[Choice | None, Field(validate_default=True)] = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -266,21 +327,42 @@ class ResponsesRequest(ConvertedBody):
 
     @field_validator("tools")
     @classmethod
-    def _has_unique_names(cls, value: list[_FunctionTool] | None) -> list[_FunctionTool] | None:
-        check_unique(tool.name for tool in value or ())
+    def _has_functions(cls, value: list[Any] | None) -> list[Any] | None:
+        check_unique(function.full_name for function in _functions(value))
+        if (
+            value
+            and not _functions(value)
+            and (hosted := [tool.type for tool in value if isinstance(tool, HostedTool)])
+        ):
+            raise PydanticCustomError("tools", _NO_SUCH_TOOL, {"type": hosted[0]})
         return value
 
     @field_validator("tool_choice")
     @classmethod
     def _is_offered(cls, value: Any, info: ValidationInfo) -> Any:
-        names = {tool.name for tool in info.data.get("tools") or ()}
+        names = {function.full_name for function in _functions(info.data.get("tools"))}
         if value == "required" and not names:
             raise ValueError("required needs tools")
         chosen = value.tools if isinstance(value, AllowedFunctions) else [value]
-        for one in chosen:
-            if isinstance(one, NamedFunction) and one.name not in names:
-                raise ValueError(f"must name one of the tools, got {one.name!r}")
+        for function in chosen:
+            if isinstance(function, NamedFunction) and function.full_name not in names:
+                raise ValueError(f"must name one of the tools, got {function.full_name!r}")
         return value
+
+    @cached_property
+    def functions(self) -> dict[str, PlacedFunction]:
+        """Return the functions by the names that models see."""
+        return {function.full_name: function for function in _functions(self.tools)}
+
+    def called(self, name: str) -> dict[str, str]:
+        """Return name and namespace of a function by the name that the model called."""
+        function = self.functions.get(name)
+        if function is None or function.namespace is None:
+            return {"name": name}
+        return {"name": function.tool.name, "namespace": function.namespace}
+
+    def schema_places(self) -> list[str]:
+        return [f"{function.place}.parameters" for function in self.functions.values()]
 
     def to_chat(self) -> ChatRequest:
         text, reasoning = self.text or TextOptions(), self.reasoning or ReasoningOptions()
@@ -289,7 +371,11 @@ class ResponsesRequest(ConvertedBody):
             **self.shared()
             | {
                 "messages": self._messages(),
-                "tools": [self._tool(tool) for tool in self.tools or ()] or None,
+                "tools": [
+                    tool_of(name, found.tool.description, found.tool.parameters, strict=found.tool.strict)
+                    for name, found in self.functions.items()
+                ]
+                or None,
                 "tool_choice": _chat_choice(self.tool_choice),
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "response_format": text.format and text.format.response_format,
@@ -300,10 +386,6 @@ class ResponsesRequest(ConvertedBody):
             }
         )
 
-    @staticmethod
-    def _tool(tool: _FunctionTool) -> Tool:
-        return tool_of(tool.name, tool.description, tool.parameters, strict=tool.strict)
-
     def _messages(self) -> Any:
         turns = Turns()
         if self.instructions:
@@ -313,7 +395,7 @@ class ResponsesRequest(ConvertedBody):
             return turns.messages
         for item in self.input:
             if isinstance(item, FunctionCall):
-                turns.call(call_of(item.call_id, item.name, item.arguments))
+                turns.call(call_of(item.call_id, full_name(item.namespace, item.name), item.arguments))
             elif isinstance(item, FunctionCallOutput):
                 turns.add("tool", _content(item.output), tool_call_id=item.call_id)
             elif isinstance(item, ReasoningItem):
@@ -324,6 +406,17 @@ class ResponsesRequest(ConvertedBody):
             else:
                 turns.add(item.role, _content(item.content))
         return turns.messages
+
+
+def _functions(tools: list[Any] | None) -> list[PlacedFunction]:
+    found: list[PlacedFunction] = []
+    for number, tool in enumerate(tools or ()):
+        place = f"tools.{number}"
+        if isinstance(tool, FunctionTool):
+            found.append(PlacedFunction(tool, place))
+        elif isinstance(tool, NamespaceTool):
+            found += [PlacedFunction(inner, f"{place}.tools.{n}", tool.name) for n, inner in enumerate(tool.tools)]
+    return found
 
 
 def _content(words: str | list[ContentPart]) -> str | list[TextPart]:
@@ -342,4 +435,4 @@ def _chat_choice(choice: Any) -> Any:
 
 
 def _named(choice: NamedFunction) -> NamedChoice:
-    return NamedChoice.model_construct(type="function", function=ChosenFunction.model_construct(name=choice.name))
+    return NamedChoice.model_construct(type="function", function=ChosenFunction.model_construct(name=choice.full_name))

@@ -151,7 +151,6 @@ class ChatTemplate:
         self._log_once("fails on a conversation", limit or said)
         raise ModelError(f"the model's chat template fails on this conversation{f': {limit}' if limit else ''}")
 
-
     def _log_once(self, what: str, said: str) -> None:
         failure = said.partition("(")[0]
         if failure not in self._failures:

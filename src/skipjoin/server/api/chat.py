@@ -37,10 +37,19 @@ from skipjoin.server.api.service import Service
 
 
 class ChatEndpoint(Endpoint[ChatRequest]):
-    """Generate the assistant's next message."""
+    """Generate the assistant's next message.
+
+    Attributes:
+        ends_with_context: A maximum of output tokens beyond the context means the rest of the context. Otherwise it is
+            an error.
+    """
 
     route = CHAT
     body_type = ChatRequest
+
+    def __init__(self, service: Service, *, ends_with_context: bool = False) -> None:
+        super().__init__(service)
+        self.ends_with_context = ends_with_context
 
     def estimates(self, body: ChatRequest) -> list[int]:
         return [estimate_chat(body)]
@@ -59,8 +68,9 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         ids = await service.encode(text, "messages", add_special_tokens=False)
         room = service.room_after(ids, "messages")
         limits = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}
-        for name, value in limits.items():
-            service.check_fits(name, value, ids, "messages")
+        if not self.ends_with_context:
+            for name, value in limits.items():
+                service.check_fits(name, value, ids, "messages")
         if (alternatives := body.prompt_logprobs) is not None:
             service.check_prompt_scores(
                 len(ids), alternatives, body.n or 1, names="prompt_logprobs", param="prompt_logprobs"
@@ -68,7 +78,7 @@ class ChatEndpoint(Endpoint[ChatRequest]):
         params = service.sampling(
             body,
             # The minimum of both fields, or else the rest of the context.
-            max_tokens=min((value for value in limits.values() if value is not None), default=room),
+            max_tokens=min(value for value in (room, *limits.values()) if value is not None),
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=alternatives,
             structured=await chat_constraint(service, body, text, client),

@@ -20,13 +20,15 @@ class ConvertedEndpoint(Endpoint[ConvertedT]):
 
     Attributes:
         names: Patterns of fields of chat requests, with what errors name instead.
+        ends_with_context: As in `ChatEndpoint`.
     """
 
     names: ClassVar[Mapping[str, str]] = {}
+    ends_with_context: ClassVar[bool] = False
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
-        self._chat = ChatEndpoint(service)
+        self._chat = ChatEndpoint(service, ends_with_context=self.ends_with_context)
 
     def estimates(self, body: ConvertedT) -> list[int]:
         return self._chat.estimates(body.chat)

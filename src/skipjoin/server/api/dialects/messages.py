@@ -35,7 +35,6 @@ _TYPES = {
     529: "overloaded_error",
 }
 _TIERS = {"default": "standard", "flex": "batch", "priority": "priority"}
-_REASONS = {"length": "max_tokens"}
 # Field and type of a delta.
 _DELTAS = {
     PartKind.TEXT: ("text", "text_delta"),
@@ -77,9 +76,10 @@ class MessagesEndpoint(ConvertedEndpoint[MessagesRequest]):
     route = MESSAGES
     body_type = MessagesRequest
     names: ClassVar[Mapping[str, str]] = _NAMES
+    ends_with_context = True  # clients have a fixed maximum, whatever the model
 
     def format(self, body: MessagesRequest, options: RequestOptions) -> MessagesFormat:
-        return MessagesFormat(self.service, body.model, options)
+        return MessagesFormat(self.service, body, options)
 
 
 async def count_tokens(request: Request) -> Response:
@@ -106,9 +106,10 @@ class MessagesFormat:
 
     has_usage = False
 
-    def __init__(self, service: Service, model: str | None, options: RequestOptions) -> None:
+    def __init__(self, service: Service, body: MessagesRequest, options: RequestOptions) -> None:
         self.id = f"msg_{uuid.uuid4().hex}"
-        self._model, self._tier = service.shown_model(model), _TIERS[served_tier(options)]
+        self._model, self._tier = service.shown_model(body.model), _TIERS[served_tier(options)]
+        self._max_tokens = body.max_tokens
         self._segments = Segments()
         self._choice: Choice | None = None
 
@@ -121,7 +122,7 @@ class MessagesFormat:
 
     def end(self, usage: Usage) -> bytes:
         last = _events(self._segments.finish())
-        return last + _event("message_delta", delta=self._end(), usage=self._usage(usage)) + _event("message_stop")
+        return last + _event("message_delta", delta=self._end(usage), usage=self._usage(usage)) + _event("message_stop")
 
     def error(self, error: ApiError) -> bytes:
         return SERVER_SENT.frame(error_body(error), "error")
@@ -129,13 +130,16 @@ class MessagesFormat:
     def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes:
         ((choice, text),) = texts.items()
         self._choice = choice
-        return encode(self._message([_block(segment) for segment in whole_of(choice, text)], usage) | self._end())
+        return encode(self._message([_block(segment) for segment in whole_of(choice, text)], usage) | self._end(usage))
 
-    def _end(self) -> dict[str, Any]:
+    def _end(self, usage: Usage) -> dict[str, Any]:
         choice = self._choice
         assert choice is not None
-        reason = _REASONS.get(choice.finish_reason or "", "end_turn")
-        if reason == "end_turn" and choice.has_calls:
+        reason = "end_turn"
+        if choice.finish_reason == "length":
+            is_full = self._max_tokens is None or usage.completion_tokens < self._max_tokens
+            reason = "model_context_window_exceeded" if is_full else "max_tokens"
+        elif choice.has_calls:
             reason = "tool_use"
         elif choice.stop_string is not None:
             reason = "stop_sequence"

@@ -30,7 +30,6 @@ _NAMES = {
     r"messages\..*": "messages",
     "response_format": "format",
     "reasoning_effort": "think",
-    "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
 }
 
@@ -45,6 +44,7 @@ class OllamaChatEndpoint(ConvertedEndpoint[OllamaChatRequest]):
     route = OLLAMA_CHAT
     body_type = OllamaChatRequest
     names: ClassVar[Mapping[str, str]] = _NAMES
+    ends_with_context = True
 
     def format(self, body: OllamaChatRequest, options: RequestOptions) -> OllamaFormat:
         return OllamaFormat(self.service, body, is_chat=True)
@@ -56,6 +56,7 @@ class OllamaGenerateEndpoint(ConvertedEndpoint[OllamaGenerateRequest]):
     route = OLLAMA_GENERATE
     body_type = OllamaGenerateRequest
     names: ClassVar[Mapping[str, str]] = {r"messages(\..*)?": "prompt", **_NAMES}
+    ends_with_context = True
 
     def format(self, body: OllamaGenerateRequest, options: RequestOptions) -> OllamaFormat:
         return OllamaFormat(self.service, body, is_chat=False)

@@ -187,6 +187,7 @@ def _ollama(path: str, name: str, **more: Any) -> Route:
 
 OLLAMA_CHAT = _ollama("chat", "OllamaChatEndpoint", method="POST", prompt="messages", frames=NDJSON)
 OLLAMA_GENERATE = _ollama("generate", "OllamaGenerateEndpoint", method="POST", frames=NDJSON)
+OLLAMA_EMBED = _ollama("embed", "OllamaEmbedEndpoint", method="POST", prompt="input")
 
 _ROWS = (
     Route(path="/health", handler=f"{_API}.status:health", access=Access.PROBE),
@@ -225,7 +226,9 @@ _ROWS = (
     replace(SCORE, path="/score", in_batches=False),
     OLLAMA_CHAT,
     OLLAMA_GENERATE,
+    OLLAMA_EMBED,
     _ollama("tags", "list_models"),
+    _ollama("ps", "list_running"),
     _ollama("show", "show_model", method="POST", body=f"{_OLLAMA}_body:ShowRequest"),
     Route(path="/api/version", handler=f"{_API}.status:show_version", error_body=f"{_OLLAMA}:error_body"),
     Route(path="/v1/requests/{name:path}", handler=f"{_API}.replies:cancel_request", method="DELETE"),

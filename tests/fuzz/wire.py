@@ -35,7 +35,7 @@ TARGETS = (
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
     *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
     *("/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score"),
-    *("/api/chat", "/api/generate", "/api/show", "/api/tags", "/api/version"),
+    *("/api/chat", "/api/generate", "/api/embed", "/api/show", "/api/tags", "/api/ps", "/api/version"),
 )
 _ODD_TARGETS = (
     *("*", "/", "//", "/v1/../v1/models", "/v1/models/%00", "/v1/models/" + "a/" * 200, "/%2e%2e/%2e%2e/etc/passwd"),

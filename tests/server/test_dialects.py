@@ -320,6 +320,7 @@ RESULT: dict[str, Any] = {"type": "tool_result", "tool_use_id": "a", "content": 
         ({"tools": [WEB]}, "tools", "no tools of the type web_search"),
         ({"tools": [{"type": "computer"}]}, "tools.0", "no tools of the type computer"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input.0", "must be an item of the type"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0", "with store: false"),
         ({"input": [{"role": "user", "content": [IMAGE]}]}, "input.0.content.0", "got input_image"),
         ({"input": [{"role": "user", "content": "a", "x": 1}]}, "input.0.x", "unknown or unsupported"),
         ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "must name one of the tools"),

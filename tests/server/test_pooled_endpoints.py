@@ -61,6 +61,19 @@ async def test_official_client_gets_the_engines_floats(open_api: Any) -> None:
         assert {add.params.max_tokens for add in api.engine.added} == {1}
 
 
+async def test_ollamas_format_has_the_same_floats(open_api: Any) -> None:
+    async with open_api() as api:
+        texts = {"model": "tiny:latest", "input": ["ab", "cab"], "options": {"num_ctx": 8}, "keep_alive": "5m"}
+        found = (await api.http.post("/api/embed", content=json.dumps(texts))).json()
+        same = (await api.http.post(EMBEDDINGS, json={"input": ["ab", "cab"]})).json()
+        assert found["embeddings"] == [one["embedding"] for one in same["data"]]
+        assert (found["model"], found["prompt_eval_count"]) == ("tiny", 5)
+        refused = await api.http.post("/api/embed", json={"input": "ab", "truncate": True})
+        assert "truncate" in refused.json()["error"]
+        (running,) = (await api.http.get("/api/ps")).json()["models"]
+        assert (running["name"], running["context_length"]) == ("tiny", tiny.CONTEXT)
+
+
 @pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank"])
 async def test_rerank_sorts_documents(open_api: Any, path: str) -> None:
     body = {"model": "tiny", "query": "aab", "documents": ["ccc", {"text": "aba"}, "abb"], "top_n": 2}

@@ -718,6 +718,9 @@ async def test_malformed_bodies_are_400(api: Api, body: bytes) -> None:
 async def test_unknown_paths_methods_and_models(api: Api) -> None:
     assert error_of(await api.http.get("/nothing"), 404)["code"] == "not_found"
     assert error_of(await api.http.get("/health/"), 404)["code"] == "not_found"
+    for path in ("/health", "/v1/models", "/"):  # probes and agents ask for the head only
+        assert ((await api.http.head(path)).status_code, (await api.http.get(path)).status_code) == (200, 200)
+    assert (await api.http.head("/debug/events")).status_code == 405
     assert error_of(await api.http.get("/v1/completions"), 405)["code"] == "method_not_allowed"
     for response in (await api.complete(model="gpt"), await api.http.get("/v1/models/gpt")):
         error = error_of(response, 404)

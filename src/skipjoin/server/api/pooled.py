@@ -52,7 +52,7 @@ class VectorChoice(Choice):
         return len(self.vector) // 4
 
 
-class _Usage(msgspec.Struct, frozen=True):
+class PooledUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     total_tokens: int
 
@@ -68,7 +68,7 @@ class _Embeddings(msgspec.Struct, frozen=True):
     created: int
     model: str
     data: list[_Embedding]
-    usage: _Usage
+    usage: PooledUsage
     object: str = "list"
 
 
@@ -86,7 +86,7 @@ class _Ranking(msgspec.Struct, frozen=True):
     id: str
     model: str
     results: list[_Ranked]
-    usage: _Usage
+    usage: PooledUsage
 
 
 class _Score(msgspec.Struct, frozen=True):
@@ -100,7 +100,7 @@ class _Scores(msgspec.Struct, frozen=True):
     created: int
     model: str
     data: list[_Score]
-    usage: _Usage
+    usage: PooledUsage
     object: str = "list"
 
 
@@ -250,9 +250,9 @@ class PooledFormat:
 
     def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes:
         vectors = [choice.vector for choice in texts if isinstance(choice, VectorChoice)]
-        return encode(self.made(vectors, _Usage(usage.prompt_tokens, usage.prompt_tokens)))
+        return encode(self.made(vectors, PooledUsage(usage.prompt_tokens, usage.prompt_tokens)))
 
-    def made(self, vectors: Sequence[bytes], usage: _Usage) -> Any:
+    def made(self, vectors: Sequence[bytes], usage: PooledUsage) -> Any:
         """Return the response."""
         raise NotImplementedError
 
@@ -267,7 +267,7 @@ class PooledFormat:
 class EmbeddingFormat(PooledFormat):
     prefix = "embd"
 
-    def made(self, vectors: Sequence[bytes], usage: _Usage) -> _Embeddings:
+    def made(self, vectors: Sequence[bytes], usage: PooledUsage) -> _Embeddings:
         is_text = self.body.encoding_format == "base64"
         data = [
             _Embedding(index, base64.b64encode(vector).decode() if is_text else values_of(vector).tolist())
@@ -279,7 +279,7 @@ class EmbeddingFormat(PooledFormat):
 class RankingFormat(PooledFormat):
     prefix = "rerank"
 
-    def made(self, vectors: Sequence[bytes], usage: _Usage) -> _Ranking:
+    def made(self, vectors: Sequence[bytes], usage: PooledUsage) -> _Ranking:
         texts = self.body.seconds if self.body.return_documents is not False else None
         ranked = sorted(enumerate(self.scores(vectors)), key=lambda one: (-one[1], one[0]))[: self.body.top_n]
         results = [_Ranked(index, score, UNSET if texts is None else _Text(texts[index])) for index, score in ranked]
@@ -289,7 +289,7 @@ class RankingFormat(PooledFormat):
 class ScoreFormat(PooledFormat):
     prefix = "score"
 
-    def made(self, vectors: Sequence[bytes], usage: _Usage) -> _Scores:
+    def made(self, vectors: Sequence[bytes], usage: PooledUsage) -> _Scores:
         data = [_Score(index, score) for index, score in enumerate(self.scores(vectors))]
         return _Scores(self.id, self.created, self.model, data, usage)
 

@@ -191,4 +191,4 @@ def _block(segment: Segment, *, is_new: bool = False) -> dict[str, Any]:
         return {"type": "tool_use", "id": segment.id, "name": segment.name, "input": given}
     if segment.kind is PartKind.REASONING:
         return {"type": "thinking", "thinking": segment.text, "signature": ""}
-    return {"type": "text", "text": segment.text, "citations": None}
+    return {"type": "text", "text": segment.text}

@@ -1,10 +1,10 @@
-"""POST /api/chat and /api/generate, and what clients of Ollama ask of a server."""
+"""POST /api/chat, /api/generate and /api/embed, and what clients of Ollama ask of a server."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, ClassVar
 
@@ -15,13 +15,21 @@ from skipjoin.chat import ToolUse
 from skipjoin.core.request import RequestOptions
 from skipjoin.engine.text import Choice
 from skipjoin.formats.calls import PartKind
-from skipjoin.routes import NDJSON, OLLAMA_CHAT, OLLAMA_GENERATE
+from skipjoin.pooling import values_of
+from skipjoin.routes import NDJSON, OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_GENERATE
 from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.chat import chat_logprob
 from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint
-from skipjoin.server.api.dialects.ollama_body import OllamaChatRequest, OllamaGenerateRequest, ShowRequest
+from skipjoin.server.api.dialects.ollama_body import (
+    OllamaChatRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+    ShowRequest,
+)
 from skipjoin.server.api.dialects.segments import Segment, Segments, whole_of
 from skipjoin.server.api.errors import ApiError
+from skipjoin.server.api.pooled import EmbeddingEndpoint, PooledFormat, PooledUsage
+from skipjoin.server.api.pooled_bodies import EmbeddingRequest
 from skipjoin.server.api.replies import json_response, service_of
 from skipjoin.server.api.responses import Usage, encode
 from skipjoin.server.api.service import Service
@@ -60,6 +68,33 @@ class OllamaGenerateEndpoint(ConvertedEndpoint[OllamaGenerateRequest]):
 
     def format(self, body: OllamaGenerateRequest, options: RequestOptions) -> OllamaFormat:
         return OllamaFormat(self.service, body, is_chat=False)
+
+
+class OllamaEmbedEndpoint(EmbeddingEndpoint):
+    """Embed texts in Ollama's format."""
+
+    route = OLLAMA_EMBED
+    body_type = OllamaEmbedRequest
+
+    def format(self, body: EmbeddingRequest, options: RequestOptions) -> OllamaEmbedFormat:
+        return OllamaEmbedFormat(self.service, body)
+
+
+class OllamaEmbedFormat(PooledFormat):
+    prefix = "ollama"
+
+    def __init__(self, service: Service, body: EmbeddingRequest) -> None:
+        super().__init__(service, body)
+        self._began = time.monotonic_ns()
+
+    def made(self, vectors: Sequence[bytes], usage: PooledUsage) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "embeddings": [values_of(vector).tolist() for vector in vectors],
+            "total_duration": time.monotonic_ns() - self._began,
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+        }
 
 
 class OllamaFormat:
@@ -158,6 +193,27 @@ async def list_models(request: Request) -> Response:
     same = {"modified_at": _time(service), "size": 0, "digest": ""}
     names = [service.name, *(adapter.name for adapter in service.adapters.all)]
     return json_response({"models": [{"name": name, "model": name, **same, "details": _details()} for name in names]})
+
+
+async def list_running(request: Request) -> Response:
+    """Return the served model as the one that is loaded, in Ollama's format."""
+    service = service_of(request)
+    return json_response(
+        {
+            "models": [
+                {
+                    "name": service.name,
+                    "model": service.name,
+                    "size": 0,
+                    "size_vram": 0,
+                    "digest": "",
+                    "details": _details(),
+                    "expires_at": "9999-12-31T23:59:59Z",  # never unloaded
+                    "context_length": service.info.max_model_len,
+                }
+            ]
+        }
+    )
 
 
 async def show_model(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Bodies of POST /api/chat and /api/generate, Ollama's format."""
+"""Bodies of POST /api/chat, /api/generate and /api/embed, Ollama's format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 from skipjoin.sampling import INT32
 from skipjoin.server.api.conversation import MAX_MESSAGES, MAX_TOOLS, Tool, Tools, check_names
 from skipjoin.server.api.dialects.bodies import ConvertedBody, Turns, call_of
-from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Label, Only
+from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Label, Null, Off, Only
+from skipjoin.server.api.pooled_bodies import EmbeddingRequest
 from skipjoin.server.api.protocol import ChatRequest, JsonSchema, ResponseFormat, SamplingFields
 
 # Names of other servers' models may have a tag.
@@ -74,6 +75,16 @@ class OllamaMessage(Body):
     tool_name: Label = None
     tool_call_id: Label = None
     images: _NO_IMAGES = None
+
+
+class OllamaEmbedRequest(EmbeddingRequest):
+    """Body of POST /api/embed. Texts are never cut."""
+
+    model: Model = None
+    truncate: Off = None
+    options: dict[str, Any] | None = None
+    keep_alive: Ignored = None
+    encoding_format: Null = None
 
 
 def _streams(value: Any) -> Any:

@@ -124,12 +124,19 @@ def _item_kind(value: Any) -> str | None:
     return "~message" if kind is None and "role" in value else _KINDS.get(kind) if isinstance(kind, str) else None
 
 
+def _check_whole(item: Any) -> Any:
+    if isinstance(item, dict) and item.get("type") == "item_reference":
+        raise PydanticCustomError("item", f"{_NOT_STORED}, and no references to items: clients do so with store: false")
+    return item
+
+
 Item = Annotated[
     Annotated[ResponsesMessage, Tag("~message")]
     | Annotated[FunctionCall, Tag("~call")]
     | Annotated[FunctionCallOutput, Tag("~output")]
     | Annotated[ReasoningItem, Tag("~reasoning")],
     one_of(_item_kind, "must be an item of the type message, function_call, function_call_output or reasoning"),
+    BeforeValidator(_check_whole),
 ]
 
 

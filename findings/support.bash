@@ -10,6 +10,11 @@ packages() {
   "$PYTHON" -m pip install --quiet --disable-pip-version-check "$@" 2>"$work/pip" || { cat "$work/pip" >&2; exit 1; }
 }
 
+# node_packages NAME@VERSION...: install them; node, run in "$work", then finds them.
+node_packages() {
+  (cd "$work" && npm init --yes && npm install --no-audit --no-fund "$@") >"$work/npm" 2>&1 || { cat "$work/npm" >&2; exit 1; }
+}
+
 # COMMAND | expect TEXT: fail unless the output of the command is the text.
 expect() {
   if diff -u <(printf '%s\n' "$1") - >"$work/diff"; then

@@ -268,6 +268,22 @@ async def test_prefill_is_continued(echo: Api) -> None:
         assert refused["param"] == "continue_final_message"
 
 
+async def test_truncation_drops_the_oldest_turns_and_keeps_rules_and_results(echo: Api) -> None:
+    call = {"type": "function_call", "call_id": "a", "name": "add", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "a", "output": "9"}
+    turns = [{"role": "user", "content": f"{n} {'x' * 1500}"} for n in range(4)]
+    items = [{"role": "developer", "content": "Rules."}, *turns[:3], call, result, turns[3]]
+    refused = await echo.http.post(RESPONSES, json={"input": items, "tools": FLAT})
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    answer = await post(echo, RESPONSES, input=items, tools=FLAT, truncation="auto", max_output_tokens=16)
+    assert answer["truncation"] == "auto"
+    prompt = echo.service.tokenizer.decode(echo.engine.added[-1].prompt, skip_special_tokens=False)
+    kept = prompt.partition("<eos>")[2]
+    assert "Rules." in kept
+    assert [f'"{n} xx' in kept for n in range(4)] == [False, False, False, True]
+    assert ("tool_calls" in kept, '"9"' in kept) == (True, True)  # both or neither
+
+
 WEB = {"type": "web_search"}
 SPACE = {"type": "namespace", "name": "crm", "description": "Sums.", "tools": FLAT[:1]}
 
@@ -316,7 +332,8 @@ RESULT: dict[str, Any] = {"type": "tool_result", "tool_use_id": "a", "content": 
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
         ({"conversation": "conv_1"}, "conversation", "only null"),
         ({"background": True}, "background", "use a batch"),
-        ({"truncation": "auto"}, "truncation", "shorten the input"),
+        ({"truncation": "none"}, "truncation", "'auto' or 'disabled'"),
+        ({"truncation": "auto", "input": "a" * 9000}, "input", "maximum context length"),
         ({"tools": [WEB]}, "tools", "no tools of the type web_search"),
         ({"tools": [{"type": "computer"}]}, "tools.0", "no tools of the type computer"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input.0", "must be an item of the type"),

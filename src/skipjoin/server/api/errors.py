@@ -36,6 +36,8 @@ _TYPES = {
     503: "service_unavailable_error",
 }
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 431: "headers_too_large"}
+# Code of `ContextLengthError`, which clients look for.
+CONTEXT_LENGTH = "context_length_exceeded"
 # Maximum characters of a message, which may quote text of the request.
 _LONGEST_TEXT = 1000
 
@@ -179,7 +181,7 @@ def grammar_too_expensive(why: str) -> ApiError:
 
 def from_parameter(error: ParameterError, names: Mapping[str, str] | None = None) -> ApiError:
     if isinstance(error, ContextLengthError):
-        return bad_request(str(error), error.param, "context_length_exceeded")
+        return bad_request(str(error), error.param, CONTEXT_LENGTH)
     name = (names or {}).get(error.param, error.param)
     return bad_request(str(error).replace(error.param, name, 1), name)
 

@@ -10,6 +10,7 @@ from skipjoin.server.api.chat import ChatEndpoint
 from skipjoin.server.api.dialects.bodies import ConvertedBody
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.generation import Endpoint, Prompt
+from skipjoin.server.api.protocol import ChatRequest
 from skipjoin.server.api.service import Service
 
 ConvertedT = TypeVar("ConvertedT", bound=ConvertedBody)
@@ -34,8 +35,11 @@ class ConvertedEndpoint(Endpoint[ConvertedT]):
         return self._chat.estimates(body.chat)
 
     async def tokenize(self, body: ConvertedT, client: str) -> list[Prompt]:
+        return await self.tokenize_chat(body.chat, body, client)
+
+    async def tokenize_chat(self, chat: ChatRequest, body: ConvertedT, client: str) -> list[Prompt]:
         try:
-            return await self._chat.tokenize(body.chat, client)
+            return await self._chat.tokenize(chat, client)
         except ApiError as error:
             raise renamed(error, self.names_of(body)) from None
 

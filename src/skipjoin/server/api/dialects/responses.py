@@ -15,8 +15,9 @@ from skipjoin.server.api.chat import chat_logprob
 from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint
 from skipjoin.server.api.dialects.responses_body import HostedTool, ResponsesRequest
 from skipjoin.server.api.dialects.segments import Change, Segment, Segments, whole_of
-from skipjoin.server.api.errors import ApiError
+from skipjoin.server.api.errors import CONTEXT_LENGTH, ApiError
 from skipjoin.server.api.fields import Body
+from skipjoin.server.api.generation import Prompt
 from skipjoin.server.api.options import served_tier
 from skipjoin.server.api.responses import ChatTokenLogprob, Usage, encode
 from skipjoin.server.api.service import Service
@@ -36,6 +37,36 @@ class ResponsesEndpoint(ConvertedEndpoint[ResponsesRequest]):
         "response_format": "text.format",
         "reasoning_effort": "reasoning.effort",
     }
+
+    async def tokenize(self, body: ResponsesRequest, client: str) -> list[Prompt]:
+        try:
+            return await super().tokenize(body, client)
+        except ApiError as error:
+            if body.truncation != "auto" or error.code != CONTEXT_LENGTH:
+                raise
+            return await self._tokenize_shortened(body, client, error)
+
+    async def _tokenize_shortened(self, body: ResponsesRequest, client: str, error: ApiError) -> list[Prompt]:
+        """Drop the fewest oldest turns so that the rest fits."""
+        found: list[Prompt] | None = None
+        kept, few, many = body.chat, 0, len(body.chat.messages)
+        while many - few > 1:
+            count = (few + many) // 2
+            if (chat := body.shortened(count)) is None:
+                many = count
+                continue
+            try:
+                found = await self.tokenize_chat(chat, body, client)
+            except ApiError as other:
+                if other.code != CONTEXT_LENGTH:
+                    raise
+                few = count
+            else:
+                kept, many = chat, count
+        if found is None:
+            raise error
+        body.chat = kept
+        return found
 
     def format(self, body: ResponsesRequest, options: RequestOptions) -> ResponsesFormat:
         return ResponsesFormat(self.service, body, options)
@@ -213,7 +244,7 @@ class ResponsesFormat:
             "tools": [_given(tool) for tool in body.tools or () if not isinstance(tool, HostedTool)],
             "top_logprobs": self._top or 0,
             "top_p": body.top_p,
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "usage": None if usage is None else _usage(usage),
             "user": body.user,
         }

@@ -27,6 +27,7 @@ from skipjoin.server.api.protocol import ChatRequest, JsonSchema, ResponseFormat
 
 _NOT_STORED = "responses are not stored; send the whole conversation as input"
 _LOGPROBS = "message.output_text.logprobs"
+_SYSTEM = ("system", "developer")
 Status = Literal["in_progress", "completed", "incomplete"] | None
 Id = Annotated[str, Field(max_length=MAX_LABEL)]
 
@@ -325,7 +326,7 @@ class ResponsesRequest(ConvertedBody):
     previous_response_id: Annotated[Any, Only(None, why=_NOT_STORED)] = None
     conversation: Annotated[Any, Only(None, why=_NOT_STORED)] = None
     background: Annotated[Any, Only(None, False, why="use a batch, or a stream")] = None
-    truncation: Annotated[Any, Only(None, "disabled", why="shorten the input")] = None
+    truncation: Literal["auto", "disabled"] | None = None
     response_format: Annotated[Any, Only(None, why="use text.format")] = None
     client_metadata: Ignored = None
     max_tool_calls: Ignored = None  # of tools that a server runs
@@ -360,6 +361,18 @@ class ResponsesRequest(ConvertedBody):
     def functions(self) -> dict[str, PlacedFunction]:
         """Return the functions by the names that models see."""
         return {function.full_name: function for function in _functions(self.tools)}
+
+    def shortened(self, count: int) -> ChatRequest | None:
+        """Return `chat` without the `count` oldest turns, or None if it has no more than these.
+
+        System messages stay. A call goes with its results, without which it means nothing.
+        """
+        begins = [n for n, message in enumerate(self.chat.messages) if message.role not in (*_SYSTEM, "tool")]
+        if count >= len(begins):
+            return None
+        first = begins[count]
+        kept = [message for n, message in enumerate(self.chat.messages) if n >= first or message.role in _SYSTEM]
+        return self.chat.model_copy(update={"messages": kept})
 
     def called(self, name: str) -> dict[str, str]:
         """Return name and namespace of a function by the name that the model called."""

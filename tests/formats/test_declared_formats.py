@@ -7,7 +7,6 @@ from typing import Any
 import llguidance
 import pytest
 from test_message_reader import Read, read
-from transformers.utils.chat_parsing import parse_response
 
 from skipjoin.formats.choice import choose_format
 from skipjoin.formats.grammar import CallSchema, Marks, calls_grammar
@@ -56,6 +55,8 @@ def chosen(template: dict[str, Any], source: str = "") -> OutputFormat:
 def test_declared_formats_are_read_as_by_transformers(case: str) -> None:
     calls, written = CASES[case]
     text = f"[[hm ]]So: {written}"
+    from transformers.utils.chat_parsing import parse_response  # noqa: PLC0415 - takes seconds
+
     theirs = parse_response(text, declared(calls), prefix="")
     found = list(itertools.chain.from_iterable(one if isinstance(one, list) else [one] for one in theirs["tool_calls"]))
     expected = [(call["function"]["name"], json.dumps(call["function"]["arguments"])) for call in found]

@@ -13,7 +13,6 @@ from model_zoo import PagedRunner, greedy
 
 from skipjoin.model import family
 from skipjoin.model.config import ModelConfig, ModelError
-from skipjoin.model.fallback import decoder
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, planned_model, random_model
 from skipjoin.model.ops.build import load_library
@@ -133,6 +132,8 @@ def test_several_ranks_are_refused() -> None:
 
 
 def test_other_logits_than_those_of_transformers_are_refused(saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    from skipjoin.model.fallback import decoder  # noqa: PLC0415 - imports transformers, which takes seconds
+
     attend = decoder.TransformersDecoder.attend
     monkeypatch.setattr(
         decoder.TransformersDecoder,

@@ -6,14 +6,17 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import openai
 import pytest
 from pydantic import BaseModel
 from server_worlds import ServerProcess
+
+if TYPE_CHECKING:
+    import anthropic
 
 PAGES = Path(__file__).resolve().parents[2] / "docs"
 QUESTION = "What is the weather in Oslo?"
@@ -38,8 +41,16 @@ def client(server: ServerProcess) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def claude(server: ServerProcess) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.url, api_key="right", max_retries=0, timeout=60) as found:
+def library() -> ModuleType:
+    """Return Anthropic's library, whose import would delay the collection of all tests by a second."""
+    import anthropic  # noqa: PLC0415
+
+    return anthropic
+
+
+@pytest.fixture(scope="module")
+def claude(server: ServerProcess, library: ModuleType) -> Iterator[anthropic.Anthropic]:
+    with library.Anthropic(base_url=server.url, api_key="right", max_retries=0, timeout=60) as found:
         yield found
 
 
@@ -93,8 +104,8 @@ def test_tool_loops_end_with_the_same_answer(client: openai.OpenAI, claude: anth
         assert events.get_final_message().usage.output_tokens == done.usage.output_tokens
 
 
-def test_tool_runner_of_anthropic_finishes(claude: anthropic.Anthropic) -> None:
-    @anthropic.beta_tool
+def test_tool_runner_of_anthropic_finishes(claude: anthropic.Anthropic, library: ModuleType) -> None:
+    @library.beta_tool
     def get_weather(city: str) -> str:
         """Weather of a city.
 
@@ -130,16 +141,16 @@ def test_structured_output_and_forced_calls(client: openai.OpenAI, claude: anthr
 
 
 def test_errors_become_the_right_exceptions(
-    client: openai.OpenAI, claude: anthropic.Anthropic, server: ServerProcess
+    client: openai.OpenAI, claude: anthropic.Anthropic, library: ModuleType, server: ServerProcess
 ) -> None:
     messages: Any = [{"role": "user", "content": "x"}]
-    with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+    with pytest.raises(library.NotFoundError, match="does not exist"):
         claude.messages.create(model="gpt", messages=messages, max_tokens=1)
-    with pytest.raises(anthropic.BadRequestError, match="temperature"):
+    with pytest.raises(library.BadRequestError, match="temperature"):
         claude.messages.create(model="tally", messages=messages, max_tokens=1, extra_body={"temperature": 3})
     with (
-        anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0) as other,
-        pytest.raises(anthropic.AuthenticationError, match="x-api-key"),
+        library.Anthropic(base_url=server.url, api_key="wrong", max_retries=0) as other,
+        pytest.raises(library.AuthenticationError, match="x-api-key"),
     ):
         other.messages.create(model="tally", messages=messages, max_tokens=1)
     with pytest.raises(openai.BadRequestError) as refused:

@@ -11,7 +11,7 @@ from skipjoin.model.config import every, factor, layer_kinds
 from skipjoin.model.families.gated import gated_fields, gated_mlp
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
-from skipjoin.model.layers import Builder, LayerInputs, Rotary, halves_of_pairs, separate_attention
+from skipjoin.model.layers import Builder, Layer, LayerInputs, Rotary, halves_of_pairs, separate_attention
 from skipjoin.model.ops.base import Norm
 
 _ARCHITECTURES = {"CohereForCausalLM": "cohere", "Cohere2ForCausalLM": "cohere2"}
@@ -46,10 +46,13 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     sizes={"sliding_window_pattern": 1 << 14},
 )
 class CohereDecoder(RotaryDecoder):
-    EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+    @staticmethod
+    def layer(builder: Builder, index: int, rotary: Rotary | None) -> Layer:
+        return _CohereLayer(builder, index, rotary)
 
-    def __init__(self, builder: Builder, device: torch.device | str) -> None:
-        super().__init__(builder, device, _CohereLayer, lambda: builder.layer_norm("model.norm", bias=False))
+    @staticmethod
+    def final_norm(builder: Builder) -> Norm:
+        return builder.layer_norm("model.norm", bias=False)
 
 
 class _CohereLayer:

@@ -7,8 +7,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from skipjoin.model.config import SIZES, ModelError, activation, rope
-from skipjoin.model.layers import Adjusted, Builder, Rotary, SequentialLayer, Unchanged, separate_attention
+from skipjoin.model.config import SIZES, ModelError, activation, factor, rope
+from skipjoin.model.layers import (
+    Adjusted,
+    Builder,
+    Rotary,
+    SelfAttention,
+    SequentialLayer,
+    Unchanged,
+    separate_attention,
+)
 from skipjoin.model.ops.base import GATES, HeadNorm, Linear
 
 _GATES = {function: name for name, function in GATES.items()}
@@ -30,6 +38,15 @@ def gated_fields(raw: Mapping[str, Any], share: float = 1.0) -> dict[str, Any]:
         "attention_bias": bias,
         "output_bias": bias,
         "mlp_bias": bool(raw.get("mlp_bias", False)),
+    }
+
+
+def granite_scales(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "attention_scale": factor(raw, "attention_multiplier", 1.0),
+        "embedding_scale": factor(raw, "embedding_multiplier", 1.0),
+        "residual_scale": factor(raw, "residual_multiplier", 1.0),
+        "logit_scale": 1 / factor(raw, "logits_scaling", 1.0),
     }
 
 
@@ -75,21 +92,35 @@ def gated_layer(
         [builder.rms_norm(f"{name}.{of}") if of else None for of in part]
         for part in ((names.attention, names.mlp), (names.after_attention, names.after_mlp))
     )
-    adjust_attention, adjust_mlp = (norm or _residual_scale(builder) for norm in after)
-    attention = separate_attention(
+    attention = gated_attention(
         builder,
         index,
-        f"{name}.self_attn",
-        "o_proj",
-        rotary=rotary,
-        norms=_query_key_norms(builder, f"{name}.self_attn", over_all_heads=has_projection_norms),
-        adjust=adjust_attention,
+        rotary,
+        has_projection_norms=has_projection_norms,
+        adjust=after[0],
         joined="qkv_proj" if has_joined_projections else "",
         is_paired=is_paired,
     )
     up, down = gated_mlp(builder, f"{name}.mlp", is_joined=has_joined_gate)
-    down = down if adjust_mlp is None else Adjusted(down, adjust_mlp)
+    if (adjust := after[1] or residual_scale(builder)) is not None:
+        down = Adjusted(down, adjust)
     return SequentialLayer(before[0] or Unchanged(), attention, before[1] or Unchanged(), up, down)
+
+
+def gated_attention(
+    builder: Builder,
+    index: int,
+    rotary: Rotary | None,
+    *,
+    has_projection_norms: bool = False,
+    adjust: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    **options: Any,
+) -> SelfAttention:
+    """Make a layer's attention, with norms of queries and keys if it has them; `options` of `separate_attention`."""
+    name = f"model.layers.{index}.self_attn"
+    norms = _query_key_norms(builder, name, over_all_heads=has_projection_norms)
+    adjust = adjust or residual_scale(builder)
+    return separate_attention(builder, index, name, "o_proj", rotary=rotary, norms=norms, adjust=adjust, **options)
 
 
 def gated_mlp(builder: Builder, name: str, *, is_joined: bool = False, begins: bool = True) -> tuple[Linear, Linear]:
@@ -98,7 +129,7 @@ def gated_mlp(builder: Builder, name: str, *, is_joined: bool = False, begins: b
     return builder.mlp(up, f"{name}.down_proj", gate, is_joined=is_joined, begins=begins)
 
 
-def _residual_scale(builder: Builder) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def residual_scale(builder: Builder) -> Callable[[torch.Tensor], torch.Tensor] | None:
     scale = builder.config.residual_scale
     return None if scale == 1 else lambda product: product.mul_(scale)
 

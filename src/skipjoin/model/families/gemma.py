@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from skipjoin.model.config import ModelError, cap, every, factor, layer_kinds, rope, rope_of_kind
 from skipjoin.model.families.gated import BEFORE_PARTS, LayerNorms, gated_fields, gated_layer
 from skipjoin.model.families.rotary import RotaryDecoder
@@ -78,12 +76,7 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     sizes={"sliding_window_pattern": 1 << 14},
 )
 class GemmaDecoder(RotaryDecoder):
-    EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-
-    def __init__(self, builder: Builder, device: torch.device | str) -> None:
-        super().__init__(builder, device, _layer, lambda: builder.rms_norm("model.norm"))
-
-
-def _layer(builder: Builder, index: int, rotary: Rotary | None) -> SequentialLayer:
-    is_first = builder.config.architecture == "GemmaForCausalLM"
-    return gated_layer(builder, index, rotary, BEFORE_PARTS if is_first else _NORMS)
+    @staticmethod
+    def layer(builder: Builder, index: int, rotary: Rotary | None) -> SequentialLayer:
+        is_first = builder.config.architecture == "GemmaForCausalLM"
+        return gated_layer(builder, index, rotary, BEFORE_PARTS if is_first else _NORMS)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from skipjoin.model.families.gated import BEFORE_PARTS, LayerNorms, gated_fields, gated_layer
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
@@ -30,12 +28,7 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     prefix="model.",
 )
 class GlmDecoder(RotaryDecoder):
-    EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-
-    def __init__(self, builder: Builder, device: torch.device | str) -> None:
-        super().__init__(builder, device, _layer, lambda: builder.rms_norm("model.norm"))
-
-
-def _layer(builder: Builder, index: int, rotary: Rotary | None) -> SequentialLayer:
-    names = BEFORE_PARTS if builder.config.architecture == "GlmForCausalLM" else _NORMS
-    return gated_layer(builder, index, rotary, names, has_joined_gate=True, is_paired=True)
+    @staticmethod
+    def layer(builder: Builder, index: int, rotary: Rotary | None) -> SequentialLayer:
+        names = BEFORE_PARTS if builder.config.architecture == "GlmForCausalLM" else _NORMS
+        return gated_layer(builder, index, rotary, names, has_joined_gate=True, is_paired=True)

@@ -10,7 +10,7 @@ import torch
 from skipjoin.model.config import activation, rope
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
-from skipjoin.model.layers import Builder, LayerInputs, Rotary, SelfAttention
+from skipjoin.model.layers import Builder, Layer, LayerInputs, Rotary, SelfAttention
 from skipjoin.model.ops.base import Linear, Norm
 from skipjoin.model.parallel import scaled
 
@@ -45,8 +45,13 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 class GPTNeoXDecoder(RotaryDecoder):
     EMBEDDING, OUTPUT = "gpt_neox.embed_in.weight", "embed_out.weight"
 
-    def __init__(self, builder: Builder, device: torch.device | str) -> None:
-        super().__init__(builder, device, _NeoXLayer, lambda: builder.layer_norm("gpt_neox.final_layer_norm"))
+    @staticmethod
+    def layer(builder: Builder, index: int, rotary: Rotary | None) -> Layer:
+        return _NeoXLayer(builder, index, rotary)
+
+    @staticmethod
+    def final_norm(builder: Builder) -> Norm:
+        return builder.layer_norm("gpt_neox.final_layer_norm")
 
 
 class _NeoXLayer:

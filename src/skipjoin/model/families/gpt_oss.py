@@ -59,28 +59,23 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 @family("gpt_oss", architectures={"GptOssForCausalLM": "gpt_oss"}, fields=_fields, prefix="model.")
 class GptOssDecoder(RotaryDecoder):
-    EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-
-    def __init__(self, builder: Builder, device: torch.device | str) -> None:
-        super().__init__(builder, device, _layer, lambda: builder.rms_norm("model.norm"))
-
-
-def _layer(builder: Builder, index: int, rotary: Rotary | None) -> ExpertLayer:
-    config, shard, name = builder.config, builder.shard, f"model.layers.{index}"
-    of, hidden, columns = config.experts, config.hidden_size, shard.expert_columns(config)
-    assert of is not None
-    sinks = builder.tensor(f"{name}.self_attn.sinks", config.num_heads, rows=shard.heads(config)).float()
-    attention = separate_attention(builder, index, f"{name}.self_attn", "o_proj", rotary=rotary, sinks=sinks)
-    # Rows of the gate and of what it gates alternate.
-    rows = torch.cat([torch.arange(2 * columns.start + part, 2 * columns.stop, 2) for part in (0, 1)])
-    experts = f"{name}.mlp.experts"
-    up = Stack(f"{experts}.gate_up_proj", of.count, 2 * of.width, hidden, is_transposed=True, rows=rows)
-    down = Stack(f"{experts}.down_proj", of.count, hidden, of.width, is_transposed=True, columns=columns)
-    return ExpertLayer(
-        builder.rms_norm(f"{name}.input_layernorm"),
-        attention,
-        builder.rms_norm(f"{name}.post_attention_layernorm"),
-        expert_mlp(
-            builder, f"{name}.mlp.router", stacked_experts(builder, up, down, CLAMPED, has_bias=True), has_bias=True
-        ),
-    )
+    @staticmethod
+    def layer(builder: Builder, index: int, rotary: Rotary | None) -> ExpertLayer:
+        config, shard, name = builder.config, builder.shard, f"model.layers.{index}"
+        of, hidden, columns = config.experts, config.hidden_size, shard.expert_columns(config)
+        assert of is not None
+        sinks = builder.tensor(f"{name}.self_attn.sinks", config.num_heads, rows=shard.heads(config)).float()
+        attention = separate_attention(builder, index, f"{name}.self_attn", "o_proj", rotary=rotary, sinks=sinks)
+        # Rows of the gate and of what it gates alternate.
+        rows = torch.cat([torch.arange(2 * columns.start + part, 2 * columns.stop, 2) for part in (0, 1)])
+        experts = f"{name}.mlp.experts"
+        up = Stack(f"{experts}.gate_up_proj", of.count, 2 * of.width, hidden, is_transposed=True, rows=rows)
+        down = Stack(f"{experts}.down_proj", of.count, hidden, of.width, is_transposed=True, columns=columns)
+        return ExpertLayer(
+            builder.rms_norm(f"{name}.input_layernorm"),
+            attention,
+            builder.rms_norm(f"{name}.post_attention_layernorm"),
+            expert_mlp(
+                builder, f"{name}.mlp.router", stacked_experts(builder, up, down, CLAMPED, has_bias=True), has_bias=True
+            ),
+        )

@@ -6,15 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from skipjoin.model.config import ExpertSettings, ModelError, StateSettings, factor
+from skipjoin.model.config import ExpertSettings, ModelError, StateSettings
 from skipjoin.model.experts import expert_mlp, stacked_experts
-from skipjoin.model.families.gated import gated_fields
+from skipjoin.model.families.gated import gated_attention, gated_fields, granite_scales, residual_scale
 from skipjoin.model.families.lfm2 import mixed_kinds
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
-from skipjoin.model.layers import Adjusted, Builder, Layer, Rotary, separate_attention
+from skipjoin.model.layers import Adjusted, Builder, Layer, Rotary
 from skipjoin.model.ops.base import GATED
 from skipjoin.model.recurrent import Mamba2, MixedLayer, Part, SharedExperts, mlp_part
 from skipjoin.model.weights import Stack
@@ -49,12 +47,8 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
             f"mamba_n_heads x mamba_d_head must be {width}, mamba_expand x hidden_size, got {heads} x {dim}"
         )
     count, shared = int(raw["num_local_experts"] or 0), int(raw["shared_intermediate_size"])
-    fields |= {
+    fields |= granite_scales(raw) | {
         "intermediate_size": shared,
-        "attention_scale": factor(raw, "attention_multiplier", 1.0),
-        "embedding_scale": factor(raw, "embedding_multiplier", 1.0),
-        "residual_scale": factor(raw, "residual_multiplier", 1.0),
-        "logit_scale": 1 / factor(raw, "logits_scaling", 1.0),
         "conv_bias": bool(raw.get("mamba_conv_bias", True)),
         "state_bias": bool(raw.get("mamba_proj_bias", False)),
         "step_limits": _limits(raw.get("time_step_limit")),
@@ -101,40 +95,34 @@ def _limits(given: Any) -> tuple[float, float]:
     sizes=_SIZES | {"shared_intermediate_size": 1 << 24},
 )
 class GraniteHybridDecoder(RotaryDecoder):
-    EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-
-    def __init__(self, builder: Builder, device: torch.device | str) -> None:
-        super().__init__(builder, device, _layer, lambda: builder.rms_norm("model.norm"))
-
-
-def _layer(builder: Builder, index: int, rotary: Rotary | None) -> Layer:
-    config, name, scale = builder.config, f"model.layers.{index}", builder.config.residual_scale
-    assert config.states is not None
-    adjust = None if scale == 1 else lambda product: product.mul_(scale)
-    mixer: Part
-    if index in config.states.layers:
-        mixer = Mamba2(
-            builder, index, f"{name}.mamba", limits=config.step_limits, has_bias=config.state_bias, adjust=adjust
+    @staticmethod
+    def layer(builder: Builder, index: int, rotary: Rotary | None) -> Layer:
+        config, name, adjust = builder.config, f"model.layers.{index}", residual_scale(builder)
+        assert config.states is not None
+        mixer: Part
+        if index in config.states.layers:
+            mixer = Mamba2(
+                builder, index, f"{name}.mamba", limits=config.step_limits, has_bias=config.state_bias, adjust=adjust
+            )
+        else:
+            mixer = gated_attention(builder, index, rotary)
+        norm, mlp_norm = (builder.rms_norm(f"{name}.{one}") for one in ("input_layernorm", "post_attention_layernorm"))
+        hidden, width = config.hidden_size, config.shared_width
+        up = builder.linear(f"{name}.shared_mlp.input_linear", (2 * width,), hidden, False, activation=GATED)
+        down = builder.linear(f"{name}.shared_mlp.output_linear", (hidden,), width, False)
+        down = down if adjust is None else Adjusted(down, adjust)
+        if (of := config.experts) is None:
+            return MixedLayer(norm, mixer, mlp_norm, mlp_part(up, down))
+        part = f"{name}.block_sparse_moe"
+        make = stacked_experts(
+            builder,
+            Stack(f"{part}.input_linear.weight", of.count, 2 * of.width, hidden),
+            Stack(f"{part}.output_linear.weight", of.count, hidden, of.width),
+            GATED,
         )
-    else:
-        mixer = separate_attention(builder, index, f"{name}.self_attn", "o_proj", rotary=rotary, adjust=adjust)
-    norm, mlp_norm = (builder.rms_norm(f"{name}.{one}") for one in ("input_layernorm", "post_attention_layernorm"))
-    hidden, width = config.hidden_size, config.shared_width
-    up = builder.linear(f"{name}.shared_mlp.input_linear", (2 * width,), hidden, False, activation=GATED)
-    down = builder.linear(f"{name}.shared_mlp.output_linear", (hidden,), width, False)
-    down = down if adjust is None else Adjusted(down, adjust)
-    if (of := config.experts) is None:
-        return MixedLayer(norm, mixer, mlp_norm, mlp_part(up, down))
-    part = f"{name}.block_sparse_moe"
-    make = stacked_experts(
-        builder,
-        Stack(f"{part}.input_linear.weight", of.count, 2 * of.width, hidden),
-        Stack(f"{part}.output_linear.weight", of.count, hidden, of.width),
-        GATED,
-    )
-    return MixedLayer(
-        norm,
-        mixer,
-        mlp_norm,
-        SharedExperts(builder, expert_mlp(builder, f"{part}.router.layer", make), (up, down), None),
-    )
+        return MixedLayer(
+            norm,
+            mixer,
+            mlp_norm,
+            SharedExperts(builder, expert_mlp(builder, f"{part}.router.layer", make), (up, down), None),
+        )

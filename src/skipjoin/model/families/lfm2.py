@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from skipjoin.model.config import ModelError, StateSettings
 from skipjoin.model.families.gated import gated_fields
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
 from skipjoin.model.layers import Builder, Layer, Rotary, separate_attention
-from skipjoin.model.ops.base import GATED
+from skipjoin.model.ops.base import GATED, Norm
 from skipjoin.model.recurrent import MixedLayer, Part, ShortConvolution, mlp_part
 
 # Of missing entries: those of the configuration class in transformers.
@@ -76,22 +74,21 @@ def _width(raw: Mapping[str, Any]) -> int:
     sizes={"conv_L_cache": 1 << 10, "block_multiple_of": 1 << 20, "block_ff_dim": 1 << 24},
 )
 class Lfm2Decoder(RotaryDecoder):
-    EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+    @staticmethod
+    def layer(builder: Builder, index: int, rotary: Rotary | None) -> Layer:
+        config, name = builder.config, f"model.layers.{index}"
+        assert config.states is not None
+        mixer: Part
+        if index in config.states.layers:
+            mixer = ShortConvolution(builder, index, f"{name}.conv", has_bias=config.conv_bias)
+        else:
+            query, key = (builder.rms_norm(f"{name}.self_attn.{one}_layernorm", config.head_dim) for one in "qk")
+            norms = query, key
+            mixer = separate_attention(builder, index, f"{name}.self_attn", "out_proj", rotary=rotary, norms=norms)
+        norm, mlp_norm = builder.rms_norm(f"{name}.operator_norm"), builder.rms_norm(f"{name}.ffn_norm")
+        up, down = builder.mlp([f"{name}.feed_forward.w1", f"{name}.feed_forward.w3"], f"{name}.feed_forward.w2", GATED)
+        return MixedLayer(norm, mixer, mlp_norm, mlp_part(up, down))
 
-    def __init__(self, builder: Builder, device: torch.device | str) -> None:
-        super().__init__(builder, device, _layer, lambda: builder.rms_norm("model.embedding_norm"))
-
-
-def _layer(builder: Builder, index: int, rotary: Rotary | None) -> Layer:
-    config, name = builder.config, f"model.layers.{index}"
-    assert config.states is not None
-    mixer: Part
-    if index in config.states.layers:
-        mixer = ShortConvolution(builder, index, f"{name}.conv", has_bias=config.conv_bias)
-    else:
-        query, key = (builder.rms_norm(f"{name}.self_attn.{one}_layernorm", config.head_dim) for one in "qk")
-        norms = query, key
-        mixer = separate_attention(builder, index, f"{name}.self_attn", "out_proj", rotary=rotary, norms=norms)
-    norm, mlp_norm = builder.rms_norm(f"{name}.operator_norm"), builder.rms_norm(f"{name}.ffn_norm")
-    up, down = builder.mlp([f"{name}.feed_forward.w1", f"{name}.feed_forward.w3"], f"{name}.feed_forward.w2", GATED)
-    return MixedLayer(norm, mixer, mlp_norm, mlp_part(up, down))
+    @staticmethod
+    def final_norm(builder: Builder) -> Norm:
+        return builder.rms_norm("model.embedding_norm")

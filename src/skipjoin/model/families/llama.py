@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from skipjoin.model.config import every, factor, layer_kinds
-from skipjoin.model.families.gated import gated_fields, gated_layer
+from skipjoin.model.config import every, layer_kinds
+from skipjoin.model.families.gated import gated_fields, gated_layer, granite_scales
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
-from skipjoin.model.layers import Builder
 
 _MINISTRAL3_ROPE = {
     "rope_type": "yarn",
@@ -66,12 +63,7 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     elif kind == "smollm3":
         fields |= _smollm3(raw, fields)
     elif kind == "granite":
-        fields |= {
-            "attention_scale": factor(raw, "attention_multiplier", 1.0),
-            "embedding_scale": factor(raw, "embedding_multiplier", 1.0),
-            "residual_scale": factor(raw, "residual_multiplier", 1.0),
-            "logit_scale": 1 / factor(raw, "logits_scaling", 1.0),
-        }
+        fields |= granite_scales(raw)
     if kind == "qwen2":
         fields |= {"attention_bias": True, "output_bias": False}
     return fields
@@ -107,7 +99,4 @@ def _smollm3(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any
     sizes={"no_rope_layer_interval": 1 << 14},
 )
 class LlamaDecoder(RotaryDecoder):
-    EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-
-    def __init__(self, builder: Builder, device: torch.device | str) -> None:
-        super().__init__(builder, device, gated_layer, lambda: builder.rms_norm("model.norm"))
+    layer = staticmethod(gated_layer)

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from skipjoin.model.config import ExpertSettings, ModelError, every, factor
+from skipjoin.model.config import ExpertSettings, ModelError, every
 from skipjoin.model.experts import ExpertLayer, MakeExperts, expert_mlp, separate_experts, stacked_experts
-from skipjoin.model.families.gated import gated_fields, gated_mlp
+from skipjoin.model.families.gated import gated_attention, gated_fields, gated_mlp, granite_scales
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
-from skipjoin.model.layers import Builder, Layer, Rotary, SequentialLayer, separate_attention
-from skipjoin.model.ops.base import GATED, HeadNorm
+from skipjoin.model.layers import Builder, Layer, Rotary, SequentialLayer
+from skipjoin.model.ops.base import GATED
 from skipjoin.model.weights import Stack
 
 
@@ -74,12 +74,7 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         dense, is_skipped = raw.get("mlp_only_layers") or (), every(raw["decoder_sparse_step"])
         is_sparse = [layer not in dense and not is_skipped(layer) for layer in range(layers)]
     if kind.model_type == "granitemoe":
-        fields |= {
-            "attention_scale": factor(raw, "attention_multiplier", 1.0),
-            "embedding_scale": factor(raw, "embedding_multiplier", 1.0),
-            "residual_scale": factor(raw, "residual_multiplier", 1.0),
-            "logit_scale": 1 / factor(raw, "logits_scaling", 1.0),
-        }
+        fields |= granite_scales(raw)
     return fields | {
         "windows": (window,) * layers if kind.model_type in ("qwen3_moe", "mixtral") else (0,) * layers,
         "qk_norm": kind.model_type in ("qwen3_moe", "olmoe"),
@@ -102,40 +97,17 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     sizes={"decoder_sparse_step": 1 << 14},
 )
 class ExpertDecoder(RotaryDecoder):
-    EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-
-    def __init__(self, builder: Builder, device: torch.device | str) -> None:
-        super().__init__(builder, device, _layer, lambda: builder.rms_norm("model.norm"))
-
-
-def _layer(builder: Builder, index: int, rotary: Rotary | None) -> Layer:
-    config, kind, name = builder.config, _KINDS[builder.config.architecture], f"model.layers.{index}"
-    assert config.experts is not None
-    scale = config.residual_scale
-    attention = separate_attention(
-        builder,
-        index,
-        f"{name}.self_attn",
-        "o_proj",
-        rotary=rotary,
-        norms=_norms(builder, f"{name}.self_attn") if config.qk_norm else None,
-        adjust=None if scale == 1 else lambda product: product.mul_(scale),
-    )
-    norm, mlp_norm = (builder.rms_norm(f"{name}.{one}") for one in ("input_layernorm", "post_attention_layernorm"))
-    if index not in config.experts.layers:
-        return SequentialLayer(norm, attention, mlp_norm, *gated_mlp(builder, f"{name}.{kind.mlp}"))
-    mlp = expert_mlp(builder, f"{name}.{kind.mlp}.{kind.router}", _experts(builder, f"{name}.{kind.mlp}", kind))
-    return ExpertLayer(norm, attention, mlp_norm, mlp)
-
-
-def _norms(builder: Builder, name: str) -> tuple[HeadNorm, HeadNorm]:
-    config, shard, dim = builder.config, builder.shard, builder.config.head_dim
-    if config.architecture != "OlmoeForCausalLM":
-        return builder.rms_norm(f"{name}.q_norm", dim), builder.rms_norm(f"{name}.k_norm", dim)
-    return (
-        builder.projection_norm(f"{name}.q_norm", shard.query_rows(config), config.num_heads * dim),
-        builder.projection_norm(f"{name}.k_norm", shard.kv_rows(config), config.num_kv_heads * dim),
-    )
+    @staticmethod
+    def layer(builder: Builder, index: int, rotary: Rotary | None) -> Layer:
+        config, kind, name = builder.config, _KINDS[builder.config.architecture], f"model.layers.{index}"
+        assert config.experts is not None
+        has_projection_norms = config.architecture == "OlmoeForCausalLM"
+        attention = gated_attention(builder, index, rotary, has_projection_norms=has_projection_norms)
+        norm, mlp_norm = (builder.rms_norm(f"{name}.{one}") for one in ("input_layernorm", "post_attention_layernorm"))
+        if index not in config.experts.layers:
+            return SequentialLayer(norm, attention, mlp_norm, *gated_mlp(builder, f"{name}.{kind.mlp}"))
+        mlp = expert_mlp(builder, f"{name}.{kind.mlp}.{kind.router}", _experts(builder, f"{name}.{kind.mlp}", kind))
+        return ExpertLayer(norm, attention, mlp_norm, mlp)
 
 
 def _experts(builder: Builder, name: str, kind: _Kind) -> MakeExperts:

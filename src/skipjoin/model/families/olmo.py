@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from skipjoin.model.config import every, layer_kinds, rope, rope_of_kind
 from skipjoin.model.families.gated import LayerNorms, gated_fields, gated_layer
 from skipjoin.model.families.rotary import RotaryDecoder
@@ -48,12 +46,7 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     prefix="model.",
 )
 class OlmoDecoder(RotaryDecoder):
-    EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-
-    def __init__(self, builder: Builder, device: torch.device | str) -> None:
-        super().__init__(builder, device, _layer, lambda: builder.rms_norm("model.norm"))
-
-
-def _layer(builder: Builder, index: int, rotary: Rotary | None) -> SequentialLayer:
-    is_olmo = builder.config.architecture.startswith("Olmo")
-    return gated_layer(builder, index, rotary, _NORMS, has_projection_norms=is_olmo)
+    @staticmethod
+    def layer(builder: Builder, index: int, rotary: Rotary | None) -> SequentialLayer:
+        is_olmo = builder.config.architecture.startswith("Olmo")
+        return gated_layer(builder, index, rotary, _NORMS, has_projection_norms=is_olmo)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from skipjoin.model.families.gated import gated_fields, gated_layer
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
@@ -27,11 +25,6 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     prefix="model.",
 )
 class Phi3Decoder(RotaryDecoder):
-    EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-
-    def __init__(self, builder: Builder, device: torch.device | str) -> None:
-        super().__init__(builder, device, _layer, lambda: builder.rms_norm("model.norm"))
-
-
-def _layer(builder: Builder, index: int, rotary: Rotary | None) -> SequentialLayer:
-    return gated_layer(builder, index, rotary, has_joined_projections=True, has_joined_gate=True)
+    @staticmethod
+    def layer(builder: Builder, index: int, rotary: Rotary | None) -> SequentialLayer:
+        return gated_layer(builder, index, rotary, has_joined_projections=True, has_joined_gate=True)

@@ -95,22 +95,17 @@ def _experts(raw: Mapping[str, Any], layers: int) -> ExpertSettings:
     sizes=_SIZES | {"decoder_sparse_step": 1 << 14, "shared_expert_intermediate_size": 1 << 24},
 )
 class Qwen3NextDecoder(RotaryDecoder):
-    EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-
-    def __init__(self, builder: Builder, device: torch.device | str) -> None:
-        super().__init__(builder, device, _layer, lambda: builder.rms_norm("model.norm"))
-
-
-def _layer(builder: Builder, index: int, rotary: Rotary | None) -> Layer:
-    config, name = builder.config, f"model.layers.{index}"
-    assert config.states is not None
-    mixer: Part
-    if index in config.states.layers:
-        mixer = DeltaNet(builder, index, f"{name}.linear_attn", _entry(builder, f"{name}.linear_attn"))
-    else:
-        mixer = GatedAttention(builder, _attention(builder, index, f"{name}.self_attn", rotary))
-    norm, mlp_norm = (builder.rms_norm(f"{name}.{one}") for one in ("input_layernorm", "post_attention_layernorm"))
-    return MixedLayer(norm, mixer, mlp_norm, _mlp(builder, index, f"{name}.mlp"))
+    @staticmethod
+    def layer(builder: Builder, index: int, rotary: Rotary | None) -> Layer:
+        config, name = builder.config, f"model.layers.{index}"
+        assert config.states is not None
+        mixer: Part
+        if index in config.states.layers:
+            mixer = DeltaNet(builder, index, f"{name}.linear_attn", _entry(builder, f"{name}.linear_attn"))
+        else:
+            mixer = GatedAttention(builder, _attention(builder, index, f"{name}.self_attn", rotary))
+        norm, mlp_norm = (builder.rms_norm(f"{name}.{one}") for one in ("input_layernorm", "post_attention_layernorm"))
+        return MixedLayer(norm, mixer, mlp_norm, _mlp(builder, index, f"{name}.mlp"))
 
 
 def _entry(builder: Builder, name: str) -> Linear:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 
 import torch
 
@@ -9,28 +9,33 @@ from skipjoin.model.layers import Builder, Layer, LayerInputs, Rotary, advance, 
 from skipjoin.model.ops.base import Norm
 
 
-class RotaryDecoder:
-    EMBEDDING: str
-    OUTPUT: str
+class RotaryDecoder(ABC):
+    """Decoder with rotary positions. Tensors have Llama's names unless a family overrides them."""
 
-    def __init__(
-        self,
-        builder: Builder,
-        device: torch.device | str,
-        make_layer: Callable[[Builder, int, Rotary | None], Layer],
-        final_norm: Callable[[], Norm],
-    ) -> None:
+    EMBEDDING = "model.embed_tokens.weight"
+    OUTPUT = "lm_head.weight"
+
+    def __init__(self, builder: Builder, device: torch.device | str) -> None:
         config, shard = builder.config, builder.shard
         self.embedding = builder.embedding(self.EMBEDDING) if shard.is_first else None
         own = shard.layers(config)
         ropes = {config.ropes[index] for index in own} - {None}
         tables = {rope: Rotary(rope, config.max_positions, device) for rope in ropes if rope is not None}
         self._layers = [
-            make_layer(builder, index, None if (rope := config.ropes[index]) is None else tables[rope]) for index in own
+            self.layer(builder, index, None if (rope := config.ropes[index]) is None else tables[rope]) for index in own
         ]
-        self._norm = final_norm() if shard.is_last else None
+        self._norm = self.final_norm(builder) if shard.is_last else None
         self._fused = fused(builder, self._layers, self._norm)
         self._adapters = builder.adapters
+
+    @staticmethod
+    @abstractmethod
+    def layer(builder: Builder, index: int, rotary: Rotary | None) -> Layer:
+        """Make the layer `index`, whose `rotary` is None if it has no positions."""
+
+    @staticmethod
+    def final_norm(builder: Builder) -> Norm:
+        return builder.rms_norm("model.norm")
 
     def embed(self, batch: PackedBatch) -> torch.Tensor:
         assert self.embedding is not None  # on the first stage

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from skipjoin.model.config import activation, rope
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
 from skipjoin.model.layers import Builder, Rotary, SequentialLayer, separate_attention
+from skipjoin.model.ops.base import Norm
 
 
 def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
@@ -41,15 +40,14 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     prefix="model.",
 )
 class Starcoder2Decoder(RotaryDecoder):
-    EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+    @staticmethod
+    def layer(builder: Builder, index: int, rotary: Rotary | None) -> SequentialLayer:
+        name = f"model.layers.{index}"
+        attention = separate_attention(builder, index, f"{name}.self_attn", "o_proj", rotary=rotary)
+        up, down = builder.mlp(f"{name}.mlp.c_fc", f"{name}.mlp.c_proj", builder.config.activation)
+        norm = builder.layer_norm(f"{name}.input_layernorm")
+        return SequentialLayer(norm, attention, builder.layer_norm(f"{name}.post_attention_layernorm"), up, down)
 
-    def __init__(self, builder: Builder, device: torch.device | str) -> None:
-        super().__init__(builder, device, _layer, lambda: builder.layer_norm("model.norm"))
-
-
-def _layer(builder: Builder, index: int, rotary: Rotary | None) -> SequentialLayer:
-    name = f"model.layers.{index}"
-    attention = separate_attention(builder, index, f"{name}.self_attn", "o_proj", rotary=rotary)
-    up, down = builder.mlp(f"{name}.mlp.c_fc", f"{name}.mlp.c_proj", builder.config.activation)
-    norm = builder.layer_norm(f"{name}.input_layernorm")
-    return SequentialLayer(norm, attention, builder.layer_norm(f"{name}.post_attention_layernorm"), up, down)
+    @staticmethod
+    def final_norm(builder: Builder) -> Norm:
+        return builder.layer_norm("model.norm")

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +20,24 @@ class Softmax(NamedTuple):
     sinks: torch.Tensor | None = None
 
 
-class AttentionBackend(Protocol):
+class Heads(NamedTuple):
+    """Queries, keys and values of a batch; see `AttentionBackend.attend`."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+class Call(NamedTuple):
+    """Arguments of `AttentionBackend.attend` that do not depend on the batch."""
+
+    layer: int
+    softmax: Softmax
+    window: int
+    cos_sin: torch.Tensor | None
+
+
+class AttentionBackend(ABC):
     """Causal attention over the paged cache. Slots beyond a sequence's length may hold any value, even NaN."""
 
     name: str
@@ -63,4 +81,9 @@ class AttentionBackend(Protocol):
             sinks: float32 [heads], a score per head that takes part in the softmax without a value.
             cos_sin: float32 [positions, rotary_dim], cosines of the pairs (i, i + rotary_dim / 2), then their sines.
         """
-        ...
+        call = Call(layer, Softmax(scale, cap, sinks), window, cos_sin)
+        return self.run(Heads(query, key, value), kv, batch, call)
+
+    @abstractmethod
+    def run(self, heads: Heads, kv: PagedKV, batch: PackedBatch, call: Call) -> torch.Tensor:
+        """Attend as `attend` does."""

@@ -5,7 +5,7 @@ import ctypes
 import torch
 
 from skipjoin.kv_format import CACHE_FORMATS
-from skipjoin.model.attention.base import AttentionBackend
+from skipjoin.model.attention.base import AttentionBackend, Call, Heads
 from skipjoin.model.attention.check import agrees, cuts_change_nothing
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.kv_cache import PagedKV
@@ -27,33 +27,21 @@ class CppAttention(AttentionBackend):
         self._prepare.restype = None
         check_sizes(library, {"skipjoin_attention_call_bytes": AttentionCall, "skipjoin_heads_bytes": HeadsCall})
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv: PagedKV,
-        batch: PackedBatch,
-        *,
-        layer: int,
-        scale: float,
-        window: int = 0,
-        cap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-        cos_sin: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def run(self, heads: Heads, kv: PagedKV, batch: PackedBatch, call: Call) -> torch.Tensor:
+        (query, key, value), (layer, softmax, window, cos_sin) = heads, call
         if cos_sin is not None:
             self.rotate(query, key, batch.positions, cos_sin)
         keys, values = kv.layer(layer)
-        tokens, heads, dim = query.shape
-        out = torch.empty((tokens, heads * dim), dtype=query.dtype)
-        call = AttentionCall(
+        tokens, count, dim = query.shape
+        out = torch.empty((tokens, count * dim), dtype=query.dtype)
+        arguments = AttentionCall(
             query.data_ptr(), key.data_ptr(), value.data_ptr(),
             *query.stride()[:2], *key.stride()[:2], *value.stride()[:2],
             keys.data_ptr(), values.data_ptr(), out.data_ptr(), *cache_arguments(batch, kv),
-            heads, key.shape[1], dim, window, scale, cap, None if sinks is None else sinks.data_ptr(),
+            count, key.shape[1], dim, window, softmax.scale, softmax.cap,
+            None if softmax.sinks is None else softmax.sinks.data_ptr(),
         )  # fmt: skip
-        self._run(CPP_DTYPES.index(query.dtype), call, threads_here())
+        self._run(CPP_DTYPES.index(query.dtype), arguments, threads_here())
         return out
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from skipjoin.model.attention.base import Softmax
+from skipjoin.model.attention.base import Call, Heads
 from skipjoin.model.attention.triton_backend import MAX_HEAD_DIM, TritonAttention
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.cuda import FLASH_MODULE
@@ -65,43 +65,24 @@ class FlashAttention(TritonAttention):
         self._library = library()
         self._index: _Index | None = None
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv: PagedKV,
-        batch: PackedBatch,
-        *,
-        layer: int,
-        scale: float,
-        window: int = 0,
-        cap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-        cos_sin: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        dim = query.shape[2]
+    def run(self, heads: Heads, kv: PagedKV, batch: PackedBatch, call: Call) -> torch.Tensor:
+        query, key, value = heads
+        (layer, softmax, window, cos_sin), dim = call, query.shape[2]
         has_plain = len(batch.directed) < len(batch.lengths)
-        is_known = not cap and sinks is None and query.dtype in _DTYPES and dim % 8 == 0 and dim <= MAX_HEAD_DIM
-        if not (has_plain and is_known):
-            return super().attend(
-                query, key, value, kv, batch,
-                layer=layer, scale=scale, window=window, cap=cap, sinks=sinks, cos_sin=cos_sin,
-            )  # fmt: skip
+        is_known = query.dtype in _DTYPES and dim % 8 == 0 and dim <= MAX_HEAD_DIM
+        if softmax.cap or softmax.sinks is not None or not (has_plain and is_known):
+            return super().run(heads, kv, batch, call)
         kv_write(query, key, value, *kv.layer(layer), None, batch.slots, batch.positions, cos_sin)
         index = self._index_of(batch, layer)
         if index.rows is None:
-            return self._of_library(query, kv, index, layer=layer, scale=scale, window=window).flatten(1)
+            return self._of_library(query, kv, index, call).flatten(1)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        out[index.rows] = self._of_library(query[index.rows], kv, index, layer=layer, scale=scale, window=window)
-        softmax = Softmax(scale)
+        out[index.rows] = self._of_library(query[index.rows], kv, index, call)
         self._fill(out, query, kv, batch, batch.directed, layer=layer, softmax=softmax, window=window)
         return out.flatten(1)
 
-    def _of_library(
-        self, query: torch.Tensor, kv: PagedKV, index: _Index, *, layer: int, scale: float, window: int
-    ) -> torch.Tensor:
-        keys, values = kv.layer(layer)
+    def _of_library(self, query: torch.Tensor, kv: PagedKV, index: _Index, call: Call) -> torch.Tensor:
+        window, (keys, values) = call.window, kv.layer(call.layer)
         block_size, kv_heads = keys.shape[1:3]
         sides = (window - 1, 0) if window else (-1, -1)
         if window not in index.schedules:
@@ -127,7 +108,7 @@ class FlashAttention(TritonAttention):
             page_table=index.tables,
             cu_seqlens_q=index.query_start,
             max_seqlen_q=index.longest,
-            softmax_scale=scale,
+            softmax_scale=call.softmax.scale,
             causal=True,
             window_size=sides,
             scheduler_metadata=index.schedules[window],

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from skipjoin.model.attention.base import AttentionBackend, Softmax
+from skipjoin.model.attention.base import AttentionBackend, Call, Heads, Softmax
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.kv_cache import PagedKV
 
@@ -21,24 +21,10 @@ class TorchAttention(AttentionBackend):
 
     name = "torch"
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv: PagedKV,
-        batch: PackedBatch,
-        *,
-        layer: int,
-        scale: float,
-        window: int = 0,
-        cap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-        cos_sin: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def run(self, heads: Heads, kv: PagedKV, batch: PackedBatch, call: Call) -> torch.Tensor:
+        (query, key, value), (layer, softmax, window, cos_sin) = heads, call
         if cos_sin is not None:
             rotate(query, key, batch.positions, cos_sin)
-        softmax = Softmax(scale, cap, sinks)
         read = partial(kv.read, layer, dtype=query.dtype)
         kv.write(layer, (batch.slots // kv.block_size, batch.slots % kv.block_size), (key, value))
         output = torch.empty_like(query, memory_format=torch.contiguous_format)

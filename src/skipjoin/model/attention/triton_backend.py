@@ -10,7 +10,7 @@ import torch
 import triton
 
 from skipjoin.kv_format import CacheFormat
-from skipjoin.model.attention.base import AttentionBackend, Softmax
+from skipjoin.model.attention.base import AttentionBackend, Call, Heads, Softmax
 from skipjoin.model.attention.check import agrees
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelConfig
@@ -77,24 +77,10 @@ class TritonAttention(AttentionBackend):
             self.name = "triton-invariant"
         self._planned: _Plan | None = None
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv: PagedKV,
-        batch: PackedBatch,
-        *,
-        layer: int,
-        scale: float,
-        window: int = 0,
-        cap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-        cos_sin: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def run(self, heads: Heads, kv: PagedKV, batch: PackedBatch, call: Call) -> torch.Tensor:
+        (query, key, value), (layer, softmax, window, cos_sin) = heads, call
         kv_write(query, key, value, *kv.layer(layer), kv.scales(layer), batch.slots, batch.positions, cos_sin)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        softmax = Softmax(scale, cap, sinks)
         self._fill(out, query, kv, batch, None, layer=layer, softmax=softmax, window=window)
         return out.flatten(1)
 

@@ -15,7 +15,15 @@ from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, random_model
 from skipjoin.model.ops.build import load_library
 from skipjoin.model.ops.cpp_ops import CppOps
-from skipjoin.model.ops.recurrent import Convolution, GateKind, Recurrence, RecurrenceInputs, TorchRecurrent
+from skipjoin.model.ops.recurrent import (
+    Convolution,
+    ConvolutionInputs,
+    Gate,
+    GateKind,
+    Recurrence,
+    RecurrenceInputs,
+    TorchRecurrent,
+)
 from skipjoin.model.parallel import check_shards
 from support.hybrid_models import HYBRIDS
 
@@ -63,12 +71,15 @@ def test_compiled_operations_equal_those_of_torch(
         inputs, matrices = (one.clone() for one in kept)
         before, given, after = x.chunk(3, dim=1)
         convolution = Convolution(*weights, is_gated=is_delta)
-        convolved = ops.convolve(given, convolution, inputs, batch, None if is_delta else (before, after))
+        convolved = ops.convolve(
+            ConvolutionInputs(given, *(() if is_delta else (before, after))), convolution, inputs, batch
+        )
         out = ops.recur(RecurrenceInputs(*parts[: 5 if is_delta else 4]), of, matrices, batch)
         kind = GateKind.NORM_THEN_SILU if is_delta else GateKind.SILU_THEN_NORM
         groups = out.clone().view(9, 1 if not is_delta else heads, -1)
-        normed = ops.gate(groups, gates, kind, gates[:1].float().view(groups.shape[1:]), 1e-5)
-        mixed = ops.gate(out.clone().view(9, 1, -1), gates if is_delta else gates[:, :1].contiguous(), GateKind.SIGMOID)
+        normed = ops.gate(groups, gates, Gate(kind, gates[:1].float().view(groups.shape[1:]), 1e-5))
+        single = gates if is_delta else gates[:, :1].contiguous()
+        mixed = ops.gate(out.clone().view(9, 1, -1), single, Gate(GateKind.SIGMOID))
         found.append([convolved, inputs, out, matrices, normed, mixed])
     for ours, theirs in zip(*found, strict=True):
         assert (ours.float() - theirs.float()).norm() <= tolerance * theirs.float().norm()

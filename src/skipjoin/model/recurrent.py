@@ -11,7 +11,9 @@ from skipjoin.model.config import StateSettings
 from skipjoin.model.experts import ExpertMLP
 from skipjoin.model.layers import Adjusted, Builder, LayerInputs, SelfAttention
 from skipjoin.model.ops.base import Linear, Norm
-from skipjoin.model.ops.recurrent import Convolution, GateKind, Recurrence, RecurrenceInputs
+from skipjoin.model.ops.recurrent import Convolution, ConvolutionInputs, Gate, GateKind, Recurrence, RecurrenceInputs
+
+_SIGMOID = Gate(GateKind.SIGMOID)
 
 
 class Part(Protocol):
@@ -80,7 +82,8 @@ class ShortConvolution:
         assert step.kv.states is not None
         before, after, given = self._enter(x).chunk(3, dim=1)
         states = step.kv.states.inputs(self._layer)
-        return self._leave.add_to(self._ops.convolve(given, self._of, states, step.batch, (before, after)), total, then)
+        convolved = self._ops.convolve(ConvolutionInputs(given, before, after), self._of, states, step.batch)
+        return self._leave.add_to(convolved, total, then)
 
 
 class DeltaNet:
@@ -93,11 +96,12 @@ class DeltaNet:
     def __init__(self, builder: Builder, layer: int, name: str, enter: Linear) -> None:
         of, config = settings_of(builder), builder.config
         self._ops, self._layer = builder.ops.recurrent, state_index(builder, layer)
-        self._enter, self._eps = enter, config.norm_eps
+        self._enter = enter
         self._convolution = convolution(builder, f"{name}.conv1d", is_gated=True)
         log_a, bias = (builder.tensor(f"{name}.{one}", of.heads).float() for one in ("A_log", "dt_bias"))
         self._of = Recurrence(of.key_heads, log_a, bias)
-        self._norm = builder.tensor(f"{name}.norm.weight", of.value_dim).float().unsqueeze(0)
+        norm = builder.tensor(f"{name}.norm.weight", of.value_dim).float().unsqueeze(0)
+        self._gate = Gate(GateKind.NORM_THEN_SILU, norm, config.norm_eps)
         keys, values = of.key_heads * of.key_dim, of.heads * of.value_dim
         self._parts, self._sizes = (keys, keys, values), (2 * keys + values, values, of.heads, of.heads)
         self._leave = builder.linear(f"{name}.out_proj", (config.hidden_size,), values, False)
@@ -106,12 +110,12 @@ class DeltaNet:
         states, ops = step.kv.states, self._ops
         assert states is not None
         given, gate, rate, decay = self._enter(x).split(self._sizes, dim=1)
-        given = ops.convolve(given, self._convolution, states.inputs(self._layer), step.batch)
+        given = ops.convolve(ConvolutionInputs(given), self._convolution, states.inputs(self._layer), step.batch)
         query, key, value = given.split(self._parts, dim=1)
         inputs = RecurrenceInputs(query, key, value, decay, rate)
         out = ops.recur(inputs, self._of, states.matrices(self._layer), step.batch)
         heads = out.view(len(out), len(self._of.log_a), -1)
-        ops.gate(heads, gate, GateKind.NORM_THEN_SILU, self._norm, self._eps)
+        ops.gate(heads, gate, self._gate)
         return self._leave.add_to(out, total, then)
 
 
@@ -134,14 +138,16 @@ class Mamba2:
     ) -> None:
         of, config = settings_of(builder), builder.config
         values, keys = of.heads * of.value_dim, of.key_heads * of.key_dim
-        self._ops, self._layer, self._eps = builder.ops.recurrent, state_index(builder, layer), config.norm_eps
+        self._ops, self._layer = builder.ops.recurrent, state_index(builder, layer)
         self._sizes, self._parts = (values, of.channels, of.heads), (values, keys, keys)
         hidden = config.hidden_size
         self._enter = builder.linear(f"{name}.in_proj", (sum(self._sizes),), hidden, has_bias)
         self._convolution = convolution(builder, f"{name}.conv1d", has_bias=config.conv_bias, is_gated=True)
         log_a, bias, skip = (builder.tensor(f"{name}.{one}", of.heads).float() for one in ("A_log", "dt_bias", "D"))
         self._of = Recurrence(of.key_heads, log_a, bias, skip, *limits)
-        self._norm = builder.tensor(f"{name}.norm.weight", values).float().view(of.key_heads, -1)
+        norm = builder.tensor(f"{name}.norm.weight", values).float().view(of.key_heads, -1)
+        self._gate = Gate(GateKind.SILU_THEN_NORM, norm, config.norm_eps)
+        self._groups = of.key_heads
         leave = builder.linear(f"{name}.out_proj", (hidden,), values, has_bias)
         self._leave = leave if adjust is None else Adjusted(leave, adjust)
 
@@ -149,12 +155,12 @@ class Mamba2:
         states, ops = step.kv.states, self._ops
         assert states is not None
         gate, given, decay = self._enter(x).split(self._sizes, dim=1)
-        given = ops.convolve(given, self._convolution, states.inputs(self._layer), step.batch)
+        given = ops.convolve(ConvolutionInputs(given), self._convolution, states.inputs(self._layer), step.batch)
         value, key, query = given.split(self._parts, dim=1)
         inputs = RecurrenceInputs(query, key, value, decay)
         out = ops.recur(inputs, self._of, states.matrices(self._layer), step.batch)
-        groups = out.view(len(out), *self._norm.shape)
-        ops.gate(groups, gate, GateKind.SILU_THEN_NORM, self._norm, self._eps)
+        groups = out.view(len(out), self._groups, -1)
+        ops.gate(groups, gate, self._gate)
         return self._leave.add_to(out, total, then)
 
 
@@ -177,7 +183,7 @@ class GatedAttention:
             query, key, value, step.kv, step.batch,
             layer=of.layer, scale=of.scale, window=of.window, cap=of.cap, sinks=of.sinks, cos_sin=of.cos_sin,
         )  # fmt: skip
-        self._ops.gate(attended.view(len(x), 1, -1), gate.flatten(1), GateKind.SIGMOID)
+        self._ops.gate(attended.view(len(x), 1, -1), gate.flatten(1), _SIGMOID)
         return of.output.add_to(attended, total, then)
 
 
@@ -195,5 +201,5 @@ class SharedExperts:
         if self._gate is None:
             return self._down.add_to(self._up(x), total, then)
         product = self._down(self._up(x))
-        self._ops.gate(product.view(len(x), 1, -1), self._gate(x), GateKind.SIGMOID)
+        self._ops.gate(product.view(len(x), 1, -1), self._gate(x), _SIGMOID)
         return total.add_(product) if then is None else then.after(product, total)

@@ -6,7 +6,7 @@ from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.groups import rounded
 from skipjoin.model.ops.base import GATED, Experts, LayerOps
 from skipjoin.model.ops.experts import route
-from skipjoin.model.ops.recurrent import Convolution, GateKind, Recurrence, RecurrenceInputs
+from skipjoin.model.ops.recurrent import Convolution, ConvolutionInputs, Gate, GateKind, Recurrence, RecurrenceInputs
 from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchOps
 
 
@@ -59,11 +59,12 @@ def _recurrent(of: LayerOps, x: torch.Tensor, heads: torch.Tensor) -> list[torch
     batch = PackedBatch.build([Segment([0] * 4, 0, (0,), state=1), Segment([0] * 11, 2, (0, 1, 2, 3))], 4, x.device)
     inputs, matrices = x[:4].reshape(2, 2, 70).clone(), heads[:2, :, :16].float().reshape(2, 2, 8, 5)
     convolution = Convolution(x[4:7].float(), is_gated=True)
-    convolved = of.recurrent.convolve(x, convolution, inputs, batch)
+    convolved = of.recurrent.convolve(ConvolutionInputs(x), convolution, inputs, batch)
     recurrence = Recurrence(1, x[0, :2].float(), x[1, :2].float())
     parts = RecurrenceInputs(*x[:, :30].split((8, 8, 10, 2, 2), dim=1))
     out = of.recurrent.recur(parts, recurrence, matrices, batch)
-    gated = of.recurrent.gate(out.clone().view(15, 2, 5), x[:, :10], GateKind.NORM_THEN_SILU, x[:1, :5].float(), 1e-5)
+    gate = Gate(GateKind.NORM_THEN_SILU, x[:1, :5].float(), 1e-5)
+    gated = of.recurrent.gate(out.clone().view(15, 2, 5), x[:, :10], gate)
     return [convolved, inputs, out, matrices, gated]
 
 

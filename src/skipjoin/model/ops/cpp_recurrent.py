@@ -8,7 +8,7 @@ import torch
 
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.ops.calls import check_sizes
-from skipjoin.model.ops.recurrent import Convolution, GateKind, Recurrence, RecurrenceInputs
+from skipjoin.model.ops.recurrent import Convolution, ConvolutionInputs, Gate, Recurrence, RecurrenceInputs
 from skipjoin.model.ops.threads import threads_here
 
 _I, _P = c_int64, c_void_p
@@ -57,16 +57,10 @@ class CppRecurrent:
         self._kind = kind
 
     def convolve(
-        self,
-        x: torch.Tensor,
-        of: Convolution,
-        states: torch.Tensor,
-        batch: PackedBatch,
-        factors: tuple[torch.Tensor, torch.Tensor] | None = None,
+        self, inputs: ConvolutionInputs, of: Convolution, states: torch.Tensor, batch: PackedBatch
     ) -> torch.Tensor:
-        out = torch.empty(x.shape, dtype=x.dtype)
-        before, after = factors or (None, None)
-        sequences = _SequenceArrays(batch)
+        x, before, after = inputs
+        out, sequences = torch.empty(x.shape, dtype=x.dtype), _SequenceArrays(batch)
         call = _Convolve(
             x.data_ptr(), x.stride(0), x.shape[1], len(of.weights), of.weights.data_ptr(), _address(of.bias),
             _address(before), _address(after), out.data_ptr(), states.data_ptr(), states.stride(0), of.is_gated,
@@ -88,14 +82,8 @@ class CppRecurrent:
         self._recur(self._kind, call)
         return out
 
-    def gate(
-        self,
-        x: torch.Tensor,
-        gate: torch.Tensor,
-        kind: GateKind,
-        weights: torch.Tensor | None = None,
-        eps: float = 0.0,
-    ) -> torch.Tensor:
+    def gate(self, x: torch.Tensor, gate: torch.Tensor, of: Gate) -> torch.Tensor:
+        kind, weights, eps = of
         period = 1 if weights is None else len(weights)
         call = _Gate(
             x.data_ptr(), *x.shape, gate.data_ptr(), gate.stride(0), gate.shape[1] == 1, _address(weights), period,

@@ -15,6 +15,14 @@ from skipjoin.model.batch import PackedBatch
 _UNIT_EPSILON = 1e-6
 
 
+class ConvolutionInputs(NamedTuple):
+    """Rows [T, channels], and factors of inputs and of outputs, with the same strides."""
+
+    x: torch.Tensor
+    before: torch.Tensor | None = None
+    after: torch.Tensor | None = None
+
+
 class Convolution(NamedTuple):
     """Causal convolution of each channel.
 
@@ -67,6 +75,14 @@ class GateKind(IntEnum):
     SIGMOID = 2
 
 
+class Gate(NamedTuple):
+    """Gate of groups, which are also normalized unless it is a sigmoid; `weights` are float32 [groups or 1, width]."""
+
+    kind: GateKind
+    weights: torch.Tensor | None = None
+    eps: float = 0.0
+
+
 class RecurrentOps(Protocol):
     """Operations that read and write the states of a layer in the slots `PackedBatch.states`.
 
@@ -74,19 +90,9 @@ class RecurrentOps(Protocol):
     """
 
     def convolve(
-        self,
-        x: torch.Tensor,
-        of: Convolution,
-        states: torch.Tensor,
-        batch: PackedBatch,
-        factors: tuple[torch.Tensor, torch.Tensor] | None = None,
+        self, inputs: ConvolutionInputs, of: Convolution, states: torch.Tensor, batch: PackedBatch
     ) -> torch.Tensor:
-        """Convolve [T, channels].
-
-        Args:
-            states: [slots, kernel - 1, channels], the last inputs.
-            factors: Of inputs and of outputs, with the strides of `x`.
-        """
+        """Return [T, channels]; `states` are the last inputs, [slots, kernel - 1, channels]."""
         ...
 
     def recur(self, inputs: RecurrenceInputs, of: Recurrence, states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
@@ -97,20 +103,8 @@ class RecurrentOps(Protocol):
         """
         ...
 
-    def gate(
-        self,
-        x: torch.Tensor,
-        gate: torch.Tensor,
-        kind: GateKind,
-        weights: torch.Tensor | None = None,
-        eps: float = 0.0,
-    ) -> torch.Tensor:
-        """Gate contiguous [T, groups, width] in place, and normalize each group, unless the gate is a sigmoid.
-
-        Args:
-            gate: [T, groups * width] or [T, 1], contiguous in the last dimension.
-            weights: float32 [groups or 1, width].
-        """
+    def gate(self, x: torch.Tensor, gate: torch.Tensor, of: Gate) -> torch.Tensor:
+        """Gate contiguous [T, groups, width] in place by [T, groups * width] or [T, 1], contiguous in rows."""
         ...
 
 
@@ -160,24 +154,20 @@ def _parts(batch: PackedBatch) -> Iterator[_Part]:
 
 class TorchRecurrent:
     def convolve(
-        self,
-        x: torch.Tensor,
-        of: Convolution,
-        states: torch.Tensor,
-        batch: PackedBatch,
-        factors: tuple[torch.Tensor, torch.Tensor] | None = None,
+        self, inputs: ConvolutionInputs, of: Convolution, states: torch.Tensor, batch: PackedBatch
     ) -> torch.Tensor:
-        given = x if factors is None else x * factors[0]
+        x, before, after = inputs
+        given = x if before is None else x * before
         out, past = torch.empty_like(given, memory_format=torch.contiguous_format), len(of.weights) - 1
         for part in _parts(batch):
-            inputs = torch.cat([part.read(states), given[part.rows]], dim=1)
-            count = inputs.shape[1] - past
+            rows = torch.cat([part.read(states), given[part.rows]], dim=1)
+            count = rows.shape[1] - past
             total = torch.zeros((), device=x.device) if of.bias is None else of.bias
             for index, weights in enumerate(of.weights):
-                total = total + weights * inputs[:, index : index + count].float()
+                total = total + weights * rows[:, index : index + count].float()
             out[part.rows] = (F.silu(total) if of.is_gated else total).to(out.dtype)
-            part.write(states, inputs[:, count:])
-        return out if factors is None else out.mul_(factors[1])
+            part.write(states, rows[:, count:])
+        return out if after is None else out.mul_(after)
 
     def recur(self, inputs: RecurrenceInputs, of: Recurrence, states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         _, heads, key_dim, value_dim = states.shape
@@ -210,20 +200,13 @@ class TorchRecurrent:
             out += of.skip[:, None] * value
         return out.flatten(1).to(inputs.value.dtype)
 
-    def gate(
-        self,
-        x: torch.Tensor,
-        gate: torch.Tensor,
-        kind: GateKind,
-        weights: torch.Tensor | None = None,
-        eps: float = 0.0,
-    ) -> torch.Tensor:
+    def gate(self, x: torch.Tensor, gate: torch.Tensor, of: Gate) -> torch.Tensor:
         factor = gate.float().view(x.shape) if gate.shape[1] > 1 else gate.float().unsqueeze(-1)
         value = x.float()
-        if kind is GateKind.SIGMOID:
+        if of.kind is GateKind.SIGMOID:
             return x.copy_(value * factor.sigmoid())
-        if kind is GateKind.SILU_THEN_NORM:
+        if of.kind is GateKind.SILU_THEN_NORM:
             value = value * F.silu(factor)
-        assert weights is not None
-        value = F.rms_norm(value, value.shape[-1:], None, eps) * weights
-        return x.copy_(value * F.silu(factor) if kind is GateKind.NORM_THEN_SILU else value)
+        assert of.weights is not None
+        value = F.rms_norm(value, value.shape[-1:], None, of.eps) * of.weights
+        return x.copy_(value * F.silu(factor) if of.kind is GateKind.NORM_THEN_SILU else value)

@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from skipjoin.formats.conversation import TOOL_NAME
 from skipjoin.formats.template_input import text_of
-from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Label, Null, Off, Only, one_of
+from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Label, Null, Off, Only, one_of, text_or_list
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
@@ -21,13 +21,9 @@ class TextPart(Body):
     prompt_cache_breakpoint: Ignored = None
 
 
-def _content_kind(value: Any) -> str | None:
-    return "~text" if isinstance(value, str) else "~parts" if isinstance(value, list) else None
-
-
 Content = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[TextPart], Field(min_length=1), Field(fail_fast=True), Tag("~parts")],
-    one_of(_content_kind, "must be a string or a list of text parts"),
+    Annotated[str, Tag("~text")] | Annotated[list[TextPart], Field(min_length=1), Field(fail_fast=True), Tag("~list")],
+    one_of(text_or_list, "must be a string or a list of text parts"),
 ]
 
 

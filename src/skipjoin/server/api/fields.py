@@ -59,6 +59,10 @@ def one_of(choose: Callable[[Any], str | None], expected: str) -> Discriminator:
     return Discriminator(choose, custom_error_type="type", custom_error_message=expected)
 
 
+def text_or_list(value: Any) -> str | None:
+    return "~text" if isinstance(value, str) else "~list" if isinstance(value, list) else None
+
+
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
@@ -91,13 +95,9 @@ def _type_of(row: Row) -> Any:
         items: Any = Annotated[several, Field(max_length=parameter.max_items), Field(fail_fast=True)]
         if item is TokenId:
             return items
-        union = Annotated[StopText, Tag("~text")] | Annotated[items, Tag("~texts")]
-        return Annotated[union, one_of(_text_kind, "must be a string or a list of strings")]
+        union = Annotated[StopText, Tag("~text")] | Annotated[items, Tag("~list")]
+        return Annotated[union, one_of(text_or_list, "must be a string or a list of strings")]
     return kind if kind is bool else Annotated[kind, bounds]
-
-
-def _text_kind(value: Any) -> str | None:
-    return "~text" if isinstance(value, str) else "~texts" if isinstance(value, list) else None
 
 
 def _value(kind: Any, value: Any) -> Any:

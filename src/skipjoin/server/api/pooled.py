@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import time
 import uuid
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import starmap
@@ -226,10 +226,10 @@ class ScoreEndpoint(PairsEndpoint[ScoreRequest]):
         return ScoreFormat(self.service, body)
 
 
-class PooledFormat:
+class PooledFormat(ABC):
     """Format of a response that is never streamed."""
 
-    prefix = ""
+    prefix: str
     has_usage = False
 
     def __init__(self, service: Service, body: Any) -> None:
@@ -252,9 +252,9 @@ class PooledFormat:
         vectors = [choice.vector for choice in texts if isinstance(choice, VectorChoice)]
         return encode(self.made(vectors, PooledUsage(usage.prompt_tokens, usage.prompt_tokens)))
 
+    @abstractmethod
     def made(self, vectors: Sequence[bytes], usage: PooledUsage) -> Any:
         """Return the response."""
-        raise NotImplementedError
 
     def scores(self, vectors: Sequence[bytes]) -> list[float]:
         values = [values_of(vector) for vector in vectors]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag, ValidationInfo, field_validator
 
 from skipjoin.sampling import INT32
-from skipjoin.server.api.fields import Body, Label, Null, Only, Text, one_of
+from skipjoin.server.api.fields import Body, Label, Null, Only, Text, one_of, text_or_list
 from skipjoin.server.api.protocol import RequestBody, TokenIds, prompt_kind
 
 MAX_INPUTS = 2048  # as in OpenAI's API
@@ -61,13 +62,13 @@ class PairsBody(PooledBody):
     dimensions: Null = None
 
     @property
+    @abstractmethod
     def firsts(self) -> list[str]:
-        """Return the first text of all pairs, or of each."""
-        raise NotImplementedError
+        """The first text of all pairs, or of each."""
 
     @property
-    def seconds(self) -> list[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def seconds(self) -> list[str]: ...
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
@@ -106,11 +107,8 @@ class RerankRequest(PairsBody):
 
 
 SomeTexts = Annotated[
-    Annotated[Text, Tag("~text")] | Annotated[Texts, Tag("~texts")],
-    one_of(
-        lambda value: "~text" if isinstance(value, str) else "~texts" if isinstance(value, list) else None,
-        "must be a string or a list of strings",
-    ),
+    Annotated[Text, Tag("~text")] | Annotated[Texts, Tag("~list")],
+    one_of(text_or_list, "must be a string or a list of strings"),
 ]
 
 

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Collection, Iterable
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
-from pydantic import model_validator
+from pydantic import BeforeValidator, model_validator
+from pydantic_core import PydanticCustomError
 
-from skipjoin.server.api.conversation import CalledFunction, Function, Message, Tool, ToolCall
-from skipjoin.server.api.fields import Null, Off, Only
-from skipjoin.server.api.protocol import ChatRequest, GenerationBody
+from skipjoin.server.api.conversation import (
+    CalledFunction,
+    ChosenFunction,
+    Function,
+    Message,
+    NamedChoice,
+    TextPart,
+    Tool,
+    ToolCall,
+)
+from skipjoin.server.api.fields import Body, Null, Off, Only
+from skipjoin.server.api.protocol import ChatRequest, GenerationBody, JsonSchema, ResponseFormat
 
 
 class ConvertedBody(GenerationBody):
@@ -42,14 +53,68 @@ class ConvertedBody(GenerationBody):
         return {name: getattr(self, name) for name in self.model_fields_set & GenerationBody.model_fields.keys()}
 
 
-def tool_of(name: str, description: str | None, parameters: dict[str, Any] | None, *, strict: bool | None) -> Tool:
-    function = Function.model_construct(name=name, description=description, parameters=parameters, strict=strict)
-    return Tool.model_construct(type="function", function=function)
+def only_types(error: str, types: Collection[str], why: str, hosted: tuple[str, ...] = ()) -> BeforeValidator:
+    """Refuse objects of other types, of which `why` has the {type}, before they are validated as these.
+
+    Types that begin with one of `hosted` pass, too.
+    """
+
+    def check(value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind not in types and not kind.startswith(hosted):
+            raise PydanticCustomError(error, why, {"type": kind[:64]})
+        return value
+
+    return BeforeValidator(check)
+
+
+class _Described(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def description(self) -> str | None: ...
+    @property
+    def strict(self) -> bool | None: ...
+
+
+def tools_of(tools: Iterable[tuple[_Described, dict[str, Any] | None]]) -> list[Tool] | None:
+    """Return functions, given each with the schema of its parameters."""
+    functions = [
+        Function.model_construct(name=of.name, description=of.description, parameters=parameters, strict=of.strict)
+        for of, parameters in tools
+    ]
+    return [Tool.model_construct(type="function", function=function) for function in functions] or None
+
+
+def function_choice(name: str | None) -> NamedChoice:
+    return NamedChoice.model_construct(type="function", function=ChosenFunction.model_construct(name=name))
+
+
+def format_of(kind: str, name: str | None, schema: Any) -> ResponseFormat:
+    named = JsonSchema.model_construct(name=name, schema_=schema) if kind == "json_schema" else None
+    return ResponseFormat.model_construct(type=kind, json_schema=named)
+
+
+def text_parts(words: Any) -> str | list[TextPart]:
+    """Return a text, or parts with `words`, as the content of a chat message."""
+    if isinstance(words, str):
+        return words
+    return [TextPart.model_construct(type="text", text=part.words) for part in words]
 
 
 def call_of(call_id: str, name: str, arguments: str | None) -> ToolCall:
     function = CalledFunction.model_construct(name=name, arguments=arguments)
     return ToolCall.model_construct(id=call_id, type="function", function=function)
+
+
+class HostedTool(Body):
+    """Tool that a provider's server runs. It is left out."""
+
+    type: str
+
+
+def only_type(tool: Any) -> Any:
+    return {"type": tool["type"][:64]}
 
 
 def hosted_kind(tool: Any, prefixes: tuple[str, ...]) -> str | None:

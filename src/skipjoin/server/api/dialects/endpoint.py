@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import re
+import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from skipjoin.engine.text import TextRules
+from skipjoin.engine.text import Choice, TextRules
 from skipjoin.formats.message import MessageReader
-from skipjoin.server.api.chat import ChatEndpoint
+from skipjoin.server.api.chat import ChatEndpoint, chat_logprob
 from skipjoin.server.api.dialects.bodies import ConvertedBody
+from skipjoin.server.api.dialects.segments import Segments, whole_of
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.generation import Endpoint, Prompt
 from skipjoin.server.api.protocol import ChatRequest
+from skipjoin.server.api.responses import ChatTokenLogprob, Usage, encode
 from skipjoin.server.api.service import Service
 
 ConvertedT = TypeVar("ConvertedT", bound=ConvertedBody)
@@ -52,6 +56,39 @@ class ConvertedEndpoint(Endpoint[ConvertedT]):
 
     def reader(self, body: ConvertedT, prompt: Prompt) -> MessageReader | None:
         return self._chat.reader(body.chat, prompt)
+
+
+class ConvertedFormat(ABC):
+    """Format of one message in segments; see `generation.Format`."""
+
+    prefix: str
+    has_usage = False
+
+    def __init__(self, service: Service, body: ConvertedBody) -> None:
+        self.id = f"{self.prefix}{uuid.uuid4().hex}"
+        self.model, self._tokenizer = service.shown_model(body.model), service.tokenizer
+        self.top = body.chat.top_logprobs or 0 if body.chat.logprobs else None
+        self.segments = Segments()
+        self.started: Choice | None = None
+
+    @property
+    def choice(self) -> Choice:
+        assert self.started is not None
+        return self.started
+
+    def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes:
+        ((self.started, text),) = texts.items()
+        self.segments.found = whole_of(self.started, text)
+        return encode(self.complete(usage))
+
+    @abstractmethod
+    def complete(self, usage: Usage) -> dict[str, Any]:
+        """Return the body of a whole response."""
+
+    def take_logprobs(self) -> list[ChatTokenLogprob]:
+        if self.top is None or self.started is None:
+            return []
+        return [chat_logprob(self._tokenizer, scored, self.top) for scored in self.started.take_scored_text()]
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:

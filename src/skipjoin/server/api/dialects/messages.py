@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -15,9 +14,9 @@ from skipjoin.formats.calls import PartKind
 from skipjoin.routes import MESSAGES, SERVER_SENT
 from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.chat_prompt import estimate_chat, render_chat
-from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint, renamed
+from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint, ConvertedFormat, renamed
 from skipjoin.server.api.dialects.messages_body import MessagesRequest
-from skipjoin.server.api.dialects.segments import Change, Segment, Segments, whole_of
+from skipjoin.server.api.dialects.segments import Change, Segment
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.options import served_tier
 from skipjoin.server.api.replies import service_of
@@ -101,40 +100,35 @@ async def _count(service: Service, body: MessagesRequest) -> bytes:
     return encode({"input_tokens": len(ids)})
 
 
-class MessagesFormat:
-    """See `generation.Format`. Each segment of the output is a block."""
+class MessagesFormat(ConvertedFormat):
+    """Each segment of the output is a block."""
 
-    has_usage = False
+    prefix = "msg_"
 
     def __init__(self, service: Service, body: MessagesRequest, options: RequestOptions) -> None:
-        self.id = f"msg_{uuid.uuid4().hex}"
-        self._model, self._tier = service.shown_model(body.model), _TIERS[served_tier(options)]
+        super().__init__(service, body)
         self._max_tokens = body.max_tokens
-        self._segments = Segments()
-        self._choice: Choice | None = None
+        self._tier = _TIERS[served_tier(options)]
 
     def begin(self, usage: Usage) -> bytes:
         return _event("message_start", message=self._message([], usage)) + _event("ping")
 
     def item(self, choice: Choice, text: str, usage: Usage | None) -> bytes:
-        self._choice = choice
-        return _events(self._segments.add(choice.take_parts(text)))
+        self.started = choice
+        return _events(self.segments.add(choice.take_parts(text)))
 
     def end(self, usage: Usage) -> bytes:
-        last = _events(self._segments.finish())
+        last = _events(self.segments.finish())
         return last + _event("message_delta", delta=self._end(usage), usage=self._usage(usage)) + _event("message_stop")
 
     def error(self, error: ApiError) -> bytes:
         return SERVER_SENT.frame(error_body(error), "error")
 
-    def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes:
-        ((choice, text),) = texts.items()
-        self._choice = choice
-        return encode(self._message([_block(segment) for segment in whole_of(choice, text)], usage) | self._end(usage))
+    def complete(self, usage: Usage) -> dict[str, Any]:
+        return self._message([_block(segment) for segment in self.segments.found], usage) | self._end(usage)
 
     def _end(self, usage: Usage) -> dict[str, Any]:
-        choice = self._choice
-        assert choice is not None
+        choice = self.choice
         reason = "end_turn"
         if choice.finish_reason == "length":
             is_full = self._max_tokens is None or usage.completion_tokens < self._max_tokens
@@ -150,7 +144,7 @@ class MessagesFormat:
             "id": self.id,
             "type": "message",
             "role": "assistant",
-            "model": self._model,
+            "model": self.model,
             "content": content,
             "stop_reason": None,
             "stop_sequence": None,

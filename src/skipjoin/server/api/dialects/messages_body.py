@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validator, model_validator
@@ -14,14 +14,23 @@ from skipjoin.sampling import INT32
 from skipjoin.server.api.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    ChosenFunction,
-    NamedChoice,
-    TextPart,
     check_unique,
 )
-from skipjoin.server.api.dialects.bodies import ConvertedBody, Turns, call_of, hosted_kind, tool_of
-from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Label, Null, Off, Only, StopText, one_of
-from skipjoin.server.api.protocol import ChatRequest, JsonSchema, ResponseFormat
+from skipjoin.server.api.dialects.bodies import (
+    ConvertedBody,
+    HostedTool,
+    Turns,
+    call_of,
+    format_of,
+    function_choice,
+    hosted_kind,
+    only_type,
+    only_types,
+    text_parts,
+    tools_of,
+)
+from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Label, Null, Off, Only, StopText, one_of, text_or_list
+from skipjoin.server.api.protocol import ChatRequest
 
 Id = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
 
@@ -33,30 +42,20 @@ class TextBlock(Body):
     citations: Ignored = None
     parsed_output: Ignored = None
 
-
-def _check_text(block: Any) -> Any:
-    return _checked_type(block, ("text",))
-
-
-def _checked_type(block: Any, types: Sequence[str]) -> Any:
-    kind = block.get("type") if isinstance(block, dict) else None
-    if isinstance(kind, str) and kind not in types:
-        raise PydanticCustomError(
-            "block",
-            "blocks of the type {type} are not supported here: only {types}",
-            {"type": kind[:64], "types": ", ".join(types)},
-        )
-    return block
+    @property
+    def words(self) -> str:
+        return self.text
 
 
-def _words_kind(value: Any) -> str | None:
-    return "~text" if isinstance(value, str) else "~blocks" if isinstance(value, list) else None
+def _only(*types: str) -> BeforeValidator:
+    why = f"blocks of the type {{type}} are not supported here: only {', '.join(types)}"
+    return only_types("block", types, why)
 
 
 Words = Annotated[
     Annotated[str, Tag("~text")]
-    | Annotated[list[Annotated[TextBlock, BeforeValidator(_check_text)]], Field(fail_fast=True), Tag("~blocks")],
-    one_of(_words_kind, "must be a string or a list of text blocks"),
+    | Annotated[list[Annotated[TextBlock, _only("text")]], Field(fail_fast=True), Tag("~list")],
+    one_of(text_or_list, "must be a string or a list of text blocks"),
 ]
 
 
@@ -100,11 +99,6 @@ def _block_kind(value: Any) -> str | None:
     return f"~{kind}" if isinstance(kind, str) else None
 
 
-def _check_block(block: Any) -> Any:
-    return _checked_type(block, _BLOCK_TYPES)
-
-
-_BLOCK_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 Block = Annotated[
     Annotated[TextBlock, Tag("~text")]
     | Annotated[ToolUseBlock, Tag("~tool_use")]
@@ -112,17 +106,13 @@ Block = Annotated[
     | Annotated[ThinkingBlock, Tag("~thinking")]
     | Annotated[RedactedThinkingBlock, Tag("~redacted_thinking")],
     one_of(_block_kind, "must be a block with a type"),
-    BeforeValidator(_check_block),
+    _only("text", "tool_use", "tool_result", "thinking", "redacted_thinking"),
 ]
 
 
-def _content_kind(value: Any) -> str | None:
-    return "~text" if isinstance(value, str) else "~blocks" if isinstance(value, list) else None
-
-
 Content = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[Block], Field(fail_fast=True), Tag("~blocks")],
-    one_of(_content_kind, "must be a string or a list of blocks"),
+    Annotated[str, Tag("~text")] | Annotated[list[Block], Field(fail_fast=True), Tag("~list")],
+    one_of(text_or_list, "must be a string or a list of blocks"),
 ]
 # Blocks that only one role has.
 _ROLES: dict[type[Body], str] = {
@@ -158,23 +148,6 @@ def _tool_kind(tool: Any) -> str | None:
     return "~custom" if isinstance(tool, (dict, _InputTool)) else None
 
 
-def _check_type(tool: Any) -> Any:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if isinstance(kind, str) and kind != "custom" and _tool_kind(tool) != "~hosted":
-        raise PydanticCustomError("tools", _NO_SUCH_TOOL, {"type": kind[:64]})
-    return tool
-
-
-class HostedTool(Body):
-    """Tool that Anthropic's servers run. It is left out."""
-
-    type: str
-
-
-def _only_type(tool: Any) -> Any:
-    return {"type": tool["type"][:64]}
-
-
 class _InputTool(Body):
     name: Annotated[str, Field(pattern=TOOL_NAME)]
     description: str | None = None
@@ -189,9 +162,9 @@ class _InputTool(Body):
 
 
 InputTool = Annotated[
-    Annotated[_InputTool, Tag("~custom")] | Annotated[HostedTool, BeforeValidator(_only_type), Tag("~hosted")],
+    Annotated[_InputTool, Tag("~custom")] | Annotated[HostedTool, BeforeValidator(only_type), Tag("~hosted")],
     one_of(_tool_kind, "must be a tool with a name and input_schema"),
-    BeforeValidator(_check_type),
+    only_types("tools", ("custom",), _NO_SUCH_TOOL, _HOSTED),
 ]
 
 
@@ -284,10 +257,8 @@ class MessagesRequest(ConvertedBody):
 
     def to_chat(self) -> ChatRequest:
         config, choice = self.output_config or OutputConfig(), self.tool_choice
-        form, is_single = None, choice and choice.disable_parallel_tool_use
-        if config.format is not None:
-            schema = JsonSchema.model_construct(name="output", schema_=config.format.schema_)
-            form = ResponseFormat.model_construct(type="json_schema", json_schema=schema)
+        is_single = choice and choice.disable_parallel_tool_use
+        form = None if config.format is None else format_of("json_schema", "output", config.format.schema_)
         messages = self._messages()
         last = messages[-1]
         has_prefill = last.role == "assistant" and not last.tool_calls and bool(last.text.strip())
@@ -302,11 +273,7 @@ class MessagesRequest(ConvertedBody):
                 "continue_final_message": has_prefill or None,
                 "max_tokens": self.max_tokens,
                 "stop": self.stop_sequences,
-                "tools": [
-                    tool_of(tool.name, tool.description, tool.input_schema, strict=tool.strict)
-                    for tool in _functions(self.tools).values()
-                ]
-                or None,
+                "tools": tools_of((tool, tool.input_schema) for tool in _functions(self.tools).values()),
                 "tool_choice": choice and _chat_choice(choice),
                 "parallel_tool_calls": None if is_single is None else not is_single,
                 "response_format": form,
@@ -322,7 +289,7 @@ class MessagesRequest(ConvertedBody):
     def _messages(self) -> Any:
         turns = Turns()
         if self.system:
-            turns.add("system", _text(self.system))
+            turns.add("system", text_parts(self.system))
         for message in self.messages:
             if isinstance(message.content, str):
                 turns.add(message.role, message.content)
@@ -344,7 +311,7 @@ def _add_answer(turns: Turns, blocks: list[Any]) -> None:
     if thoughts := "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)):
         turns.think(thoughts)
     if texts := [block for block in blocks if isinstance(block, TextBlock)]:
-        turns.say(_text(texts))
+        turns.say(text_parts(texts))
     for block in blocks:
         if isinstance(block, ToolUseBlock):
             turns.call(call_of(block.id, block.name, json.dumps(block.input, ensure_ascii=False)))
@@ -358,21 +325,14 @@ def _add_request(turns: Turns, role: str, blocks: list[Any]) -> None:
             texts.append(block)
             continue
         if texts:
-            turns.add(role, _text(texts))
+            turns.add(role, text_parts(texts))
             texts = []
-        turns.add("tool", _text(block.content or ""), tool_call_id=block.tool_use_id)
+        turns.add("tool", text_parts(block.content or ""), tool_call_id=block.tool_use_id)
     if texts or not blocks:
-        turns.add(role, _text(texts))
-
-
-def _text(words: str | list[TextBlock]) -> str | list[TextPart]:
-    if isinstance(words, str):
-        return words
-    return [TextPart.model_construct(type="text", text=block.text) for block in words]
+        turns.add(role, text_parts(texts))
 
 
 def _chat_choice(choice: InputChoice) -> Any:
     if choice.type == "tool":
-        function = ChosenFunction.model_construct(name=choice.name)
-        return NamedChoice.model_construct(type="function", function=function)
+        return function_choice(choice.name)
     return "required" if choice.type == "any" else choice.type

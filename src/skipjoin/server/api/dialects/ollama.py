@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, ClassVar
@@ -18,15 +17,14 @@ from skipjoin.formats.calls import PartKind
 from skipjoin.pooling import values_of
 from skipjoin.routes import NDJSON, OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_GENERATE
 from skipjoin.server.api.browsers import json_body
-from skipjoin.server.api.chat import chat_logprob
-from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint
+from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint, ConvertedFormat
 from skipjoin.server.api.dialects.ollama_body import (
     OllamaChatRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
     ShowRequest,
 )
-from skipjoin.server.api.dialects.segments import Segment, Segments, whole_of
+from skipjoin.server.api.dialects.segments import Segment
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.pooled import EmbeddingEndpoint, PooledFormat, PooledUsage
 from skipjoin.server.api.pooled_bodies import EmbeddingRequest
@@ -97,30 +95,24 @@ class OllamaEmbedFormat(PooledFormat):
         }
 
 
-class OllamaFormat:
-    """See `generation.Format`. Each event is a line of JSON, and the last one has the counts."""
+class OllamaFormat(ConvertedFormat):
+    """Each event is a line of JSON, and the last one has the counts."""
 
-    has_usage = False
+    prefix = "ollama-"
 
     def __init__(self, service: Service, body: OllamaChatRequest | OllamaGenerateRequest, *, is_chat: bool) -> None:
-        self.id = f"ollama-{uuid.uuid4().hex}"
-        self._model, self._tokenizer, self._is_chat = service.shown_model(body.model), service.tokenizer, is_chat
-        self._top = body.top_logprobs or 0 if body.logprobs else None
-        self._segments = Segments()
-        self._choice: Choice | None = None
+        super().__init__(service, body)
+        self._is_chat = is_chat
         self._began = self._first = time.monotonic_ns()
 
     def begin(self, usage: Usage) -> bytes:
         return b""
 
     def item(self, choice: Choice, text: str, usage: Usage | None) -> bytes:
-        if self._choice is None:
-            self._choice, self._first = choice, time.monotonic_ns()
-        return self._lines(choice.take_parts(text))
-
-    def _lines(self, parts: Any) -> bytes:
+        if self.started is None:
+            self.started, self._first = choice, time.monotonic_ns()
         found = b""
-        for change in self._segments.add(parts):
+        for change in self.segments.add(choice.take_parts(text)):
             if change.ends and change.segment.kind is PartKind.CALL:
                 found += self._line([change.segment])
             elif change.text and change.segment.kind is not PartKind.CALL:
@@ -128,17 +120,15 @@ class OllamaFormat:
         return found
 
     def end(self, usage: Usage) -> bytes:
-        last = [change.segment for change in self._segments.close() if change.segment.kind is PartKind.CALL]
+        last = [change.segment for change in self.segments.close() if change.segment.kind is PartKind.CALL]
         found = self._line(last) if last else b""
         return found + NDJSON.frame(encode(self._shown([]) | self._end(usage)))
 
     def error(self, error: ApiError) -> bytes:
         return NDJSON.frame(error_body(error))
 
-    def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes:
-        ((choice, text),) = texts.items()
-        self._choice = choice
-        return encode(self._shown(whole_of(choice, text)) | self._end(usage))
+    def complete(self, usage: Usage) -> dict[str, Any]:
+        return self._shown(self.segments.found) | self._end(usage)
 
     def _line(self, segments: list[Segment]) -> bytes:
         return NDJSON.frame(encode(self._shown(segments) | {"done": False}))
@@ -159,17 +149,15 @@ class OllamaFormat:
         shown: dict[str, Any] = {"response": texts[PartKind.TEXT], **more}
         if self._is_chat:
             shown = {"message": {"role": "assistant", "content": texts[PartKind.TEXT], **more}}
-        if self._top is not None and self._choice is not None:
-            scored = self._choice.take_scored_text()
-            shown["logprobs"] = [chat_logprob(self._tokenizer, one, self._top) for one in scored]
-        return {"model": self._model, "created_at": _now(), **shown}
+        if self.top is not None and self.started is not None:
+            shown["logprobs"] = self.take_logprobs()
+        return {"model": self.model, "created_at": _now(), **shown}
 
     def _end(self, usage: Usage) -> dict[str, Any]:
-        assert self._choice is not None
         now = time.monotonic_ns()
         return {
             "done": True,
-            "done_reason": self._choice.finish_reason,
+            "done_reason": self.choice.finish_reason,
             "total_duration": now - self._began,
             "load_duration": 0,
             "prompt_eval_count": usage.prompt_tokens,

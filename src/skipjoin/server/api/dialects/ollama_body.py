@@ -10,10 +10,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
 from skipjoin.sampling import INT32
 from skipjoin.server.api.conversation import MAX_MESSAGES, MAX_TOOLS, Tool, Tools, check_names
-from skipjoin.server.api.dialects.bodies import ConvertedBody, Turns, call_of
+from skipjoin.server.api.dialects.bodies import ConvertedBody, Turns, call_of, format_of
 from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Label, Null, Off, Only
 from skipjoin.server.api.pooled_bodies import EmbeddingRequest
-from skipjoin.server.api.protocol import ChatRequest, JsonSchema, ResponseFormat, SamplingFields
+from skipjoin.server.api.protocol import ChatRequest, SamplingFields
 
 # Names of other servers' models may have a tag.
 _TAG = ":latest"
@@ -105,15 +105,14 @@ class _Body(ConvertedBody):
     template: Annotated[Any, Only(None, "", why="--chat-template sets it")] = None
 
     def chat_fields(self, messages: Any) -> dict[str, Any]:
-        kind, schema = None, None
+        form = None
         if self.format:
-            kind = "json_object" if self.format == "json" else "json_schema"
-            schema = JsonSchema.model_construct(name="format", schema_=self.format) if kind == "json_schema" else None
+            form = format_of("json_object" if self.format == "json" else "json_schema", "format", self.format)
         effort = self.think if isinstance(self.think, str) else None
         switch = None if self.think is None else {"enable_thinking": bool(self.think), "thinking": bool(self.think)}
         return self.shared() | {
             "messages": messages,
-            "response_format": kind and ResponseFormat.model_construct(type=kind, json_schema=schema),
+            "response_format": form,
             "reasoning_effort": effort,
             "chat_template_kwargs": switch if effort is None else None,
             "logprobs": self.logprobs,

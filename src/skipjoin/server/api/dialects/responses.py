@@ -11,10 +11,10 @@ from skipjoin.core.request import RequestOptions
 from skipjoin.engine.text import Choice
 from skipjoin.formats.calls import PartKind
 from skipjoin.routes import RESPONSES, SERVER_SENT
-from skipjoin.server.api.chat import chat_logprob
-from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint
-from skipjoin.server.api.dialects.responses_body import HostedTool, ResponsesRequest
-from skipjoin.server.api.dialects.segments import Change, Segment, Segments, whole_of
+from skipjoin.server.api.dialects.bodies import HostedTool
+from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint, ConvertedFormat
+from skipjoin.server.api.dialects.responses_body import ResponsesRequest
+from skipjoin.server.api.dialects.segments import Change, Segment
 from skipjoin.server.api.errors import CONTEXT_LENGTH, ApiError
 from skipjoin.server.api.fields import Body
 from skipjoin.server.api.generation import Prompt
@@ -72,18 +72,14 @@ class ResponsesEndpoint(ConvertedEndpoint[ResponsesRequest]):
         return ResponsesFormat(self.service, body, options)
 
 
-class ResponsesFormat:
-    """See `generation.Format`. Events are numbered, and the last one has the whole response."""
+class ResponsesFormat(ConvertedFormat):
+    """Events are numbered, and the last one has the whole response."""
 
-    has_usage = False
+    prefix = "resp_"
 
     def __init__(self, service: Service, body: ResponsesRequest, options: RequestOptions) -> None:
-        self.id = f"resp_{uuid.uuid4().hex}"
-        self._tokenizer, self._body, self._model = service.tokenizer, body, service.shown_model(body.model)
-        self._created, self._tier = int(time.time()), served_tier(options)
-        self._top = body.chat.top_logprobs or 0 if body.chat.logprobs else None
-        self._segments = Segments()
-        self._choice: Choice | None = None
+        super().__init__(service, body)
+        self._body, self._created, self._tier = body, int(time.time()), served_tier(options)
         self._items: list[str] = []  # ids by index of the segment
         self._logprobs: list[ChatTokenLogprob] = []  # of all text
         self._number = 0
@@ -96,32 +92,28 @@ class ResponsesFormat:
         )
 
     def item(self, choice: Choice, text: str, usage: Usage | None) -> bytes:
-        self._choice = choice
-        return self._events(self._segments.add(choice.take_parts(text)))
+        self.started = choice
+        return self._events(self.segments.add(choice.take_parts(text)))
 
     def end(self, usage: Usage) -> bytes:
         self._status = self._end_status()
-        events, status = self._events(self._segments.finish()), self._status
-        output = [self._item(segment) for segment in self._segments.found]
+        events, status = self._events(self.segments.finish()), self._status
+        output = [self._item(segment) for segment in self.segments.found]
         return events + self._event(f"response.{status}", response=self._response(status, output, usage))
 
     def error(self, error: ApiError) -> bytes:
         self._status = "failed"
-        failed = self._response("failed", [self._item(segment) for segment in self._segments.found])
+        failed = self._response("failed", [self._item(segment) for segment in self.segments.found])
         failed["error"] = {"code": error.code or "server_error", "message": error.message}
         return self._event("response.failed", response=failed)
 
-    def whole(self, texts: Mapping[Choice, str], usage: Usage) -> bytes:
-        ((choice, text),) = texts.items()
-        self._choice = choice
-        self._segments.found = whole_of(choice, text)
+    def complete(self, usage: Usage) -> dict[str, Any]:
         self._status = self._end_status()
         self._take_logprobs()
-        return encode(self._response(self._status, [self._item(segment) for segment in self._segments.found], usage))
+        return self._response(self._status, [self._item(segment) for segment in self.segments.found], usage)
 
     def _end_status(self) -> str:
-        assert self._choice is not None
-        return "incomplete" if self._choice.finish_reason == "length" else "completed"
+        return "incomplete" if self.choice.finish_reason == "length" else "completed"
 
     # -- events -------------------------------------------------------------------------------------------------
 
@@ -184,7 +176,7 @@ class ResponsesFormat:
         return self._items[segment.index]
 
     def _item(self, segment: Segment, *, is_new: bool = False) -> dict[str, Any]:
-        is_cut = self._status in ("incomplete", "failed") and segment is self._segments.found[-1]
+        is_cut = self._status in ("incomplete", "failed") and segment is self.segments.found[-1]
         status = "in_progress" if is_new else "incomplete" if is_cut else "completed"
         item: dict[str, Any] = {"id": self._id(segment), "status": status}
         if segment.kind is PartKind.CALL:
@@ -202,9 +194,7 @@ class ResponsesFormat:
         return part | {"annotations": [], "logprobs": self._logprobs}
 
     def _take_logprobs(self) -> list[ChatTokenLogprob]:
-        if self._top is None or self._choice is None:
-            return []
-        found = [chat_logprob(self._tokenizer, scored, self._top) for scored in self._choice.take_scored_text()]
+        found = self.take_logprobs()
         self._logprobs += found
         return found
 
@@ -224,7 +214,7 @@ class ResponsesFormat:
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": None,
             "metadata": body.metadata or {},
-            "model": self._model,
+            "model": self.model,
             "output": output,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
@@ -242,7 +232,7 @@ class ResponsesFormat:
             if isinstance(body.tool_choice, Body)
             else body.tool_choice or "auto",
             "tools": [_given(tool) for tool in body.tools or () if not isinstance(tool, HostedTool)],
-            "top_logprobs": self._top or 0,
+            "top_logprobs": self.top or 0,
             "top_p": body.top_p,
             "truncation": body.truncation or "disabled",
             "usage": None if usage is None else _usage(usage),

@@ -16,14 +16,23 @@ from skipjoin.server.api.conversation import (
     MAX_TOOLS,
     AllowedChoice,
     AllowedTools,
-    ChosenFunction,
-    NamedChoice,
-    TextPart,
     check_unique,
 )
-from skipjoin.server.api.dialects.bodies import ConvertedBody, Turns, call_of, hosted_kind, tool_of
-from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Null, Off, Only, one_of
-from skipjoin.server.api.protocol import ChatRequest, JsonSchema, ResponseFormat
+from skipjoin.server.api.dialects.bodies import (
+    ConvertedBody,
+    HostedTool,
+    Turns,
+    call_of,
+    format_of,
+    function_choice,
+    hosted_kind,
+    only_type,
+    only_types,
+    text_parts,
+    tools_of,
+)
+from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Null, Off, Only, one_of, text_or_list
+from skipjoin.server.api.protocol import ChatRequest, ResponseFormat
 
 _NOT_STORED = "responses are not stored; send the whole conversation as input"
 _LOGPROBS = "message.output_text.logprobs"
@@ -32,13 +41,8 @@ Status = Literal["in_progress", "completed", "incomplete"] | None
 Id = Annotated[str, Field(max_length=MAX_LABEL)]
 
 
-def _only_text(part: Any) -> Any:
-    if isinstance(part, dict) and part.get("type") not in (None, *_TEXTS):
-        raise PydanticCustomError("part", "only text is supported, got {type}", {"type": str(part["type"])[:64]})
-    return part
-
-
 _TEXTS = ("input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text")
+_ONLY_TEXT = only_types("part", _TEXTS, "only text is supported, got {type}")
 
 
 class ContentPart(Body):
@@ -55,16 +59,12 @@ class ContentPart(Body):
         return self.text or self.refusal
 
 
-Parts = Annotated[list[Annotated[ContentPart, BeforeValidator(_only_text)]], Field(fail_fast=True)]
-
-
-def _text_kind(value: Any) -> str | None:
-    return "~text" if isinstance(value, str) else "~parts" if isinstance(value, list) else None
+Parts = Annotated[list[Annotated[ContentPart, _ONLY_TEXT]], Field(fail_fast=True)]
 
 
 Words = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[Parts, Tag("~parts")],
-    one_of(_text_kind, "must be a string or a list of text parts"),
+    Annotated[str, Tag("~text")] | Annotated[Parts, Tag("~list")],
+    one_of(text_or_list, "must be a string or a list of text parts"),
 ]
 
 
@@ -141,14 +141,10 @@ Item = Annotated[
 ]
 
 
-def _input_kind(value: Any) -> str | None:
-    return "~text" if isinstance(value, str) else "~items" if isinstance(value, list) else None
-
-
 Input = Annotated[
     Annotated[str, Field(min_length=1), Tag("~text")]
-    | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES), Field(fail_fast=True), Tag("~items")],
-    one_of(_input_kind, "must be a string or a list of items"),
+    | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES), Field(fail_fast=True), Tag("~list")],
+    one_of(text_or_list, "must be a string or a list of items"),
 ]
 
 
@@ -163,12 +159,6 @@ def _tool_kind(tool: Any) -> str | None:
         return "~hosted"
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     return _TOOLS.get(kind) if isinstance(kind, str) else None
-
-
-def _check_type(tool: Any) -> Any:
-    if _tool_kind(tool) is None and isinstance(tool, dict) and isinstance(kind := tool.get("type"), str):
-        raise PydanticCustomError("tools", _NO_SUCH_TOOL, {"type": kind[:64]})
-    return tool
 
 
 class FunctionTool(Body):
@@ -190,26 +180,18 @@ class NamespaceTool(Body):
     name: Annotated[str, Field(pattern=TOOL_NAME)]
     description: str | None = None
     tools: Annotated[
-        list[Annotated[FunctionTool, BeforeValidator(_check_type)]], Field(max_length=MAX_TOOLS), Field(fail_fast=True)
+        list[Annotated[FunctionTool, only_types("tools", ("function",), _NO_SUCH_TOOL)]],
+        Field(max_length=MAX_TOOLS),
+        Field(fail_fast=True),
     ]
-
-
-class HostedTool(Body):
-    """Tool that OpenAI's servers run. It is left out."""
-
-    type: str
-
-
-def _only_type(tool: Any) -> Any:
-    return {"type": tool["type"][:64]}
 
 
 OfferedTool = Annotated[
     Annotated[FunctionTool, Tag("~function")]
     | Annotated[NamespaceTool, Tag("~namespace")]
-    | Annotated[HostedTool, BeforeValidator(_only_type), Tag("~hosted")],
+    | Annotated[HostedTool, BeforeValidator(only_type), Tag("~hosted")],
     one_of(_tool_kind, "must be a tool of the type function or namespace"),
-    BeforeValidator(_check_type),
+    only_types("tools", _TOOLS, _NO_SUCH_TOOL, _HOSTED),
 ]
 
 
@@ -225,8 +207,17 @@ class PlacedFunction(NamedTuple):
     namespace: str | None = None
 
     @property
-    def full_name(self) -> str:
+    def name(self) -> str:
+        """Return the name that models see."""
         return full_name(self.namespace, self.tool.name)
+
+    @property
+    def description(self) -> str | None:
+        return self.tool.description
+
+    @property
+    def strict(self) -> bool | None:
+        return self.tool.strict
 
 
 class NamedFunction(Body):
@@ -283,9 +274,7 @@ class TextFormat(Body):
 
     @property
     def response_format(self) -> ResponseFormat:
-        is_schema = self.type == "json_schema"
-        schema = JsonSchema.model_construct(name=self.name, schema_=self.schema_) if is_schema else None
-        return ResponseFormat.model_construct(type=self.type, json_schema=schema)
+        return format_of(self.type, self.name, self.schema_)
 
 
 class TextOptions(Body):
@@ -336,19 +325,16 @@ class ResponsesRequest(ConvertedBody):
     @field_validator("tools")
     @classmethod
     def _has_functions(cls, value: list[Any] | None) -> list[Any] | None:
-        check_unique(function.full_name for function in _functions(value))
-        if (
-            value
-            and not _functions(value)
-            and (hosted := [tool.type for tool in value if isinstance(tool, HostedTool)])
-        ):
-            raise PydanticCustomError("tools", _NO_SUCH_TOOL, {"type": hosted[0]})
+        check_unique(function.name for function in _functions(value))
+        hosted = next((tool.type for tool in value or () if isinstance(tool, HostedTool)), None)
+        if hosted is not None and not _functions(value):
+            raise PydanticCustomError("tools", _NO_SUCH_TOOL, {"type": hosted})
         return value
 
     @field_validator("tool_choice")
     @classmethod
     def _is_offered(cls, value: Any, info: ValidationInfo) -> Any:
-        names = {function.full_name for function in _functions(info.data.get("tools"))}
+        names = {function.name for function in _functions(info.data.get("tools"))}
         if value == "required" and not names:
             raise ValueError("required needs tools")
         chosen = value.tools if isinstance(value, AllowedFunctions) else [value]
@@ -360,7 +346,7 @@ class ResponsesRequest(ConvertedBody):
     @cached_property
     def functions(self) -> dict[str, PlacedFunction]:
         """Return the functions by the names that models see."""
-        return {function.full_name: function for function in _functions(self.tools)}
+        return {function.name: function for function in _functions(self.tools)}
 
     def shortened(self, count: int) -> ChatRequest | None:
         """Return `chat` without the `count` oldest turns, or None if it has no more than these.
@@ -391,11 +377,7 @@ class ResponsesRequest(ConvertedBody):
             **self.shared()
             | {
                 "messages": self._messages(),
-                "tools": [
-                    tool_of(name, found.tool.description, found.tool.parameters, strict=found.tool.strict)
-                    for name, found in self.functions.items()
-                ]
-                or None,
+                "tools": tools_of((found, found.tool.parameters) for found in self.functions.values()),
                 "tool_choice": _chat_choice(self.tool_choice),
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "response_format": text.format and text.format.response_format,
@@ -417,14 +399,14 @@ class ResponsesRequest(ConvertedBody):
             if isinstance(item, FunctionCall):
                 turns.call(call_of(item.call_id, full_name(item.namespace, item.name), item.arguments))
             elif isinstance(item, FunctionCallOutput):
-                turns.add("tool", _content(item.output), tool_call_id=item.call_id)
+                turns.add("tool", text_parts(item.output), tool_call_id=item.call_id)
             elif isinstance(item, ReasoningItem):
                 if words := "".join(part.words for part in item.content or item.summary or ()):
                     turns.think(words)
             elif item.role == "assistant":
-                turns.say(_content(item.content))
+                turns.say(text_parts(item.content))
             else:
-                turns.add(item.role, _content(item.content))
+                turns.add(item.role, text_parts(item.content))
         return turns.messages
 
 
@@ -439,20 +421,11 @@ def _functions(tools: list[Any] | None) -> list[PlacedFunction]:
     return found
 
 
-def _content(words: str | list[ContentPart]) -> str | list[TextPart]:
-    if isinstance(words, str):
-        return words
-    return [TextPart.model_construct(type="text", text=part.words) for part in words]
-
-
 def _chat_choice(choice: Any) -> Any:
     if isinstance(choice, NamedFunction):
-        return _named(choice)
+        return function_choice(choice.full_name)
     if isinstance(choice, AllowedFunctions):
-        allowed = AllowedTools.model_construct(mode=choice.mode, tools=[_named(one) for one in choice.tools])
+        tools = [function_choice(tool.full_name) for tool in choice.tools]
+        allowed = AllowedTools.model_construct(mode=choice.mode, tools=tools)
         return AllowedChoice.model_construct(type="allowed_tools", allowed_tools=allowed)
     return choice
-
-
-def _named(choice: NamedFunction) -> NamedChoice:
-    return NamedChoice.model_construct(type="function", function=ChosenFunction.model_construct(name=choice.full_name))

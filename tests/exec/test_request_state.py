@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -22,7 +22,7 @@ from skipjoin.exec.worker import Worker
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.grammar_mask import GrammarMask
 from skipjoin.model.grammars import Grammars
-from skipjoin.model.logits_processors import ProcessorState, default_processors
+from skipjoin.model.logits_processors import Asked, ProcessorState, default_processors
 from skipjoin.model.sampler import Sampler
 from skipjoin.sampling import SamplingParams
 from support.worlds import checkered
@@ -47,8 +47,8 @@ class Probe:
     freed: list[tuple[int, ...]] = field(default_factory=list)  # prompts of requests whose state was freed
     worker: Worker | None = None
 
-    def start(self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]) -> _Accepted:
-        self.states.append(_Accepted(prompt))
+    def start(self, asked: Asked) -> _Accepted:
+        self.states.append(_Accepted(asked.prompt))
         return self.states[-1]
 
     def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _Accepted]]) -> None:

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
 import torch
 
 from skipjoin.model.draws import largest_first, uniform
-from skipjoin.model.logits_processors import ProcessorState
+from skipjoin.model.logits_processors import Asked, ProcessorState
 from skipjoin.model.sampler import Sampled, Sampler, SampleRow, prompt_logprobs
 from skipjoin.sampling import BadWords, SamplingParams, ThinkingBudget
 
@@ -207,8 +207,8 @@ class Alternating:
         def accept(self, tokens: Sequence[int]) -> None:
             self.last = tokens[-1] if tokens else self.last
 
-    def start(self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]) -> State | None:
-        return self.State(prompt[-1]) if params.min_p else None
+    def start(self, asked: Asked) -> State | None:
+        return self.State(asked.prompt[-1]) if asked.params.min_p else None
 
     def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, State]]) -> None:
         for i, state in rows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +14,14 @@ from skipjoin.sampling import SamplingParams, ThinkingBudget
 
 # Logit of a banned token. A grammar that allows no other one still gets it.
 _BANNED = -1e30
+
+
+class Asked(NamedTuple):
+    """What processors read of a new request."""
+
+    params: SamplingParams
+    prompt: Sequence[int]
+    eos_token_ids: Collection[int]
 
 
 class ProcessorState:
@@ -36,9 +44,7 @@ class ProcessorState:
 
 
 class LogitsProcessor(Protocol):
-    def start(
-        self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]
-    ) -> ProcessorState | None:
+    def start(self, asked: Asked) -> ProcessorState | None:
         """Return the state of a new request, or None if its logits are never adjusted."""
         ...
 
@@ -54,12 +60,14 @@ def default_processors(vocab_size: int) -> tuple[LogitsProcessor, ...]:
     )
 
 
-class LogitBias:
+class _OfVocabulary:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    def start(self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]) -> _BiasState | None:
-        known = {token: bias for token, bias in params.logit_bias.items() if token < self._vocab_size}
+
+class LogitBias(_OfVocabulary):
+    def start(self, asked: Asked) -> _BiasState | None:
+        known = {token: bias for token, bias in asked.params.logit_bias.items() if token < self._vocab_size}
         return _BiasState(known) if known else None
 
     def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _BiasState]]) -> None:
@@ -76,10 +84,9 @@ class _BiasState(ProcessorState):
 class RepetitionPenalty:
     """Divides positive and multiplies negative logits of tokens in prompt or output."""
 
-    def start(
-        self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]
-    ) -> _RepetitionState | None:
-        return None if params.repetition_penalty == 1 else _RepetitionState(params.repetition_penalty, prompt)
+    def start(self, asked: Asked) -> _RepetitionState | None:
+        penalty = asked.params.repetition_penalty
+        return None if penalty == 1 else _RepetitionState(penalty, asked.prompt)
 
     def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _RepetitionState]]) -> None:
         seen = [(row, state.tokens) for row, state in rows]
@@ -93,10 +100,8 @@ class RepetitionPenalty:
 class OutputPenalties:
     """Subtracts `frequency_penalty` for each occurrence of a token in the output, and `presence_penalty` once."""
 
-    def start(
-        self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]
-    ) -> _OutputState | None:
-        frequency, presence = params.frequency_penalty, params.presence_penalty
+    def start(self, asked: Asked) -> _OutputState | None:
+        frequency, presence = asked.params.frequency_penalty, asked.params.presence_penalty
         return _OutputState(frequency, presence) if frequency or presence else None
 
     def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _OutputState]]) -> None:
@@ -109,14 +114,10 @@ class OutputPenalties:
         flat[index] = flat[index] - _send(frequency, logits) - _send(presence, logits)
 
 
-class MinTokens:
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-
-    def start(
-        self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]
-    ) -> _MinTokensState | None:
-        ending = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+class MinTokens(_OfVocabulary):
+    def start(self, asked: Asked) -> _MinTokensState | None:
+        params = asked.params
+        ending = {*params.stop_token_ids, *(() if params.ignore_eos else asked.eos_token_ids)}
         known = [token for token in ending if token < self._vocab_size]
         return _MinTokensState(params.min_tokens, known) if params.min_tokens and known else None
 
@@ -136,10 +137,8 @@ class _MinTokensState(ProcessorState):
 class AllowedTokens:
     """Bans all other tokens."""
 
-    def start(
-        self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]
-    ) -> _AllowedState | None:
-        return _AllowedState(params.allowed_token_ids) if params.allowed_token_ids else None
+    def start(self, asked: Asked) -> _AllowedState | None:
+        return _AllowedState(tokens) if (tokens := asked.params.allowed_token_ids) else None
 
     def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _AllowedState]]) -> None:
         index = _index(logits, [(row, state.tokens) for row, state in rows])
@@ -153,16 +152,11 @@ class _AllowedState(ProcessorState):
         self.tokens = np.array(sorted(set(tokens)), np.int64)
 
 
-class BannedWords:
+class BannedWords(_OfVocabulary):
     """Bans the last tokens of words whose first tokens end the output."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-
-    def start(
-        self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]
-    ) -> _WordsState | None:
-        words = params.bad_words
+    def start(self, asked: Asked) -> _WordsState | None:
+        words = asked.params.bad_words
         if words is None:
             return None
         known = [word for word in words.sequences if word and max(word) < self._vocab_size]
@@ -191,16 +185,11 @@ class _WordsState(ProcessorState):
         return len(self.tokens) > 0
 
 
-class ClosedThinking:
+class ClosedThinking(_OfVocabulary):
     """Lets the closing token follow once the reasoning has its number of tokens."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-
-    def start(
-        self, params: SamplingParams, prompt: Sequence[int], eos_token_ids: Collection[int]
-    ) -> _ThinkingState | None:
-        budget = params.thinking_budget
+    def start(self, asked: Asked) -> _ThinkingState | None:
+        budget = asked.params.thinking_budget
         return _ThinkingState(budget) if budget is not None and budget.closing < self._vocab_size else None
 
     def apply(self, logits: torch.Tensor, rows: Sequence[tuple[int, _ThinkingState]]) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from skipjoin.model.draws import FindThresholds, draw, largest_first, uniform
 from skipjoin.model.large_pages import large_page_bytes
-from skipjoin.model.logits_processors import LogitsProcessor, ProcessorState, default_processors
+from skipjoin.model.logits_processors import Asked, LogitsProcessor, ProcessorState, default_processors
 from skipjoin.model.ops.token_mask import mask_ops
 from skipjoin.model.transfer import CpuCopy, send
 from skipjoin.sampling import SamplingParams
@@ -160,7 +160,8 @@ class Sampler:
         *,
         limit: GrammarState | None = None,
     ) -> SamplingState:
-        made = enumerate(processor.start(params, prompt, eos_token_ids) for processor in self._processors)
+        asked = Asked(params, prompt, eos_token_ids)
+        made = enumerate(processor.start(asked) for processor in self._processors)
         adjustments = tuple((number, state) for number, state in made if state is not None)
         if limit is None and self._limit is not None:
             limit = self._limit.start(params, prompt, eos_token_ids)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -26,48 +26,63 @@ class ClosedMode(StrEnum):
 
 
 @dataclass(frozen=True)
-class Closed:
-    """Closed-loop stream with at most `size` requests in flight, the first at 0."""
+class JobSource:
+    """Jobs of one kind."""
 
     name: str
     lengths: Lengths
-    size: int
-    mode: ClosedMode = ClosedMode.BATCH
+    _: KW_ONLY
     priority: int = 0
     service: ServiceClass = ServiceClass.REAL_TIME
     key: str = ""
     prefix: SharedPrefix | None = None
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.size <= MAX_IN_FLIGHT:
-            raise ConfigError(f"closed: size must be an integer in [1, {MAX_IN_FLIGHT}], got {self.size}")
 
     @property
     def kind(self) -> Kind:
         return Kind(self.name, self.service)
 
+    def job(self, at: float, lengths: random.Random, groups: random.Random) -> WorkloadRequest:
+        prompt, output = self.lengths.draw(lengths)
+        job = WorkloadRequest(at, prompt, output, self.name, self.priority, service=self.service, key=self.key)
+        return job.after(self.prefix, groups)
+
+    def described(self, **own: Any) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "lengths": self.lengths.name,
+            **own,
+            "priority": self.priority,
+            "service": self.service.value,
+            **({"key": self.key} if self.key else {}),
+            **({} if self.prefix is None else {"prefix": str(self.prefix)}),
+        }
+
+
+@dataclass(frozen=True)
+class Closed(JobSource):
+    """Closed-loop stream with at most `size` requests in flight, the first at 0."""
+
+    size: int
+    mode: ClosedMode = ClosedMode.BATCH
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.size <= MAX_IN_FLIGHT:
+            raise ConfigError(f"closed: size must be an integer in [1, {MAX_IN_FLIGHT}], got {self.size}")
+
     def jobs(self, seed: int, index: int) -> Iterator[WorkloadRequest]:
         """Yield jobs indefinitely, all with arrival 0. The k-th has the same lengths regardless of the system."""
         chance, groups = generator(seed, index, "closed"), generator(seed, index, "closed prefix")
         while True:
-            prompt, output = self.lengths.draw(chance)
-            job = WorkloadRequest(0.0, prompt, output, self.name, self.priority, service=self.service, key=self.key)
-            yield job.after(self.prefix, groups)
+            yield self.job(0.0, chance, groups)
 
     def describe(self) -> dict[str, Any]:
-        return _described(self, size=self.size, mode=self.mode.value)
+        return self.described(size=self.size, mode=self.mode.value)
 
 
 @dataclass(frozen=True)
-class Stream:
-    name: str
-    lengths: Lengths
+class Stream(JobSource):
     arrivals: Arrivals
     share: float = 1.0
-    priority: int = 0
-    service: ServiceClass = ServiceClass.REAL_TIME
-    key: str = ""
-    prefix: SharedPrefix | None = None
 
     def __post_init__(self) -> None:
         in_bounds(f"share of stream {self.name!r}", self.share, most=1)
@@ -76,13 +91,10 @@ class Stream:
         """Yield jobs indefinitely, at the stream's share of `rate_rps`. The k-th has the same lengths at every rate."""
         lengths, groups = generator(seed, index, "lengths"), generator(seed, index, "prefix")
         for time in self.arrivals.times(generator(seed, index, "arrivals")):
-            prompt, output = self.lengths.draw(lengths)
-            at = time / rate_rps / self.share
-            job = WorkloadRequest(at, prompt, output, self.name, self.priority, service=self.service, key=self.key)
-            yield job.after(self.prefix, groups)
+            yield self.job(time / rate_rps / self.share, lengths, groups)
 
     def describe(self) -> dict[str, Any]:
-        return _described(self, arrivals=self.arrivals.name, share=self.share)
+        return self.described(arrivals=self.arrivals.name, share=self.share)
 
 
 def parse_stream(text: str) -> Stream:
@@ -93,10 +105,7 @@ def parse_stream(text: str) -> Stream:
         parse_lengths(fields["lengths"]),
         parse_arrivals(fields.get("arrivals", "poisson")),
         fields.number("share", most=1),
-        fields.integer("priority", 0),
-        fields.choice("class", ServiceClass.REAL_TIME),
-        fields.get("key", ""),
-        _prefix_of(fields),
+        **_shared(fields),
     )
 
 
@@ -108,26 +117,16 @@ def parse_closed(text: str) -> Closed:
         parse_lengths(fields["lengths"]),
         fields.integer("size", 1),
         fields.choice("mode", ClosedMode.BATCH),
-        fields.integer("priority", 0),
-        fields.choice("class", ServiceClass.REAL_TIME),
-        fields.get("key", ""),
-        _prefix_of(fields),
+        **_shared(fields),
     )
 
 
-def _prefix_of(fields: FieldTexts) -> SharedPrefix | None:
-    return parse_shared_prefix(fields["prefix"]) if "prefix" in fields else None
-
-
-def _described(stream: Closed | Stream, **own: Any) -> dict[str, Any]:
+def _shared(fields: FieldTexts) -> dict[str, Any]:
     return {
-        "name": stream.name,
-        "lengths": stream.lengths.name,
-        **own,
-        "priority": stream.priority,
-        "service": stream.service.value,
-        **({"key": stream.key} if stream.key else {}),
-        **({} if stream.prefix is None else {"prefix": str(stream.prefix)}),
+        "priority": fields.integer("priority", 0),
+        "service": fields.choice("class", ServiceClass.REAL_TIME),
+        "key": fields.get("key", ""),
+        "prefix": parse_shared_prefix(fields["prefix"]) if "prefix" in fields else None,
     }
 
 

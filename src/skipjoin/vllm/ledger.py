@@ -104,7 +104,8 @@ class CountingLedger(BlockLedger):
         return 0
 
     def shortfall(self, request: Request, tokens: int) -> int:
-        held, need = self._held.get(request), self.blocks_for(self._ahead(tokens))
+        held = self._held.get(request)
+        need = self._blocks_at(request, self._slots_for(held, tokens))
         if held is None:
             return max(0, need - self.available)
         need -= len(held.device)
@@ -113,7 +114,7 @@ class CountingLedger(BlockLedger):
 
     def shortfall_of_blocks(self, request: Request, tokens: int) -> int:
         held = self._held.get(request)
-        need = self.blocks_for(self._ahead(tokens))
+        need = self._blocks_at(request, self._ahead(tokens))
         return need - (len(held.device) if held is not None else 0) - self.device_free
 
     def shortfall_of_reservation(self, request: Request, blocks: int, parent: Owner) -> int:
@@ -142,7 +143,7 @@ class CountingLedger(BlockLedger):
             # Blocks of others were not free, and are counted once more.
             self.device_free += hit.held
             self._reservations.total += hit.held
-            self.resize(request, self.blocks_for(hit.tokens))
+            self.resize(request, *self._adopted(hit.tokens))
         return hit
 
     def grow(self, request: Request, tokens: int) -> CountedBlocks:
@@ -217,6 +218,17 @@ class CountingLedger(BlockLedger):
         slots = held.slots if held.slots >= self._max_len else held.slots - self._drafts
         held.room = min(slots, request.progress.reserved_tokens)
 
+    def _blocks_at(self, request: Request, tokens: int) -> int:
+        """Return how many blocks the request has with slots for `tokens` tokens."""
+        return self.blocks_for(tokens)
+
+    def _slots_for(self, held: CountedBlocks | None, tokens: int) -> int:
+        return self._ahead(tokens)
+
+    def _adopted(self, tokens: int) -> tuple[int, int | None]:
+        """Return the arguments of `resize` after a hit of `tokens` tokens."""
+        return self.blocks_for(tokens), None
+
     def _ahead(self, tokens: int) -> int:
         return min(tokens + self._drafts, self._max_len) if self._drafts else tokens
 
@@ -248,33 +260,17 @@ class GroupedLedger(CountingLedger):
     def blocks_for(self, tokens: int) -> int:
         return self._groups.blocks_for(tokens)
 
-    def shortfall(self, request: Request, tokens: int) -> int:
-        held = self._held.get(request)
-        if held is None:
-            return max(0, self._blocks_at(request, self._ahead(tokens)) - self.available)
-        need = self._blocks_at(request, max(self._ahead(tokens), held.slots)) - len(held.device)
-        unused = self._reservations.unused_in_all(held.reservation)
-        return max(0, need - unused - self.available, need - self.device_free)
-
-    def shortfall_of_blocks(self, request: Request, tokens: int) -> int:
-        held = self._held.get(request)
-        need = self._blocks_at(request, self._ahead(tokens))
-        return need - (len(held.device) if held is not None else 0) - self.device_free
-
     def grow(self, request: Request, tokens: int) -> CountedBlocks:
         held = self._hold(request)
-        slots = max(self._ahead(tokens), held.slots)
+        slots = self._slots_for(held, tokens)
         self.resize(request, self._blocks_at(request, slots), slots)
         return held
 
-    def adopt(self, request: Request) -> Hit:
-        hit = self.hit(request)
-        if hit.tokens:
-            self._hold(request)
-            self.device_free += hit.held
-            self._reservations.total += hit.held
-            self.resize(request, self._groups.blocks_at(hit.tokens, hit.tokens), hit.tokens)
-        return hit
-
     def _blocks_at(self, request: Request, tokens: int) -> int:
         return self._groups.blocks_at(tokens, request.progress.computed)
+
+    def _slots_for(self, held: CountedBlocks | None, tokens: int) -> int:
+        return self._ahead(tokens) if held is None else max(self._ahead(tokens), held.slots)
+
+    def _adopted(self, tokens: int) -> tuple[int, int | None]:
+        return self._groups.blocks_at(tokens, tokens), tokens

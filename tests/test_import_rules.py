@@ -86,8 +86,8 @@ server.api: adapters chat config config.access config.key_files core engine.fore
     server.engines
     server.metrics structured_output version
 server.relay: config config.access routes server.api server.listeners server.logs server.relay
-server.batches: config core.request routes sampling server.api server.batches server.engines.errors server.metrics
-    system.disk system.folders system.locks version
+server.batches: adapters config core.request routes sampling server.api server.batches server.engines.errors
+    server.metrics system.disk system.folders system.locks version
 server: builtin config config.access core engine.forecasting extras model.config model.folder model.generation_config
     model.tokenizer observe pooling recipes server server.api server.batches server.engines system.garbage
     system.machine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -89,3 +89,14 @@ class AdapterNames:
             self._removed.discard(number)
             del self._users[number]
             self._unload(number)
+
+
+# Names of models in an error, since there may be many adapters.
+_MAX_NAMES = 8
+
+
+def unknown_model(name: str, served: Sequence[str]) -> str:
+    """Return the text of an error about a model that is not among those that a server serves."""
+    shown, left = ", ".join(map(repr, served[:_MAX_NAMES])), len(served) - _MAX_NAMES
+    more = f" and {left} more, which GET /v1/models lists" if left > 0 else ""
+    return f"the model {name} does not exist; this server serves {shown}{more}"

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from server_worlds import Api, MakeApi
 
-from skipjoin.server.batches.input_validator import InputValidator
-
 pytestmark = pytest.mark.anyio
 KEYS = "[operator=yes]\noperator\n[operator=no]\nclient\n"
 
@@ -38,10 +36,9 @@ async def test_requests_choose_loaded_adapters_by_name(api: Api, tmp_path: Path)
     anthropic = (await api.http.post("/v1/messages", json=message)).json()
     assert chat["model"] == anthropic["model"] == "sql"
     assert [add.options.adapter for add in api.engine.added] == [1, 0, 0, 1, 1]
-    assert (await api.complete(model="sq")).status_code == 404
+    assert "serves 'tiny', 'sql'" in (await api.complete(model="sq")).text
     assert "skipjoin:adapters 1.0" in (await api.http.get("/metrics")).text
-    validator = InputValidator(api.service, *[None] * 3)  # type: ignore[arg-type]
-    assert validator._models == (*api.service.names, "sql")
+    assert api.service.served_names == (*api.service.names, "sql")
 
 
 async def test_an_adapter_in_use_is_unloaded_after_its_last_request(api: Api, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import Scope
 
+from skipjoin.adapters import unknown_model
 from skipjoin.routes import ROUTES, resolved
 from skipjoin.sampling import ContextLengthError, ParameterError
 from skipjoin.server.api.notes import note_of
@@ -101,8 +102,8 @@ def unauthorized() -> ApiError:
     )
 
 
-def model_not_found(name: str, served: str) -> ApiError:
-    return ApiError(404, f"the model {name!r} does not exist; this server serves {served!r}", code="model_not_found")
+def model_not_found(name: str, served: Sequence[str]) -> ApiError:
+    return ApiError(404, unknown_model(repr(name), served), code="model_not_found")
 
 
 def overloaded(

@@ -192,8 +192,13 @@ class Service:
     def check_model(self, name: str | None) -> Adapter | None:
         """Return the adapter that a body names as its model; raise 404 for an unknown model."""
         if (adapter := self.adapters.find(name)) is None and name is not None and name not in self.names:
-            raise model_not_found(name, self.name)
+            raise model_not_found(name, self.served_names)
         return adapter
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Names of the model and of its adapters."""
+        return *self.names, *(adapter.name for adapter in self.adapters.all)
 
     def shown_model(self, name: str | None) -> str:
         """Return the model's name in responses to a body that names it thus."""

@@ -76,11 +76,6 @@ class InputValidator:
     runner: Runner
     tries: Counter[str] = field(default_factory=Counter)
 
-    @property
-    def _models(self) -> tuple[str, ...]:
-        """Names that lines may give as their model."""
-        return *self.service.names, *(adapter.name for adapter in self.service.adapters.all)
-
     async def take_new(self) -> None:
         while (row := await self._next()) is not None:
             await self._validate(row)
@@ -115,7 +110,7 @@ class InputValidator:
             endpoint=row.endpoint,
             max_lines=config.batch_max_lines,
             max_line_bytes=config.batch_max_line_bytes,
-            models=() if row.status is BatchStatus.CANCELLING else self._models,
+            models=() if row.status is BatchStatus.CANCELLING else self.service.served_names,
         )
         total = 0
         async with aclosing(validate(self.blobs.path(row.input_file_id), rules)) as chunks:

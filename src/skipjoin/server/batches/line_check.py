@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from skipjoin.adapters import unknown_model
 from skipjoin.server.batches.records import LineError, LinePlace
 
 # Lines of one report, which the server reads in a millisecond.
@@ -127,8 +128,7 @@ class _Check:
         model = body.get("model")
         models = self._rules.models
         if model is not None and models and model not in models:
-            message = f"the model {_short(model)} does not exist; this server serves {models[0]!r}"
-            raise LineFaultError("model_not_found", message, "body.model")
+            raise LineFaultError("model_not_found", unknown_model(_short(model), models), "body.model")
 
 
 def _parsed(text: bytes) -> dict[str, Any]:

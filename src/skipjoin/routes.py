@@ -254,7 +254,7 @@ _ROWS = (
     _files("/{file_id}", "show_file"),
     _files("/{file_id}/content", "read_file"),
     _files("/{file_id}", "delete_file", method="DELETE"),
-    _batches("", "create_batch", method="POST", body=f"{_BATCHES}.objects:BatchRequest"),
+    _batches("", "create_batch", method="POST", body=f"{_BATCHES}.routes:BatchRequest"),
     _batches("", "list_batches", is_relayed=True),
     _batches("/{batch_id}", "show_batch"),
     _batches("/{batch_id}/cancel", "cancel_batch", method="POST"),

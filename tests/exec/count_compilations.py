@@ -23,8 +23,8 @@ from skipjoin.core.step import Slice, StepPlan
 from skipjoin.exec.base import LargestStep
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.memory import largest_steps
+from skipjoin.exec.rank_model import warm_up
 from skipjoin.exec.sampling import Sampling
-from skipjoin.exec.warm_up import warm_up
 from skipjoin.exec.worker import Worker
 from skipjoin.model import loader
 from skipjoin.model.attention.triton_backend import TritonAttention

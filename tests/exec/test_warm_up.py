@@ -9,7 +9,7 @@ import pytest
 from engines import make_store, tiny_model
 
 from skipjoin.exec.base import LargestStep
-from skipjoin.exec.warm_up import warm_up
+from skipjoin.exec.rank_model import warm_up
 
 
 def test_steps_after_the_warm_up_compile_nothing() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fuzz.case import BODIES, CHAT, CLIENTS, COMPLETIONS, JSON, Case, chunked, head, post
 from skipjoin.server.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from skipjoin.server.batches.objects import BatchRequest
+from skipjoin.server.batches.routes import BatchRequest
 
 MODELS = {
     COMPLETIONS: CompletionRequest,

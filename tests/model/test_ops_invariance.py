@@ -35,8 +35,7 @@ from skipjoin.model.ops import build, choice
 from skipjoin.model.ops.base import CLAMPED, GATED
 from skipjoin.model.ops.calls import CPP_DTYPES
 from skipjoin.model.ops.check import check_ops, rows_are_independent
-from skipjoin.model.ops.cpp_experts import CppExperts
-from skipjoin.model.ops.cpp_ops import CppOps, has_dtype
+from skipjoin.model.ops.cpp_ops import CppExperts, CppOps, has_dtype
 from skipjoin.model.ops.experts import LoopedExperts
 from skipjoin.model.ops.threads import share_between
 from skipjoin.model.ops.torch_ops import TorchOps

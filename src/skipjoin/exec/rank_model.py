@@ -15,11 +15,28 @@ from skipjoin.exec.graphs import DecodeGraphs, graph_bytes, record_graphs, repla
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.memory import measure_peak
 from skipjoin.exec.rank_spec import make_store, measure_transfers, memory_budget_of, rank_spec_of, touch
-from skipjoin.exec.warm_up import warm_up
+from skipjoin.model.batch import PackedBatch, Segment
+from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model
 from skipjoin.model.ops.build import will_compile
 from skipjoin.model.parallel import Group
+
+
+def warm_up(
+    model: CausalLM, pool: PagedKV, largest: LargestStep, on_progress: Callable[[float], None] = lambda share: None
+) -> None:
+    """Compile the kernels of all batches that the back end distinguishes, on all ranks. Writes into block 0."""
+    seqs = min(largest.seqs, largest.tokens)
+    batches = model.attention.versions(model.config, pool.block_size, seqs, largest.positions, model.shard)
+    for done, (lengths, width) in enumerate(batches):
+        on_progress(done / len(batches))
+        if sum(lengths) <= largest.tokens:
+            # Reversed, because a back end may use a library for other segments, which compiles nothing.
+            segments = [Segment([0] * length, 0, [0] * width, reverse=True) for length in lengths]
+            model.forward(PackedBatch.build(segments, pool.block_size, model.device), pool)
+
 
 LOADING = "loading weights"
 _COMPILING = "compiling CPU operations, once per machine (up to a minute)"

@@ -1,21 +1,82 @@
 from __future__ import annotations
 
+from typing import Protocol, runtime_checkable
+
 import torch
 
 from skipjoin.kv_format import CacheFormat
 from skipjoin.model.adapters import Adapters
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.config import ModelConfig
-from skipjoin.model.decoder import Decoder, HasOutput
+from skipjoin.model.config import ModelConfig, PoolingSettings
 from skipjoin.model.family import family_named
-from skipjoin.model.heads import Head, make_head
 from skipjoin.model.kv_cache import AUTO, PagedKV
-from skipjoin.model.layers import Builder, LayerInputs
+from skipjoin.model.layers import Builder, Embedding, LayerInputs
 from skipjoin.model.ops.base import LayerOps, Linear, LookedUp
 from skipjoin.model.parallel import Group, check_shards
 from skipjoin.model.weights import Weights
 from skipjoin.pooling import Task
+
+
+class Decoder(Protocol):
+    """A model family's layers between token ids and the output projection."""
+
+    EMBEDDING: str
+    OUTPUT: str
+    embedding: Embedding | None
+
+    def __init__(self, builder: Builder, device: torch.device | str) -> None: ...
+
+    def embed(self, batch: PackedBatch) -> torch.Tensor: ...
+
+    def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor: ...
+
+    def finish(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Map [rows, hidden] to the input of the output projection."""
+        ...
+
+
+@runtime_checkable
+class HasOutput(Protocol):
+    """A decoder with an output projection of its own, in place of the tensor `OUTPUT`."""
+
+    output: Linear
+
+
+# Names of the layers between a hidden state and its score: a dense layer with tanh, if there is one, and the last.
+HEADS = {
+    "bert": ("bert.pooler.dense", "classifier"),
+    "roberta": ("classifier.dense", "classifier.out_proj"),
+    "decoder": (None, "score"),
+}
+
+
+class Head:
+    """Maps a hidden state, [1, hidden], to a score."""
+
+    def __init__(self, dense: Linear | None, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._dense, self._weight, self._bias = dense, weight.double(), bias
+
+    def __call__(self, row: torch.Tensor) -> torch.Tensor:
+        if self._dense is not None:
+            row = self._dense(row).tanh()
+        # In float64, because the order of torch's additions may depend on the rows' number.
+        found = (row.double() * self._weight).sum(-1)
+        return found if self._bias is None else found + self._bias.double()
+
+
+def make_head(builder: Builder, settings: PoolingSettings, output: str) -> Head:
+    """Make the head of a model of scores, whose output projection is the tensor `output`."""
+    hidden, vocab = builder.config.hidden_size, builder.config.vocab_size
+    if settings.answers:
+        yes, no = (builder.tensor(output, vocab, hidden, rows=range(one, one + 1)) for one in settings.answers)
+        # The softmax of two logits is the sigmoid of their difference.
+        return Head(None, yes.double() - no.double(), None)
+    dense, out = HEADS[settings.head or ""]
+    if dense is None:
+        return Head(None, builder.tensor(f"{out}.weight", 1, hidden), None)
+    product = builder.linear(dense, (hidden,), hidden, True, takes_adapters=False)
+    return Head(product, builder.tensor(f"{out}.weight", 1, hidden), builder.tensor(f"{out}.bias", 1))
 
 
 class CausalLM:

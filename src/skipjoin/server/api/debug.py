@@ -1,24 +1,76 @@
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from statistics import median
+from typing import Any
 
+import msgspec
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
 from skipjoin.observe.explanation import facts_of
 from skipjoin.observe.reasons import words_of
 from skipjoin.server.api import arrivals
+from skipjoin.server.api.arrivals import Arrival
 from skipjoin.server.api.auth import Viewer, viewer_of
 from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.errors import ApiError, bad_request, request_not_found
 from skipjoin.server.api.explain import Explainer, find_lives, reasons_of, recent_lives
 from skipjoin.server.api.feed import ConsoleStreams
-from skipjoin.server.api.recorded_load import TIMEOUT_S, recorded_load
 from skipjoin.server.api.replays import ReplayBody, question_of
 from skipjoin.server.api.replies import json_response, service_of
 from skipjoin.server.api.request_index import KEEP_S
+from skipjoin.server.api.service import Service
+from skipjoin.server.engines.messages import DescribeRequests, FindLives, LivesFound, RequestStates
+
+# An engine answers between two steps, which do not take longer unless it hangs.
+TIMEOUT_S = 5.0
+# Recent requests from which the time around the engine is measured.
+_RECENT_S, _MAX_RECENT = 600.0, 500
+
+
+async def recorded_load(service: Service, owner: str | None, since_s: float) -> dict[str, Any]:
+    arrivals = service.arrivals.since(since_s, owner)
+    client, info = service.client, service.info
+    replies, found = await asyncio.gather(
+        client.ask(lambda number, engine: DescribeRequests(number, rows=0), TIMEOUT_S),
+        client.ask(lambda number, engine: FindLives(number, None, _RECENT_S, _MAX_RECENT), TIMEOUT_S),
+    )
+    states = [reply for reply in replies.by_engine.values() if isinstance(reply, RequestStates)]
+    now = time.monotonic()
+    first_tokens = {
+        life.number: life.first_token + _clock_difference(now, reply.now)
+        for reply in found.by_engine.values()
+        if isinstance(reply, LivesFound)
+        for life in reply.lives
+        if life.first_token is not None
+    }
+    machine = {
+        **msgspec.structs.asdict(info),
+        "replicas": client.wanted,
+        "recipe_path": info.recipe_path or info.recipe,
+        "cost": next((state.cost for state in states if state.cost is not None), info.cost),
+        "between_steps_s": median([state.between_steps_s for state in states] or [0.0]),
+    }
+    del machine["folder"]
+    # In a thread, as there may be many thousands.
+    public = await service.in_thread(lambda: [arrival.public(_around_s(arrival, first_tokens)) for arrival in arrivals])
+    return {"machine": machine, "arrivals": public}
+
+
+def _clock_difference(now: float, engine_now: float) -> float:
+    """Return the seconds to add to an engine's times: 0 on this machine, whose processes share one clock."""
+    return 0.0 if abs(now - engine_now) <= TIMEOUT_S else now - engine_now
+
+
+def _around_s(arrival: Arrival, first_tokens: Mapping[int, float]) -> float | None:
+    first = first_tokens.get(arrival.number)
+    return None if first is None or arrival.first_at is None else arrival.submit_s + max(0.0, arrival.first_at - first)
+
 
 MAX_LIVES = 1000
 # Proxies would hold events back.

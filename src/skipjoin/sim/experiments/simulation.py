@@ -2,35 +2,93 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
+from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event
+from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import CostModel
 from skipjoin.core.request import Request, ServiceClass
+from skipjoin.core.step import StepResult, StepShape
+from skipjoin.exec.simulated import SimulatedExecutor, exactly, none
 from skipjoin.observe.decisions import DecisionTimes
 from skipjoin.observe.forecasts import ForecastLog
 from skipjoin.observe.programs import ProgramFacts, ProgramLog
 from skipjoin.observe.record import Record, add_usage, rounded, summarize, summarize_programs
 from skipjoin.observe.requests import Kind, RequestFacts, RequestLog
 from skipjoin.observe.usage import EngineUsage
+from skipjoin.policies.cost import TrackedCost
 from skipjoin.policies.dispatch import Dispatch, make_dispatch
+from skipjoin.policies.eviction import KeepKv
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.forward import saturating_tokens
-from skipjoin.recipes import find, located_errors
+from skipjoin.recipes import build, find, located_errors
 from skipjoin.sim.closed import ClosedStream
 from skipjoin.sim.driver import Arrivals, Dispatched, Replica, Traffic, simulate_traffic
 from skipjoin.sim.experiments.cell import Cell
 from skipjoin.sim.experiments.predictors import Predictions
-from skipjoin.sim.experiments.replicas import make_replica
 from skipjoin.sim.experiments.split import Handovers, SplitFigures
-from skipjoin.sim.experiments.submissions import Submissions
+from skipjoin.sim.experiments.submissions import END, Submissions
 from skipjoin.sim.experiments.system import System
 from skipjoin.sim.split import Network, SplitTraffic
 from skipjoin.system.garbage import without_garbage_collection
 from skipjoin.version import VERSION
+
+# Any but `END`.
+_TOKEN = 0
+
+
+def make_replica(system: System, lengths: Sequence[int], *, together: bool, keeps_kv: bool, seed: str) -> Replica:
+    """Build a replica.
+
+    Args:
+        together: Simulate decode-only steps at once, where that does not change the result.
+        keeps_kv: Swap evicted KV, because the replica cannot compute prompts.
+    """
+    cost = TrackedCost(system.cost) if system.step_noise else None
+    policies = build(system.recipe, replace(system.settings, cost=cost or system.cost), system.own_params)
+    if keeps_kv:
+        policies = replace(policies, eviction=KeepKv())
+    kv = KVLedger(system.kv_blocks, system.cpu_blocks, system.block_size, states=system.states)
+    core = EngineCore(system.scheduler(policies, kv, receives_kv=keeps_kv))
+    executor = SimulatedExecutor(
+        system.cost,
+        _sampler(lengths),
+        system.stage_shares or system.stages,
+        alike=_alike(lengths) if together else none,
+        jitter=exactly if cost is None else _jitter(system.step_noise, seed),
+        block_size=system.block_size,
+    )
+    if cost is None:
+        return Replica(core, executor, decision_s=system.decision_s)
+    return Replica(core, executor, decision_s=system.decision_s, on_result=partial(_learn, cost))
+
+
+def _learn(cost: TrackedCost, result: StepResult) -> None:
+    if result.plan.slices:
+        cost.learn(StepShape.of(result.plan.slices), result.seconds - result.moving)
+
+
+def _jitter(noise: float, seed: str) -> Callable[[], float]:
+    rng = random.Random(seed)
+    return lambda: rng.lognormvariate(-noise * noise / 2, noise)
+
+
+def _sampler(lengths: Sequence[int]) -> Callable[[Request, int], int]:
+    def sample(request: Request, position: int) -> int:
+        return END if position + 1 - len(request.prompt) >= lengths[request.id] else _TOKEN
+
+    return sample
+
+
+def _alike(lengths: Sequence[int]) -> Callable[[Request], int]:
+    return lambda request: lengths[request.id] - len(request.progress.output) - 1
+
 
 # Number of requests between progress reports.
 _REPORT_AFTER = 64

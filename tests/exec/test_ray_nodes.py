@@ -29,7 +29,7 @@ from skipjoin.engine.build import Engine, assemble
 from skipjoin.exec.base import RankError
 from skipjoin.exec.ranks import ranks
 from skipjoin.exec.ranks.links import RankListener
-from skipjoin.exec.ranks.nodes import Node, away_from, silent
+from skipjoin.exec.ranks.nodes import Node, excluding, silent
 from skipjoin.model.config import ModelError
 
 pytestmark = pytest.mark.ray
@@ -178,8 +178,8 @@ def test_nodes_that_refuse_connections_are_silent() -> None:
         assert silent(found) == silent([]) == []
         other.close()
         assert silent(found) == found[1:]
-    assert away_from(found) == {"ray.io/node-id": "!in(one,other)"}
-    assert away_from([]) == {}
+    assert excluding(found) == {"ray.io/node-id": "!in(one,other)"}
+    assert excluding([]) == {}
 
 
 def test_nodes_must_have_the_same_versions(cluster: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:

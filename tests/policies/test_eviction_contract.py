@@ -59,18 +59,18 @@ def test_victims_follow_the_given_order_and_free_just_enough(
 @every_policy
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=8),
-    away=st.integers(0, 2**8),
+    swapped_out=st.integers(0, 2**8),
     device_blocks=st.sampled_from([72, 100]),
     steps=st.lists(st.floats(0, 0.1), max_size=4),
 )
 def test_a_request_is_moved_ahead_once_and_from_the_tier_that_holds_it(
-    build: Callable[[], EvictionPolicy], sizes: list[int], away: int, device_blocks: int, steps: list[float]
+    build: Callable[[], EvictionPolicy], sizes: list[int], swapped_out: int, device_blocks: int, steps: list[float]
 ) -> None:
     """Together, the requests that are swapped in fit the device."""
     kv = KVLedger(device_blocks, 40, 4)
     idle = holders(kv, sizes)
     for number, request in enumerate(idle):
-        if away >> number & 1 and kv.tiers.can_move_out(request):
+        if swapped_out >> number & 1 and kv.tiers.can_move_out(request):
             kv.tiers.complete(kv.tiers.move_out(request, blocking=True))
     eviction, now = build(), 0.0
     for step in [0.0, *steps]:

@@ -38,7 +38,7 @@ class Case:
         self.packing = Packing(max_seqs, max_tokens, cost, self.tokens, base=base, replacing=replacing)
         self.urgent: list[Request] = []
         self.others: list[Request] = []
-        self.away: dict[Request, int] = {}
+        self.swapped_out: dict[Request, int] = {}
 
     def real_time(self, left: float, tokens: int = 1) -> Request:
         """Add a request with `tokens` pending tokens whose next token is due in `left` seconds."""
@@ -47,10 +47,10 @@ class Case:
         self.urgent.append(request)
         return request
 
-    def best_effort(self, tokens: int = 1, away: int = 0) -> Request:
+    def best_effort(self, tokens: int = 1, swapped_out: int = 0) -> Request:
         request = self._make(tokens, best_effort=True)
         self.others.append(request)
-        self.away[request] = away
+        self.swapped_out[request] = swapped_out
         return request
 
     def _make(self, tokens: int, **fields: object) -> Request:
@@ -62,7 +62,9 @@ class Case:
         ranked = sorted(self.urgent, key=self.tokens.due) + self.others
         candidates = [(request, request.progress.pending) for request in ranked]
         context = StepContext(
-            candidates=iter(candidates), blocks_away=lambda one: self.away.get(one, 0), in_flight=in_flight
+            candidates=iter(candidates),
+            blocks_swapped_out=lambda one: self.swapped_out.get(one, 0),
+            in_flight=in_flight,
         )
         builder = self.packing.open(context)
         found = {}
@@ -78,8 +80,8 @@ class Case:
         shape = StepShape.of(
             [Slice(one, one.progress.planned, tokens, False, False, ()) for one, tokens in step.items()]
         )
-        away = sum(self.away.get(request, 0) for request in step)
-        return COST.step(shape) + (COST.transfer(away) if away else 0)
+        swapped_out = sum(self.swapped_out.get(request, 0) for request in step)
+        return COST.step(shape) + (COST.transfer(swapped_out) if swapped_out else 0)
 
 
 def test_real_time_requests_are_batched_as_long_as_the_step_is_in_time() -> None:
@@ -102,9 +104,9 @@ def test_best_effort_requests_use_the_spare_time() -> None:
 
 def test_swap_ins_count_as_step_time() -> None:
     case = Case()
-    chat, near, far = case.real_time(0.03), case.best_effort(away=3), case.best_effort(away=4)
+    chat, near, far = case.real_time(0.03), case.best_effort(swapped_out=3), case.best_effort(swapped_out=4)
     assert list(case.pack()) == [chat, near]  # 12 ms and 15 ms
-    case.away[near] = 4
+    case.swapped_out[near] = 4
     assert list(case.pack()) == [chat]
     assert far not in case.pack()
 

@@ -339,21 +339,23 @@ def test_no_slot_stays_empty_while_a_request_could_use_it(recipe: str, seed: int
         evicted = evictions != sum(request.progress.evictions for request in core.requests.values())
         if len(plan.slices) < world.max_seqs and tokens > 0 and not evicted:
             idle = [request for request in core.requests.values() if not request.progress.in_flight]
-            away = [r for r in idle if (held := kv.blocks_of(r)) and (held.cpu or held.moving)]
+            swapped_out = [r for r in idle if (held := kv.blocks_of(r)) and (held.cpu or held.moving)]
             lacking = [
                 r
                 for r in idle
                 if kv.blocks_of(r)
-                and r not in away
+                and r not in swapped_out
                 and (kv.shortfall(r, r.progress.known) > 0 or is_refused(policies.admission, r, kv))
             ]
-            assert [r for r in idle if kv.blocks_of(r) and r not in away] == lacking
+            assert [r for r in idle if kv.blocks_of(r) and r not in swapped_out] == lacking
             queue = sorted((r for r in idle if not kv.blocks_of(r)), key=policies.ordering.rank)
             if queue and not lacking and queue[0].progress.pending <= tokens:
                 promise = policies.admission.reserve(queue[0], queue[0].progress.known, kv)
                 rank = policies.ordering.rank
                 owed = sum(
-                    kv.tiers.cpu_footprint(r) for r in away if kv.blocks_of(r).is_settled and rank(r) < rank(queue[0])
+                    kv.tiers.cpu_footprint(r)
+                    for r in swapped_out
+                    if kv.blocks_of(r).is_settled and rank(r) < rank(queue[0])
                 )
                 if isinstance(promise, Allocation):
                     assert max(promise.now, promise.blocks) + promise.spare > kv.available - owed

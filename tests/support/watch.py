@@ -282,7 +282,7 @@ class _State(NamedTuple):
         held = kv.blocks_of(request)
         device, has_room, claim = 0, False, (0, None)
         if held is not None:
-            device = len(held.device) if held.moving is None and not held.away else 0
+            device = len(held.device) if held.moving is None and not held.swapped_out else 0
             has_room = device > 0 and held.room >= request.progress.known + request.progress.pending_samples
             own = held.reservation
             claim = own.size + own.adopted - own.lent, kv.reservations.parent_of(request)

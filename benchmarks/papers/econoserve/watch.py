@@ -48,7 +48,7 @@ class Watch:
         self._outgrown: set[Request] = set()
         self._lost: set[Request] = set()  # swapped or dropped at least once
         self._stopped: dict[Request, tuple[float, Preemption]] = {}
-        self._away_s: defaultdict[Request, dict[Preemption, float]] = defaultdict(dict)
+        self._preempted_s: defaultdict[Request, dict[Preemption, float]] = defaultdict(dict)
         self._shares: dict[Preemption, list[float]] = {how: [] for how in Preemption}
         self._over: list[float] = []
         self._under: list[float] = []
@@ -84,8 +84,8 @@ class Watch:
     def figures(self) -> Record:
         """Return the figures of the run.
 
-        Shares are of requests. `over` and `under` are relative to the first exact reservation, `away` to the completion
-        time of preempted requests, and `max_reserved` to the pool.
+        Shares are of requests. `over` and `under` are relative to the first exact reservation, `preempted` to the
+        completion time of preempted requests, and `max_reserved` to the pool.
         """
         count = max(1, self._requests)
         ends = Counter(self._ends_at.values())
@@ -96,7 +96,7 @@ class Watch:
             "outgrown": rounded(len(self._outgrown) / count),
             "over": _mean(self._over),
             "under": _mean(self._under),
-            "away": {how.name.lower(): _mean(shares) for how, shares in self._shares.items()},
+            "preempted": {how.name.lower(): _mean(shares) for how, shares in self._shares.items()},
             "held": {name: _spread(values) for name, values in self._held.items()},
             "ends": {str(number): ends[number] for number in sorted(ends)},
             "group_sizes": {str(size): number for size, number in sorted(sizes.items())},
@@ -142,8 +142,8 @@ class Watch:
         self._fresh.pop(event.request, None)
         if (stopped := self._stopped.pop(event.request, None)) is not None:
             since, how = stopped
-            away = self._away_s[event.request]
-            away[how] = away.get(how, 0.0) + event.now - since
+            preempted = self._preempted_s[event.request]
+            preempted[how] = preempted.get(how, 0.0) + event.now - since
 
     def _preempt(self, event: Preempted) -> None:
         request, how = event.request, event.how
@@ -188,7 +188,7 @@ class Watch:
         self._set(request, None)
         self._ended_at[request] = event.now
         self._ends_at[event.now] += 1
-        for how, seconds in self._away_s.pop(request, {}).items():
+        for how, seconds in self._preempted_s.pop(request, {}).items():
             self._shares[how].append(seconds / (event.now - request.arrival))
         if (reserved := self._exact.pop(request, None)) is not None:
             # The KV of the last token is never computed.

@@ -12,7 +12,7 @@ import msgspec
 _CONNECT_S, _READ_S = 10.0, 120.0
 _LONGEST_QUOTE = 500
 # Statuses of servers that start or shut down, and of proxies.
-_AWAY = (502, 503, 504)
+_UNREACHABLE = (502, 503, 504)
 
 
 class ServerClientError(Exception):
@@ -53,7 +53,7 @@ class ServerClient:
             async with self._session.request(method, self._base + path, allow_redirects=False, **body) as response:
                 if response.status != 200:
                     text = f"{self._base}: {_refusal(response.status, await response.read())}"
-                    raise ServerClientError(text, is_lost=response.status in _AWAY)
+                    raise ServerClientError(text, is_lost=response.status in _UNREACHABLE)
                 yield response
         except TimeoutError as error:
             raise ServerClientError(f"{self._base} does not answer", is_lost=True) from error

@@ -7,7 +7,7 @@ from skipjoin.core.request import Request
 from skipjoin.core.step import StepPlan
 
 
-def _none_away(request: Request) -> int:
+def _none_swapped_out(request: Request) -> int:
     return 0
 
 
@@ -21,7 +21,7 @@ class StepContext:
         in_flight: Plans that have not committed, oldest first.
         candidates: Requests that find blocks, in rank order, with the tokens to compute, without best-effort requests
             whose blocks real-time ones take. May be read once, before the first offer.
-        blocks_away: Returns how many KV blocks of a request the step must swap in first.
+        blocks_swapped_out: Returns how many KV blocks of a request the step must swap in first.
         pausing: Requests that skip this step, so that they can be evicted in a later one.
     """
 
@@ -34,7 +34,7 @@ class StepContext:
     decision: int = 0
     in_flight: Sequence[StepPlan] = ()
     candidates: Iterable[tuple[Request, int]] = ()
-    blocks_away: Callable[[Request], int] = _none_away
+    blocks_swapped_out: Callable[[Request], int] = _none_swapped_out
     pausing: set[Request] = field(default_factory=set)
 
 

@@ -15,8 +15,8 @@ _FIRST_WEIGHT = 2.0
 
 
 def first_guess() -> Array:
-    away = (LOG_MIDDLES - np.log(_FIRST_GUESS)) / np.log(_FIRST_SPREAD)
-    mass: Array = np.exp(-0.5 * away**2)
+    distance = (LOG_MIDDLES - np.log(_FIRST_GUESS)) / np.log(_FIRST_SPREAD)
+    mass: Array = np.exp(-0.5 * distance**2)
     return np.asarray(mass / mass.sum())
 
 

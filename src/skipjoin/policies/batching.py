@@ -164,7 +164,7 @@ class YieldingBuilder:
         if room <= 0 or self._limit_s == inf:
             return max(0, room)
         start, cost = request.progress.planned, self._rules.cost
-        fits = fitting_tokens(self._load, start, room, away=0, cost=cost, limit=self._limit_s)
+        fits = fitting_tokens(self._load, start, room, swapped_out=0, cost=cost, limit=self._limit_s)
         return fits or (0 if self._load.prefill else min(room, MIN_CHUNK))
 
     def _expect_decodes(self) -> int:

@@ -112,10 +112,10 @@ class LimitedBuilder:
             return verdict
         if pending == 1 and not self._rules.patience:
             return verdict
-        away = self._context.blocks_away(request)
+        swapped_out = self._context.blocks_swapped_out(request)
         limit = self._limit if self._limit is not None else self._limit_beside(self._load)
         tokens = fitting_tokens(
-            self._load, request.progress.planned, verdict, away=away, cost=self._rules.cost, limit=limit
+            self._load, request.progress.planned, verdict, swapped_out=swapped_out, cost=self._rules.cost, limit=limit
         )
         if tokens:
             return tokens
@@ -128,7 +128,9 @@ class LimitedBuilder:
     def take(self, request: Request, tokens: int) -> None:
         if self._limit is None and self._rules.is_best_effort(request):
             self._limit = self._limit_beside(self._load)
-        self._load = self._load.plus(StepLoad.of(request.progress.planned, tokens, self._context.blocks_away(request)))
+        self._load = self._load.plus(
+            StepLoad.of(request.progress.planned, tokens, self._context.blocks_swapped_out(request))
+        )
         self._inner.take(request, tokens)
 
     def _limit_beside(self, real_time: StepLoad) -> float:

@@ -207,7 +207,7 @@ class StartedFirst(Ranked):
     is_decode_invariant = True
 
     def on_arrived(self, request: Request, now: float) -> None:
-        self._put(request, _ON_DEVICE if request.progress.planned else _AWAY if request.progress.output else _NEW)
+        self._put(request, _ON_DEVICE if request.progress.planned else _PREEMPTED if request.progress.output else _NEW)
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         for slice_ in slices:
@@ -216,7 +216,7 @@ class StartedFirst(Ranked):
 
     def on_preempted(self, request: Request, now: float) -> None:
         if self.rank(request)[0] == _ON_DEVICE:
-            self._put(request, _AWAY)
+            self._put(request, _PREEMPTED)
 
     def on_finished(self, request: Request, now: float) -> None:
         self._ranking.discard(request)
@@ -233,7 +233,7 @@ class StartedFirst(Ranked):
         self._ranking.set_stable(request, (stage, due, request.arrival, request.id))
 
 
-_ON_DEVICE, _AWAY, _NEW = range(3)
+_ON_DEVICE, _PREEMPTED, _NEW = range(3)
 _STAGES = (
     ("on the device", "It has KV on the device. Best-effort requests with it run first, so that it is freed."),
     ("evicted", "It lost KV on the device to others. Best-effort requests that lost none run before it."),

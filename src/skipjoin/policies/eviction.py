@@ -174,7 +174,7 @@ class Spill(Swap):
     ) -> Sequence[Eviction]:
         def place(victim: Request) -> tuple[bool, bool]:
             held = kv.blocks_of(victim)
-            return not victim.is_best_effort, held is None or not held.away
+            return not victim.is_best_effort, held is None or not held.swapped_out
 
         return super().victims(short, sorted(candidates, key=place), kv, now, incoming)
 

@@ -260,13 +260,13 @@ class FairBuilder:
         limit_s = self._limit_beside(request)
         if limit_s == inf:
             return verdict
-        away = self._context.blocks_away(request)
+        swapped_out = self._context.blocks_swapped_out(request)
         tokens = fitting_tokens(
-            self._load, request.progress.planned, verdict, away=away, cost=self._cost, limit=limit_s
+            self._load, request.progress.planned, verdict, swapped_out=swapped_out, cost=self._cost, limit=limit_s
         )
         if tokens:
             return tokens
-        if pending == 1 and not away:
+        if pending == 1 and not swapped_out:
             return ALL_TOO_LONG
         return TOO_LONG if is_under_way(request) else INCOMING_TOO_LONG
 
@@ -275,7 +275,7 @@ class FairBuilder:
             self._limit_s = self._limit_beside(request)
             self._first = request.options.client if self._first is None else self._first
             self._load = self._load.plus(
-                StepLoad.of(request.progress.planned, tokens, self._context.blocks_away(request))
+                StepLoad.of(request.progress.planned, tokens, self._context.blocks_swapped_out(request))
             )
         self._inner.take(request, tokens)
 

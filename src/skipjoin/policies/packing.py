@@ -120,8 +120,8 @@ class Pack:
     def add_all(self, candidates: Sequence[tuple[Request, int]], *, real_time: bool) -> bool:
         if len(candidates) > (self._rules.max_seqs if real_time else self.slots_left):
             return False
-        prefill = attention = decodes = context = away = 0
-        away_of = self._context.blocks_away
+        prefill = attention = decodes = context = swapped_out = 0
+        swapped_out_of = self._context.blocks_swapped_out
         for request, pending in candidates:
             start = request.progress.planned
             if pending == 1:
@@ -130,8 +130,8 @@ class Pack:
             else:
                 prefill += pending
                 attention += pending * start + pending * (pending + 1) // 2
-            away += away_of(request)
-        load = self._load.plus(StepLoad(prefill, attention, decodes, context, away))
+            swapped_out += swapped_out_of(request)
+        load = self._load.plus(StepLoad(prefill, attention, decodes, context, swapped_out))
         if prefill + decodes > self._tokens or load.seconds(self._rules.cost) > self._limit:
             return False
         self._load = load
@@ -205,9 +205,14 @@ class Pack:
         return self._fit(request, most) if most > 0 and self._slots < self._rules.max_seqs else 0
 
     def _fit(self, request: Request, most: int) -> int:
-        away = self._context.blocks_away(request)
+        swapped_out = self._context.blocks_swapped_out(request)
         return fitting_tokens(
-            self._load, request.progress.planned, most, away=away, cost=self._rules.cost, limit=self._limit
+            self._load,
+            request.progress.planned,
+            most,
+            swapped_out=swapped_out,
+            cost=self._rules.cost,
+            limit=self._limit,
         )
 
     def _can_wait(self, request: Request) -> bool:
@@ -227,7 +232,7 @@ class Pack:
         self._join(request, tokens)
 
     def _join(self, request: Request, tokens: int, sign: int = 1) -> None:
-        away = self._context.blocks_away(request)
-        self._load = self._load.plus(StepLoad.of(request.progress.planned, tokens, away), sign)
+        swapped_out = self._context.blocks_swapped_out(request)
+        self._load = self._load.plus(StepLoad.of(request.progress.planned, tokens, swapped_out), sign)
         self._slots += sign
         self._tokens -= sign * tokens

@@ -16,38 +16,38 @@ class StepLoad(NamedTuple):
     attention: int = 0
     decodes: int = 0
     context: int = 0
-    away: int = 0
+    swapped_out: int = 0
 
     @classmethod
-    def of(cls, start: int, tokens: int, away: int = 0) -> StepLoad:
+    def of(cls, start: int, tokens: int, swapped_out: int = 0) -> StepLoad:
         if tokens == 1:
-            return cls(0, 0, 1, start + 1, away)
-        return cls(tokens, tokens * start + tokens * (tokens + 1) // 2, 0, 0, away)
+            return cls(0, 0, 1, start + 1, swapped_out)
+        return cls(tokens, tokens * start + tokens * (tokens + 1) // 2, 0, 0, swapped_out)
 
     def plus(self, other: StepLoad, sign: int = 1) -> StepLoad:
-        prefill, attention, decodes, context, away = other
+        prefill, attention, decodes, context, swapped_out = other
         return StepLoad(
             self.prefill + sign * prefill,
             self.attention + sign * attention,
             self.decodes + sign * decodes,
             self.context + sign * context,
-            self.away + sign * away,
+            self.swapped_out + sign * swapped_out,
         )
 
     def seconds(self, cost: CostModel) -> float:
-        prefill, attention, decodes, context, away = self
+        prefill, attention, decodes, context, swapped_out = self
         step = cost.step(StepShape(prefill, attention, decodes, context))
-        return step + cost.transfer(away) if away else step
+        return step + cost.transfer(swapped_out) if swapped_out else step
 
 
-def fitting_tokens(load: StepLoad, start: int, most: int, *, away: int, cost: CostModel, limit: float) -> int:
+def fitting_tokens(load: StepLoad, start: int, most: int, *, swapped_out: int, cost: CostModel, limit: float) -> int:
     """Return how many tokens, at most `most`, fit this step within `limit` seconds; 0 if too few for a slice."""
-    if load.plus(StepLoad.of(start, most, away)).seconds(cost) <= limit:
+    if load.plus(StepLoad.of(start, most, swapped_out)).seconds(cost) <= limit:
         return most
     low = 0
     while most - low > MIN_CHUNK:
         middle = (low + most) // 2
-        if load.plus(StepLoad.of(start, middle, away)).seconds(cost) <= limit:
+        if load.plus(StepLoad.of(start, middle, swapped_out)).seconds(cost) <= limit:
             low = middle
         else:
             most = middle

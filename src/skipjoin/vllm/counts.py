@@ -43,7 +43,7 @@ class CountedBlocks:
     moving: Direction | None = None
 
     @property
-    def away(self) -> int:
+    def swapped_out(self) -> int:
         return len(self.cpu)
 
     @property

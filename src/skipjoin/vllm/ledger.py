@@ -82,7 +82,7 @@ class CountingLedger(BlockLedger):
     def blocks_of(self, request: Request, /) -> CountedBlocks | None:
         return self._held.get(request)
 
-    def away(self, request: Request) -> bool:
+    def swapped_out(self, request: Request) -> bool:
         held = self._held.get(request)
         return held is not None and bool(held.cpu)
 

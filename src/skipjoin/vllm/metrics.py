@@ -73,8 +73,8 @@ class EngineCollector(Collector):
                 continue
             waits[core.waits.get(request, core.tail).reason] += 1
             held = core.kv.blocks_of(request)
-            on_cpu += held is not None and held.away > 0
-            parked += held is not None and not held.away
+            on_cpu += held is not None and held.swapped_out > 0
+            parked += held is not None and not held.swapped_out
         yield InfoMetricFamily("skipjoin:scheduler", "Scheduler of this engine.", self._info)
         yield GaugeMetricFamily("skipjoin:num_requests_running", "Requests in the running batch.", running)
         yield GaugeMetricFamily("skipjoin:num_requests_parked", "Waiting requests with KV on the device.", parked)

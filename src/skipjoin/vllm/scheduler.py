@@ -296,7 +296,7 @@ class Scheduler(AnyScheduler):
                 self.kv_holding_waiting.remove_request(request)
                 request.status = RequestStatus.RUNNING
                 self.running.append(request)
-            for mirror in [holder for holder in self._ledger.holders() if self._ledger.away(holder)]:
+            for mirror in [holder for holder in self._ledger.holders() if self._ledger.swapped_out(holder)]:
                 self._lose(mirror.sampling, self.clock())
         return bool(super().reset_prefix_cache(reset_running_requests, *args, **kwargs))
 

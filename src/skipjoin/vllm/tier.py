@@ -53,7 +53,7 @@ class CountedTier(Tiered):
 
     def cpu_footprint(self, request: Request) -> int:
         held = self._ledger.blocks_of(request)
-        return held.away if held is not None else 0
+        return held.swapped_out if held is not None else 0
 
     def can_move_out(self, request: Request, *, keep: int = 0, blocking: bool = True) -> bool:
         held, filled = self._ledger.blocks_of(request), self._ledger.filled(request)

@@ -69,15 +69,15 @@ def test_an_eviction_examines_only_the_holders_that_it_needs(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("tokens_away", "cpu", "ways"),
+    ("tokens_swapped_out", "cpu", "ways"),
     [(9, 3, {0: Preemption.DROP, 1: Preemption.SWAP}), (5, 2, {1: Preemption.DROP})],
     ids=["enough", "too-few"],
 )
 def test_a_victim_takes_the_cpu_blocks_of_a_lower_ranked_request_if_they_suffice(
-    tokens_away: int, cpu: int, ways: dict[int, Preemption]
+    tokens_swapped_out: int, cpu: int, ways: dict[int, Preemption]
 ) -> None:
     stepper = Scene({0: 9, 1: 5, 2: 1}, blocks=4, cpu=cpu, eviction=DisplaceAll())
-    stepper.add(make(0, tokens_away))
+    stepper.add(make(0, tokens_swapped_out))
     ran(stepper)
     stepper.add(make(1, 12))
     ran(stepper)

@@ -52,7 +52,7 @@ class SharingMachine:
         if tokens == request.progress.computed or kv.shortfall(request, tokens) or (held and not held.is_settled):
             return
         if held is not None and tokens > held.room:
-            self.go(kv.tiers.restore(request, tokens) if held.away else kv.sharing.take_back(request, tokens))
+            self.go(kv.tiers.restore(request, tokens) if held.swapped_out else kv.sharing.take_back(request, tokens))
         held = kv.grow(request, tokens)
         self.go(kv.sharing.take_slots(request, tokens))
         assert held.room >= tokens or held.moving

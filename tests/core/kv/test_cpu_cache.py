@@ -154,7 +154,7 @@ def test_requests_take_cpu_blocks_from_the_cache() -> None:
         move = kv.tiers.move_out(request, blocking=True)
         assert move is not None
         kv.tiers.complete(move)
-        assert kv.hit(request_for(5, text(number))).away == 0  # the request holds them
+        assert kv.hit(request_for(5, text(number))).swapped_out == 0  # the request holds them
         if number == 0:
             kv.release(request)
             assert kv.cache.cached_cpu_blocks == 7

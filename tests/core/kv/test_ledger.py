@@ -67,14 +67,18 @@ class LedgerMachine(RuleBasedStateMachine):
         kv = self.kv
         if kv.blocks_of(request) is not None:
             return
-        tokens, held, _, away = kv.hit(request)
+        tokens, held, _, swapped_out = kv.hit(request)
         available, free, cpu_free = kv.available, kv.device_free, kv.tiers.cpu_free
-        taken = tokens // BLOCK - held - away
+        taken = tokens // BLOCK - held - swapped_out
         if taken > available:
             return
         assert kv.adopt(request).tokens == tokens < request.progress.known
         request.progress.computed = request.progress.planned = tokens
-        assert (kv.available, kv.device_free, kv.tiers.cpu_free) == (available - taken, free - taken, cpu_free - away)
+        assert (kv.available, kv.device_free, kv.tiers.cpu_free) == (
+            available - taken,
+            free - taken,
+            cpu_free - swapped_out,
+        )
         assert (kv.blocks_of(request) is None) == (tokens == 0)
 
     @rule(

@@ -151,7 +151,7 @@ def test_check_of_transfers_detects_a_lost_move_and_a_wrong_direction() -> None:
         transfers.check()
 
 
-@pytest.mark.parametrize("field", ["table", "room", "away", "moving", "is_settled"])
+@pytest.mark.parametrize("field", ["table", "room", "swapped_out", "moving", "is_settled"])
 def test_check_of_a_record_detects_a_stale_summary(field: str) -> None:
     _, held = records(1)
     (one,) = held.values()

@@ -311,14 +311,14 @@ def test_the_highest_ranked_request_is_swapped_in_by_a_blocking_move() -> None:
     """The blocks that an overlapped move needs may never become free."""
     scene = Swaps({0: 1, 1: 2, 2: 3}, blocks=8, eviction=OnCallOverlapped())
     scene.request(0, 9)
-    away, other = scene.request(1, 9), scene.request(2, 9)
+    swapped_out, other = scene.request(1, 9), scene.request(2, 9)
     scene.ran()
-    scene.swap_out(away)
+    scene.swap_out(swapped_out)
     assert scene.ran() == [0, 2]
     scene.ordering.numbers[1] = 0
     plan = scene.step()
-    assert [(move.direction, move.request) for move in plan.blocking if move.direction is IN] == [(IN, away)]
-    assert away in [piece.request for piece in plan.slices]
+    assert [(move.direction, move.request) for move in plan.blocking if move.direction is IN] == [(IN, swapped_out)]
+    assert swapped_out in [piece.request for piece in plan.slices]
     assert other.progress.evictions == 1
     scene.ordering.numbers[2] = -1
     scene.drain()
@@ -327,14 +327,14 @@ def test_the_highest_ranked_request_is_swapped_in_by_a_blocking_move() -> None:
 def test_lower_ranked_incoming_requests_do_not_take_blocks_that_a_swapped_request_needs() -> None:
     scene = Swaps({0: 1, 1: 3, 2: 4, 3: 2}, blocks=8, eviction=OnCallOverlapped())
     scene.request(0, 6, prompt=12)
-    away = scene.request(1, 6)
+    swapped_out = scene.request(1, 6)
     scene.ran()
-    scene.swap_out(away)  # it has 2 blocks, and request 0 holds 4 of the 8
+    scene.swap_out(swapped_out)  # it has 2 blocks, and request 0 holds 4 of the 8
     scene.request(2, 1, prompt=12)
     assert scene.ran() == [0], "request 2 would leave 1 of the 4 blocks, and request 1 needs 2"
     scene.request(3, 1, prompt=12)
     assert scene.ran() == [0, 3], "request 3 outranks request 1 and takes them"
-    scene.eviction.back = [away]
+    scene.eviction.back = [swapped_out]
     scene.ran()
     assert 1 in scene.ran()
     scene.drain()

@@ -42,7 +42,8 @@ def find_candidates(
             if not supply.take(request, placer.size_of(allocation, target) - hit.held, allocation.spare):
                 break
         elif placer.waits_for_move(request, held) is not None or (
-            held.away and not supply.take_back(request, held.away, placer.spare_of_return(request, target))
+            held.swapped_out
+            and not supply.take_back(request, held.swapped_out, placer.spare_of_return(request, target))
         ):
             continue
         yield request, tokens - hit.tokens
@@ -50,7 +51,7 @@ def find_candidates(
         return
     for holder in evictor.holders_after(request):
         held = blocks_of(holder)
-        if held is None or not held.device or held.away or holder in supply.donors:
+        if held is None or not held.device or held.swapped_out or holder in supply.donors:
             continue
         if tokens := eligible_tokens(holder, context):
             yield holder, tokens

@@ -84,7 +84,7 @@ class Evictor:
     def best_effort_below(self, request: Request) -> list[Request]:
         below = self._evictable(request, None, grows=False)
         able = [victim for victim in below if victim.progress.band[0] and not victim.progress.in_flight]
-        return sorted(able, key=lambda victim: not self.blocks_away(victim))
+        return sorted(able, key=lambda victim: not self.blocks_swapped_out(victim))
 
     def choose(self, need: Need, short: int) -> Choice:
         """Choose what to evict for `short` blocks among the requests ranked below. Pure."""
@@ -167,9 +167,9 @@ class Evictor:
         freed += cache.shared_within(victims) if cache is not None else 0
         return freed + (sharing.saved_blocks(need.request, need.tokens, victims) if sharing is not None else 0)
 
-    def blocks_away(self, request: Request) -> int:
+    def blocks_swapped_out(self, request: Request) -> int:
         held = self._kv.blocks_of(request)
-        return held.away if held is not None else 0
+        return held.swapped_out if held is not None else 0
 
     def _evict_whole(self, victims: list[Request], need: Need) -> WaitReason | None:
         """Evict whole victims until nothing is missing."""
@@ -226,7 +226,7 @@ class Evictor:
         """Save the KV in shared slots that the request overwrites. Check `is_hindered` first."""
         if (sharing := self._sharing) is None:
             return
-        whole = {owner for owner in sharing.in_the_way(request, tokens) if not self.blocks_away(owner)}
+        whole = {owner for owner in sharing.in_the_way(request, tokens) if not self.blocks_swapped_out(owner)}
         self._draft.blocking += sharing.take_slots(request, tokens)
         for owner in sorted(whole, key=self._rank):
             self._note(owner, Preemption.SPILL, sharing.tokens_there(owner))
@@ -358,8 +358,8 @@ class Evictor:
 
     def _is_parked(self, request: Request) -> bool:
         held = self._kv.blocks_of(request)
-        is_away = held is not None and held.is_settled and bool(held.cpu) and not held.device
-        return is_away and request.progress.finish_reason is None
+        is_swapped_out = held is not None and held.is_settled and bool(held.cpu) and not held.device
+        return is_swapped_out and request.progress.finish_reason is None
 
     def _take(self, victim: Request, how: Preemption, keep: int) -> Preemption:
         kv, tiers = self._kv, self._tiers

@@ -109,14 +109,14 @@ class Placer:
         need = self._need_of_admission(request, allocation, target)
         if (blocked := self._make_room(need)) is not None:
             return blocked
-        on_cpu, is_first = hit.away * kv.block_size, not request.progress.was_admitted
+        on_cpu, is_first = hit.swapped_out * kv.block_size, not request.progress.was_admitted
         draft.events.append(Admitted(request, self._context.now, hit.tokens, on_cpu, is_first))
         request.progress.place()
         self._draft.led_since.pop(request, None)
         self._reserve(request, allocation, need.drawn)
         if kv.cache is not None:
             kv.cache.announce(request)
-        if hit.away and (tiers := kv.tiers) is not None:
+        if hit.swapped_out and (tiers := kv.tiers) is not None:
             if not self._is_forced and self._policies.eviction.returns_overlapped(request) and len(kv.holders()) > 1:
                 draft.overlapped.append(tiers.move_in(request))
                 return self._await(request, WaitReason.KV_IN_TRANSIT, kv.blocks_for(request.progress.computed))
@@ -137,15 +137,15 @@ class Placer:
             return Blocked(reason)
         # A swapped-in request is not evicted until a plan that runs it commits. With several plans in flight, one of
         # them would always block the first request, so none is swapped in while that waits.
-        if held.away and self._first_waits:
+        if held.swapped_out and self._first_waits:
             return Blocked(WaitReason.BEHIND_MEMORY, closes=Deferral.INCOMING)
         # A request whose last tokens were dropped counts as one without KV until it has recomputed them. Otherwise two
         # requests could evict each other endlessly.
         progress = request.progress
-        grows = not held.away and progress.planned >= held.tokens_before_drop
+        grows = not held.swapped_out and progress.planned >= held.tokens_before_drop
         if target > progress.reserved_tokens and (blocked := self._renew(request, target, grows=grows)) is not None:
             return blocked
-        return (self._return if held.away else self._grow)(request, target, grows=grows)
+        return (self._return if held.swapped_out else self._grow)(request, target, grows=grows)
 
     def waits_for_move(self, request: Request, held: HeldBlocks) -> WaitReason | None:
         """Return why only a move of `EvictionPolicy.ahead` can let the request run, if so."""

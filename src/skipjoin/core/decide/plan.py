@@ -93,10 +93,10 @@ class StepPlanner:
         found = find_candidates(
             self._policies, self._kv, self._placer, self._evictor, context, led_since=self._draft.led_since
         )
-        return replace(context, candidates=found, blocks_away=self._blocks_awaited)
+        return replace(context, candidates=found, blocks_swapped_out=self._blocks_awaited)
 
     def _blocks_awaited(self, request: Request) -> int:
-        return 0 if self._policies.eviction.returns_alongside(request) else self._evictor.blocks_away(request)
+        return 0 if self._policies.eviction.returns_alongside(request) else self._evictor.blocks_swapped_out(request)
 
     def _new_placer(self) -> Placer:
         return Placer(self._policies, self._kv, self._context, self._draft, self._evictor)

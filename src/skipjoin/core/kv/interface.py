@@ -17,13 +17,13 @@ class Hit(NamedTuple):
         tokens: Always fewer than the known tokens.
         held: Number of hit blocks that other requests hold.
         leader: Request that is about to compute the block after the hit.
-        away: Number of hit blocks on the CPU tier, the last ones.
+        swapped_out: Number of hit blocks on the CPU tier, the last ones.
     """
 
     tokens: int
     held: int
     leader: Request | None = None
-    away: int = 0
+    swapped_out: int = 0
 
 
 MISS = Hit(0, 0)
@@ -36,7 +36,7 @@ class HeldBlocks(Protocol):
         table: Block table for plans; empty for ledgers that only count.
         room: Tokens that it may have on the device without another ledger call.
         tokens_before_drop: Tokens that it had before its last ones were dropped.
-        away: Blocks that must be swapped in before it can run.
+        swapped_out: Blocks that must be swapped in before it can run.
         is_settled: Whether nothing of it is in transit, slots that another request overwrites included.
     """
 
@@ -51,7 +51,7 @@ class HeldBlocks(Protocol):
     @property
     def cpu(self) -> Sized: ...
     @property
-    def away(self) -> int: ...
+    def swapped_out(self) -> int: ...
     @property
     def moving(self) -> Direction | None: ...
     @property

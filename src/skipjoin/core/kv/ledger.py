@@ -169,7 +169,7 @@ class KVLedger:
     def grow(self, request: Request, tokens: int) -> RequestBlocks:
         held = self._hold(request)
         missing = self.blocks_for(tokens) - len(held.device)
-        if held.moving is Direction.OUT or (held.away and held.moving is None):
+        if held.moving is Direction.OUT or (held.swapped_out and held.moving is None):
             raise LedgerError(f"request {request.id} grows while its KV is not on the device")
         if missing > self.device.free:
             raise LedgerError(f"request {request.id} needs {missing} blocks, {self.device.free} are free")
@@ -302,7 +302,7 @@ class Tiers:
 
     def cpu_footprint(self, request: Request) -> int:
         held = self._kv.held.get(request)
-        return held.away if held else 0
+        return held.swapped_out if held else 0
 
     def expect(self, request: Request) -> None:
         self._transfers.expect(self._kv.grow(request, request.progress.computed))

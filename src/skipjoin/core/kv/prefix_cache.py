@@ -35,20 +35,20 @@ class _Search:
     """Lookup of one waiting request, which only tries the first missing key unless a pool reports changes.
 
     Attributes:
-        away: Number of hit blocks on the CPU tier, after those on the device.
+        swapped_out: Number of hit blocks on the CPU tier, after those on the device.
     """
 
-    __slots__ = ("_changes", "_snapshots", "away", "blocks", "held", "keys")
+    __slots__ = ("_changes", "_snapshots", "blocks", "held", "keys", "swapped_out")
 
     def __init__(self, keys: list[Key]) -> None:
         self.keys = keys
-        self.blocks = self.held = self.away = 0
+        self.blocks = self.held = self.swapped_out = 0
         self._changes = (-1, -1)
         self._snapshots = (-1, -1, 0)  # of the last call of `with_state`: blocks found, changes, result
 
     @property
     def found(self) -> int:
-        return self.blocks + self.away
+        return self.blocks + self.swapped_out
 
     def with_state(self, snapshots: Snapshots) -> int:
         """Return the number of hit blocks after which there is a snapshot of the state."""
@@ -61,14 +61,14 @@ class _Search:
         changes = device.changes, cpu.changes
         if changes != self._changes:
             self._changes = changes
-            self.blocks = self.held = self.away = 0
+            self.blocks = self.held = self.swapped_out = 0
         keys, find = self.keys, device.find
         while self.blocks < len(keys) and (block := find(keys[self.blocks])) is not None:
             self.blocks += 1
             self.held += block in holders
-            self.away = max(0, self.away - 1)
-        while (end := self.blocks + self.away) < len(keys) and cpu.find_free(keys[end]) is not None:
-            self.away += 1
+            self.swapped_out = max(0, self.swapped_out - 1)
+        while (end := self.blocks + self.swapped_out) < len(keys) and cpu.find_free(keys[end]) is not None:
+            self.swapped_out += 1
         return keys[end] if end < len(keys) else None
 
 
@@ -112,7 +112,7 @@ class PrefixCache:
         leader = self._coming.get(missing) if missing is not None else None
         if (snapshots := self._snapshots) is not None:
             return self._hit_with_state(search, snapshots, search.with_state(snapshots), leader)
-        return Hit((search.blocks + search.away) * self._block_size, search.held, leader, search.away)
+        return Hit((search.blocks + search.swapped_out) * self._block_size, search.held, leader, search.swapped_out)
 
     def _hit_with_state(self, search: _Search, snapshots: Snapshots, blocks: int, leader: Request | None) -> Hit:
         here, size = min(blocks, search.blocks), self._block_size
@@ -156,7 +156,7 @@ class PrefixCache:
     def adopt(self, held: RequestBlocks, hit: Hit) -> None:
         device, cpu = self._pools
         keys = list(islice(self._usable(held.request), hit.tokens // self._block_size))
-        held.keyed = len(keys) - hit.away
+        held.keyed = len(keys) - hit.swapped_out
         for key in keys[: held.keyed]:
             block = device.find(key)
             assert block is not None

@@ -75,7 +75,7 @@ class RequestBlocks:
     transit: Transit = field(default_factory=Transit)
     table: tuple[int, ...] = ()
     room: int = 0
-    away: int = 0
+    swapped_out: int = 0
     moving: Direction | None = None
     is_settled: bool = True
 
@@ -85,12 +85,12 @@ class RequestBlocks:
         self.refresh_room()
 
     def refresh_room(self) -> None:
-        self.room, self.away, self.moving, self.is_settled = self._summary()
+        self.room, self.swapped_out, self.moving, self.is_settled = self._summary()
 
     def _summary(self) -> tuple[int, int, Direction | None, bool]:
-        moving, away = self.transit.direction, len(self.cpu) + self.sharing.overwritten
-        room = 0 if away or moving is not None else self._room()
-        return room, away, moving, moving is None and not self.transit.saves
+        moving, swapped_out = self.transit.direction, len(self.cpu) + self.sharing.overwritten
+        room = 0 if swapped_out or moving is not None else self._room()
+        return room, swapped_out, moving, moving is None and not self.transit.saves
 
     def _room(self) -> int:
         size, sharing = self.block_size, self.sharing
@@ -114,7 +114,7 @@ class RequestBlocks:
             raise LedgerError(f"request {request.id} holds CPU-tier blocks behind those that it has filled")
         if self.table != tuple(self.device):
             raise LedgerError(f"request {request.id} has a stale block table")
-        if (self.room, self.away, self.moving, self.is_settled) != self._summary():
+        if (self.room, self.swapped_out, self.moving, self.is_settled) != self._summary():
             raise LedgerError(f"request {request.id} has a stale summary of its blocks")
 
     def holds_source(self, move: Move) -> bool:

@@ -49,7 +49,7 @@ class SharedBlocks:
         lends, borrows = self._requests.get(owner), self._requests.get(borrower)
         if lends is None or not owner.progress.reverse or borrower.progress.reverse or owner.progress.in_flight:
             return False
-        return lends.moving is None and (borrows is None or not (borrows.moving or borrows.away))
+        return lends.moving is None and (borrows is None or not (borrows.moving or borrows.swapped_out))
 
     def in_the_way(self, request: Request, tokens: int) -> Iterator[Request]:
         held = self._requests.get(request)

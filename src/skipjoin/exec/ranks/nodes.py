@@ -37,7 +37,7 @@ def silent(nodes: Sequence[Node]) -> list[Node]:
         return [node for node, answers in zip(nodes, pool.map(_answers, nodes), strict=True) if not answers]
 
 
-def away_from(nodes: Sequence[Node]) -> dict[str, str]:
+def excluding(nodes: Sequence[Node]) -> dict[str, str]:
     return {_NAME_LABEL: f"!in({','.join(node.name for node in nodes)})"} if nodes else {}
 
 

@@ -15,7 +15,7 @@ from skipjoin.exec.rank_model import LOADING, OnProgress, RankModel
 from skipjoin.exec.rank_spec import MemoryBudget, RankSpec
 from skipjoin.exec.ranks.cluster import Cluster, ClusterError, import_ray
 from skipjoin.exec.ranks.links import RankListener
-from skipjoin.exec.ranks.nodes import Node, away_from, known_nodes, silent
+from skipjoin.exec.ranks.nodes import Node, excluding, known_nodes, silent
 from skipjoin.exec.ranks.rank_actor import RankActor, RankPlace, versions
 from skipjoin.exec.ranks.rank_masks import RankMasks
 from skipjoin.exec.ranks.sharded import ShardedExecutor, ShardedHandle
@@ -125,7 +125,7 @@ class RankGroup:
         self._placed = ray.util.placement_group(
             [stage] * sizes.pp,
             strategy="PACK",
-            bundle_label_selector=[away_from(cut_off)] * sizes.pp if cut_off else None,
+            bundle_label_selector=[excluding(cut_off)] * sizes.pp if cut_off else None,
         )
         if not self._placed.wait(_PLACE_S):
             raise RankError(f"the cluster has no free {kind}s for {self._layout()} at present")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from skipjoin.exec.ranks.cluster import ClusterError, import_ray
-from skipjoin.exec.ranks.nodes import Node, away_from, known_nodes, silent
+from skipjoin.exec.ranks.nodes import Node, excluding, known_nodes, silent
 from skipjoin.server.engines.engine_program import THREAD_WAITING, describe_end
 from skipjoin.server.engines.heartbeat import HEARTBEAT_INTERVAL_S, HeartbeatReader, describe_hang, end_hung
 from skipjoin.server.engines.messages import Setup
@@ -162,7 +162,7 @@ class ReplicaSupervisor:
     # -- one replica --------------------------------------------------------------------------------------
 
     def _start(self, slot: _Slot) -> None:
-        labels = away_from(silent(known_nodes()))  # otherwise Ray may place it on an unreachable node
+        labels = excluding(silent(known_nodes()))  # otherwise Ray may place it on an unreachable node
         slot.actor = self._kind.options(label_selector=labels or None).remote()
         slot.ask(slot.actor.place.remote())
 

@@ -331,8 +331,8 @@ class _Watch:
 
     def facts(self, end: float) -> list[RequestFacts]:
         """Return all requests, those unfinished at `end` last. No events may be observed afterward."""
-        away = [] if self.handovers is None else self.handovers.live(end)
-        return [*self._ended, *away, *(one for log in self.logs for one in log.live(end))]
+        in_transit = [] if self.handovers is None else self.handovers.live(end)
+        return [*self._ended, *in_transit, *(one for log in self.logs for one in log.live(end))]
 
     def _end(self, facts: RequestFacts) -> None:
         if self.handovers is None or not self.handovers.takes(facts):

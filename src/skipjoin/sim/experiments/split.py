@@ -56,17 +56,17 @@ class Handovers(SplitWatcher):
         self._logs = logs
         self.prefill_replicas = prefill_replicas
         self._predictions = predictions
-        self._away: dict[int, tuple[Handover, RequestFacts | None]] = {}  # in transit, by id
+        self._in_transit: dict[int, tuple[Handover, RequestFacts | None]] = {}  # in transit, by id
 
     def arrived(self, request: Request) -> None:
         if self._predictions is not None:
             self._predictions.predict(request)
 
     def handed_over(self, handover: Handover) -> None:
-        self._away[handover.request.id] = handover, None
+        self._in_transit[handover.request.id] = handover, None
 
     def completed(self, handover: Handover) -> None:
-        _, facts = self._away.pop(handover.request.id)
+        _, facts = self._in_transit.pop(handover.request.id)
         assert facts is not None, "the events of a turn are observed before the next one"
         assert handover.begun is not None
         assert handover.completed is not None
@@ -82,11 +82,11 @@ class Handovers(SplitWatcher):
             self._predictions.learn(event)
 
     def takes(self, facts: RequestFacts) -> bool:
-        handover, known = self._away.get(facts.id, (None, None))
+        handover, known = self._in_transit.get(facts.id, (None, None))
         if handover is None or known is not None:
             return False
         facts.ended = facts.reason = None
-        self._away[facts.id] = handover, facts
+        self._in_transit[facts.id] = handover, facts
         return True
 
     def observe(self, replica: int, events: Iterable[Event]) -> None:
@@ -98,7 +98,7 @@ class Handovers(SplitWatcher):
 
     def live(self, now: float) -> list[RequestFacts]:
         found = []
-        for handover, facts in self._away.values():
+        for handover, facts in self._in_transit.values():
             assert facts is not None
             if facts.waits is not None:
                 WaitLog().resumed(facts.waits, _waited(handover, now), now)

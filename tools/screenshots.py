@@ -34,7 +34,7 @@ KEPT = ("now", "request", "timeline")
 SIZE, NARROW = {"width": 1200, "height": 860}, {"width": 390, "height": 844}
 # Limit for what needs the server, and time in which charts fill.
 _SLOW_MS, _SETTLE_MS = 120_000, 6_000
-# Intervals of the life in the picture.
+# Intervals of the history in the picture.
 MAX_INTERVALS = 24
 # Time for which the load runs before the first picture, so that requests wait, are preempted and finish.
 WARM_UP_S = 20.0
@@ -87,9 +87,12 @@ async def load(url: str) -> None:
 
 async def often_preempted(url: str) -> str:
     """Return the id of the finished request that waited most often, if its intervals can be told apart."""
-    async with aiohttp.ClientSession() as session, session.get(f"{url}/debug/lives?since_s=60&most=500") as response:
-        lives = (await response.json())["lives"]
-    ended = [one for one in lives if one["ended_at"] is not None and len(one["intervals"]) < MAX_INTERVALS]
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"{url}/debug/histories?since_s=60&most=500") as response,
+    ):
+        histories = (await response.json())["histories"]
+    ended = [one for one in histories if one["ended_at"] is not None and len(one["intervals"]) < MAX_INTERVALS]
     return str(max(ended, key=lambda one: len(one["intervals"]))["id"])
 
 

@@ -241,7 +241,7 @@ _ROWS = (
     ),
     _console("requests", "show_requests"),
     _console("events", "stream_events", is_endless=True),
-    _console("lives", "show_lives"),
+    _console("histories", "show_histories"),
     _console("arrivals", "show_arrivals"),
     _console("replay", "replay", method="POST"),
     _console("requests/{name:path}", "explain_request"),

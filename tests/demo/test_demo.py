@@ -88,8 +88,8 @@ def exchange(sent: float, ended: float) -> Exchange:
 
 @pytest.mark.parametrize(("slots", "expected"), [(2, "up to 3 were open"), (3, "they tie. Scheduling helps")])
 def test_verdict_compares_open_requests_with_slots(slots: int, expected: str) -> None:
-    lives = [exchange(0, 3), exchange(1, 3), exchange(2, 4), exchange(3, 5), exchange(4, 6)]
-    outcome = Outcome("fcfs", {}, lives, EngineCounts(), slots)
+    histories = [exchange(0, 3), exchange(1, 3), exchange(2, 4), exchange(3, 5), exchange(4, 6)]
+    outcome = Outcome("fcfs", {}, histories, EngineCounts(), slots)
     assert outcome.max_open == 3
     assert expected in verdict([outcome])
     assert ("--max-num-seqs 2 shows it" in verdict([outcome])) == (slots == 3)

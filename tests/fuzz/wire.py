@@ -29,7 +29,7 @@ METHODS = ("GET", "POST", "DELETE", "PUT", "PATCH", "OPTIONS", "TRACE", "CONNECT
 TARGETS = (
     *OPEN_PATHS,
     *("/version", "/load", "/metrics", "/v1/models", "/v1/models/tally", "/debug/requests", "/openapi.json"),
-    *("/debug/requests/cmpl-0", "/debug/lives", "/debug/arrivals", "/debug/replay", "/console/servers.json"),
+    *("/debug/requests/cmpl-0", "/debug/histories", "/debug/arrivals", "/debug/replay", "/console/servers.json"),
     *("/v1/files", "/v1/files/file-0", "/v1/files/file-0/content", "/v1/batches", "/v1/batches/batch_0"),
     *("/v1/batches/batch_0/cancel", COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/v1/requests/cmpl-0"),
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
@@ -42,7 +42,8 @@ _ODD_TARGETS = (
     *("/v1/files?limit=-1", "/v1/files?limit=1e9&after=%00", "/v1/files?purpose=x", "/v1/batches?limit=99999999999"),
     *("/v1/files?order=%F0%9F%98%80", "/v1/files?after=" + "x" * 3000, "/v1/batches?after=batch_0", "/v1/files/%2e%2e"),
     *("/v1/files/..%2f..%2fbatches.db/content", "/v1/files/file-" + "0" * 300, "/v1/batches/%ff", "/live?" + "x" * 900),
-    *("/debug/lives?since_s=nan&most=-1", "/debug/arrivals?since_s=1e400", "/debug/requests/%00", "/console/%2e%2e/x"),
+    *("/debug/histories?since_s=nan&most=-1", "/debug/arrivals?since_s=1e400", "/debug/requests/%00"),
+    *("/console/%2e%2e/x",),
     *("http://localhost/v1/models", "http://[::1", "localhost:80", "/v1/models#x", "/v1/models?" + "&" * 5000, "/\xe9"),
     *("/x" * 40_000, "/v1/files?limit=1&limit=2", "/v1/files?limit=%31", "/v1/models/a%0d%0aX-Injected:%201"),
 )  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 
 from skipjoin.core.request import Trace
 from skipjoin.core.waits import WaitReason
-from skipjoin.observe.lives import LifeLog
+from skipjoin.observe.histories import HistoryLog
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.observe.record import Record, add_usage, summarize
 from skipjoin.observe.requests import RequestFacts, RequestLog
@@ -31,14 +31,14 @@ class Read:
         facts: list[RequestFacts] = []
         self.spans: list[Span] = []
         self.steps: list[StepSummary] = []
-        metrics, lives, steps = EngineMetrics(**pool, block_bytes=BLOCK_BYTES), LifeLog(), StepLog()
+        metrics, histories, steps = EngineMetrics(**pool, block_bytes=BLOCK_BYTES), HistoryLog(), StepLog()
         usage, log = EngineUsage(**pool, block_bytes=BLOCK_BYTES), RequestLog(facts.append)
         spans = SpanLog(lambda request, found: self.spans.extend(found))
         for event in done.events:
-            for one in (metrics, lives, steps, usage, log, spans):
+            for one in (metrics, histories, steps, usage, log, spans):
                 one.observe([event])
             self.steps += steps.take() if len(facts) == len(requests) else []
-        self.facts, self.lives = facts, lives.finished.after(0, len(requests))
+        self.facts, self.histories = facts, histories.finished.after(0, len(requests))
         self.snapshot, self.end = metrics.snapshot(), done.end
         self.record: Record = summarize(facts, now=done.end)
         add_usage(self.record, [usage])
@@ -61,10 +61,10 @@ def test_swapped_bytes_are_those_of_completed_moves_everywhere(read: Read) -> No
 def test_preemptions_agree(read: Read) -> None:
     in_metrics = read.snapshot.summed("num_preemptions_total")
     assert in_metrics == list(read.record["kv"]["preemptions"].values())
-    of_lives = Counter[str]()
-    for life in read.lives:
-        of_lives.update(life.preemptions)
-    assert of_lives == +Counter(read.record["kv"]["preemptions"])
+    of_histories = Counter[str]()
+    for history in read.histories:
+        of_histories.update(history.preemptions)
+    assert of_histories == +Counter(read.record["kv"]["preemptions"])
     assert sum(in_metrics) == sum(one.preemptions for one in read.facts) > 0
     assert sum(in_metrics) == read.snapshot.summed("request_preemptions")[-1]
     assert sum(in_metrics) == sum(span.name == "preempted" for span in read.spans)
@@ -74,7 +74,7 @@ def test_preemptions_agree(read: Read) -> None:
 
 def test_prefix_hits_agree(read: Read) -> None:
     hits, queried = sum(read.snapshot.row("prefix_cache_hits_total")), read.snapshot.row("prefix_cache_queries_total")
-    assert hits == read.record["prefix"]["hit_tokens"] == sum(life.cached_tokens for life in read.lives) > 0
+    assert hits == read.record["prefix"]["hit_tokens"] == sum(history.cached_tokens for history in read.histories) > 0
     assert queried == [read.record["prefix"]["queried_tokens"]]
 
 
@@ -86,11 +86,11 @@ def test_wait_seconds_agree(read: Read) -> None:
     assert in_metrics == pytest.approx({reason: total[reason] for reason in WaitReason}, abs=1e-9)
     in_record = {reason: seconds * len(read.facts) for reason, seconds in read.record["wait_s"].items()}
     assert in_record == pytest.approx({str(reason): total[reason] for reason in WaitReason if total[reason]}, rel=1e-5)
-    in_lives = Counter[str]()
-    for life in read.lives:
-        in_lives.update(life.seconds(read.end))
-    # A life counts what precedes a step that it is in as running. With plans in flight, it ends a wait at the decision.
+    in_histories = Counter[str]()
+    for history in read.histories:
+        in_histories.update(history.seconds(read.end))
+    # A history counts what precedes its step as running. With plans in flight, it ends a wait at the decision.
     within = (WaitReason.DISPATCH, WaitReason.TOKEN_PENDING, WaitReason.KV_IN_TRANSIT)
     for reason in () if read.overlap else set(WaitReason).difference(within):
-        assert in_lives[reason] == pytest.approx(total[reason], abs=1e-6), reason
-    assert in_lives.total() == pytest.approx(sum(one.jct(read.end) for one in read.facts))
+        assert in_histories[reason] == pytest.approx(total[reason], abs=1e-6), reason
+    assert in_histories.total() == pytest.approx(sum(one.jct(read.end) for one in read.facts))

@@ -14,7 +14,7 @@ from skipjoin.cli import app
 from skipjoin.config.key_files import KeyRights, owner_of_key
 from skipjoin.core.events import Arrived
 from skipjoin.core.request import NO_TARGET, Request, ServiceClass
-from skipjoin.observe.life import RUNNING, Interval, Life
+from skipjoin.observe.history import RUNNING, History, Interval
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.observe.steps import StepSummary
 from skipjoin.recipes import DEFAULT
@@ -43,10 +43,10 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def life(number: int) -> Life:
+def history(number: int) -> History:
     intervals = [Interval("no_slot", 0.0, 1.0), Interval(RUNNING, 1.0, 3.0)]
     facts = {"output_tokens": 5, "first_token": 1.5, "ended": 3.0, "reason": "stop", "intervals": intervals}
-    return Life(number, 0.0, 8, 16, ServiceClass.REAL_TIME, False, 0, NO_TARGET, **facts)  # type: ignore[arg-type]
+    return History(number, 0.0, 8, 16, ServiceClass.REAL_TIME, False, 0, NO_TARGET, **facts)  # type: ignore[arg-type]
 
 
 @pytest.mark.anyio
@@ -63,7 +63,7 @@ async def test_listeners_share_snapshots_and_none_is_taken_without_them(
             name, hello = parse(await anext(stream))
             assert (name, hello["model"], hello["finished"]) == ("hello", "tiny", [])
         waiting = [asyncio.create_task(anext(stream)) for stream in streams]
-        await reply(api, finished=[life(7)], total_finished=1, now=4.0)
+        await reply(api, finished=[history(7)], total_finished=1, now=4.0)
         first, *others = await asyncio.gather(*waiting)
         assert all(other == first for other in others)
         name, snapshot = parse(first)
@@ -99,7 +99,7 @@ async def test_viewers_see_their_own_requests_and_operators_see_all(make_api: Ma
             await anext(stream)
         waiting = {owner: asyncio.create_task(anext(stream)) for owner, stream in streams.items()}
         (number,) = api.engine.live
-        await reply(api, finished=[life(number)])
+        await reply(api, finished=[history(number)])
         found = {owner: parse(await event)[1] for owner, event in waiting.items()}
         assert [len(found[owner]["rows"]) for owner in found] == [1, 1, 0]
         assert [len(found[owner]["finished"]) for owner in found] == [1, 1, 0]

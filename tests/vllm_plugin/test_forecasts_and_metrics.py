@@ -20,11 +20,11 @@ from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import FinishReason
 from skipjoin.core.waits import WaitReason
 from skipjoin.forecast import ForecastConfig
-from skipjoin.observe.lives import MAX_FINISHED
+from skipjoin.observe.histories import MAX_FINISHED
 from skipjoin.recipes import Settings, build
 from skipjoin.vllm.forecasts import LengthForecasts
+from skipjoin.vllm.histories import Limits, RequestHistories
 from skipjoin.vllm.listener import listen
-from skipjoin.vllm.lives import Limits, RequestLives
 from skipjoin.vllm.metrics import EngineCollector, Tally
 from skipjoin.vllm.options import PluginOptions
 from support.load import make
@@ -95,14 +95,14 @@ def test_metrics_are_read_on_request() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    lives = RequestLives(LIMITS, 1, time.monotonic)
-    lives.arrived(mirrors["0"], "cmpl-a-0", time.monotonic())
-    stop = listen(collector, lives, PluginOptions(metrics_port=port - 1), 1)
+    histories = RequestHistories(LIMITS, 1, time.monotonic)
+    histories.arrived(mirrors["0"], "cmpl-a-0", time.monotonic())
+    stop = listen(collector, histories, PluginOptions(metrics_port=port - 1), 1)
     assert stop is not None
     try:
         text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
         with pytest.raises(ValueError, match=f"metrics_port {port} cannot be opened"):
-            listen(collector, lives, PluginOptions(metrics_port=port), 0)
+            listen(collector, histories, PluginOptions(metrics_port=port), 0)
         answers = {
             (method, path): _status(f"http://127.0.0.1:{port}{path}", method)
             for method, path in itertools.product(("GET", "HEAD", "POST"), ("/", "/metrics", "/metricsx", "/v1/models"))
@@ -129,53 +129,53 @@ def test_metrics_are_read_on_request() -> None:
 
 def test_a_request_is_explained_by_each_of_its_ids_with_what_it_waited_for() -> None:
     now = 0.0
-    lives = RequestLives(LIMITS, 2, lambda: now)
+    histories = RequestHistories(LIMITS, 2, lambda: now)
     first, second, other, again = (make(number, 8, 8) for number in range(4))
     # Two samples of one prompt, as vLLM names them, and a later request with the id of another one.
     names = ("1_chatcmpl-me-7-0a1b2c3d", "0_chatcmpl-me-7-0a1b2c3d", "cmpl-you-0-00000000", "cmpl-you-0-11111111")
     for request, name in zip((first, second, other, again), names, strict=True):
-        lives.arrived(request, name, 0.0)
-    lives.observe([Started(other, 1.0), Waited(second, 1.0, WaitReason.NO_KV, 3)])
+        histories.arrived(request, name, 0.0)
+    histories.observe([Started(other, 1.0), Waited(second, 1.0, WaitReason.NO_KV, 3)])
     now = 4.0
     second.progress.output.append(5)
-    lives.observe([Started(second, now)])
-    lives.generated(second, now)
-    lives.finished(second, FinishReason.STOP, 5.0)
+    histories.observe([Started(second, now)])
+    histories.generated(second, now)
+    histories.finished(second, FinishReason.STOP, 5.0)
     for name in ("chatcmpl-me-7", "me-7"):
-        found = lives.explain(name)
+        found = histories.explain(name)
         choices = found["choices"]
         assert [(one["number"], one["replica"]) for one in choices] == [(1, 2), (0, 2)]
         assert (choices[0]["state"], choices[0]["first_token_s"], choices[0]["total_s"]) == ("stop", 4.0, 5.0)
         assert choices[0]["seconds"] == {"not_examined": 1.0, "no_kv": 3.0, "running": 1.0}
         assert "--kv-cache-memory-bytes (now 30 blocks of 16 tokens)" in choices[0]["advice"]
         assert [(one["id"], one["seconds"]) for one in choices[0]["holders"]] == [("cmpl-you-0", 3.0)]
-    assert [one["number"] for one in (lives.explain("you") or {})["choices"]] == [3]
-    assert lives.explain("me") is lives.explain("7") is None
+    assert [one["number"] for one in (histories.explain("you") or {})["choices"]] == [3]
+    assert histories.explain("me") is histories.explain("7") is None
 
 
 def test_live_request_is_explained_by_the_policies_in_the_next_step_of_the_engine() -> None:
-    lives, policies, kv = RequestLives(LIMITS, 0, lambda: 3.0), build("fcfs", Settings(COST)), KVLedger(8, 0, 4)
+    histories, policies, kv = RequestHistories(LIMITS, 0, lambda: 3.0), build("fcfs", Settings(COST)), KVLedger(8, 0, 4)
     for request in (make(0, 8, 8, arrival=1.0), make(1, 8, 8, arrival=2.0)):
         for notify in policies.on_arrived:
             notify(request, request.arrival)
-        lives.arrived(request, f"cmpl-r{request.id}-0", request.arrival)
+        histories.arrived(request, f"cmpl-r{request.id}-0", request.arrival)
     with ThreadPoolExecutor() as pool:
-        found = pool.submit(lives.explain, "r1")
+        found = pool.submit(histories.explain, "r1")
         while not found.done():
-            lives.answer(policies, kv)
+            histories.answer(policies, kv)
     (choice,) = (found.result() or {})["choices"]
     assert (choice["place"], choice["live_requests"]) == (1, 2)
     assert [(one["label"], one["value"]) for one in choice["facts"]] == [("age", 1.0)]
 
 
 def test_names_of_old_requests_are_forgotten() -> None:
-    lives = RequestLives(LIMITS, 0, lambda: 0.0)
+    histories = RequestHistories(LIMITS, 0, lambda: 0.0)
     for number in range(MAX_FINISHED + 1):
-        lives.arrived(request := make(number), f"cmpl-r{number}-0", 0.0)
-        lives.finished(request, FinishReason.STOP, 0.0)
-    assert lives.explain("r0") is None
-    assert lives.explain("r1") is not None
-    assert len(lives._names) == MAX_FINISHED
+        histories.arrived(request := make(number), f"cmpl-r{number}-0", 0.0)
+        histories.finished(request, FinishReason.STOP, 0.0)
+    assert histories.explain("r0") is None
+    assert histories.explain("r1") is not None
+    assert len(histories._names) == MAX_FINISHED
 
 
 def test_dropped_requests_are_reported_once() -> None:

@@ -40,7 +40,7 @@ def explain(
     for choice in found["choices"]:
         console.print(report(found, choice))
     if found["lost_choices"]:
-        console.print(f"{found['lost_choices']} choices have no life: their engine exited, or does not answer.")
+        console.print(f"{found['lost_choices']} choices have no history: their engine exited, or does not answer.")
 
 
 def report(found: Mapping[str, Any], choice: Mapping[str, Any]) -> RenderableType:

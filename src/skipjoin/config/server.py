@@ -315,7 +315,7 @@ class ServerConfig(BatchConfig):
     console: Annotated[
         bool,
         Option(
-            "Serve /debug, the states and lives of requests without their texts: all of them for keys with "
+            "Serve /debug, the states and histories of requests without their texts: all of them for keys with "
             "operator=yes in the key file, own ones for other keys.",
             group=SERVER,
         ),

@@ -25,7 +25,7 @@ def draw_demo(outcomes: Sequence[Outcome]) -> Figure:
     figure = style.new_figure(style.WIDE_IN, 1.4 + _ROW_IN * rows)
     panels = figure.subplots(1, len(outcomes), sharex=True, sharey=True, squeeze=False)[0]
     for axes, outcome in zip(panels, outcomes, strict=True):
-        _draw_lives(axes, outcome)
+        _draw_histories(axes, outcome)
     panels[0].set_ylabel("requests, by arrival")
     panels[0].set_xlim(left=0)
     panels[0].invert_yaxis()
@@ -36,9 +36,9 @@ def draw_demo(outcomes: Sequence[Outcome]) -> Figure:
     return figure
 
 
-def _draw_lives(axes: Axes, outcome: Outcome) -> None:
+def _draw_histories(axes: Axes, outcome: Outcome) -> None:
     for row, exchange in enumerate(sorted(outcome.exchanges, key=lambda exchange: exchange.job.at)):
-        _draw_life(axes, row, exchange)
+        _draw_history(axes, row, exchange)
     ttft = outcome.chat["ttft_s"]
     figures = "" if ttft["p50"] is None else f"\nchat TTFT: p50 {ttft['p50']:.2f} s, p95 {ttft['p95']:.2f} s"
     axes.set_title(f"{outcome.name}{figures}", fontsize=9)
@@ -47,7 +47,7 @@ def _draw_lives(axes: Axes, outcome: Outcome) -> None:
     axes.grid(visible=False, axis="y")
 
 
-def _draw_life(axes: Axes, row: int, one: Exchange) -> None:
+def _draw_history(axes: Axes, row: int, one: Exchange) -> None:
     facts, color = one.facts, _COLORS.get(one.job.stream, style.GREY)
     if facts.ended is None:
         return

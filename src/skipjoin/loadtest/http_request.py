@@ -12,7 +12,7 @@ from skipjoin.loadtest.targets import Target
 from skipjoin.workload.request import WorkloadRequest
 
 # Ordinary words that are one token in most vocabularies.
-_WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school")
+_WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "history", "child", "world", "school")
 _Token = TypeVar("_Token", int, str)
 _encode = msgspec.json.Encoder().encode
 

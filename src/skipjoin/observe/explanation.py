@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from skipjoin.core.policy import Fact, Ordering
 from skipjoin.core.request import Request
-from skipjoin.observe.life import RUNNING, Life
+from skipjoin.observe.history import RUNNING, History
 from skipjoin.observe.reasons import Explanation
 
 
@@ -24,50 +24,50 @@ def standing(request: Request, live: Collection[Request], ordering: Ordering, fa
 
 
 def explained(
-    life: Life, now: float, wall: float, reasons: Mapping[str, Explanation], standing: Standing | None
+    history: History, now: float, wall: float, reasons: Mapping[str, Explanation], standing: Standing | None
 ) -> dict[str, Any]:
-    """Return the explanation of one life, `now` on the engine's clock and `wall` seconds since the epoch.
+    """Return the explanation of one history, `now` on the engine's clock and `wall` seconds since the epoch.
 
     `standing` is None if the request has finished, or its engine does not tell.
     """
-    end = now if life.ended is None else life.ended
-    seconds = {state: round(value, 6) for state, value in life.seconds(now).items()}
+    end = now if history.ended is None else history.ended
+    seconds = {state: round(value, 6) for state, value in history.seconds(now).items()}
     waits = {state: value for state, value in seconds.items() if state != RUNNING}
     longest = max(waits, key=waits.__getitem__, default=None)
     return {
-        "number": life.number,
-        "state": life.reason or life.intervals[-1].state,
-        "is_finished": life.ended is not None,
-        "arrived_at": life.arrival + wall - now,
-        "total_s": end - life.arrival,
-        "first_token_s": None if life.first_token is None else life.first_token - life.arrival,
-        "service": life.service,
-        "is_urgent": life.is_urgent,
-        "priority": life.priority,
-        "program": life.program,
-        "prompt_tokens": life.prompt_tokens,
-        "cached_tokens": life.cached_tokens,
-        "output_tokens": life.output_tokens,
-        "earlier_tokens": life.earlier_tokens,
-        "max_tokens": life.max_tokens,
-        "preemptions": life.preemptions,
-        "forecast": life.prediction and life.prediction._asdict(),
-        "objectives": objectives(life, now),
+        "number": history.number,
+        "state": history.reason or history.intervals[-1].state,
+        "is_finished": history.ended is not None,
+        "arrived_at": history.arrival + wall - now,
+        "total_s": end - history.arrival,
+        "first_token_s": None if history.first_token is None else history.first_token - history.arrival,
+        "service": history.service,
+        "is_urgent": history.is_urgent,
+        "priority": history.priority,
+        "program": history.program,
+        "prompt_tokens": history.prompt_tokens,
+        "cached_tokens": history.cached_tokens,
+        "output_tokens": history.output_tokens,
+        "earlier_tokens": history.earlier_tokens,
+        "max_tokens": history.max_tokens,
+        "preemptions": history.preemptions,
+        "forecast": history.prediction and history.prediction._asdict(),
+        "objectives": objectives(history, now),
         "seconds": seconds,
         "longest_wait": longest,
         "advice": "" if longest is None or waits[longest] <= 0 else reasons[longest].remedy,
         "intervals": [
             {
                 "state": interval.state,
-                "begin_s": interval.begin - life.arrival,
-                "end_s": (now if interval.end is None else interval.end) - life.arrival,
-                "is_current": interval.end is None and life.ended is None,
+                "begin_s": interval.begin - history.arrival,
+                "end_s": (now if interval.end is None else interval.end) - history.arrival,
+                "is_current": interval.end is None and history.ended is None,
                 "preempted": interval.preempted,
                 "short_blocks": interval.short,
             }
-            for interval in life.intervals
+            for interval in history.intervals
         ],
-        "omitted_s": life.omitted_s,
+        "omitted_s": history.omitted_s,
         "place": standing and standing.place,
         "live_requests": standing and standing.requests,
         "facts": facts_of(standing.facts if standing is not None else ()),
@@ -78,11 +78,11 @@ def facts_of(facts: Sequence[Fact]) -> list[dict[str, Any]]:
     return [fact._asdict() for fact in facts]
 
 
-def objectives(life: Life, now: float) -> dict[str, dict[str, Any]]:
+def objectives(history: History, now: float) -> dict[str, dict[str, Any]]:
     """Return each objective with its value so far, and whether it was met, or None while that is open."""
-    facts, target, is_over = life.facts(), life.target, life.ended is not None
+    facts, target, is_over = history.facts(), history.target, history.ended is not None
     rows = (
-        ("ttft", target.ttft_s, facts.ttft(now), life.first_token is not None),
+        ("ttft", target.ttft_s, facts.ttft(now), history.first_token is not None),
         ("tpot", target.tpot_s, facts.tpot(now), is_over),
         ("jct", target.jct_s, facts.jct(now), is_over),
     )

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from skipjoin.core.request import ServiceClass
-from skipjoin.observe.life import Life
+from skipjoin.observe.history import History
 
 # Requests named as holders of what a request waits for.
 MAX_HOLDERS = 5
@@ -17,14 +17,14 @@ class Holder(NamedTuple):
     is_finished: bool
 
 
-def holders(life: Life, others: Iterable[Life], now: float) -> list[Holder]:
-    """Return those of the other requests that ran longest while `life` waited."""
-    waits = life.spans(now, is_running=False)
+def holders(history: History, others: Iterable[History], now: float) -> list[Holder]:
+    """Return those of the other requests that ran longest while `history` waited."""
+    waits = history.spans(now, is_running=False)
     if not waits:
         return []
     found = []
     for other in others:
-        if other.number == life.number or (other.ended or now) <= life.arrival:
+        if other.number == history.number or (other.ended or now) <= history.arrival:
             continue
         if (seconds := _overlap(waits, other.spans(now, is_running=True))) > 0:
             found.append(Holder(other.number, seconds, other.service, other.ended is not None))

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from skipjoin.core.policy import QUIET_S
 from skipjoin.core.waits import WaitReason
-from skipjoin.observe.life import RUNNING
+from skipjoin.observe.history import RUNNING
 
 NO_REPLICA = "no_replica"
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 
-from skipjoin.vllm.lives import RequestLives
+from skipjoin.vllm.histories import RequestHistories
 from skipjoin.vllm.metrics import EngineCollector
 from skipjoin.vllm.options import PluginOptions
 
@@ -23,13 +23,13 @@ _JSON = ("Content-Type", "application/json")
 
 
 def listen(
-    collector: EngineCollector, lives: RequestLives | None, options: PluginOptions, engine: int
+    collector: EngineCollector, histories: RequestHistories | None, options: PluginOptions, engine: int
 ) -> Callable[[], None] | None:
     """Serve `/metrics` and `/debug/requests/ID` if a port is given, and return a function that stops it.
 
     `engine`, the number of the data-parallel engine, is added to the port.
     """
-    if options.metrics_port is None or lives is None:
+    if options.metrics_port is None or histories is None:
         return None
     port = options.metrics_port + engine
     registry = CollectorRegistry()
@@ -40,7 +40,7 @@ def listen(
         raise ValueError(
             f"metrics_port {port} cannot be opened on {options.metrics_host}: {error.strerror}; choose another one"
         ) from error
-    server.set_app(application(make_wsgi_app(registry), lives))
+    server.set_app(application(make_wsgi_app(registry), histories))
     _log.info("metrics on http://%s:%d/metrics", options.metrics_host, port)
 
     def stop() -> None:
@@ -51,7 +51,7 @@ def listen(
     return stop
 
 
-def application(metrics: WSGIApplication, lives: RequestLives) -> WSGIApplication:
+def application(metrics: WSGIApplication, histories: RequestHistories) -> WSGIApplication:
     def answer(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
         path, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
         if path != _METRICS and not path.startswith(_REQUESTS):
@@ -65,7 +65,7 @@ def application(metrics: WSGIApplication, lives: RequestLives) -> WSGIApplicatio
         return found if method == "GET" else ()
 
     def explain(name: str, start: StartResponse) -> Iterable[bytes]:
-        found = lives.explain(name)
+        found = histories.explain(name)
         if found is None:
             text = f"no request {name[:200]!r} is live or finished in the last ten minutes"
             return _error(start, "404 Not Found", text)

@@ -7,8 +7,8 @@ from typing import Any
 from skipjoin.core.foreign import ForeignScheduler
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.vllm.forecasts import LengthForecasts
+from skipjoin.vllm.histories import RequestHistories
 from skipjoin.vllm.ledger import CountingLedger
-from skipjoin.vllm.lives import RequestLives
 from skipjoin.vllm.requests import finish_reason, mirror_of
 
 
@@ -18,14 +18,14 @@ class Mirrors(dict[str, Request]):
         core: ForeignScheduler,
         ledger: CountingLedger,
         forecasts: LengthForecasts | None,
-        lives: RequestLives | None,
+        histories: RequestHistories | None,
         *,
         max_model_len: int,
         caches: bool,
     ) -> None:
         super().__init__()
         self._core, self._ledger = core, ledger
-        self._forecasts, self._lives = forecasts, lives
+        self._forecasts, self._histories = forecasts, histories
         self._max_model_len, self._caches = max_model_len, caches
         self._numbers = count()
 
@@ -35,8 +35,8 @@ class Mirrors(dict[str, Request]):
         self[request.request_id] = mirror
         if self._forecasts is not None:
             self._forecasts.arrived(mirror)
-        if self._lives is not None:
-            self._lives.arrived(mirror, request.request_id, now)
+        if self._histories is not None:
+            self._histories.arrived(mirror, request.request_id, now)
         self._core.add(mirror, now)
 
     def end(self, request_id: str, reason: FinishReason, now: float) -> None:
@@ -48,8 +48,8 @@ class Mirrors(dict[str, Request]):
         self._ledger.release(mirror)
         if self._forecasts is not None:
             self._forecasts.finished(mirror)
-        if self._lives is not None:
-            self._lives.finished(mirror, reason, now)
+        if self._histories is not None:
+            self._histories.finished(mirror, reason, now)
 
     def reforecast(self, now: float) -> None:
         for mirror, forecast in self._forecasts.ready() if self._forecasts is not None else ():
@@ -60,15 +60,15 @@ class Mirrors(dict[str, Request]):
 
     def read(self, outputs: Mapping[int, Any], now: float) -> None:
         """Take over the new tokens of a step, `EngineCoreOutputs` by client, and end the requests that are complete."""
-        lives = self._lives
+        histories = self._histories
         for client in outputs.values():
             for output in client.outputs:
                 if (mirror := self.get(output.request_id)) is None:
                     continue
-                is_first = lives is not None and not mirror.progress.output
+                is_first = histories is not None and not mirror.progress.output
                 new = output.new_token_ids
                 mirror.progress.extend(new)
-                if is_first and new and lives is not None:
-                    lives.generated(mirror, now)
+                if is_first and new and histories is not None:
+                    histories.generated(mirror, now)
                 if output.finish_reason is not None:
                     self.end(output.request_id, finish_reason(mirror), now)

@@ -10,8 +10,8 @@ from skipjoin.recipes import EngineLimits, Settings
 from skipjoin.version import VERSION
 from skipjoin.vllm.compat import REFUSED
 from skipjoin.vllm.counts import GroupedPool, ManagedPool, frees
+from skipjoin.vllm.histories import Limits, RequestHistories
 from skipjoin.vllm.ledger import CountingLedger, GroupedLedger
-from skipjoin.vllm.lives import Limits, RequestLives
 from skipjoin.vllm.options import PluginOptions
 
 # First estimate of a step's duration. It adapts to the measured steps within seconds.
@@ -55,9 +55,9 @@ def make_core(options: PluginOptions, config: Any, ledger: CountingLedger, cost:
     return ForeignScheduler(policies, ledger, depth=depth, overlap=overlaps)
 
 
-def make_lives(
+def make_histories(
     options: PluginOptions, config: Any, ledger: CountingLedger, clock: Callable[[], float]
-) -> RequestLives | None:
+) -> RequestHistories | None:
     """Return the log of requests; None without a port on which it can be read."""
     if options.metrics_port is None:
         return None
@@ -65,7 +65,7 @@ def make_lives(
     limits = Limits(
         bounds.max_num_seqs, bounds.max_num_batched_tokens, ledger.device_total, ledger.block_size, options.recipe
     )
-    return RequestLives(limits, config.parallel_config.data_parallel_index, clock)
+    return RequestHistories(limits, config.parallel_config.data_parallel_index, clock)
 
 
 def describe(options: PluginOptions, core: ForeignScheduler, vllm_version: str) -> str:

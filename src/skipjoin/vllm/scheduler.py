@@ -29,7 +29,7 @@ from skipjoin.vllm.metrics import EngineCollector, Tally
 from skipjoin.vllm.mirrors import Mirrors
 from skipjoin.vllm.moves import KvMoves
 from skipjoin.vllm.options import read_options
-from skipjoin.vllm.planning import describe, make_core, make_ledger, make_lives
+from skipjoin.vllm.planning import describe, make_core, make_histories, make_ledger
 from skipjoin.vllm.queues import Store
 from skipjoin.vllm.releases import CAN_CUT_PROMPTS, VERSION, AnyScheduler
 
@@ -74,13 +74,13 @@ class Scheduler(AnyScheduler):
         self._last_result = self.clock()
         self._forecasts = LengthForecasts.open(options.forecasts, config.model_config.model)
         engine, caches = config.parallel_config.data_parallel_index, bool(self.cache_config.enable_prefix_caching)
-        self._lives = make_lives(options, config, self._ledger, self.clock)
+        self._histories = make_histories(options, config, self._ledger, self.clock)
         self._mirrors = Mirrors(
-            self._core, self._ledger, self._forecasts, self._lives, max_model_len=self.max_model_len, caches=caches
+            self._core, self._ledger, self._forecasts, self._histories, max_model_len=self.max_model_len, caches=caches
         )
         self.tally = Tally()
         collector = EngineCollector(self._core, self._mirrors, self.tally, recipe=options.recipe, vllm_version=VERSION)
-        self._stop_listener = listen(collector, self._lives, options, engine)
+        self._stop_listener = listen(collector, self._histories, options, engine)
         logger.info("%s", describe(options, self._core, VERSION))
 
     # -- requests -----------------------------------------------------------------------------------------
@@ -152,17 +152,17 @@ class Scheduler(AnyScheduler):
         self._mirrors.reforecast(now)
         self._ledger.refresh()
         plan = core.schedule(now)
-        if self._lives is not None:
-            self._lives.observe(core.events)
-            self._lives.answer(core.policies, core.kv)
+        if self._histories is not None:
+            self._histories.observe(core.events)
+            self._histories.answer(core.policies, core.kv)
         for mirror in self.tally.take(core.events):
             self._drop(mirror.sampling, now)
         return plan
 
     def _forget_events(self) -> None:
         """Pass on the events of what vLLM reports, which are not preemptions by the planner."""
-        if self._lives is not None:
-            self._lives.observe(self._core.events)
+        if self._histories is not None:
+            self._histories.observe(self._core.events)
         self._core.events.clear()
 
     def _drop(self, request: Any, now: float) -> None:

@@ -37,9 +37,9 @@ function page(found) {
     found.request_id ? h("p", { class: "soft small" }, "x-request-id ", h("code", null, found.request_id)) : null,
     found.choices.map((choice) => [
       found.choices.length > 1 ? h("h1", null, `Choice ${choice.choice}`) : null,
-      why(found.reasons, choice), life(found.reasons, choice), standing(choice), details(choice), intervals(found.reasons, choice),
+      why(found.reasons, choice), history(found.reasons, choice), standing(choice), details(choice), intervals(found.reasons, choice),
     ]),
-    found.lost_choices ? h("p", { class: "bad" }, `${found.lost_choices} choices have no life: their engine exited, or does not answer.`) : null,
+    found.lost_choices ? h("p", { class: "bad" }, `${found.lost_choices} choices have no history: their engine exited, or does not answer.`) : null,
   ];
 }
 
@@ -60,7 +60,7 @@ function why(reasons, choice) {
     ] : h("p", { class: "soft" }, waited > 0 ? "It waited for less than a millisecond." : "It never waited."));
 }
 
-function life(reasons, choice) {
+function history(reasons, choice) {
   const total = Math.max(choice.total_s, 1e-9);
   const x = (seconds) => (seconds / total) * WIDTH;
   const bars = choice.intervals.map((one) => s("rect", {
@@ -70,8 +70,8 @@ function life(reasons, choice) {
   const first = choice.first_token_s;
   const mark = first === null ? null : s("line", { class: "stroke first", x1: x(first), x2: x(first), y1: 0, y2: 38 });
   const states = [...new Set(choice.intervals.map((one) => one.state))];
-  return card("Life",
-    s("svg", { class: "life", viewBox: `0 0 ${WIDTH} 38`, preserveAspectRatio: "none", role: "img", "aria-label": "Intervals from arrival to end; the table below has the numbers" }, bars, mark),
+  return card("History",
+    s("svg", { class: "history", viewBox: `0 0 ${WIDTH} 38`, preserveAspectRatio: "none", role: "img", "aria-label": "Intervals from arrival to end; the table below has the numbers" }, bars, mark),
     first === null ? null : h("p", { class: "soft small" }, `The line marks the first token, after ${duration(first)}.`),
     h("ul", { class: "legend" }, states.map((name) => h("li", null, state(name, `${reasons[name].short} ${duration(choice.seconds[name])}`)))));
 }

@@ -7,7 +7,7 @@ import { OPERATORS_ONLY, clock, count } from "../format.js";
 import { trace } from "../perfetto.js";
 
 const SPANS_S = [5, 15, 60, 300];
-const LIVES = 100;
+const HISTORIES = 100;
 const PERIOD_MS = 2000;
 const LANE = 14;
 const CHARTS = 150;
@@ -16,7 +16,7 @@ const LEFT = 64;
 export function timeline(store, main) {
   let span = 60;
   let frozen = null; // end of the shown time while paused
-  let lives = [];
+  let histories = [];
   let timer = null;
   let isClosed = false;
   const canvas = h("canvas", { role: "img", "aria-label": "Steps and requests over time", height: 1 });
@@ -47,8 +47,8 @@ export function timeline(store, main) {
   canvas.addEventListener("wheel", (event) => { if (event.ctrlKey || event.altKey) { event.preventDefault(); step(Math.sign(event.deltaY)); } }, { passive: false });
   canvas.addEventListener("click", (event) => {
     const lane = Math.floor((event.offsetY - CHARTS - 20) / LANE);
-    const life = lane >= 0 ? lives[lane] : null;
-    if (life?.id) location.hash = `#/request/${encodeURIComponent(life.id)}`;
+    const history = lane >= 0 ? histories[lane] : null;
+    if (history?.id) location.hash = `#/request/${encodeURIComponent(history.id)}`;
   });
   const resized = new ResizeObserver(() => draw());
   resized.observe(canvas.parentElement);
@@ -56,8 +56,8 @@ export function timeline(store, main) {
   async function load() {
     try {
       if (frozen === null) {
-        const found = await getJson(`/debug/lives?since_s=${span}&most=${LIVES}`);
-        lives = found.lives.sort((a, b) => b.arrived_at - a.arrived_at);
+        const found = await getJson(`/debug/histories?since_s=${span}&most=${HISTORIES}`);
+        histories = found.histories.sort((a, b) => b.arrived_at - a.arrived_at);
       }
       draw();
     } catch (error) {
@@ -72,14 +72,14 @@ export function timeline(store, main) {
     for (const [at, button] of buttons.entries()) button.setAttribute("aria-pressed", SPANS_S[at] === span);
     const end = frozen ?? store.now.time;
     const shown = store.steps.filter((one) => one.end >= end - span && one.begin <= end);
-    paint(canvas, shown, lives, end - span, end);
+    paint(canvas, shown, histories, end - span, end);
     const swaps = shown.reduce((sum, one) => sum + one.blocks_in + one.blocks_out, 0);
     const total = (field) => count(shown.reduce((sum, one) => sum + one[field], 0));
-    note.textContent = !store.hello.sees_totals ? `${OPERATORS_ONLY} Click a request to see its life.` : `${total("steps")} steps, ${total("prefill")} prefill and ${total("decodes")} decode tokens, ${total("preemptions")} preemptions, ${count(swaps)} blocks swapped. Click a request to see its life.`;
+    note.textContent = !store.hello.sees_totals ? `${OPERATORS_ONLY} Click a request to see its history.` : `${total("steps")} steps, ${total("prefill")} prefill and ${total("decodes")} decode tokens, ${total("preemptions")} preemptions, ${count(swaps)} blocks swapped. Click a request to see its history.`;
   }
 
   function save() {
-    const text = JSON.stringify(trace(store.steps, lives));
+    const text = JSON.stringify(trace(store.steps, histories));
     const url = URL.createObjectURL(new Blob([text], { type: "application/json" }));
     h("a", { href: url, download: `skipjoin-${clock(store.now.time).replaceAll(":", "")}.json` }).click();
     setTimeout(() => URL.revokeObjectURL(url), 10000);
@@ -96,9 +96,9 @@ function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name.replace("tone-", "")}`).trim();
 }
 
-function paint(canvas, steps, lives, begin, end) {
+function paint(canvas, steps, histories, begin, end) {
   const width = canvas.clientWidth || 800;
-  const height = CHARTS + 28 + Math.max(1, lives.length) * LANE;
+  const height = CHARTS + 28 + Math.max(1, histories.length) * LANE;
   const scale = devicePixelRatio || 1;
   canvas.width = width * scale;
   canvas.height = height * scale;
@@ -109,7 +109,7 @@ function paint(canvas, steps, lives, begin, end) {
   const x = (time) => LEFT + ((time - begin) / (end - begin)) * (width - LEFT - 6);
   axis(draw, begin, end, x, height, width);
   bars(draw, steps, x, width, begin, end);
-  lives.forEach((life, at) => lane(draw, life, CHARTS + 22 + at * LANE, x, begin, end));
+  histories.forEach((history, at) => lane(draw, history, CHARTS + 22 + at * LANE, x, begin, end));
 }
 
 function axis(draw, begin, end, x, height, width) {
@@ -166,8 +166,8 @@ function rect(draw, name, x, y, width, height) {
   draw.fillRect(x, y, width, height);
 }
 
-function lane(draw, life, y, x, begin, end) {
-  for (const [state, from, until] of life.intervals) {
+function lane(draw, history, y, x, begin, end) {
+  for (const [state, from, until] of history.intervals) {
     const left = Math.max(from, begin);
     const right = Math.min(until ?? end, end);
     if (right <= left) continue;
@@ -179,5 +179,5 @@ function lane(draw, life, y, x, begin, end) {
   }
   draw.fillStyle = color("soft");
   draw.textAlign = "right";
-  draw.fillText(life.id ? `…${life.id.slice(-6)}` : "other", LEFT - 8, y + LANE - 4);
+  draw.fillText(history.id ? `…${history.id.slice(-6)}` : "other", LEFT - 8, y + LANE - 4);
 }

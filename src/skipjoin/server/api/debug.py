@@ -19,13 +19,13 @@ from skipjoin.server.api.arrivals import Arrival
 from skipjoin.server.api.auth import Viewer, viewer_of
 from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.errors import ApiError, bad_request, request_not_found
-from skipjoin.server.api.explain import Explainer, find_lives, reasons_of, recent_lives
+from skipjoin.server.api.explain import Explainer, find_histories, reasons_of, recent_histories
 from skipjoin.server.api.feed import ConsoleStreams
 from skipjoin.server.api.replays import ReplayBody, question_of
 from skipjoin.server.api.replies import json_response, service_of
 from skipjoin.server.api.request_index import KEEP_S
 from skipjoin.server.api.service import Service
-from skipjoin.server.engines.messages import DescribeRequests, FindLives, LivesFound, RequestStates
+from skipjoin.server.engines.messages import DescribeRequests, FindHistories, HistoriesFound, RequestStates
 
 # An engine answers between two steps, which do not take longer unless it hangs.
 TIMEOUT_S = 5.0
@@ -38,16 +38,16 @@ async def recorded_load(service: Service, owner: str | None, since_s: float) -> 
     client, info = service.client, service.info
     replies, found = await asyncio.gather(
         client.ask(lambda number, engine: DescribeRequests(number, rows=0), TIMEOUT_S),
-        client.ask(lambda number, engine: FindLives(number, None, _RECENT_S, _MAX_RECENT), TIMEOUT_S),
+        client.ask(lambda number, engine: FindHistories(number, None, _RECENT_S, _MAX_RECENT), TIMEOUT_S),
     )
     states = [reply for reply in replies.by_engine.values() if isinstance(reply, RequestStates)]
     now = time.monotonic()
     first_tokens = {
-        life.number: life.first_token + _clock_difference(now, reply.now)
+        history.number: history.first_token + _clock_difference(now, reply.now)
         for reply in found.by_engine.values()
-        if isinstance(reply, LivesFound)
-        for life in reply.lives
-        if life.first_token is not None
+        if isinstance(reply, HistoriesFound)
+        for history in reply.histories
+        if history.first_token is not None
     }
     machine = {
         **msgspec.structs.asdict(info),
@@ -72,7 +72,7 @@ def _around_s(arrival: Arrival, first_tokens: Mapping[int, float]) -> float | No
     return None if first is None or arrival.first_at is None else arrival.submit_s + max(0.0, arrival.first_at - first)
 
 
-MAX_LIVES = 1000
+MAX_HISTORIES = 1000
 # Proxies would hold events back.
 _NO_BUFFERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -92,12 +92,12 @@ async def stream_events(request: Request) -> Response:
     return await _streamed(events)
 
 
-async def show_lives(request: Request) -> Response:
+async def show_histories(request: Request) -> Response:
     """Return the intervals of requests that lived in the last `since_s` seconds, live ones first."""
     owner = _viewer(request).owner
-    since_s, most = _number(request, "since_s", 60, KEEP_S), _number(request, "most", 100, MAX_LIVES)
-    lives = await recent_lives(service_of(request), owner, since_s, int(most), TIMEOUT_S)
-    return json_response({"lives": lives})
+    since_s, most = _number(request, "since_s", 60, KEEP_S), _number(request, "most", 100, MAX_HISTORIES)
+    histories = await recent_histories(service_of(request), owner, since_s, int(most), TIMEOUT_S)
+    return json_response({"histories": histories})
 
 
 async def show_arrivals(request: Request) -> Response:
@@ -124,11 +124,11 @@ async def explain_request(request: Request, name: str) -> Response:
     found = service.index.find(name, owner)
     if found is None:
         raise request_not_found(name)
-    lives = await find_lives(service.client, found, TIMEOUT_S)
+    histories = await find_histories(service.client, found, TIMEOUT_S)
     explainer = Explainer(service, owner)
     choices = [
-        explainer.choice(life, found.choices[number], reply, replica)
-        for number, (life, reply, replica) in sorted(lives.items())
+        explainer.choice(history, found.choices[number], reply, replica)
+        for number, (history, reply, replica) in sorted(histories.items())
     ]
     return json_response(
         {

@@ -163,7 +163,7 @@ def request_not_found(name: str, *, is_live: bool = False) -> ApiError:
     return ApiError(
         404,
         f"no request {name[:200]!r} is {when}: ids are those of responses or of the header x-request-id, and refused "
-        "requests have no life",
+        "requests have no history",
         code="request_not_found",
     )
 

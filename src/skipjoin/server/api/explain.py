@@ -4,14 +4,14 @@ import time
 from typing import Any
 
 from skipjoin.observe.explanation import explained
+from skipjoin.observe.history import History
 from skipjoin.observe.holders import Holder
-from skipjoin.observe.life import Life
 from skipjoin.observe.reasons import Explanation, OptionNames, explanations
 from skipjoin.recipes import find
 from skipjoin.server.api.request_index import IndexedRequest
 from skipjoin.server.api.service import Service
 from skipjoin.server.engines.engine_client import EngineClient
-from skipjoin.server.engines.messages import FindLives, LivesFound, Ready
+from skipjoin.server.engines.messages import FindHistories, HistoriesFound, Ready
 
 
 class Explainer:
@@ -22,12 +22,12 @@ class Explainer:
         self._owner = owner
         self._reasons = reasons_of(service.info)
 
-    def choice(self, life: Life, choice: int, reply: LivesFound, replica: int) -> dict[str, Any]:
+    def choice(self, history: History, choice: int, reply: HistoriesFound, replica: int) -> dict[str, Any]:
         return {
             "choice": choice,
             "replica": replica,
-            **explained(life, reply.now, time.time(), self._reasons, reply.standings.get(life.number)),
-            "holders": [self.holder(one) for one in reply.holders.get(life.number, ())],
+            **explained(history, reply.now, time.time(), self._reasons, reply.standings.get(history.number)),
+            "holders": [self.holder(one) for one in reply.holders.get(history.number, ())],
         }
 
     def holder(self, holder: Holder) -> dict[str, Any]:
@@ -46,40 +46,40 @@ def reasons_of(info: Ready) -> dict[str, Explanation]:
     return explanations(info, OptionNames(param_names=tuple(find(info.recipe_path or info.recipe).parameters)))
 
 
-async def find_lives(
+async def find_histories(
     client: EngineClient, request: IndexedRequest, timeout_s: float
-) -> dict[int, tuple[Life, LivesFound, int]]:
+) -> dict[int, tuple[History, HistoriesFound, int]]:
     numbers = list(request.choices)
-    replies = await client.ask(lambda number, engine: FindLives(number, numbers), timeout_s)
-    found: dict[int, tuple[Life, LivesFound, int]] = {}
+    replies = await client.ask(lambda number, engine: FindHistories(number, numbers), timeout_s)
+    found: dict[int, tuple[History, HistoriesFound, int]] = {}
     for engine, reply in replies.by_engine.items():
-        assert isinstance(reply, LivesFound)
-        for life in reply.lives:
-            found[life.number] = life, reply, engine.number
+        assert isinstance(reply, HistoriesFound)
+        for history in reply.histories:
+            found[history.number] = history, reply, engine.number
     return found
 
 
-async def recent_lives(
+async def recent_histories(
     service: Service, owner: str | None, since_s: float, most: int, timeout_s: float
 ) -> list[dict[str, Any]]:
-    replies = await service.client.ask(lambda number, engine: FindLives(number, None, since_s, most), timeout_s)
+    replies = await service.client.ask(lambda number, engine: FindHistories(number, None, since_s, most), timeout_s)
     found = []
     for engine, reply in replies.by_engine.items():
-        assert isinstance(reply, LivesFound)
+        assert isinstance(reply, HistoriesFound)
         wall = time.time()
         shift = wall - reply.now
-        for life in reply.lives:
-            request = service.index.of_number(life.number)
+        for history in reply.histories:
+            request = service.index.of_number(history.number)
             if request is None or owner not in (None, request.owner):
                 continue
             found.append(
                 {
                     "id": request.response_id,
-                    "choice": request.choices[life.number],
+                    "choice": request.choices[history.number],
                     "replica": engine.number,
-                    "service": life.service,
-                    "arrived_at": life.arrival + shift,
-                    "ended_at": None if life.ended is None else life.ended + shift,
+                    "service": history.service,
+                    "arrived_at": history.arrival + shift,
+                    "ended_at": None if history.ended is None else history.ended + shift,
                     "now": wall,
                     "intervals": [
                         (
@@ -88,7 +88,7 @@ async def recent_lives(
                             None if interval.end is None else interval.end + shift,
                             interval.preempted,
                         )
-                        for interval in life.intervals
+                        for interval in history.intervals
                     ],
                 }
             )

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-# As long as engines keep the lives of finished requests.
+# As long as engines keep the histories of finished requests.
 KEEP_S = 600.0
 MAX_FINISHED = 20_000
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from skipjoin.observe.explanation import objectives
-from skipjoin.observe.life import RUNNING, Life
+from skipjoin.observe.history import RUNNING, History
 from skipjoin.observe.steps import StepSummary
 from skipjoin.server.api.responses import encode
 from skipjoin.server.api.service import Service
@@ -78,7 +78,7 @@ def take_snapshot(service: Service, replies: Mapping[ConnectedEngine, RequestSta
     finished: list[Owned] = []
     for engine, reply in replies.items():
         rows += [_live(one) for one in live_requests(engine, reply)]
-        finished += (_finished(service, life, wall - reply.now) for life in reply.finished)
+        finished += (_finished(service, history, wall - reply.now) for history in reply.finished)
     common = {
         "time": wall,
         "load": {
@@ -132,25 +132,25 @@ def _steps(engine: ConnectedEngine, reply: RequestStates, wall: float) -> Iterat
         yield [engine.number, round(step.begin + shift, 4), round(step.end + shift, 4), *(round(v, 5) for v in values)]
 
 
-def _finished(service: Service, life: Life, shift: float) -> Owned:
-    request = service.index.of_number(life.number)
-    assert life.ended is not None
-    facts, seconds = life.facts(), life.seconds(life.ended)
+def _finished(service: Service, history: History, shift: float) -> Owned:
+    request = service.index.of_number(history.number)
+    assert history.ended is not None
+    facts, seconds = history.facts(), history.seconds(history.ended)
     row = {
         "id": "" if request is None else request.response_id,
-        "choice": 0 if request is None else request.choices[life.number],
-        "arrived_at": life.arrival + shift,
-        "ended_at": life.ended + shift,
-        "reason": life.reason,
-        "service": life.service,
-        "prompt_tokens": life.prompt_tokens,
-        "output_tokens": life.output_tokens,
-        "ttft_s": None if life.first_token is None else facts.ttft(life.ended),
-        "tpot_s": facts.tpot(life.ended),
-        "jct_s": facts.jct(life.ended),
+        "choice": 0 if request is None else request.choices[history.number],
+        "arrived_at": history.arrival + shift,
+        "ended_at": history.ended + shift,
+        "reason": history.reason,
+        "service": history.service,
+        "prompt_tokens": history.prompt_tokens,
+        "output_tokens": history.output_tokens,
+        "ttft_s": None if history.first_token is None else facts.ttft(history.ended),
+        "tpot_s": facts.tpot(history.ended),
+        "jct_s": facts.jct(history.ended),
         "waited_s": sum(value for state, value in seconds.items() if state != RUNNING),
-        "preemptions": sum(life.preemptions.values()),
-        "objectives": {name: one["met"] for name, one in objectives(life, life.ended).items()},
-        "forecast": life.prediction and life.prediction._asdict(),
+        "preemptions": sum(history.preemptions.values()),
+        "objectives": {name: one["met"] for name, one in objectives(history, history.ended).items()},
+        "forecast": history.prediction and history.prediction._asdict(),
     }
     return Owned("" if request is None else request.owner, row)

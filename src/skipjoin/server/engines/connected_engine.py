@@ -11,8 +11,8 @@ from skipjoin.observe.metric_snapshot import Snapshot
 from skipjoin.server.engines.messages import (
     AdapterLoaded,
     DescribeRequests,
-    FindLives,
-    LivesFound,
+    FindHistories,
+    HistoriesFound,
     LoadAdapter,
     Ready,
     RequestState,
@@ -22,8 +22,8 @@ from skipjoin.server.engines.messages import (
 )
 from skipjoin.server.engines.sequences import EngineSequence
 
-Question = DescribeRequests | FindLives | LoadAdapter
-Reply = RequestStates | LivesFound | AdapterLoaded
+Question = DescribeRequests | FindHistories | LoadAdapter
+Reply = RequestStates | HistoriesFound | AdapterLoaded
 
 
 @dataclass(slots=True, eq=False)

@@ -33,7 +33,7 @@ from skipjoin.server.engines.messages import (
     AdapterLoaded,
     DescribeRequests,
     FromEngine,
-    LivesFound,
+    HistoriesFound,
     LoadAdapter,
     PromptScores,
     Ready,
@@ -181,7 +181,7 @@ class EngineClient:
             if self._replicas.get(replica.number) is replica:
                 replica.stats = message
                 self._tell_numbers()
-        elif isinstance(message, RequestStates | LivesFound | AdapterLoaded):
+        elif isinstance(message, RequestStates | HistoriesFound | AdapterLoaded):
             if (question := replica.questions.pop(message.id, None)) is not None and not question.done():
                 question.set_result(message)
         elif isinstance(message, Refused) and (sequence := replica.sequences.get(message.id)) is not None:

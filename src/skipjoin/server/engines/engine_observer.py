@@ -9,13 +9,13 @@ from skipjoin.core.events import Event
 from skipjoin.core.policy import Fact
 from skipjoin.core.request import Request, ServiceClass
 from skipjoin.observe.explanation import standing
-from skipjoin.observe.lives import LifeLog
+from skipjoin.observe.histories import HistoryLog
 from skipjoin.observe.steps import StepLog
 from skipjoin.policies.cost import LinearCost
 from skipjoin.server.engines.messages import (
     DescribeRequests,
-    FindLives,
-    LivesFound,
+    FindHistories,
+    HistoriesFound,
     RequestGroup,
     RequestState,
     RequestStates,
@@ -52,14 +52,14 @@ class EventBuffer:
 
 class EngineObserver:
     def __init__(self) -> None:
-        self._lives = LifeLog()
+        self._histories = HistoryLog()
         self._steps = StepLog()
         self._watched_until = -math.inf
 
     def observe(self, events: Sequence[Event]) -> None:
         if not events:
             return
-        self._lives.observe(events)
+        self._histories.observe(events)
         if self._watched_until > -math.inf:
             self._steps.observe(events)
 
@@ -71,7 +71,7 @@ class EngineObserver:
         cost: LinearCost | None = None,
         between_steps_s: float = 0.0,
     ) -> RequestStates:
-        lives, after, begin = self._lives, question.finished_after, time.thread_time()
+        histories, after, begin = self._histories, question.finished_after, time.thread_time()
         if question.has_steps:
             self._watched_until = now + WATCHED_S
         elif now > self._watched_until:
@@ -81,32 +81,34 @@ class EngineObserver:
             describe(core, now, question.rows, has_facts=question.has_facts),
             group(core.requests.values(), core),
             now,
-            lives.finished.total,
-            [] if after is None else lives.finished.after(after, MAX_FINISHED),
+            histories.finished.total,
+            [] if after is None else histories.finished.after(after, MAX_FINISHED),
             self._steps.take() if question.has_steps else [],
             time.thread_time() - begin,
             cost,
             between_steps_s,
         )
 
-    def find(self, question: FindLives, core: EngineCore, now: float) -> LivesFound:
-        lives = self._lives
+    def find(self, question: FindHistories, core: EngineCore, now: float) -> HistoriesFound:
+        histories = self._histories
         if question.numbers is None:
-            recent = lives.recent(now - question.since_s, now)
-            return LivesFound(question.id, now, [life for life, _ in zip(recent, range(question.most), strict=False)])
+            recent = histories.recent(now - question.since_s, now)
+            return HistoriesFound(
+                question.id, now, [history for history, _ in zip(recent, range(question.most), strict=False)]
+            )
         found = [
-            life
+            history
             for number in question.numbers
-            if (life := lives.find(number, now, core.requests.get(number))) is not None
+            if (history := histories.find(number, now, core.requests.get(number))) is not None
         ]
-        held_by = {life.number: lives.holders(life, now) for life in found}
+        held_by = {history.number: histories.holders(history, now) for history in found}
         live, policies = core.requests, core.scheduler.policies
-        asked = [live[life.number] for life in found if life.number in live]
+        asked = [live[history.number] for history in found if history.number in live]
         standings = {
             one.id: standing(one, live.values(), policies.ordering, policies.explain(one, now, core.kv))
             for one in asked
         }
-        return LivesFound(question.id, now, found, held_by, standings)
+        return HistoriesFound(question.id, now, found, held_by, standings)
 
 
 def describe(core: EngineCore, now: float, rows: int | None = None, *, has_facts: bool = False) -> list[RequestState]:

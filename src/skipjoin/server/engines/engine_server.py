@@ -37,7 +37,7 @@ from skipjoin.server.engines.messages import (
     Add,
     DescribeRequests,
     EngineFailed,
-    FindLives,
+    FindHistories,
     FromEngine,
     ListenerKey,
     LoadAdapter,
@@ -205,7 +205,7 @@ class EngineServer:
         elif isinstance(message, DescribeRequests):
             self._events.flush()
             self.send(self._observer.describe(message, loop.core, time.monotonic(), loop.cost, loop.between_steps_s))
-        elif isinstance(message, FindLives):
+        elif isinstance(message, FindHistories):
             self._events.flush()
             self.send(self._observer.find(message, loop.core, time.monotonic()))
         elif isinstance(message, LoadAdapter):

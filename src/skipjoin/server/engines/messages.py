@@ -15,8 +15,8 @@ from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, Reques
 from skipjoin.engine.facts import EngineFacts
 from skipjoin.kv_format import SWAP_FORMATS
 from skipjoin.observe.explanation import Standing
+from skipjoin.observe.history import History, current_prediction
 from skipjoin.observe.holders import Holder
-from skipjoin.observe.life import Life, current_prediction
 from skipjoin.observe.metric_snapshot import Snapshot
 from skipjoin.observe.steps import StepSummary
 from skipjoin.options import Value
@@ -94,8 +94,8 @@ class DescribeRequests(msgspec.Struct, frozen=True, tag="describe", array_like=T
     has_facts: bool = False
 
 
-class FindLives(msgspec.Struct, frozen=True, tag="find_lives", array_like=True):
-    """Asks for a `LivesFound` message with this id.
+class FindHistories(msgspec.Struct, frozen=True, tag="find_histories", array_like=True):
+    """Asks for a `HistoriesFound` message with this id.
 
     Without `numbers`, it is for `most` requests at most that lived in the last `since_s` seconds.
     """
@@ -123,7 +123,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
     pass
 
 
-ToEngine = Add | Reforecast | Abort | DescribeRequests | FindLives | LoadAdapter | UnloadAdapter | Shutdown
+ToEngine = Add | Reforecast | Abort | DescribeRequests | FindHistories | LoadAdapter | UnloadAdapter | Shutdown
 
 
 # -- from the engine ------------------------------------------------------------------------------------------
@@ -297,22 +297,22 @@ class RequestStates(msgspec.Struct, frozen=True, tag="states", array_like=True):
     groups: list[RequestGroup] = []
     now: float = 0.0
     total_finished: int = 0
-    finished: list[Life] = []
+    finished: list[History] = []
     steps: list[StepSummary] = []
     seconds: float = 0.0
     cost: LinearCost | None = None
     between_steps_s: float = 0.0
 
 
-class LivesFound(msgspec.Struct, frozen=True, tag="lives", array_like=True):
-    """Reply to the `FindLives` message with the same id. Times are on the engine's clock.
+class HistoriesFound(msgspec.Struct, frozen=True, tag="histories", array_like=True):
+    """Reply to the `FindHistories` message with the same id. Times are on the engine's clock.
 
     `holders` are requests that ran longest while a wanted one waited, by its number.
     """
 
     id: int
     now: float
-    lives: list[Life]
+    histories: list[History]
     holders: dict[int, list[Holder]] = {}
     standings: dict[int, Standing] = {}
 
@@ -333,6 +333,6 @@ FromEngine = (
     | Refused
     | Stats
     | RequestStates
-    | LivesFound
+    | HistoriesFound
     | AdapterLoaded
 )

@@ -51,19 +51,19 @@ class ReplicaSet:
         self._engines: set[_Engine] = set()
         self._started: asyncio.Future[Ready] | None = None
         self._supervisor: ReplicaSupervisor | None = None
-        self._life: asyncio.Task[None] | None = None
+        self._history: asyncio.Task[None] | None = None
         self._is_ending = False
 
     async def start(self, config: EngineConfig, limits: HangLimits = HANG_LIMITS) -> Ready:
         self._started = asyncio.get_running_loop().create_future()
-        self._life = asyncio.create_task(self._live(config, limits))
+        self._history = asyncio.create_task(self._live(config, limits))
         return await self._started
 
     async def stop(self) -> None:
         self._is_ending = True
-        if self._life is not None:
-            self._life.cancel()
-            await asyncio.wait((self._life,))
+        if self._history is not None:
+            self._history.cancel()
+            await asyncio.wait((self._history,))
         await self._in_thread(self._leave)
         self._thread.shutdown()
         if self._listener is not None:

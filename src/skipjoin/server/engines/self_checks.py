@@ -71,5 +71,5 @@ def recover_blocks(kv: BlockLedger, *, is_idle: bool) -> int:
     for request in forgotten:
         kv.release(request)
     lost = kv.reclaim() + (held if forgotten else 0)
-    logger.error("%d KV blocks were neither free nor held by a request that lives; they are free again", lost)
+    logger.error("%d KV blocks were neither free nor held by a live request; they are free again", lost)
     return lost

@@ -10,8 +10,8 @@ from skipjoin.core.events import Admitted
 from skipjoin.core.forecast import Forecast, length_quantile, share_below
 from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import FinishReason
-from skipjoin.observe.life import RUNNING, Life, current_prediction, prediction_of
-from skipjoin.observe.lives import FinishedLives, LifeLog
+from skipjoin.observe.histories import FinishedHistories, HistoryLog
+from skipjoin.observe.history import RUNNING, History, current_prediction, prediction_of
 from support.load import changed, load, make
 from support.policies import EVICTIONS
 from support.watch import Stepper, World
@@ -28,11 +28,11 @@ WORLDS = [
 
 
 class Watched:
-    """Stepper whose events a life log observes as they occur."""
+    """Stepper whose events a history log observes as they occur."""
 
     def __init__(self, world: World, **bounds: float) -> None:
         self.stepper = Stepper(world.core())
-        self.log = LifeLog(FinishedLives(**bounds))  # type: ignore[arg-type]
+        self.log = HistoryLog(FinishedHistories(**bounds))  # type: ignore[arg-type]
         self._seen = 0
 
     def observe(self) -> None:
@@ -56,19 +56,19 @@ class Watched:
     def check_current(self) -> None:
         core, now = self.stepper.core, self.stepper.now
         for request in core.requests.values():
-            life, wait = self.log.find(request.id, now), core.wait_of(request)
-            assert life.intervals[-1].end is None
-            state = life.intervals[-1].state
+            history, wait = self.log.find(request.id, now), core.wait_of(request)
+            assert history.intervals[-1].end is None
+            state = history.intervals[-1].state
             # A request that a plan in flight computes does not wait, whatever later plans decide.
             assert state == (RUNNING if wait is None else wait.reason.value) or request.progress.in_flight
 
 
-def check_cover(life: Life, end: float) -> None:
+def check_cover(history: History, end: float) -> None:
     """Intervals follow each other from the arrival to the end, and only omitted ones leave a gap."""
-    assert life.intervals[0].begin == life.arrival
-    assert life.intervals[-1].end == life.ended
-    assert all(later.begin == earlier.end for earlier, later in pairwise(life.intervals)) or life.omitted_s
-    assert sum(life.seconds(end).values()) == pytest.approx(end - life.arrival)
+    assert history.intervals[0].begin == history.arrival
+    assert history.intervals[-1].end == history.ended
+    assert all(later.begin == earlier.end for earlier, later in pairwise(history.intervals)) or history.omitted_s
+    assert sum(history.seconds(end).values()) == pytest.approx(end - history.arrival)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -77,16 +77,16 @@ def test_intervals_cover_a_life_and_end_with_the_current_state(world: World) -> 
     requests = [changed(request, arrival=0.0) for request in load(3, count=20)]
     watched.stepper.add(*requests)
     watched.run()
-    found = {life.number: life for life in watched.log.recent(0.0, watched.stepper.now)}
+    found = {history.number: history for history in watched.log.recent(0.0, watched.stepper.now)}
     assert sorted(found) == sorted(request.id for request in requests)
     for request in requests:
-        life = found[request.id]
-        assert life.ended is not None
-        check_cover(life, life.ended)
-        assert life.output_tokens == len(request.progress.output)
-        assert life.first_token is not None
-        assert any(interval.state == RUNNING for interval in life.intervals)
-    assert any(life.preemptions for life in found.values())
+        history = found[request.id]
+        assert history.ended is not None
+        check_cover(history, history.ended)
+        assert history.output_tokens == len(request.progress.output)
+        assert history.first_token is not None
+        assert any(interval.state == RUNNING for interval in history.intervals)
+    assert any(history.preemptions for history in found.values())
 
 
 def test_waiting_request_names_the_requests_that_held_its_slot() -> None:
@@ -94,9 +94,9 @@ def test_waiting_request_names_the_requests_that_held_its_slot() -> None:
     watched.stepper.add(*(make(number, max_tokens=10 + 10 * number) for number in range(3)))
     watched.run(5)
     now = watched.stepper.now
-    life = watched.log.find(2, now)
-    assert [interval.state for interval in life.intervals] == ["no_slot"]
-    assert [holder.number for holder in watched.log.holders(life, now)] == [0, 1]
+    history = watched.log.find(2, now)
+    assert [interval.state for interval in history.intervals] == ["no_slot"]
+    assert [holder.number for holder in watched.log.holders(history, now)] == [0, 1]
     watched.run()
     ended = watched.log.find(2, watched.stepper.now)
     assert [interval.state for interval in ended.intervals] == ["no_slot", RUNNING]
@@ -113,9 +113,9 @@ def test_aborted_request_that_never_ran_is_kept_with_its_reason() -> None:
     watched.stepper.core.abort(1, watched.stepper.now)
     watched.stepper._take()
     watched.observe()
-    life = watched.log.find(1, watched.stepper.now)
-    assert (life.reason, life.first_token) == (FinishReason.ABORT.value, None)
-    check_cover(life, watched.stepper.now)
+    history = watched.log.find(1, watched.stepper.now)
+    assert (history.reason, history.first_token) == (FinishReason.ABORT.value, None)
+    check_cover(history, watched.stepper.now)
 
 
 def test_number_and_age_of_finished_requests_are_bounded() -> None:
@@ -123,24 +123,24 @@ def test_number_and_age_of_finished_requests_are_bounded() -> None:
     watched.stepper.add(*(make(number) for number in range(6)))
     watched.run()
     now = watched.stepper.now
-    assert [life.number for life in watched.log.recent(0.0, now)] == [5, 4, 3]
-    assert [life.number for life in watched.log.finished.after(4, 10)] == [5, 4]
+    assert [history.number for history in watched.log.recent(0.0, now)] == [5, 4, 3]
+    assert [history.number for history in watched.log.finished.after(4, 10)] == [5, 4]
     assert watched.log.find(0, now) is None
     assert watched.log.find(5, now + 4) is not None
     assert watched.log.find(5, now + 6) is None
 
 
 def test_intervals_of_one_request_are_bounded_and_their_seconds_stay_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skipjoin.observe.life._FIRST", 2)
-    monkeypatch.setattr("skipjoin.observe.life._LAST", 3)
+    monkeypatch.setattr("skipjoin.observe.history._FIRST", 2)
+    monkeypatch.setattr("skipjoin.observe.history._LAST", 3)
     watched = Watched(World("fastserve", max_seqs=1, device_blocks=200))
     watched.stepper.add(*(make(number, max_tokens=100) for number in range(4)))
     watched.run()
-    for life in watched.log.recent(0.0, watched.stepper.now):
-        assert len(life.intervals) <= 5
-        assert life.ended is not None
-        check_cover(life, life.ended)
-    assert any(life.omitted_s for life in watched.log.recent(0.0, watched.stepper.now))
+    for history in watched.log.recent(0.0, watched.stepper.now):
+        assert len(history.intervals) <= 5
+        assert history.ended is not None
+        check_cover(history, history.ended)
+    assert any(history.omitted_s for history in watched.log.recent(0.0, watched.stepper.now))
 
 
 def test_own_kv_found_after_a_drop_is_no_cache_hit() -> None:
@@ -152,7 +152,7 @@ def test_own_kv_found_after_a_drop_is_no_cache_hit() -> None:
     admitted = [event for event in watched.stepper.events if isinstance(event, Admitted)]
     assert sum(event.cached for event in admitted) > 0
     assert sum(event.cached for event in admitted if event.is_first) == 0
-    assert [life.cached_tokens for life in watched.log.recent(0.0, watched.stepper.now)] == [0, 0]
+    assert [history.cached_tokens for history in watched.log.recent(0.0, watched.stepper.now)] == [0, 0]
 
 
 _MASSES = (
@@ -195,5 +195,5 @@ def test_finished_request_keeps_the_forecast_with_which_it_began() -> None:
     request = make(0, 4, 30, forecast=Forecast(10.0, "test"))
     watched.stepper.core.add(request, watched.stepper.now)
     watched.run()
-    life = watched.log.find(0, watched.stepper.now)
-    assert (life.output_tokens, life.prediction) == (30, (10.0, None, None, "test"))
+    history = watched.log.find(0, watched.stepper.now)
+    assert (history.output_tokens, history.prediction) == (30, (10.0, None, None, "test"))

@@ -19,8 +19,8 @@ from skipjoin.core.events import (
 )
 from skipjoin.core.request import Request
 from skipjoin.core.waits import WaitReason
+from skipjoin.observe.history import RUNNING, History, Interval, append, current_prediction, new_history, prediction_of
 from skipjoin.observe.holders import Holder, holders
-from skipjoin.observe.life import RUNNING, Interval, Life, append, current_prediction, new_life, prediction_of
 
 # Time for which finished requests are kept, as operators ask about them minutes later.
 KEEP_S = 600.0
@@ -32,11 +32,11 @@ _MAX_CHANGES = 1024
 
 
 class _LiveRecord:
-    __slots__ = ("in_tail_since", "life", "preempted", "request")
+    __slots__ = ("history", "in_tail_since", "preempted", "request")
 
-    def __init__(self, request: Request, life: Life, now: float) -> None:
+    def __init__(self, request: Request, history: History, now: float) -> None:
         self.request = request
-        self.life = life
+        self.history = history
         self.in_tail_since: float | None = now
         self.preempted = ""  # since the current wait began
 
@@ -67,55 +67,55 @@ class TailReasons:
         return found[::-1]
 
 
-class FinishedLives:
+class FinishedHistories:
     def __init__(
         self, *, keep_s: float = KEEP_S, max_finished: int = MAX_FINISHED, max_intervals: int = MAX_INTERVALS
     ) -> None:
         self._keep_s = keep_s
         self._max_finished = max_finished
         self._max_intervals = max_intervals
-        self._lives: dict[int, Life] = {}  # oldest first
+        self._histories: dict[int, History] = {}  # oldest first
         self._intervals = 0
         self.total = 0
 
-    def add(self, life: Life, now: float) -> None:
-        self._lives[life.number] = life
-        self._intervals += len(life.intervals)
+    def add(self, history: History, now: float) -> None:
+        self._histories[history.number] = history
+        self._intervals += len(history.intervals)
         self.total += 1
         self._forget_old(now)
 
-    def find(self, number: int, now: float) -> Life | None:
+    def find(self, number: int, now: float) -> History | None:
         self._forget_old(now)
-        return self._lives.get(number)
+        return self._histories.get(number)
 
-    def since(self, since: float, now: float) -> Iterator[Life]:
+    def since(self, since: float, now: float) -> Iterator[History]:
         self._forget_old(now)
-        for life in reversed(self._lives.values()):
-            if life.ended is not None and life.ended < since:
+        for history in reversed(self._histories.values()):
+            if history.ended is not None and history.ended < since:
                 return
-            yield life
+            yield history
 
-    def after(self, total: int, most: int) -> list[Life]:
-        """Return the lives that ended since `self.total` was `total`, the newest `most` at most."""
-        wanted = min(self.total - total, most, len(self._lives))
-        newest = reversed(self._lives.values())
-        return [life for life, _ in zip(newest, range(wanted), strict=False)]
+    def after(self, total: int, most: int) -> list[History]:
+        """Return the histories that ended since `self.total` was `total`, the newest `most` at most."""
+        wanted = min(self.total - total, most, len(self._histories))
+        newest = reversed(self._histories.values())
+        return [history for history, _ in zip(newest, range(wanted), strict=False)]
 
     def _forget_old(self, now: float) -> None:
-        while self._lives:
-            life = next(iter(self._lives.values()))
-            is_old = life.ended is not None and life.ended < now - self._keep_s
-            if not is_old and len(self._lives) <= self._max_finished and self._intervals <= self._max_intervals:
+        while self._histories:
+            history = next(iter(self._histories.values()))
+            is_old = history.ended is not None and history.ended < now - self._keep_s
+            if not is_old and len(self._histories) <= self._max_finished and self._intervals <= self._max_intervals:
                 return
-            del self._lives[life.number]
-            self._intervals -= len(life.intervals)
+            del self._histories[history.number]
+            self._intervals -= len(history.intervals)
 
 
-class LifeLog:
-    """Folds core events into the lives of live requests, and of those that finished in the last `KEEP_S` seconds."""
+class HistoryLog:
+    """Folds core events into histories of live requests, and of those that finished in the last `KEEP_S` seconds."""
 
-    def __init__(self, finished: FinishedLives | None = None) -> None:
-        self.finished = finished or FinishedLives()
+    def __init__(self, finished: FinishedHistories | None = None) -> None:
+        self.finished = finished or FinishedHistories()
         self._live: dict[Request, _LiveRecord] = {}
         self._numbers: dict[int, _LiveRecord] = {}
         self._silent: set[Request] = set()  # without a first token on this engine
@@ -136,7 +136,7 @@ class LifeLog:
             if type(event) is Token:
                 if silent and event.request in silent:
                     silent.discard(event.request)
-                    self._live[event.request].life.first_token = event.now
+                    self._live[event.request].history.first_token = event.now
             elif (handle := handlers.get(type(event))) is not None:
                 handle(event)
             elif type(event) is Restarted:
@@ -148,39 +148,39 @@ class LifeLog:
 
     # -- questions ----------------------------------------------------------------------------------------
 
-    def find(self, number: int, now: float, request: Request | None = None) -> Life | None:
-        """Return the life of a live or recently finished request, with the current interval.
+    def find(self, number: int, now: float, request: Request | None = None) -> History | None:
+        """Return the history of a live or recently finished request, with the current interval.
 
         `request` is given if it is live, as its arrival may not have been observed yet.
         """
         if (record := self._numbers.get(number)) is not None:
             return self._current(record)
         if request is not None:
-            return self._current(_LiveRecord(request, new_life(request), request.arrival))
+            return self._current(_LiveRecord(request, new_history(request), request.arrival))
         return self.finished.find(number, now)
 
-    def recent(self, since: float, now: float) -> Iterator[Life]:
+    def recent(self, since: float, now: float) -> Iterator[History]:
         """Yield the requests that lived after `since`: live ones, then finished ones, newest first."""
         for record in self._live.values():
             yield self._current(record)
         yield from self.finished.since(since, now)
 
-    def holders(self, life: Life, now: float) -> list[Holder]:
-        return holders(life, self.recent(life.arrival, now), now)
+    def holders(self, history: History, now: float) -> list[Holder]:
+        return holders(history, self.recent(history.arrival, now), now)
 
     # -- events -------------------------------------------------------------------------------------------
 
     def _arrive(self, event: Arrived) -> None:
         request = event.request
-        life = new_life(request)
+        history = new_history(request)
         if event.now > request.arrival:  # on its way here, or at another engine
-            life.intervals.append(Interval(WaitReason.NOT_EXAMINED.value, request.arrival, event.now))
-        self._live[request] = self._numbers[request.id] = _LiveRecord(request, life, event.now)
+            history.intervals.append(Interval(WaitReason.NOT_EXAMINED.value, request.arrival, event.now))
+        self._live[request] = self._numbers[request.id] = _LiveRecord(request, history, event.now)
         self._silent.add(request)
 
     def _admit(self, event: Admitted) -> None:
         if event.is_first:
-            self._live[event.request].life.cached_tokens = event.cached
+            self._live[event.request].history.cached_tokens = event.cached
 
     def _plan(self, event: Planned) -> None:
         self._tail.change(event.tail, event.now)
@@ -191,63 +191,63 @@ class LifeLog:
         if event.reason is None:
             record.in_tail_since = event.now
         else:
-            record.life.open(Interval(event.reason.value, event.now, None, record.preempted, event.short))
+            record.history.open(Interval(event.reason.value, event.now, None, record.preempted, event.short))
 
     def _start(self, event: Started) -> None:
         record = self._live[event.request]
         self._close(record, event.now)
         record.preempted = ""
-        record.life.open(Interval(RUNNING, event.now))
+        record.history.open(Interval(RUNNING, event.now))
 
     def _preempt(self, event: Preempted) -> None:
         record = self._live[event.request]
-        life, name = record.life, event.how.name.lower()
-        life.preemptions[name] = life.preemptions.get(name, 0) + 1
+        history, name = record.history, event.how.name.lower()
+        history.preemptions[name] = history.preemptions.get(name, 0) + 1
         record.preempted = name
-        last = life.intervals[-1] if life.intervals else None
+        last = history.intervals[-1] if history.intervals else None
         if last is None or last.end is not None:
             return  # in the tail
         if last.state == RUNNING:
             self._close(record, event.now)
             record.in_tail_since = event.now
         else:
-            life.intervals[-1] = last._replace(preempted=name)
+            history.intervals[-1] = last._replace(preempted=name)
 
     def _finish(self, event: Finished) -> None:
         request = event.request
         record = self._live.pop(request)
         del self._numbers[request.id]
         self._silent.discard(request)
-        life = self._current(record)
-        if life.intervals and life.intervals[-1].end is None:
-            life.intervals[-1] = life.intervals[-1]._replace(end=event.now)
-        life.ended, life.reason = event.now, event.reason.value
-        life.prediction = prediction_of(request)  # to compare it with the output
-        life.target = request.progress.target  # a target that depends on the output length may have changed
-        self.finished.add(life, event.now)
+        history = self._current(record)
+        if history.intervals and history.intervals[-1].end is None:
+            history.intervals[-1] = history.intervals[-1]._replace(end=event.now)
+        history.ended, history.reason = event.now, event.reason.value
+        history.prediction = prediction_of(request)  # to compare it with the output
+        history.target = request.progress.target  # a target that depends on the output length may have changed
+        self.finished.add(history, event.now)
 
     # -- inside -------------------------------------------------------------------------------------------
 
-    def _current(self, record: _LiveRecord) -> Life:
-        """Return the life with progress so far. It shares nothing that changes later."""
-        request, life = record.request, record.life
-        intervals = list(life.intervals)
+    def _current(self, record: _LiveRecord) -> History:
+        """Return the history with progress so far. It shares nothing that changes later."""
+        request, history = record.request, record.history
+        intervals = list(history.intervals)
         if record.in_tail_since is not None:
             for interval in self._tail.intervals(record.in_tail_since, None, record.preempted):
                 append(intervals, interval)
         return replace(
-            life,
+            history,
             output_tokens=len(request.progress.output),
             prediction=current_prediction(request),
-            preemptions=dict(life.preemptions),
+            preemptions=dict(history.preemptions),
             intervals=intervals,
-            omitted_s=dict(life.omitted_s),
+            omitted_s=dict(history.omitted_s),
         )
 
     def _close(self, record: _LiveRecord, now: float) -> None:
         if record.in_tail_since is None:
-            record.life.close(now)
+            record.history.close(now)
             return
         for interval in self._tail.intervals(record.in_tail_since, now, record.preempted):
-            record.life.open(interval)
+            record.history.open(interval)
         record.in_tail_since = None

@@ -9,7 +9,7 @@ from skipjoin.core.request import Request, ServiceClass, Target
 from skipjoin.observe.requests import RequestFacts
 
 RUNNING = "running"
-# Intervals kept from the start and from the end of one request's life. Those in between are only added up.
+# Intervals kept from the start and from the end of one request's history. Those in between are only added up.
 _FIRST, _LAST = 32, 96
 # Levels of the quantiles that bound a forecast.
 _INTERVAL = (0.1, 0.9)
@@ -41,7 +41,7 @@ class Prediction(NamedTuple):
 
 
 @dataclass(slots=True)
-class Life:
+class History:
     """Intervals of a request at one engine, consecutive from the arrival. Times are on the engine's clock.
 
     Attributes:
@@ -114,9 +114,9 @@ class Life:
         ]
 
 
-def new_life(request: Request) -> Life:
+def new_history(request: Request) -> History:
     options = request.options
-    return Life(
+    return History(
         request.id,
         request.arrival,
         len(request.prompt),

@@ -13,9 +13,9 @@ from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.observe.explanation import Standing, explained, standing
+from skipjoin.observe.histories import MAX_FINISHED, HistoryLog
+from skipjoin.observe.history import History
 from skipjoin.observe.holders import Holder
-from skipjoin.observe.life import Life
-from skipjoin.observe.lives import MAX_FINISHED, LifeLog
 from skipjoin.observe.reasons import OptionNames, explanations, words_of
 from skipjoin.recipes import find
 
@@ -42,11 +42,11 @@ class Limits(NamedTuple):
     recipe: str
 
 
-class RequestLives:
+class RequestHistories:
     """Intervals of live and recent requests. vLLM's engine writes them, and the thread of a listener reads them."""
 
     def __init__(self, limits: Limits, engine: int, clock: Callable[[], float]) -> None:
-        self._log = LifeLog()
+        self._log = HistoryLog()
         self._engine, self._clock = engine, clock
         names = tuple(find(limits.recipe).parameters)
         self._reasons = explanations(limits, _OPTIONS._replace(param_names=names))
@@ -94,10 +94,10 @@ class RequestLives:
         choices: list[dict[str, Any]] = []
         for number in self._numbers(name):
             with self._lock:
-                life = self._log.find(number, now)
-                holders = self._log.holders(life, now) if life is not None else []
-            if life is not None:
-                choices.append(self._choice(life, len(choices), now, holders))
+                history = self._log.find(number, now)
+                holders = self._log.holders(history, now) if history is not None else []
+            if history is not None:
+                choices.append(self._choice(history, len(choices), now, holders))
         if not choices:
             return None
         return {
@@ -108,20 +108,20 @@ class RequestLives:
             "reasons": words_of(self._reasons),
         }
 
-    def _choice(self, life: Life, choice: int, now: float, holders: list[Holder]) -> dict[str, Any]:
+    def _choice(self, history: History, choice: int, now: float, holders: list[Holder]) -> dict[str, Any]:
         return {
             "choice": choice,
             "replica": self._engine,
-            **explained(life, now, time.time(), self._reasons, self._standing(life)),
+            **explained(history, now, time.time(), self._reasons, self._standing(history)),
             "holders": [self._holder(holder) for holder in holders],
         }
 
-    def _standing(self, life: Life) -> Standing | None:
+    def _standing(self, history: History) -> Standing | None:
         """Return what the engine's next step answers, or None if it does not come soon."""
-        if life.ended is not None:
+        if history.ended is not None:
             return None
         answer: Future[Standing | None] = Future()
-        self._asked.append((life.number, answer))
+        self._asked.append((history.number, answer))
         try:
             return answer.result(_ANSWER_S)
         except TimeoutError:

@@ -63,7 +63,7 @@ class Adapters:
         file = AdapterFile(folder)
         found = self._found(file)
         try:
-            self.bytes[number] = sum(one.load(number, file, found) for one in self._products)
+            self.bytes[number] = sum(product.load(number, file, found) for product in self._products)
         except (RuntimeError, MemoryError, AdapterError) as error:
             self.unload(number)
             if isinstance(error, AdapterError):
@@ -74,20 +74,20 @@ class Adapters:
 
     def unload(self, number: int) -> None:
         self.bytes.pop(number, None)
-        for one in self._products:
-            one.unload(number)
+        for product in self._products:
+            product.unload(number)
 
     def planned_bytes(self, folder: str) -> int:
         """Return the memory that an adapter takes, or raise as `load`."""
         file = AdapterFile(folder)
         found = self._found(file)
-        return sum(one.planned_bytes(found) for one in self._products) * self.dtype.itemsize
+        return sum(product.planned_bytes(found) for product in self._products) * self.dtype.itemsize
 
     def _found(self, file: AdapterFile) -> dict[str, Pair]:
         """Return the pairs of this rank's matrices by the names of these."""
         if not self._products:
             raise file.error("cannot be used: models that run through transformers take no adapters")
-        matrices = {matrix.name: one for one in self._products for matrix in one.matrices}
+        matrices = {matrix.name: product for product in self._products for matrix in product.matrices}
         known = {variant: name for name in matrices for variant in stored_names(name, self._prefix)}
         found = {}
         for module, pair in file.pairs.items():
@@ -112,7 +112,7 @@ class Adapters:
         return layer is not None and int(layer[1]) < self._num_layers and int(layer[1]) not in self._layers
 
     def _kinds(self) -> str:
-        names = [matrix.name for one in self._products for matrix in one.matrices]
+        names = [matrix.name for product in self._products for matrix in product.matrices]
         kinds = dict.fromkeys(_LAYER.split(name)[-1] for name in names)
         return f"layers take adapters of {', '.join(kinds)}"
 

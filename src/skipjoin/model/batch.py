@@ -196,7 +196,7 @@ class PackedBatch:
             directed=directed,
             adapters=_adapters(segments),
             states=[segment.state for segment in segments] + [0] * empty,
-            captures=[(i, *one) for i, segment in enumerate(segments) for one in segment.captures],
+            captures=[(i, *capture) for i, segment in enumerate(segments) for capture in segment.captures],
         )
 
     @classmethod
@@ -242,7 +242,7 @@ class PackedBatch:
             block_size=block_size,
             adapters=_adapters(segments),
             states=[segment.state for segment in segments],
-            captures=[(i, *one) for i, segment in enumerate(segments) for one in segment.captures],
+            captures=[(i, *capture) for i, segment in enumerate(segments) for capture in segment.captures],
         )
 
 

@@ -69,7 +69,7 @@ def make_head(builder: Builder, settings: PoolingSettings, output: str) -> Head:
     """Make the head of a model of scores, whose output projection is the tensor `output`."""
     hidden, vocab = builder.config.hidden_size, builder.config.vocab_size
     if settings.answers:
-        yes, no = (builder.tensor(output, vocab, hidden, rows=range(one, one + 1)) for one in settings.answers)
+        yes, no = (builder.tensor(output, vocab, hidden, rows=range(answer, answer + 1)) for answer in settings.answers)
         # The softmax of two logits is the sigmoid of their difference.
         return Head(None, yes.double() - no.double(), None)
     dense, out = HEADS[settings.head or ""]

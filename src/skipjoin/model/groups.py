@@ -65,8 +65,8 @@ def same_order(matrices: Sequence[GroupedMatrix]) -> bool:
     """Return whether all have their inputs in one order."""
     first = matrices[0].order
     if first is None:
-        return all(one.order is None for one in matrices)
-    return all(one.order is not None and torch.equal(one.order, first) for one in matrices)
+        return all(matrix.order is None for matrix in matrices)
+    return all(matrix.order is not None and torch.equal(matrix.order, first) for matrix in matrices)
 
 
 def coded_bytes(

@@ -91,8 +91,8 @@ class Builder:
         """
         names = [names] if isinstance(names, str) else names
         parts = zip(names, outs, rows or map(range, outs), orders or [None] * len(outs), strict=True)
-        matrices = [Matrix(*one) for one in parts]
-        self.parameters += sum(len(one.rows) for one in matrices) * inputs
+        matrices = [Matrix(*part) for part in parts]
+        self.parameters += sum(len(matrix.rows) for matrix in matrices) * inputs
         product = self.weights.linear(self.ops, matrices, inputs, bias=bias, activation=activation)
         if takes_adapters:
             return self._counted(self.adapters.adapted(product, matrices, inputs, None, activation))

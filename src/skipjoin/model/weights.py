@@ -164,11 +164,11 @@ class PlannedWeights(Weights):
     def linear(self, ops: LayerOps, matrices: Sequence[Matrix], inputs: int, **options: Any) -> Product:
         columns = options.get("columns")
         width = inputs if columns is None else len(columns)
-        sizes = [self._matrix_bytes(one.name, len(one.rows), width) for one in matrices]
+        sizes = [self._matrix_bytes(matrix.name, len(matrix.rows), width) for matrix in matrices]
         known = [size for size in sizes if size is not None]
         if len(known) < len(sizes):
             return super().linear(ops, matrices, inputs, **options)
-        shifts = sum(len(one.rows) for one in matrices) * self._dtype.itemsize * options["bias"]
+        shifts = sum(len(matrix.rows) for matrix in matrices) * self._dtype.itemsize * options["bias"]
         return PlannedProduct(sum(known) + shifts)
 
     def product(

@@ -40,7 +40,9 @@ class Histogram:
 
 def _histograms(rows: Mapping[str, list[float]]) -> dict[str, Histogram]:
     metrics = map(engine_metric, rows)
-    return {one.name: Histogram(one.buckets, rows[one.name]) for one in metrics if one.kind == "histogram"}
+    return {
+        metric.name: Histogram(metric.buckets, rows[metric.name]) for metric in metrics if metric.kind == "histogram"
+    }
 
 
 class _ClassCounts:

@@ -126,7 +126,7 @@ def add_usage(record: Record, usages: Sequence[EngineUsage], *, target_tokens: i
 
 def summarize_programs(programs: Sequence[ProgramFacts]) -> Record:
     """Return figures of programs whose calls have all finished."""
-    ended = [one for one in programs if not one.live]
+    ended = [program for program in programs if not program.live]
     calls = sum(one.calls for one in ended)
     return {
         "programs": len(programs),
@@ -134,7 +134,7 @@ def summarize_programs(programs: Sequence[ProgramFacts]) -> Record:
         "calls": calls,
         "completion_s": _distribution(sorted(one.completion_s for one in ended)),
         "call_s": rounded(sum(one.calls_s for one in ended) / max(1, calls)),
-        "recomputed_tokens": sum(one.recomputed for one in programs),
+        "recomputed_tokens": sum(program.recomputed for program in programs),
     }
 
 

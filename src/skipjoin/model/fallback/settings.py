@@ -55,15 +55,15 @@ def fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     source = json.dumps({**read, "architectures": [architecture]}, sort_keys=True)
     settings = settings_of(source)
     config, calls = settings.config.get_text_config(), [*settings.traced.attentions.values()]
-    heads, kv_heads = (max(counts) for counts in zip(*((one.heads, one.kv_heads) for one in calls), strict=True))
-    if any(kv_heads % one.kv_heads for one in calls):
+    heads, kv_heads = (max(counts) for counts in zip(*((call.heads, call.kv_heads) for call in calls), strict=True))
+    if any(kv_heads % call.kv_heads for call in calls):
         raise ModelError(f"layers of {architecture} have numbers of key-value heads that do not divide each other")
     return {
         "num_layers": len(calls),
         "hidden_size": int(config.hidden_size),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
-        "head_dim": max(max(one.dim, one.value_dim) for one in calls),
+        "head_dim": max(max(call.dim, call.value_dim) for call in calls),
         "intermediate_size": _intermediate_size(config),
         "vocab_size": int(config.vocab_size),
         "max_positions": _max_positions(config, architecture),
@@ -71,7 +71,7 @@ def fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "tie_embeddings": False,
         "activation": "",
         "rope": None,
-        "windows": tuple(one.window for one in calls),
+        "windows": tuple(call.window for call in calls),
         "source": source,
     }
 

@@ -33,8 +33,8 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     if kind == "cohere2":
         slides = layer_kinds(raw, fields["num_layers"], every(raw.get("sliding_window_pattern", 4)))
         window = int(raw.get("sliding_window") or 0)
-        fields["windows"] = tuple(window * one for one in slides)
-        fields["ropes"] = tuple(fields["rope"] if one else None for one in slides)
+        fields["windows"] = tuple(window * slide for slide in slides)
+        fields["ropes"] = tuple(fields["rope"] if slide else None for slide in slides)
     return fields
 
 

@@ -59,12 +59,12 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "attention_scale": factor(raw, "query_pre_attn_scalar", 256) ** -0.5,
         "attention_cap": cap(raw, "attn_logit_softcapping"),
         "logit_cap": cap(raw, "final_logit_softcapping"),
-        "windows": tuple(window * one for one in slides),
+        "windows": tuple(window * slide for slide in slides),
     }
     if kind == "gemma3":
         of_window = rope_of_kind(raw, "sliding_attention", "rope_local_base_freq", 1e4)
         local = rope(of_window, fields["head_dim"], fields["max_positions"], 1.0)
-        fields |= {"qk_norm": True, "ropes": tuple(local if one else fields["rope"] for one in slides)}
+        fields |= {"qk_norm": True, "ropes": tuple(local if slide else fields["rope"] for slide in slides)}
     return fields
 
 

@@ -87,7 +87,7 @@ def _smollm3(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any
     slides = layer_kinds(raw, layers, lambda index: not has_rope[index])
     return {
         "ropes": tuple(fields["rope"] if one else None for one in has_rope),
-        "windows": tuple(window * one for one in slides),
+        "windows": tuple(window * slide for slide in slides),
     }
 
 

@@ -33,10 +33,10 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     if kind == "olmo3":
         of_window = rope_of_kind(raw, "sliding_attention", "rope_theta", 5e5)
         other = rope(of_window, fields["head_dim"], fields["max_positions"], 1.0)
-        ropes = tuple(other if one else whole for one in slides)
+        ropes = tuple(other if slide else whole for slide in slides)
     else:
-        ropes = tuple(whole if one or not window else None for one in slides)
-    return fields | {"windows": tuple(window * one for one in slides), "ropes": ropes}
+        ropes = tuple(whole if slide or not window else None for slide in slides)
+    return fields | {"windows": tuple(window * slide for slide in slides), "ropes": ropes}
 
 
 @family(

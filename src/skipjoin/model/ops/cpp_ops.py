@@ -241,7 +241,7 @@ class CppLinear(CompiledLinear):
 
 
 def _fusible(linears: Sequence[object]) -> list[CompiledLinear]:
-    return [one for one in linears if isinstance(one, CompiledLinear) and one.is_fusible]
+    return [linear for linear in linears if isinstance(linear, CompiledLinear) and linear.is_fusible]
 
 
 def _layer_call(parts: LayerParts) -> LayerCall | None:

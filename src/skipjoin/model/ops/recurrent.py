@@ -143,7 +143,7 @@ def _parts(batch: PackedBatch) -> Iterator[_Part]:
     row, yes = 0, torch.ones(1, dtype=torch.bool, device=device)
     for index, length in enumerate(batch.lengths):
         copies: dict[int, list[int]] = {}
-        for _, tokens, target in (one for one in batch.captures if one[0] == index):
+        for _, tokens, target in (capture for capture in batch.captures if capture[0] == index):
             copies.setdefault(tokens, []).append(target)
         one = slice(index, index + 1)
         for begin, end in pairwise(sorted({0, length, *copies})):

@@ -83,8 +83,8 @@ class TritonExperts:
 
 
 def _stacked(linears: Sequence[TorchLinear]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    biases = [one.bias for one in linears if one.bias is not None]
-    return torch.stack([one.weight for one in linears]), torch.stack(biases) if biases else None
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    return torch.stack([linear.weight for linear in linears]), torch.stack(biases) if biases else None
 
 
 class TritonNorm:

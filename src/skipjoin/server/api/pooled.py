@@ -259,7 +259,7 @@ class PooledFormat(ABC):
     def scores(self, vectors: Sequence[bytes]) -> list[float]:
         values = [values_of(vector) for vector in vectors]
         if self._task is Task.SCORE:
-            return [one[0] for one in values]
+            return [value[0] for value in values]
         firsts = len(self.body.firsts)
         return [cosine(values[first], values[firsts + second]) for first, second in self.body.pairs]
 

@@ -103,7 +103,7 @@ class RerankRequest(PairsBody):
 
     @property
     def seconds(self) -> list[str]:
-        return [one if isinstance(one, str) else one.text for one in self.documents]
+        return [document if isinstance(document, str) else document.text for document in self.documents]
 
 
 SomeTexts = Annotated[

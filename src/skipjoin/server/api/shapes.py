@@ -203,7 +203,7 @@ def _plain_messages(value: Raw, name: str) -> Raw:
     messages = _counted(
         value, _merged("Message", OllamaMessage, role=str, content=str | None, thinking=str | None), name
     )
-    _check_inputs([one.tool_calls for one in messages], sum(map(_unread, messages)), name)
+    _check_inputs([message.tool_calls for message in messages], sum(map(_unread, messages)), name)
     return Raw(msgspec.json.encode(messages))
 
 

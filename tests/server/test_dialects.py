@@ -299,7 +299,7 @@ async def test_functions_of_a_namespace_are_called_by_both_names(echo: Api) -> N
     events = await stream(echo, RESPONSES, input=call, **fields)
     (done,) = [event for event in events if event["type"] == "response.function_call_arguments.done"]
     assert done["name"] == "add"
-    # Its call comes back with the result, and the model reads the name that it called.
+    # The client sends the call with its result, and the model reads the name that it called.
     result = {"type": "function_call_output", "call_id": item["call_id"], "output": "3"}
     await post(echo, RESPONSES, input=[{"role": "user", "content": "Add."}, item, result], **fields)
     prompt = echo.service.tokenizer.decode(echo.engine.added[-1].prompt, skip_special_tokens=False)

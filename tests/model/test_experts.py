@@ -84,7 +84,7 @@ def test_experts_in_8_bits_are_close(tmp_path):
     errors = (ours - expected).norm(dim=1) / expected.norm(dim=1)
     assert 1e-4 < errors.median() < 0.03
     plain = load_model(tmp_path, LoadSpec(dtype="float32"))
-    assert model.expert_bytes < plain.expert_bytes * 9 / 32  # a half for 32 of 8 bits
+    assert model.expert_bytes <= plain.expert_bytes * 9 / 32  # a half for 32 of 8 bits
 
 
 def test_experts_count_as_far_as_tokens_use_them(tmp_path):

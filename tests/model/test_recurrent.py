@@ -107,7 +107,7 @@ def test_logits_of_chunked_prompts_equal_those_of_transformers(name: str, tmp_pa
     logits = PagedRunner(load_model(tmp_path, LoadSpec(dtype="float32")), sequences, 4, seed=1).run()
     for tokens, ours in zip(sequences, logits, strict=True):
         with torch.no_grad():
-            torch.testing.assert_close(ours, reference(torch.tensor([tokens])).logits[0], atol=1e-4, rtol=0)
+            torch.testing.assert_close(ours, reference(torch.tensor([tokens])).logits[0], atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize(

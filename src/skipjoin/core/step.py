@@ -1,8 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import itemgetter
 from typing import NamedTuple
 
 from skipjoin.core.request import Request
@@ -23,6 +24,10 @@ class Slice(NamedTuple):
     samples: bool
     awaits: bool
     blocks: tuple[int, ...]
+
+
+# Requests of slices, read without bytecode for each of them.
+REQUEST_OF: Callable[[Slice], Request] = itemgetter(0)
 
 
 class Direction(Enum):

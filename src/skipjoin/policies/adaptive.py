@@ -3,14 +3,14 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, islice, takewhile
+from itertools import chain, compress, islice, takewhile
 from typing import Any
 
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account
 from skipjoin.core.policy import Callbacks, Fact
 from skipjoin.core.request import FinishReason, Request
-from skipjoin.core.step import Slice
+from skipjoin.core.step import REQUEST_OF, Slice
 from skipjoin.policies.aging import MARGIN, Aging
 from skipjoin.policies.cells import Cell, Entry, SortedCells, Standing
 from skipjoin.policies.first_tokens import Alarms, FirstTokenPace
@@ -110,6 +110,7 @@ class Adaptive(Callbacks):
         self._aged.add(request.arrival + self._overtaking_s, request)
         if request.progress.output:
             self._enter(request, job, bin_of(len(request.progress.output) + 1))
+            self._dropped.add(request)
         else:
             job.standing = Standing(is_fresh=self._pace is not None)
             self._overdue.add(request.arrival + self._patience * index.prompt_s(job.kind), request)
@@ -122,16 +123,18 @@ class Adaptive(Callbacks):
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         jobs, self._running = self._jobs, slices
-        requests = [slice_.request for slice_ in slices]
+        requests = {*map(REQUEST_OF, slices)}
         self._begin_step(requests)
-        if self._begun.issuperset(requests) and not any(
-            some and not some.isdisjoint(requests) for some in (self._leaving, self._dropped)
-        ):
+        incoming = requests - self._begun
+        leaving = self._leaving & requests if self._leaving else self._leaving
+        dropped = self._dropped & requests if self._dropped else self._dropped
+        if not (incoming or leaving or dropped):
             return
         prompts = 0
         # First tokens take the time of others only where these cannot run alongside.
-        displaces = len(self._begun) > sum(request in self._begun for request in requests)
-        for slice_ in slices:
+        displaces = len(self._begun) > len(requests) - len(incoming)
+        concerned = incoming | leaving | dropped
+        for slice_ in compress(slices, map(concerned.__contains__, map(REQUEST_OF, slices))):
             request = slice_.request
             job = jobs[request]
             # Known tokens do not include the one just sampled, which may be the last: a bin is left once the request is
@@ -321,14 +324,14 @@ class Adaptive(Callbacks):
         self._begun.add(request)
         job.place = place
         job.standing = Standing(is_old=job.standing.is_old)
-        job.kind = self._kind_of(request, job)
+        if job.kind.uncached:
+            job.kind = job.kind._replace(uncached=0)
         job.leaves_at = len(request.prompt) + BIN_EDGES[place + 1] - 1 if place + 1 < BINS else request.max_total_tokens
         self._await_edge(request, job)
 
-    def _begin_step(self, running: Sequence[Request]) -> None:
+    def _begin_step(self, running: set[Request]) -> None:
         self._steps += 1
-        if self._paused and not self._paused.isdisjoint(running):
-            resumed = self._paused.intersection(running)
+        if self._paused and (resumed := self._paused & running):
             self._paused -= resumed
             for request in resumed:
                 self._await_edge(request, self._jobs[request])

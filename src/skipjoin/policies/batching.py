@@ -132,26 +132,29 @@ class Yielding(Callbacks):
 
 
 class YieldingBuilder:
-    __slots__ = ("_chunks", "_kept", "_last", "_limit_s", "_load", "_rules", "_seqs", "_tokens")
+    __slots__ = ("_beyond", "_chunks", "_kept", "_last", "_least", "_limit_s", "_load", "_rules", "_seqs")
 
     def __init__(self, rules: Yielding, last: Sequence[Slice]) -> None:
         self._rules, self._last = rules, last
-        self._seqs, self._tokens = rules.max_seqs, rules.max_tokens
+        self._seqs = rules.max_seqs
+        # A decode takes a slot and a token, so counting slots is enough for most requests: these tokens are left beyond
+        # one for each slot, and the step is full once this many slots are left.
+        self._beyond = rules.max_tokens - rules.max_seqs
+        self._least = max(0, -self._beyond)
         self._chunks = 0
         self._kept: int | None = None  # tokens for decodes; None until a prompt is offered
         self._load, self._limit_s = StepLoad(), inf
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
-        if self._seqs <= 0:
-            return NO_SLOT
-        if self._tokens <= 0:
-            return NO_TOKENS
+        if self._seqs <= self._least:
+            return NO_SLOT if self._seqs <= 0 else NO_TOKENS
         return 1 if pending == 1 else self._fit(request, pending) or PROMPTS_ARE_FULL
 
     def take(self, request: Request, tokens: int) -> None:
         self._seqs -= 1
-        self._tokens -= tokens
         if tokens > 1:
+            self._beyond -= tokens - 1
+            self._least = max(0, -self._beyond)
             self._chunks += 1
             if self._limit_s < inf:
                 self._load = self._load.plus(StepLoad.of(request.progress.planned, tokens))
@@ -160,7 +163,7 @@ class YieldingBuilder:
         if (kept := self._kept) is None:
             kept = self._kept = self._expect_decodes()
         decodes = self._rules.max_seqs - self._seqs - self._chunks
-        room = min(pending, self._tokens - max(0, kept - decodes))
+        room = min(pending, self._seqs + self._beyond - max(0, kept - decodes))
         if room <= 0 or self._limit_s == inf:
             return max(0, room)
         start, cost = request.progress.planned, self._rules.cost

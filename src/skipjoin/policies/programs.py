@@ -21,7 +21,7 @@ from skipjoin.core.policy import (
     is_decode_invariant,
 )
 from skipjoin.core.request import FinishReason, ProgramId, Request
-from skipjoin.core.step import Slice, StepShape
+from skipjoin.core.step import REQUEST_OF, Slice, StepShape
 from skipjoin.policies.fairness import OUTPUT_WEIGHT
 from skipjoin.policies.first_tokens import Alarms
 from skipjoin.policies.ordering import FixedKey
@@ -384,7 +384,7 @@ class ByProgram(Routed):
         super().on_arrived(request, now)
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
-        if self._waiting:
+        if self._waiting and not self._waiting.isdisjoint(map(REQUEST_OF, slices)):
             for slice_ in slices:
                 if slice_.request in self._waiting:
                     self._waiting.discard(slice_.request)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice, pairwise
 
@@ -17,8 +18,8 @@ from skipjoin.core.step import Slice
 from skipjoin.policies.adaptive import Adaptive
 from skipjoin.policies.aging import INDEX_RANGE, Aging
 from skipjoin.policies.cells import Cell, Entry, SortedCells, Standing
-from skipjoin.policies.first_tokens import FirstTokenPace
-from skipjoin.policies.gittins import NOT_BEGUN, GittinsIndex, Kind
+from skipjoin.policies.first_tokens import FirstTokenPace, PromptAdvances
+from skipjoin.policies.gittins import NOT_BEGUN, GittinsIndex, Kind, kind_of
 from skipjoin.policies.hazards import BIN_EDGES, BINS, Hazards, bin_of, hazards_of, merged
 from skipjoin.policies.length_model import EXPERTS, LengthModel
 from support.load import make
@@ -307,6 +308,52 @@ def test_first_tokens_get_their_share_of_the_time() -> None:
             spent += 0.1
         now += 0.1
     assert 0.25 * 100 <= spent <= 0.25 * 100 + 2.0
+
+
+@given(
+    prompts=st.lists(st.floats(0.01, 3.0), min_size=1, max_size=60),
+    share=st.floats(0.02, 0.5),
+    continued=st.sampled_from([0, 2, 5]),
+)
+def test_prompts_computed_ahead_of_waiting_requests_cost_a_share_of_the_time(
+    prompts: list[float], share: float, continued: int
+) -> None:
+    """Those of requests that continue are free. Once enough have continued, the next prompts are computed at once."""
+    advances, now, waiting_s = PromptAdvances(share, 0.025), 0.0, 0.0
+    ahead: deque[Request] = deque()
+    for number, seconds in enumerate(prompts):
+        while not advances.is_open(now):
+            now += 0.5
+        advances.advance(request := make(number), seconds, now)
+        ahead.append(request)
+        waiting_s += seconds
+        assert waiting_s <= share * now + 1.0 + 2 * max(prompts)
+        if continued and number % continued == 0:
+            waiting_s -= advances.waiting[ahead[0]]
+            advances.forget(ahead.popleft(), continues=True)
+    for request in ahead:
+        advances.forget(request, continues=True)
+    assert advances.is_open(now)
+    advances.advance(lost := make(999), 100.0, now)
+    advances.forget(lost, continues=False)
+    assert not advances.is_open(now), "its prompt must be computed again"
+
+
+def test_a_spread_of_costs_is_learned_from_lengths_and_prompts() -> None:
+    """Equal requests have none, whatever they cost, and a mixture of short and long prompts has one as lengths have."""
+
+    def spread(lengths: list[int], *prompts: int) -> float:
+        index = index_on(learned(lengths))
+        kinds = {kind_of(make(0, prompt, 4000), None, index.time, prompt): 1.0 for prompt in prompts}
+        return index.spread(kinds)
+
+    assert spread([200] * 500, 64) < 0.1
+    assert spread([200] * 500, 4096) < 0.1
+    near = spread(drawn(500, lambda chance: chance.uniform(200, 400)), 64)
+    heavy = spread(drawn(500, heavy_tailed), 64)
+    assert near < 0.2
+    assert heavy > 1
+    assert spread([20] * 500, 64, 8192) > 0.3
 
 
 def test_first_tokens_precede_until_their_share_is_used_or_their_objective_missed() -> None:

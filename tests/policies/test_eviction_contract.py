@@ -19,7 +19,7 @@ from support.policies import COST, EVICTIONS, Ranks
 POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     **EVICTIONS,
     "vacate": lambda: Vacate(COST),
-    "displacing": lambda: DisplacingSwap(COST),
+    "displacing": lambda: DisplacingSwap(COST, slots=4),
 }
 every_policy = pytest.mark.parametrize("build", POLICIES.values(), ids=POLICIES.keys())
 

@@ -18,7 +18,7 @@ from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move
 from skipjoin.policies.cost import LinearCost
-from skipjoin.policies.eviction import ProactiveSwap
+from skipjoin.policies.eviction import DisplacingSwap, ProactiveSwap
 from support.load import make
 from support.policies import Ranks
 
@@ -46,9 +46,16 @@ class Setup:
     The moves that the policy requests are started.
     """
 
-    def __init__(self, *holders: Holder, device: int = 20, host: int = 40, cost: LinearCost = COST) -> None:
+    def __init__(
+        self,
+        *holders: Holder,
+        device: int = 20,
+        host: int = 40,
+        cost: LinearCost = COST,
+        eviction: ProactiveSwap | None = None,
+    ) -> None:
         self.kv = KVLedger(device, host, 4)
-        self.eviction = ProactiveSwap(cost)
+        self.eviction = eviction or ProactiveSwap(cost)
         self.ordering = Ranks({})
         self.now = 0.0
         self.requests: list[Request] = []
@@ -197,6 +204,21 @@ def test_swaps_follow_the_order_of_turns(holders: list[Holder], spare: int, devi
         assert is_for_spare or any(turns[number] < turn for number in in_cpu_tier)
     if on_device and all(turns[number] > min(map(turns.__getitem__, on_device)) for number in in_cpu_tier):
         assert left, "the request that runs next must stay"
+
+
+@given(
+    holders=st.lists(st.builds(Holder, st.integers(0, 30), st.integers(1, 4), st.booleans()), max_size=9),
+    slots=st.integers(1, 6),
+)
+def test_only_requests_that_can_run_soon_are_swapped_in(holders: list[Holder], slots: int) -> None:
+    """Others would have to leave again before they run. Of the others, as many are swapped in as before."""
+    (out, back), (all_out, all_back) = (
+        Setup(*holders, eviction=eviction).step() for eviction in (DisplacingSwap(COST, slots=slots), None)
+    )
+    soon = sorted(holder.turn for holder in holders)[: slots + slots // 4 + 1]
+    assert back == [turn for turn in all_back if turn in soon][: len(back)]
+    assert len(back) <= len(soon)
+    assert out == all_out[: len(out)]
 
 
 def test_moves_are_limited_to_two_steps_of_the_link() -> None:

@@ -13,7 +13,7 @@ from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import REQUEST_OF, Slice
 from skipjoin.policies.aging import MARGIN, Aging
 from skipjoin.policies.cells import Cell, Entry, SortedCells, Standing
-from skipjoin.policies.first_tokens import Alarms, FirstTokenPace
+from skipjoin.policies.first_tokens import Alarms, FirstTokenPace, PromptAdvances
 from skipjoin.policies.gittins import NOT_BEGUN, GittinsIndex, Kind, kind_of
 from skipjoin.policies.hazards import BIN_EDGES, BINS, bin_of
 from skipjoin.policies.length_model import ForecastClass
@@ -22,6 +22,8 @@ from skipjoin.policies.length_model import ForecastClass
 _NEW_KEPT, _MIN_NEW = 0.9, 0.05
 # Steps within which the cached prefix of each waiting request is looked up again.
 _LOOKUP_STEPS = 64
+# Share of the time for prompts computed ahead where all requests cost the same, so that ordering gains nothing.
+_MIN_AHEAD = 0.02
 # Groups of requests, which precede each other. The first two are ordered by arrival, the first one also by prefill.
 FIRST, OLD, OTHER = range(3)
 
@@ -63,6 +65,10 @@ class Adaptive(Callbacks):
     Requests that wait for their first token follow by arrival + `prompt_patience` x prefill time. While others precede
     them, the index charges the prefill. It no longer counts from that sum on, so that among requests with equal
     forecasts and limits, none is overtaken because of its prompt by one that arrived later than that.
+
+    First tokens of requests that then wait take time from others, which ordering must win back. They get
+    `first_share` where costs are spread as widely as an exponential distribution, and next to nothing where all are
+    alike.
     """
 
     def __init__(self, index: GittinsIndex, *, overtaking_s: float, first_share: float, prompt_patience: float) -> None:
@@ -70,7 +76,8 @@ class Adaptive(Callbacks):
         self._revision = index.revision
         self._overtaking_s = overtaking_s
         self._aging = Aging(index.step_s)
-        self._pace = FirstTokenPace(first_share, index.step_s) if first_share else None
+        self._pace = FirstTokenPace(first_share, index.step_s)
+        self._advances = PromptAdvances(1.0, index.step_s)
         self._patience = prompt_patience
         self._is_open = True
         self._jobs: dict[Request, _Job] = {}
@@ -112,7 +119,7 @@ class Adaptive(Callbacks):
             self._enter(request, job, bin_of(len(request.progress.output) + 1))
             self._dropped.add(request)
         else:
-            job.standing = Standing(is_fresh=self._pace is not None)
+            job.standing = Standing(is_fresh=True)
             self._overdue.add(request.arrival + self._patience * index.prompt_s(job.kind), request)
             if request.prefix is not None:
                 self._with_prefix[request] = None
@@ -125,12 +132,15 @@ class Adaptive(Callbacks):
         jobs, self._running = self._jobs, slices
         requests = {*map(REQUEST_OF, slices)}
         self._begin_step(requests)
+        for request in [*filter(self._advances.waiting.__contains__, map(REQUEST_OF, slices))]:
+            if request in self._begun:
+                self._advances.forget(request, continues=True)
         incoming = requests - self._begun
         leaving = self._leaving & requests if self._leaving else self._leaving
         dropped = self._dropped & requests if self._dropped else self._dropped
         if not (incoming or leaving or dropped):
             return
-        prompts = 0
+        prompts, prefill_s = 0, self._index.time.prefill
         # First tokens take the time of others only where these cannot run alongside.
         displaces = len(self._begun) > len(requests) - len(incoming)
         concerned = incoming | leaving | dropped
@@ -142,14 +152,18 @@ class Adaptive(Callbacks):
             is_begun = job.place != NOT_BEGUN
             if slice_.tokens > 1 and (is_begun or (displaces and job.standing.is_fresh)):
                 prompts += slice_.tokens
+                if is_begun:
+                    self._advances.spend(prefill_s(slice_.tokens), now)
+                else:
+                    self._advances.advance(request, prefill_s(slice_.tokens), now)
             if not (is_begun or slice_.samples):
                 self._price(request, job)
             if slice_.samples:
                 self._dropped.discard(request)
                 if request.progress.known >= job.leaves_at:
                     self._advance(request, job)
-        if prompts and self._pace is not None:
-            self._pace.spend(self._index.time.prefill(prompts), now)
+        if prompts:
+            self._pace.spend(prefill_s(prompts), now)
 
     def on_preempted(self, request: Request, now: float) -> None:
         if request not in self._begun:
@@ -158,6 +172,9 @@ class Adaptive(Callbacks):
             self._price(request, job)
         elif request.progress.computed < request.progress.known - 1:
             self._dropped.add(request)
+        else:
+            return
+        self._advances.forget(request, continues=False)
 
     def on_reforecast(self, request: Request, now: float) -> None:
         job, index = self._jobs[request], self._index
@@ -170,6 +187,7 @@ class Adaptive(Callbacks):
         self._forget_edge(request, job)
         self._begun.discard(request)
         self._dropped.discard(request)
+        self._advances.forget(request, continues=True)
         self._with_prefix.pop(request, None)
         # Others were cut off: of their lengths it is known only which bins they survived.
         if request.progress.finish_reason is FinishReason.STOP and request.progress.output and job.place != NOT_BEGUN:
@@ -192,7 +210,7 @@ class Adaptive(Callbacks):
         if self._revision != self._index.revision:
             self._revision = self._index.revision
             self._retune(now)
-        is_open = self._pace is not None and self._pace.is_open(now)
+        is_open = self._pace.is_open(now) and self._advances.is_open(now)
         if is_open != self._is_open:
             self._is_open = is_open
             self._sort()
@@ -402,7 +420,8 @@ class Adaptive(Callbacks):
         self._new = Counter({kind: kept for kind, n in self._new.items() if (kept := n * _NEW_KEPT) > _MIN_NEW})
         new = [(self._index.log_index(kind, NOT_BEGUN), weight) for kind, weight in self._new.items()]
         self._aging.step_s = self._index.step_s
-        if self._pace is not None:
-            self._pace.step_s = self._index.step_s
+        self._pace.step_s = self._advances.step_s = self._index.step_s
+        spread = min(1.0, self._index.spread(self._new))
+        self._advances.share = max(_MIN_AHEAD, self._pace.share * spread * spread)
         self._aging.derive(indices, waiting, ages, new)
         self._sort()

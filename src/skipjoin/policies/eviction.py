@@ -227,6 +227,8 @@ class ProactiveSwap(Swap):
     first. Swaps are blocking where that does not suffice, and where transfers take next to no time.
     """
 
+    reach: int | None = None  # number of requests, in their order, that are swapped in ahead; None for all
+
     def __init__(self, cost: CostModel, *, drop_share: float = DROP_SHARE, exempts_first: bool = False) -> None:
         super().__init__(cost, drop_share=drop_share, exempts_first=exempts_first)
         self._is_cheap = False  # whether transfers are cheap
@@ -311,9 +313,18 @@ class ProactiveSwap(Swap):
 
 
 class DisplacingSwap(ProactiveSwap):
-    """`ProactiveSwap` that drops the KV ranked last where the CPU tier is full."""
+    """`ProactiveSwap` that drops the KV ranked last where the CPU tier is full.
+
+    Args:
+        slots: Maximum number of requests of a step. Only as many of the first ones, and a quarter more, are swapped in:
+            others would have to leave again before they run.
+    """
 
     displaces = True
+
+    def __init__(self, cost: CostModel, *, slots: int, exempts_first: bool = False) -> None:
+        super().__init__(cost, exempts_first=exempts_first)
+        self.reach = slots + slots // 4 + 1
 
 
 class _Exchange:
@@ -333,14 +344,19 @@ class _Exchange:
     def choose(self, turns: list[tuple[Any, Request]]) -> tuple[Sequence[Request], Sequence[Request]]:
         on_cpu: list[tuple[Any, Request]] = []
         on_device: list[tuple[Any, Request]] = []
-        for one in turns:
-            (on_cpu if self._footprint(one[1]) else on_device).append(one)
+        wanted, reach = 0, self._eviction.reach
+        for place, one in enumerate(turns):
+            if self._footprint(one[1]):
+                on_cpu.append(one)
+                wanted += reach is None or place < reach
+            else:
+                on_device.append(one)
         self._leaving = on_device[::-1]
         self._at = 0
         self._make_room(0, None)
         back: list[Request] = []
         stands_still = len(on_cpu) == len(self._kv.holders())
-        for turn, request in on_cpu:
+        for turn, request in on_cpu[:wanted]:
             blocks = self._footprint(request)
             if self._room[Direction.IN] <= 0:
                 break

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator
 
 from skipjoin.core.request import Request
 
-# Time for first tokens that may be used at once, in decode steps.
-_BURST_STEPS = 80
+# Time for first tokens that may be used at once, in decode steps, and the part of it for prompts computed ahead.
+_BURST_STEPS, _AHEAD_STEPS = 80, 40
 
 
 class FirstTokenPace:
@@ -18,15 +18,52 @@ class FirstTokenPace:
     """
 
     def __init__(self, share: float, step_s: float) -> None:
-        self._share = share
+        self.share = share
         self.step_s = step_s
         self._until = -math.inf  # time at which the used time has been paid for
 
     def spend(self, seconds: float, now: float) -> None:
-        self._until = max(self._until, now - _BURST_STEPS * self.step_s) + seconds / self._share
+        self._until = max(self._until, now - _BURST_STEPS * self.step_s) + seconds / self.share
 
     def is_open(self, now: float) -> bool:
         return self._until <= now
+
+
+class PromptAdvances:
+    """Gate that bounds the time of prompts which are computed ahead, for requests that then wait.
+
+    Such a prompt counts until its request continues. If its KV is lost before, it counts for good, as does KV that is
+    recomputed. What counts is worked off by a `share` of the time, which may be updated as `step_s` may.
+    """
+
+    def __init__(self, share: float, step_s: float) -> None:
+        self.share = share
+        self.step_s = step_s
+        self.waiting: dict[Request, float] = {}  # seconds of the prompts of requests that have not continued
+        self._owed_s = 0.0  # as of `_now`
+        self._now = 0.0
+
+    def spend(self, seconds: float, now: float) -> None:
+        self._work_off(now)
+        self._owed_s += seconds
+
+    def advance(self, request: Request, seconds: float, now: float) -> None:
+        self.spend(seconds, now)
+        self.waiting[request] = self.waiting.get(request, 0.0) + seconds
+
+    def forget(self, request: Request, *, continues: bool) -> None:
+        seconds = self.waiting.pop(request, 0.0)
+        if continues:
+            self._owed_s -= seconds
+
+    def is_open(self, now: float) -> bool:
+        self._work_off(now)
+        return self._owed_s <= 0
+
+    def _work_off(self, now: float) -> None:
+        owed_s = self._owed_s - self.share * (now - self._now)
+        self._owed_s = max(owed_s, -_AHEAD_STEPS * self.step_s)
+        self._now = now
 
 
 class Alarms:

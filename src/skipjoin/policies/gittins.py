@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from skipjoin.core.kv.interface import KVAccounts
@@ -137,6 +138,38 @@ class GittinsIndex:
             found = self.time.prompt(uncached, max(0, 2**kind.octave - uncached)) if uncached > 1 else 0.0
             self._prompts[key] = found
         return found
+
+    def spread(self, kinds: Mapping[Kind, float]) -> float:
+        """Return the squared coefficient of variation of the costs of requests of these kinds and weights.
+
+        It is 0 if all cost the same, so that ordering gains nothing, and 1 for an exponential distribution.
+        """
+        total = first = second = 0.0
+        for kind, weight in kinds.items():
+            mean, square = self._moments(kind)
+            total += weight
+            first += weight * mean
+            second += weight * square
+        return max(0.0, total * second / (first * first) - 1) if first > 0 else 0.0
+
+    def _moments(self, kind: Kind) -> tuple[float, float]:
+        """Return the means of the cost of such a request, in the unit of `_index`, and of its square."""
+        cls, octave, cap, _, _ = kind
+        hazards = self.model.hazards(cls)
+        prompt = 1.5 * 2.0**octave
+        slot, per_kv = (1 - self._kv_share) / self._max_seqs, self._kv_share / self._capacity
+        before = self.prompt_s(kind) / self._decode(prompt)
+        alive, mean, square = 1.0, 0.0, 0.0
+        for at in range(cap + 1):
+            ended = alive * (hazards[at] if at < cap else 1.0)
+            length = BIN_MIDDLES[at]
+            cost = before + length * (slot + per_kv * (prompt + length / 2))
+            mean += ended * cost
+            square += ended * cost * cost
+            alive -= ended
+            if alive < _FEW:
+                break
+        return mean, square
 
     def _decode(self, context: float) -> float:
         """Return the seconds of a decode step, above 0 even if a profile says otherwise."""

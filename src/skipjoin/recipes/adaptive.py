@@ -60,13 +60,14 @@ def adaptive(s: Settings, p: AdaptiveParams) -> Policies:
     """Adaptive: learned Gittins index, first tokens first, aging by what ordering gains, and proactive swapping."""
     index = GittinsIndex(s.cost, s.max_seqs)
 
-    def ordering(first_share: float = p.first_share) -> Adaptive:
-        return Adaptive(index, overtaking_s=p.overtaking_s, first_share=first_share, prompt_patience=p.prompt_patience)
+    def ordering() -> Adaptive:
+        return Adaptive(
+            index, overtaking_s=p.overtaking_s, first_share=p.first_share, prompt_patience=p.prompt_patience
+        )
 
     # Between clients that take turns, first tokens would make them recompute KV for each other.
-    eviction = DisplacingSwap(s.cost, exempts_first=s.fair_output_weight is None)
+    eviction = DisplacingSwap(s.cost, slots=s.stages * s.max_seqs, exempts_first=s.fair_output_weight is None)
     batcher = Yielding(s.max_seqs, s.max_tokens, s.cost, tpot_s=math.inf if s.slo_s is None else s.slo_s)
-    # No client waits for the first token of a best-effort request.
     book = ProgramBook()
     leases = ProgramLeases(OnDemand(), book, s.cost)
 
@@ -79,6 +80,5 @@ def adaptive(s: Settings, p: AdaptiveParams) -> Policies:
         staged(s, batcher, s.max_tokens, cuts=True),
         leases if p.programs else OnDemand(),
         eviction,
-        best_effort=of_programs(lambda: ordering(0.0)),
     )
     return replace(policies, learned=index.model, retention=leases if p.programs else None)

@@ -45,6 +45,18 @@ def test_a_best_effort_flood_delays_real_time_requests_little(recipe: str) -> No
     assert disturbed < (0.5 if recipe in ("fcfs", "orca", "sarathi") else 1.05) * equal
 
 
+def test_best_effort_requests_do_not_wait_for_others_to_finish_before_their_first_token_by_default() -> None:
+    def longest_wait(recipe: str) -> float:
+        batch = [make(number, 8, 40, arrival=0.05 * number, best_effort=True) for number in range(16)]
+        first: dict[Request, float] = {}
+        for event in run(World(recipe, device_blocks=400, max_seqs=4), batch).events:
+            if isinstance(event, Token):
+                first.setdefault(event.request, event.now)
+        return max(when - request.arrival for request, when in first.items())
+
+    assert longest_wait("adaptive") < 0.1 * longest_wait("fcfs")
+
+
 @pytest.mark.parametrize("recipe", PACKING)
 def test_packing_keeps_first_tokens_in_time_during_a_flood(recipe: str) -> None:
     done = run_with(flood_of(60), recipe)

@@ -132,9 +132,10 @@ class Adaptive(Callbacks):
         jobs, self._running = self._jobs, slices
         requests = {*map(REQUEST_OF, slices)}
         self._begin_step(requests)
-        for request in [*filter(self._advances.waiting.__contains__, map(REQUEST_OF, slices))]:
-            if request in self._begun:
-                self._advances.forget(request, continues=True)
+        if waiting := self._advances.waiting:
+            for request in [*filter(waiting.__contains__, map(REQUEST_OF, slices))]:
+                if request in self._begun:
+                    self._advances.forget(request, continues=True)
         incoming = requests - self._begun
         leaving = self._leaving & requests if self._leaving else self._leaving
         dropped = self._dropped & requests if self._dropped else self._dropped

@@ -41,7 +41,7 @@ def bytecodes_of(call: Callable[[], Any]) -> tuple[int, Any]:
     return count, found
 
 
-def least_cost(recipe: str, limit: str) -> float:
+def min_cost(recipe: str, limit: str) -> float:
     """Return the bytecodes of a decision for a full batch in decode, with a queue that `limit` blocks."""
     slots = RUNNING if limit == "slots" else 2 * RUNNING
     kv = KVLedger(RUNNING * (8 if limit == "memory" else 400), 0, 16)
@@ -66,4 +66,4 @@ def least_cost(recipe: str, limit: str) -> float:
 
 @pytest.mark.parametrize("limit", ["slots", "memory"])
 def test_a_decision_in_which_nothing_changes_costs_the_default_little_more_than_fcfs(limit: str) -> None:
-    assert least_cost("adaptive", limit) <= 1.06 * least_cost("fcfs", limit)
+    assert min_cost("adaptive", limit) <= 1.06 * min_cost("fcfs", limit)

@@ -139,6 +139,12 @@ def _calls(
     for config in prefill_configs(group, dim, itemsize, 4096, wgmma=wgmma)[: None if every else 1]:
         prefill_attention.prefill_attention(out, query, *parts, batch, tiles, config=config, **options)
         yield "prefill", config, kernels["_prefill"]
+    if every:
+        config = prefill_configs(group, dim, itemsize, 4096, wgmma=wgmma)[0]
+        prefill_attention.prefill_attention(
+            out, query, *parts, batch, tiles, config=config, softmax=options["softmax"], window=1000
+        )
+        yield "prefill-window", config, kernels["_prefill"]
     weight = torch.empty((1024, heads * dim), dtype=dtype)
     products.product(out.flatten(1), weight, None)
     yield "product", {"STAGES": _PIPELINED}, kernels["product_kernel"]

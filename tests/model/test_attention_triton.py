@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 
 import pytest
@@ -15,8 +16,10 @@ from skipjoin.model.parallel import WHOLE
 
 pytest.importorskip("triton")
 
+from skipjoin.model.attention import triton_backend
 from skipjoin.model.attention.triton_backend import TritonAttention, check_triton_attention
 from skipjoin.model.kernels import choices
+from skipjoin.model.kernels import prefill_attention as prefill
 from skipjoin.model.kernels.choices import Shape, decode_choice, tune_attention
 from skipjoin.model.kernels.decode_attention import CHUNK_KEYS, MAX_CHUNKS, decode_configs, share_out
 from skipjoin.model.kernels.paged import INTERPRETED
@@ -38,6 +41,7 @@ SHAPES = {
     "gqa8": (8, 1, 64, 1, 64),
 }
 MIX = [(30, 1), (0, 20), (64, 9), (0, 1)]
+SIXTEENS = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2}
 LONG = [(700, 1), (3, 1), (1500, 1), (0, 1)]
 
 
@@ -190,6 +194,33 @@ def test_heads_that_are_too_large_are_rejected():
 def test_tiles_cover_every_token_and_start_with_the_longest():
     batch = case("opt", [(5, 1), (0, 20), (64, 9)]).batch
     assert query_tiles(batch, [1, 2], 8).tolist() == [[2, 8], [2, 0], [1, 16], [1, 8], [1, 0]]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts the interpreter's calls")
+@pytest.mark.parametrize("window", [70, 9])
+def test_windows_read_and_mask_only_the_tiles_they_touch(window, monkeypatch):
+    """Tiles of 16 keys and 16 tokens: a token's window begins in another tile than that of the tile's last token."""
+    names = inspect.getfullargspec(prefill._tiles.fn).args
+    visited, tiles = {True: 0, False: 0}, prefill._tiles
+
+    def counted(*given):
+        of = dict(zip(names, given, strict=True))
+        low, high = (int(of[name].handle.data[0]) for name in ("low", "high"))
+        visited[bool(of["MASKED"])] += max(0, -(-(high - low) // 16))
+        return tiles(*given)
+
+    monkeypatch.setattr(prefill, "_tiles", counted)
+    monkeypatch.setattr(triton_backend, "prefill_choice", lambda *_: ("prefill", "", (), [SIXTEENS]))
+    Case(1, 1, 16, [(80, 40)], window=window, block_size=16, device=DEVICE).check(TritonAttention(), 1e-5)
+    touched, masked = 0, 0
+    for first in (80, 96, 112):
+        tokens = range(first, min(first + 16, 120))
+        for low in range(0, 120, 16):
+            sees = [own - window < key <= own for own in tokens for key in range(low, low + 16)]
+            touched += any(sees)
+            masked += any(sees) and not all(sees)
+    assert (visited[True], visited[False]) == (masked, touched - masked)
+    assert (visited[False] > 0) == (window == 70)
 
 
 def test_tuned_sizes_are_used(monkeypatch):

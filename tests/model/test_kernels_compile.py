@@ -93,7 +93,7 @@ def test_every_config_of_the_attention_kernels_compiles(tmp_path: Path) -> None:
     (found,) = compiled(tmp_path, ("compile_kernels.py", *others, *more))
     (quantized,) = compiled(tmp_path, ("compile_kernels.py", *int8))
     assert kernels_of(quantized) == 2 * ATTENTION
-    assert kernels_of(found) == [*ATTENTION, "reduce", *["decode"] * 6, *["prefill"] * 3]
+    assert kernels_of(found) == [*ATTENTION, "reduce", *["decode"] * 6, *["prefill"] * 3, "prefill-window"]
 
 
 def test_thresholds_need_no_stack_and_one_exchange_per_pass(outputs: Outputs) -> None:

@@ -154,24 +154,31 @@ def _prefill(
         key_scales += base // 4
         value_scales += base // 4
     table = tables + segment * table_width
-    # Keys up to the tile's first token are attended to by all its tokens; keys after its last token by none.
+    # Only tiles that hold keys visible to some of the tokens are read, and only those in which some token does not see
+    # some key are masked: the last ones, and with a window the first ones.
     first = context - length + first_token
     high = tl.minimum(first + per_tile, context)
     low = tl.where(window > 0, tl.maximum(first + 1 - window, 0), 0) // BLOCK_N * BLOCK_N if WINDOWED else 0
-    whole = low if WINDOWED else (first + 1) // BLOCK_N * BLOCK_N
     top = tl.full((BLOCK_M,), _LOWEST, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     if SINKS:
         top = tl.load(sinks + head) * LOG2E
         total += 1.0
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    if not WINDOWED:
+    seen_by_all = tl.maximum((first + 1) // BLOCK_N * BLOCK_N, low)
+    if WINDOWED:
+        entered = tl.minimum(tl.cdiv(tl.maximum(high - window, 0), BLOCK_N) * BLOCK_N, seen_by_all)
         acc, total, top = _tiles(
-            acc, total, top, q, own, low, whole, context, keys, values, key_scales, value_scales, table,
-            block_stride, step, scale, inner, window, False, DIM, BLOCK_SIZE, UPCAST, SCALED, CAPPED, BLOCK_D, BLOCK_N,
+            acc, total, top, q, own, low, entered, context, keys, values, key_scales, value_scales, table,
+            block_stride, step, scale, inner, window, True, DIM, BLOCK_SIZE, UPCAST, SCALED, CAPPED, BLOCK_D, BLOCK_N,
         )  # fmt: skip
+        low = entered
     acc, total, top = _tiles(
-        acc, total, top, q, own, whole, high, context, keys, values, key_scales, value_scales, table,
+        acc, total, top, q, own, low, seen_by_all, context, keys, values, key_scales, value_scales, table,
+        block_stride, step, scale, inner, window, False, DIM, BLOCK_SIZE, UPCAST, SCALED, CAPPED, BLOCK_D, BLOCK_N,
+    )  # fmt: skip
+    acc, total, top = _tiles(
+        acc, total, top, q, own, seen_by_all, high, context, keys, values, key_scales, value_scales, table,
         block_stride, step, scale, inner, window, True, DIM, BLOCK_SIZE, UPCAST, SCALED, CAPPED, BLOCK_D, BLOCK_N,
     )  # fmt: skip
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]

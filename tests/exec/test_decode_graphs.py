@@ -12,7 +12,9 @@ from skipjoin.exec.graphs import DecodeGraphs, Run, graph_batch_sizes, graph_byt
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.model.batch import GraphBuffers, PackedBatch, Segment
 from skipjoin.model.loader import random_model
+from skipjoin.model.sampler import Sampler, SampleRow
 from skipjoin.policies.eviction import Recompute
+from skipjoin.sampling import SamplingParams
 from support.policies import SpillAll
 
 pytest.importorskip("triton")
@@ -86,6 +88,20 @@ def test_padding_writes_no_kv_and_changes_no_other_rows() -> None:
     store.device.tensor.copy_(before)
     alone = model.forward(PackedBatch.build(known, 4), store.device)
     torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_logits_keep_their_type_and_greedy_tokens_those_of_float32() -> None:
+    """Rounded to bfloat16, several logits are the largest: the first of them must be chosen in either type."""
+    model = random_model(CONFIGS["llama"], seed=5, dtype="bfloat16", attention="torch")
+    model.attention = TritonAttention()
+    graphs = DecodeGraphs(model, make_store(model, 6).device, FunctionRecorder(), sizes=[2], longest=12)
+    _, logits = graphs.run([Segment([3], 0, [4]), Segment([60], 0, [3])], None)
+    assert logits.dtype == torch.bfloat16
+    logits = logits.clone()
+    logits[:, [9, 4, 11]] = logits.max() + 1
+    greedy = [SampleRow(Sampler(logits.shape[1]).start(SamplingParams(temperature=0.0), 0, [1], ()), 0)] * 2
+    found, wide = (Sampler(logits.shape[1]).sample(one, greedy).tokens.tolist() for one in (logits, logits.float()))
+    assert found == wide == [4, 4]
 
 
 def test_graphs_accept_only_decodes_that_fit() -> None:

@@ -87,7 +87,9 @@ class DecodeGraphs:
         self._model, self._pool = model, pool
         # Shared by all graphs: the previous step's tokens by row, the logits, and the block tables.
         self._sampled = torch.zeros(self._sizes[-1], dtype=torch.int64, device=model.device)
-        self._logits = torch.zeros((self._sizes[-1], model.config.vocab_size), device=model.device)
+        # In the model's type: the likeliest token is the same in float32, into which only the other draws convert them.
+        shape = self._sizes[-1], model.config.vocab_size
+        self._logits = torch.zeros(shape, dtype=model.logits_dtype, device=model.device)
         tables = (self._sizes[-1], -(-longest // pool.block_size))
         self._tables = torch.zeros(tables, dtype=torch.int64, device=model.device)
         # Hidden states from the previous pipeline stage.
@@ -148,7 +150,7 @@ def replays(model: CausalLM) -> bool:
 def graph_bytes(model: CausalLM, sizes: Sequence[int], peak: int) -> int:
     if not sizes:
         return 0
-    return len(sizes) * _NODE_BYTES + peak + sizes[-1] * model.config.vocab_size * 4
+    return len(sizes) * _NODE_BYTES + peak + sizes[-1] * model.config.vocab_size * model.logits_dtype.itemsize
 
 
 def record_graphs(

@@ -199,6 +199,11 @@ class CausalLM:
             return hidden[:0]
         return self._decoder.finish(hidden if batch.logit_rows is None else hidden[batch.logit_rows])
 
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        adjusts = self.config.logit_scale != 1 or self.config.logit_cap
+        return torch.float32 if adjusts else self.dtype
+
     @torch.inference_mode()
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the logits of rows of `wanted_rows`; all ranks of the stage must call it.

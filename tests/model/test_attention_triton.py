@@ -102,11 +102,11 @@ def test_chunks_of_a_subset_of_segments():
 class Decodes:
     """Work list of decodes with given contexts, and its items as (segment, first key, end)."""
 
-    def __init__(self, contexts, segments=None, window=0):
+    def __init__(self, contexts, segments=None, window=0, chunk=CHUNK_KEYS):
         tables = [[0] * -(-context // 16) for context in contexts]
         new = [Segment([0], context - 1, table) for context, table in zip(contexts, tables, strict=True)]
         index = None if segments is None else torch.tensor(segments, device=DEVICE)
-        self.list = share_out(PackedBatch.build(new, 16, DEVICE), index, window=window)
+        self.list = share_out(PackedBatch.build(new, 16, DEVICE), index, window=window, chunk=chunk)
         records = self.list.items[: int(self.list.total)].tolist()
         self.items = [(one[0], one[2], one[3]) for one in records]
         self.keys = [end - begin for _, begin, end in self.items]
@@ -159,6 +159,23 @@ def test_every_config_produces_the_same_output(shape, count):
     assert max(len(prefill_configs(heads // kv_heads, dim, 2, rows)) for rows in (9, 900)) <= count
     for number in range(1, count):
         case(shape, [(40, 1), (7, 20)], dtype=torch.bfloat16).check(TritonAttention(Always(number)), 1e-2)
+
+
+@pytest.mark.parametrize("work", [1, 4096])
+def test_batches_split_contexts_as_the_device_measured(work):
+    """Small batches may get shorter chunks and large ones longer ones, whose sums need no second kernel."""
+    default, *_, other = decode_choice(Shape(torch.float32, 1, 64, 16), work)[-1]
+    assert default["CHUNK"] == CHUNK_KEYS
+    assert other["CHUNK"] == (64 if work == 1 else 1024)
+
+    class Measured(TunedTable):
+        def find(self, name, source, key, configs):
+            return {**configs[0], "CHUNK": other["CHUNK"]} if name == "decode" else configs[0]
+
+    mix = [(600, 1), (3, 1), (100, 3)]
+    case("mha", mix, window=250, block_size=16, ends="both").check(TritonAttention(Measured(None)), 1e-5)
+    long = Decodes([600, 1, 1500], chunk=other["CHUNK"])
+    assert [len(long.chunks(i)) for i in range(3)] == ([10, 1, 24] if work == 1 else [1, 1, 2])
 
 
 def test_padding_writes_no_kv_and_outputs_zeros():

@@ -51,7 +51,7 @@ class _Plan:
             self.work = {}
         self.layer = layer
         if window not in self.work:
-            self.work[window] = share_out(self.batch, self.segments, window=window)
+            self.work[window] = share_out(self.batch, self.segments, window=window, chunk=self.decode_config["CHUNK"])
         return self.work[window]
 
 

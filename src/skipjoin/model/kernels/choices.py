@@ -18,6 +18,9 @@ from skipjoin.model.kernels.tuning import Config, TunedTable, source_hash
 _SOURCES = source_hash(*(str(module.__file__) for module in (paged, decode, prefill, tuning)), __file__)
 # Measured numbers of sequences in a decode and of tokens in a prompt, and the keys per sequence.
 _DECODES, _PROMPTS, _CONTEXT = (1, 4, 16, 64, 256), (8, 4096), 1024
+# Pairs of sequence and KV head up to which shorter chunks are measured, because they may leave multiprocessors idle,
+# and from which longer ones are, because they fill these without any partial results to add up.
+_FEW, _MANY, _SHORT_CHUNK, _LONG_CHUNK = 32, 256, 64, 1024
 # Minimum and maximum number of calls that are timed together. Each reads other keys than the previous ones, and
 # together they read more than the device's caches hold. No call finds its keys there, as in a step, in which other
 # layers run in between.
@@ -48,6 +51,10 @@ def decode_choice(shape: Shape, work: int) -> tuple[str, str, Sequence[object], 
     while bucket < work:  # powers of four share one choice
         bucket *= 4
     configs = decode.decode_configs(shape.group, shape.dim, shape.dtype.itemsize)
+    if bucket <= _FEW:
+        configs += [one | {"CHUNK": _SHORT_CHUNK} for one in configs[:1]]
+    if bucket >= _MANY:
+        configs += [one | {"CHUNK": _LONG_CHUNK} for one in configs[:2]]
     return "decode", _SOURCES, (*shape.key, bucket), configs
 
 
@@ -114,11 +121,12 @@ class _Bench:
         query, (keys, values) = self._query(count), self._cache(len(blocks))
         out = torch.empty_like(query)
         # The layers of a pass share the list, so it is not measured. It is the same for all slices.
-        work = decode.share_out(batches[0], window=0)
+        sizes = {config["CHUNK"] for config in choice[3]}
+        works = {size: decode.share_out(batches[0], window=0, chunk=size) for size in sizes}
         options: dict[str, Any] = {"softmax": Softmax(shape.dim**-0.5), "processors": processors}
 
         def run(config: Config, turn: int) -> None:
-            tables = batches[turn % slices].block_tables
+            tables, work = batches[turn % slices].block_tables, works[config["CHUNK"]]
             decode.decode_attention(out, query, keys, values, None, tables, work, config=config, **options)
 
         self._table.measure(*choice, run, turns)

@@ -1,6 +1,7 @@
 """Attention of one query token per sequence over the paged cache.
 
-The keys of a sequence are split into chunks by its own length alone, so results do not depend on the batch.
+The keys of a sequence are split into chunks by its own length and a least size. With one size for all batches, results
+do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from skipjoin.model.kernels.paged import (
 
 # Below every score, and finite: the difference of two of them is zero, not NaN.
 _LOWEST = tl.constexpr(-1.0e30)
-# Chunk size granularity: chunks are the smallest multiple of CHUNK_KEYS with which a sequence has at most MAX_CHUNKS.
+# Default chunk size granularity: chunks are the smallest multiple of it with which a sequence has at most MAX_CHUNKS.
 # With fewer keys, partial results would exceed a few percent of the bytes that are read.
 CHUNK_KEYS = 256
 MAX_CHUNKS = 64
-_CHUNK_KEYS, _MAX_CHUNKS = tl.constexpr(CHUNK_KEYS), tl.constexpr(MAX_CHUNKS)
+_MAX_CHUNKS = tl.constexpr(MAX_CHUNKS)
 # Programs per multiprocessor, more than it holds at a time: those that start last balance the others.
 _PROGRAMS = 8
 # int32 values per record: a record is one sector of memory.
@@ -57,16 +58,18 @@ class WorkList(NamedTuple):
     total: torch.Tensor
 
 
-def max_chunks(slots: int) -> int:
-    return min(MAX_CHUNKS, -(-slots // CHUNK_KEYS))
+def max_chunks(slots: int, chunk: int) -> int:
+    return min(MAX_CHUNKS, -(-slots // chunk))
 
 
 @triton.jit
-def _chunks(context: tl.tensor, window: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+def _chunks(
+    context: tl.tensor, window: tl.tensor, CHUNK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Return (first key, keys, keys per chunk, chunks)."""
     low = tl.where(window > 0, tl.maximum(context - window, 0), 0)
     keys = context - low
-    size = tl.maximum(tl.cdiv(tl.cdiv(keys, _MAX_CHUNKS), _CHUNK_KEYS), 1) * _CHUNK_KEYS
+    size = tl.maximum(tl.cdiv(tl.cdiv(keys, _MAX_CHUNKS), CHUNK), 1) * CHUNK
     return low, keys, size, tl.maximum(tl.cdiv(keys, size), 1)
 
 
@@ -82,12 +85,13 @@ def _share_out(
     count: tl.tensor,
     window: tl.tensor,
     INDEXED: tl.constexpr,
+    CHUNK: tl.constexpr,
 ) -> None:
     own = tl.program_id(0)
     segment = tl.load(segments + own).to(tl.int32) if INDEXED else own
     token = tl.load(query_start + segment).to(tl.int32) if INDEXED else own
     context = tl.load(context_lens + segment).to(tl.int32)
-    low, keys, size, chunks = _chunks(context, window)
+    low, keys, size, chunks = _chunks(context, window, CHUNK)
     first = 0
     everything = 0
     for start in range(0, count, _LENGTHS):
@@ -95,7 +99,7 @@ def _share_out(
         there = other < count
         place = tl.load(segments + other, mask=there, other=0) if INDEXED else other
         _, their_keys, their_size, their_chunks = _chunks(
-            tl.load(context_lens + place, mask=there, other=0).to(tl.int32), window
+            tl.load(context_lens + place, mask=there, other=0).to(tl.int32), window, CHUNK
         )
         their_chunks = tl.where(there, their_chunks, 0)
         more = tl.minimum(their_keys, their_size) - tl.minimum(keys, size)
@@ -322,34 +326,39 @@ def _reduce(
 
 
 def decode_configs(group: int, dim: int, itemsize: int) -> list[dict[str, int]]:
-    """Return candidate sizes, the default first. `maxnreg` prevents spills by the compiler's choice."""
+    """Return candidate sizes, the default first. `maxnreg` prevents spills by the compiler's choice.
+
+    CHUNK is the granularity of the chunks in the work list that the kernel reads.
+    """
     rows = 4096 // (padded(dim) * itemsize)  # a quarter of the bytes that must be in flight
     dots = [
-        {"DOT": 1, "BLOCK_N": max(16, rows * n), "STAGES": stages, "num_warps": warps}
+        {"DOT": 1, "BLOCK_N": max(16, rows * n), "STAGES": stages, "num_warps": warps, "CHUNK": CHUNK_KEYS}
         for n, stages, warps in ((4, 3, 4), (2, 4, 4), (4, 2, 4), (2, 3, 2), (8, 2, 4))
     ]
     dots[1]["maxnreg"] = 128
     if group > 1:
         return dots
     plain = [
-        {"DOT": 0, "BLOCK_N": max(4, rows * n), "STAGES": stages, "num_warps": warps}
+        {"DOT": 0, "BLOCK_N": max(4, rows * n), "STAGES": stages, "num_warps": warps, "CHUNK": CHUNK_KEYS}
         for n, stages, warps in ((1, 4, 4), (2, 3, 4), (1, 4, 2), (4, 3, 8))
     ]
     plain[3]["maxnreg"] = 128
     return plain + dots[:2]
 
 
-def share_out(batch: PackedBatch, segments: torch.Tensor | None = None, *, window: int) -> WorkList:
+def share_out(
+    batch: PackedBatch, segments: torch.Tensor | None = None, *, window: int, chunk: int = CHUNK_KEYS
+) -> WorkList:
     """Return the work list of segments of one token. Shapes do not depend on lengths, so a graph can replay it."""
     count = len(batch.lengths) if segments is None else segments.shape[0]
-    most = count * max_chunks(batch.block_tables.shape[1] * batch.block_size)
+    most = count * max_chunks(batch.block_tables.shape[1] * batch.block_size, chunk)
     items, sequences, total = (
         torch.empty(size, dtype=torch.int32, device=batch.context_lens.device) for size in ((most, 8), (count, 4), 1)
     )
     _share_out[(count,)](
         items, sequences, total, batch.context_lens, batch.reversed,
         batch.query_start if segments is None else segments, batch.query_start, count, window,
-        INDEXED=segments is not None,
+        INDEXED=segments is not None, CHUNK=chunk,
     )  # fmt: skip
     return WorkList(items, sequences, total)
 
@@ -367,7 +376,11 @@ def decode_attention(
     processors: int,
     config: Mapping[str, int],
 ) -> None:
-    """Attend for the tokens of the segments in `work`, and write their rows of `out`, which is contiguous."""
+    """Attend for the tokens of the segments in `work`, and write their rows of `out`, which is contiguous.
+
+    `work` must be shared out with config["CHUNK"].
+    """
+    sizes = {name: value for name, value in config.items() if name != "CHUNK"}
     heads, dim = query.shape[1:]
     kv_heads, block_size = keys.shape[2], keys.shape[1]
     count, most = work.sequences.shape[0], work.items.shape[0]
@@ -383,7 +396,7 @@ def decode_attention(
         SLOT_STRIDE=keys.stride(1), HEAD_STRIDE=keys.stride(2), UPCAST=INTERPRETED,
         SCALED=scales is not None, CAPPED=softmax.cap != 0, SINKS=softmax.sinks is not None,
         BLOCK_H=padded(heads // kv_heads) if dot else 1, BLOCK_D=block_d,
-        num_stages=config["STAGES"], **config,
+        num_stages=config["STAGES"], **sizes,
     )  # fmt: skip
     if parts:
         _reduce[(count, heads)](

@@ -25,7 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from skipjoin.kv_format import CACHE_FORMATS
-from skipjoin.model.attention.base import Softmax
+from skipjoin.model.attention.base import HeadWeights, Softmax
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.kernels import decode_attention, experts, kv_write, prefill_attention, products
 from skipjoin.model.kernels.decode_attention import decode_configs
@@ -126,6 +126,10 @@ def _calls(
     cos_sin = torch.empty((32, rotary)) if rotary else None
     kv_write.kv_write(query, key, value, *parts, batch.slots, batch.positions, cos_sin)
     yield "kv_write", {}, kernels["_kv_write"]
+    if every:
+        norms = HeadWeights(*torch.empty((2, dim), dtype=dtype), 1e-6, 0.0)
+        kv_write.kv_write(query, key, value, *parts, batch.slots, batch.positions, cos_sin, norms)
+        yield "kv_write-norms", {}, kernels["_kv_write"]
     for segments in (None, torch.ones(1, dtype=torch.int64)):
         work = decode_attention.share_out(batch, segments, window=0)
     yield "share_out", {}, kernels["_share_out"]

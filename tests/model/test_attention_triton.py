@@ -17,11 +17,13 @@ from skipjoin.model.parallel import WHOLE
 pytest.importorskip("triton")
 
 from skipjoin.model.attention import triton_backend
+from skipjoin.model.attention.base import HeadWeights
 from skipjoin.model.attention.triton_backend import TritonAttention, check_triton_attention
 from skipjoin.model.kernels import choices
 from skipjoin.model.kernels import prefill_attention as prefill
 from skipjoin.model.kernels.choices import Shape, decode_choice, tune_attention
 from skipjoin.model.kernels.decode_attention import CHUNK_KEYS, MAX_CHUNKS, decode_configs, share_out
+from skipjoin.model.kernels.norms import normalize
 from skipjoin.model.kernels.paged import INTERPRETED
 from skipjoin.model.kernels.prefill_attention import prefill_configs, query_tiles
 from skipjoin.model.kernels.tuning import TunedTable
@@ -78,6 +80,33 @@ def test_int8_cache(shape):
     # A new key that rounds differently as bfloat16 may get other codes.
     case(shape, MIX, dtype=torch.bfloat16, cache="int8", ends="both").check(TritonAttention(), 2e-2)
     case(shape, [(700, 1), (9, 1)], cache="int8", window=600).check(TritonAttention(), 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [("mha", {}), ("gqa3", {"cache": "int8"}), exhaustive("opt", {}), exhaustive("gqa4", {"dtype": torch.bfloat16})],
+)
+def test_norms_of_heads_are_those_of_a_kernel_of_their_own(shape, options):
+    """Heads without rotation, and with some or all values rotated; padding has no keys, but queries."""
+    one, other = (case(shape, [(30, 1), (0, 9)], **options) for _ in range(2))
+    heads, kv_heads, dim = SHAPES[shape][:3]
+    draw = torch.Generator().manual_seed(1)
+    weights = [torch.rand(dim, generator=draw).to(DEVICE, one.dtype) for _ in range(2)]
+    found = []
+    for fused, of in ((True, one), (False, other)):
+        query, key, value = of.qkv.clone().to(DEVICE).split([heads, kv_heads, kv_heads], dim=1)
+        given = {"norms": HeadWeights(*weights, 1e-3, 0.5)} if fused else {}
+        if not fused:
+            query, key = (
+                normalize(x, weight, None, 1e-3, centre=False, offset=0.5)
+                for x, weight in zip((query, key), weights, strict=True)
+            )
+        given |= {"layer": 1, "scale": SCALE, "cos_sin": of.cos_sin}
+        out = TritonAttention().attend(query, key, value, of.kv, of.batch, **given)
+        found.append((out, *of.kv.read(1, (slice(None),), torch.float32)))
+    tolerance = TOLERANCE[one.dtype] if "cache" not in options else 1e-2
+    for ours, expected in zip(*found, strict=True):
+        assert_near(ours.nan_to_num(0), expected.nan_to_num(0).double().cpu(), tolerance)
 
 
 @pytest.mark.parametrize(("shape", "cache"), [("mha", "auto"), ("gqa3", "int8")])

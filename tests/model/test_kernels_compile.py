@@ -88,12 +88,19 @@ def test_attention_kernels_keep_copies_in_flight_and_nothing_on_the_stack(output
 @pytest.mark.exhaustive
 def test_every_config_of_the_attention_kernels_compiles(tmp_path: Path) -> None:
     others = ("80:float32:neox", "80:float16:wide:reduce")
-    more = ("--every", "90:bfloat16:opt-13b:decode", "80:bfloat16:llama-8b:prefill")
+    more = ("--every", "90:bfloat16:opt-13b:decode", "80:bfloat16:llama-8b:prefill", "90:bfloat16:llama-8b:kv_write-")
     int8 = ("80:bfloat16+int8:neox", "90:bfloat16+int8:llama-8b")
     (found,) = compiled(tmp_path, ("compile_kernels.py", *others, *more))
     (quantized,) = compiled(tmp_path, ("compile_kernels.py", *int8))
     assert kernels_of(quantized) == 2 * ATTENTION
-    assert kernels_of(found) == [*ATTENTION, "reduce", *["decode"] * 6, *["prefill"] * 3, "prefill-window"]
+    assert kernels_of(found) == [
+        *ATTENTION,
+        "reduce",
+        *["decode"] * 6,
+        *["prefill"] * 3,
+        "prefill-window",
+        "kv_write-norms",
+    ]
 
 
 def test_thresholds_need_no_stack_and_one_exchange_per_pass(outputs: Outputs) -> None:

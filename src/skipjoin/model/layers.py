@@ -297,10 +297,13 @@ class SelfAttention:
         sinks: torch.Tensor | None = None,
     ) -> None:
         config, shard = builder.config, builder.shard
+        # Queries are scaled between their norm and attention.
+        is_scaled = rotary is not None and rotary.query_scales is not None
         self.parts = AttentionParts(
             qkv,
             output,
             norms,
+            None if norms is None or is_scaled else builder.ops.head_weights(*norms),
             len(shard.heads(config)),
             len(shard.kv_heads(config)),
             config.head_dim,
@@ -318,13 +321,14 @@ class SelfAttention:
         of = self.parts
         qkv = of.qkv(x).view(-1, of.heads + 2 * of.kv_heads, of.dim)
         query, key, value = qkv.split([of.heads, of.kv_heads, of.kv_heads], dim=1)
-        if of.qk_norms is not None:
+        if of.qk_norms is not None and of.head_weights is None:
             query, key = of.qk_norms[0](query), of.qk_norms[1](key)
         if of.query_scales is not None:
             query = query * of.query_scales[step.batch.positions, None, None].to(query.dtype)
         attended = step.attention.attend(
             query, key, value, step.kv, step.batch,
             layer=of.layer, scale=of.scale, window=of.window, cap=of.cap, sinks=of.sinks, cos_sin=of.cos_sin,
+            norms=of.head_weights,
         )  # fmt: skip
         return of.output.add_to(attended, total, then)
 

@@ -178,10 +178,12 @@ class GatedAttention:
         joined = of.qkv(x).view(len(x), -1, of.dim)
         query, gate, key, value = joined.split([of.heads, of.heads, of.kv_heads, of.kv_heads], dim=1)
         assert of.qk_norms is not None
-        query, key = of.qk_norms[0](query), of.qk_norms[1](key)
+        if of.head_weights is None:
+            query, key = of.qk_norms[0](query), of.qk_norms[1](key)
         attended = step.attention.attend(
             query, key, value, step.kv, step.batch,
             layer=of.layer, scale=of.scale, window=of.window, cap=of.cap, sinks=of.sinks, cos_sin=of.cos_sin,
+            norms=of.head_weights,
         )  # fmt: skip
         self._ops.gate(attended.view(len(x), 1, -1), gate.flatten(1), _SIGMOID)
         return of.output.add_to(attended, total, then)

@@ -20,6 +20,24 @@ class Softmax(NamedTuple):
     sinks: torch.Tensor | None = None
 
 
+class HeadWeights(NamedTuple):
+    """Root mean square norms of each head's query and key: weights [head_dim], to which `offset` is added."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
+    offset: float
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the normalized [T, heads, head_dim] of both."""
+        return self._normalized(query, self.query), self._normalized(key, self.key)
+
+    def _normalized(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        factor = wide.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()
+        return (wide * factor * (weight.float() + self.offset)).to(x.dtype)
+
+
 class Heads(NamedTuple):
     """Queries, keys and values of a batch; see `AttentionBackend.attend`."""
 
@@ -35,6 +53,7 @@ class Call(NamedTuple):
     softmax: Softmax
     window: int
     cos_sin: torch.Tensor | None
+    norms: HeadWeights | None
 
 
 class AttentionBackend(ABC):
@@ -68,6 +87,7 @@ class AttentionBackend(ABC):
         cap: float = 0.0,
         sinks: torch.Tensor | None = None,
         cos_sin: torch.Tensor | None = None,
+        norms: HeadWeights | None = None,
     ) -> torch.Tensor:
         """Rotate queries and keys, in place, if `cos_sin` is given, write the new KV into its slots, then attend.
 
@@ -80,8 +100,9 @@ class AttentionBackend(ABC):
             cap: Bound of scores s, which become cap * tanh(s / cap); 0 for none.
             sinks: float32 [heads], a score per head that takes part in the softmax without a value.
             cos_sin: float32 [positions, rotary_dim], cosines of the pairs (i, i + rotary_dim / 2), then their sines.
+            norms: Norms of queries and keys before they are rotated, if the layer has not normalized them.
         """
-        call = Call(layer, Softmax(scale, cap, sinks), window, cos_sin)
+        call = Call(layer, Softmax(scale, cap, sinks), window, cos_sin, norms)
         return self.run(Heads(query, key, value), kv, batch, call)
 
     @abstractmethod

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from skipjoin.kv_format import CacheFormat
-from skipjoin.model.attention.base import AttentionBackend
+from skipjoin.model.attention.base import AttentionBackend, HeadWeights
 from skipjoin.model.attention.torch_backend import TorchAttention
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.config import ModelConfig
@@ -42,7 +42,7 @@ def agrees(
 
     Args:
         plain: For plain segments only.
-        variants: Also with a cap and sinks, for which a GPU would compile more kernels.
+        variants: Also with a cap, sinks and norms, for which a GPU would compile more kernels.
     """
     generator = torch.Generator().manual_seed(0)
     config = ModelConfig.from_dict(_SHAPE)
@@ -56,7 +56,9 @@ def agrees(
     tolerance = 2e-2 if of.is_rounded else {torch.float32: 1e-5, torch.float16: 5e-3}.get(dtype, 2e-2)
     cases: list[dict[str, Any]] = [{"window": 0}, {"window": 6}]
     if variants:
-        cases.append({"window": 6, "cap": 1.5, "sinks": torch.rand(4, generator=generator).to(device)})
+        one, other = (torch.rand(40, generator=generator).to(device, dtype) for _ in range(2))
+        more = {"sinks": torch.rand(4, generator=generator).to(device), "norms": HeadWeights(one, other, 1e-5, 0.5)}
+        cases.append({"window": 6, "cap": 1.5, **more})
     mixed = [one._replace(reverse=False) for one in _SEGMENTS] if plain else _SEGMENTS
     for segments in (mixed, mixed[:1]):
         batch = PackedBatch.build(segments, 4, device)

@@ -28,7 +28,9 @@ class CppAttention(AttentionBackend):
         check_sizes(library, {"skipjoin_attention_call_bytes": AttentionCall, "skipjoin_heads_bytes": HeadsCall})
 
     def run(self, heads: Heads, kv: PagedKV, batch: PackedBatch, call: Call) -> torch.Tensor:
-        (query, key, value), (layer, softmax, window, cos_sin) = heads, call
+        (query, key, value), (layer, softmax, window, cos_sin, norms) = heads, call
+        if norms is not None:
+            query, key = norms(query, key)
         if cos_sin is not None:
             self.rotate(query, key, batch.positions, cos_sin)
         keys, values = kv.layer(layer)

@@ -67,12 +67,12 @@ class FlashAttention(TritonAttention):
 
     def run(self, heads: Heads, kv: PagedKV, batch: PackedBatch, call: Call) -> torch.Tensor:
         query, key, value = heads
-        (layer, softmax, window, cos_sin), dim = call, query.shape[2]
+        (layer, softmax, window, cos_sin, norms), dim = call, query.shape[2]
         has_plain = len(batch.directed) < len(batch.lengths)
         is_known = query.dtype in _DTYPES and dim % 8 == 0 and dim <= MAX_HEAD_DIM
         if softmax.cap or softmax.sinks is not None or not (has_plain and is_known):
             return super().run(heads, kv, batch, call)
-        kv_write(query, key, value, *kv.layer(layer), None, batch.slots, batch.positions, cos_sin)
+        kv_write(query, key, value, *kv.layer(layer), None, batch.slots, batch.positions, cos_sin, norms)
         index = self._index_of(batch, layer)
         if index.rows is None:
             return self._of_library(query, kv, index, call).flatten(1)

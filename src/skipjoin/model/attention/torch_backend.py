@@ -22,7 +22,9 @@ class TorchAttention(AttentionBackend):
     name = "torch"
 
     def run(self, heads: Heads, kv: PagedKV, batch: PackedBatch, call: Call) -> torch.Tensor:
-        (query, key, value), (layer, softmax, window, cos_sin) = heads, call
+        (query, key, value), (layer, softmax, window, cos_sin, norms) = heads, call
+        if norms is not None:
+            query, key = norms(query, key)
         if cos_sin is not None:
             rotate(query, key, batch.positions, cos_sin)
         read = partial(kv.read, layer, dtype=query.dtype)

@@ -78,8 +78,8 @@ class TritonAttention(AttentionBackend):
         self._planned: _Plan | None = None
 
     def run(self, heads: Heads, kv: PagedKV, batch: PackedBatch, call: Call) -> torch.Tensor:
-        (query, key, value), (layer, softmax, window, cos_sin) = heads, call
-        kv_write(query, key, value, *kv.layer(layer), kv.scales(layer), batch.slots, batch.positions, cos_sin)
+        (query, key, value), (layer, softmax, window, cos_sin, norms) = heads, call
+        kv_write(query, key, value, *kv.layer(layer), kv.scales(layer), batch.slots, batch.positions, cos_sin, norms)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         self._fill(out, query, kv, batch, None, layer=layer, softmax=softmax, window=window)
         return out.flatten(1)

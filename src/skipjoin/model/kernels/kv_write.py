@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from skipjoin.kv_format import Int8Rows
+from skipjoin.model.attention.base import HeadWeights
 from skipjoin.model.kernels.paged import jit, padded
 
 # Heads per program: enough for a thread to move 16 bytes at a time, and few enough to spread a small batch.
@@ -15,12 +16,64 @@ _ROUND = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def _rotated(
-    source: tl.tensor, seen: tl.tensor, cos: tl.tensor, sin: tl.tensor, PAIRS: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    first = tl.load(source, mask=seen, other=0.0).to(tl.float32)
-    second = tl.load(source + PAIRS, mask=seen, other=0.0).to(tl.float32)
-    return first * cos - second * sin, second * cos + first * sin
+def _scaled(
+    numbers: tl.tensor, factor: tl.tensor, weight: tl.tensor, kept: tl.tensor, offset: tl.tensor, source: tl.tensor
+) -> tl.tensor:
+    """Multiply by a row's factor and the weights, and round to the type of `source`, as a kernel of its own would."""
+    found = numbers * factor * (tl.load(weight, mask=kept, other=0.0).to(tl.float32) + offset)
+    return found.to(source.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _head(
+    source: tl.tensor,
+    own: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    weight: tl.tensor,
+    eps: tl.tensor,
+    offset: tl.tensor,
+    DIM: tl.constexpr,
+    PAIRS: tl.constexpr,
+    NORMED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return the first and second values of the pairs, normalized and rotated, and the values that are no pairs.
+
+    Those that DIM and PAIRS exclude are anything.
+    """
+    pairs = tl.arange(0, BLOCK_P)[None, :]
+    rest = 2 * PAIRS + tl.arange(0, BLOCK_REST)[None, :]
+    seen, kept = own & (pairs < PAIRS), own & (rest < DIM)
+    first = cos
+    second = cos
+    others = cos
+    if PAIRS > 0:
+        first = tl.load(source + pairs, mask=seen, other=0.0).to(tl.float32)
+        second = tl.load(source + PAIRS + pairs, mask=seen, other=0.0).to(tl.float32)
+    if DIM > 2 * PAIRS:
+        others = tl.load(source + rest, mask=kept, other=0.0)
+    if NORMED:
+        if PAIRS > 0 and DIM > 2 * PAIRS:
+            wide = others.to(tl.float32)
+            squares = tl.sum(first * first + second * second, 1) + tl.sum(wide * wide, 1)
+        elif PAIRS > 0:
+            squares = tl.sum(first * first + second * second, 1)
+        else:
+            wide = others.to(tl.float32)
+            squares = tl.sum(wide * wide, 1)
+        factor = tl.rsqrt(squares / DIM + eps)[:, None]
+        if PAIRS > 0:
+            first = _scaled(first, factor, weight + pairs, pairs < PAIRS, offset, source)
+            second = _scaled(second, factor, weight + PAIRS + pairs, pairs < PAIRS, offset, source)
+        if DIM > 2 * PAIRS:
+            others = _scaled(wide, factor, weight + rest, rest < DIM, offset, source).to(source.dtype.element_ty)
+    if PAIRS > 0:
+        turned = (first * cos - second * sin).to(source.dtype.element_ty)
+        second = (second * cos + first * sin).to(source.dtype.element_ty)
+        first = turned
+    return first, second, others
 
 
 @triton.jit
@@ -53,6 +106,10 @@ def _kv_write(
     slots: tl.tensor,
     positions: tl.tensor,
     cos_sin: tl.tensor,
+    query_weight: tl.tensor,
+    key_weight: tl.tensor,
+    eps: tl.tensor,
+    offset: tl.tensor,
     query_token: tl.tensor,
     query_head: tl.tensor,
     key_token: tl.tensor,
@@ -72,13 +129,17 @@ def _kv_write(
     BLOCK_P: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     SCALED: tl.constexpr,
+    NORMED: tl.constexpr,
 ) -> None:
-    """Rotate and write TILE heads. A program is (token, tile), with tiles of key-value heads first."""
+    """Normalize, rotate and write TILE heads. A program is (token, tile), with tiles of key-value heads first."""
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     kv_tiles: tl.constexpr = (KV_HEADS + TILE - 1) // TILE
     heads = tl.arange(0, TILE)
     pairs = tl.arange(0, BLOCK_P)
+    rest = 2 * PAIRS + tl.arange(0, BLOCK_REST)[None, :]
+    cos = tl.zeros((1, BLOCK_P), tl.float32)
+    sin = cos
     if PAIRS > 0:
         angles = cos_sin + tl.load(positions + token) * (2 * PAIRS) + pairs
         cos = tl.load(angles, mask=pairs < PAIRS, other=0.0)[None, :]
@@ -91,16 +152,11 @@ def _kv_write(
         columns = tl.arange(0, BLOCK_D)[None, :]
         whole = own & (columns < DIM)
         moved = tl.load(value + token * value_token + head * value_head + columns, mask=whole, other=0.0)
-        source = key + token * key_token + head * key_head
-        if PAIRS > 0:
-            seen = own & (pairs < PAIRS)[None, :]
-            first, second = _rotated(source + pairs[None, :], seen, cos, sin, PAIRS)
-            first = first.to(query.dtype.element_ty)
-            second = second.to(query.dtype.element_ty)
-        if DIM > 2 * PAIRS:
-            rest = 2 * PAIRS + tl.arange(0, BLOCK_REST)[None, :]
-            kept = own & (rest < DIM)
-            others = tl.load(source + rest, mask=kept, other=0.0)
+        first, second, others = _head(
+            key + token * key_token + head * key_head, own, cos, sin, key_weight, eps, offset,
+            DIM, PAIRS, NORMED, BLOCK_P, BLOCK_REST,
+        )  # fmt: skip
+        seen, kept = own & (pairs < PAIRS)[None, :], own & (rest < DIM)
         if SCALED:
             numbers = moved.to(tl.float32)
             value_scale = _scale(_top(numbers))
@@ -124,14 +180,20 @@ def _kv_write(
             tl.store(keys + to + PAIRS + pairs[None, :], second, mask=seen)
         if DIM > 2 * PAIRS:
             tl.store(keys + to + rest, others, mask=kept)
-    elif PAIRS > 0:
+    elif PAIRS > 0 or NORMED:
         # Names of their own: a name must have one type in both branches.
         asking = ((tile - kv_tiles) * TILE + heads)[:, None]
-        turning = (asking < HEADS) & (pairs < PAIRS)[None, :]
-        place = query + token * query_token + asking * query_head + pairs[None, :]
-        low, high = _rotated(place, turning, cos, sin, PAIRS)
-        tl.store(place, low.to(query.dtype.element_ty), mask=turning)
-        tl.store(place + PAIRS, high.to(query.dtype.element_ty), mask=turning)
+        asked = asking < HEADS
+        place = query + token * query_token + asking * query_head
+        low, high, further = _head(
+            place, asked, cos, sin, query_weight, eps, offset, DIM, PAIRS, NORMED, BLOCK_P, BLOCK_REST
+        )
+        if PAIRS > 0:
+            turning = asked & (pairs < PAIRS)[None, :]
+            tl.store(place + pairs[None, :], low, mask=turning)
+            tl.store(place + PAIRS + pairs[None, :], high, mask=turning)
+        if NORMED and DIM > 2 * PAIRS:
+            tl.store(place + rest, further, mask=asked & (rest < DIM))
 
 
 def kv_write(
@@ -144,8 +206,11 @@ def kv_write(
     slots: torch.Tensor,
     positions: torch.Tensor,
     cos_sin: torch.Tensor | None,
+    norms: HeadWeights | None = None,
 ) -> None:
-    """Write `key`, rotated if `cos_sin` is given, and `value` to their slots, and rotate `query` in place.
+    """Write `key` and `value` to their slots, and change `query` in place.
+
+    Queries and keys are first normalized, if there are `norms`, and then rotated, if `cos_sin` is given.
 
     Args:
         query: Shape [T, heads, head_dim]; head_dim is innermost in all tensors. Likewise `key` and `value`.
@@ -156,15 +221,15 @@ def kv_write(
     tokens, heads, dim = query.shape
     kv_heads, block_size = keys.shape[2], keys.shape[1]
     turned = 0 if cos_sin is None else cos_sin.shape[1]
-    tiles = triton.cdiv(kv_heads, _HEADS) + (triton.cdiv(heads, _HEADS) if turned else 0)
+    tiles = triton.cdiv(kv_heads, _HEADS) + (triton.cdiv(heads, _HEADS) if turned or norms else 0)
     _kv_write[(tokens, tiles)](
         query, key, value, keys, values, *(scales or (keys, values)), slots, positions,
-        query if cos_sin is None else cos_sin,
+        query if cos_sin is None else cos_sin, *(norms or (query, query, 0.0, 0.0)),
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         keys.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, PAIRS=turned // 2, BLOCK_SIZE=block_size,
         SLOT_STRIDE=keys.stride(1), HEAD_STRIDE=keys.stride(2), TILE=_HEADS, BLOCK_D=padded(dim, 1),
         BLOCK_P=padded(turned // 2, 1), BLOCK_REST=padded(dim - turned, 1),
-        SCALED=scales is not None,
+        SCALED=scales is not None, NORMED=norms is not None,
         num_warps=2,
     )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from skipjoin.model.attention.base import AttentionBackend
+from skipjoin.model.attention.base import AttentionBackend, HeadWeights
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.kv_cache import PagedKV
@@ -80,9 +80,12 @@ class Experts(Protocol):
 
 
 class AttentionParts(NamedTuple):
+    """Parts of attention. Norms of queries and keys that `attend` takes are in `head_weights` too."""
+
     qkv: Linear
     output: Linear
     qk_norms: tuple[HeadNorm, HeadNorm] | None
+    head_weights: HeadWeights | None
     heads: int
     kv_heads: int
     dim: int
@@ -123,6 +126,10 @@ class LayerOps(Protocol):
 
     def step(self) -> AbstractContextManager[None]:
         """Keep threads awake between the operations of a step."""
+        ...
+
+    def head_weights(self, query: HeadNorm, key: HeadNorm) -> HeadWeights | None:
+        """Return the norms for attention to apply, or None where it is no faster than a call of each."""
         ...
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> Product:

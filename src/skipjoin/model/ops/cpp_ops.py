@@ -8,11 +8,11 @@ from ctypes import c_float, c_int64, c_void_p
 
 import torch
 
-from skipjoin.model.attention.base import AttentionBackend
+from skipjoin.model.attention.base import AttentionBackend, HeadWeights
 from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.large_pages import Arena
 from skipjoin.model.layers import Adjusted, products_of, without_adapters
-from skipjoin.model.ops.base import Experts, FusedLayers, LayerParts, Linear, Norm, Routed
+from skipjoin.model.ops.base import Experts, FusedLayers, HeadNorm, LayerParts, Linear, Norm, Routed
 from skipjoin.model.ops.build import library_id, path_of
 from skipjoin.model.ops.calls import CPP_DTYPES, ExpertsCall, GroupsCall, LayerCall, LinearCall, check_sizes
 from skipjoin.model.ops.choice import WAYS, Choices
@@ -165,6 +165,9 @@ class CppOps:
         if len(ups) < len(up) or len(downs) < len(down):  # inputs in another order
             return LoopedExperts(up, down, per_row, among=among, scale=scale)
         return CppExperts(ups, downs, per_row, among=among, scale=scale)
+
+    def head_weights(self, query: HeadNorm, key: HeadNorm) -> HeadWeights | None:
+        return None
 
     def rms_norm(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> Norm:
         return CppRMSNorm(self, weight, eps, offset)

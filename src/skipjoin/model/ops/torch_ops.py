@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.nn.functional as F
 
-from skipjoin.model.attention.base import AttentionBackend
+from skipjoin.model.attention.base import AttentionBackend, HeadWeights
 from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.ops.base import (
     CLAMPED,
@@ -16,6 +16,7 @@ from skipjoin.model.ops.base import (
     GATES,
     Experts,
     FusedLayers,
+    HeadNorm,
     LayerParts,
     Linear,
     LookedUp,
@@ -115,6 +116,9 @@ class TorchOps:
         self, up: Sequence[Linear], down: Sequence[Linear], per_row: int, *, among: bool, scale: float = 1.0
     ) -> Experts:
         return LoopedExperts(up, down, per_row, among=among, scale=scale)
+
+    def head_weights(self, query: HeadNorm, key: HeadNorm) -> HeadWeights | None:
+        return None
 
     def rms_norm(self, weight: torch.Tensor, eps: float, offset: float = 0.0) -> Norm:
         return TorchRMSNorm(weight, eps, offset)

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from skipjoin.model.attention.base import HeadWeights
 from skipjoin.model.kernels.activations import bias_and_activation, gate_and_mul
 from skipjoin.model.kernels.experts import Blocks, expert_product, weighted_sum
 from skipjoin.model.kernels.norms import MAX_WIDTH, normalize
 from skipjoin.model.kernels.products import product
-from skipjoin.model.ops.base import GATES, Experts, Linear, Norm, Routed
+from skipjoin.model.ops.base import GATES, Experts, HeadNorm, Linear, Norm, Routed
 from skipjoin.model.ops.experts import LoopedExperts, route
 from skipjoin.model.ops.torch_ops import TorchLinear, TorchOps
 
@@ -35,6 +36,11 @@ class TritonOps(TorchOps):
         if weight.numel() > MAX_WIDTH:
             return super().rms_norm(weight, eps, offset)
         return TritonNorm(weight, None, eps, centre=False, offset=offset)
+
+    def head_weights(self, query: HeadNorm, key: HeadNorm) -> HeadWeights | None:
+        if not (isinstance(query, TritonNorm) and isinstance(key, TritonNorm)):
+            return None
+        return query.with_key(key)
 
     def layer_norm(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Norm:
         if width > MAX_WIDTH:
@@ -98,6 +104,15 @@ class TritonNorm:
 
     def after(self, product: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         return self._normalized(total, product)
+
+    def with_key(self, key: TritonNorm) -> HeadWeights | None:
+        """Return both norms as one, if they are root mean square norms of the same kind."""
+        settings = [(one._eps, one._offset, one._centre, one._bias) for one in (self, key)]
+        if settings[0] != settings[1] or self._centre or self._bias is not None:
+            return None
+        if self._weight is None or key._weight is None:
+            return None
+        return HeadWeights(self._weight, key._weight, self._eps, self._offset)
 
     def _normalized(self, x: torch.Tensor, product: torch.Tensor | None) -> torch.Tensor:
         return normalize(

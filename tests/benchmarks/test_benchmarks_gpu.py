@@ -19,7 +19,7 @@ RUN, FLOOR = load("benchmarks/performance/gpu/run.py"), load("benchmarks/perform
 
 def test_rehearsals_are_marked_and_report_their_measurements(tmp_path: Path) -> None:
     result = rehearsal(tmp_path, "decode")
-    assert "--parts machine,decode --minutes 1 --rehearse" in result["command"]
+    assert "--parts machine,decode --minutes 3 --rehearse" in result["command"]
     ceilings = result["parts"]["machine"]["figures"]["ceilings"]
     check_decodes(result["parts"]["decode"]["figures"]["batches"], ceilings["copy_bytes_per_s"])
 
@@ -43,17 +43,46 @@ def test_rehearsals_of_prefill_report_their_measurements(tmp_path: Path) -> None
 
 @pytest.mark.exhaustive
 def test_rehearsals_of_kernels_and_recipes_report_their_measurements(tmp_path: Path) -> None:
-    result = rehearsal(tmp_path, "attention,copies,record")
+    result = rehearsal(tmp_path, "attention,pressure,copies")
     found = {name: part["figures"] for name, part in result["parts"].items()}
     assert all(move["share"]["median"] > 0 for move in found["copies"]["moves"])
     assert [one["swap_dtype"] for one in found["copies"]["concurrent"]] == ["auto", "int8", "auto"]
-    assert [case["kind"] for case in found["attention"]["cases"]] == ["decode", "prefill"]
-    assert all(record["requests"]["finished"] for record in found["record"]["records"].values())
+    assert set(found["attention"]["flash"].values()) == {True}
+    cases = [case for case in found["attention"]["cases"] if case["implementation"] != "flash"]
+    assert [case["kind"] for case in cases] == ["decode"] * 2 + ["prefill"] * 6
+    assert all(case["difference"] < (0.02 if "int8" in case["implementation"] else 1e-5) for case in cases)
+    runs = found["pressure"]["runs"]
+    kinds = [(run["recipe"], run["swap_dtype"]) for run in runs]
+    assert kinds == [("fastserve", "auto"), ("fcfs", "auto"), ("fastserve", "int8")]
+    assert all(run["record"]["requests"]["finished"] for run in runs)
+    assert runs[0]["swaps"] > 0
+    assert not any(run["is_enough"] for run in runs)
 
 
-def rehearsal(out: Path, parts: str) -> dict[str, Any]:
+@pytest.mark.exhaustive
+def test_rehearsals_of_steps_compare_them_with_each_other(tmp_path: Path) -> None:
+    result = rehearsal(tmp_path, "mixed,small,ranks")
+    found = {name: part["figures"] for name, part in result["parts"].items()}
+    assert list(found["mixed"]["steps"]) == ["0", "8", "16"]
+    assert all(step["step_ms"]["median"] > 0 for step in found["mixed"]["steps"].values())
+    drawn, greedy = (found["small"]["batches"][name] for name in ("4 top-k, top-p", "4"))
+    assert drawn["of_greedy"] == pytest.approx(drawn["step_ms"]["median"] / greedy["step_ms"]["median"], rel=1e-3)
+    assert found["ranks"] == {"pair": [{"gloo": True}] * 2, "alone": {"backend": "gloo", "replayed": True}}
+
+
+@pytest.mark.exhaustive
+def test_rehearsals_of_peers_load_two_servers_in_turns(tmp_path: Path) -> None:
+    loads = rehearsal(tmp_path, "peers")["parts"]["peers"]["figures"]["loads"]
+    assert list(loads) == ["decode 4", "ShareGPT, 8/s"]
+    for found in loads.values():
+        assert all(run["requests"]["finished"] for runs in found["runs"].values() for run in runs)
+        assert found["ratio"] > 0
+
+
+def rehearsal(out: Path, parts: str, minutes: float = 3) -> dict[str, Any]:
     command = [sys.executable, str(FOLDER / "run.py"), "--rehearse", "--out", str(out), "--parts", parts]
-    ran = subprocess.run([*command, "--minutes", "1"], capture_output=True, text=True, check=False, timeout=120)
+    command += ["--minutes", f"{minutes:g}"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60 + 60 * minutes)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert not (out / "result.json").exists()
     result = json.loads((out / "rehearsal.json").read_text())
@@ -75,6 +104,7 @@ def check_decodes(batches: dict[str, Any], bandwidth: float) -> None:
         read = 2 * (2 * (2 * 64 * 16 * (4 + 2) + 3 * 64 * 128) + 64 * 512) + context * 2 * 2 * 2 * 16 * 2
         assert found["bytes"] == pytest.approx(read, abs=2 * 2 * 2 * 16 * 2)
         assert 44 < found["context_mean"] < 56
+        assert found["of_read_floor"] > 0
         assert found["floor_ms"] >= found["bytes"] / bandwidth * 1e3 * 0.999
         assert found["of_floor"] == pytest.approx(found["floor_ms"] / found["step_ms"]["median"], rel=1e-3)
         assert found["step_ms"]["runs"] == 6
@@ -122,9 +152,14 @@ def test_earlier_parts_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_unknown_benchmark_parts_are_rejected() -> None:
     assert RUN.chosen(None) == list(RUN.PARTS)
-    with pytest.raises(ValueError, match="parts must be of machine, decode, "):
+    with pytest.raises(ValueError, match="parts must be of machine, attention, "):
         RUN.chosen("decode,other")
     assert [part.name for part in RUN.chosen("copies,decode")] == ["machine", "decode", "copies"]
+
+
+def test_the_plan_fits_a_quarter_of_an_hour() -> None:
+    assert sum(minutes for _, minutes in RUN.STAGES.values()) < 13
+    assert all(len(RUN.chosen(parts)) > 1 for parts, _ in RUN.STAGES.values())
 
 
 def test_decode_floor_includes_computation() -> None:

@@ -1,4 +1,4 @@
-"""The part `machine`: the card, and the two ceilings that all other parts are compared with."""
+"""The part `machine`: the card, and the ceilings that all other parts are compared with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COPY_BYTES, _SIDE = {"cuda": 4 << 30, "cpu": 1 << 22}, {"cuda": 8192, "cpu": 12
 
 
 def measure(task: Task) -> Figures:
-    """Measure the copy bandwidth and the rate of matrix products.
+    """Measure the bandwidths of a copy and of a read, and the rate of matrix products.
 
     Raises:
         RuntimeError: There is no card.
@@ -24,9 +24,11 @@ def measure(task: Task) -> Figures:
     figures: Figures = {"machine": describe_machine() | _card(task)}
     task.keep(figures)
     figures["copy"] = copy_bandwidth(task)
+    figures["read"] = read_bandwidth(task)
     figures["matmul"] = matmul_rate(task)
     figures["ceilings"] = {
         "copy_bytes_per_s": figures["copy"]["bytes_per_s"],
+        "read_bytes_per_s": figures["read"]["bytes_per_s"],
         "matmul_flop_per_s": figures["matmul"]["flop_per_s"],
     }
     return figures
@@ -39,6 +41,14 @@ def copy_bandwidth(task: Task) -> Figures:
     target = torch.empty_like(source)
     times = seconds_of(task.device, lambda: target.copy_(source))
     return {"bytes": 2 * size, "ms": spread(times, 1e3), "bytes_per_s": significant(2 * size / spread(times)["median"])}
+
+
+def read_bandwidth(task: Task) -> Figures:
+    """Measure the bytes read per second of a sum, which writes nothing, as a decode step hardly does."""
+    size = _COPY_BYTES[task.device]
+    source = torch.ones(size // 4, dtype=torch.float32, device=task.device)
+    times = seconds_of(task.device, source.sum)
+    return {"bytes": size, "ms": spread(times, 1e3), "bytes_per_s": significant(size / spread(times)["median"])}
 
 
 def matmul_rate(task: Task) -> Figures:

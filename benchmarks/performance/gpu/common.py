@@ -12,6 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -89,24 +90,49 @@ def synchronize(device: str) -> None:
 
 
 def seconds_of(device: str, work: Callable[[], object], *, warmup: int = 3, runs: int = 20) -> list[float]:
-    """Return how long a call keeps the device busy, on CUDA by the device's clock, one run after the other."""
+    """Return the seconds of each of `runs` calls in succession, on CUDA by the device's clock.
+
+    The calls are queued without a wait between them, so that their launches overlap with the calls before. A call that
+    launches kernels from Python must be `recorded` first, or it may take the time of its launches.
+    """
     for _ in range(warmup):
         work()
-    found = []
-    for _ in range(runs):
-        synchronize(device)
-        if device == "cuda":
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            work()
-            end.record()
-            end.synchronize()
-            found.append(begin.elapsed_time(end) / 1e3)
-        else:
+    if device != "cuda":
+        found = []
+        for _ in range(runs):
             start = time.perf_counter()
             work()
             found.append(time.perf_counter() - start)
-    return found
+        return found
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
+    synchronize(device)
+    marks[0].record()
+    for mark in marks[1:]:
+        work()
+        mark.record()
+    synchronize(device)
+    return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(marks)]
+
+
+def recorded(device: str, *calls: Callable[[], object]) -> Callable[[], object]:
+    """Return a function that makes the calls one after the other: on CUDA the replay of a graph of them."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    if device != "cuda":
+        return run
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls[:1] * 2 + calls:  # compiles, and allocates workspaces
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # the engine has other threads
+        run()
+    return graph.replay
 
 
 def shape_of(task: Task, name: str, *, max_positions: int | None = None) -> ModelShape:
@@ -141,9 +167,10 @@ def config_of(shape: ModelShape, dtype: str) -> dict[str, Any]:
             "do_layer_norm_before": True,
         }
     else:
+        family = "Qwen3" if shape.name.startswith("qwen3") else "Llama"
         own = {
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
+            "model_type": family.lower(),
+            "architectures": [f"{family}ForCausalLM"],
             "intermediate_size": shape.intermediate,
             "num_key_value_heads": shape.kv_heads,
             "head_dim": shape.head_dim,
@@ -219,8 +246,8 @@ def plan_of(pieces: Sequence[tuple[int, int]], vocab: int) -> StepPlan:
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def forced(output: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+def forced(output: int, **params: Any) -> SamplingParams:
+    return SamplingParams(**({"temperature": 0.0} | params), max_tokens=output, ignore_eos=True)
 
 
 def drive(engine: Engine, jobs: Sequence[WorkloadRequest], until_s: float) -> Record:

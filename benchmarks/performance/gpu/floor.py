@@ -9,13 +9,16 @@ if TYPE_CHECKING:
     from skipjoin.sim.models import ModelShape
 
 
-def floor_of(shape: ModelShape, batch: int, context: float, ceilings: Mapping[str, float]) -> tuple[int, float]:
+def floor_of(
+    shape: ModelShape, batch: int, context: float, ceilings: Mapping[str, float], reads: str = "copy_bytes_per_s"
+) -> tuple[int, float]:
     """Return the bytes that a decode step reads and a lower bound of its seconds.
 
     Each product takes the longer of the times to read its weights and to multiply. The embedding table is not read.
 
     Args:
         context: Tokens of context of all requests together.
+        reads: Name of the bandwidth with which it reads.
     """
     queries, both = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim * 2
     layer = [
@@ -28,5 +31,5 @@ def floor_of(shape: ModelShape, batch: int, context: float, ceilings: Mapping[st
     pieces = [(size * shape.parameter_bytes, 2 * size * batch) for size in weights]
     kv_bytes = int(context) * shape.kv_bytes_per_token
     pieces += [(kv_bytes, int(4 * shape.layers * queries * context))]
-    bandwidth, rate = ceilings["copy_bytes_per_s"], ceilings["matmul_flop_per_s"]
+    bandwidth, rate = ceilings[reads], ceilings["matmul_flop_per_s"]
     return sum(size for size, _ in pieces), sum(max(size / bandwidth, flop / rate) for size, flop in pieces)

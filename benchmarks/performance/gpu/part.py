@@ -22,9 +22,14 @@ PARTS = {
     "machine": ("card", "measure"),
     "decode": ("steps", "measure_decode"),
     "prefill": ("steps", "measure_prefill"),
+    "sampled": ("steps", "measure_sampled"),
+    "small": ("steps", "measure_small"),
+    "mixed": ("steps", "measure_mixed"),
     "attention": ("attention", "measure"),
     "copies": ("copies", "measure"),
-    "record": ("serving", "measure_record"),
+    "pressure": ("serving", "measure_pressure"),
+    "peers": ("peers", "measure"),
+    "ranks": ("ranks", "measure"),
 }
 
 

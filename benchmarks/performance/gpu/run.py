@@ -4,7 +4,22 @@ Each part runs in its own process with a time limit, so a crash or a hang loses 
 after each. Parts of an earlier run in FOLDER/result.json are kept with their dates. `machine` always runs first and
 measures the copy bandwidth and the rate of matrix products, which the other parts are compared with.
 
-`--rehearse` runs all parts on the CPU with tiny shapes to test the scripts, and writes rehearsal.json to a separate
+`--stage` chooses parts and minutes of a plan for a quarter of an hour on a card, the most informative first:
+
+    run.py --stage kernels     attention alone, decode steps, steps with a prompt, prompts
+    run.py --stage sampling    a small model, and steps that draw tokens
+    run.py --stage pressure    recipes with far too little KV, swapped as it is or as int8
+    run.py --stage peers       vLLM on the same card
+    run.py --stage ranks       two processes on one card, and recorded collectives
+
+`peers` needs vLLM 0.22, which pins the card's torch 2.11, and the packages of both servers. They are brought in parts
+of 60 MiB while other stages run, and without the libraries that a dense bfloat16 model does not load:
+
+    pip install --target packages --no-deps vllm==0.22.0, and what both servers import and the image lacks
+    tar -C packages --exclude='_vllm_fa2_C*' --exclude='_moe_C*' -c . | xz -1 -T0 | split -b 60M - packages.part.
+    on the card: mkdir packages; cat packages.part.* | tar -xJ -C packages; BENCH_PACKAGES=$PWD/packages run.py ...
+
+`--rehearse` runs parts on the CPU with tiny shapes to test the scripts, and writes rehearsal.json to a separate
 folder. Correctness on a card is tested by `pytest -m gpu`.
 """
 
@@ -42,12 +57,26 @@ class Part(NamedTuple):
 # The most informative parts first.
 PARTS = (
     Part("machine", 0.3),
-    Part("decode", 1.5),
+    Part("attention", 1.5),
+    Part("decode", 1.2),
+    Part("mixed", 0.7),
     Part("prefill", 0.7),
-    Part("attention", 1.2),
+    Part("small", 1.0),
+    Part("sampled", 1.0),
+    Part("pressure", 1.5),
+    Part("peers", 4.0),
+    Part("ranks", 0.4),
     Part("copies", 0.8),
-    Part("record", 1.5),
 )
+
+# Parts and minutes of each stage of the plan.
+STAGES = {
+    "kernels": ("attention,decode,mixed,prefill", 3.4),
+    "sampling": ("small,sampled", 1.6),
+    "pressure": ("pressure", 2.0),
+    "peers": ("peers", 4.5),
+    "ranks": ("ranks", 1.0),
+}
 
 
 def chosen(names: str | None) -> list[Part]:
@@ -168,19 +197,21 @@ def summary(result: Mapping[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", help=f"some of: {', '.join(part.name for part in PARTS)}")
-    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the whole run")
+    parser.add_argument("--stage", choices=STAGES, help="parts and minutes of a stage of the plan")
+    parser.add_argument("--minutes", type=float, help="time limit of the whole run (default: the stage's, or 9)")
     parser.add_argument("--out", type=Path, help="folder of result.json (default: this one)")
     parser.add_argument("--rehearse", action="store_true", help="run tiny shapes on the CPU")
     args = parser.parse_args()
     try:
-        parts = chosen(args.parts)
+        of_stage, minutes = STAGES.get(args.stage, (None, 9.0))
+        parts = chosen(args.parts or of_stage)
     except ValueError as error:
         parser.error(str(error))
     folder = args.out or (Path(tempfile.mkdtemp(prefix="skipjoin-rehearsal-")) if args.rehearse else HERE)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / ("rehearsal.json" if args.rehearse else "result.json")
     try:
-        result = run_all(parts, args.minutes, file, rehearse=args.rehearse)
+        result = run_all(parts, args.minutes or minutes, file, rehearse=args.rehearse)
     except RuntimeError as error:
         raise SystemExit(f"error: {error}") from None
     print("\n".join(summary(result)))

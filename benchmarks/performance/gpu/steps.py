@@ -1,5 +1,5 @@
-"""The parts `decode` and `prefill`: steps of the Llama-3-8B shape in bfloat16, compared with the limits of the GPU's
-memory and matrix units."""
+"""The parts `decode`, `sampled`, `small`, `mixed` and `prefill`: steps in bfloat16, compared with the limits of the
+GPU's memory and matrix units, with each other, and with the sum of their kernels."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from common import (
     forced,
     loaded_model,
     plan_of,
+    recorded,
     seconds_of,
     settings_for,
     shape_of,
@@ -40,9 +41,21 @@ from skipjoin.engine.loop import EngineLoop
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.sim.models import ModelShape
 
-MODEL, DTYPE = "llama-3-8b", "bfloat16"
-# Targets: minimum shares of the lower bound and of the matrix rate, maximum shares of the gap and of scheduling.
-TARGETS = {"decode_of_floor": 0.8, "gap_share": 0.05, "scheduling_share": 0.01, "prefill_of_rate": 0.55}
+MODEL, SMALL, DTYPE = "llama-3-8b", "qwen3-0.6b", "bfloat16"
+# Targets: minimum shares of the lower bound and of the matrix rate, maximum shares of the gap and of scheduling, and
+# maximum ratios of sampled to greedy steps and of a step with a prompt to the sum of its kernels.
+TARGETS = {
+    "decode_of_floor": 0.8, "gap_share": 0.05, "scheduling_share": 0.01, "prefill_of_rate": 0.55,
+    "sampled_of_greedy": 1.05, "mixed_of_kernels": 1.15,
+}  # fmt: skip
+# Greedy, and what a chat sends.
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "top-p": {"temperature": 0.8, "top_p": 0.95},
+    "top-k, top-p": {"temperature": 0.8, "top_k": 50, "top_p": 0.95},
+}
+# Decodes, and prompt tokens of one more request, of a step with a prompt.
+MIXED = {"cuda": (64, (0, 32, 128, 512)), "cpu": (4, (0, 8, 16))}
 
 
 class _Model(NamedTuple):
@@ -70,20 +83,41 @@ _PROFILED_STEPS = 10
 
 def measure_decode(task: Task) -> Figures:
     """Measure decode steps through the engine's loop, one plan ahead, by batch size."""
-    sizes = _REHEARSAL if task.is_rehearsal else _CARD
-    shape = shape_of(task, MODEL)
-    figures: Figures = {"model": MODEL, "context": sizes.context, "target": TARGETS, "batches": {}}
+    return _measure_decodes(task, MODEL, _REHEARSAL.batches if task.is_rehearsal else _CARD.batches, ("greedy",))
+
+
+def measure_sampled(task: Task) -> Figures:
+    """Measure decode steps that draw tokens beside greedy ones."""
+    return _measure_decodes(task, MODEL, (4,) if task.is_rehearsal else (256, 64), tuple(SAMPLINGS))
+
+
+def measure_small(task: Task) -> Figures:
+    """Measure a model whose step takes no longer than the host's work for it."""
+    return _measure_decodes(task, SMALL, (4, 1) if task.is_rehearsal else (64, 256, 1), ("greedy", "top-k, top-p"))
+
+
+def _measure_decodes(task: Task, name: str, batches: tuple[int, ...], samplings: tuple[str, ...]) -> Figures:
+    sizes = (_REHEARSAL if task.is_rehearsal else _CARD)._replace(batches=batches)
+    shape = shape_of(task, name)
+    figures: Figures = {"model": name, "context": sizes.context, "target": TARGETS, "batches": {}}
     with folder_of(shape, DTYPE) as folder:
         config = _decode_config(task, folder, sizes, shape)
-        began = time.monotonic()
+        began, free = time.monotonic(), _free_bytes(task)
         with loaded_model(config) as loaded:
             figures |= {"load_s": significant(time.monotonic() - began), **backends(loaded)}
+            figures["used_bytes"] = free - _free_bytes(task)
             model, plans = _Model(loaded, config, shape), {}
-            for batch in sizes.batches:
+            for batch, sampling in itertools.product(batches, samplings):
+                key = str(batch) if sampling == "greedy" else f"{batch} {sampling}"
                 if task.left_s < 0:
-                    figures["batches"][str(batch)] = {"skipped": "no time left"}
+                    figures["batches"][key] = {"skipped": "no time left"}
                     continue
-                figures["batches"][str(batch)], plans[batch] = _decode(task, model, sizes, batch)
+                found, plan = _decode(task, model, sizes, batch, SAMPLINGS[sampling])
+                if sampling == "greedy":
+                    plans[batch] = plan
+                elif "step_ms" in (greedy := figures["batches"][str(batch)]):
+                    found["of_greedy"] = significant(found["step_ms"]["median"] / greedy["step_ms"]["median"])
+                figures["batches"][key] = found
                 task.keep(figures)
             # Captures come last, because a failed capture may break the device.
             for batch, plan in plans.items():
@@ -91,6 +125,10 @@ def measure_decode(task: Task) -> Figures:
                 found["forward"] = _forward(task, loaded, plan, found["floor_ms"])
                 task.keep(figures)
     return figures
+
+
+def _free_bytes(task: Task) -> int:
+    return torch.cuda.mem_get_info()[0] if task.device == "cuda" else 0
 
 
 def _decode_config(task: Task, folder: Any, sizes: _Sizes, shape: ModelShape) -> EngineConfig:
@@ -108,12 +146,12 @@ def _decode_config(task: Task, folder: Any, sizes: _Sizes, shape: ModelShape) ->
     )
 
 
-def _decode(task: Task, model: _Model, sizes: _Sizes, batch: int) -> tuple[Figures, StepPlan]:
+def _decode(task: Task, model: _Model, sizes: _Sizes, batch: int, params: dict[str, Any]) -> tuple[Figures, StepPlan]:
     loaded, config, shape = model
     loop = EngineLoop(engine_around(loaded, config))
     for number in range(batch):
         prompt = tokens(number, sizes.context - sizes.warmup - sizes.steps // 2, shape.vocab)
-        loop.add(number, prompt, forced(config.max_model_len - len(prompt)))
+        loop.add(number, prompt, forced(config.max_model_len - len(prompt), **params))
     _pretend_prefill(loop.core)
     clock = _Clock(loop)
     _run(loop, sizes.warmup)
@@ -129,19 +167,23 @@ def _decode(task: Task, model: _Model, sizes: _Sizes, batch: int) -> tuple[Figur
             contexts.append(step.context)
             seconds.append(result.seconds)
     wall = statistics.median(walls)
-    read, floor = floor_of(shape, batch, statistics.fmean(contexts), task.ceilings)
+    context = statistics.fmean(contexts)
+    read, floor = floor_of(shape, batch, context, task.ceilings)
+    # A read alone is faster than a copy, which also writes: the stricter of the two bounds.
+    stricter = floor_of(shape, batch, context, task.ceilings, "read_bytes_per_s")[1]
     found: Figures = {
         "step_ms": spread(walls, 1e3),
         "executor_ms": spread(seconds, 1e3),
-        "context_mean": significant(statistics.fmean(contexts) / batch),
+        "context_mean": significant(context / batch),
         "bytes": read,
         "floor_ms": significant(floor * 1e3),
         "of_floor": significant(floor / wall),
+        "of_read_floor": significant(stricter / wall),
         "scheduling_share": significant(clock.spent / sum(walls)),
         "tokens_per_s": significant(batch / wall),
     }
     if batch == _GAP_BATCH[task.device]:
-        found["gpu"] = _gpu_time(task, loop, wall)
+        found["gpu"] = _gpu_time(task, lambda: _run(loop, _PROFILED_STEPS))
     drain(loop)
     return found, result.plan
 
@@ -191,59 +233,43 @@ class _Clock:
 
 
 def _forward(task: Task, loaded: Loaded, plan: StepPlan, floor_ms: float) -> Figures:
-    """Measure the forward pass alone, as a replayed CUDA graph."""
+    """Measure the forward pass alone, as a CUDA graph that is replayed back to back."""
     model, kv = loaded.executor.model, loaded.executor.store.device
     segments = [Segment([5], piece.start, piece.blocks) for piece in plan.slices]
     batch = PackedBatch.build(segments, kv.block_size, model.device)
     try:
-        if task.device == "cuda":
-            _warm_up(lambda: model.forward(batch, kv))
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # the engine has other threads
-                model.forward(batch, kv)
-            times = seconds_of(task.device, graph.replay)
-        else:
-            times = seconds_of(task.device, lambda: model.forward(batch, kv))
+        times = seconds_of(task.device, recorded(task.device, lambda: model.forward(batch, kv)))
     except RuntimeError as error:
         return {"error": str(error)[:500]}
     return {"ms": spread(times, 1e3), "of_floor": significant(floor_ms / 1e3 / statistics.median(times))}
 
 
-def _warm_up(work: Callable[[], object]) -> None:
-    """Warm up on a separate stream, as a capture requires."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            work()
-    torch.cuda.current_stream().wait_stream(stream)
+def _gpu_time(task: Task, steps: Callable[[], object]) -> Figures:
+    """Measure with a profiler how long the GPU is busy in `_PROFILED_STEPS` steps, and their kernels.
 
-
-def _gpu_time(task: Task, loop: EngineLoop, wall: float) -> Figures:
-    """Measure with a profiler how long the GPU is busy in a step, and its kernels.
-
-    The gap is the rest of a step's time without the profiler.
+    The gap is the idle share between the first kernel and the last one of the same profile, which lengthens both.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if task.device == "cuda":
         activities = [torch.profiler.ProfilerActivity.CUDA]
     try:
         with torch.profiler.profile(activities=activities) as profiler:
-            _run(loop, _PROFILED_STEPS)
+            steps()
             synchronize(task.device)
         spans = _spans(task, profiler)
     except RuntimeError as error:
         return {"error": str(error)}
     if not spans:
         return {"error": "the profiler recorded no work on the GPU"}
-    busy = _union([(start, end) for _, start, end in spans]) / _PROFILED_STEPS / 1e6
+    busy = _union([(start, end) for _, start, end in spans])
+    whole = max(end for *_, end in spans) - min(start for _, start, _ in spans)
     by_name: dict[str, list[float]] = {}
     for name, start, end in spans:
         by_name.setdefault(name[:100], []).append((end - start) / 1e3)
     heaviest = sorted(by_name, key=lambda name: -sum(by_name[name]))[:15]
     return {
-        "busy_ms": significant(busy * 1e3),
-        "gap_share": significant(1 - busy / wall),
+        "busy_ms": significant(busy / _PROFILED_STEPS / 1e3),
+        "gap_share": significant(1 - busy / whole),
         "launches_per_step": significant(len(spans) / _PROFILED_STEPS),
         "kernels_ms_per_step": {name: significant(sum(by_name[name]) / _PROFILED_STEPS) for name in heaviest},
     }
@@ -265,6 +291,51 @@ def _union(spans: list[tuple[float, float]]) -> float:
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total
+
+
+def measure_mixed(task: Task) -> Figures:
+    """Measure steps of decodes and a prompt: time on the host, whole step, and sum of the kernels."""
+    decodes, prompts = MIXED[task.device]
+    sizes = (_REHEARSAL if task.is_rehearsal else _CARD)._replace(batches=(decodes + 1,))
+    shape = shape_of(task, MODEL)
+    figures: Figures = {"model": MODEL, "decodes": decodes, "target": TARGETS["mixed_of_kernels"], "steps": {}}
+    with folder_of(shape, DTYPE) as folder, loaded_model(_decode_config(task, folder, sizes, shape)) as loaded:
+        figures |= backends(loaded)
+        for count in prompts:
+            mix = [(sizes.context - 1, 1)] * decodes + [(0, count)] * (count > 0)
+            figures["steps"][str(count)] = _mixed(task, loaded, plan_of(mix, shape.vocab))
+            task.keep(figures)
+    return figures
+
+
+def _mixed(task: Task, loaded: Loaded, plan: StepPlan) -> Figures:
+    """Run the plan several times in succession, each queued while the one before computes."""
+    submit, hosts = loaded.executor.submit, []
+
+    def run(count: int) -> float:
+        synchronize(task.device)
+        begin, handles = time.perf_counter(), []
+        for _ in range(count):
+            start = time.perf_counter()
+            handles.append(submit(plan, 0.0))
+            if task.device == "cuda":
+                handles[-1]._in_flight.result()  # queued, not finished
+                hosts.append(time.perf_counter() - start)
+            if len(handles) > 1:
+                handles[-2].result()
+        handles[-1].result()
+        return (time.perf_counter() - begin) / count
+
+    run(_PROFILED_STEPS)
+    hosts.clear()
+    times = [run(_PROFILED_STEPS) for _ in range(3 if task.is_rehearsal else 7)]
+    found: Figures = {"step_ms": spread(times, 1e3)}
+    if hosts:
+        found["host_ms"] = spread(hosts, 1e3)
+    found["gpu"] = _gpu_time(task, lambda: run(_PROFILED_STEPS))
+    if "busy_ms" in found["gpu"]:
+        found["of_kernels"] = significant(found["step_ms"]["median"] / found["gpu"]["busy_ms"])
+    return found
 
 
 def measure_prefill(task: Task) -> Figures:

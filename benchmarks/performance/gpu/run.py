@@ -42,6 +42,8 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).resolve().parent
 # Seconds that a part may take beyond its share to finish a measurement, and seconds that are withheld from it for that.
 _GRACE_S, _RESERVE_S = 30.0, 8.0
+# Seconds in which a part that is stopped ends its servers.
+_END_S = 15.0
 # Minimum time of a part; with less it is not started.
 _MIN_S = 15.0
 _LOG_CHARS = 3000
@@ -120,6 +122,10 @@ def run_part(part: Part, task: Mapping[str, Any], limit_s: float) -> dict[str, A
                 status = "ok" if code == 0 else f"failed with exit code {code}"
             except subprocess.TimeoutExpired:
                 status = f"stopped after {limit_s:.0f} s"
+                # Servers are in groups of their own, which the part ends when it is asked to.
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_S)
             finally:
                 # Its descendants end with it.
                 with contextlib.suppress(ProcessLookupError):

@@ -131,8 +131,8 @@ class Swap(Recompute):
         return request.progress.known - request.progress.computed <= 1 and self._moves_faster(request, kv, keep)
 
     def _moves_faster(self, request: Request, kv: KVAccounts, keep: int) -> bool:
-        kept = kv.tokens_in(request, keep)
-        tokens = request.progress.computed - kept
+        tokens = kv.lost(request, keep)
+        kept = request.progress.computed - tokens
         again = StepShape(prefill=tokens, attention=tokens * kept + tokens * (tokens + 1) // 2)
         # Recomputation shares its step with other requests, so the fixed time of a step is not part of its price.
         price = self._cost.step(again) - self._cost.step(StepShape())

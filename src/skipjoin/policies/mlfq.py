@@ -291,7 +291,9 @@ class SkipJoinMlfq(Callbacks):
 
     def _promote(self, request: Request, job: _Job, now: float) -> None:
         self._use.promotions += 1
-        again, former = self._prefill_seconds(request.progress.pending), job.level
+        # A request without KV is expected to find what is cached.
+        cached = request.progress.reached - request.progress.computed
+        again, former = self._prefill_seconds(max(1, request.progress.pending - cached)), job.level
         job.is_promoted = True
         job.home = None if self._promotion is Promotion.FIRST_QUEUE else (former, job.used)
         self._join(request, job, 0, 0.0)

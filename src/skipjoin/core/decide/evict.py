@@ -317,18 +317,19 @@ class Evictor:
         self._draft.events.append(Preempted(victim, self._context.now, how, kept))
 
     def _evict(self, eviction: Eviction) -> int:
+        """Evict one request, and return how many tokens it is expected to compute again."""
         victim, kv = eviction.request, self._kv
-        computed = victim.progress.computed
         keep = 0 if eviction.blocks is None or self._is_forced else kv.filled_after(victim, eviction.blocks)
         kept = kv.tokens_in(victim, keep)
         displaced = self._displace(victim) if eviction.displaces and not keep else 0
+        lost = kv.lost(victim, keep)
         how = self._take(victim, eviction.how, keep)
         if how is Preemption.DROP:
             victim.progress.rewind(kept)
         elif keep:  # the kept part is not swapped in again
             victim.progress.place()
         self._note(victim, how, kept)
-        return displaced + computed - victim.progress.computed
+        return displaced + (lost if how is Preemption.DROP else 0)
 
     def _displace(self, victim: Request) -> int:
         """Drop the KV of requests ranked last, to make room on the CPU tier, and return its tokens.
@@ -349,7 +350,7 @@ class Evictor:
                 break
         else:
             return 0
-        tokens = sum(one.progress.computed for one in chosen)
+        tokens = sum(map(kv.lost, chosen))
         for one in chosen:
             kv.drop(one)
             one.progress.rewind(0)

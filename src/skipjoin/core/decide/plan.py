@@ -80,7 +80,10 @@ class StepPlanner:
         )
 
     def _notify(self) -> None:
-        draft, policies, now = self._draft, self._policies, self._context.now
+        draft, policies, kv, now = self._draft, self._policies, self._kv, self._context.now
+        for request in draft.evicted if kv.cache is not None else ():
+            if kv.blocks_of(request) is None:  # dropped, and this step has taken some of its blocks
+                request.progress.find(kv.hit(request).tokens)
         for requests, callbacks in ((draft.deferred, policies.on_deferred), (draft.evicted, policies.on_preempted)):
             for request in requests:
                 for notify in callbacks:

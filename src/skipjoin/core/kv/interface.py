@@ -151,6 +151,10 @@ class Cached(Protocol):
     def shared_blocks(self) -> int: ...
 
     @property
+    def survival(self) -> float:
+        """Share of the free blocks with their KV that requests, whose KV was dropped, found when they returned."""
+
+    @property
     def leased_blocks(self) -> int:
         """Number of free device blocks with leased KV that no waiting request matches."""
 
@@ -313,6 +317,13 @@ class KVAccounts(Protocol):
 
     def hit(self, request: Request, /) -> Hit:
         return MISS
+
+    def lost(self, request: Request, keep: int = 0) -> int:
+        """Return how many computed tokens the request is expected to lose if all but its first `keep` blocks drop.
+
+        Without `keep`, it finds blocks again that other requests hold, and some of the free ones.
+        """
+        return request.progress.computed - self.tokens_in(request, keep)
 
     @property
     def leaked(self) -> tuple[int, int]:

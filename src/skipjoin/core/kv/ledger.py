@@ -112,6 +112,15 @@ class KVLedger:
             missing -= not self._holders.is_shared(held.device[keep])  # other holders keep a shared block
         return keep
 
+    def lost(self, request: Request, keep: int = 0) -> int:
+        held, computed = self.held.get(request), request.progress.computed
+        # What it finds follows what it keeps only if it keeps nothing, and it finds no state in the middle of blocks.
+        if held is None or keep or self.states is not None or held.sharing.lends or held.sharing.borrows:
+            return computed - self.tokens_in(request, keep)
+        shared = min(held.keyed, held.reservation.shared + held.reservation.adopted)
+        found = shared + round((held.keyed - shared) * self.cache.survival)
+        return max(0, computed - found * self.block_size)
+
     def shortfall(self, request: Request, tokens: int) -> int:
         held = self.held.get(request)
         if held is None:
@@ -185,6 +194,7 @@ class KVLedger:
         held = self.held[request]
         if not keep:
             self.release(request)
+            self.cache.note_drop(request)
             return
         if held.moving is not None:
             raise LedgerError(f"request {request.id} drops KV while it is in transit")

@@ -17,6 +17,8 @@ from skipjoin.core.step import Move
 
 # Ends of replaced leases that may always be kept.
 _FEW_ENDS = 64
+# Weight of the latest dropped request in what dropped requests find again: about the last 15 count.
+_SURVIVAL_RATE = 1 / 16
 # Most waiting requests whose common prefix with a request that is admitted is looked for.
 _FOLLOWERS = 64
 
@@ -103,6 +105,9 @@ class PrefixCache:
         self._leases: dict[ProgramId, _Lease] = {}  # in the order in which they began
         self._leased = 0  # number of keys in leases
         self._ends: list[tuple[float, ProgramId]] = []  # heap, with entries of leases that were replaced
+        # Free blocks and blocks of others that a request found when its KV was dropped.
+        self._dropped: dict[Request, tuple[int, int]] = {}
+        self._left = self._found = 0.0  # moving means of free blocks with KV at the drop, and of those found again
 
     def hit(self, request: Request) -> Hit:
         if request.prefix is None:
@@ -128,6 +133,24 @@ class PrefixCache:
         border = _common(keys, leader.keys(leader.progress.known)) * self._block_size
         if self._snapshots is not None and border > leader.progress.planned:
             self._snapshots.share(leader, border)
+
+    @property
+    def survival(self) -> float:
+        return self._found / self._left if self._left else 0.0
+
+    def note_drop(self, request: Request) -> None:
+        """Remember what a request that waits again could find, to learn how much of it is left when it returns."""
+        if (search := self.awaited.get(request)) is not None:
+            search.update(*self._pools, self._holders.of)
+            if search.found > search.held:
+                self._dropped[request] = search.found - search.held, search.held
+
+    def _note_return(self, request: Request) -> None:
+        if (dropped := self._dropped.pop(request, None)) is not None:
+            left, shared = dropped
+            held = self._requests[request]
+            self._left += _SURVIVAL_RATE * (left - self._left)
+            self._found += _SURVIVAL_RATE * (min(left, max(0, held.keyed + len(held.cpu) - shared)) - self._found)
 
     def found(self, request: Request) -> int:
         """Return how many cached blocks the last search of a waiting request found, whether or not it may use them."""
@@ -206,6 +229,8 @@ class PrefixCache:
 
     def forget_prefix(self, request: Request) -> None:
         search = self.awaited.pop(request, None)
+        if request.progress.finish_reason is not None:
+            self._dropped.pop(request, None)
         if search is not None:
             for pool in self._pools:
                 pool.unwant(search.keys)
@@ -242,6 +267,7 @@ class PrefixCache:
     def announce(self, request: Request) -> None:
         if request.prefix is None or request in self._announced:
             return
+        self._note_return(request)
         keys = self._announced[request] = list(islice(self._usable(request), self._requests[request].keyed, None))
         for key in keys:
             self._coming.setdefault(key, request)

@@ -277,9 +277,10 @@ class ProactiveSwap(Swap):
         """Return whether the request may be swapped out with an overlapped move.
 
         Such a move need not beat recomputation. If only KV that is slow to recompute moved, short requests would stay
-        on the device while older ones wait behind the limited pace of drops.
+        on the device while older ones wait behind the limited pace of drops. KV that was swapped in stays for a token.
         """
-        return request.progress.known - request.progress.computed <= 1
+        progress = request.progress
+        return progress.known - progress.computed <= 1 and not progress.is_newly_resident
 
     def link_room(self, direction: Direction, kv: KVAccounts, tiers: Tiered) -> int:
         """Return how many blocks may still start to move in `direction` without queueing, positive on an idle link."""

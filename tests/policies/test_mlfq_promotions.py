@@ -3,6 +3,7 @@ prompt of n tokens takes n seconds and a decode takes one."""
 
 from __future__ import annotations
 
+import math
 import random
 from itertools import pairwise, product
 
@@ -22,18 +23,59 @@ def test_without_pacing_all_starving_requests_are_promoted_at_once() -> None:
 
 
 @pytest.mark.parametrize("share", [0.05, 0.25, 1.0])
-def test_promotions_take_at_most_their_share_of_the_time(share: float) -> None:
+def test_promotions_take_at_most_their_share_of_the_time_while_many_wait(share: float) -> None:
     """A prompt of five tokens takes five seconds, so a share of a quarter allows one promotion every 20 s."""
     queues = Queues(starvation_s=10, promotion_share=share, promotion=Promotion.ONE_QUANTUM)
-    requests = [queues.arrive(5) for _ in range(8)]
+    requests, others = [queues.arrive(5) for _ in range(8)], [queues.arrive(5) for _ in range(8)]
     queues.now = 10.0
     seen: list[float] = []
     for _ in range(1000):
         for _ in queues.promoted(*requests)[len(seen) :]:
             seen.append(queues.now)
         queues.now += 0.5
+        for other in others:  # they wait, and do not starve
+            queues.mlfq._jobs[other].last = queues.now - 5.0
     assert len(seen) == min(8, 1 + int(499.5 * share / 5))
     assert [later - earlier for earlier, later in pairwise(seen)] == pytest.approx([5 / share] * (len(seen) - 1))
+
+
+def test_promotions_are_not_limited_while_few_wait() -> None:
+    """Promoting all that wait takes a tenth of the threshold. With ten times as many, it would take all of the time."""
+    for count, promoted in ((4, 4), (40, 1)):
+        queues = Queues(starvation_s=200, promotion_share=0.05, promotion=Promotion.ONE_QUANTUM)
+        requests = [queues.arrive(5) for _ in range(count)]
+        queues.now = 200.0
+        for _ in range(20):
+            queues.order()
+            queues.now += 1.0
+        assert len(queues.promoted(*requests)) == promoted
+
+
+def test_a_quantum_counts_by_the_context_where_memory_is_short() -> None:
+    """Two requests decode together. The longer one is demoted earlier, and a request in the first queue is not."""
+    levels = {}
+    for slots in (math.inf, 2.0):
+        queues = Queues(slots=slots)
+        long, short = queues.arrive(100), queues.arrive(65)
+        for request in (long, short):
+            queues.run(request)
+        queues.mlfq._batch = 2.0
+        at = queues.mlfq.level(short)
+        assert queues.mlfq.level(long) == at == 7
+        counts = {long: 0, short: 0}
+        for _ in range(400):
+            pieces = [Slice(one, one.progress.known - 1, 1, True, False, ()) for one in (long, short)]
+            for piece in pieces:
+                counts[piece.request] += queues.mlfq.level(piece.request) == at
+                piece.request.progress.computed = piece.request.progress.known
+            queues.now += 1.0
+            queues.mlfq.on_scheduled(pieces, queues.now)
+            for piece in pieces:
+                piece.request.progress.known += 1
+        levels[slots] = counts[short] - counts[long]
+    # Without weights, the shorter prompt leaves more of the quantum, 35 seconds, for its decodes.
+    assert levels[2.0] == 35
+    assert levels[math.inf] > 35
 
 
 def test_a_quantum_beside_others_is_charged_by_its_share_of_the_batch() -> None:

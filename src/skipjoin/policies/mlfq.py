@@ -67,8 +67,16 @@ class _Queue:
 
 # Number of queues.
 LEVELS = 16
-# Maximum share of time for promoted requests.
+# Maximum share of time for promoted requests where many wait.
 PROMOTION_SHARE = 0.05
+# Promotions are not limited while promoting all that wait, once per threshold, takes up to this share of the time.
+# Beyond, their share falls with the square of that time, because at an overload they only take turns
+# (benchmarks/papers/fastserve/choices).
+_FREE_DEMAND = 0.2
+# A request waits if it has not run for this share of the threshold.
+_WAITING_SHARE = 0.125
+# Share of the slots in use from which slots are short instead of memory.
+_SLOTS_IN_USE = 0.9
 # Default hysteresis in shortest iterations. Swapping one request out for another takes two steps of lead each way
 # (`ProactiveSwap`), in which neither runs. It pays if the other one then runs for at least as long before its turn
 # would have come anyway. Latency hardly depends on it (benchmarks/papers/fastserve/choices).
@@ -101,18 +109,20 @@ class SkipJoinMlfq(Callbacks):
     """Skip-join multi-level feedback queue (FastServe section 4.1).
 
     Queue i has a quantum of `2^i` times the shortest iteration. A request joins the first queue whose quantum covers
-    its prefill, and is demoted when its quantum is used up by the profiled time of its own slices. Within a queue the
-    order is FIFO. After `starvation_s` seconds without running, a request is promoted to the first queue, with the time
-    to recompute lost KV for free.
+    its prefill, and is demoted when its quantum is used up by the profiled time of its own slices. Below the first
+    queue, half of a decode's time counts in proportion to the request's context, unless slots are short: a request
+    with twice the KV leaves memory to half as many others. Within a queue the order is FIFO. After `starvation_s`
+    seconds without running, a request is promoted to the first queue, with the time to recompute lost KV for free.
 
     Args:
         quantum_s: First quantum; None uses the shortest iteration, and follows revisions of the cost model.
         hysteresis_s: Scheduled times that differ by less count as equal, so that KV does not move for them.
-        promotion_share: Maximum share of time for promoted requests. Infinity bounds waiting, but leaves time for
-            little else at overload.
+        promotion_share: Maximum share of time for promoted requests where many wait. Infinity bounds waiting, but
+            leaves time for little else at overload.
         shortest_prefill: Whether requests in a queue are ordered by the tokens of their prefill, except in the first
             queue, so that none starves.
         skip_join: Whether requests skip queues; False is plain MLFQ.
+        slots: Number of requests up to which memory alone limits the batch.
     """
 
     def __init__(
@@ -127,6 +137,7 @@ class SkipJoinMlfq(Callbacks):
         promotion: Promotion = Promotion.OWN_QUANTUM,
         shortest_prefill: bool = False,
         skip_join: bool = True,
+        slots: float = math.inf,
         use: LevelUse | None = None,
     ) -> None:
         self._use = use or LevelUse()
@@ -153,6 +164,9 @@ class SkipJoinMlfq(Callbacks):
         self._promotion, self._shortest_prefill = promotion, shortest_prefill
         self._next_promotion = -math.inf  # earliest time of the next promotion
         self._batch = 1.0  # mean number of requests in a step
+        self._slots = slots
+        self._context = 0.0  # mean context of a decode
+        self._share = promotion_share  # of the time for promotions, at present
 
     def on_arrived(self, request: Request, now: float) -> None:
         if self._cost.revision != self._revision:
@@ -170,6 +184,8 @@ class SkipJoinMlfq(Callbacks):
         jobs, quanta, decode_seconds = self._jobs, self._quanta, self._decode_seconds
         if slices:
             self._batch += _BATCH_RATE * (len(slices) - self._batch)
+        mean = self._context if self._batch < _SLOTS_IN_USE * self._slots else 0.0
+        contexts = decodes = 0
         for slice_ in slices:
             job = jobs[slice_.request]
             job.last = now
@@ -179,17 +195,24 @@ class SkipJoinMlfq(Callbacks):
                 if (seconds := decode_seconds.get(bucket, 0.0)) == 0.0:
                     seconds = self._cost.step(StepShape(decodes=1, context=(bucket << 6) + 1))
                     decode_seconds[bucket] = seconds
+                contexts += slice_.start
+                decodes += 1
+                if mean and job.level:
+                    seconds *= 0.5 + 0.5 * slice_.start / mean
             else:
                 seconds = self._cost.step(StepShape.of((slice_,)))
             if job.is_promoted and (slice_.tokens > 1 or not slice_.samples):
                 # A promoted request gets a quantum besides its recomputation. If that is chunked, it takes longer than
                 # `_promote` estimated, so later chunks delay the next promotion.
                 if not slice_.samples:
-                    self._next_promotion += seconds / self._promotion_share
+                    self._next_promotion += seconds / self._share
                 continue
             job.used += seconds
             if job.used >= quanta[job.granted]:
                 self._step_down(slice_.request, job)
+        if decodes:
+            now_mean = contexts / decodes
+            self._context += (_BATCH_RATE if self._context else 1) * (now_mean - self._context)
 
     def on_finished(self, request: Request, now: float) -> None:
         job = self._jobs.pop(request)
@@ -224,7 +247,8 @@ class SkipJoinMlfq(Callbacks):
         job, last = self._jobs[request], len(self._quanta) - 1
         quantum = self._quanta[job.granted]
         yield Fact("level", job.level, "", f"Queue that it is in, from 0, which runs first, to {last}.")
-        yield Fact("quantum", quantum, "s", "Computing time that it gets in this queue.")
+        meaning = "Computing time that it gets in this queue, half of which counts in proportion to its KV."
+        yield Fact("quantum", quantum, "s", meaning)
         down = "a lower queue" if job.home is None else f"queue {job.home[0]}, from which it was promoted"
         yield Fact("quantum left", max(0.0, quantum - job.used), "s", f"Once it is used, the request moves to {down}.")
         if job.level > 0:
@@ -291,17 +315,35 @@ class SkipJoinMlfq(Callbacks):
 
     def _promote(self, request: Request, job: _Job, now: float) -> None:
         self._use.promotions += 1
-        # A request without KV is expected to find what is cached.
-        cached = request.progress.reached - request.progress.computed
-        again, former = self._prefill_seconds(max(1, request.progress.pending - cached)), job.level
+        self._share, seconds, former = self._pace(now), self._promotion_seconds(request, job), job.level
         job.is_promoted = True
         job.home = None if self._promotion is Promotion.FIRST_QUEUE else (former, job.used)
         self._join(request, job, 0, 0.0)
         if self._promotion is Promotion.OWN_QUANTUM:
             job.granted = former
-        # Recomputation takes steps of its own. Tokens after the next one share their steps with a batch.
-        beside = (self._quanta[job.granted] - self._quanta[0]) / self._batch
-        self._next_promotion = now + (again + beside) / self._promotion_share
+        self._next_promotion = now + seconds / self._share
+
+    def _promotion_seconds(self, request: Request, job: _Job) -> float:
+        """Return the time that promoting a request takes from others."""
+        # Recomputation takes steps of its own. Tokens after the next one share their steps with a batch. A request
+        # without KV is expected to find what is cached.
+        progress = request.progress
+        again = self._prefill_seconds(max(1, progress.pending - (progress.reached - progress.computed)))
+        granted = job.level if self._promotion is Promotion.OWN_QUANTUM else 0
+        beside: float = (self._quanta[granted] - self._quanta[0]) / self._batch
+        return again + beside
+
+    def _pace(self, now: float) -> float:
+        """Return the share of the time that promotions may take."""
+        if self._promotion_share == math.inf:
+            return math.inf
+        since, demand_s = now - _WAITING_SHARE * self._starvation_s, 0.0
+        for request, job in self._jobs.items():
+            if job.level and job.last <= since:
+                demand_s += self._promotion_seconds(request, job)
+        demand = demand_s / self._starvation_s
+        free = min(1.0, _FREE_DEMAND / demand) if demand else 1.0
+        return max(self._promotion_share, free * free)
 
     # -- the profile --------------------------------------------------------------------------------------
 

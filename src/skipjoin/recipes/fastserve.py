@@ -165,6 +165,7 @@ def queues(s: Settings, p: QueueParams, *, skip_join: bool, promotion_share: flo
             promotion=p.promotes,
             shortest_prefill=p.order == "shortest-prefill",
             skip_join=skip_join,
+            slots=s.max_seqs,
             use=use,
         )
 

@@ -16,7 +16,9 @@ class Queues:
     """A skip-join MLFQ ordering and the requests in it."""
 
     def __init__(self, *, starvation_s: float = 1e6, promotion_share: float = math.inf, **settings: Any) -> None:
-        self.mlfq = SkipJoinMlfq(UnitCost(), starvation_s=starvation_s, promotion_share=promotion_share, **settings)
+        # Unless a test says otherwise, slots are short, so that contexts do not count.
+        given = {"slots": 0.0, "starvation_s": starvation_s, "promotion_share": promotion_share} | settings
+        self.mlfq = SkipJoinMlfq(UnitCost(), **given)
         self.now = 0.0
         self._count = 0
 

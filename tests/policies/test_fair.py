@@ -12,7 +12,7 @@ from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
-from skipjoin.policies.best_effort import LimitedBestEffort
+from skipjoin.policies.best_effort import LimitedBestEffort, Patience
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Recompute
 from skipjoin.policies.fairness import Fair, FairSteps
@@ -117,7 +117,7 @@ def begun(number: int, client: str, *, best_effort: bool = False) -> Request:
 
 def step(live: list[Request], offered: list[Request]) -> list[object]:
     batcher = FairSteps(
-        LimitedBestEffort(Greedy(100, 1000, chunked=True), COST, lambda request: request.is_best_effort)
+        LimitedBestEffort(Greedy(100, 1000, chunked=True), Patience(COST), lambda request: request.is_best_effort)
     )
     policies = Policies(Prioritized(Fcfs), batcher, OnDemand(), Recompute())
     for request, notify in product(live, policies.on_arrived):

@@ -8,9 +8,9 @@ import pytest
 
 from skipjoin.core.context import StepContext
 from skipjoin.core.policy import ALL_BEHIND_REAL_TIME, INCOMING_BEHIND_REAL_TIME, QUIET_S, is_decode_invariant
-from skipjoin.core.request import NO_TARGET, Request, Target
+from skipjoin.core.request import Request, Target
 from skipjoin.policies.batching import Greedy
-from skipjoin.policies.best_effort import LimitedBestEffort
+from skipjoin.policies.best_effort import LimitedBestEffort, Patience
 from skipjoin.policies.cost import LinearCost
 from support.load import make
 
@@ -18,9 +18,9 @@ from support.load import make
 COST = LinearCost(floor=0.01, prefill_token=1e-3, decode=1e-3)
 
 
-def limited(*live: Request, now: float = 0.0, default: Target = NO_TARGET) -> LimitedBestEffort:
+def limited(*live: Request, now: float = 0.0) -> LimitedBestEffort:
     greedy = Greedy(100, 1000, chunked=False)
-    batcher = LimitedBestEffort(greedy, COST, lambda request: request.is_best_effort, default)
+    batcher = LimitedBestEffort(greedy, Patience(COST), lambda request: request.is_best_effort)
     for request in live:
         batcher.on_arrived(request, now)
     return batcher
@@ -59,12 +59,6 @@ def test_best_effort_steps_are_short_while_real_time_requests_are_live(target: T
     assert verdicts == [1] * n_taken + [ALL_BEHIND_REAL_TIME] * (100 - n_taken)
 
 
-def test_objectives_of_the_recipe_apply_to_requests_without_their_own() -> None:
-    chat, flood = make(0, 400), [begun(number) for number in range(1, 101)]
-    batcher = limited(chat, *flood, default=Target(ttft_s=0.2, tpot_s=0.03))
-    assert step(batcher, flood).count(1) == 20  # within the 30 ms of a token
-
-
 def test_best_effort_requests_lengthen_a_real_time_step_by_at_most_a_tenth() -> None:
     chat, flood = make(0, 190), [begun(number) for number in range(1, 101)]
     assert step(limited(chat, *flood), [chat, *flood]) == [190, *[1] * 20, *[ALL_BEHIND_REAL_TIME] * 80]
@@ -96,16 +90,16 @@ def test_the_limit_follows_the_least_patient_live_request() -> None:
     """A long prompt would otherwise let steps take long for the short chats after it."""
     long, short, flood = make(0, 4000), make(1, 400), [begun(number) for number in range(2, 102)]
     batcher = limited(long, *flood)
-    long_s = batcher.limit_s
+    long_s = batcher.patience.limit_s
     batcher.on_arrived(short, 1.0)
-    short_s = batcher.limit_s
+    short_s = batcher.patience.limit_s
     assert short_s < long_s
     assert step(batcher, flood).count(1) == 72
     batcher.on_finished(short, 2.0)
-    assert batcher.limit_s == long_s
+    assert batcher.patience.limit_s == long_s
     batcher.on_finished(long, 3.0)
     batcher.on_arrived(make(102, 400), 4.0)
-    assert batcher.limit_s == short_s
+    assert batcher.patience.limit_s == short_s
 
 
 def test_the_batcher_rests_without_best_effort_requests() -> None:

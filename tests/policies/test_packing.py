@@ -13,6 +13,7 @@ from skipjoin.core.request import Request, Target
 from skipjoin.core.step import Slice, StepPlan, StepShape
 from skipjoin.core.waits import WaitReason
 from skipjoin.observe.metrics import EngineMetrics
+from skipjoin.policies.best_effort import LimitedBestEffort, Patience
 from skipjoin.policies.cost import LinearCost, TrackedCost
 from skipjoin.policies.deadlines import NextTokens
 from skipjoin.policies.packing import Packing, Replacing
@@ -35,7 +36,8 @@ class Case:
         cost: CostModel = COST,
     ) -> None:
         self.tokens = NextTokens(DEFAULT)
-        self.packing = Packing(max_seqs, max_tokens, cost, self.tokens, base=base, replacing=replacing)
+        self.patience = Patience(cost)
+        self.packing = Packing(max_seqs, max_tokens, cost, self.tokens, self.patience, base=base, replacing=replacing)
         self.urgent: list[Request] = []
         self.others: list[Request] = []
         self.swapped_out: dict[Request, int] = {}
@@ -58,15 +60,19 @@ class Case:
         request.progress.planned = request.progress.computed = 10
         return request
 
-    def pack(self, in_flight: Sequence[StepPlan] = ()) -> dict[Request, int]:
+    def ranked(self) -> list[tuple[Request, int]]:
         ranked = sorted(self.urgent, key=self.tokens.due) + self.others
-        candidates = [(request, request.progress.pending) for request in ranked]
-        context = StepContext(
-            candidates=iter(candidates),
-            blocks_swapped_out=lambda one: self.swapped_out.get(one, 0),
-            in_flight=in_flight,
+        return [(request, request.progress.pending) for request in ranked]
+
+    def context(self, in_flight: Sequence[StepPlan] = ()) -> StepContext:
+        swapped_out = self.swapped_out
+        return StepContext(
+            candidates=iter(self.ranked()), blocks_swapped_out=lambda one: swapped_out.get(one, 0), in_flight=in_flight
         )
-        builder = self.packing.open(context)
+
+    def pack(self, in_flight: Sequence[StepPlan] = ()) -> dict[Request, int]:
+        candidates = self.ranked()
+        builder = self.packing.open(self.context(in_flight))
         found = {}
         for request, pending in candidates:
             verdict = builder.offer(request, pending)
@@ -89,8 +95,18 @@ def test_real_time_requests_are_batched_as_long_as_the_step_is_in_time() -> None
     urgent = [case.real_time(0.02 + 0.001 * number) for number in range(8)]
     assert list(case.pack()) == urgent  # 18 ms
     tight = Case(base=8)
-    urgent = [tight.real_time(0.0135 + 0.001 * number) for number in range(8)]
-    assert list(tight.pack()) == urgent[:3]
+    urgent = [tight.real_time(0.075 + 0.001 * number, tokens=20) for number in range(8)]
+    assert list(tight.pack()) == urgent[:3]  # 70 ms
+
+
+def test_real_time_decodes_join_even_if_the_first_token_becomes_late() -> None:
+    """Each step would otherwise serve one request where steps take about as long as an objective allows."""
+    case = Case(max_seqs=9, base=9)
+    urgent = [case.real_time(0.0135 + 0.001 * number) for number in range(8)]
+    prompt = case.real_time(0.4, tokens=100)
+    step = case.pack()
+    assert list(step) == [*urgent, prompt]
+    assert 16 <= step[prompt] < 100
 
 
 def test_best_effort_requests_use_the_spare_time() -> None:
@@ -118,9 +134,8 @@ def test_the_batch_cap_grows_and_resets_when_time_is_short() -> None:
     assert [len(case.pack()) for _ in range(4)] == [4, 8, 10, 10]
     case.real_time(1.0)
     assert len(case.pack()) == 10
-    case.real_time(0.0125)
-    case.real_time(0.0125)
-    case.real_time(0.0125)
+    for _ in range(3):
+        case.real_time(0.06, tokens=20)
     assert len(case.pack()) == 2  # no time for a third one
     assert case.packing.cap == 2
 
@@ -202,8 +217,8 @@ def test_a_target_that_cannot_be_met_limits_no_step() -> None:
 
 def test_the_first_real_time_request_always_runs() -> None:
     case = Case()
-    chat = case.real_time(0.5, tokens=900)
-    case.real_time(0.5, tokens=900)
+    chat = case.real_time(0.92, tokens=900)
+    case.real_time(0.95, tokens=900)
     assert case.pack() == {chat: 900}
 
 
@@ -274,3 +289,27 @@ def test_a_step_ends_before_the_most_urgent_deadline(seed: int) -> None:
     ]
     limit = min(alone) if alone else DEFAULT.tpot_s if case.urgent else float("inf")
     assert case.seconds(step) <= limit + 1e-9 or len(step) == 1
+
+
+@given(seed=st.integers(0, 10**6), replacing=st.sampled_from(Replacing))
+def test_the_limit_of_best_effort_requests_refuses_none_that_packing_has_chosen(
+    seed: int, replacing: Replacing
+) -> None:
+    """A real-time request would otherwise be postponed, or a slot left empty, in vain."""
+    draw = random.Random(seed)
+    case = Case(max_seqs=draw.randint(1, 12), max_tokens=draw.randint(40, 400), replacing=replacing)
+    for _ in range(draw.randint(0, 8)):
+        case.real_time(draw.uniform(0.02, 0.4), draw.choice((1, 1, 1, draw.randint(1, 300))))
+    for _ in range(draw.randint(1, 12)):
+        case.best_effort(draw.choice((1, draw.randint(1, 300))), draw.choice((0, 0, 3)))
+    for request in (*case.urgent, *case.others):
+        case.patience.begin(request, 0.0)
+    builder = LimitedBestEffort(case.packing, case.patience, lambda one: one.is_best_effort).open(case.context())
+    pack = case.packing.open(case.context())
+    chosen = dict(pack.chosen)
+    found = {}
+    for request, pending in case.ranked():
+        if isinstance(verdict := builder.offer(request, pending), int):
+            builder.take(request, verdict)
+            found[request] = verdict
+    assert found == chosen or not chosen

@@ -1,18 +1,26 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 from random import Random
 from statistics import fmean
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from skipjoin.core.events import Finished, Token
-from skipjoin.core.request import Request, Target
+from skipjoin.core.decide.scheduler import Scheduler
+from skipjoin.core.engine import EngineCore
+from skipjoin.core.events import Event, Finished, Token
+from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.request import NO_TARGET, Request, Target
+from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.policies.cost import LinearCost
+from skipjoin.sim.driver import Replica, simulate
 from support.load import load, make
 from support.recipes import RECIPES
 from support.watch import Run, Stepper, World, run
-from support.worlds import each_recipe, halved, is_variant
+from support.worlds import PIPELINES, Pipeline, each_recipe, halved, is_variant
 
 # A static batch runs to its end, and round robin serves both classes equally.
 BANDED = sorted(set(RECIPES) - {"static", "round-robin"})
@@ -137,3 +145,65 @@ def test_best_effort_requests_finish_under_constant_real_time_load(recipe: str) 
             stepper.finish()
         ends += [stepper.now for one in batch if one.progress.finish_reason is not None][len(ends) :]
         assert stepper.now < 60, f"{len(ends)} have finished"
+
+
+def worlds_beside_batches(draw: Random, pipeline: Pipeline, slowness: float) -> tuple[World, World]:
+    """Return a world with `fcfs`, whose only rules are classes and priorities, and one with `bros`."""
+    depth, overlap, stages = pipeline
+    floor, prompt, decode = draw.choice((2e-3, 0.01, 0.03)), draw.choice((2e-5, 1e-4, 5e-4)), draw.choice((2e-5, 1e-3))
+    link = draw.choice((1e-5, 1e-4, 2e-3))
+    seconds = (floor, prompt, 0.0, decode, 1e-7, link, link)
+    plain = World(
+        "fcfs",
+        depth,
+        overlap,
+        stages=stages,
+        device_blocks=draw.choice((120, 300)),
+        cpu_blocks=draw.choice((0, 100, 400)),
+        block_size=16,
+        max_seqs=draw.choice((8, 16, 32)),
+        max_tokens=512,  # a whole prompt: `fcfs` does not cut prompts
+        cost=LinearCost(*(slowness * second for second in seconds)),
+    )
+    return plain, replace(plain, recipe="bros")
+
+
+def chat_and_batch(draw: Random, cost: LinearCost) -> list[Request]:
+    """Return chat below the capacity, with and without objectives, and a best-effort batch of any size.
+
+    Chat begins first, because steps without any are as long as they can be.
+    """
+    prompts, outputs = draw.choice(((4, 30), (50, 200), (4, 400))), draw.choice(((2, 12), (10, 60)))
+    prompt_s = cost.prefill_token * sum(prompts) / 2
+    each_s = prompt_s + (cost.floor / 4 + cost.decode) * sum(outputs) / 2
+    gap_s, now = each_s / draw.choice((0.1, 0.3, 0.6)), 0.0
+    target = draw.choice((NO_TARGET, Target(ttft_s=0.5, tpot_s=0.05)))
+    requests = []
+    for number in range(10):
+        requests.append(make(number, draw.randint(*prompts), draw.randint(*outputs), arrival=now, target=target))
+        now += draw.expovariate(1 / gap_s)
+    lengths = draw.choice(((4, 60), (100, 400))), draw.choice(((5, 20), (20, 60)))
+    since = draw.choice((0.0, now / 2))
+    for number in range(draw.choice((5, 20, 60))):
+        prompt, output = (draw.randint(*some) for some in lengths)
+        requests.append(make(1000 + number, prompt, output, arrival=draw.uniform(0, since), best_effort=True))
+    return sorted(requests, key=lambda request: request.arrival)
+
+
+@settings(max_examples=settings.default.max_examples // 4)
+@given(pipeline=st.sampled_from(PIPELINES), slowness=st.sampled_from([1.0, 8.0]), seed=st.integers(0, 10**6))
+def test_bros_delays_chat_beside_a_batch_by_at_most_a_seventh(pipeline: Pipeline, slowness: float, seed: int) -> None:
+    """The defaults cannot hurt: chat is as fast as with classes and priorities alone, and the batch as well."""
+    chat_s, batch_s = [], []
+    for world in worlds_beside_batches(Random(seed), pipeline, slowness):
+        assert isinstance(world.cost, LinearCost)
+        kv = KVLedger(world.device_blocks, world.cpu_blocks, world.block_size)
+        core = EngineCore(Scheduler(world.policies(), kv, depth=world.depth, overlap=world.overlap))
+        events = list[Event]()
+        executor = SimulatedExecutor(world.cost, stages=world.stages)
+        simulate(Replica(core, executor), chat_and_batch(Random(seed), world.cost), on_events=events.extend)
+        ends = {one.request: one.now for one in events if isinstance(one, Finished)}
+        chat_s.append(fmean(end - one.arrival for one, end in ends.items() if not one.is_best_effort))
+        batch_s.append(max(end for one, end in ends.items() if one.is_best_effort))
+    assert chat_s[1] <= 1.15 * chat_s[0]
+    assert batch_s[1] <= 2 * batch_s[0]

@@ -18,7 +18,7 @@ from skipjoin.core.policy import (
     Refusal,
     is_decode_invariant,
 )
-from skipjoin.core.request import NEVER, NO_TARGET, Request, Target
+from skipjoin.core.request import NEVER, Request
 from skipjoin.core.step import StepShape
 from skipjoin.policies.step_load import MIN_CHUNK, StepLoad, fitting_tokens
 
@@ -34,68 +34,83 @@ def is_under_way(request: Request) -> bool:
     return request.progress.planned > 0 and (request.progress.last_plan != NEVER or request.progress.evictions > 0)
 
 
-class LimitedBestEffort(BatcherWrapper):
-    """Batcher wrapper that bounds the delay of real-time requests by best-effort ones.
+class Patience:
+    """Maximum time of steps with best-effort requests, which real-time ones may have to wait for.
 
-    While real-time requests are live, a best-effort request joins only if the step's modeled time stays below the limit
-    of the least patient one: a quarter of the TTFT objective and the TPOT objective, or without objectives a fifth of
-    the prefill time. A step of real-time requests may always become 10 % longer. For `QUIET_S` after the last one has
-    finished, only prompts are limited: the next one waits for the step that it finds, and decodes are short.
+    While real-time requests are live, it is that of the least patient one: a quarter of the TTFT objective and the TPOT
+    objective, or without objectives a fifth of the prefill time. A step of real-time requests may always become 10 %
+    longer. For `QUIET_S` after the last one has finished, only prompts are limited: the next one waits for the step
+    that it finds, and decodes are short.
     """
 
-    def __init__(
-        self,
-        batcher: Batcher,
-        cost: CostModel,
-        is_best_effort: Callable[[Request], bool],
-        default: Target = NO_TARGET,
-    ) -> None:
-        super().__init__(batcher)
+    def __init__(self, cost: CostModel) -> None:
         self.cost = cost
-        self.is_best_effort = is_best_effort
-        self.default = default
         self.limit_s = 0.0  # maximum time of a step that real-time requests may wait for
-        self._best_effort = 0  # unfinished best-effort requests
-        self.patience: dict[Request, float] = {}  # of unfinished real-time requests
+        self.best_effort = 0  # unfinished best-effort requests
+        self._of: dict[Request, float] = {}  # unfinished real-time requests
         self._last = -inf  # time of the last arrival or finish of a real-time request
 
-    @property
-    def is_decode_invariant(self) -> bool:
-        return not self._best_effort and is_decode_invariant(self.batcher)
-
-    def on_arrived(self, request: Request, now: float) -> None:
+    def begin(self, request: Request, now: float) -> None:
         if request.is_best_effort:
-            self._best_effort += 1
+            self.best_effort += 1
             return
         self._last = now
-        patience = self.patience[request] = self._patience(request)
-        self.limit_s = min(self.limit_s, patience) if len(self.patience) > 1 else patience
+        patience = self._of[request] = self._patience(request)
+        self.limit_s = min(self.limit_s, patience) if len(self._of) > 1 else patience
 
-    def on_finished(self, request: Request, now: float) -> None:
+    def end(self, request: Request, now: float) -> None:
         if request.is_best_effort:
-            self._best_effort -= 1
-        else:
-            patience = self.patience.pop(request)
-            self._last = now
-            if patience == self.limit_s and self.patience:
-                self.limit_s = min(self.patience.values())
+            self.best_effort -= 1
+            return
+        patience = self._of.pop(request)
+        self._last = now
+        if patience == self.limit_s and self._of:
+            self.limit_s = min(self._of.values())
 
-    def open(self, context: StepContext) -> BatchBuilder:
-        inner = self.batcher.open(context)
-        is_quiet = not self.patience and context.now >= self._last + QUIET_S
-        return inner if not self._best_effort or is_quiet else LimitedBuilder(self, inner, context)
+    def is_limiting(self, now: float) -> bool:
+        return bool(self.best_effort and (self._of or now < self._last + QUIET_S))
 
-    def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
-        if self.is_best_effort(request):
-            meaning = "A step with this best-effort request may take as long while real-time requests are live."
-            yield Fact("step limit", self.limit_s, "s", meaning)
+    def limit(self, real_time: StepLoad, *, decodes: bool) -> float:
+        """Return the limit for decodes or prompts of best-effort requests in a step with this real-time load."""
+        if decodes and not self._of:
+            return inf
+        own = _BESIDE * real_time.seconds(self.cost) if real_time != StepLoad() else 0.0
+        return max(own, self.limit_s)
 
     def _patience(self, request: Request) -> float:
-        ttft_s, tpot_s, _ = request.progress.target.with_default(self.default)
+        ttft_s, tpot_s, _ = request.progress.target
         if min(ttft_s, tpot_s) < inf:
             return min(_TTFT_SHARE * ttft_s, tpot_s)
         alone = StepLoad.of(0, len(request.prompt)).seconds(self.cost)
         return max(_PREFILL_SHARE * alone, _MIN_STEPS * self.cost.step(StepShape(decodes=1)))
+
+
+class LimitedBestEffort(BatcherWrapper):
+    """Batcher wrapper that bounds the delay of real-time requests by best-effort ones, as `Patience` says."""
+
+    def __init__(self, batcher: Batcher, patience: Patience, is_best_effort: Callable[[Request], bool]) -> None:
+        super().__init__(batcher)
+        self.patience = patience
+        self.is_best_effort = is_best_effort
+
+    @property
+    def is_decode_invariant(self) -> bool:
+        return not self.patience.best_effort and is_decode_invariant(self.batcher)
+
+    def on_arrived(self, request: Request, now: float) -> None:
+        self.patience.begin(request, now)
+
+    def on_finished(self, request: Request, now: float) -> None:
+        self.patience.end(request, now)
+
+    def open(self, context: StepContext) -> BatchBuilder:
+        inner = self.batcher.open(context)
+        return LimitedBuilder(self, inner, context) if self.patience.is_limiting(context.now) else inner
+
+    def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
+        if self.is_best_effort(request):
+            meaning = "A step with this best-effort request may take as long while real-time requests are live."
+            yield Fact("step limit", self.patience.limit_s, "s", meaning)
 
 
 class LimitedBuilder:
@@ -104,18 +119,16 @@ class LimitedBuilder:
         self._inner = inner
         self._context = context
         self._load = StepLoad()
-        self._limit: float | None = None  # set when the first best-effort request joins
+        self._real_time: StepLoad | None = None  # set when the first best-effort request joins
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
         verdict = self._inner.offer(request, pending)
         if isinstance(verdict, Refusal) or not self._rules.is_best_effort(request):
             return verdict
-        if pending == 1 and not self._rules.patience:
-            return verdict
-        swapped_out = self._context.blocks_swapped_out(request)
-        limit = self._limit if self._limit is not None else self._limit_beside(self._load)
+        patience, real_time = self._rules.patience, self._load if self._real_time is None else self._real_time
+        swapped_out, limit = self._context.blocks_swapped_out(request), patience.limit(real_time, decodes=pending == 1)
         tokens = fitting_tokens(
-            self._load, request.progress.planned, verdict, swapped_out=swapped_out, cost=self._rules.cost, limit=limit
+            self._load, request.progress.planned, verdict, swapped_out=swapped_out, cost=patience.cost, limit=limit
         )
         if tokens:
             return tokens
@@ -126,13 +139,9 @@ class LimitedBuilder:
         return BEHIND_REAL_TIME if is_under_way(request) else INCOMING_BEHIND_REAL_TIME
 
     def take(self, request: Request, tokens: int) -> None:
-        if self._limit is None and self._rules.is_best_effort(request):
-            self._limit = self._limit_beside(self._load)
+        if self._real_time is None and self._rules.is_best_effort(request):
+            self._real_time = self._load
         self._load = self._load.plus(
             StepLoad.of(request.progress.planned, tokens, self._context.blocks_swapped_out(request))
         )
         self._inner.take(request, tokens)
-
-    def _limit_beside(self, real_time: StepLoad) -> float:
-        own = _BESIDE * real_time.seconds(self._rules.cost) if real_time != StepLoad() else 0.0
-        return max(own, self._rules.limit_s)

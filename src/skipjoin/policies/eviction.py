@@ -205,10 +205,6 @@ class Lend(Spill):
         found = super().victims(short, emptiest, kv, now, incoming)
         return [one._replace(lent=one.request.progress.reverse and one.how is not Preemption.DROP) for one in found]
 
-    def is_worth_moving(self, request: Request, kv: KVAccounts, keep: int = 0) -> bool:
-        # Sharing costs nothing until a slot is overwritten.
-        return request.progress.reverse or super().is_worth_moving(request, kv, keep)
-
 
 # Share of the device kept free for the growth of running requests, and maximum share kept free for arrivals.
 _GROWTH_SHARE, _MAX_SPARE = 0.01, 0.1

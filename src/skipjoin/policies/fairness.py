@@ -219,7 +219,7 @@ class FairSteps(BatcherWrapper):
 
     def __init__(self, batcher: LimitedBestEffort) -> None:
         super().__init__(batcher)
-        self.cost = batcher.cost
+        self.cost = batcher.patience.cost
         self._clients: Counter[str] = Counter()
 
     @property

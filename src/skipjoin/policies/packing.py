@@ -11,11 +11,14 @@ from skipjoin.core.policy import BatchBuilder, CostModel, Fact, Refusal, Scope
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepShape
 from skipjoin.core.waits import WaitReason
+from skipjoin.policies.best_effort import Patience
 from skipjoin.policies.deadlines import NextTokens
-from skipjoin.policies.step_load import StepLoad, fitting_tokens
+from skipjoin.policies.step_load import MIN_CHUNK, StepLoad, fitting_tokens
 
 # Weight of the latest step in the mean step time.
 _MEAN_RATE = 0.1
+# Time that a step may take in any case, in times of its real-time decodes and a small chunk of a prompt.
+_MIN_OVER_DECODES = 1.25
 
 
 class Replacing(Enum):
@@ -30,9 +33,9 @@ class Packing:
     """Builds steps whose modeled time ends before the next token of the most urgent real-time request is due.
 
     That request joins unconditionally, others by urgency within the limit. Best-effort requests follow while slots and
-    time remain; otherwise each may replace the least urgent real-time request if that can wait. A step has up to `cap`
-    best-effort requests, which doubles with each step that has time for all real-time requests, and resets to `base`
-    otherwise. The paper caps both classes.
+    time remain, within the limit of `patience`; otherwise each may replace the least urgent real-time request if that
+    can wait. A step has up to `cap` best-effort requests, which doubles with each step that has time for all real-time
+    requests, and resets to `base` otherwise. The paper caps both classes.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class Packing:
         max_tokens: int,
         cost: CostModel,
         next_tokens: NextTokens,
+        patience: Patience,
         *,
         base: int,
         replacing: Replacing = Replacing.NONE,
@@ -49,6 +53,7 @@ class Packing:
         self.max_tokens = max_tokens
         self.cost = cost
         self.next_tokens = next_tokens
+        self.patience = patience
         self.replacing = replacing
         self.base = self.cap = min(base, max_seqs)
         self.mean_s = cost.step(StepShape())  # modeled time of recent steps
@@ -62,16 +67,19 @@ class Packing:
                 others = chain((candidate,), candidates)
                 break
             urgent.append(candidate)
-        pack = Pack(self, context, self._limit(urgent, context))
-        if is_in_time := pack.add_all(urgent, real_time=True):
-            self.cap = min(2 * self.cap, self.max_seqs)
-        if not (is_in_time or pack.add_real_time(urgent)):
-            self.cap = self.base
-        else:
+        limit = self._limit(urgent, context)
+        pack = Pack(self, context, limit)
+        has_all = pack.add_all(urgent, real_time=True)
+        is_late = bool(urgent) and (limit == inf or not has_all)
+        self.cap = self.base if is_late else min(2 * self.cap, self.max_seqs)
+        if has_all or pack.add_real_time(urgent):
             first = list(islice(others, max(0, pack.slots_left)))
             if not pack.add_all(first, real_time=False):
                 others = chain(first, others)
-            all(pack.add_best_effort(request, pending) for request, pending in others)
+            for request, pending in others:
+                is_small = pending == 1 or not request.progress.planned
+                if not pack.add_best_effort(request, pending) and is_small:
+                    break  # decodes may fit where a chunk of a prompt does not, and requests that began come first
         if pack.chosen:
             self.mean_s += _MEAN_RATE * (pack.seconds - self.mean_s)
         return pack
@@ -82,16 +90,23 @@ class Packing:
             yield Fact("batch cap", self.cap, "requests", meaning)
 
     def _limit(self, urgent: Sequence[tuple[Request, int]], context: StepContext) -> float:
-        """Return the slack of the most urgent request that can still meet its deadline, else the default TPOT."""
-        if not urgent:
-            return inf
+        """Return the slack of the most urgent request that can still meet its deadline, inf if none can.
+
+        All real-time decodes and a chunk of a prompt may join in any case. If one urgent request kept the others out,
+        each step would serve one, and all would become late on a machine with steps about as long as an objective.
+        """
         due, cost = self.next_tokens.due, self.cost
         start, margin = self.start_of(context), cost.margin
         for request, pending in sorted(urgent, key=lambda one: due(one[0])):
             left = (due(request) - start) / margin
             if left > 0 and StepLoad.of(request.progress.planned, pending).seconds(cost) <= left:
-                return left
-        return self.next_tokens.default.tpot_s
+                held = [request.progress.planned + 1 for request, pending in urgent if pending == 1]
+                chunk = (
+                    2 * MIN_CHUNK if len(held) < len(urgent) else 0
+                )  # with which `fitting_tokens` finds a fitting one
+                load = StepLoad(chunk, 0, len(held), sum(held))
+                return max(left, _MIN_OVER_DECODES * load.seconds(cost))
+        return inf
 
     def start_of(self, context: StepContext) -> float:
         return context.now + len(context.in_flight) * self.mean_s * self.cost.margin
@@ -105,7 +120,11 @@ class Pack:
         self._limit = limit
         self._slots = 0  # chosen and taken requests
         self._tokens = rules.max_tokens  # remaining tokens
-        self._load = StepLoad()
+        self._load = self._real_time = StepLoad()  # of all chosen requests, and of the real-time ones
+        self._is_limited = rules.patience.is_limiting(context.now)
+        self._limits: dict[
+            bool, float
+        ] = {}  # for prompts and decodes of best-effort requests beside the real-time load
         self._urgent: set[Request] = set()  # real-time candidates
         self._last: list[Request] = []  # chosen real-time requests, least urgent last
 
@@ -132,7 +151,8 @@ class Pack:
                 attention += pending * start + pending * (pending + 1) // 2
             swapped_out += swapped_out_of(request)
         load = self._load.plus(StepLoad(prefill, attention, decodes, context, swapped_out))
-        if prefill + decodes > self._tokens or load.seconds(self._rules.cost) > self._limit:
+        limit = self._limit if real_time else self._limit_for(decodes=not prefill)
+        if prefill + decodes > self._tokens or load.seconds(self._rules.cost) > limit:
             return False
         self._load = load
         self._slots += len(candidates)
@@ -141,6 +161,8 @@ class Pack:
         if real_time:
             self._last = [request for request, _ in candidates]
             self._urgent = set(self._last)
+            self._real_time = load
+            self._limits.clear()
         return True
 
     def add_real_time(self, urgent: Sequence[tuple[Request, int]]) -> bool:
@@ -206,14 +228,17 @@ class Pack:
 
     def _fit(self, request: Request, most: int) -> int:
         swapped_out = self._context.blocks_swapped_out(request)
+        limit = self._limit if request in self._rules.next_tokens else self._limit_for(decodes=most == 1)
         return fitting_tokens(
-            self._load,
-            request.progress.planned,
-            most,
-            swapped_out=swapped_out,
-            cost=self._rules.cost,
-            limit=self._limit,
+            self._load, request.progress.planned, most, swapped_out=swapped_out, cost=self._rules.cost, limit=limit
         )
+
+    def _limit_for(self, *, decodes: bool) -> float:
+        """Return the limit for best-effort requests, which is also that of the wrapper around this batcher."""
+        if decodes not in self._limits:
+            theirs = self._rules.patience.limit(self._real_time, decodes=decodes) if self._is_limited else inf
+            self._limits[decodes] = min(self._limit, theirs)
+        return self._limits[decodes]
 
     def _can_wait(self, request: Request) -> bool:
         """Return whether the next token still meets its deadline if computed a step later (BROS equation 6)."""
@@ -233,6 +258,10 @@ class Pack:
 
     def _join(self, request: Request, tokens: int, sign: int = 1) -> None:
         swapped_out = self._context.blocks_swapped_out(request)
-        self._load = self._load.plus(StepLoad.of(request.progress.planned, tokens, swapped_out), sign)
+        load = StepLoad.of(request.progress.planned, tokens, swapped_out)
+        self._load = self._load.plus(load, sign)
+        if request in self._rules.next_tokens:
+            self._real_time = self._real_time.plus(load, sign)
+            self._limits.clear()
         self._slots += sign
         self._tokens -= sign * tokens

@@ -8,6 +8,7 @@ from skipjoin.core.policy import CostModel, EvictionPolicy, Policies
 from skipjoin.core.request import Target
 from skipjoin.options import Option
 from skipjoin.policies.admission import OnDemand
+from skipjoin.policies.best_effort import Patience
 from skipjoin.policies.deadlines import ByDeadline, NextTokens, StartedFirst
 from skipjoin.policies.eviction import Lend, Recompute, Spill, Swap
 from skipjoin.policies.packing import Packing, Replacing
@@ -81,7 +82,10 @@ def bros(s: Settings, p: PackingParams) -> Policies:
     """BROS: deadline-aware packing, bidirectional blocks of both service classes, lazy checkpoints of slots."""
     target = Target(ttft_s=p.ttft_s, tpot_s=p.tpot_s)
     tokens = NextTokens(target, counts_lead=p.evicts == "ahead")
-    batcher = Packing(s.max_seqs, s.max_tokens, s.cost, tokens, base=p.base_batch, replacing=Replacing(p.replacing))
+    patience = Patience(s.cost)
+    batcher = Packing(
+        s.max_seqs, s.max_tokens, s.cost, tokens, patience, base=p.base_batch, replacing=Replacing(p.replacing)
+    )
     steps = staged(s, batcher, s.max_tokens, cuts=True)
     eviction = _EVICTIONS[p.eviction](s.cost)
     policies = classed(
@@ -91,6 +95,6 @@ def bros(s: Settings, p: PackingParams) -> Policies:
         OnDemand(),
         eviction,
         best_effort=StartedFirst,
-        target=target,
+        patience=patience,
     )
     return replace(policies, measured=tokens)

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import Annotated
 
 from skipjoin.core.policy import AdmissionPolicy, Batcher, EvictionPolicy, Ordering, Policies
-from skipjoin.core.request import NO_TARGET, Request, Target
+from skipjoin.core.request import Request
 from skipjoin.options import ConfigError, Option
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
-from skipjoin.policies.best_effort import LimitedBestEffort
+from skipjoin.policies.best_effort import LimitedBestEffort, Patience
 from skipjoin.policies.eviction import DROP_SHARE, Defer, ProactiveSwap, Recompute, Swap
 from skipjoin.policies.fairness import Fair, FairSteps
 from skipjoin.policies.ordering import Prioritized
@@ -91,11 +91,11 @@ def classed(
     eviction: EvictionPolicy,
     *,
     best_effort: Callable[[], Ordering] | None = None,
-    target: Target = NO_TARGET,
+    patience: Patience | None = None,
 ) -> Policies:
     """Return policies with the ordering of `banded` and steps that limit best-effort requests and clients."""
     ordering = banded(s, make, best_effort=best_effort)
-    limited = LimitedBestEffort(batcher, s.cost, ordering.is_best_effort, target)
+    limited = LimitedBestEffort(batcher, patience or Patience(s.cost), ordering.is_best_effort)
     steps = limited if s.fair_output_weight is None else FairSteps(limited)
     return Policies(ordering, steps, admission, eviction)
 

@@ -104,7 +104,7 @@ def needs(request: Request, kv: KVAccounts) -> tuple[int, int]:
 
 def two_queues(order: QueueOrder) -> Ordering:
     """Return queues in which requests become overdue as others reserve KV."""
-    return TwoQueues(Tasks(order), NeedIndex(needs), PaddedLengths(0.0), overdue_s=3.0)
+    return TwoQueues(Tasks(order), NeedIndex(needs), PaddedLengths(0.0), overdue_s=3.0, overdue_share=0.02)
 
 
 ORDERINGS: dict[str, Callable[[], Ordering]] = {

@@ -282,3 +282,11 @@ def test_overdue_requests_make_few_others_miss_their_objectives() -> None:
     runs = [seen("econoserve", SHAREGPT, overload, slo=slo, overdue_s=age_s) for age_s in (4.0, 1e8)]
     some, none = (one.record["slo"]["jct_attained"] for one in runs)
     assert 0.8 * none <= some, (some, none)
+
+
+@pytest.mark.exhaustive
+def test_a_larger_share_for_overdue_requests_serves_the_longest_prompts_earlier() -> None:
+    overload = Extent(12.0, 20.0, 1)
+    runs = [seen("econoserve", SHAREGPT, overload, overdue_s=4.0, overdue_share=share) for share in (0.02, 0.3)]
+    few, more = (one.record["ttft_s"]["p95"] for one in runs)
+    assert more < 0.9 * few, (few, more)

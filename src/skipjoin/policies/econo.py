@@ -231,26 +231,24 @@ class Tasks:
         self._order.left(request)
 
 
-# Maximum share of reserved KV for overdue requests. If all of them came first, an overload would make every request
-# late.
-_OVERDUE_SHARE = 0.02
-
-
 class TwoQueues(Valued):
     """Ordering by `Tasks`, which finds the prompts that fit in `index` by binary search (EconoServe section 3.4).
 
-    A request that is `overdue_s` seconds old precedes all others. So that it does not make others late, such requests
-    take a small share of the reserved KV, oldest first.
+    A request that is `overdue_s` seconds old precedes all others. If all of them came first, an overload would make
+    every request late, so they take at most `overdue_share` of the reserved KV, oldest first.
     """
 
     is_decode_invariant = True
 
-    def __init__(self, tasks: Tasks, index: NeedIndex, lengths: PaddedLengths, overdue_s: float) -> None:
+    def __init__(
+        self, tasks: Tasks, index: NeedIndex, lengths: PaddedLengths, *, overdue_s: float, overdue_share: float
+    ) -> None:
         super().__init__(tasks)
         self._tasks = tasks
         self._index = index
         self._lengths = lengths
         self._overdue_s = overdue_s
+        self._overdue_share = overdue_share
         self._ages: deque[Request] = deque()  # requests that are not overdue, oldest first, and finished ones
         # Tokens of KV reserved for outputs so far, and their number at which another request may become overdue.
         self._reserved_tokens = self._next_overdue = 0
@@ -298,7 +296,7 @@ class TwoQueues(Valued):
             if self._reserved_tokens < self._next_overdue:
                 return False
             tokens = self._lengths.kv_tokens(request, known - len(request.prompt))
-            self._next_overdue = self._reserved_tokens + math.ceil(tokens / _OVERDUE_SHARE)
+            self._next_overdue = self._reserved_tokens + math.ceil(tokens / self._overdue_share)
         self._tasks.overdue.add(request)
         self._place(request, now)
         return True

@@ -38,11 +38,20 @@ class ReservationParams(Params):
     overdue_s: Annotated[
         float,
         Option(
-            "Age in seconds from which a request may precede all others, oldest first, within 2 % of the KV.",
+            "Age in seconds from which a request may precede all others, oldest first, within `overdue_share`.",
             above=0,
             high=1e9,
         ),
     ] = 600.0
+    overdue_share: Annotated[
+        float,
+        Option(
+            "Share of the reserved KV for requests older than `overdue_s`. More, with a smaller `overdue_s`, serves "
+            "long prompts earlier and makes more requests miss their objectives.",
+            above=0,
+            high=1,
+        ),
+    ] = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +139,9 @@ def decoupled(
     )
     return classed(
         s,
-        lambda: TwoQueues(tasks, index(reservations.needs), lengths, p.overdue_s),
+        lambda: TwoQueues(
+            tasks, index(reservations.needs), lengths, overdue_s=p.overdue_s, overdue_share=p.overdue_share
+        ),
         staged(s, batcher, batcher.target, cuts=True),
         reservations,
         Vacate(s.cost),

@@ -177,10 +177,12 @@ def test_lend_prefers_the_emptiest_best_effort_request_then_the_least_urgent() -
         request.progress.fill_down()
     for request in (urgent, emptier):
         request.progress.computed = request.progress.planned = request.progress.computed - 3
-    victims = Lend(COST).victims(8, requests, kv, 0.0, None)
+    quick, slow = (replace(COST, prefill_token=1e-3, block=block, transfer_floor=0.0) for block in (1e-4, 1.0))
+    victims = Lend(quick).victims(8, requests, kv, 0.0, None)
     assert [(one.request, one.lent) for one in victims] == [
         (emptier, True), (full, True), (least_urgent, False), (urgent, False),
     ]  # fmt: skip
+    assert not any(one.lent for one in Lend(slow).victims(8, requests, kv, 0.0, None)), "copies take longer"
 
 
 def test_swap_moves_nothing_ahead() -> None:

@@ -295,7 +295,7 @@ def test_a_step_ends_before_the_most_urgent_deadline(seed: int) -> None:
 def test_the_limit_of_best_effort_requests_refuses_none_that_packing_has_chosen(
     seed: int, replacing: Replacing
 ) -> None:
-    """A real-time request would otherwise be postponed, or a slot left empty, in vain."""
+    """A real-time request would otherwise be postponed, or a slot left empty, without effect."""
     draw = random.Random(seed)
     case = Case(max_seqs=draw.randint(1, 12), max_tokens=draw.randint(40, 400), replacing=replacing)
     for _ in range(draw.randint(0, 8)):

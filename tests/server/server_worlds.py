@@ -47,6 +47,7 @@ from skipjoin.server.engines.messages import (
     UnloadAdapter,
 )
 from skipjoin.server.metrics import Metrics
+from support.waiting import until
 
 HERE = Path(__file__).parent
 BLOCKS = 4096
@@ -159,6 +160,12 @@ class ScriptedEngine:
         errors = dict.fromkeys(self.live, error) if error else {}
         self.live.clear()
         self.tell(StepOutputs(ended=ended, errors=errors))
+
+
+async def end_next(api: Api, error: str) -> None:
+    """Let the engine's next request fail."""
+    await until(lambda: api.engine.live)
+    api.engine.end_all(FinishReason.ERROR, error)
 
 
 def scripted_vector(add: Add) -> bytes:

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import tiny_model as tiny
-from server_worlds import Api, MakeApi
+from server_worlds import Api, MakeApi, end_next
 from test_server_tools import ADD, CALLS, ECHO, NOW
 
 from skipjoin.config import ServerConfig
-from skipjoin.core.request import FinishReason
 
 pytestmark = pytest.mark.anyio
 
@@ -430,8 +429,9 @@ async def test_failure_in_a_stream_is_its_last_event(make_api: MakeApi, path: st
     )
     async with make_api() as api:
         api.engine.paused = True
-        asyncio.get_running_loop().call_later(0.05, api.engine.end_all, FinishReason.ERROR, "no memory")
+        ending = asyncio.create_task(end_next(api, "no memory"))
         text = (await api.http.post(path, json=body | {"stream": True})).text
+        await ending
         last = json.loads(text.strip().splitlines()[-1].removeprefix("data: "))
         if path == RESPONSES:
             assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")

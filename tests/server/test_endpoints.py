@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import pytest
 import tiny_model as tiny
 from pydantic import create_model
-from server_worlds import Api, MakeApi
+from server_worlds import Api, MakeApi, end_next
 
 from skipjoin import routes
 from skipjoin.core.request import FinishReason, RequestOptions
@@ -181,8 +181,9 @@ async def test_endpoint_of_the_guide_is_one_file(make_api: MakeApi, monkeypatch:
         assert long.json()["problem"].startswith("This model's maximum context length")
         assert "/generate" in (await api.http.get("/openapi.json")).json()["paths"]
         api.engine.paused = True
-        asyncio.get_running_loop().call_later(0.05, api.engine.end_all, FinishReason.ERROR, "no memory")
+        ending = asyncio.create_task(end_next(api, "no memory"))
         failed = await api.http.post("/generate", json=fields | {"stream": True})
+        await ending
         assert failed.text.endswith('event: error\ndata: {"problem":"no memory","field":null}\n\n')
         assert api.is_clean()
 

@@ -9,6 +9,7 @@ import sys
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,9 @@ def quick_interpreter() -> None:
 
     At each launch of a kernel it would look for the functions that it replaces. For each sum and product it would
     compute whether the result overflows, which it reports only with its option `debug`.
+
+    Products of float32 are summed in float64, because BLAS sums a row in an order that depends on its place in the tile
+    (OpenBLAS on AVX2), and a card does not.
     """
     if (interpreter := sys.modules.get("triton.runtime.interpreter")) is None:
         return
@@ -46,3 +50,13 @@ def quick_interpreter() -> None:
         return numpy_type(type_) if is_pointer else cached(type_.scalar)
 
     interpreter._get_np_dtype = numpy_type_of
+
+    dot = builder.create_dot
+
+    def summed_wide(a: Any, b: Any, d: Any, *options: Any) -> Any:
+        if a.data.dtype != np.float32 or d.data.dtype != np.float32:
+            return dot(a, b, d, *options)
+        product = np.matmul(a.data, b.data, dtype=np.float64).astype(np.float32)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    builder.create_dot = summed_wide

@@ -319,7 +319,7 @@ class KVAccounts(Protocol):
         return MISS
 
     def lost(self, request: Request, keep: int = 0) -> int:
-        """Return how many computed tokens the request is expected to lose if all but its first `keep` blocks drop.
+        """Return how many computed tokens the request is expected to lose if it keeps only its first `keep` blocks.
 
         Without `keep`, it finds blocks again that other requests hold, and some of the free ones.
         """

@@ -17,7 +17,7 @@ import typer
 from skipjoin.cli import app
 from skipjoin.cli.options import flags_of
 from skipjoin.config import EngineConfig, ForecastConfig, ServerConfig
-from skipjoin.model.gguf.architectures import ARCHITECTURES
+from skipjoin.model.gguf.architectures import ARCHITECTURES, VARIANTS
 from skipjoin.model.gguf.file import TENSOR_TYPES, TensorType
 from skipjoin.model.gguf.groups import LAYOUTS
 from skipjoin.model.gguf.tokenizer import SCHEMES
@@ -379,9 +379,9 @@ def _models() -> Iterator[str]:
     yield from _table(["family", *next(iter(record.values()))], rows)
     yield (
         "An NVIDIA GPU runs what torch's operations run. `quantization int8` needs the compiled operations of a CPU. "
-        "`skipjoin convert` makes safetensors of `.bin` files. Mistral's GGUF files have the architecture `llama`; "
-        "where GGUF files do not say which layers have a sliding window, it is refused. Of Gemma 3 and Mistral 3 that "
-        "see images, the language model is served. Of other families, GGUF files are refused."
+        "`skipjoin convert` makes safetensors of `.bin` files. GGUF files of Mistral and Mixtral have the architecture "
+        "`llama`, and those of OLMo 3 `olmo2`. Of Gemma 3 and Mistral 3 that see images, the language model is served. "
+        "Of other families, GGUF files are refused."
     )
     yield from _architectures()
 
@@ -418,11 +418,12 @@ def _gguf() -> Iterator[str]:
         "checked against the size of the file before anything is allocated."
     )
     yield ""
-    rows = [[f"`{name}`", of.name.removesuffix("ForCausalLM")] for name, of in ARCHITECTURES.items()]
+    served = [(name, [of, *(VARIANTS[name][1:] if name in VARIANTS else ())]) for name, of in ARCHITECTURES.items()]
+    rows = [[f"`{name}`", ", ".join(of.name.removesuffix("ForCausalLM") for of in found)] for name, found in served]
     yield from _table(["`general.architecture`", "served as"], rows)
     yield (
-        "Mistral's files have the architecture `llama`. Others are refused, also Mixtral's, and sliding windows "
-        "except Gemma's and Phi-3's."
+        "Mistral's files have the architecture `llama`. Others are refused. Of gpt-oss and Phi-3, our logits are those "
+        "of their own settings, and not those of llama.cpp, which rounds the ramp of YaRN and ignores the window."
     )
     yield ""
     kinds = [[kind.name, f"{8 * kind.size / kind.elements:g}", _kept(kind)] for kind in TENSOR_TYPES.values()]

@@ -16,7 +16,17 @@ if TYPE_CHECKING:
     import transformers
 
 Kind = gguf.GGMLQuantizationType
-_ARCHITECTURES = {"mistral": "llama", "gpt_neox": "gptneox", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}
+_ARCHITECTURES = {
+    **{"mistral": "llama", "mixtral": "llama", "ministral3": "mistral3", "gpt_oss": "gpt-oss", "gpt_neox": "gptneox"},
+    **{"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"},
+    **{"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe", "glm": "chatglm", "cohere": "command-r", "olmo3": "olmo2"},
+}
+_PERMUTED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granitemoe")
+# Names of parameters that the package knows only by those in checkpoints.
+_IN_CHECKPOINTS = {
+    "self_attn.sinks": "self_attn.sinks.weight",
+    "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
+}
 # Types that the package reads and does not write: where their blocks have scales, as halves, and what is added to them.
 _SCALES = {
     Kind.Q2_K: (80, 82),
@@ -34,7 +44,7 @@ _SCALES = {
 def stored(name: str, weight: np.ndarray, config: transformers.PreTrainedConfig) -> np.ndarray:
     """Return a checkpoint's tensor with its rows in the order of files."""
     heads = config.num_attention_heads
-    if config.model_type in ("llama", "mistral", "smollm3", "granite") and (".q_proj." in name or ".k_proj." in name):
+    if config.model_type in _PERMUTED and (".q_proj." in name or ".k_proj." in name):
         count = heads if ".q_proj." in name else config.num_key_value_heads
         halves = weight.reshape(count, 2, weight.shape[0] // count // 2, *weight.shape[1:])
         return halves.swapaxes(1, 2).reshape(weight.shape)
@@ -71,39 +81,7 @@ def write_model(
     config: Any = model.config
     architecture = architecture or _ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_per_part)
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(hidden)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(getattr(config, "num_key_value_heads", heads))
-    writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", 1e-6))
-    writer.add_layer_norm_eps(getattr(config, "norm_epsilon", getattr(config, "layer_norm_eps", 1e-5)))
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
-    _add_rope(writer, config, head_dim)
-    if head_dim != hidden // heads:
-        writer.add_key_length(head_dim)
-        writer.add_value_length(head_dim)
-    if config.model_type in ("phi3", "gemma2", "gemma3_text") and config.sliding_window:
-        writer.add_sliding_window(config.sliding_window)
-    if config.model_type.startswith("gemma"):
-        kinds = [kind == "sliding_attention" for kind in config.layer_types]
-        writer.add_sliding_window_pattern(kinds)
-    if config.model_type == "gemma2":
-        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if config.model_type == "granite":
-        writer.add_attention_scale(config.attention_multiplier)
-        writer.add_embedding_scale(config.embedding_multiplier)
-        writer.add_residual_scale(config.residual_multiplier)
-        writer.add_logit_scale(config.logits_scaling)
-    if config.model_type == "gpt_neox":
-        writer.add_parallel_residual(config.use_parallel_residual)
-    if config.model_type == "qwen3_moe":
-        writer.add_expert_count(config.num_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    _add_settings(writer, config)
     for key, (value, kind_of) in (metadata or {}).items():
         writer.kv_data[0].pop(key, None)
         writer.add_key_value(key, value, kind_of)
@@ -115,6 +93,74 @@ def write_model(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_settings(writer: gguf.GGUFWriter, config: Any) -> None:
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(config.num_hidden_layers)
+    if hasattr(config, "intermediate_size"):
+        writer.add_feed_forward_length(_width(config))
+    writer.add_head_count(heads)
+    kv_heads = getattr(config, "num_key_value_heads", heads)
+    if config.model_type == "lfm2":
+        kv_heads = [kv_heads if one == "full_attention" else 0 for one in config.layer_types]
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    if (keys := getattr(config, "linear_num_key_heads", 0)) > 0:
+        values = config.linear_num_value_heads
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(keys)
+        writer.add_ssm_time_step_rank(values)
+        writer.add_ssm_inner_size(values * config.linear_value_head_dim)
+        writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
+        if config.model_type != "qwen3_next":
+            writer.add_rope_dimension_sections([2, 1, 1, 0])
+    if config.model_type in ("qwen3_next", "qwen3_5_moe_text"):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", getattr(config, "norm_eps", 1e-6)))
+    writer.add_layer_norm_eps(getattr(config, "norm_epsilon", getattr(config, "layer_norm_eps", 1e-5)))
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    _add_rope(writer, config, head_dim)
+    if head_dim != hidden // heads:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    has_windows = ("phi3", "gemma2", "gemma3_text", "gpt_oss", "cohere2", "olmo3", "exaone4")
+    if config.model_type in has_windows and config.sliding_window:
+        writer.add_sliding_window(config.sliding_window)
+        if config.model_type not in ("phi3", "gpt_oss", "cohere2"):
+            writer.add_sliding_window_pattern([one == "sliding_attention" for one in config.layer_types])
+    _add_settings_of_parts(writer, config)
+
+
+def _add_settings_of_parts(writer: gguf.GGUFWriter, config: Any) -> None:
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.model_type.startswith("granite"):
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if config.model_type.startswith("cohere"):
+        writer.add_logit_scale(config.logit_scale)
+    if config.model_type == "gpt_neox":
+        writer.add_parallel_residual(config.use_parallel_residual)
+    if (experts := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)) is not None:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type in ("qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"):
+        width = getattr(config, "moe_intermediate_size", config.intermediate_size)
+        writer.add_expert_feed_forward_length(width)
+
+
+def _width(config: Any) -> int:
+    if config.model_type != "lfm2" or not config.block_auto_adjust_ff_dim:
+        return int(config.intermediate_size)
+    width = int(config.block_ffn_dim_multiplier * int(2 * config.intermediate_size / 3))
+    return -(-width // config.block_multiple_of) * config.block_multiple_of
 
 
 def small_llama(*, vocab_size: int = 101, hidden_size: int = 256, num_hidden_layers: int = 1) -> Any:
@@ -139,6 +185,9 @@ def _add_rope(writer: gguf.GGUFWriter, config: Any, head_dim: int) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if config.model_type == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if rope["rope_type"] == "longrope":
         original = rope["original_max_position_embeddings"]
         writer.add_rope_scaling_orig_ctx_len(original)
@@ -165,20 +214,26 @@ def _add_tensors(writer: gguf.GGUFWriter, model: transformers.PreTrainedModel, k
         if parameter.data_ptr() in done:
             continue
         done.add(parameter.data_ptr())
-        if name.endswith("experts.gate_up_proj"):
-            _add_gates(writer, names, name, parameter, kind)
+        if ".experts." in name:
+            _add_experts(writer, name, parameter, kind, is_gpt_oss=config.model_type == "gpt_oss")
             continue
-        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        found = f"{found}.weight" if found and found.endswith("_exps") else found
+        if ".linear_attn." in name:
+            _add_delta_rule(writer, name, parameter, config, kind)
+            continue
+        known = next((name.replace(end, one) for end, one in _IN_CHECKPOINTS.items() if name.endswith(end)), name)
+        found = names.get_name(known, try_suffixes=(".weight", ".bias"))
         assert found is not None, name
         weight = parameter.detach().numpy()
+        if ".conv.conv." in name:
+            writer.add_tensor(found, weight[:, 0])
+            continue
         # Which row of the checkpoint a row of the file is, to bring the numbers of blocks back.
         order = stored(name, np.arange(len(weight)), config)
         rows = np.ascontiguousarray(weight[order])
-        if weight.ndim == 1 and config.model_type.startswith("gemma"):
+        if weight.ndim == 1 and config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5")):
             rows += 1
             parameter.data = torch.from_numpy(rows) - 1
-        if weight.ndim == 1:
+        if weight.ndim == 1 or "_norm" in found:
             writer.add_tensor(found, rows)
             continue
         blocks = packed(rows, kind, random)
@@ -186,14 +241,68 @@ def _add_tensors(writer: gguf.GGUFWriter, model: transformers.PreTrainedModel, k
         parameter.data[torch.from_numpy(order)] = torch.from_numpy(gguf.dequantize(blocks, kind))
 
 
-def _add_gates(
-    writer: gguf.GGUFWriter, names: gguf.TensorNameMap, name: str, parameter: torch.nn.Parameter, kind: Kind
+def _add_delta_rule(writer: gguf.GGUFWriter, name: str, parameter: torch.nn.Parameter, config: Any, kind: Kind) -> None:
+    """Add a tensor of a delta rule, with the heads of its values in the order of Qwen3.5's files."""
+    layer, part = name.split(".")[2], name.partition(".linear_attn.")[2].removesuffix(".weight")
+    keys, count = config.linear_num_key_heads, config.linear_num_value_heads
+    weight, is_next = parameter.detach(), config.model_type == "qwen3_next"
+
+    def tiled(values: torch.Tensor) -> torch.Tensor:
+        if is_next:
+            return values
+        by_key = values.unflatten(0, (keys, count // keys, len(values) // count))
+        return by_key.transpose(0, 1).flatten(0, 2)
+
+    def add(found: str, values: torch.Tensor) -> None:
+        as_array = values.contiguous().numpy()
+        if values.dim() == 2 and "conv" not in found:
+            writer.add_tensor(f"blk.{layer}.{found}", gguf.quantize(as_array, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(f"blk.{layer}.{found}", as_array)
+
+    if part in ("in_proj_qkv", "conv1d"):
+        first = 2 * keys * config.linear_key_head_dim
+        whole = weight.squeeze(1) if part == "conv1d" else weight
+        found = "ssm_conv1d.weight" if part == "conv1d" else "attn_qkv.weight"
+        add(found, torch.cat([whole[:first], tiled(whole[first:])]))
+    elif part == "in_proj_qkvz":
+        values = count // keys * config.linear_value_head_dim
+        sizes = [config.linear_key_head_dim, config.linear_key_head_dim, values, values]
+        q, k, v, z = (one.flatten(0, 1) for one in weight.unflatten(0, (keys, sum(sizes))).split(sizes, dim=1))
+        add("attn_qkv.weight", torch.cat([q, k, v]))
+        add("attn_gate.weight", z)
+    elif part == "out_proj":
+        add("ssm_out.weight", tiled(weight.T).T)
+    elif part == "A_log":
+        add("ssm_a", tiled(-weight.exp()))
+    else:
+        names = {"in_proj_z": "attn_gate.weight", "in_proj_b": "ssm_beta.weight", "in_proj_a": "ssm_alpha.weight"}
+        names |= {"in_proj_ba": "ssm_ba.weight", "dt_bias": "ssm_dt.bias", "norm": "ssm_norm.weight"}
+        add(names[part], weight if part in ("norm", "in_proj_ba") else tiled(weight))
+    if parameter.dim() == 2:
+        blocks = gguf.dequantize(gguf.quantize(weight.contiguous().numpy(), kind), kind)
+        parameter.data.copy_(torch.from_numpy(blocks))
+
+
+def _add_experts(
+    writer: gguf.GGUFWriter, name: str, parameter: torch.nn.Parameter, kind: Kind, *, is_gpt_oss: bool
 ) -> None:
-    for part, weight in zip(("gate", "up"), parameter.detach().chunk(2, dim=1), strict=True):
-        blocks = gguf.quantize(weight.contiguous().numpy(), kind)
-        found = names.get_name(name.replace("gate_up", part))
-        writer.add_tensor(f"{found}.weight", blocks, raw_dtype=kind)
-        weight.copy_(torch.from_numpy(gguf.dequantize(blocks, kind)))
+    """Add a tensor of all experts, [experts, out, in], or that of the gates and of what they gate as two."""
+    layer, is_bias, part = name.split(".")[2], name.endswith("_bias"), name.rpartition(".")[2].removesuffix("_bias")
+    weight = parameter.detach()
+    rows = weight if is_bias or not is_gpt_oss else weight.transpose(1, 2)
+    parts = {part.removesuffix("_proj"): rows}
+    if part == "gate_up_proj":
+        halves = (rows[:, ::2], rows[:, 1::2]) if is_gpt_oss else rows.chunk(2, dim=1)
+        parts = dict(zip(("gate", "up"), halves, strict=True))
+    for of, view in parts.items():
+        found = f"blk.{layer}.ffn_{of}_exps.{'bias' if is_bias else 'weight'}"
+        if is_bias:
+            writer.add_tensor(found, view.contiguous().numpy())
+            continue
+        blocks = gguf.quantize(view.contiguous().numpy(), kind)
+        writer.add_tensor(found, blocks, raw_dtype=kind)
+        view.copy_(torch.from_numpy(gguf.dequantize(blocks, kind)))
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, described: Mapping[str, Any]) -> None:

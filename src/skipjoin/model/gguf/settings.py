@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from skipjoin.model.gguf.architectures import ROPE_FACTORS, SHORT_FACTORS, Architecture, architecture_of, biased
+from skipjoin.model.gguf.architectures import (
+    ROPE_FACTORS,
+    SHORT_FACTORS,
+    Architecture,
+    architecture_of,
+    biased,
+    layers_of,
+)
 from skipjoin.model.gguf.file import Gguf, GgufError, read_gguf
 
 # Metadata of newer files, and the fields of generation_config.json.
@@ -23,7 +30,11 @@ _SAMPLING = {
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}
 # Control tokens that end an answer in whichever vocabulary has them. Files name only one.
 _ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>")
+# In vocabularies with the first of these, an answer has several parts, each of which <|end|> ends.
+_ENDS_OF_PARTS = ("<|return|>", "<|call|>", "<|endoftext|>")
 CONTROL = 3
+# Layers of the largest models.
+_LARGEST = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}
 
 
 def gguf_settings(path: Path) -> dict[str, dict[str, Any]]:
@@ -53,27 +64,29 @@ def _config(file: Gguf) -> dict[str, Any]:
         raise GgufError(f"{file.path} has values of {values} numbers and keys of {head_dim}, which must be the same")
     rotated = _number(file, "rope.dimension_count", head_dim)
     ours, theirs = of.epsilon
+    kv_heads, kinds = _kv_heads(file, of, heads)
     config = {
         "architectures": [of.name],
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "num_hidden_layers": _number(file, "block_count"),
+        "num_hidden_layers": layers_of(file),
         "num_attention_heads": heads,
-        "num_key_value_heads": _number(file, "attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "intermediate_size": _number(file, "feed_forward_length"),
+        "intermediate_size": _number(file, "feed_forward_length", _metadata(file, "expert_feed_forward_length")),
         "max_position_embeddings": _number(file, "context_length"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         # The next larger number, because the product with `head_dim` is rounded down.
         "partial_rotary_factor": math.nextafter(rotated / max(head_dim, 1), 1.0),
         "rope_theta": _number(file, "rope.freq_base", 10000.0),
-        "rope_parameters": _rope(file, rotated),
+        "rope_parameters": _rope(file, of, rotated),
         ours: _number(file, theirs),
         **of.fixed,
         **biased(file, of),
     }
-    given = {field: key for field, key in of.numbers.items() if _metadata(file, key) is not None}
-    config |= {field: _number(file, key) for field, key in given.items()}
+    config |= _numbers(file, of.numbers)
+    if kinds is not None:
+        config["layer_types"] = kinds
     window = _number(file, "attention.sliding_window", 0)
     if window > 0 and of.has_windows:
         config |= {"sliding_window": window, "layer_types": _kinds(file)}
@@ -82,8 +95,13 @@ def _config(file: Gguf) -> dict[str, Any]:
             f"{file.path} has a sliding window of {window} tokens, and GGUF does not say of which layers: give the "
             "folder or hub id of the model that it was made from"
         )
-    if of.norm_offset:
+    if of.name in _LARGEST:
         config["query_pre_attn_scalar"] = _query_scalar(of, config)
+    if "linear_num_value_heads" in config:
+        heads = max(config["linear_num_value_heads"], 1)
+        config["linear_value_head_dim"] = _number(file, "ssm.inner_size") // heads
+    if of.name == "CohereForCausalLM":
+        config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
     if of.name == "GPTNeoXForCausalLM":
         config["use_parallel_residual"] = bool(_metadata(file, "use_parallel_residual", True))
     return config
@@ -91,9 +109,19 @@ def _config(file: Gguf) -> dict[str, Any]:
 
 def _query_scalar(of: Architecture, config: dict[str, Any]) -> int:
     """Return what the file does not have: the width per head in the largest models, and the head's size in others."""
-    largest = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}[of.name]
-    is_largest = config["num_hidden_layers"] == largest
+    is_largest = config["num_hidden_layers"] == _LARGEST[of.name]
     return int(config["hidden_size"] // config["num_attention_heads"] if is_largest else config["head_dim"])
+
+
+def _kv_heads(file: Gguf, of: Architecture, heads: int) -> tuple[Any, list[str] | None]:
+    """Return the heads of keys and values, and the kind of each layer if some have none."""
+    found = _metadata(file, "attention.head_count_kv")
+    if not (of.state_kind and isinstance(found, list) and 0 in found):
+        return _number(file, "attention.head_count_kv", heads), None
+    some = [count for count in found if count != 0]
+    if not some or any(count != some[0] for count in some):
+        raise GgufError(f"{file.path} has other heads of keys and values in some layers, which is not supported")
+    return some[0], [of.state_kind if count == 0 else "full_attention" for count in found]
 
 
 def _kinds(file: Gguf) -> list[str] | None:
@@ -103,7 +131,7 @@ def _kinds(file: Gguf) -> list[str] | None:
     return ["sliding_attention" if slides else "full_attention" for slides in pattern]
 
 
-def _rope(file: Gguf, rotated: int) -> dict[str, Any]:
+def _rope(file: Gguf, of: Architecture, rotated: int) -> dict[str, Any]:
     kind = _metadata(file, "rope.scaling.type", "none")
     if (factors := _factors(file, ROPE_FACTORS, rotated)) is not None:
         return {"rope_type": "factors", "factors": factors}
@@ -124,6 +152,7 @@ def _rope(file: Gguf, rotated: int) -> dict[str, Any]:
             "beta_slow": "yarn_beta_slow",
         }
         given |= {name: found for name, key in names.items() if (found := _number(file, f"rope.scaling.{key}", 0))}
+        given |= {**of.yarn, **_numbers(file, of.yarn_numbers)}
         if (share := _number(file, "rope.scaling.attn_factor", 1.0)) != 1:
             given["attention_factor"] = share * (0.1 * math.log(max(given["factor"], 1.0)) + 1)
     return given
@@ -149,7 +178,7 @@ def _ends(file: Gguf) -> list[int]:
     if not isinstance(kinds, list):
         kinds = []
     by_text = {text: index for index, text in enumerate(tokens)}
-    texts = (by_text.get(text) for text in _ENDS)
+    texts = (by_text.get(text) for text in (_ENDS_OF_PARTS if _ENDS_OF_PARTS[0] in by_text else _ENDS))
     control = (index for index in texts if index is not None and index < len(kinds) and kinds[index] == CONTROL)
     return [index for index in (*named, *control) if index is not None]
 
@@ -191,6 +220,10 @@ def _token_id(file: Gguf, key: str) -> int | None:
 
 def _metadata(file: Gguf, key: str, default: Any = None) -> Any:
     return file.metadata.get(f"{file.architecture}.{key}", default)
+
+
+def _numbers(file: Gguf, keys: Mapping[str, str]) -> dict[str, Any]:
+    return {field: _number(file, key) for field, key in keys.items() if _metadata(file, key) is not None}
 
 
 def _number(file: Gguf, key: str, default: float | None = None) -> Any:

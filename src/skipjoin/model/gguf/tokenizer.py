@@ -25,11 +25,20 @@ _LLAMA3 = (
     r"|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_WORDS_BY_CASE = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+)
+_GPT4O = _WORDS_BY_CASE + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _by_regex(pattern: str) -> pre_tokenizers.PreTokenizer:
@@ -68,10 +77,13 @@ _GPT2, _DIGITS = _Scheme(_as_gpt2), _Scheme(_by_digit)
 _QWEN = _Scheme(lambda: _by_regex(_QWEN2), composes=True)
 _LLAMA = _Scheme(lambda: _by_regex(_LLAMA3), keeps_words=True, adds_bos=True)
 SCHEMES = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"), _LLAMA),
+    **dict.fromkeys(("dbrx", "chatglm-bpe", "glm4"), _Scheme(lambda: _by_regex(_LLAMA3))),
+    "gpt-4o": _Scheme(lambda: _by_regex(_GPT4O)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN),
+    "qwen35": _Scheme(lambda: _by_regex(_QWEN35), composes=True),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "exaone", "codeshell"), _DIGITS),
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), _GPT2),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4"), _GPT2),
     "tekken": _Scheme(lambda: _by_regex(_TEKKEN), keeps_words=True, adds_bos=True),
 }
 

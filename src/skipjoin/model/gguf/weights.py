@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import gguf
 import numpy as np
@@ -11,12 +13,13 @@ import torch
 
 from skipjoin.model import groups
 from skipjoin.model.config import ModelError
-from skipjoin.model.gguf.architectures import architecture_of
+from skipjoin.model.gguf.architectures import Heads, Recurrence, architecture_of
 from skipjoin.model.gguf.file import Gguf, GgufError, StoredTensor, read_gguf
 from skipjoin.model.gguf.groups import LAYOUTS, Layout
 from skipjoin.model.groups import GroupedMatrix
+from skipjoin.model.ops.base import LayerOps, Linear
 from skipjoin.model.weight_files import Source
-from skipjoin.model.weights import Matrix, Weights
+from skipjoin.model.weights import Matrix, Stack, Weights
 
 _log = logging.getLogger(__name__)
 # Numbers that a thread widens at a time, by way of float32.
@@ -36,64 +39,165 @@ class GgufWeights(Weights):
         self._config, self._dtype, self._device = source.config, source.dtype, source.device
         self._reads_codes = source.reads_codes
         self._progress = source.progress
+        states = source.config.states
+        recurrence = None
+        if states is not None:
+            recurrence = Recurrence(states.heads, states.key_heads, states.key_dim, states.value_dim)
+        self._heads = Heads(source.config.num_heads, source.config.num_kv_heads, recurrence)
         self._taken = 0
-        self._coded: Counter[str] = Counter()
+        self._coded_numbers: Counter[str] = Counter()
         if text := widening(self._file, source.dtype, source.spec.quantization, reads_codes=source.reads_codes):
             _log.info("%s", text)
 
     def grouped(self, matrix: Matrix, inputs: int, columns: range | None = None) -> GroupedMatrix | None:
-        tensor, order = self._found(f"{matrix.name}.weight", (matrix.out, inputs))
-        layout = LAYOUTS.get(tensor.type.name) if self._reads_codes else None
-        if layout is None:
-            return None
-        whole = coded(tensor, layout, order[matrix.rows.start : matrix.rows.stop])
-        found = whole if columns is None else whole.columns(columns)
-        if found is None:
-            return None
-        self._coded[tensor.type.name] += found.codes.numel()
-        self.label = self._coded.most_common(1)[0][0]
-        self._count(matrix.name)
+        rows = self._rows(f"{matrix.name}.weight", (matrix.out, inputs))
+        found = self._coded(rows, rows.order[matrix.rows.start : matrix.rows.stop], columns)
+        if found is not None:
+            self._count(matrix.name, rows)
         return found
 
-    def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
-        tensor, order = self._found(name, shape)
-        wanted = order if rows is None else order[rows.start : rows.stop]
-        if len(shape) == 1:
-            offset = self._architecture.norm_offset if "norm" in name else 0.0
-            found = widened(tensor, np.zeros(1, np.int64), None, torch.float32 if offset else self._dtype)[0]
-            found = (found - offset if offset else found)[torch.from_numpy(wanted)].to(self._dtype)
-        else:
-            found = widened(tensor, wanted, columns, self._dtype)
-        self._count(name)
-        return found.to(self._device)
+    def stacked(
+        self, ops: LayerOps, stack: Stack, bias: torch.Tensor | None, activation: str | None = None
+    ) -> list[Linear]:
+        made: list[Linear] = []
+        for index in range(stack.experts):
+            rows = self._rows(stack.name, (stack.out, stack.inputs), index)
+            wanted = rows.order if stack.rows is None else rows.order[stack.rows.numpy()]
+            shift = None if bias is None else bias[index]
+            if (coded := self._coded(rows, wanted, stack.columns)) is not None:
+                made.append(ops.grouped([coded], shift, activation))
+            else:
+                weight = rows.widened(wanted, stack.columns, self._dtype).to(self._device)
+                made.append(self.product(ops, weight, shift, activation))
+        self._count(stack.name, rows)
+        return made
 
-    def _found(self, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, np.ndarray]:
-        """Return a tensor, and the row in the file of each of its rows."""
-        stored_name = self._architecture.stored_name(name)
+    def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
+        of = self._rows(name, shape)
+        wanted = of.order if rows is None else of.order[rows.start : rows.stop]
+        if len(shape) == 1:
+            found = self._architecture.original(of.names[0], of.vector(torch.float32))[torch.from_numpy(wanted)]
+        elif self._architecture.is_bias_of_experts(name):
+            biases = (widened(tensor, np.arange(shape[0]), None, self._dtype) for tensor, _ in of.parts)
+            found = torch.cat(list(biases), dim=1)[:, torch.from_numpy(of.order)]
+        else:
+            found = of.widened(wanted, columns, self._dtype)
+            found = found.view(len(found), *shape[1:]) if len(shape) > 2 else found
+        self._count(name, of)
+        return found.to(device=self._device, dtype=self._dtype)
+
+    def _coded(self, rows: _Rows, wanted: np.ndarray, columns: range | None) -> GroupedMatrix | None:
+        kinds = {tensor.type.name for tensor, _ in rows.parts}
+        layout = LAYOUTS.get(kinds.pop()) if self._reads_codes and len(kinds) == 1 else None
+        if layout is None:
+            return None
+        whole = rows.coded(layout, wanted)
+        found = whole if columns is None else whole.columns(columns)
+        if found is not None:
+            self._coded_numbers[rows.parts[0][0].type.name] += found.codes.numel()
+            self.label = self._coded_numbers.most_common(1)[0][0]
+        return found
+
+    def _rows(self, name: str, shape: tuple[int, ...], index: int | None = None) -> _Rows:
+        """Find a tensor, or that of expert `index`, of a tensor that has all experts."""
+        of, config = self._architecture, self._config
+        names = of.stored_names(name)
+        expert = of.expert(name) if index is None else index
+        lead = () if expert is None or config.experts is None else (config.experts.count,)
+        if of.is_bias_of_experts(name):
+            lead, shape = (shape[0],), (shape[1],)
+        parts = [self._part(stored_name, lead, shape, expert or 0) for stored_name in names]
+        found = sum(len(rows) for _, rows in parts)
+        if found != shape[0]:
+            raise self._misshapen(names[0], parts[0][0], shape)
+        width = shape[1] if len(shape) == 2 else 1
+        return _Rows(names, parts, of.order(names, shape[0], self._heads), of.columns(names, width, self._heads))
+
+    def _part(
+        self, stored_name: str, lead: tuple[int, ...], shape: tuple[int, ...], expert: int
+    ) -> tuple[StoredTensor, range]:
+        """Return a tensor, and the rows that it has of one whose whole shape is `shape`, apart from dimensions of 1."""
         if (tensor := self._file.tensors.get(stored_name)) is None:
             raise ModelError(f"{self._file.path} has no tensor {stored_name!r}: download it again")
-        expert, whole = self._architecture.expert(name), shape
-        if expert is not None and self._config.experts is not None:
-            whole = (self._config.experts.count, *shape)
-        if tensor.shape != whole:
-            raise ModelError(
-                f"{tensor.file}: {stored_name} has shape {tensor.shape}, but the metadata imply {whole}: download it "
-                "again"
-            )
-        order = self._architecture.order(stored_name, shape[0], self._config.num_heads, self._config.num_kv_heads)
-        return tensor, (np.arange(shape[0]) if order is None else order) + (expert or 0) * shape[0]
+        stored, width = tensor.shape, tuple(size for size in shape[1:] if size != 1)
+        if not lead and not width:
+            return tensor, range(math.prod(stored))
+        sizes = stored[len(lead) :]
+        if stored[: len(lead)] != lead or not sizes or tuple(size for size in sizes[1:] if size != 1) != width:
+            raise self._misshapen(stored_name, tensor, (*lead, *shape))
+        return tensor, range(expert * sizes[0], (expert + 1) * sizes[0])
 
-    def _count(self, name: str) -> None:
-        self._taken += not self._architecture.expert(f"{name}.")  # a tensor has all experts
+    def _misshapen(self, stored_name: str, tensor: StoredTensor, implied: tuple[int, ...]) -> ModelError:
+        return ModelError(
+            f"{tensor.file}: {stored_name} has shape {tensor.shape}, but the metadata imply {implied}: download it "
+            "again"
+        )
+
+    def _count(self, name: str, rows: _Rows) -> None:
+        self._taken += 0 if self._architecture.expert(f"{name}.") else len(rows.parts)  # a tensor has all experts
         if self._progress is not None:
             self._progress(self._taken, len(self._file.tensors))
 
 
+class _Rows(NamedTuple):
+    """Rows of tensors of a file, and which of these, one tensor after the other, each row of a checkpoint's tensor is.
+
+    With a tensor of one dimension, rows are its numbers. `places` has the column of each column, or None for the same.
+    """
+
+    names: tuple[str, ...]
+    parts: list[tuple[StoredTensor, range]]
+    order: np.ndarray
+    places: np.ndarray | None = None
+
+    def widened(self, wanted: np.ndarray, columns: range | None, dtype: torch.dtype) -> torch.Tensor:
+        read = columns if self.places is None else None
+        found = [widened(tensor, rows, read, dtype) for tensor, rows in self._split(wanted)]
+        whole = found[0] if len(found) == 1 else torch.cat(found)[self._places(wanted)]
+        if self.places is None:
+            return whole
+        places = self.places if columns is None else self.places[columns.start : columns.stop]
+        return whole[:, torch.from_numpy(places)]
+
+    def coded(self, layout: Layout, wanted: np.ndarray) -> GroupedMatrix:
+        found = [coded(tensor, layout, rows) for tensor, rows in self._split(wanted)]
+        if len(found) == 1:
+            order = None if self.places is None else torch.from_numpy(self.places.argsort())
+            return found[0]._replace(order=order)
+        minimums = [one.minimums for one in found if one.minimums is not None]
+        joined = found[0]._replace(
+            codes=torch.cat([one.codes for one in found]),
+            scales=torch.cat([one.scales for one in found]),
+            minimums=torch.cat(minimums) if minimums else None,
+        )
+        return joined.outputs(self._places(wanted))
+
+    def vector(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the numbers of a tensor of one dimension, in the order of the file."""
+        tensor, _ = self.parts[0]
+        return widened(tensor, np.arange(tensor.nbytes // tensor.row_bytes), None, dtype).flatten()
+
+    def _split(self, wanted: np.ndarray) -> list[tuple[StoredTensor, np.ndarray]]:
+        """Return the wanted rows of each tensor."""
+        split, first = [], 0
+        for tensor, rows in self.parts:
+            here = wanted[(wanted >= first) & (wanted < first + len(rows))]
+            split.append((tensor, here - first + rows.start))
+            first += len(rows)
+        return split
+
+    def _places(self, wanted: np.ndarray) -> torch.Tensor:
+        """Return which of the rows that `_split` returns each wanted row is."""
+        bounds = np.cumsum([len(rows) for _, rows in self.parts])
+        return torch.from_numpy(np.searchsorted(bounds, wanted, "right").argsort(kind="stable").argsort())
+
+
 def coded_bytes(source: Source, name: str, outputs: int, inputs: int) -> int | None:
-    """Return the bytes of a matrix in codes, or None if it is widened."""
+    """Return the bytes of a matrix in codes, or None if it is widened. `name` may be a stack's, or lack ".weight"."""
     file = read_gguf(source.files.folder)
-    tensor = file.tensors.get(architecture_of(file).stored_name(f"{name}.weight"))
-    layout = None if tensor is None or not source.reads_codes else LAYOUTS.get(tensor.type.name)
+    names = architecture_of(file).stored_names(f"{name.removesuffix('.weight')}.weight")
+    kinds = {tensor.type.name if (tensor := file.tensors.get(one)) else "" for one in names}
+    layout = LAYOUTS.get(kinds.pop()) if len(kinds) == 1 and source.reads_codes else None
     if layout is None or inputs % layout.group:
         return None
     return groups.coded_bytes(

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field, replace
 from skipjoin.config import EngineConfig
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.engine.facts import EngineFacts
 from skipjoin.engine.learned import LearnedKeeper, state_file
 from skipjoin.engine.load import Loaded, load
 from skipjoin.engine.profiling.calibration import Calibration
@@ -24,12 +23,35 @@ from skipjoin.recipes import find
 from skipjoin.sampling import ParameterError
 
 
-class EngineInfo(EngineFacts, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Properties of a built engine. Bytes are totals over all ranks; `dimensions` are those of its vectors.
+
+    Attributes:
+        asks_pairs: Whether it judges a pair of texts in a conversation, with yes or no.
+    """
+
+    model: str
+    folder: str
+    max_model_len: int
+    vocab_size: int
     eos_token_ids: tuple[int, ...]
+    device_blocks: int
+    cpu_blocks: int
+    block_size: int
+    block_bytes: int
+    cpu_block_bytes: int
+    swap_dtype: str
+    recipe: str
     recipe_params: dict[str, Value]
     notice: str
+    dtype: str
+    device: str
     weight_bytes: int
     cost: LearningCost
+    task: Task = Task.GENERATE
+    dimensions: int = 0
+    asks_pairs: bool = False
 
     def check_pooling(self, pooling: Pooling | None) -> None:
         """Raise `ParameterError` unless the model returns what a request asks for."""

@@ -6,7 +6,6 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
-from skipjoin.engine.facts import EngineFacts
 from skipjoin.server.engines.engine_server import OnProgress, serve_engine
 from skipjoin.server.engines.messages import Ready, Setup
 from skipjoin.system.garbage import without_garbage_collection
@@ -15,6 +14,8 @@ if TYPE_CHECKING:
     from skipjoin.engine.loop import EngineLoop
 
 logger = logging.getLogger("skipjoin.engine")
+# Fields of `Ready` that are not fields of the engine's `info`.
+_OTHER_FACTS = {"cost", "caches_prefixes", "max_num_seqs", "max_num_batched_tokens", "recipe_path", "recipe_params"}
 
 
 def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[EngineLoop, Ready]:
@@ -26,8 +27,9 @@ def load_engine(setup: Setup, on_progress: OnProgress) -> tuple[EngineLoop, Read
     engine = assemble(setup.config, on_progress)
     if engine.info.notice:
         logger.info("%s", engine.info.notice)
+    facts = {name: getattr(engine.info, name) for name in Ready.__struct_fields__ if name not in _OTHER_FACTS}
     ready = Ready(
-        **{name: getattr(engine.info, name) for name in EngineFacts.__struct_fields__},
+        **facts,
         cost=engine.info.cost.current,
         caches_prefixes=engine.caches_prefixes,
         max_num_seqs=setup.config.max_num_seqs,

@@ -12,7 +12,6 @@ from skipjoin.config import HANG_LIMITS, EngineConfig, HangLimits
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.policy import Fact
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions, ServiceClass
-from skipjoin.engine.facts import EngineFacts
 from skipjoin.kv_format import SWAP_FORMATS
 from skipjoin.observe.explanation import Standing
 from skipjoin.observe.history import History, current_prediction
@@ -21,6 +20,7 @@ from skipjoin.observe.metric_snapshot import Snapshot
 from skipjoin.observe.steps import StepSummary
 from skipjoin.options import Value
 from skipjoin.policies.cost import LinearCost
+from skipjoin.pooling import Task
 from skipjoin.sampling import SamplingParams, TokenDetail, TokenLogprob
 
 
@@ -134,19 +134,36 @@ class LoadProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True)
     share: float
 
 
-class Ready(EngineFacts, frozen=True, kw_only=True, tag="ready", array_like=True):
+class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     """Reports that the engine accepts requests, and describes the engine.
 
     Attributes:
+        cpu_block_bytes: Differs from `block_bytes` if `swap_dtype` is not "auto".
         recipe_path: Recipe as configured, absolute if it is in a file; empty is `recipe`.
     """
 
+    model: str
+    folder: str
+    max_model_len: int
+    vocab_size: int
+    device_blocks: int
+    cpu_blocks: int
+    block_size: int
+    block_bytes: int
+    cpu_block_bytes: int
+    swap_dtype: str
+    recipe: str
+    dtype: str
+    device: str
     cost: LinearCost
     caches_prefixes: bool = True
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     recipe_path: str = ""
-    recipe_params: dict[str, Value] = msgspec.field(default_factory=dict)
+    recipe_params: dict[str, Value] = {}
+    task: Task = Task.GENERATE
+    dimensions: int = 0
+    asks_pairs: bool = False
 
     @property
     def cache_blocks(self) -> int:

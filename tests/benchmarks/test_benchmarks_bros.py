@@ -51,6 +51,7 @@ def test_failed_checks_are_reported_and_fail_the_command() -> None:
     assert {row[1] for row in checks.checks(result["records"])["rows"] if row[-1] == "no"} == {"bros-swap"}
 
 
+@pytest.mark.exhaustive  # those of FastServe and EconoServe run by the same code
 def test_short_runs_compare_every_variant_with_the_class_blind_one(tmp_path: Path) -> None:
     result = run("figure13", tmp_path, "--quick", "--lasting", "2", "--jobs", "1")
     assert {row[1] for row in result["tables"][0]["rows"]} == {"bros-recompute", "bros-swap", "bros", "bros-unshared"}

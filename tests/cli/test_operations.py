@@ -157,11 +157,11 @@ def test_one_gguf_file_of_many_is_pulled_and_served_without_the_hub(hub: str, tm
     assert sorted(file.name for file in snapshot.iterdir()) == [
         "small-Q4_0-00001-of-00002.gguf", "small-Q4_0-00002-of-00002.gguf", "small.Q8_0.gguf",
     ]  # fmt: skip
-    commands = [["list"], *(["serve", f"org/small:{tag}", "--port", "0", "--check"] for tag in ("Q4_0", "Q8_0"))]
-    listed, *offline = outcomes_of(commands, environment={**environment, "HF_HUB_OFFLINE": "1"})
+    commands = [["list"], ["serve", "org/small:Q4_0", "--port", "0", "--check"]]
+    listed, offline = outcomes_of(commands, environment={**environment, "HF_HUB_OFFLINE": "1"})
     for tag in ("Q4_0", "Q8_0"):
         assert "yes" in next(line for line in listed.stdout.splitlines() if f"org/small:{tag}" in line)
-    assert [done.code for done in offline] == [0, 0], offline[0].stderr
+    assert offline.code == 0, offline.stderr
 
 
 def test_pulled_model_is_listed_and_served_without_the_hub(hub: str, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ TERMS = st.builds(
 )
 
 
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(truth=TERMS)
 def test_fit_reproduces_exact_times_closely(truth: LinearCost) -> None:
     seconds = [truth.step(shape) for shape in SHAPES]
@@ -50,7 +50,7 @@ def test_fit_reproduces_exact_cpu_times() -> None:
     assert max(cost_errors(fit_cost(SHAPES, seconds), SHAPES, seconds)) < 1e-6
 
 
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(truth=TERMS, seed=st.integers(0, 1000))
 def test_fit_is_robust_to_outliers_and_noise(truth: LinearCost, seed: int) -> None:
     draw = np.random.default_rng(seed)

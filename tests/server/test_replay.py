@@ -21,7 +21,7 @@ from skipjoin.recipes import DEFAULT
 from skipjoin.replay.comparison import Limits, compare
 from skipjoin.replay.simulation import FIGURES, Outcome
 from skipjoin.report.numbers import duration
-from skipjoin.server.api import recorded_load
+from skipjoin.server.api import debug
 from skipjoin.server.api.arrivals import Arrival, ArrivalLog
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.replays import Replays
@@ -60,7 +60,7 @@ def test_recent_load_is_simulated_under_other_recipes_and_limits(start_server: S
 async def test_arrivals_have_no_texts_and_belong_to_their_key(
     make_api: MakeApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorded_load, "TIMEOUT_S", 0.01)  # the scripted engine does not answer
+    monkeypatch.setattr(debug, "TIMEOUT_S", 0.01)  # the scripted engine does not answer
     async with make_api(api_keys=("one", "two")) as api:
         headers = {"Authorization": "Bearer one"}
         await api.http.post("/v1/completions", json={"prompt": "abcdef", "max_tokens": 3, "n": 2}, headers=headers)

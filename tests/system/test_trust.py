@@ -13,7 +13,7 @@ import pytest
 
 from skipjoin.config.profile import cache_profile, cached_profile, measures_alone
 from skipjoin.forecast.store import STATE, Identity, load_state, save_state
-from skipjoin.model.kernels import cache as triton_cache
+from skipjoin.model import kernels as triton_cache
 from skipjoin.model.kernels.tuning import TunedTable, table_path
 from skipjoin.model.ops import build
 from skipjoin.model.ops.choice import Choices

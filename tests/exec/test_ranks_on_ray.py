@@ -172,11 +172,12 @@ def expected() -> Outputs:
 def test_killed_ranks_change_no_tokens_and_ranks_out_of_step_end(
     tp: int, pp: int, recipe: str, expected: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory holds a third of the requests, so that they are also swapped and dropped.
+    """Memory holds a fifth of the requests, so that they are also swapped and dropped.
 
     An altered plan is not the loss of a rank: the ranks are not restarted, and it yields no token.
     """
-    engine = assemble(config(tp, pp, recipe=recipe, recipe_params={"starvation_s": 0.2}))
+    less = {"kv_cache_gib": 0.6 * PRESSED["kv_cache_gib"]}
+    engine = assemble(config(tp, pp, recipe=recipe, recipe_params={"starvation_s": 0.2}, **less))
     try:
         assert [rank.nice() for rank in ranks()] == [psutil.Process().nice()] * (tp * pp)
         session = Session(engine)

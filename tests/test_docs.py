@@ -101,7 +101,7 @@ def test_readme_leaves_figures_to_the_records() -> None:
 
 
 # Decisions are half a page each, and only grow in number.
-@pytest.mark.parametrize(("folder", "limit"), [("docs", 27_000), ("docs/decisions", 3_000), ("benchmarks", 15_500)])
+@pytest.mark.parametrize(("folder", "limit"), [("docs", 27_500), ("docs/decisions", 3_000), ("benchmarks", 15_700)])
 def test_hand_written_pages_stay_short(folder: str, limit: int) -> None:
     apart = {ROOT / "docs" / "reference", ROOT / "docs" / "decisions"} - {ROOT / folder}
     pages = [page for page in (ROOT / folder).rglob("*.md") if page.parent not in apart]

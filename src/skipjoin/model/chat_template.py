@@ -93,7 +93,7 @@ class ChatTemplate:
                 other = regrouped(messages, has_system=has_system)
                 kind_so, text = self._ask(renderer, other, variables) if other != list(messages) else (kind, answer)
                 if kind_so == program.TEXT:
-                    self._log_once("rejects the order of roles, so messages are regrouped", answer.decode())
+                    self._log_once("regrouped", "rejects a conversation, whose messages are regrouped")
                     return text.decode()
         if kind != program.TEXT:
             self._refuse(kind, answer)
@@ -148,14 +148,13 @@ class ChatTemplate:
         if kind == program.REJECTED:
             raise ModelError(f"the model's chat template rejects this conversation: {said}")
         limit = _LIMITS.get(kind)
-        self._log_once("fails on a conversation", limit or said)
+        self._log_once(limit or said.partition("(")[0], f"fails on a conversation: {limit or said}")
         raise ModelError(f"the model's chat template fails on this conversation{f': {limit}' if limit else ''}")
 
-    def _log_once(self, what: str, said: str) -> None:
-        failure = said.partition("(")[0]
+    def _log_once(self, failure: str, what: str) -> None:
         if failure not in self._failures:
             self._failures.add(failure)
-            logger.warning("the model's chat template %s: %s", what, said)
+            logger.warning("the model's chat template %s", what)
 
 
 class _LimitError(Exception):

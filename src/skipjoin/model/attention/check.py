@@ -42,7 +42,7 @@ def agrees(
 
     Args:
         plain: For plain segments only.
-        variants: Also with a cap, sinks and norms, for which a GPU would compile more kernels.
+        variants: Also with a cap and sinks, for which a GPU would compile more kernels.
     """
     generator = torch.Generator().manual_seed(0)
     config = ModelConfig.from_dict(_SHAPE)
@@ -54,11 +54,10 @@ def agrees(
     cos_sin = torch.rand(64, 24, generator=generator).to(device)
     # Rounding of rotated keys differs if multiplications are fused.
     tolerance = 2e-2 if of.is_rounded else {torch.float32: 1e-5, torch.float16: 5e-3}.get(dtype, 2e-2)
-    cases: list[dict[str, Any]] = [{"window": 0}, {"window": 6}]
+    one, other = (torch.rand(40, generator=generator).to(device, dtype) for _ in range(2))
+    cases: list[dict[str, Any]] = [{"window": 0}, {"window": 6, "norms": HeadWeights(one, other, 1e-5, 0.5)}]
     if variants:
-        one, other = (torch.rand(40, generator=generator).to(device, dtype) for _ in range(2))
-        more = {"sinks": torch.rand(4, generator=generator).to(device), "norms": HeadWeights(one, other, 1e-5, 0.5)}
-        cases.append({"window": 6, "cap": 1.5, **more})
+        cases.append({"window": 6, "cap": 1.5, "sinks": torch.rand(4, generator=generator).to(device)})
     mixed = [one._replace(reverse=False) for one in _SEGMENTS] if plain else _SEGMENTS
     for segments in (mixed, mixed[:1]):
         batch = PackedBatch.build(segments, 4, device)

@@ -11,38 +11,17 @@
 source "$(dirname "$0")/support.bash"
 node_packages @anthropic-ai/claude-code@2.1.197
 node "$work/node_modules/@anthropic-ai/claude-code/install.cjs" >/dev/null
+recorder
 mkdir -p "$work/home" "$work/project"
 WORK=$work python3 - <<'PY' | expect "roles: user system
 effort high, thinking adaptive, max_tokens 32000"
-import http.server
-import json
 import os
 import subprocess
 
-bodies = []
+from recorder import bodies, port
 
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_HEAD(self):
-        self.send_response(200)
-        self.end_headers()
-
-    def do_POST(self):
-        bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-        self.send_response(400)
-        self.end_headers()
-        self.wfile.write(b'{"error": {"message": "seen"}}')
-
-    def log_message(self, *_):
-        pass
-
-
-server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-import threading
-
-threading.Thread(target=server.serve_forever, daemon=True).start()
 work = os.environ["WORK"]
-more = {"HOME": f"{work}/home", "ANTHROPIC_BASE_URL": f"http://127.0.0.1:{server.server_port}", "ANTHROPIC_API_KEY": "x"}
+more = {"HOME": f"{work}/home", "ANTHROPIC_BASE_URL": f"http://127.0.0.1:{port}", "ANTHROPIC_API_KEY": "x"}
 more |= {"ANTHROPIC_MODEL": "unknown-model", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
 kept = {name: value for name, value in os.environ.items() if not name.startswith(("ANTHROPIC", "CLAUDE"))}
 place = {"cwd": f"{work}/project", "env": kept | more, "stdin": subprocess.DEVNULL}

@@ -10,38 +10,17 @@
 #   messages for such templates.
 source "$(dirname "$0")/support.bash"
 node_packages @openai/codex@0.171.0
+recorder
 mkdir -p "$work/home/.codex" "$work/project"
 WORK=$work python3 - <<'PY' | expect "tools: 7 of function, 1 of namespace, 1 of web_search
 roles: developer developer user user"
-import http.server
-import json
 import os
 import subprocess
 
-bodies = []
+from recorder import bodies, port
 
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_HEAD(self):
-        self.send_response(200)
-        self.end_headers()
-
-    def do_POST(self):
-        bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-        self.send_response(400)
-        self.end_headers()
-        self.wfile.write(b'{"error": {"message": "seen"}}')
-
-    def log_message(self, *_):
-        pass
-
-
-server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-import threading
-
-threading.Thread(target=server.serve_forever, daemon=True).start()
 work = os.environ["WORK"]
-provider = f'{{name="other", base_url="http://127.0.0.1:{server.server_port}/v1", wire_api="responses"}}'
+provider = f'{{name="other", base_url="http://127.0.0.1:{port}/v1", wire_api="responses"}}'
 command = [f"{work}/node_modules/.bin/codex", "exec", "--skip-git-repo-check", "-m", "unknown-model"]
 command += ["-c", "model_provider=other", "-c", f"model_providers.other={provider}", "Say hello."]
 place = {"cwd": f"{work}/project", "env": os.environ | {"HOME": f"{work}/home"}, "stdin": subprocess.DEVNULL}

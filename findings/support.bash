@@ -15,6 +15,37 @@ node_packages() {
   (cd "$work" && npm init --yes && npm install --no-audit --no-fund "$@") >"$work/npm" 2>&1 || { cat "$work/npm" >&2; exit 1; }
 }
 
+# byte_tokens: let Python import `byte_tokens`, which has llguidance's `matcher(schema)` over a vocabulary of bytes, and
+# `accepts(schema, text)`.
+byte_tokens() {
+  export PYTHONPATH=$work
+  cat > "$work/byte_tokens.py" <<'PY'
+import json
+
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+
+class Bytes:
+    bos_token_id, eos_token_id, special_token_ids = None, 256, [256]
+    tokens = [*(bytes([byte]) for byte in range(256)), b"\xff<eos>"]
+
+    def __call__(self, text):
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+vocabulary = LLTokenizer(TokenizerWrapper(Bytes()), n_vocab=257, eos_token=[256])
+
+
+def matcher(schema):
+    return LLMatcher(vocabulary, LLMatcher.grammar_from_json_schema(json.dumps(schema)), log_level=0)
+
+
+def accepts(schema, text):
+    found = matcher(schema)
+    return found.try_consume_tokens(list(text.encode())) == len(text.encode()) and found.is_accepting()
+PY
+}
+
 # recorder: let Python import `recorder`, whose server on `port` refuses each POST and keeps its JSON in `bodies`.
 recorder() {
   export PYTHONPATH=$work

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from rich.console import Console
@@ -17,7 +18,7 @@ from skipjoin.builtin import builtin_model_path
 from skipjoin.cli import app
 from skipjoin.cli.progress import Bars
 from skipjoin.version import VERSION
-from support.commands import outcomes_of
+from support.commands import Outcome, outcomes_of
 from support.gguf_files import Kind, small_llama, write_model
 
 FOLDER = Path(builtin_model_path())
@@ -86,7 +87,7 @@ def test_shell_completes_options() -> None:
 COMMIT = "0" * 40
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Run a hub with the built-in model as org/tally, and GGUF files as org/small; yield its URL."""
     files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.is_file()}
@@ -143,47 +144,65 @@ def made_gguf_files(folder: Path) -> list[Path]:
     return sorted(folder.iterdir())
 
 
-def test_one_gguf_file_of_many_is_pulled_and_served_without_the_hub(hub: str, tmp_path: Path) -> None:
-    environment = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub, "HF_HUB_DISABLE_XET": "1"}
-    commands = [["pull", f"org/small{tag}"] for tag in (":q8_0", ":Q4_0", ":Q2_K", "")]
-    whole, parts, missing, bare = outcomes_of(commands[:1], environment=environment) + outcomes_of(
-        commands[1:], environment=environment
-    )
+class Pulls(NamedTuple):
+    """What commands print, by their arguments: with the hub at first, then without it."""
+
+    home: Path
+    online: dict[str, Outcome]
+    offline: dict[str, Outcome]
+
+
+@pytest.fixture(scope="module")
+def pulls(hub: str, tmp_path_factory: pytest.TempPathFactory) -> Pulls:
+    home = tmp_path_factory.mktemp("home")
+    # The hub's client reads its settings when it is imported.
+    environment = {"HF_HOME": str(home), "HF_ENDPOINT": hub, "HF_HUB_DISABLE_XET": "1"}
+    tags = [f"pull org/small{tag}" for tag in (":q8_0", ":Q4_0", ":Q2_K", "")]
+    online = outputs_of(["list", "pull org/tally", "pull org/other", *tags], environment)
+    broken = home / "hub/models--org--broken/snapshots" / COMMIT
+    broken.mkdir(parents=True)
+    (broken / "config.json").write_text('{"model_type": "mystery"}')
+    (broken.parents[1] / "refs").mkdir()
+    served = [f"serve {name} --port 0 --check" for name in ("org/tally", "org/small:Q4_0")]
+    return Pulls(home, online, outputs_of(["list", *served], {**environment, "HF_HUB_OFFLINE": "1"}))
+
+
+def outputs_of(commands: list[str], environment: dict[str, str]) -> dict[str, Outcome]:
+    found = outcomes_of([command.split() for command in commands], environment=environment)
+    return dict(zip(commands, found, strict=True))
+
+
+def test_one_gguf_file_of_many_is_pulled_and_served_without_the_hub(pulls: Pulls) -> None:
+    whole, parts = (pulls.online[f"pull org/small:{tag}"] for tag in ("q8_0", "Q4_0"))
     assert (whole.code, parts.code) == (0, 0), whole.stderr + parts.stderr
     assert whole.stdout.startswith("org/small:q8_0: LlamaForCausalLM, context 128 tokens, in ")
-    assert "org/small has no GGUF file of Q2_K: it has Q4_0, Q8_0" in missing.stderr
-    assert "org/small has GGUF files: choose one with org/small:Q4_0 or org/small:Q8_0" in bare.stderr
-    snapshot = tmp_path / "hub/models--org--small/snapshots" / COMMIT
+    missing, bare = (pulls.online[f"pull org/small{tag}"].stderr for tag in (":Q2_K", ""))
+    assert "org/small has no GGUF file of Q2_K: it has Q4_0, Q8_0" in missing
+    assert "org/small has GGUF files: choose one with org/small:Q4_0 or org/small:Q8_0" in bare
+    snapshot = pulls.home / "hub/models--org--small/snapshots" / COMMIT
     assert sorted(file.name for file in snapshot.iterdir()) == [
         "small-Q4_0-00001-of-00002.gguf", "small-Q4_0-00002-of-00002.gguf", "small.Q8_0.gguf",
     ]  # fmt: skip
-    commands = [["list"], ["serve", "org/small:Q4_0", "--port", "0", "--check"]]
-    listed, offline = outcomes_of(commands, environment={**environment, "HF_HUB_OFFLINE": "1"})
     for tag in ("Q4_0", "Q8_0"):
-        assert "yes" in next(line for line in listed.stdout.splitlines() if f"org/small:{tag}" in line)
-    assert offline.code == 0, offline.stderr
+        assert is_listed(f"org/small:{tag}", pulls)
+    served = pulls.offline["serve org/small:Q4_0 --port 0 --check"]
+    assert served.code == 0, served.stderr
 
 
-def test_pulled_model_is_listed_and_served_without_the_hub(hub: str, tmp_path: Path) -> None:
-
-    # The hub's client reads its settings when it is imported.
-    environment = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub, "HF_HUB_DISABLE_XET": "1"}
-    commands = [["list"], ["pull", "org/tally"], ["pull", "org/other"]]
-    nothing, done, missing = outcomes_of(commands, environment=environment)
-    assert "org/" not in nothing.stdout
+def test_pulled_model_is_listed_and_served_without_the_hub(pulls: Pulls) -> None:
+    assert "org/" not in pulls.online["list"].stdout
+    done, missing = (pulls.online[f"pull org/{name}"] for name in ("tally", "other"))
     assert missing.code == 2
     assert "org/other is neither a folder nor a model that can be fetched" in missing.stderr
     assert done.code == 0, done.stderr
     assert done.stdout.startswith("org/tally: ")
-    broken = tmp_path / "hub/models--org--broken/snapshots" / COMMIT
-    broken.mkdir(parents=True)
-    (broken / "config.json").write_text('{"model_type": "mystery"}')
-    (broken.parents[1] / "refs").mkdir()
-    commands = [["list"], ["serve", "org/tally", "--port", "0", "--check"]]
-    listed, offline = outcomes_of(commands, environment={**environment, "HF_HUB_OFFLINE": "1"})
-    assert "org/tally" in listed.stdout
-    assert "yes" in next(line for line in listed.stdout.splitlines() if "org/tally" in line)
-    assert offline.code == 0, offline.stderr
+    assert is_listed("org/tally", pulls)
+    served = pulls.offline["serve org/tally --port 0 --check"]
+    assert served.code == 0, served.stderr
+
+
+def is_listed(model: str, pulls: Pulls) -> bool:
+    return "yes" in next(line for line in pulls.offline["list"].stdout.splitlines() if model in line)
 
 
 def test_lines_have_each_task_and_come_no_more_often_than_asked() -> None:

@@ -142,6 +142,13 @@ CASES: list[tuple[OutputFormat, str, Read]] = [
         Read("", "", TWO[1:]),
     ),
     (
+        HARMONY,
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>"
+        f"<|start|>assistant<|channel|>analysis to=f code<|message|>{ARGUMENTS}<|end|><|start|>assistant<|message|>x"
+        "<|end|><|start|>assistant <|channel|>final <|constrain|>json<|message|>y",
+        Read("x\n\ny", "a\n\nb", TWO[:1]),
+    ),
+    (
         QWEN_CODER,
         'ok\n<tool_call>\n<function=f>\n<parameter=city>\na\n"b" </b>\n</parameter>\n<parameter=n>\n[1, 2]\n'
         "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",

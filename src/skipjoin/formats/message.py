@@ -59,6 +59,10 @@ class MessageReader:
             prefix=think.open if is_thinking and think is not None else "",
         )
         self._count = 0
+        self._joint = output_format.joint
+        # Fields that had text, and that which begins again.
+        self._had: set[str] = set()
+        self._again = ""
         self._reader: CallsReader | None = None
         self._is_region = False  # `_reader` reads a region, not a message that may be a bare call
         self._is_finished = False
@@ -87,10 +91,19 @@ class MessageReader:
         for event in events:
             kind, field = event["type"], event["field"]
             if kind == "region_chunk":
-                parts += self._take(field, event["text"])
+                parts += self._take(field, self._joined(field, event["text"]))
+            elif field != CALLS:
+                self._again = field if kind == "region_open" and field in self._had else ""
             elif field == CALLS and not self._is_resumed:
                 parts += self._open() if kind == "region_open" else self._end_region()
         return parts
+
+    def _joined(self, field: str, text: str) -> str:
+        """Return text of a field with what separates it from an earlier message of the same kind."""
+        is_again, self._again = bool(text) and field == self._again, "" if text else self._again
+        if text:
+            self._had.add(field)
+        return self._joint + text if is_again else text
 
     def _take(self, field: str, text: str) -> list[Part]:
         if field == REASONING:

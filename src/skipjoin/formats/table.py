@@ -84,6 +84,7 @@ class OutputFormat:
         markers: Special tokens that belong to the format, so that they stay in the text that is split.
         after_think: Text between the reasoning and the rest of the message.
         answer: Text with which a message without calls begins.
+        joint: Text between two messages of one kind within an output.
         extra: Further fields of the response template.
         is_prompted: The chat template knows no tools, so the prompt describes them and the format.
     """
@@ -95,6 +96,7 @@ class OutputFormat:
     markers: tuple[str, ...] = ()
     after_think: str = ""
     answer: str = ""
+    joint: str = ""
     extra: Mapping[str, Any] | None = None
     is_prompted: bool = False
 
@@ -251,34 +253,40 @@ GEMMA = OutputFormat(
     ),
 )
 
-_HARMONY_START = r"(?:<\|start\|>assistant)?"
+_HARMONY_START = r"(?:<\|start\|>assistant\s{0,2})?"
+# Type of a message's content. Models leave out marks, and write other words than json.
+_HARMONY_TYPE = r"\s{0,8}(?:<\|constrain\|>)?\w{0,32}\s{0,8}<\|message\|>"
 
+# Messages of an answer are channels: analysis is reasoning, commentary has calls, and the text before them. The
+# recipient of a call stands before or after the channel.
 HARMONY = OutputFormat(
     name="harmony",
     signs=(("<|channel|>",),),
     markers=("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>"),
     after_think="<|start|>assistant",
     answer="<|channel|>final<|message|>",
+    joint="\n\n",
     think=Think(
         open="<|channel|>analysis<|message|>",
         close="<|end|>",
-        open_pattern=_HARMONY_START + r"<\|channel\|>analysis<\|message\|>",
+        open_pattern=_HARMONY_START + r"<\|channel\|>analysis\s{0,8}<\|message\|>",
         close_pattern=r"<\|end\|>",
     ),
     calls=Calls(
-        open=_HARMONY_START + r"(?:<\|channel\|>(?:commentary|analysis))? ?to=functions\.",
-        head=r"(?P<name>[^\s<{]{1,256})\s{0,8}(?:<\|channel\|>(?:commentary|analysis)\s{0,8})?(?:<\|constrain\|>)?(?:json)?\s{0,8}"
-        r"<\|message\|>\s{0,8}\{",
+        open=_HARMONY_START
+        + r"<\|channel\|>(?:commentary|analysis) ?to=|<\|start\|>assistant\s{0,2}to=| ?to=functions\.",
+        close="<|end|>",
+        head=r"(?:functions\.)?(?P<name>[^\s<{]{1,256})\s{0,8}(?:<\|channel\|>(?:commentary|analysis))?" + _HARMONY_TYPE + r"\s{0,8}\{",
         between=None,
         before="<|channel|>commentary to=functions.",
         middle=" <|constrain|>json<|message|>",
         after="",
-        trigger="<|channel|>commentary to=functions.",
+        trigger="<|channel|>commentary to=",
     ),
     extra={
         ANSWER: {
             "open_pattern": _HARMONY_START
-            + r"<\|channel\|>(?:final|commentary)\s{0,8}(?:<\|constrain\|>\w{1,32})?<\|message\|>",
+            + rf"(?:<\|channel\|>(?:final|commentary){_HARMONY_TYPE}|<\|message\|>)",
             "close": "<|end|>",
             **_TEXT,
         }

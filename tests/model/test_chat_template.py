@@ -236,3 +236,24 @@ def test_a_template_that_takes_any_order_gets_the_messages_as_sent() -> None:
     template = ChatTemplate("{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}", {})
     assert template.render(AGENT).count("[") == len(AGENT)
     template.close()
+
+
+# As gpt-oss: one call a message, whose analysis is its text or its reasoning, and one message of the system.
+CHANNELS = (
+    "{% for m in messages %}{% if 'tool_calls' in m %}"
+    "{% if m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}[{{ m.content or m.thinking }}]"
+    "{% set f = m.tool_calls[0].function %}({{ f.name }} {{ f.arguments | tojson }})"
+    "{% elif m.role != 'system' or loop.first %}[{{ m.content }}]{% endif %}{% endfor %}"
+)
+
+
+def test_nothing_is_lost_in_templates_with_one_call_a_message() -> None:
+    template = ChatTemplate(CHANNELS, {})
+    calls = [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in "fg"]
+    called = {"role": "assistant", "content": "Wait.", "reasoning_content": "Hm.", "tool_calls": calls}
+    results = [{"role": "tool", "tool_call_id": name, "content": name.upper()} for name in "gf"]
+    start = [{"role": "user", "content": "a"}, called, *results]
+    later = [{"role": "assistant", "content": "b", "tool_calls": None}, {"role": "system", "content": "c"}]
+    found = template.render([*start, *later, {"role": "user", "content": "d"}])
+    assert found == "[a][Hm.\n\nWait.](f {})[F][](g {})[G][b][c\n\nd]"
+    template.close()

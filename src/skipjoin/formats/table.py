@@ -276,7 +276,9 @@ HARMONY = OutputFormat(
         open=_HARMONY_START
         + r"<\|channel\|>(?:commentary|analysis) ?to=|<\|start\|>assistant\s{0,2}to=| ?to=functions\.",
         close="<|end|>",
-        head=r"(?:functions\.)?(?P<name>[^\s<{]{1,256})\s{0,8}(?:<\|channel\|>(?:commentary|analysis))?" + _HARMONY_TYPE + r"\s{0,8}\{",
+        head=r"(?:functions\.)?(?P<name>[^\s<{]{1,256})\s{0,8}(?:<\|channel\|>(?:commentary|analysis))?"
+        + _HARMONY_TYPE
+        + r"\s{0,8}\{",
         between=None,
         before="<|channel|>commentary to=functions.",
         middle=" <|constrain|>json<|message|>",
@@ -285,8 +287,7 @@ HARMONY = OutputFormat(
     ),
     extra={
         ANSWER: {
-            "open_pattern": _HARMONY_START
-            + rf"(?:<\|channel\|>(?:final|commentary){_HARMONY_TYPE}|<\|message\|>)",
+            "open_pattern": _HARMONY_START + rf"(?:<\|channel\|>(?:final|commentary){_HARMONY_TYPE}|<\|message\|>)",
             "close": "<|end|>",
             **_TEXT,
         }

@@ -13,7 +13,7 @@ NO_CONTENT: tuple[NoContent, ...] = ("null", "empty", "absent")
 _ROLES = ("system", "user", "assistant", "tool")
 # Words that no template has of its own.
 _MARKS = {role: f"zq{role}qz" for role in _ROLES}
-_CALLED, _VALUE = "zqcalledqz", "zqvalueqz"
+_CALLED, _OTHER, _VALUE = "zqcalledqz", "zqotherqz", "zqvalueqz"
 _ARGUMENTS = {"zqnameqz": _VALUE}
 _NOTHING = {"type": "object", "properties": {}}
 _TOOL = {"type": "function", "function": {"name": "zqtoolqz", "description": "", "parameters": _NOTHING}}
@@ -36,6 +36,9 @@ class TemplateInput:
         no_content: What stands for the text of a message that has only calls.
         has_text_arguments: Arguments of calls are JSON as text, not objects.
         takes_text: Arguments may be text, such as those of a call that was cut off.
+        has_one_call: A message has one call. Of several, the template loses or rejects the others.
+        joins_thoughts: A message with calls has text or reasoning, and the template rejects both.
+        keeps_systems: System messages after the first one are not lost.
         id_length: As in `Calls`.
     """
 
@@ -43,15 +46,25 @@ class TemplateInput:
     no_content: NoContent = "null"
     has_text_arguments: bool = False
     takes_text: bool = False
+    has_one_call: bool = False
+    joins_thoughts: bool = False
+    keeps_systems: bool = True
     has_system: bool = True
     id_length: int | None = None
 
     def messages(self, given: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        return [self._message(f"messages.{number}", message) for number, message in enumerate(given)]
+        numbered = list(enumerate(given))
+        if self.has_one_call:
+            numbered = _one_by_one(numbered)
+        return [self._message(f"messages.{number}", message) for number, message in numbered]
 
     def _message(self, path: str, message: Mapping[str, Any]) -> dict[str, Any]:
         role = "system" if message.get("role") == "developer" else message.get("role")
         found = {**message, "role": role} if role is not None else {**message}
+        if not message.get("tool_calls"):
+            found.pop("tool_calls", None)  # templates ask whether it is there
+        elif self.joins_thoughts and (both := _thoughts(message)) and (text := text_of(message.get("content"))):
+            message = {**message, "content": None, "reasoning_content": f"{both}\n\n{text}"}
         if "content" in message or message.get("tool_calls"):
             found["content"] = self._content(role, message.get("content"))
         if (given := message.get("tool_call_id")) is not None:
@@ -139,6 +152,36 @@ def regrouped(given: Sequence[Mapping[str, Any]], *, has_system: bool = True) ->
     return found
 
 
+def has_late_systems(given: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a system message follows another message."""
+    return any(message.get("role") in ("system", "developer") for message in given[1:])
+
+
+def _one_by_one(given: Sequence[tuple[int, Mapping[str, Any]]]) -> list[tuple[int, Mapping[str, Any]]]:
+    """Return messages with one call each, whose result follows it; they are numbered as those that had them."""
+    found: list[tuple[int, Mapping[str, Any]]] = []
+    at = 0
+    while at < len(given):
+        number, message = given[at]
+        calls, at = message.get("tool_calls") or (), at + 1
+        if len(calls) < 2:
+            found.append((number, message))
+            continue
+        results = []
+        while at < len(given) and given[at][1].get("role") == "tool":
+            results.append(given[at])
+            at += 1
+        for call in calls:
+            found.append((number, {**message, "tool_calls": [call]}))
+            message = {"role": message.get("role"), "content": None}  # the others have no text
+            own = next((one for one in results if one[1].get("tool_call_id") == call.get("id")), None)
+            if own is not None:
+                results.remove(own)
+                found.append(own)
+        found += results
+    return found
+
+
 def text_of(content: Any) -> str:
     if isinstance(content, list | tuple):
         return "".join(part["text"] for part in content)
@@ -167,7 +210,45 @@ def find_input(render: Render) -> TemplateInput:
     found = replace(found, no_content=_no_content(render, found))
     if _wants_parts(render, found, "tool"):
         found = replace(found, parts=found.parts | {"tool"})
-    return found
+    return replace(
+        found,
+        has_one_call=_loses(render, found, _two_calls(), _OTHER),
+        joins_thoughts=_loses(render, found, _thinking(), _CALLED),
+        keeps_systems=not (found.has_system and _is_silent(render, found, _late_system(), _MARKS["system"])),
+    )
+
+
+def _loses(render: Render, form: TemplateInput, messages: Sequence[Mapping[str, Any]], mark: str) -> bool:
+    """Return whether a template has no text, or one without a mark, for messages of which it knows the last one's kind.
+
+    It must write a call with text.
+    """
+    user = {"role": "user", "content": _MARKS["user"]}
+    has_calls = _CALLED in (render(form.messages([user, _calling(_MARKS["assistant"])]), [_TOOL]) or "")
+    return has_calls and mark not in (render(form.messages(messages), [_TOOL]) or "")
+
+
+def _is_silent(render: Render, form: TemplateInput, messages: Sequence[Mapping[str, Any]], mark: str) -> bool:
+    text = render(form.messages(messages), None)
+    return text is not None and _MARKS["user"] in text and mark not in text
+
+
+def _two_calls() -> list[dict[str, Any]]:
+    call, result = _calling(None), _conversation("tool")[-1]
+    (first,) = call["tool_calls"]
+    other = {**first, "id": "abcdefghj", "function": {**first["function"], "name": _OTHER}}
+    messages = [{"role": "user", "content": _MARKS["user"]}, {**call, "tool_calls": [first, other]}]
+    return [*messages, result, {**result, "tool_call_id": "abcdefghj"}]
+
+
+def _thinking() -> list[dict[str, Any]]:
+    call = {**_calling(_MARKS["assistant"]), "reasoning_content": _VALUE}
+    return [{"role": "user", "content": _MARKS["user"]}, call]
+
+
+def _late_system() -> list[dict[str, Any]]:
+    user, assistant, system = ({"role": name, "content": _MARKS[name]} for name in ("user", "assistant", "system"))
+    return [user, assistant, system, user]
 
 
 def _conversation(role: str) -> list[dict[str, Any]]:

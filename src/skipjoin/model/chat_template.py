@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from skipjoin.formats.table import find_format
-from skipjoin.formats.template_input import NO_CONTENT, TemplateInput, find_input, regrouped, text_of
+from skipjoin.formats.template_input import NO_CONTENT, TemplateInput, find_input, has_late_systems, regrouped, text_of
 from skipjoin.model import template_program as program
 from skipjoin.model.config import ModelError
 from skipjoin.model.frame_process import ENDED, FrameProcess
@@ -87,6 +87,9 @@ class ChatTemplate:
             MessageError: If the template cannot have a message.
         """
         renderer = self._tool_renderer if variables.get("tools") else self._renderer
+        if not self._input(renderer).keeps_systems and has_late_systems(messages):
+            messages = regrouped(messages)
+            self._log_once("systems", "loses system messages after the first, which are regrouped")
         kind, answer = self._ask(renderer, messages, variables)
         if kind == program.REJECTED:
             for has_system in (True, False):

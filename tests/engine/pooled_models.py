@@ -25,6 +25,12 @@ _SHAPE = {
 _ENCODER = {**_SHAPE, "max_position_embeddings": CONTEXT}
 _DECODER = {**_SHAPE, "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "head_dim": 32}
 _ROBERTA = {**_SHAPE, "max_position_embeddings": CONTEXT + 2, "type_vocab_size": 1}
+_PADDED = {**_SHAPE, "max_position_embeddings": CONTEXT + 2}
+_DISTIL = {"vocab_size": VOCAB, "dim": WIDTH, "n_layers": 2, "n_heads": 4, "hidden_dim": 96}
+_DISTIL |= {"max_position_embeddings": CONTEXT}
+_MODERN = {**_ENCODER, "num_hidden_layers": 3, "local_attention": 20, "bos_token_id": 0, "eos_token_id": 2}
+_MODERN |= {"cls_token_id": 0, "sep_token_id": 2}
+_BIASES = {"norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_bias": True}
 _LAST = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
 # The class of the reference, its configuration, the pooling of sentence-transformers' files, and if they normalize.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, bool]] = {
@@ -33,8 +39,28 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, bool]] = {
     "xlm-roberta-mlm": ("XLMRobertaForMaskedLM", _ROBERTA, {"pooling_mode": "mean"}, True),
     "qwen3-last": ("Qwen3ForCausalLM", _DECODER, _LAST, True),
     "qwen3-mean": ("Qwen3Model", _DECODER, {"pooling_mode_mean_tokens": True}, True),
+    "distilbert": ("DistilBertModel", _DISTIL, {"pooling_mode": "mean"}, True),
+    "mpnet-mlm": ("MPNetForMaskedLM", _PADDED, {"pooling_mode": "mean"}, True),
+    "electra": ("ElectraModel", {**_ENCODER, "embedding_size": 32}, {"pooling_mode_cls_token": True}, False),
+    "modernbert": ("ModernBertModel", _MODERN, {"pooling_mode_cls_token": True}, True),
+    "modernbert-mlm-biases": ("ModernBertForMaskedLM", {**_MODERN, **_BIASES}, {"pooling_mode": "mean"}, False),
+    "nomic": ("NomicBertModel", _ENCODER, {"pooling_mode": "mean"}, True),
+    "gte": ("GteModel", _ENCODER, {"pooling_mode_cls_token": True}, True),
+    "gte-untyped": ("GteForMaskedLM", {**_ENCODER, "type_vocab_size": 0}, {"pooling_mode_cls_token": True}, True),
     "bert-score": ("BertForSequenceClassification", {**_ENCODER, "num_labels": 1}, None, False),
     "xlm-roberta-score": ("XLMRobertaForSequenceClassification", {**_ROBERTA, "num_labels": 1}, None, False),
+    "distilbert-score": ("DistilBertForSequenceClassification", {**_DISTIL, "num_labels": 1}, None, False),
+    "mpnet-score": ("MPNetForSequenceClassification", {**_PADDED, "num_labels": 1}, None, False),
+    "electra-score": ("ElectraForSequenceClassification", {**_ENCODER, "num_labels": 1}, None, False),
+    "modernbert-score": ("ModernBertForSequenceClassification", {**_MODERN, "num_labels": 1}, None, False),
+    "modernbert-mean-score": (
+        "ModernBertForSequenceClassification",
+        {**_MODERN, **_BIASES, "num_labels": 1, "classifier_pooling": "mean"},
+        None,
+        False,
+    ),
+    "nomic-score": ("NomicBertForSequenceClassification", {**_ENCODER, "num_labels": 1}, None, False),
+    "gte-score": ("GteForSequenceClassification", {**_ENCODER, "num_labels": 1}, None, False),
     "qwen3-yes-no": ("Qwen3ForCausalLM", {**_DECODER, "max_position_embeddings": 512}, None, False),
     "qwen3-score": ("Qwen3ForSequenceClassification", {**_DECODER, "num_labels": 1}, None, False),
 }

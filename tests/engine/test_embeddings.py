@@ -76,7 +76,11 @@ def test_scores_are_those_of_transformers(name: str, tmp_path: Path) -> None:
             llm.score("a", ["b" * CONTEXT])
         pairs = [llm.tokenizer.backend.encode("where is it?", document) for document in documents]
     for pair, score in zip(pairs, found, strict=True):
-        types = {"token_type_ids": torch.tensor([pair.type_ids])} if name == "bert-score" else {}
+        types = (
+            {"token_type_ids": torch.tensor([pair.type_ids])}
+            if name in ("bert-score", "electra-score", "nomic-score")
+            else {}
+        )
         with torch.no_grad():
             logit = model(torch.tensor([pair.ids]), **types).logits[0, 0]
         assert score == pytest.approx(float(logit.sigmoid()), abs=1e-5)

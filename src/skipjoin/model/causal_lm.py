@@ -1,8 +1,10 @@
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 
 from skipjoin.kv_format import CacheFormat
 from skipjoin.model.adapters import Adapters
@@ -43,23 +45,47 @@ class HasOutput(Protocol):
     output: Linear
 
 
-# Names of the layers between a hidden state and its score: a dense layer with tanh, if there is one, and the last.
+class HeadLayers(NamedTuple):
+    """Names of the layers between a hidden state and its score: a dense layer, if there is one, and the last.
+
+    `norm` follows the activation.
+    """
+
+    dense: str | None
+    out: str
+    activation: Callable[[torch.Tensor], torch.Tensor] = torch.tanh
+    norm: str | None = None
+
+
+_OF_ROBERTA = HeadLayers("classifier.dense", "classifier.out_proj")
 HEADS = {
-    "bert": ("bert.pooler.dense", "classifier"),
-    "roberta": ("classifier.dense", "classifier.out_proj"),
-    "decoder": (None, "score"),
+    "bert": HeadLayers("bert.pooler.dense", "classifier"),
+    "roberta": _OF_ROBERTA,
+    "mpnet": _OF_ROBERTA,
+    "electra": _OF_ROBERTA._replace(activation=F.gelu),
+    "distilbert": HeadLayers("pre_classifier", "classifier", F.relu),
+    "modernbert": HeadLayers("head.dense", "classifier", F.gelu, "head.norm"),
+    "nomic-bert": HeadLayers("nomic_bert.pooler.dense", "classifier"),
+    "gte": HeadLayers("gte.pooler.dense", "classifier"),
+    "decoder": HeadLayers(None, "score"),
 }
 
 
 class Head:
     """Maps a hidden state, [1, hidden], to a score."""
 
-    def __init__(self, dense: Linear | None, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._dense, self._weight, self._bias = dense, weight.double(), bias
+    def __init__(
+        self,
+        dense: Callable[[torch.Tensor], torch.Tensor] | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._dense, self._weight, self._bias, self._dtype = dense, weight.double(), bias, dtype
 
     def __call__(self, row: torch.Tensor) -> torch.Tensor:
         if self._dense is not None:
-            row = self._dense(row).tanh()
+            row = self._dense(row.to(self._dtype))
         # In float64, because the order of torch's additions may depend on the rows' number.
         found = (row.double() * self._weight).sum(-1)
         return found if self._bias is None else found + self._bias.double()
@@ -72,11 +98,18 @@ def make_head(builder: Builder, settings: PoolingSettings, output: str) -> Head:
         yes, no = (builder.tensor(output, vocab, hidden, rows=range(answer, answer + 1)) for answer in settings.answers)
         # The softmax of two logits is the sigmoid of their difference.
         return Head(None, yes.double() - no.double(), None)
-    dense, out = HEADS[settings.head or ""]
-    if dense is None:
-        return Head(None, builder.tensor(f"{out}.weight", 1, hidden), None)
-    product = builder.linear(dense, (hidden,), hidden, True, takes_adapters=False)
-    return Head(product, builder.tensor(f"{out}.weight", 1, hidden), builder.tensor(f"{out}.bias", 1))
+    names = HEADS[settings.head or ""]
+    weight = builder.tensor(f"{names.out}.weight", 1, hidden)
+    if names.dense is None:
+        return Head(None, weight, None)
+    product = builder.linear(names.dense, (hidden,), hidden, settings.head_bias, takes_adapters=False)
+    norm = None if names.norm is None else builder.layer_norm(names.norm, bias=builder.config.norm_bias)
+
+    def dense(row: torch.Tensor) -> torch.Tensor:
+        found = names.activation(product(row))
+        return found if norm is None else norm(found)
+
+    return Head(dense, weight, builder.tensor(f"{names.out}.bias", 1), builder.dtype)
 
 
 class CausalLM:

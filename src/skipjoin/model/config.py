@@ -50,11 +50,11 @@ LARGEST = {
 }
 _MAY_BE_ZERO = (
     *("max_window_layers", "sliding_window", "word_embed_proj_dim", "num_experts", "num_local_experts"),
-    "num_experts_per_tok",
+    *("num_experts_per_tok", "type_vocab_size"),
 )
 # Bounds of the epsilon that is added to a variance: a smaller one is 0 in float32, and a larger one drowns the
 # variance.
-_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
+_EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
 _MIN_EPSILON, _LARGEST_EPSILON = 1e-30, 1.0
 # Fields of `ModelConfig` and their names in config.json, unless a family reads them by other names.
 SIZES = {
@@ -108,6 +108,7 @@ class PoolingSettings:
         how: Hidden states that are read: "cls" for the first token, "last" for the last, or "mean" for all.
         normalize: Whether vectors have length 1.
         head: Layers between the hidden state and a score; None for embeddings.
+        head_bias: Whether the first of them has a bias.
         answers: Token ids of "yes" and "no", by whose logits a model that generates judges pairs; else empty.
         squashes: Whether a score is the sigmoid of the head's value.
         max_tokens: Tokens that the model was trained for, if fewer than its positions.
@@ -117,6 +118,7 @@ class PoolingSettings:
     how: str
     normalize: bool = False
     head: str | None = None
+    head_bias: bool = True
     answers: tuple[int, ...] = ()
     squashes: bool = False
     max_tokens: int | None = None
@@ -152,14 +154,15 @@ class ModelConfig:
     Attributes:
         rope: Rotary positions, which decide the context; None if the model has others.
         ropes: Those of each layer, or None for a layer without positions.
-        windows: Attention window of each layer in tokens, the current one included; 0 for full attention.
+        windows: Attention window of each layer in tokens, the current one included; 0 for full attention. Of encoders:
+            tokens on each side.
         attention_scale: Factor of attention scores; None for head_dim ** -0.5.
         attention_cap: Bound of attention scores s, which become cap * tanh(s / cap); 0 for none. So does `logit_cap`
             for logits, after `logit_scale`.
         embedding_scale: Factor of embeddings; `residual_scale` is that of what layers add.
         norm_offset: Added to the weights of root mean square norms.
         dtype_name: Type of the weights, or None if config.json leaves it to the weight files.
-        embed_dim: Width of the token embedding: hidden_size except in OPT-350m.
+        embed_dim: Width of the token embedding: hidden_size except in OPT-350m and ELECTRA.
         is_encoder: Whether tokens attend to later ones too, so that a prompt is computed at once and keeps no KV.
         type_vocab_size: Number of an encoder's embeddings of token types; `position_offset` is its first position.
         pooling: How hidden states become a vector; None for a model that generates.
@@ -205,6 +208,7 @@ class ModelConfig:
     norm_before: bool = True
     final_norm: bool = True
     norm_affine: bool = True
+    norm_bias: bool = True
     parallel_residual: bool = False
     is_encoder: bool = False
     type_vocab_size: int = 0

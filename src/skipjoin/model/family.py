@@ -22,6 +22,7 @@ _BUILT_IN = (
     "moe",
     "gpt_oss",
     "bert",
+    "rotary_encoders",
     "lfm2",
     "qwen3_next",
     "granite_hybrid",

@@ -131,12 +131,18 @@ def _score(files: ModelFiles, config: ModelConfig, name: str) -> PoolingSettings
     count = len(labels) if isinstance(labels, Mapping) else raw.get("num_labels", 2)
     if count != 1:
         raise ModelError(f"{name} must have 1 label (id2label in config.json) to score pairs, got {count}")
-    return PoolingSettings(
-        task=Task.SCORE,
-        how="cls" if config.is_encoder else "last",
-        head=config.family if config.is_encoder else "decoder",
-        squashes=_squashes(raw),
-    )
+    if not config.is_encoder:
+        return PoolingSettings(task=Task.SCORE, how="last", head="decoder", squashes=_squashes(raw))
+    is_modern = config.family == "modernbert"
+    how = raw.get("classifier_pooling", "cls") if is_modern else "cls"
+    activation = raw.get("classifier_activation", "gelu") if is_modern else "gelu"
+    if how not in ("cls", "mean") or activation != "gelu":
+        raise ModelError(
+            f"classifier_pooling of {name} must be cls or mean, and classifier_activation gelu, got {how!r:.80} and "
+            f"{activation!r:.80}"
+        )
+    has_bias = bool(raw.get("classifier_bias", False)) if is_modern else True
+    return PoolingSettings(task=Task.SCORE, how=how, head=config.family, head_bias=has_bias, squashes=_squashes(raw))
 
 
 def _squashes(raw: Mapping[str, Any]) -> bool:

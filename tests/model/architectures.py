@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 from model_zoo import PagedRunner
+from safetensors.torch import load_file, save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from skipjoin.model import family
@@ -107,7 +108,8 @@ def outcome(name: str, folder: Path) -> tuple[str, str]:
     family._register_own()
     if any(name in one.architectures for one in family._families.values()):
         return NATIVE, ""
-    kind = getattr(transformers, name)
+    text = name.replace("ForConditionalGeneration", "ForCausalLM")
+    kind = getattr(transformers, text if text in architectures() else name)
     try:
         model = small_model(kind)
     except Exception as error:
@@ -122,6 +124,8 @@ def outcome(name: str, folder: Path) -> tuple[str, str]:
         is_norm = "norm" in label and "weight" in label
         torch.nn.init.normal_(parameter, mean=float(is_norm), std=0.12 if parameter.dim() > 1 else 0.3)
     model.save_pretrained(folder)
+    if kind.__name__ != name:
+        nest(folder, name)
     try:
         ours = load_model(folder, LoadSpec(dtype="float32"))
     except ModelError as error:
@@ -136,6 +140,15 @@ def outcome(name: str, folder: Path) -> tuple[str, str]:
         if not distance <= TOLERANCE:
             raise AssertionError(f"{name} was loaded, and its logits differ by {distance:.2g}")
     return RUNS, ""
+
+
+def nest(folder: Path, name: str) -> None:
+    """Make a decoder the language model of a model that also sees or hears."""
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    tensors = {label.replace("model.", "model.language_model.", 1): one for label, one in load_file(weights).items()}
+    save_file(tensors | {"model.vision_tower.weight": torch.zeros(2, 2)}, weights, metadata={"format": "pt"})
+    text = json.loads(config.read_text())
+    config.write_text(json.dumps({"architectures": [name], "text_config": text, "eos_token_id": 2}))
 
 
 def why(error: ModelError) -> str:

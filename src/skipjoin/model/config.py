@@ -52,6 +52,8 @@ _MAY_BE_ZERO = (
     *("max_window_layers", "sliding_window", "word_embed_proj_dim", "num_experts", "num_local_experts"),
     *("num_experts_per_tok", "type_vocab_size"),
 )
+# Of each layer, in decoders that transformers' code runs.
+_MAY_BE_LISTED = ("intermediate_size",)
 # Bounds of the epsilon that is added to a variance: a smaller one is 0 in float32, and a larger one drowns the
 # variance.
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
@@ -316,7 +318,8 @@ def check_sizes(raw: Mapping[str, Any], bounds: Mapping[str, int]) -> None:
         if value is None:  # default, or a field that the family does not use
             continue
         least = 0 if name in _MAY_BE_ZERO else 1
-        if not (is_number(value) and least <= value <= largest and value == int(value)):
+        values = value if name in _MAY_BE_LISTED and isinstance(value, list) and value else [value]
+        if not all(is_number(one) and least <= one <= largest and one == int(one) for one in values):
             raise ModelError(f"{name} in config.json must be an integer in [{least}, {largest}], got {value!r:.80}")
 
 

@@ -21,6 +21,10 @@ from skipjoin.model.ops.base import LayerOps, Linear
 from skipjoin.model.ops.cpp_ops import CppOps
 
 
+# Names of tensors in a model that also sees or hears, and in the decoder that is its language model.
+_OF_PARTS = {r"^model\.language_model\.": "model.", r"^language_model\.": ""}
+
+
 def load(settings: Settings, builder: Builder, device: torch.device | str) -> Any:
     """Return transformers' model: of a checkpoint, with weights of their own, or on torch's meta device."""
     kind, config = settings.kind, copy.deepcopy(settings.config)
@@ -46,7 +50,7 @@ def _pretrained(kind: type[Any], config: Any, builder: Builder) -> Any:
         try:
             model, found = kind.from_pretrained(
                 folder, config=config, dtype=builder.dtype, attn_implementation=PAGED, local_files_only=True,
-                use_safetensors=True, trust_remote_code=False, output_loading_info=True,
+                use_safetensors=True, trust_remote_code=False, output_loading_info=True, key_mapping=_OF_PARTS,
             )  # fmt: skip
         except Exception as error:  # of safetensors, or of a conversion in transformers
             raise ModelError(

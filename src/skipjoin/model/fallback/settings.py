@@ -37,11 +37,14 @@ def version() -> str:
 
 
 def find(names: list[Any], model_type: str | None) -> str | None:
-    """Return the first of the architectures that transformers has as a causal decoder, or None."""
+    """Return the first of the architectures that transformers has as a causal decoder, or None.
+
+    Of a model that also sees or hears, it is the language model's, if transformers has that as a class of its own.
+    """
     known = {kind: one if isinstance(one, str) else one[0] for kind, one in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
-    if not names:
-        return known.get(model_type or "")
-    return next((name for name in names if name in known.values()), None)
+    found = next((name for name in names if name in known.values()), None) if names else known.get(model_type or "")
+    text = (found or "").replace("ForConditionalGeneration", "ForCausalLM")
+    return text if text in known.values() else found
 
 
 def fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:

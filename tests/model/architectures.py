@@ -31,7 +31,7 @@ SMALL = {
     **{"vocab_size": 101, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
     **{"intermediate_size": 96, "num_hidden_layers": 4, "max_position_embeddings": 128, "sliding_window": 9},
     **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1},
-    **{"n_shared_experts": 1},
+    **{"n_shared_experts": 1, "rotary_dim": 8},
     **{
         "topk_group": 1,
         "moe_intermediate_size": 32,

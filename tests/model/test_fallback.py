@@ -41,6 +41,33 @@ def saved(request, tmp_path_factory) -> tuple[Any, Path]:
     return model, folder
 
 
+OLDER = {
+    "GPTJForCausalLM": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 8},
+    "CodeGenForCausalLM": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 8},
+    "GPTNeoForCausalLM": {
+        **{"hidden_size": 64, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64, "window_size": 9},
+        "attention_types": [[["global", "local"], 1]],
+    },
+    "FalconForCausalLM": {
+        **{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_kv_heads": 2},
+        "new_decoder_architecture": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_older_code_attends_to_paged_kv(name: str, tmp_path: Path) -> None:
+    import transformers  # noqa: PLC0415 - takes seconds
+
+    kind = getattr(transformers, name)
+    torch.manual_seed(1)
+    model = kind._from_config(kind.config_class(vocab_size=96, **OLDER[name]), attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path)
+    ours = load_model(tmp_path, LoadSpec(dtype="float32"))
+    for ids, found in zip(SEQUENCES, PagedRunner(ours, SEQUENCES, 4, seed=2).run(), strict=True):
+        torch.testing.assert_close(found, expected_logits(model, ids), atol=2e-4, rtol=0)
+
+
 @torch.inference_mode()
 def expected_logits(reference: Any, tokens: list[int]) -> torch.Tensor:
     return reference(torch.tensor([tokens])).logits[0]
@@ -60,6 +87,10 @@ def test_chunked_logits_and_tokens_equal_those_of_transformers(saved, attention:
 def test_bits_do_not_depend_on_chunks_and_neighbors(saved) -> None:
     _, folder = saved
     for options in ({}, {"kv_cache_dtype": "int8"}, {"quantization": "int8"}):
+        if "kv_cache_dtype" in options and ModelConfig.from_folder(folder).has_position_keys:
+            with pytest.raises(ModelError, match=r"rounds keys, and those of BloomForCausalLM have positions"):
+                load_model(folder, LoadSpec(**options))
+            continue
         model = load_model(folder, LoadSpec(dtype="float32", **options))
         some, others = (PagedRunner(model, SEQUENCES, 4, seed=seed).run() for seed in (5, 6))
         assert all(map(torch.equal, some, others))
@@ -95,8 +126,9 @@ def test_log_says_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
     [
         ({"architectures": ["MambaForCausalLM"]}, r"its layers keep a state that is no KV \(LinearAttentionLayer\)"),
         ({"architectures": ["JambaForCausalLM"]}, r"its layers keep a state that is no KV"),
-        ({"architectures": ["BloomForCausalLM"]}, r"cannot run through transformers .*: its attention cannot be rep"),
-        ({"architectures": ["FalconForCausalLM"]}, r"cannot run through transformers .*: its attention cannot be rep"),
+        ({"architectures": ["XGLMForCausalLM"]}, r"cannot run through transformers .*: its attention cannot be rep"),
+        ({"architectures": ["FalconForCausalLM"], "alibi": True}, "adds linear biases"),
+        ({"architectures": ["MptForCausalLM"]}, "adds linear biases"),
         ({"architectures": ["BertLMHeadModel"]}, "its tokens attend to others than all earlier ones"),
         ({"architectures": ["BartForCausalLM"]}, "it needs an encoder"),
         ({"architectures": ["DiffLlamaForCausalLM"]}, "a module attends more than once in a step"),

@@ -53,4 +53,9 @@ FALLBACKS: dict[str, dict[str, Any]] = {
         "v_head_dim": 16,
         "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _FULL),
     },
+    # Linear biases, for a number of heads that is no power of two.
+    "bloom": {
+        "architectures": ["BloomForCausalLM"],
+        **{"vocab_size": 96, "hidden_size": 192, "n_layer": 2, "n_head": 6, "seq_length": 256, "eos_token_id": None},
+    },
 }

@@ -20,6 +20,7 @@ from skipjoin.exec.grammars_ahead import MasksAhead
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.kv_format import SWAP_FORMATS
 from skipjoin.model.causal_lm import CausalLM
+from skipjoin.model.config import ModelError
 from skipjoin.model.grammars import Grammars
 from skipjoin.model.kv_cache import PagedKV, kv_shape
 from skipjoin.model.state_cache import StateCache
@@ -132,6 +133,11 @@ class ModelExecutor(Executor[Handle], Protocol):
 
 def rank_spec_of(model: CausalLM, block_size: int, threads: int, swap_dtype: str = "auto") -> RankSpec:
     config, shard, of = model.config, model.shard, model.kv_format
+    if config.has_position_keys and not SWAP_FORMATS[swap_dtype].is_exact:
+        raise ModelError(
+            f"swap_dtype {swap_dtype} rounds keys, and those of {config.architecture} have positions: leave swap_dtype "
+            "auto"
+        )
     kv_layers, kv_heads = kv_shape(config, shard)
     shape = 2 * kv_layers * kv_heads, block_size, config.head_dim
     return RankSpec(

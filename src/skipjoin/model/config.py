@@ -168,6 +168,7 @@ class ModelConfig:
         is_encoder: Whether tokens attend to later ones too, so that a prompt is computed at once and keeps no KV.
         type_vocab_size: Number of an encoder's embeddings of token types; `position_offset` is its first position.
         pooling: How hidden states become a vector; None for a model that generates.
+        has_position_keys: Keys have their positions as numbers, so that KV must not be rounded.
         source: config.json as text, for transformers' modeling code; empty for native families.
     """
 
@@ -216,6 +217,7 @@ class ModelConfig:
     type_vocab_size: int = 0
     position_offset: int = 0
     pooling: PoolingSettings | None = None
+    has_position_keys: bool = False
     source: str = ""
 
     @classmethod

@@ -19,6 +19,11 @@ def cache_format_of(kv_cache_dtype: str, config: ModelConfig) -> CacheFormat:
     found = CACHE_FORMATS[kv_cache_dtype]
     if (why := found.why_not(config.head_dim)) is not None:
         raise ModelError(f"kv_cache_dtype {kv_cache_dtype} needs {why}: leave kv_cache_dtype auto")
+    if found.is_rounded and config.has_position_keys:
+        raise ModelError(
+            f"kv_cache_dtype {kv_cache_dtype} rounds keys, and those of {config.architecture} have positions: leave "
+            "kv_cache_dtype auto"
+        )
     return found
 
 

@@ -13,6 +13,7 @@ from skipjoin.model.config import ModelError
 from skipjoin.model.cuda import is_out_of_memory
 from skipjoin.model.fallback.interfaces import QueryKeyValue, hook
 from skipjoin.model.fallback.loading import Packer, load
+from skipjoin.model.fallback.older import with_positions
 from skipjoin.model.fallback.probe import compare, reference_of
 from skipjoin.model.fallback.settings import Settings, fields, refusal, settings_of
 from skipjoin.model.fallback.trace import Attention
@@ -69,11 +70,23 @@ class TransformersDecoder:
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
 
-    def attend(self, layer: int, call: Attention, query_key_value: QueryKeyValue, **options: Any) -> torch.Tensor:
-        """Attend in a layer; return [1, T, heads, value_dim]. `options` are those of `AttentionBackend.attend`."""
+    def attend(
+        self,
+        layer: int,
+        call: Attention,
+        query_key_value: QueryKeyValue,
+        slopes: torch.Tensor | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Attend in a layer; return [1, T, heads, value_dim]. `options` are those of `AttentionBackend.attend`.
+
+        `slopes` are those of linear biases (ALiBi), [heads].
+        """
         step = self._step
         assert step is not None
         query, key, value = (x[0] for x in query_key_value)
+        if slopes is not None:
+            query, key = with_positions(query, key, step.batch.positions, slopes / options["scale"])
         repeats = self._kv_heads // call.kv_heads
         key, value = (x.repeat_interleave(repeats, 0) if repeats > 1 else x for x in (key, value))
         # Zeros change no product, and the cache has rows of one length.
@@ -100,7 +113,8 @@ class _PagedAttention:
         if (sinks := options.get("s_aux")) is not None and self._sinks is None:
             self._sinks = sinks.detach().float().contiguous()
         return self._decoder.attend(
-            self._layer, self._call, query_key_value, scale=dim**-0.5 if scale is None else float(scale),
+            self._layer, self._call, query_key_value, options.get("slopes"),
+            scale=dim**-0.5 if scale is None else float(scale),
             cap=float(options.get("softcap") or 0.0), sinks=self._sinks,
         )  # fmt: skip
 

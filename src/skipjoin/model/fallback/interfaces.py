@@ -34,7 +34,7 @@ def hook(module: torch.nn.Module, *, attend: Callable[..., Any] | None = None, e
             setattr(module, name, function)
 
 
-def _attend(
+def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -72,6 +72,6 @@ def _window_mask(
 
 def register() -> None:
     for name in (PAGED, SAMPLED):
-        AttentionInterface.register(name, _attend)
+        AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(SAMPLED, _window_mask)
     ExpertsInterface.register(PAGED, _experts)

@@ -13,13 +13,13 @@ from transformers.utils import logging
 
 from skipjoin.model.config import ModelError
 from skipjoin.model.fallback.interfaces import PAGED, hook
+from skipjoin.model.fallback.older import adapt
 from skipjoin.model.fallback.products import Experts, PackedWeight
 from skipjoin.model.fallback.settings import Settings
 from skipjoin.model.fallback.trace import build, prepare, settle
 from skipjoin.model.layers import Builder
 from skipjoin.model.ops.base import LayerOps, Linear
 from skipjoin.model.ops.cpp_ops import CppOps
-
 
 # Names of tensors in a model that also sees or hears, and in the decoder that is its language model.
 _OF_PARTS = {r"^model\.language_model\.": "model.", r"^language_model\.": ""}
@@ -58,6 +58,7 @@ def _pretrained(kind: type[Any], config: Any, builder: Builder) -> Any:
             ) from error
     if missing := sorted(found["missing_keys"]):
         raise ModelError(f"{folder} has no tensor {missing[0]!r}")
+    adapt(model)
     return model.eval()
 
 

@@ -38,15 +38,20 @@ def reference_of(model: Any) -> Reference:
     ids = torch.randint(vocabulary // 4, max(vocabulary // 2, 2), (1, _TOKENS), generator=generator)
     experts = model.config._experts_implementation
     try:
-        model.set_attn_implementation("eager")
+        _use(model, "eager")
         if experts == PAGED:
             model.set_experts_implementation("eager")
         logits = model(input_ids=ids.to(model.device), use_cache=False).logits[0].float()
     finally:
-        model.set_attn_implementation(PAGED)
+        _use(model, PAGED)
         if experts == PAGED:
             model.set_experts_implementation(PAGED)
     return Reference(ids[0].tolist(), logits)
+
+
+def _use(model: Any, attention: str) -> None:
+    model.set_attn_implementation(attention)
+    model.config._attn_implementation = attention  # which older modeling code does not let anybody set
 
 
 @torch.inference_mode()

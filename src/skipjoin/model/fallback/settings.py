@@ -24,6 +24,10 @@ _LARGEST_COUNT = 1 << 20
 _CHANGING = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
 
 
+# Positions of the training of models without a field for it. Linear biases have no bound.
+_UNBOUNDED = {"bloom": 2048}
+
+
 class Settings(NamedTuple):
     """transformers' class of a model, its configuration, and what it computes."""
 
@@ -75,6 +79,7 @@ def fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "activation": "",
         "rope": None,
         "windows": tuple(call.window for call in calls),
+        "has_position_keys": any(call.has_slopes for call in calls),
         "source": source,
     }
 
@@ -129,7 +134,10 @@ def _intermediate_size(config: Any) -> int:
 
 
 def _max_positions(config: Any, architecture: str) -> int:
-    most = getattr(config, "max_position_embeddings", None)
+    names = ("max_position_embeddings", "max_seq_len", "seq_length")
+    most = next((found for name in names if (found := getattr(config, name, None)) is not None), None)
+    if most is None and config.model_type in _UNBOUNDED:
+        most = _UNBOUNDED[config.model_type]
     if not isinstance(most, int):
         raise ModelError(f"config.json of this {architecture} has no max_position_embeddings")
     rope = getattr(config, "rope_parameters", None) or {}

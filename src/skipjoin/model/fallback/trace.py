@@ -12,12 +12,13 @@ from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import DynamicCache
 
 from skipjoin.model.config import ModelError
+from skipjoin.model.fallback import older
 from skipjoin.model.fallback.interfaces import OTHER_MASK, PAGED, SAMPLED, QueryKeyValue, hook, register
 from skipjoin.model.fallback.products import CASTS
 
 # Options of attention that change nothing here, or that `_Recorder` reads.
 _IGNORED = frozenset({"dropout", "position_ids", "use_cache", "output_attentions", "deterministic", "logits_to_keep"})
-_READ = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "is_causal"})
+_READ = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "is_causal", "slopes"})
 
 
 _TOKENS = 8
@@ -27,13 +28,14 @@ _KV_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer
 
 
 class Attention(NamedTuple):
-    """One call of attention; `window` as in `AttentionBackend.attend`."""
+    """One call of attention; `window` as in `AttentionBackend.attend`, and `dim` with that of linear biases."""
 
     heads: int
     kv_heads: int
     dim: int
     value_dim: int
     window: int
+    has_slopes: bool = False
 
 
 class Traced(NamedTuple):
@@ -55,6 +57,7 @@ class Traced(NamedTuple):
 def prepare(kind: type[Any], config: Any) -> None:
     """Let a model of class `kind` call our functions for experts, where it has a choice."""
     register()
+    older.register(config)
     config._experts_implementation = PAGED if kind._can_set_experts_implementation() else None
 
 
@@ -62,7 +65,9 @@ def build(kind: type[Any], config: Any, device: str, *, masks: bool = False, dty
     """Return a model of class `kind`, whose attention and experts must be hooked."""
     prepare(kind, config)
     with torch.device(device):
-        return kind._from_config(config, attn_implementation=SAMPLED if masks else PAGED, dtype=dtype).eval()
+        model = kind._from_config(config, attn_implementation=SAMPLED if masks else PAGED, dtype=dtype).eval()
+    older.adapt(model)
+    return model
 
 
 def settle(model: Any) -> None:
@@ -156,8 +161,10 @@ class _Recorder:
             raise ModelError(f"its attention has {', '.join(other)}")
         if key.shape[2] != query.shape[2]:
             raise ModelError(f"{query.shape[2]} tokens attend to {key.shape[2]} keys")
+        has_slopes = options.get("slopes") is not None
+        dim = query.shape[3] + (older.BIAS_DIMS if has_slopes else 0)
         self.calls.append(
-            (module, Attention(query.shape[1], key.shape[1], query.shape[3], value.shape[3], _window(mask)))
+            (module, Attention(query.shape[1], key.shape[1], dim, value.shape[3], _window(mask), has_slopes))
         )
         return query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
 

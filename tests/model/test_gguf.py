@@ -40,7 +40,7 @@ READ = [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind
 _NOT_IN_GGUF = ("opt", "opt-after", "ministral", "qwen3-moe-dense")
 FAMILIES = [name for name in CONFIGS if name not in _NOT_IN_GGUF and not name.endswith("-window")]
 DELTA = ["qwen3.5", "qwen3.5-moe", "qwen3-next"]
-FAMILIES += ["lfm2", "lfm2-biases", *DELTA]
+FAMILIES += ["lfm2", "lfm2-biases", *DELTA, "granite-hybrid", "granite-hybrid-experts"]
 # Those that are made of the same parts as others.
 ALIKE = {
     "glm",
@@ -93,6 +93,8 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "ministral3": {"rope_parameters": _YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}},
     "lfm2-biases": {"conv_bias": False},
     "olmoe": {"num_key_value_heads": 4},
+    "granite-hybrid": {"intermediate_size": 64},  # of all MLPs
+    "granite-hybrid-experts": {"mamba_proj_bias": False, "time_step_limit": (0.0, float("inf"))},
     # The layers of files come in turns, and all have experts if one has.
     "qwen3-next": {"mlp_only_layers": [], **_DELTA},
     "qwen3.5": _DELTA,

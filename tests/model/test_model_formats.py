@@ -32,7 +32,7 @@ FAMILIES = [
 ]
 HYBRID = {"lfm2", "qwen3-next", "qwen3.5", "granite-hybrid"}
 # llama.cpp has no such architecture, so no file can be made, or it is not read.
-NOT_IN_GGUF = {"opt", "ministral", "granite-hybrid"}
+NOT_IN_GGUF = {"opt", "ministral"}
 # Those that are made of the same parts as others, or of which test_recurrent.py runs most.
 ALIKE = {"ministral", "ministral3", "gemma", "gemma2", "smollm3", "olmo2", "olmo3", "granite", "glm", "glm4", "exaone4"}
 ALIKE |= {"cohere", "cohere2", "olmoe", "granite-moe"} | HYBRID

@@ -19,9 +19,17 @@ Kind = gguf.GGMLQuantizationType
 _ARCHITECTURES = {
     **{"mistral": "llama", "mixtral": "llama", "ministral3": "mistral3", "gpt_oss": "gpt-oss", "gpt_neox": "gptneox"},
     **{"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"},
-    **{"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe", "glm": "chatglm", "cohere": "command-r", "olmo3": "olmo2"},
+    **{
+        "granitemoehybrid": "granitehybrid",
+        "gemma3_text": "gemma3",
+        "qwen3_moe": "qwen3moe",
+        "glm": "chatglm",
+        "cohere": "command-r",
+        "olmo3": "olmo2",
+    },
 }
 _PERMUTED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granitemoe")
+_PERMUTED += ("granitemoehybrid",)
 # Names of parameters that the package knows only by those in checkpoints.
 _IN_CHECKPOINTS = {
     "self_attn.sinks": "self_attn.sinks.weight",
@@ -107,6 +115,15 @@ def _add_settings(writer: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type == "lfm2":
         kv_heads = [kv_heads if one == "full_attention" else 0 for one in config.layer_types]
         writer.add_shortconv_l_cache(config.conv_L_cache)
+    if config.model_type == "granitemoehybrid":
+        kv_heads = [kv_heads if one == "full_attention" else 0 for one in config.layer_types]
+        writer.add_ssm_conv_kernel(config.mamba_d_conv)
+        writer.add_ssm_state_size(config.mamba_d_state)
+        writer.add_ssm_group_count(config.mamba_n_groups)
+        writer.add_ssm_time_step_rank(config.mamba_n_heads)
+        writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+        writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
     if (keys := getattr(config, "linear_num_key_heads", 0)) > 0:
         values = config.linear_num_value_heads
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
@@ -220,6 +237,9 @@ def _add_tensors(writer: gguf.GGUFWriter, model: transformers.PreTrainedModel, k
         if ".linear_attn." in name:
             _add_delta_rule(writer, name, parameter, config, kind)
             continue
+        if ".mamba." in name or ".shared_mlp." in name:
+            _add_hybrid(writer, name, parameter, config, kind)
+            continue
         known = next((name.replace(end, one) for end, one in _IN_CHECKPOINTS.items() if name.endswith(end)), name)
         found = names.get_name(known, try_suffixes=(".weight", ".bias"))
         assert found is not None, name
@@ -282,6 +302,28 @@ def _add_delta_rule(writer: gguf.GGUFWriter, name: str, parameter: torch.nn.Para
     if parameter.dim() == 2:
         blocks = gguf.dequantize(gguf.quantize(weight.contiguous().numpy(), kind), kind)
         parameter.data.copy_(torch.from_numpy(blocks))
+
+
+def _add_hybrid(writer: gguf.GGUFWriter, name: str, parameter: torch.nn.Parameter, config: Any, kind: Kind) -> None:
+    """Add a tensor of Granite 4: of a layer of Mamba-2, or of the MLP that all tokens use."""
+    layer, part = name.split(".")[2], name.removesuffix(".weight").split(".", 4)[-1]
+    weight, suffix = parameter.detach(), "_shexp" if config.num_local_experts else ""
+    names = {"input_linear": ("ffn_gate", "ffn_up"), "output_linear": ("ffn_down",)}
+    if part in names:
+        found = [f"{one}{suffix}.weight" for one in names[part]]
+    else:
+        others = {"dt_bias": "ssm_dt.bias", "A_log": "ssm_a", "D": "ssm_d", "conv1d.bias": "ssm_conv1d.bias"}
+        others |= {"conv1d": "ssm_conv1d.weight", "in_proj": "ssm_in.weight", "out_proj": "ssm_out.weight"}
+        found = [(others | {"norm": "ssm_norm.weight"})[part]]
+    for one, rows in zip(found, weight.chunk(len(found)), strict=True):
+        if weight.dim() == 2:
+            blocks = gguf.quantize(rows.contiguous().numpy(), kind)
+            writer.add_tensor(f"blk.{layer}.{one}", blocks, raw_dtype=kind)
+            rows.copy_(torch.from_numpy(gguf.dequantize(blocks, kind)))
+            continue
+        shaped = {"A_log": lambda: -weight.exp()[:, None], "D": lambda: weight[:, None]}
+        shaped |= {"conv1d": lambda: weight[:, 0], "norm": lambda: weight.view(config.mamba_n_groups, -1)}
+        writer.add_tensor(f"blk.{layer}.{one}", shaped.get(part, lambda: weight)().contiguous().numpy())
 
 
 def _add_experts(

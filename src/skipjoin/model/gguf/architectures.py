@@ -283,6 +283,27 @@ _DELTA_EXPERTS = {
     **_EXPERT_NUMBERS,
     "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
+_GRANITE_HYBRID = _LLAMA._replace(
+    name="GraniteMoeHybridForCausalLM",
+    layers=_ATTENTION
+    | _NORMS
+    | {f"mamba.{part}": f"ssm_{one}" for part, one in (("in_proj", "in"), ("out_proj", "out"), ("A_log", "a"))}
+    | {f"mamba.{part}": f"ssm_{part.lower()}" for part in ("conv1d", "dt", "D", "norm")}
+    | {"shared_mlp.input_linear": ("ffn_gate", "ffn_up"), "shared_mlp.output_linear": "ffn_down"},
+    biases={"mamba_conv_bias": frozenset({"ssm_conv1d"})},
+    always_biased=frozenset({"ssm_dt"}),
+    fixed={"num_local_experts": 0},
+    numbers={
+        **_SCALES,
+        **_MIXTRAL.numbers,
+        "shared_intermediate_size": "expert_shared_feed_forward_length",
+        "mamba_d_conv": "ssm.conv_kernel",
+        "mamba_d_state": "ssm.state_size",
+        "mamba_n_groups": "ssm.group_count",
+        "mamba_n_heads": "ssm.time_step_rank",
+    },
+    state_kind="mamba",
+)
 ARCHITECTURES = {
     "llama": _LLAMA,  # Mistral too
     "mistral3": _LLAMA._replace(
@@ -299,6 +320,7 @@ ARCHITECTURES = {
         biases={},
         numbers={**_SCALES, **_MIXTRAL.numbers},
     ),
+    "granitehybrid": _GRANITE_HYBRID,
     "olmo2": _OLMO2,
     "olmoe": _OLMO2._replace(
         name="OlmoeForCausalLM",
@@ -425,6 +447,17 @@ ARCHITECTURES = {
 # Others that files of an architecture may have, by the number in the metadata that is above 0 in those.
 VARIANTS = {
     "llama": ("expert_count", _MIXTRAL),
+    "granitehybrid": (
+        "expert_count",
+        _GRANITE_HYBRID._replace(
+            layers={
+                **_GRANITE_HYBRID.layers,
+                **{name: part for name, part in _GRANITE_EXPERTS.items() if name.startswith("block_sparse_moe.")},
+                "shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp"),
+                "shared_mlp.output_linear": "ffn_down_shexp",
+            }
+        ),
+    ),
     "olmo2": ("attention.sliding_window", _OLMO2._replace(name="Olmo3ForCausalLM", has_windows=True)),
 }
 

@@ -100,6 +100,11 @@ def _config(file: Gguf) -> dict[str, Any]:
     if "linear_num_value_heads" in config:
         heads = max(config["linear_num_value_heads"], 1)
         config["linear_value_head_dim"] = _number(file, "ssm.inner_size") // heads
+    if "mamba_n_heads" in config:
+        inner = _number(file, "ssm.inner_size")
+        config |= {"mamba_d_head": inner // max(config["mamba_n_heads"], 1), "mamba_expand": inner // max(hidden, 1)}
+        # Only files with this have rotary positions.
+        config["position_embedding_type"] = "rope" if _metadata(file, "rope.scaling.finetuned") else "nope"
     if of.name == "CohereForCausalLM":
         config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
     if of.name == "GPTNeoXForCausalLM":

@@ -17,6 +17,8 @@ import typer
 from skipjoin.cli import app
 from skipjoin.cli.options import flags_of
 from skipjoin.config import EngineConfig, ForecastConfig, ServerConfig
+from skipjoin.model.families.encoder import Encoder
+from skipjoin.model.family import _families, _register_own
 from skipjoin.model.gguf.architectures import ARCHITECTURES, VARIANTS
 from skipjoin.model.gguf.file import TENSOR_TYPES, TensorType
 from skipjoin.model.gguf.groups import LAYOUTS
@@ -380,10 +382,24 @@ def _models() -> Iterator[str]:
     yield (
         "An NVIDIA GPU runs what torch's operations run. `quantization int8` needs the compiled operations of a CPU. "
         "`skipjoin convert` makes safetensors of `.bin` files. GGUF files of Mistral and Mixtral have the architecture "
-        "`llama`, and those of OLMo 3 `olmo2`. Of Gemma 3 and Mistral 3 that see images, the language model is served. "
-        "Of other families, GGUF files are refused."
+        "`llama`, and those of OLMo 3 `olmo2`. Of models that also see, such as Gemma 3 and 4, "
+        "Mistral 3 and Qwen-VL, the language model is served. Of other families, GGUF files are refused."
     )
     yield from _architectures()
+    yield from _encoders()
+
+
+def _encoders() -> Iterator[str]:
+    _register_own()
+    names = [name for one in _families.values() if issubclass(one.decoder, Encoder) for name in one.architectures]
+    yield from (
+        "",
+        "## Encoders",
+        "",
+        "Models of [embeddings and scores](../api.md#embeddings-and-scores), which `tests/engine/test_embeddings.py`",
+        f"compares with transformers: {_codes(names)}.",
+        "Decoders with files of sentence-transformers embed, too.",
+    )
 
 
 def _architectures() -> Iterator[str]:
@@ -419,7 +435,10 @@ def _gguf() -> Iterator[str]:
     )
     yield ""
     served = [(name, [of, *(VARIANTS[name][1:] if name in VARIANTS else ())]) for name, of in ARCHITECTURES.items()]
-    rows = [[f"`{name}`", ", ".join(of.name.removesuffix("ForCausalLM") for of in found)] for name, found in served]
+    rows = [
+        [f"`{name}`", ", ".join(dict.fromkeys(of.name.removesuffix("ForCausalLM") for of in found))]
+        for name, found in served
+    ]
     yield from _table(["`general.architecture`", "served as"], rows)
     yield (
         "Mistral's files have the architecture `llama`. Others are refused. Of gpt-oss and Phi-3, our logits are those "

@@ -93,15 +93,20 @@ def test_half_types_stay_close(saved, dtype):
     )
 
 
-@pytest.mark.parametrize("name", ["Gemma3", "Mistral3"])
+SEEING = {"Gemma3": "gemma3", "Mistral3": "ministral3", "Qwen2_5_VL": "qwen2", "Qwen3VL": "qwen3"}
+
+
+@pytest.mark.parametrize("name", SEEING)
 def test_language_models_of_models_with_images(name, tmp_path):
     import transformers  # noqa: PLC0415 - takes seconds
 
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = CONFIGS["gemma3" if name == "Gemma3" else "ministral3"]().to_dict()
-    config = getattr(transformers, f"{name}Config")(
-        text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14, "head_dim": 16}
-    )
+    text, more = CONFIGS[SEEING[name]]().to_dict(), {"image_size": 28, "patch_size": 14, "head_dim": 16}
+    if name.startswith("Qwen"):
+        more = {"num_heads": 2, "depth": 1, "out_hidden_size": text["hidden_size"], "deepstack_visual_indexes": [0]}
+        sections = {"mrope_section": [4, 2, 2] if name == "Qwen2_5_VL" else [8, 4, 4], "mrope_interleaved": True}
+        text = {**text, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **sections}}
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config={**vision, **more})
     torch.manual_seed(0)
     reference = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     reference.save_pretrained(tmp_path)

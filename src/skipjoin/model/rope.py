@@ -71,7 +71,8 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, defaul
     rotary_dim = int(head_dim * _bounded("partial_rotary_factor", default_share if share is None else share, high=1.0))
     kinds = (of.get(name) for of in (older, newer) for name in ("rope_type", "type"))
     scaling = str(next(filter(None, kinds), "default"))
-    scaling = {"su": "longrope"}.get(scaling, scaling)
+    # The positions of text are the same in all sections of models that see.
+    scaling = {"su": "longrope", "mrope": "default"}.get(scaling, scaling)
     if scaling == "factors":
         return RopeSettings(
             theta=theta, rotary_dim=rotary_dim, scaling=scaling, factors=_factors(nested.get("factors"), rotary_dim)

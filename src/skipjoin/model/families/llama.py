@@ -40,14 +40,17 @@ _ARCHITECTURES = {
     "Ministral3ForCausalLM": "ministral3",
     "Mistral3ForConditionalGeneration": "mistral3",
     "Qwen2ForCausalLM": "qwen2",
+    "Qwen2VLForConditionalGeneration": "qwen2_vl",
+    "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "SmolLM3ForCausalLM": "smollm3",
     "GraniteForCausalLM": "granite",
 }
 
 
 def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    kind = _ARCHITECTURES[architecture]
+    kind = _ARCHITECTURES[architecture].removesuffix("_vl").removesuffix("_5")
     if kind == "mistral3":  # its language model
         kind = "ministral3" if raw.get("model_type") == "ministral3" else "mistral"
     raw = {**_DEFAULTS.get(kind, {}), **raw}

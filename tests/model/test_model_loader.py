@@ -246,10 +246,10 @@ def test_random_weights_without_any_dtype_are_float32(folder, caplog):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["ElectraModel"]}, "ElectraModel is not supported; supported are LlamaForCausalLM"),
+        ({"architectures": ["DebertaModel"]}, "DebertaModel is not supported; supported are LlamaForCausalLM"),
         (
-            {"architectures": None, "model_type": "electra"},
-            "ElectraForCausalLM has no family of Skipjoin's own, and cannot run",
+            {"architectures": None, "model_type": "xglm"},
+            "XGLMForCausalLM has no family of Skipjoin's own, and cannot run",
         ),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "supported are default, linear, llama3, yarn"),
         (
@@ -257,7 +257,7 @@ def test_random_weights_without_any_dtype_are_float32(folder, caplog):
             "without it, the model is the same up to max_position_em",
         ),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "must have a factor for each of .* pairs, got None"),
-        ({"rope_scaling": {"type": "mrope"}}, "'mrope' is not supported"),
+        ({"rope_scaling": {"type": "ntk"}}, "'ntk' is not supported"),
         ({"rope_scaling": "yarn"}, "rope_scaling in config.json must be an object, got 'yarn'"),
         ({"rope_parameters": {"full_attention": YARN}}, "must be the same for all layers, .*: full_attention"),
         (

@@ -51,7 +51,7 @@ def reference_of(model: Any) -> Reference:
 
 def _use(model: Any, attention: str) -> None:
     model.set_attn_implementation(attention)
-    model.config._attn_implementation = attention  # which older modeling code does not let anybody set
+    model.config._attn_implementation = attention  # which older modeling code ignores
 
 
 @torch.inference_mode()

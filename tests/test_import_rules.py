@@ -73,7 +73,7 @@ schemas: schemas structured_output
 engine: adapters builtin config config.profile core core.decide.scheduler core.kv.interface core.kv.ledger engine exec
     exec.base exec.ranks forecast formats kv_format model options policies pooling recipes sampling structured_output
     system.durable system.machine version
-async_llm: chat core engine formats llm_arguments local_engine sampling
+async_llm: chat core engine formats llm_arguments local_engine pooling sampling
 llm: chat core formats llm_arguments local_engine model.tokenizer pooling recipes sampling structured_output
 llm_arguments: chat core formats sampling
 local_engine: adapters chat config core engine formats model options sampling structured_output

@@ -5,10 +5,12 @@ import itertools
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from skipjoin.chat import Message, ToolUse, delta_of, finish_reason_of, message_of
 from skipjoin.core.engine import RequestTooLargeError
@@ -27,7 +29,8 @@ from skipjoin.llm_arguments import (
     tool_use_of,
 )
 from skipjoin.local_engine import Generation, LocalEngine, Running, outputs_of
-from skipjoin.sampling import ParameterError, SamplingParams
+from skipjoin.pooling import Pooling, Task
+from skipjoin.sampling import ParameterError, SamplingParams, pooled
 
 # Pause of a thread whose requests cannot run yet, such as during a copy of KV.
 _PAUSE_S = 0.001
@@ -173,6 +176,34 @@ class AsyncLLM(LocalEngine):
             while stream.unfinished:
                 await self._next(stream)
             return [stream.running[number].generation for number in stream.ids]
+
+    async def embed(
+        self,
+        texts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        service: str = ServiceClass.REAL_TIME,
+        priority: int = 0,
+        target: Target = NO_TARGET,
+        cache_salt: str | None = None,
+    ) -> np.ndarray:
+        """Return float32 [texts, dimensions], as `LLM.embed` does, whose arguments and errors these are."""
+        self.engine.info.check_task((Task.EMBED,))
+        options = replace(options_of(service, priority, target), cache_salt=salt_of(cache_salt))
+        params = pooled(Pooling(dimensions=dimensions))
+        async with AsyncExitStack() as stack:
+            opened = [self._opened(text, params, 1, options, ToolUse()) for text in prompts_of(texts)]
+            streams = [await stack.enter_async_context(stream) for stream in opened]
+            return np.stack([await self._vector(stream) for stream in streams])
+
+    async def _vector(self, stream: _Stream) -> np.ndarray:
+        while stream.unfinished:
+            await self._next(stream)
+        (number,) = stream.ids
+        generation = stream.running[number].generation
+        if generation.finish_reason == FinishReason.ERROR:
+            raise RuntimeError(generation.error)
+        return np.frombuffer(generation.details[0].vector, "<f4")
 
     @asynccontextmanager
     async def _opened(

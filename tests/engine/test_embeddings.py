@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import shutil
@@ -13,7 +14,7 @@ import pytest
 import torch
 from pooled_models import CONTEXT, MODELS, VOCAB, WIDTH, write
 
-from skipjoin import LLM
+from skipjoin import LLM, AsyncLLM
 from skipjoin.core.events import Token
 from skipjoin.model.config import ModelError
 from skipjoin.sampling import ContextLengthError, ParameterError
@@ -40,6 +41,16 @@ def _expected(name: str, model: Any, ids: list[int], dimensions: int | None = No
     return row / row.norm() if normalizes else row
 
 
+async def _check_async(folder: Path, prompts: list[list[int]], expected: np.ndarray, context: int) -> None:
+    async with AsyncLLM(str(folder), max_num_batched_tokens=24, max_num_seqs=4, **SETTINGS) as llm:
+        first, second = await asyncio.gather(llm.embed(prompts), llm.embed(prompts[4]))
+        np.testing.assert_array_equal(first, expected)
+        np.testing.assert_array_equal(second[0], expected[4])
+        with pytest.raises(ContextLengthError, match=f"prompt must have at most {context} tokens"):
+            await llm.embed([*prompts, *_ids(context + 1)])
+        assert (await llm.embed(prompts[0], dimensions=9)).shape == (1, 9)
+
+
 @pytest.mark.parametrize("name", EMBEDDING)
 def test_embeddings_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model, has_files = write(name, tmp_path), MODELS[name][2] is not None
@@ -63,6 +74,8 @@ def test_embeddings_are_those_of_transformers(name: str, tmp_path: Path) -> None
         first, second = llm.embed(["cat", "dog"])
         cosine = float(first @ second / np.linalg.norm(first) / np.linalg.norm(second))
         assert llm.score("cat", ["dog", "cat"]) == pytest.approx([cosine, 1.0], abs=1e-6)
+    if name == EMBEDDING[0]:
+        asyncio.run(_check_async(tmp_path, prompts, found, context))
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name.endswith("score")])

@@ -30,12 +30,13 @@ class Queue:
         bounds = (10_000, CAPACITY) if by_tokens else (CAPACITY, 1_000_000)
         self.admission = Admission(*bounds, METRICS, lambda: self.now, lambda: self.steps, is_shared=True)
         self.slots: dict[str, deque[AdmissionSlot]] = {}
+        self.weights: dict[str, float] = {}
 
     def ask(self, key: str, amount: int = 1) -> int | None:
         """Request slots; return the Retry-After of a refusal or None."""
         sizes = [amount] if self.by_tokens else [1] * amount
         try:
-            slots = self.admission.reserve(sizes, client=key)
+            slots = self.admission.reserve(sizes, client=key, weight=self.weights.get(key, 1.0))
         except ApiError as refused:
             return int(refused.headers["Retry-After"])
         self.slots.setdefault(key, deque()).extend(slots)
@@ -152,11 +153,14 @@ def test_claim_expires_if_its_client_does_not_retry() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (RESERVE, 1), (RESERVE, RESERVE), (7, 3)])
-@pytest.mark.parametrize("keys", [2, 3, 4])
-def test_continuously_loaded_keys_converge_to_equal_shares(keys: int, sizes: tuple[int, int]) -> None:
-    """One key holds all slots at first."""
+@pytest.mark.parametrize(("keys", "weight"), [(2, 1.0), (3, 1.0), (4, 1.0), (3, 2.5), (2, 0.4)])
+def test_continuously_loaded_keys_converge_to_shares_by_weight(
+    keys: int, weight: float, sizes: tuple[int, int]
+) -> None:
+    """One key holds all slots at first, and another one has a weight."""
     queue, draw = Queue(), random.Random(keys)
     names = [f"key {number}" for number in range(keys)]
+    queue.weights = {names[-1]: weight}
     amounts = {name: sizes[number > 0] for number, name in enumerate(names)}
     queue.fill(names[0], amounts[names[0]])
     held: Counter[str] = Counter()
@@ -167,8 +171,8 @@ def test_continuously_loaded_keys_converge_to_equal_shares(keys: int, sizes: tup
         queue.end(draw.choice([name for name in names for _ in range(queue.held(name))]))
         if step >= 1000:
             held.update({name: queue.held(name) for name in names})
-    share = (CAPACITY - RESERVE) / keys
     for name in names:
+        share = (CAPACITY - RESERVE) * queue.weights.get(name, 1.0) / (keys - 1 + weight)
         assert abs(held[name] / 3000 - share) <= max(4, *sizes), held
 
 

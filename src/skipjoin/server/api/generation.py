@@ -323,7 +323,13 @@ class Endpoint(ABC, Generic[BodyT]):
         is_best_effort = queue is None and options.service is ServiceClass.BEST_EFFORT
         estimates = [tokens for tokens in self.estimates(body) for _ in range(n)]
         try:
-            slots = admission.reserve(estimates, client=options.client, is_best_effort=is_best_effort, param=param)
+            slots = admission.reserve(
+                estimates,
+                client=options.client,
+                weight=options.weight,
+                is_best_effort=is_best_effort,
+                param=param,
+            )
         except ApiError as error:
             if error.param == param and max(estimates) > service.info.max_model_len:
                 raise service.too_long(param, f"about {max(estimates)}") from error

@@ -153,12 +153,13 @@ class AdmissionSlot:
         waited_s: Actual time in the queue; None before the first start.
     """
 
-    __slots__ = ("_admission", "_open", "client", "queue", "tokens", "waited_s")
+    __slots__ = ("_admission", "_open", "client", "queue", "tokens", "waited_s", "weight")
 
-    def __init__(self, admission: Admission, tokens: int, client: str, queue: QueuePlace) -> None:
+    def __init__(self, admission: Admission, tokens: int, client: str, weight: float, queue: QueuePlace) -> None:
         self._admission = admission
         self.tokens = tokens
         self.client = client
+        self.weight = weight
         self.queue = queue
         self.waited_s: float | None = None
         self._open = True
@@ -231,9 +232,15 @@ class Admission:
         return self._tokens.used
 
     def reserve(
-        self, prompt_tokens: Sequence[int], *, client: str = "", is_best_effort: bool = False, param: str = "prompt"
+        self,
+        prompt_tokens: Sequence[int],
+        *,
+        client: str = "",
+        weight: float = 1.0,
+        is_best_effort: bool = False,
+        param: str = "prompt",
     ) -> list[AdmissionSlot]:
-        """Reserve slots for all sequences of a request.
+        """Reserve slots for all sequences of a request. `weight` is that of the client among others.
 
         Raises:
             ApiError: 429 with an estimated Retry-After if there is no room now, 400 if there never is.
@@ -250,21 +257,24 @@ class Admission:
             )
         self._check_size(tokens, max_tokens, whose, param)
         now = self._clock()
-        if (excess := self._requests.excess(client, count, max_requests, now)) > 0:
+        if (excess := self._requests.excess(client, count, max_requests, now, weight=weight)) > 0:
             self._metrics.count("admission_rejected_total", "requests")
             retry_s = _retry_after(self._seconds_until(excess))
-            is_entitled = self._requests.refuse(client, count, max_requests, now, expected_in_s=retry_s + _RETURN_S)
+            is_entitled = self._requests.refuse(
+                client, count, max_requests, now, weight=weight, expected_in_s=retry_s + _RETURN_S
+            )
             named = client if self._is_shared and not is_entitled else None
             text = self._full(self._requests, max_requests, "requests", whose, named)
             raise self._overloaded(text, retry_s, is_of_client=named is not None)
-        self._check_room(client, tokens, max_tokens, whose, now)
+        self._check_room(client, tokens, max_tokens, whose, now, weight=weight)
         if self._began is None and count:
             self._began = now
         first = self._last_position + 1
-        self._requests.take(client, count)
-        self._tokens.take(client, tokens)
+        self._requests.take(client, count, weight)
+        self._tokens.take(client, tokens, weight)
         return [
-            AdmissionSlot(self, share, client, self._place_at(at, now)) for at, share in enumerate(prompt_tokens, first)
+            AdmissionSlot(self, share, client, weight, self._place_at(at, now))
+            for at, share in enumerate(prompt_tokens, first)
         ]
 
     @property
@@ -297,7 +307,8 @@ class Admission:
         tokens, before = sum(prompt_tokens), sum(slot.tokens for slot in slots)
         if tokens > before:
             self._check_size(tokens, max_tokens, whose)
-            self._check_room(slots[0].client, tokens, max_tokens, whose, self._clock(), instead_of=before)
+            first, now = slots[0], self._clock()
+            self._check_room(first.client, tokens, max_tokens, whose, now, weight=first.weight, instead_of=before)
         for slot, size in zip(slots, prompt_tokens, strict=True):
             slot.resize(size)
 
@@ -324,17 +335,24 @@ class Admission:
             )
 
     def _check_room(
-        self, client: str, tokens: int, capacity: int, whose: str, now: float, *, instead_of: int = 0
+        self, client: str, tokens: int, capacity: int, whose: str, now: float, *, weight: float, instead_of: int = 0
     ) -> None:
         """Raise 429 if `tokens` do not fit in place of `instead_of`, which are already counted."""
-        if (excess := self._tokens.excess(client, tokens, capacity, now, instead_of=instead_of)) > 0:
+        shares = self._tokens
+        if (excess := shares.excess(client, tokens, capacity, now, instead_of=instead_of, weight=weight)) > 0:
             self._metrics.count("admission_rejected_total", "tokens")
             retry_s = _retry_after(self._starts.seconds_until(excess))
-            is_entitled = self._tokens.refuse(
-                client, tokens, capacity, now, instead_of=instead_of, expected_in_s=retry_s + _RETURN_S
+            is_entitled = shares.refuse(
+                client,
+                tokens,
+                capacity,
+                now,
+                instead_of=instead_of,
+                weight=weight,
+                expected_in_s=retry_s + _RETURN_S,
             )
             named = client if self._is_shared and not is_entitled else None
-            text = self._full(self._tokens, capacity, "prompt tokens wait", whose, named)
+            text = self._full(shares, capacity, "prompt tokens wait", whose, named)
             raise self._overloaded(text, retry_s, is_of_client=named is not None)
 
     def _full(self, shares: Shares, capacity: int, what: str, whose: str, client: str | None) -> str:
@@ -347,7 +365,7 @@ class Admission:
         )
 
     def note_size(self, slot: AdmissionSlot, growth: int) -> None:
-        self._tokens.take(slot.client, growth)
+        self._tokens.take(slot.client, growth, slot.weight)
 
     def note_start(self, slot: AdmissionSlot, tokens: int) -> None:
         self._runs.begin(slot)

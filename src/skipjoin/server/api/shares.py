@@ -8,6 +8,7 @@ _EXPIRY_CHECK_S = 1.0
 
 @dataclass(slots=True)
 class _Client:
+    weight: float = 1.0
     held: int = 0
     reserved: int = 0
     reserved_until: float = 0.0
@@ -16,8 +17,8 @@ class _Client:
 class Shares:
     """Fair shares of one capacity.
 
-    A fraction of the capacity is a reserve. The rest, divided by the number of clients with holdings or a reservation,
-    is the share of each client. A request is
+    A fraction of the capacity is a reserve. The rest is divided among the clients with holdings or a reservation by
+    their weights, which do not change while they have either. A request is
 
     - within the share: it may use all free capacity;
     - the first of a client that holds nothing, and at most the reserve: it leaves room for others' reservations;
@@ -30,6 +31,7 @@ class Shares:
         self.used = 0
         self._reserve = reserve
         self._clients: dict[str, _Client] = {}
+        self._weights = 0.0  # of all clients
         self._reserved = 0
         self._next_check = 0.0
 
@@ -44,7 +46,9 @@ class Shares:
     def count_with(self, client: str) -> int:
         return len(self._clients) + (client not in self._clients)
 
-    def excess(self, client: str, amount: int, capacity: int, now: float, *, instead_of: int = 0) -> int:
+    def excess(
+        self, client: str, amount: int, capacity: int, now: float, *, instead_of: int = 0, weight: float = 1.0
+    ) -> int:
         """Return the amount that must be freed before the client can take `amount`, not positive if it can now.
 
         `instead_of` is what the client exchanges for `amount`.
@@ -52,7 +56,7 @@ class Shares:
         self._drop_expired(now)
         mine = self._clients.get(client) or _Client()
         free = capacity - self.used + instead_of
-        if amount <= mine.reserved or self._is_within_share(client, amount - instead_of, capacity):
+        if amount <= mine.reserved or self._is_within_share(client, amount - instead_of, capacity, weight):
             return amount - free
         reserved = self._reserved - mine.reserved
         if self._is_first(client, amount, capacity, instead_of):
@@ -60,19 +64,27 @@ class Shares:
         return amount + reserved + self.reserve_of(capacity) - free
 
     def refuse(
-        self, client: str, amount: int, capacity: int, now: float, *, instead_of: int = 0, expected_in_s: float
+        self,
+        client: str,
+        amount: int,
+        capacity: int,
+        now: float,
+        *,
+        instead_of: int = 0,
+        weight: float = 1.0,
+        expected_in_s: float,
     ) -> bool:
-        is_entitled = self._is_within_share(client, amount - instead_of, capacity) or self._is_first(
+        is_entitled = self._is_within_share(client, amount - instead_of, capacity, weight) or self._is_first(
             client, amount, capacity, instead_of
         )
         if is_entitled and self._reserve:
-            mine = self._clients.setdefault(client, _Client())
+            mine = self._find_or_add(client, weight)
             self._reserved += amount - mine.reserved
             mine.reserved, mine.reserved_until = amount, now + expected_in_s
         return is_entitled
 
-    def take(self, client: str, amount: int) -> None:
-        mine = self._clients.setdefault(client, _Client())
+    def take(self, client: str, amount: int, weight: float = 1.0) -> None:
+        mine = self._find_or_add(client, weight)
         mine.held += amount
         self.used += amount
         self._end_reservation(client, mine)
@@ -82,10 +94,25 @@ class Shares:
         if (mine := self._clients.get(client)) is not None:
             mine.held -= amount
             if not (mine.held or mine.reserved):
-                del self._clients[client]
+                self._drop(client)
 
-    def _is_within_share(self, client: str, more: int, capacity: int) -> bool:
-        share = (capacity - self.reserve_of(capacity)) / self.count_with(client)
+    def _find_or_add(self, client: str, weight: float) -> _Client:
+        if (mine := self._clients.get(client)) is None:
+            mine = self._clients[client] = _Client(weight)
+            self._weights += weight
+        return mine
+
+    def _drop(self, client: str) -> None:
+        self._weights -= self._clients.pop(client).weight
+        if not self._clients:
+            self._weights = 0.0  # without the rounding errors of fractions
+
+    def _is_within_share(self, client: str, more: int, capacity: int, weight: float) -> bool:
+        if (mine := self._clients.get(client)) is not None:
+            weight, total = mine.weight, self._weights
+        else:
+            total = self._weights + weight
+        share = (capacity - self.reserve_of(capacity)) * weight / total
         return self.held(client) + more <= share
 
     def _is_first(self, client: str, amount: int, capacity: int, instead_of: int) -> bool:
@@ -95,7 +122,7 @@ class Shares:
         self._reserved -= mine.reserved
         mine.reserved = 0
         if not mine.held:
-            del self._clients[client]
+            self._drop(client)
 
     def _drop_expired(self, now: float) -> None:
         if not self._reserved or now < self._next_check:

@@ -49,7 +49,8 @@ async def counted(
     service: Service, request: Request, tokens: int, param: str, work: Callable[[], Awaitable[bytes]]
 ) -> Response:
     client = client_of(request.state.owner, service.config)
-    (slot,) = service.admission.reserve([tokens], client=client, param=param)
+    weight = service.config.rights_of(request.state.owner).weight
+    (slot,) = service.admission.reserve([tokens], client=client, weight=weight, param=param)
     try:
         return JsonReply(await work(), on_end=slot.ended)
     except BaseException:

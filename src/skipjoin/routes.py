@@ -162,6 +162,14 @@ COMPLETIONS = _generation("/v1/completions", f"{_API}.completions:CompletionEndp
 RESPONSES = _generation(
     "/v1/responses", f"{_API}.dialects.responses:ResponsesEndpoint", prompt="input", frames=SERVER_SENT
 )
+
+
+def _responses(path: str, name: str, **more: Any) -> Route:
+    return Route(
+        path=f"/v1/responses/{{response_id}}{path}", handler=f"{_API}.dialects.stored_responses:{name}", **more
+    )
+
+
 _MESSAGES = f"{_API}.dialects.messages"
 _ANTHROPIC: dict[str, Any] = {"error_body": f"{_MESSAGES}:error_body", "error_status": f"{_MESSAGES}:error_status"}
 MESSAGES = _generation(
@@ -210,6 +218,9 @@ _ROWS = (
     CHAT,
     COMPLETIONS,
     RESPONSES,
+    _responses("", "show_response"),
+    _responses("", "delete_response", method="DELETE"),
+    _responses("/input_items", "list_input_items"),
     MESSAGES,
     Route(
         path="/v1/messages/count_tokens",

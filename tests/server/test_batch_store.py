@@ -31,6 +31,7 @@ from skipjoin.server.batches.records import (
     NoSpace,
     OwnerUsage,
     QuotaExceeded,
+    ResponseRow,
     StoreError,
     StoreUnavailable,
     new_file_id,
@@ -363,6 +364,41 @@ async def test_files_belong_to_their_owner_and_expire(location: StoreLocation) -
         assert sorted(await store.files.removable()) == sorted([rows[0].id, rows[1].id])
         await store.files.forget([rows[0].id, rows[1].id])
         assert await store.files.known() == {row.id for row in rows[2:]}
+
+
+async def test_stored_responses_belong_to_their_owner_and_the_oldest_leave(location: StoreLocation) -> None:
+    async with location.opened() as (store, *_):
+        now = store.now()
+
+        async def add(name: str, *items: str, owner: str = OWNER, size: int = 10, lasts_s: int = 100) -> None:
+            row = ResponseRow(
+                id=name, owner=owner, size=size, created_at=now, expires_at=now + lasts_s, body=b"x" * size
+            )
+            await store.responses.add(row, items, max_bytes=100, max_responses=3)
+
+        await add("first", "a", "b")
+        await add("others", "a", owner=OTHER)
+        await add("second", "b", "c")
+        assert await store.responses.holders(OWNER, ["a", "b", "c", "d", "no id"]) == ["first", "second"]
+        assert await store.responses.get(OWNER, "others") is None
+        assert not await store.responses.delete(OWNER, "others")
+        await add("third", size=85)  # with the first it would be 105
+        assert [await store.responses.get(OWNER, name) is None for name in ("first", "second", "third")] == [True, 0, 0]
+        assert await store.responses.holders(OWNER, "abc") == ["second"]
+        with pytest.raises(QuotaExceeded, match="101 bytes"):
+            await add("large", size=101)
+        for name in ("fourth", "fifth"):
+            await add(name, size=1, lasts_s=200)
+        assert await store.responses.get(OWNER, "second") is None  # it would be the fourth
+        location.clock.seconds += 150
+        assert await store.responses.get(OWNER, "third") is None
+        await store.responses.sweep()
+        assert await store.responses.holders(OTHER, "a") == []
+        assert await store.responses.delete(OWNER, "fourth")
+        assert await store.responses.get(OWNER, "fourth") is None
+        found = await store.responses.get(OWNER, "fifth")
+        assert found is not None
+        assert found.body == b"x"
 
 
 async def test_active_batches_and_idempotency_keys_are_per_owner(location: StoreLocation) -> None:

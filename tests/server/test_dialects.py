@@ -274,6 +274,7 @@ async def test_truncation_drops_the_oldest_turns_and_keeps_rules_and_results(ech
     items = [{"role": "developer", "content": "Rules."}, *turns[:3], call, result, turns[3]]
     refused = await echo.http.post(RESPONSES, json={"input": items, "tools": FLAT})
     assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert refused.json()["error"]["message"].endswith('truncation: "auto" leaves out the oldest turns')
     answer = await post(echo, RESPONSES, input=items, tools=FLAT, truncation="auto", max_output_tokens=16)
     assert answer["truncation"] == "auto"
     prompt = echo.service.tokenizer.decode(echo.engine.added[-1].prompt, skip_special_tokens=False)
@@ -327,7 +328,7 @@ RESULT: dict[str, Any] = {"type": "tool_result", "tool_use_id": "a", "content": 
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"store": True}, "store", "not stored; send the whole conversation"),
+        ({"store": True}, "store", "without --store-responses; send the whole conversation"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
         ({"conversation": "conv_1"}, "conversation", "only null"),
         ({"background": True}, "background", "use a batch"),

@@ -81,6 +81,35 @@ class BatchConfig(AccessConfig):
         ),
     ] = 100
 
+    store_responses: Annotated[
+        bool,
+        Option(
+            "Store responses of /v1/responses for 30 days beside the files, for previous_response_id and "
+            "item_reference, unless a request has store: false.",
+            group=BATCHES,
+        ),
+    ] = False
+    max_stored_responses_per_key: Annotated[
+        int,
+        Option(
+            "Maximum number of one key's stored responses; the oldest are deleted.",
+            low=1,
+            high=1 << 40,
+            metavar="RESPONSES",
+            group=BATCHES,
+        ),
+    ] = 10_000
+    max_stored_response_bytes_per_key: Annotated[
+        int,
+        Option(
+            "Maximum total size of one key's stored responses, compressed; the oldest are deleted.",
+            low=1,
+            high=1 << 50,
+            metavar="BYTES",
+            group=BATCHES,
+        ),
+    ] = 1_000_000_000
+
     @property
     def has_batches(self) -> bool:
         return self.batch_dir != NOWHERE
@@ -88,6 +117,8 @@ class BatchConfig(AccessConfig):
     def check_batches(self) -> None:
         if self.batch_dir == "":
             raise ConfigError("batch_dir must not be empty")
+        if self.store_responses and not self.has_batches:
+            raise ConfigError("store_responses must not be set where batch_dir is none: responses need the folder")
         if self.batch_db is None:
             return
         if not self.batch_db.startswith(("postgresql://", "postgres://")):

@@ -339,9 +339,12 @@ class Server:
 
 
 def _batches(service: Service, most: int) -> Batches | NoBatches:
+    why = why_missing("this endpoint", "batches")
     if batch_folder(service.config) is None:
-        return NoBatches("it was started with batch_dir none")
-    if (why := why_missing("this endpoint", "batches")) is not None:
+        why = "it was started with batch_dir none"
+    if why is not None:
+        if service.config.store_responses:
+            raise ConfigError(f"store_responses: responses cannot be stored: {why}")
         return NoBatches(why)
     # Imported only when needed, because it imports an optional package, which takes a third of the start.
     from skipjoin.server.batches.service import Batches  # noqa: PLC0415

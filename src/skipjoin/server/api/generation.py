@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
@@ -82,6 +82,7 @@ class Job:
     Attributes:
         choices: Grouped by prompt. `params`, `slots` and `expectations` have one entry for each.
         arrived: Seconds on the monotonic clock from which the deadline in `options` counts.
+        keep: Stores the formatted response before the client gets the end of it.
     """
 
     choices: list[Choice]
@@ -96,6 +97,7 @@ class Job:
     owner: str = ANONYMOUS
     request_id: str = ""
     adapter: AdapterUse | None = None
+    keep: Callable[[], Awaitable[None]] | None = None
 
     def close(self) -> None:
         _free(self.slots, self.adapter)
@@ -199,8 +201,18 @@ class JobRun:
                 texts[choice] += text
         form = self.job.format
         if sum(choice.values_to_format for choice in texts) > _MANY_SCORED:
-            return await self._service.in_thread(form.whole, texts, self.usage())
-        return form.whole(texts, self.usage())
+            body = await self._service.in_thread(form.whole, texts, self.usage())
+        else:
+            body = form.whole(texts, self.usage())
+        if self.job.keep is not None:
+            await self.job.keep()
+        return body
+
+    async def end(self) -> bytes:
+        last = self.job.format.end(self.usage())
+        if self.job.keep is not None:
+            await self.job.keep()
+        return last
 
     async def item(self, choice: Choice, text: str) -> bytes:
         form = self.job.format

@@ -191,7 +191,7 @@ class StreamReply(_JobReply):
                 body += await run.item(choice, text)
             if body and not run.is_finished:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
-        return body + form.end(run.usage())
+        return body + await run.end()
 
     def _failed(self, scope: Scope, error: ApiError) -> bytes:
         note_of(scope).reason = error.code or ""

@@ -44,6 +44,7 @@ from skipjoin.server.api.limits import Admission
 from skipjoin.server.api.protocol import GenerationBody
 from skipjoin.server.api.request_index import RequestIndex
 from skipjoin.server.api.shapes import checked
+from skipjoin.server.api.stored import ResponseStore
 from skipjoin.server.api.structured import structured_output
 from skipjoin.server.api.unknown_fields import MAX_PASSED, UNKNOWN, UnknownFields, with_suggestion
 from skipjoin.server.engines.engine_client import EngineClient
@@ -93,6 +94,7 @@ class Service:
         metrics.set("adapters", len(lora_modules))
         self.index = RequestIndex()
         self.arrivals = ArrivalLog()
+        self.stored_responses: ResponseStore | None = None
         self.phase = Phase.STARTING
         self.created = int(time.time())
         self.name = config.served_model_name or ""

@@ -200,4 +200,5 @@ async def sweep(store: Store, blobs: Blobs) -> None:
         await blobs.delete(file_id)
     if ids:
         await store.files.forget(ids)
+    await store.responses.sweep()
     await store.fill_reserve()

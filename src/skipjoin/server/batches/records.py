@@ -109,6 +109,18 @@ class BatchRow:
     model: str | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseRow:
+    """Stored response. `body` is `StoredResponse` as compressed JSON, of `size` bytes."""
+
+    id: str
+    owner: str
+    size: int
+    created_at: int
+    expires_at: int
+    body: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class LinePlace:
     """Position of a line: number from 1, offset and length in bytes without the newline."""

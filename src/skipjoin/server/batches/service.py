@@ -25,6 +25,7 @@ from skipjoin.server.batches.records import FolderLocked, NoSpace, StoreError, S
 from skipjoin.server.batches.result_writer import ResultWriter
 from skipjoin.server.batches.runner import Runner, max_sequences_per_line
 from skipjoin.server.batches.store import Store
+from skipjoin.server.batches.stored_responses import StoredResponses
 
 # Maximum pause after consecutive failures.
 _LONGEST_PAUSE_S = 5.0
@@ -87,6 +88,8 @@ class Batches:
         folder = batch_folder(service.config)
         assert folder is not None, "`NoBatches` is for servers without one"
         self.context = BatchContext(service.config)
+        if service.config.store_responses:
+            service.stored_responses = StoredResponses(self.context)
         self._folder = folder
         self._service = service
         self._most = most

@@ -1,4 +1,4 @@
-"""Durable store of files, batches, lines and results in SQLite or PostgreSQL.
+"""Durable store of files, batches, lines, results and responses in SQLite or PostgreSQL.
 
 A running line, and a batch in validation or finalization, belong to a row in the table of servers: on PostgreSQL a
 lease of `LEASE_S` by the database's clock, on SQLite the folder's lock. Lines and batches of servers without a row are
@@ -23,8 +23,9 @@ from skipjoin.server.batches.disk import FolderLock, Reserve, as_store_error
 from skipjoin.server.batches.file_rows import FileRows
 from skipjoin.server.batches.line_rows import LineRows
 from skipjoin.server.batches.records import NoSpace, StoreError
+from skipjoin.server.batches.response_rows import ResponseRows
 from skipjoin.server.batches.session import LEASE_S, Session, SteadyClock
-from skipjoin.server.batches.tables import batches, files, folder, lines, servers
+from skipjoin.server.batches.tables import batches, files, folder, lines, responses, servers
 
 FOLDER_FILE = "folder-id"
 
@@ -44,6 +45,7 @@ class Store:
         self.files = FileRows(session, reserve)
         self.batches = BatchRows(session)
         self.lines = LineRows(session)
+        self.responses = ResponseRows(session)
 
     @property
     def server(self) -> str:
@@ -155,6 +157,7 @@ _TIMES = (
     batches.c.completed_at,
     batches.c.expired_at,
     batches.c.cancelling_at,
+    responses.c.created_at,
 )
 
 

@@ -106,3 +106,29 @@ results = Table(
     Column("number", Integer, primary_key=True, autoincrement=False),
     Column("body", LargeBinary, nullable=False),
 )
+
+# `ResponseRow` describes the columns besides `seq`. The index has `size`, so that a quota reads no bodies.
+responses = Table(
+    "responses",
+    metadata,
+    Column("seq", _COUNTER, primary_key=True, autoincrement=True),
+    Column("id", Text, nullable=False, unique=True),
+    Column("owner", Text, nullable=False),
+    Column("size", BigInteger, nullable=False),
+    Column("created_at", BigInteger, nullable=False),
+    Column("expires_at", BigInteger, nullable=False),
+    Column("body", LargeBinary, nullable=False),
+    Index("responses_of_owner", "owner", "seq", "size"),
+    Index("responses_by_expiry", "expires_at"),
+    sqlite_autoincrement=True,
+)
+
+# The newest response that has an item.
+response_items = Table(
+    "response_items",
+    metadata,
+    Column("owner", Text, primary_key=True),
+    Column("id", Text, primary_key=True),
+    Column("response_id", Text, nullable=False),
+    Index("items_of_response", "response_id"),
+)

@@ -1,33 +1,39 @@
-"""POST /v1/responses: OpenAI's responses, without storage."""
+"""POST /v1/responses: OpenAI's responses, which are stored if the server has a store for them."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
-from skipjoin.core.request import RequestOptions
+import msgspec
+
+from skipjoin.core.request import DEFAULT_OPTIONS, RequestOptions
 from skipjoin.engine.text import Choice
 from skipjoin.formats.calls import PartKind
 from skipjoin.routes import RESPONSES, SERVER_SENT
+from skipjoin.server.api.auth import ANONYMOUS
 from skipjoin.server.api.dialects.bodies import HostedTool
 from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint, ConvertedFormat
 from skipjoin.server.api.dialects.responses_body import ResponsesRequest
 from skipjoin.server.api.dialects.segments import Change, Segment
-from skipjoin.server.api.errors import CONTEXT_LENGTH, ApiError
+from skipjoin.server.api.errors import CONTEXT_LENGTH, ApiError, bad_request
 from skipjoin.server.api.fields import Body
-from skipjoin.server.api.generation import Prompt
+from skipjoin.server.api.generation import Job, Prompt
+from skipjoin.server.api.limits import Admission
 from skipjoin.server.api.options import served_tier
 from skipjoin.server.api.responses import ChatTokenLogprob, Usage, encode
 from skipjoin.server.api.service import Service
+from skipjoin.server.api.stored import StoredResponse
 
 _PREFIXES = {PartKind.TEXT: "msg", PartKind.REASONING: "rs", PartKind.CALL: "fc"}
 _PARTS = {PartKind.TEXT: "output_text", PartKind.REASONING: "reasoning_text"}
 
 
 class ResponsesEndpoint(ConvertedEndpoint[ResponsesRequest]):
-    """Generate the next items of a conversation, which the client keeps."""
+    """Generate the next items of a conversation, which the client or the server's store keeps."""
 
     route = RESPONSES
     body_type = ResponsesRequest
@@ -37,6 +43,65 @@ class ResponsesEndpoint(ConvertedEndpoint[ResponsesRequest]):
         "response_format": "text.format",
         "reasoning_effort": "reasoning.effort",
     }
+
+    async def prepare(
+        self,
+        body: ResponsesRequest,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        arrived: float | None = None,
+        *,
+        queue: Admission | None = None,
+        owner: str = ANONYMOUS,
+        request_id: str = "",
+    ) -> Job:
+        arrived, store = time.monotonic() if arrived is None else arrived, self.service.stored_responses
+        references = body.references.values()
+        body = await self._restored(body, owner)
+        if body.store is None:  # lines of batches would replace what agents go on with
+            body.store = store is not None and queue is None
+        try:
+            job = await super().prepare(body, options, arrived, queue=queue, owner=owner, request_id=request_id)
+        except ApiError as error:
+            if error.code == CONTEXT_LENGTH and error.param == self.route.prompt and body.truncation != "auto":
+                error.message += '; truncation: "auto" leaves out the oldest turns'
+            raise
+        form = job.format
+        if store is None or not body.store:
+            return job
+        assert isinstance(form, ResponsesFormat)
+
+        async def keep() -> None:
+            stored = await self.service.in_thread(form.stored)
+            output = [item["id"] for item in stored.response["output"]]
+            await store.add(owner, stored, [*references, *output])
+
+        return replace(job, keep=keep)
+
+    async def _restored(self, body: ResponsesRequest, owner: str) -> ResponsesRequest:
+        """Return the body with the items of earlier responses that it refers to."""
+        previous, references, store = body.previous_response_id, body.references, self.service.stored_responses
+        if store is None:
+            _refuse_state(body)
+        if store is None or (previous is None and not references):
+            return body
+        items: list[dict[str, Any]] = []
+        if previous is not None:
+            if (earlier := await store.get(owner, previous)) is None:
+                message = f"Previous response with id {previous[:64]!r} not found."
+                raise bad_request(message, "previous_response_id", "previous_response_not_found")
+            items = earlier.items
+        found = await store.items(owner, set(references.values())) if references else {}
+        for number, name in references.items():
+            if name not in found:
+                message = f"Item with id {name[:64]!r} not found: send the item itself"
+                raise ApiError(404, message, param=f"input.{number}")
+        given = body.items()
+        items += [found[references[number]] if number in references else item for number, item in enumerate(given)]
+        rest = body.model_dump(by_alias=True, exclude_unset=True, exclude={"input"})
+        whole = encode({**rest, "input": items})
+        if len(whole) > (limit := self.service.config.max_body_bytes):
+            raise ApiError(413, f"the conversation with earlier responses must have at most {limit} bytes")
+        return await self.service.parse(whole, ResponsesRequest)
 
     async def tokenize(self, body: ResponsesRequest, client: str) -> list[Prompt]:
         try:
@@ -84,6 +149,11 @@ class ResponsesFormat(ConvertedFormat):
         self._logprobs: list[ChatTokenLogprob] = []  # of all text
         self._number = 0
         self._status = "in_progress"
+        self._last: dict[str, Any] = {}
+
+    def stored(self) -> StoredResponse:
+        """Return the finished response for the store."""
+        return StoredResponse(msgspec.to_builtins(self._last), self._body.items())
 
     def begin(self, usage: Usage) -> bytes:
         response = self._response("in_progress", [])
@@ -99,7 +169,8 @@ class ResponsesFormat(ConvertedFormat):
         self._status = self._end_status()
         events, status = self._events(self.segments.finish()), self._status
         output = [self._item(segment) for segment in self.segments.found]
-        return events + self._event(f"response.{status}", response=self._response(status, output, usage))
+        self._last = self._response(status, output, usage)
+        return events + self._event(f"response.{status}", response=self._last)
 
     def error(self, error: ApiError) -> bytes:
         self._status = "failed"
@@ -110,7 +181,8 @@ class ResponsesFormat(ConvertedFormat):
     def complete(self, usage: Usage) -> dict[str, Any]:
         self._status = self._end_status()
         self._take_logprobs()
-        return self._response(self._status, [self._item(segment) for segment in self.segments.found], usage)
+        self._last = self._response(self._status, [self._item(segment) for segment in self.segments.found], usage)
+        return self._last
 
     def _end_status(self) -> str:
         return "incomplete" if self.choice.finish_reason == "length" else "completed"
@@ -217,12 +289,12 @@ class ResponsesFormat(ConvertedFormat):
             "model": self.model,
             "output": output,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "prompt_cache_key": body.prompt_cache_key,
             "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
             "safety_identifier": body.safety_identifier,
             "service_tier": self._tier,
-            "store": False,
+            "store": body.store is True,
             "temperature": body.temperature,
             "text": {
                 "format": {"type": "text"} if text is None or text.format is None else _given(text.format),
@@ -238,6 +310,16 @@ class ResponsesFormat(ConvertedFormat):
             "usage": None if usage is None else _usage(usage),
             "user": body.user,
         }
+
+
+def _refuse_state(body: ResponsesRequest) -> None:
+    fields = {"store": body.store, "previous_response_id": body.previous_response_id}
+    fields |= {f"input.{number}": name for number, name in body.references.items()}
+    for field, value in fields.items():
+        if value:
+            why = "responses are not stored, because it was started without --store-responses"
+            remedy = "send the whole conversation as input, and no references to items: clients do so with store: false"
+            raise bad_request(f"{field}: this server does not support it: {why}; {remedy}", field)
 
 
 def _given(part: Body) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Body of POST /v1/responses, OpenAI's format for agents. The server stores nothing."""
+"""Body of POST /v1/responses, OpenAI's format for agents."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -34,7 +35,6 @@ from skipjoin.server.api.dialects.bodies import (
 from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Null, Off, Only, one_of, text_or_list
 from skipjoin.server.api.protocol import ChatRequest, ResponseFormat
 
-_NOT_STORED = "responses are not stored; send the whole conversation as input"
 _LOGPROBS = "message.output_text.logprobs"
 _SYSTEM = ("system", "developer")
 Status = Literal["in_progress", "completed", "incomplete"] | None
@@ -114,8 +114,21 @@ class ReasoningItem(Body):
     status: Status = None
 
 
+class ItemReference(Body):
+    """Item of a stored response, which replaces it before the conversation is read."""
+
+    type: Literal["item_reference"]
+    id: Id
+
+
 ITEMS = (ResponsesMessage, FunctionCall, FunctionCallOutput, ReasoningItem)
-_KINDS = {"message": "~message", "function_call": "~call", "function_call_output": "~output", "reasoning": "~reasoning"}
+_KINDS = {
+    "message": "~message",
+    "function_call": "~call",
+    "function_call_output": "~output",
+    "reasoning": "~reasoning",
+    "item_reference": "~reference",
+}
 
 
 def _item_kind(value: Any) -> str | None:
@@ -125,19 +138,13 @@ def _item_kind(value: Any) -> str | None:
     return "~message" if kind is None and "role" in value else _KINDS.get(kind) if isinstance(kind, str) else None
 
 
-def _check_whole(item: Any) -> Any:
-    if isinstance(item, dict) and item.get("type") == "item_reference":
-        raise PydanticCustomError("item", f"{_NOT_STORED}, and no references to items: clients do so with store: false")
-    return item
-
-
 Item = Annotated[
     Annotated[ResponsesMessage, Tag("~message")]
     | Annotated[FunctionCall, Tag("~call")]
     | Annotated[FunctionCallOutput, Tag("~output")]
-    | Annotated[ReasoningItem, Tag("~reasoning")],
+    | Annotated[ReasoningItem, Tag("~reasoning")]
+    | Annotated[ItemReference, Tag("~reference")],
     one_of(_item_kind, "must be an item of the type message, function_call, function_call_output or reasoning"),
-    BeforeValidator(_check_whole),
 ]
 
 
@@ -311,9 +318,11 @@ class ResponsesRequest(ConvertedBody):
     top_logprobs: Annotated[int, Field(ge=0, le=parameters_of(SamplingParams)["logprobs"].parameter.high)] | None = None
     include: Annotated[list[Include], Field(max_length=16)] | None = None
 
-    store: Annotated[Any, Only(None, False, why=_NOT_STORED)] = None
-    previous_response_id: Annotated[Any, Only(None, why=_NOT_STORED)] = None
-    conversation: Annotated[Any, Only(None, why=_NOT_STORED)] = None
+    store: bool | None = None
+    previous_response_id: Id | None = None
+    conversation: Annotated[
+        Any, Only(None, why="it stores no conversations; send the whole one as input, or previous_response_id")
+    ] = None
     background: Annotated[Any, Only(None, False, why="use a batch, or a stream")] = None
     truncation: Literal["auto", "disabled"] | None = None
     response_format: Annotated[Any, Only(None, why="use text.format")] = None
@@ -388,6 +397,20 @@ class ResponsesRequest(ConvertedBody):
             }
         )
 
+    @property
+    def references(self) -> dict[int, str]:
+        """Return the ids of items that the input refers to, by position."""
+        items = () if isinstance(self.input, str) else self.input
+        return {number: item.id for number, item in enumerate(items) if isinstance(item, ItemReference)}
+
+    def items(self) -> list[dict[str, Any]]:
+        """Return the input as items in full, each with an id."""
+        if isinstance(self.input, str):
+            given: list[dict[str, Any]] = [{"role": "user", "content": self.input}]
+        else:
+            given = [item.model_dump(by_alias=True, exclude_unset=True) for item in self.input]
+        return [_whole_item(item) for item in given]
+
     def _messages(self) -> Any:
         turns = Turns()
         if self.instructions:
@@ -398,6 +421,8 @@ class ResponsesRequest(ConvertedBody):
         for item in self.input:
             if isinstance(item, FunctionCall):
                 turns.call(call_of(item.call_id, full_name(item.namespace, item.name), item.arguments))
+            elif isinstance(item, ItemReference):
+                continue  # replaced or refused before the conversation is used
             elif isinstance(item, FunctionCallOutput):
                 turns.add("tool", text_parts(item.output), tool_call_id=item.call_id)
             elif isinstance(item, ReasoningItem):
@@ -408,6 +433,21 @@ class ResponsesRequest(ConvertedBody):
             else:
                 turns.add(item.role, text_parts(item.content))
         return turns.messages
+
+
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+def _whole_item(item: dict[str, Any]) -> dict[str, Any]:
+    kind = item.get("type", "message")
+    name = item.get("id") or f"{_PREFIXES[kind]}_{uuid.uuid4().hex}"
+    found = {**item, "type": kind, "id": name}
+    if kind != "reasoning":
+        found.setdefault("status", "completed")
+    if kind == "message" and isinstance(text := item["content"], str):
+        part = "output_text" if item["role"] == "assistant" else "input_text"
+        found["content"] = [{"type": part, "text": text}]
+    return found
 
 
 def _functions(tools: list[Any] | None) -> list[PlacedFunction]:

@@ -218,6 +218,12 @@ _ROWS = (
     CHAT,
     COMPLETIONS,
     RESPONSES,
+    Route(
+        path="/v1/responses/input_tokens",
+        handler=f"{_API}.dialects.responses:count_input_tokens",
+        method="POST",
+        body=f"{_API}.dialects.responses_body:ResponsesRequest",
+    ),
     _responses("", "show_response"),
     _responses("", "delete_response", method="DELETE"),
     _responses("/input_items", "list_input_items"),

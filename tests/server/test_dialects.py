@@ -312,6 +312,41 @@ async def test_functions_of_a_namespace_are_called_by_both_names(echo: Api) -> N
     assert "unique" in twice.json()["error"]["message"]
 
 
+async def test_custom_tools_take_a_text(echo: Api) -> None:
+    patch = {"type": "custom", "name": "patch", "description": "Edits.", "format": {"type": "text"}}
+    called = '<tool_call>\n{"name": "patch", "arguments": {"input": "a\\n\\"b\\""}}\n</tool_call>'
+    fields = {"input": called, "tools": [patch]}
+    answer = await post(echo, RESPONSES, **fields)
+    call = answer["output"][-1]
+    assert (call["type"], call["name"], call["input"]) == ("custom_tool_call", "patch", 'a\n"b"')
+    events = await stream(echo, RESPONSES, **fields)
+    assert without_ids(events[-1]["response"]["output"]) == without_ids(answer["output"])
+    deltas = [event["delta"] for event in events if event["type"] == "response.custom_tool_call_input.delta"]
+    assert "".join(deltas) == call["input"]
+    result = {"type": "custom_tool_call_output", "call_id": call["call_id"], "output": "done"}
+    await post(echo, RESPONSES, tools=[patch], input=[call, result])
+    prompt = echo.service.tokenizer.decode(echo.engine.added[-1].prompt, skip_special_tokens=False)
+    assert '"input":' in prompt
+    assert '"done"' in prompt
+    digits = {"type": "grammar", "syntax": "regex", "definition": "[0-9]+"}
+    await post(echo, RESPONSES, input=called, tools=[patch | {"format": digits}])
+    structured = echo.engine.added[-1].params.structured_outputs
+    assert "[0-9]+" in str(structured)
+    refused = await echo.http.post(
+        RESPONSES, json=fields | {"tools": [patch | {"format": digits | {"syntax": "lark"}}]}
+    )
+    assert refused.json()["error"]["message"].startswith("tools.0.format.syntax: this server does not support it")
+    wrong = digits | {"definition": "["}
+    refused = await echo.http.post(RESPONSES, json=fields | {"tools": [patch | {"format": wrong}]})
+    assert refused.json()["error"]["param"] in ("tools", "tools.0.format")
+
+
+async def test_input_tokens_are_counted_as_usage_does(echo: Api) -> None:
+    answer = await post(echo, RESPONSES, **CONVERSATION[RESPONSES])
+    counted = await post(echo, f"{RESPONSES}/input_tokens", **CONVERSATION[RESPONSES])
+    assert counted == {"object": "response.input_tokens", "input_tokens": answer["usage"]["input_tokens"]}
+
+
 async def test_hosted_tools_of_messages_are_left_out_beside_others(echo: Api) -> None:
     turns = [{"role": "user", "content": "Add."}]
     searching = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 8}, *INPUTS]

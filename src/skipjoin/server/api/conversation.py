@@ -138,7 +138,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    type: Literal["function"]
+    type: Annotated[Any, Only("function", why="custom tools are for /v1/responses")]
     function: Function
     cache_control: Ignored = None
 

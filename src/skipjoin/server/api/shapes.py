@@ -183,7 +183,9 @@ def _items(value: Raw, name: str) -> Raw:
     if bytes(value)[:1] == b'"':
         return value
     parts = GenericAlias(list, (_merged("Part", ContentPart, type=str, text=str),))
-    item = _merged("Item", *ITEMS, type=str, role=str, content=str | parts | None, arguments=str, output=str | parts)
+    item = _merged(
+        "Item", *ITEMS, type=str, role=str, content=str | parts | None, arguments=str, input=str, output=str | parts
+    )
     items = _counted(value, item, name)
     _check_small(sum(_unread(one) for one in items), name)
     return Raw(msgspec.json.encode(items))

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 from skipjoin.engine.text import Choice, TextRules
 from skipjoin.formats.message import MessageReader
 from skipjoin.server.api.chat import ChatEndpoint, chat_logprob
+from skipjoin.server.api.chat_prompt import render_chat
 from skipjoin.server.api.dialects.bodies import ConvertedBody
 from skipjoin.server.api.dialects.segments import Segments, whole_of
 from skipjoin.server.api.errors import ApiError
@@ -16,6 +17,7 @@ from skipjoin.server.api.generation import Endpoint, Prompt
 from skipjoin.server.api.protocol import ChatRequest
 from skipjoin.server.api.responses import ChatTokenLogprob, Usage, encode
 from skipjoin.server.api.service import Service
+from skipjoin.server.api.tokens import MAX_TOKENS
 
 ConvertedT = TypeVar("ConvertedT", bound=ConvertedBody)
 
@@ -89,6 +91,15 @@ class ConvertedFormat(ABC):
         if self.top is None or self.started is None:
             return []
         return [chat_logprob(self._tokenizer, scored, self.top) for scored in self.started.take_scored_text()]
+
+
+async def prompt_tokens(service: Service, chat: ChatRequest, names: Mapping[str, str]) -> int:
+    """Return the number of tokens of a prompt. Errors are `renamed`."""
+    try:
+        text = await render_chat(service, chat)
+        return len(await service.encode(text, "messages", add_special_tokens=False, most=MAX_TOKENS))
+    except ApiError as error:
+        raise renamed(error, names) from None
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:

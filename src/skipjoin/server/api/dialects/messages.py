@@ -13,8 +13,8 @@ from skipjoin.engine.text import Choice
 from skipjoin.formats.calls import PartKind
 from skipjoin.routes import MESSAGES, SERVER_SENT
 from skipjoin.server.api.browsers import json_body
-from skipjoin.server.api.chat_prompt import estimate_chat, render_chat
-from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint, ConvertedFormat, renamed
+from skipjoin.server.api.chat_prompt import estimate_chat
+from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint, ConvertedFormat, prompt_tokens
 from skipjoin.server.api.dialects.messages_body import MessagesRequest
 from skipjoin.server.api.dialects.segments import Change, Segment
 from skipjoin.server.api.errors import ApiError
@@ -22,7 +22,7 @@ from skipjoin.server.api.options import served_tier
 from skipjoin.server.api.replies import service_of
 from skipjoin.server.api.responses import Usage, encode
 from skipjoin.server.api.service import Service
-from skipjoin.server.api.tokens import MAX_TOKENS, counted
+from skipjoin.server.api.tokens import counted
 
 _TYPES = {
     401: "authentication_error",
@@ -88,16 +88,11 @@ async def count_tokens(request: Request) -> Response:
     body = await service.parse(await json_body(request), MessagesRequest)
     service.check_model(body.model)
     tokens = estimate_chat(body.chat)
-    return await counted(service, request, tokens, "messages", lambda: _count(service, body))
 
+    async def count() -> bytes:
+        return encode({"input_tokens": await prompt_tokens(service, body.chat, _NAMES)})
 
-async def _count(service: Service, body: MessagesRequest) -> bytes:
-    try:
-        text = await render_chat(service, body.chat)
-        ids = await service.encode(text, "messages", add_special_tokens=False, most=MAX_TOKENS)
-    except ApiError as error:
-        raise renamed(error, _NAMES) from None
-    return encode({"input_tokens": len(ids)})
+    return await counted(service, request, tokens, "messages", count)
 
 
 class MessagesFormat(ConvertedFormat):

@@ -9,24 +9,29 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import msgspec
+from fastapi import Request, Response
 
 from skipjoin.core.request import DEFAULT_OPTIONS, RequestOptions
 from skipjoin.engine.text import Choice
 from skipjoin.formats.calls import PartKind
 from skipjoin.routes import RESPONSES, SERVER_SENT
 from skipjoin.server.api.auth import ANONYMOUS
+from skipjoin.server.api.browsers import json_body
+from skipjoin.server.api.chat_prompt import estimate_chat
 from skipjoin.server.api.dialects.bodies import HostedTool
-from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint, ConvertedFormat
-from skipjoin.server.api.dialects.responses_body import ResponsesRequest
+from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint, ConvertedFormat, prompt_tokens
+from skipjoin.server.api.dialects.responses_body import ResponsesRequest, custom_input
 from skipjoin.server.api.dialects.segments import Change, Segment
 from skipjoin.server.api.errors import CONTEXT_LENGTH, ApiError, bad_request
 from skipjoin.server.api.fields import Body
 from skipjoin.server.api.generation import Job, Prompt
 from skipjoin.server.api.limits import Admission
 from skipjoin.server.api.options import served_tier
+from skipjoin.server.api.replies import service_of
 from skipjoin.server.api.responses import ChatTokenLogprob, Usage, encode
 from skipjoin.server.api.service import Service
 from skipjoin.server.api.stored import StoredResponse
+from skipjoin.server.api.tokens import counted
 
 _PREFIXES = {PartKind.TEXT: "msg", PartKind.REASONING: "rs", PartKind.CALL: "fc"}
 _PARTS = {PartKind.TEXT: "output_text", PartKind.REASONING: "reasoning_text"}
@@ -56,7 +61,7 @@ class ResponsesEndpoint(ConvertedEndpoint[ResponsesRequest]):
     ) -> Job:
         arrived, store = time.monotonic() if arrived is None else arrived, self.service.stored_responses
         references = body.references.values()
-        body = await self._restored(body, owner)
+        body = await _restored(self.service, body, owner)
         if body.store is None:  # lines of batches would replace what agents go on with
             body.store = store is not None and queue is None
         try:
@@ -76,32 +81,6 @@ class ResponsesEndpoint(ConvertedEndpoint[ResponsesRequest]):
             await store.add(owner, stored, [*references, *output])
 
         return replace(job, keep=keep)
-
-    async def _restored(self, body: ResponsesRequest, owner: str) -> ResponsesRequest:
-        """Return the body with the items of earlier responses that it refers to."""
-        previous, references, store = body.previous_response_id, body.references, self.service.stored_responses
-        if store is None:
-            _refuse_state(body)
-        if store is None or (previous is None and not references):
-            return body
-        items: list[dict[str, Any]] = []
-        if previous is not None:
-            if (earlier := await store.get(owner, previous)) is None:
-                message = f"Previous response with id {previous[:64]!r} not found."
-                raise bad_request(message, "previous_response_id", "previous_response_not_found")
-            items = earlier.items
-        found = await store.items(owner, set(references.values())) if references else {}
-        for number, name in references.items():
-            if name not in found:
-                message = f"Item with id {name[:64]!r} not found: send the item itself"
-                raise ApiError(404, message, param=f"input.{number}")
-        given = body.items()
-        items += [found[references[number]] if number in references else item for number, item in enumerate(given)]
-        rest = body.model_dump(by_alias=True, exclude_unset=True, exclude={"input"})
-        whole = encode({**rest, "input": items})
-        if len(whole) > (limit := self.service.config.max_body_bytes):
-            raise ApiError(413, f"the conversation with earlier responses must have at most {limit} bytes")
-        return await self.service.parse(whole, ResponsesRequest)
 
     async def tokenize(self, body: ResponsesRequest, client: str) -> list[Prompt]:
         try:
@@ -135,6 +114,48 @@ class ResponsesEndpoint(ConvertedEndpoint[ResponsesRequest]):
 
     def format(self, body: ResponsesRequest, options: RequestOptions) -> ResponsesFormat:
         return ResponsesFormat(self.service, body, options)
+
+
+async def count_input_tokens(request: Request) -> Response:
+    """Return the number of tokens of a prompt in the format of responses."""
+    service = service_of(request)
+    service.check_open()
+    body = await service.parse(await json_body(request), ResponsesRequest)
+    service.check_model(body.model)
+    body = await _restored(service, body, request.state.owner)
+
+    async def count() -> bytes:
+        found = await prompt_tokens(service, body.chat, ResponsesEndpoint.names)
+        return encode({"object": "response.input_tokens", "input_tokens": found})
+
+    return await counted(service, request, estimate_chat(body.chat), "input", count)
+
+
+async def _restored(service: Service, body: ResponsesRequest, owner: str) -> ResponsesRequest:
+    """Return the body with the items of earlier responses that it refers to."""
+    previous, references, store = body.previous_response_id, body.references, service.stored_responses
+    if store is None:
+        _refuse_state(body)
+    if store is None or (previous is None and not references):
+        return body
+    items: list[dict[str, Any]] = []
+    if previous is not None:
+        if (earlier := await store.get(owner, previous)) is None:
+            message = f"Previous response with id {previous[:64]!r} not found."
+            raise bad_request(message, "previous_response_id", "previous_response_not_found")
+        items = earlier.items
+    found = await store.items(owner, set(references.values())) if references else {}
+    for number, name in references.items():
+        if name not in found:
+            message = f"Item with id {name[:64]!r} not found: send the item itself"
+            raise ApiError(404, message, param=f"input.{number}")
+    given = body.items()
+    items += [found[references[number]] if number in references else item for number, item in enumerate(given)]
+    rest = body.model_dump(by_alias=True, exclude_unset=True, exclude={"input"}, warnings=False)
+    whole = encode({**rest, "input": items})
+    if len(whole) > (limit := service.config.max_body_bytes):
+        raise ApiError(413, f"the conversation with earlier responses must have at most {limit} bytes")
+    return await service.parse(whole, ResponsesRequest)
 
 
 class ResponsesFormat(ConvertedFormat):
@@ -214,6 +235,8 @@ class ResponsesFormat(ConvertedFormat):
 
     def _grown(self, segment: Segment, text: str) -> bytes:
         place = self._place(segment)
+        if self._is_custom(segment):
+            return b""  # until the call ends, because its text is in JSON
         if segment.kind is PartKind.CALL:
             return self._event("response.function_call_arguments.delta", **place, delta=text)
         if segment.kind is PartKind.REASONING:
@@ -222,7 +245,11 @@ class ResponsesFormat(ConvertedFormat):
 
     def _ended(self, segment: Segment) -> bytes:
         place, text = self._place(segment), segment.text
-        if segment.kind is PartKind.CALL:
+        if self._is_custom(segment):
+            text = custom_input(text)
+            found = self._event("response.custom_tool_call_input.delta", **place, delta=text)
+            found += self._event("response.custom_tool_call_input.done", **place, input=text)
+        elif segment.kind is PartKind.CALL:
             name = self._body.called(segment.name)["name"]
             found = self._event("response.function_call_arguments.done", **place, name=name, arguments=text)
         else:
@@ -234,6 +261,9 @@ class ResponsesFormat(ConvertedFormat):
             found += self._event("response.content_part.done", **place, part=self._part(segment))
         return found + self._event("response.output_item.done", output_index=segment.index, item=self._item(segment))
 
+    def _is_custom(self, segment: Segment) -> bool:
+        return segment.kind is PartKind.CALL and self._body.is_custom(segment.name)
+
     def _place(self, segment: Segment) -> dict[str, Any]:
         place: dict[str, Any] = {"item_id": self._id(segment), "output_index": segment.index}
         return place if segment.kind is PartKind.CALL else {**place, "content_index": 0}
@@ -244,7 +274,8 @@ class ResponsesFormat(ConvertedFormat):
         while len(self._items) <= segment.index:
             self._items.append("")
         if not self._items[segment.index]:
-            self._items[segment.index] = f"{_PREFIXES[segment.kind]}_{uuid.uuid4().hex}"
+            prefix = "ctc" if self._is_custom(segment) else _PREFIXES[segment.kind]
+            self._items[segment.index] = f"{prefix}_{uuid.uuid4().hex}"
         return self._items[segment.index]
 
     def _item(self, segment: Segment, *, is_new: bool = False) -> dict[str, Any]:
@@ -253,6 +284,9 @@ class ResponsesFormat(ConvertedFormat):
         item: dict[str, Any] = {"id": self._id(segment), "status": status}
         if segment.kind is PartKind.CALL:
             called = self._body.called(segment.name)
+            if self._is_custom(segment):
+                text = "" if is_new else custom_input(segment.text)
+                return item | {"type": "custom_tool_call", "call_id": segment.id, **called, "input": text}
             return item | {"type": "function_call", "call_id": segment.id, **called, "arguments": segment.text}
         content = [] if is_new else [self._part(segment)]
         if segment.kind is PartKind.REASONING:

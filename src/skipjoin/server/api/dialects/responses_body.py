@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Mapping
 from functools import cached_property
@@ -35,6 +36,8 @@ from skipjoin.server.api.dialects.bodies import (
 from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Null, Off, Only, one_of, text_or_list
 from skipjoin.server.api.protocol import ChatRequest, ResponseFormat
 
+# The argument of custom tools, as models see them.
+CUSTOM_INPUT = "input"
 _LOGPROBS = "message.output_text.logprobs"
 _SYSTEM = ("system", "developer")
 Status = Literal["in_progress", "completed", "incomplete"] | None
@@ -103,6 +106,21 @@ class FunctionCallOutput(Body):
     caller: Ignored = None
 
 
+class CustomCall(Body):
+    type: Literal["custom_tool_call"]
+    call_id: Id
+    name: Id
+    input: str
+    id: Ignored = None
+    status: Status = None
+    namespace: Id | None = None
+    caller: Ignored = None
+
+
+class CustomOutput(FunctionCallOutput):
+    type: Literal["custom_tool_call_output"]  # type: ignore[assignment]
+
+
 class ReasoningItem(Body):
     """Reasoning of an earlier answer, or a summary of it. Encrypted reasoning of other servers is left out."""
 
@@ -121,11 +139,13 @@ class ItemReference(Body):
     id: Id
 
 
-ITEMS = (ResponsesMessage, FunctionCall, FunctionCallOutput, ReasoningItem)
+ITEMS = (ResponsesMessage, FunctionCall, FunctionCallOutput, CustomCall, CustomOutput, ReasoningItem)
 _KINDS = {
     "message": "~message",
     "function_call": "~call",
     "function_call_output": "~output",
+    "custom_tool_call": "~custom",
+    "custom_tool_call_output": "~result",
     "reasoning": "~reasoning",
     "item_reference": "~reference",
 }
@@ -142,9 +162,11 @@ Item = Annotated[
     Annotated[ResponsesMessage, Tag("~message")]
     | Annotated[FunctionCall, Tag("~call")]
     | Annotated[FunctionCallOutput, Tag("~output")]
+    | Annotated[CustomCall, Tag("~custom")]
+    | Annotated[CustomOutput, Tag("~result")]
     | Annotated[ReasoningItem, Tag("~reasoning")]
     | Annotated[ItemReference, Tag("~reference")],
-    one_of(_item_kind, "must be an item of the type message, function_call, function_call_output or reasoning"),
+    one_of(_item_kind, f"must be an item of the type {', '.join(_KINDS)}"),
 ]
 
 
@@ -157,8 +179,9 @@ Input = Annotated[
 
 # Types of tools that OpenAI's servers run, or the beginnings of their names.
 _HOSTED = ("code_interpreter", "file_search", "image_generation", "web_search")
-_TOOLS = {"function": "~function", "namespace": "~namespace"}
+_TOOLS = {"function": "~function", "custom": "~custom", "namespace": "~namespace"}
 _NO_SUCH_TOOL = "this server runs no tools of the type {type}: only functions"
+_NO_LARK = "grammars must be regular expressions, with syntax regex: a call is JSON, in which others are not enforced"
 
 
 def _tool_kind(tool: Any) -> str | None:
@@ -180,6 +203,54 @@ class FunctionTool(Body):
     async_: Annotated[Off, Field(alias="async")] = None
 
 
+class CustomText(Body):
+    type: Literal["text"]
+
+
+class CustomGrammar(Body):
+    type: Literal["grammar"]
+    syntax: Annotated[Any, Only("regex", why=_NO_LARK)]
+    definition: Annotated[str, Field(min_length=1)]
+
+
+def _format_kind(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return {"text": "~text", "grammar": "~grammar"}.get(str(kind))
+
+
+class CustomTool(Body):
+    """Tool whose input is a text. Models see it as a function with the text as its one argument."""
+
+    type: Literal["custom"]
+    name: Annotated[str, Field(pattern=TOOL_NAME)]
+    description: str | None = None
+    format: (
+        Annotated[
+            Annotated[CustomText, Tag("~text")] | Annotated[CustomGrammar, Tag("~grammar")],
+            one_of(_format_kind, "must be an object of the type text or grammar"),
+        ]
+        | None
+    ) = None
+    defer_loading: Off = None
+    allowed_callers: Ignored = None
+    async_: Annotated[Off, Field(alias="async")] = None
+
+    @property
+    def function(self) -> FunctionTool:
+        text: dict[str, Any] = {"type": "string"}
+        if isinstance(self.format, CustomGrammar):
+            text["pattern"] = f"^(?:{self.format.definition})$"
+        parameters = {
+            "type": "object",
+            "properties": {CUSTOM_INPUT: text},
+            "required": [CUSTOM_INPUT],
+            "additionalProperties": False,
+        }
+        return FunctionTool.model_construct(
+            type="function", name=self.name, description=self.description, parameters=parameters, strict=True
+        )
+
+
 class NamespaceTool(Body):
     """Functions with a shared name, which models see as `NAMESPACE__NAME`. Codex offers plugins' tools so."""
 
@@ -195,9 +266,10 @@ class NamespaceTool(Body):
 
 OfferedTool = Annotated[
     Annotated[FunctionTool, Tag("~function")]
+    | Annotated[CustomTool, Tag("~custom")]
     | Annotated[NamespaceTool, Tag("~namespace")]
     | Annotated[HostedTool, BeforeValidator(only_type), Tag("~hosted")],
-    one_of(_tool_kind, "must be a tool of the type function or namespace"),
+    one_of(_tool_kind, "must be a tool of the type function, custom or namespace"),
     only_types("tools", _TOOLS, _NO_SUCH_TOOL, _HOSTED),
 ]
 
@@ -207,11 +279,12 @@ def full_name(namespace: str | None, name: str) -> str:
 
 
 class PlacedFunction(NamedTuple):
-    """Function of a body: where it stands there, and its namespace."""
+    """Function of a body: where its schema stands there, and its namespace."""
 
     tool: FunctionTool
     place: str
     namespace: str | None = None
+    is_custom: bool = False
 
     @property
     def name(self) -> str:
@@ -228,7 +301,7 @@ class PlacedFunction(NamedTuple):
 
 
 class NamedFunction(Body):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: str
     namespace: str | None = None
 
@@ -245,7 +318,8 @@ class AllowedFunctions(Body):
 
 def _choice_kind(value: Any) -> str | None:
     if isinstance(value, dict):
-        return {"function": "~named", "allowed_tools": "~allowed"}.get(str(value.get("type")))
+        kinds = {"function": "~named", "custom": "~named", "allowed_tools": "~allowed"}
+        return kinds.get(str(value.get("type")))
     return "~mode" if isinstance(value, str) else None
 
 
@@ -369,6 +443,11 @@ class ResponsesRequest(ConvertedBody):
         kept = [message for n, message in enumerate(self.chat.messages) if n >= first or message.role in _SYSTEM]
         return self.chat.model_copy(update={"messages": kept})
 
+    def is_custom(self, name: str) -> bool:
+        """Return whether a called tool is one whose input is a text."""
+        function = self.functions.get(name)
+        return function is not None and function.is_custom
+
     def called(self, name: str) -> dict[str, str]:
         """Return name and namespace of a function by the name that the model called."""
         function = self.functions.get(name)
@@ -377,7 +456,7 @@ class ResponsesRequest(ConvertedBody):
         return {"name": function.tool.name, "namespace": function.namespace}
 
     def schema_places(self) -> list[str]:
-        return [f"{function.place}.parameters" for function in self.functions.values()]
+        return [function.place for function in self.functions.values()]
 
     def to_chat(self) -> ChatRequest:
         text, reasoning = self.text or TextOptions(), self.reasoning or ReasoningOptions()
@@ -421,6 +500,9 @@ class ResponsesRequest(ConvertedBody):
         for item in self.input:
             if isinstance(item, FunctionCall):
                 turns.call(call_of(item.call_id, full_name(item.namespace, item.name), item.arguments))
+            elif isinstance(item, CustomCall):
+                arguments = json.dumps({CUSTOM_INPUT: item.input}, ensure_ascii=False)
+                turns.call(call_of(item.call_id, full_name(item.namespace, item.name), arguments))
             elif isinstance(item, ItemReference):
                 continue  # replaced or refused before the conversation is used
             elif isinstance(item, FunctionCallOutput):
@@ -435,7 +517,14 @@ class ResponsesRequest(ConvertedBody):
         return turns.messages
 
 
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
 
 
 def _whole_item(item: dict[str, Any]) -> dict[str, Any]:
@@ -450,14 +539,25 @@ def _whole_item(item: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def custom_input(arguments: str) -> str:
+    """Return the input of a call of a custom tool, or its arguments as written if they were cut off."""
+    try:
+        return str(json.loads(arguments)[CUSTOM_INPUT])
+    except (ValueError, LookupError, TypeError):
+        return arguments
+
+
 def _functions(tools: list[Any] | None) -> list[PlacedFunction]:
     found: list[PlacedFunction] = []
     for number, tool in enumerate(tools or ()):
         place = f"tools.{number}"
         if isinstance(tool, FunctionTool):
-            found.append(PlacedFunction(tool, place))
+            found.append(PlacedFunction(tool, f"{place}.parameters"))
+        elif isinstance(tool, CustomTool):
+            found.append(PlacedFunction(tool.function, f"{place}.format", is_custom=True))
         elif isinstance(tool, NamespaceTool):
-            found += [PlacedFunction(inner, f"{place}.tools.{n}", tool.name) for n, inner in enumerate(tool.tools)]
+            places = [f"{place}.tools.{n}.parameters" for n in range(len(tool.tools))]
+            found += [PlacedFunction(inner, at, tool.name) for inner, at in zip(tool.tools, places, strict=True)]
     return found
 
 

@@ -525,6 +525,12 @@ async def test_ollama_has_the_same_conversation_in_lines(echo: Api) -> None:
     assert generated[-1]["done_reason"] == "length"
 
 
+async def test_raw_prompts_of_ollama_have_no_template(echo: Api) -> None:
+    answer = await post(echo, "/api/generate", prompt="ab<think>c", raw=True, stream=False, options={"num_predict": 9})
+    assert echo.engine.added[-1].prompt == echo.service.tokenizer.encode("ab<think>c")
+    assert (answer["response"], answer.get("thinking")) == ("ab<think>", None)
+
+
 async def test_clients_of_ollama_find_the_model(echo: Api) -> None:
     (model,) = (await echo.http.get("/api/tags")).json()["models"]
     shown = await post(echo, "/api/show", model=model["name"])
@@ -534,7 +540,6 @@ async def test_clients_of_ollama_find_the_model(echo: Api) -> None:
     for body, message in (
         ({"model": "other"}, "the model 'other' does not exist"),
         ({"options": {"mirostat": 2}}, "options.mirostat: this server does not support it"),
-        ({"raw": True}, "raw: this server does not support it: only null or false: use /v1/completions"),
         ({"prompt": "a" * 9000}, "maximum context length"),
     ):
         refused = await echo.http.post("/api/generate", json={"prompt": "x"} | body)

@@ -168,6 +168,11 @@ async def test_conversation_with_calls_reaches_the_template(echo: Api) -> None:
     [
         ({"reasoning_effort": "none"}, "False"),
         ({"reasoning_effort": "high"}, "True"),
+        ({"reasoning": {"effort": "none", "exclude": True}}, "False"),
+        ({"reasoning": {"enabled": True}}, "True"),
+        ({"thinking": {"type": "disabled"}}, "False"),
+        ({"thinking": {"type": "enabled", "clear_thinking": False}, "max_tokens": -1}, "True"),
+        ({"enable_thinking": False}, "False"),
         ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, "False"),
         ({"chat_template_kwargs": {"thinking": True}}, ""),
     ],

@@ -71,6 +71,7 @@ class Message(Body):
     name: Label = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    reasoning_details: Ignored = None  # of OpenRouter, beside the text
     refusal: Annotated[Any, Only(None, "")] = None
     annotations: Ignored = None
     audio: Null = None

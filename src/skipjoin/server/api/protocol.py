@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag, ValidationInfo, create_model, field_validator, model_validator
+from pydantic import BeforeValidator, Field, Tag, ValidationInfo, create_model, field_validator, model_validator
 
 from skipjoin.chat import ToolUse
 from skipjoin.config import MAX_DEADLINE_MS
@@ -300,19 +300,50 @@ TemplateOptions = Annotated[
 ]
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class ReasoningSettings(Body):
+    """Settings of the reasoning as OpenRouter has them, which agents send to every server."""
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
+    exclude: bool | None = None
+    summary: Ignored = None
+
+
+class ThinkingSettings(Body):
+    """The same as the servers of GLM, DeepSeek and Kimi have them."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
+    clear_thinking: Ignored = None
+
+
+def _unless_unlimited(value: Any) -> Any:
+    return None if value == -1 else value
+
+
 class ChatRequest(GenerationBody):
     """Body of POST /v1/chat/completions."""
 
     messages: Messages
-    max_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
+    # Clients of LM Studio and llama.cpp write no limit as -1.
+    max_tokens: Annotated[Annotated[int, Field(ge=1, le=INT32)] | None, BeforeValidator(_unless_unlimited)] = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None
+    # Other names of the two and of thinking_token_budget.
+    reasoning: ReasoningSettings | None = None
+    thinking: ThinkingSettings | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: Annotated[int, Field(ge=0, le=INT32)] | None = None
     tools: Tools | None = None
     tool_choice: Annotated[ToolChoice | None, Field(validate_default=True)] = None
     parallel_tool_calls: bool | None = None
@@ -361,6 +392,21 @@ class ChatRequest(GenerationBody):
         if value is not None and not info.data.get("logprobs"):
             raise ValueError("it needs logprobs to be true")
         return value
+
+    @model_validator(mode="after")
+    def _take_other_names(self) -> ChatRequest:
+        asked, thinking = self.reasoning or ReasoningSettings(), self.thinking
+        is_on = thinking.type != "disabled" if thinking is not None else self.enable_thinking
+        is_on = asked.enabled if is_on is None else is_on
+        if self.reasoning_effort is None:
+            self.reasoning_effort = asked.effort or (None if is_on is None else "medium" if is_on else "none")
+        if self.include_reasoning is None and asked.exclude:
+            self.include_reasoning = False
+        if self.thinking_token_budget is None:
+            budget = None if thinking is None else thinking.budget_tokens
+            budgets = (asked.max_tokens, budget, self.thinking_budget)
+            self.thinking_token_budget = next((one for one in budgets if one is not None), None)
+        return self
 
     @cached_property
     def use(self) -> ToolUse:

@@ -210,6 +210,7 @@ class MessagesRequest(ConvertedBody):
     tool_choice: Annotated[InputChoice | None, Field(validate_default=True)] = None
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the former name of output_config.format
     metadata: Metadata | None = None  # type: ignore[assignment]
     service_tier: Literal["auto", "standard_only", "flex", "priority"] | None = None  # type: ignore[assignment]
     stop: Annotated[Any, Only(None, why="use stop_sequences")] = None
@@ -258,7 +259,8 @@ class MessagesRequest(ConvertedBody):
     def to_chat(self) -> ChatRequest:
         config, choice = self.output_config or OutputConfig(), self.tool_choice
         is_single = choice and choice.disable_parallel_tool_use
-        form = None if config.format is None else format_of("json_schema", "output", config.format.schema_)
+        given = config.format or self.output_format
+        form = None if given is None else format_of("json_schema", "output", given.schema_)
         messages = self._messages()
         last = messages[-1]
         has_prefill = last.role == "assistant" and not last.tool_calls and bool(last.text.strip())

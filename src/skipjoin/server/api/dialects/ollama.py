@@ -14,10 +14,11 @@ from skipjoin.chat import ToolUse
 from skipjoin.core.request import RequestOptions
 from skipjoin.engine.text import Choice
 from skipjoin.formats.calls import PartKind
+from skipjoin.formats.message import MessageReader
 from skipjoin.pooling import values_of
 from skipjoin.routes import NDJSON, OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_GENERATE
 from skipjoin.server.api.browsers import json_body
-from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint, ConvertedFormat
+from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint, ConvertedFormat, renamed
 from skipjoin.server.api.dialects.ollama_body import (
     OllamaChatRequest,
     OllamaEmbedRequest,
@@ -26,6 +27,7 @@ from skipjoin.server.api.dialects.ollama_body import (
 )
 from skipjoin.server.api.dialects.segments import Segment
 from skipjoin.server.api.errors import ApiError
+from skipjoin.server.api.generation import Prompt
 from skipjoin.server.api.pooled import EmbeddingEndpoint, PooledFormat, PooledUsage
 from skipjoin.server.api.pooled_bodies import EmbeddingRequest
 from skipjoin.server.api.replies import json_response, service_of
@@ -63,6 +65,27 @@ class OllamaGenerateEndpoint(ConvertedEndpoint[OllamaGenerateRequest]):
     body_type = OllamaGenerateRequest
     names: ClassVar[Mapping[str, str]] = {r"messages(\..*)?": "prompt", **_NAMES}
     ends_with_context = True
+
+    async def tokenize(self, body: OllamaGenerateRequest, client: str) -> list[Prompt]:
+        if not body.raw:
+            return await super().tokenize(body, client)
+        service, chat = self.service, body.chat
+        try:
+            ids = await service.encode(body.prompt, "prompt")
+            room = service.room_after(ids, "prompt")
+            params = service.sampling(
+                chat,
+                max_tokens=room if chat.max_tokens is None else min(room, chat.max_tokens),
+                logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
+                prompt_logprobs=None,
+                structured=await service.structured_output(chat, client),
+            )
+        except ApiError as error:
+            raise renamed(error, self.names) from None
+        return [Prompt(ids, None, params)]
+
+    def reader(self, body: OllamaGenerateRequest, prompt: Prompt) -> MessageReader | None:
+        return None if body.raw else super().reader(body, prompt)
 
     def format(self, body: OllamaGenerateRequest, options: RequestOptions) -> OllamaFormat:
         return OllamaFormat(self.service, body, is_chat=False)

@@ -165,12 +165,12 @@ def _answered(open_calls: list[tuple[str, str]], result: OllamaMessage) -> str:
 
 
 class OllamaGenerateRequest(_Body):
-    """Body of POST /api/generate, which is one message of a user."""
+    """Body of POST /api/generate: one message of a user, or, if `raw`, the text that the model continues."""
 
     prompt: str = ""
     system: str | None = None
-    raw: Annotated[Any, Only(None, False, why="use /v1/completions")] = None
-    suffix: Annotated[Any, Only(None, "")] = None
+    raw: bool | None = None
+    suffix: Annotated[Any, Only(None, "", why="write the marks of such completions into the prompt, with raw")] = None
     context: Annotated[Any, Only(None, [], why="use /api/chat")] = None
     images: _NO_IMAGES = None
 

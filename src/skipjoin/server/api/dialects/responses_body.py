@@ -178,7 +178,7 @@ Input = Annotated[
 
 
 # Types of tools that OpenAI's servers run, or the beginnings of their names.
-_HOSTED = ("code_interpreter", "file_search", "image_generation", "web_search")
+_HOSTED = ("code_interpreter", "file_search", "image_generation", "mcp", "tool_search", "web_search")
 _TOOLS = {"function": "~function", "custom": "~custom", "namespace": "~namespace"}
 _NO_SUCH_TOOL = "this server runs no tools of the type {type}: only functions"
 _NO_LARK = "grammars must be regular expressions, with syntax regex: a call is JSON, in which others are not enforced"

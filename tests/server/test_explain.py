@@ -106,6 +106,21 @@ def test_response_id_is_found_although_another_client_sent_it_as_request_id() ->
     assert index.find("cmpl-1", "mallory") is fake
 
 
+def test_program_names_its_latest_call_after_ids() -> None:
+    index = RequestIndex(max_finished=0)
+    first = index.add("cmpl-1", "a", "me", [1], "run")
+    index.add("cmpl-2", "b", "you", [2], "run")
+    assert index.find_call("run", "me") is first
+    last = index.add("cmpl-3", "c", "me", [3], "run")
+    assert index.find_call("run", "me") is last
+    assert index.find("run", "me") is None  # nothing is canceled by the name of a program
+    named = index.add("cmpl-4", "run", "me", [4])
+    assert index.find_call("run", "me") is named
+    for request in (first, last, named):
+        index.ended(request)
+    assert index.find_call("run", "me") is None
+
+
 def test_index_is_bounded_in_age_and_number_and_keeps_live_requests() -> None:
     now = 0.0
     index = RequestIndex(keep_s=10, max_finished=2, clock=lambda: now)

@@ -22,7 +22,10 @@ _STYLES = {"running": "green", "no_kv": "red", "no_slot": "yellow", "token_budge
 @takes(server=Section(Connection))
 def explain(
     request_id: Annotated[
-        str, typer.Argument(metavar="REQUEST_ID", help="Id of the response, or its header x-request-id.")
+        str,
+        typer.Argument(
+            metavar="REQUEST_ID", help="Id of the response, its header x-request-id, or the program of its call."
+        ),
     ],
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

@@ -118,10 +118,10 @@ async def replay(request: Request) -> Response:
 
 
 async def explain_request(request: Request, name: str) -> Response:
-    """Return the life of a request, by the id of its response or its `x-request-id`, up to ten minutes after it."""
+    """Return the life of a request, by either id, or of a program's latest call, up to ten minutes after it."""
     owner = _viewer(request).owner
     service = service_of(request)
-    found = service.index.find(name, owner)
+    found = service.index.find_call(name, owner)
     if found is None:
         raise request_not_found(name)
     histories = await find_histories(service.client, found, TIMEOUT_S)

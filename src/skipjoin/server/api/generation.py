@@ -130,7 +130,8 @@ class JobRun:
                     await asyncio.sleep(0)
             self._submitted_at = time.monotonic()
             job, numbers = self.job, [sequence.id for sequence in self._sequences]
-            self._indexed = self._service.index.add(job.format.id, job.request_id, job.owner, numbers)
+            program = job.options.program.name if job.options.program is not None else ""
+            self._indexed = self._service.index.add(job.format.id, job.request_id, job.owner, numbers, program)
             self._indexed.cancel = partial(self.fail, canceled())
         except BaseException:
             self.close()

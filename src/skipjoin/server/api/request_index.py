@@ -16,6 +16,7 @@ class IndexedRequest:
 
     Attributes:
         request_id: `x-request-id`; empty for a line of a batch.
+        program: Name of its program; empty without one.
         choices: Index of the choice by sequence number.
         cancel: Ends the request with an error.
         ended: Seconds on the index's clock; None while the request is live.
@@ -25,6 +26,7 @@ class IndexedRequest:
     request_id: str
     owner: str
     choices: dict[int, int] = field(default_factory=dict)
+    program: str = ""
     cancel: Callable[[], None] = lambda: None
     ended: float | None = None
 
@@ -40,8 +42,11 @@ class RequestIndex:
         self._by_number: dict[int, IndexedRequest] = {}
         self._finished: deque[IndexedRequest] = deque()
 
-    def add(self, response_id: str, request_id: str, owner: str, numbers: Sequence[int]) -> IndexedRequest:
-        found = IndexedRequest(response_id, request_id, owner, {number: at for at, number in enumerate(numbers)})
+    def add(
+        self, response_id: str, request_id: str, owner: str, numbers: Sequence[int], program: str = ""
+    ) -> IndexedRequest:
+        choices = {number: at for at, number in enumerate(numbers)}
+        found = IndexedRequest(response_id, request_id, owner, choices, program)
         for name in _names(found):
             self._by_id.setdefault(name, []).append(found)
         self._by_number.update(dict.fromkeys(found.choices, found))
@@ -55,10 +60,17 @@ class RequestIndex:
 
     def find(self, name: str, owner: str | None) -> IndexedRequest | None:
         """Return the request with this response id, or else the newest one with this `x-request-id`."""
+        named = self._named(name, owner)
+        by_response = (one for one in named if one.response_id == name)
+        return next(by_response, None) or next((one for one in named if one.request_id == name), None)
+
+    def find_call(self, name: str, owner: str | None) -> IndexedRequest | None:
+        """Return the request with one of these ids, or else the newest call of the program with this name."""
+        return self.find(name, owner) or next(iter(self._named(name, owner)), None)
+
+    def _named(self, name: str, owner: str | None) -> list[IndexedRequest]:
         self._forget_old()
-        named = [one for one in self._by_id.get(name, ()) if owner is None or one.owner == owner]
-        by_response = [one for one in named if one.response_id == name]
-        return next(reversed(by_response or named), None)
+        return [one for one in reversed(self._by_id.get(name, ())) if owner is None or one.owner == owner]
 
     def of_number(self, number: int) -> IndexedRequest | None:
         return self._by_number.get(number)
@@ -76,4 +88,4 @@ class RequestIndex:
 
 
 def _names(request: IndexedRequest) -> set[str]:
-    return {request.response_id, request.request_id} - {""}
+    return {request.response_id, request.request_id, request.program} - {""}

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from core.kv.test_prefixes import BLOCK, cached, request_for
 from skipjoin.core.events import Admitted, Moved
+from skipjoin.core.kv.block_pool import BlockPool
+from skipjoin.core.kv.cpu_cache import CpuCache
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import EvictionPolicy
 from skipjoin.core.request import FinishReason, Request
@@ -145,6 +149,32 @@ def test_copies_that_complete_quickly_are_followed_by_larger_ones(depth: int, la
         steps.drain()
     moves = [event.move for event in steps.events if isinstance(event, Moved) and event.move.request is None]
     assert [len(move.source) for move in moves[:2]] == sizes
+
+
+@pytest.mark.parametrize("per_step", [16, 130])
+@pytest.mark.parametrize("steps_of_copy", [1, 2])
+def test_copies_keep_up_with_what_steps_reuse(per_step: int, steps_of_copy: int) -> None:
+    """A step of a large prompt reuses more blocks than a copy has at first."""
+    device, cpu = BlockPool(16 * per_step), BlockPool(1 << 15)
+    copies, names = CpuCache(device, cpu, BLOCK, is_exact=True), itertools.count()
+    kept: list[bool] = []
+    left = 0
+    for step in range(120):
+        reused = (
+            [key for _, key in itertools.islice(device.next_cached(per_step), per_step)] if not device.empty else []
+        )
+        taken = device.take(per_step)
+        for block in taken:
+            device.name(block, next(names))
+        if step >= 80:
+            kept += [cpu.find(key) is not None for key in reused]
+        move = copies.begin(1)
+        device.put(taken)
+        left = steps_of_copy if move is not None else left - 1
+        if copies.targets and left == 1:
+            copies.end(is_complete=True)
+    assert len(kept) == 40 * per_step
+    assert sum(kept) >= 0.95 * len(kept)
 
 
 def test_requests_take_cpu_blocks_from_the_cache() -> None:

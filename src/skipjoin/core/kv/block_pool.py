@@ -18,11 +18,12 @@ class BlockPool:
 
     Attributes:
         changes: Number of times that KV which requests wait for was lost, allocated or freed.
+        reused: Number of times that a cached block was allocated, and its KV lost.
     """
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self.changes = 0
+        self.changes = self.reused = 0
         # Popped from the end, so the lowest block numbers go first.
         self._empty = list(range(total - 1, -1, -1))
         self._cached: dict[int, None] = {}
@@ -168,6 +169,7 @@ class BlockPool:
     def _take_cached(self) -> int:
         cached = self._cached or self._leased or self._wanted
         block = next(iter(cached))
+        self.reused += 1
         del cached[block]
         self.unname(block)
         return block

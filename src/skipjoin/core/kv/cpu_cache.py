@@ -6,10 +6,14 @@ from skipjoin.core.kv.block_pool import BlockPool
 from skipjoin.core.prefixes import Key
 from skipjoin.core.step import Direction, Move
 
-# Number of device blocks, of those allocated next, whose cached KV has or gets a copy on the CPU tier.
-_AHEAD = 256
-# Maximum and initial number of blocks of one copy.
-_MOST, _FIRST = 64, 8
+# Minimum number of device blocks, of those allocated next, whose cached KV has or gets a copy on the CPU tier, and its
+# ratio to the blocks that are reused between two copies. Prompts of agents reuse hundreds in a step.
+_AHEAD, _AHEAD_SHARE = 256, 4
+# Maximum number of blocks of one copy, if not more are reused between two, and its ratio to these, some of which are
+# reused before the copy completes. The initial number.
+_MOST, _COPY_SHARE, _FIRST = 64, 2, 8
+# Share of the highest number of reused blocks that counts at the next copy.
+_DECAY = 0.95
 # Scheduling steps within which a copy should complete, because swaps queue behind it on the link. With many plans in
 # flight, it is the number of steps planned before its own plan commits, plus two.
 _SOON, _AFTER = 3, 2
@@ -26,8 +30,9 @@ class CpuCache:
         self._cpu = cpu
         self._block_size = block_size
         self._is_on = is_exact and cpu.total > 0
-        self._ahead = min(_AHEAD, device.total // 2)
         self._most = _FIRST
+        self._reused = 0  # as the device's, when the last copy could begin
+        self._pace = 0.0  # recent maximum of blocks that are reused between two copies
         self._waited = 0  # scheduling steps since the copy began
         self._soon = _SOON  # number of steps within which it should complete
         self._copy: Move | None = None
@@ -51,12 +56,17 @@ class CpuCache:
         if self._copy is not None:
             self._waited += 1
             return None
-        if not self._is_on or not device.cached or device.empty >= self._ahead:
+        if not self._is_on or not device.cached:
+            return None
+        self._pace = max(_DECAY * self._pace, device.reused - self._reused)
+        self._reused = device.reused
+        ahead = min(max(_AHEAD, int(_AHEAD_SHARE * self._pace)), device.total // 2)
+        if device.empty >= ahead:
             return None
         # Leave most of the free blocks to requests that are swapped out.
         room = min(self._most, cpu.free // 4)
         found: list[tuple[int, Key]] = []
-        for block, key in device.next_cached(self._ahead - device.empty):
+        for block, key in device.next_cached(ahead - device.empty):
             if len(found) == room:
                 break
             if cpu.find(key) is None:
@@ -78,4 +88,6 @@ class CpuCache:
                 self._cpu.name(target, key)
         self._cpu.put(copy.target)
         is_late = self._waited > self._soon or not is_complete
-        self._most = max(1, self._most // 2) if is_late else min(2 * self._most, _MOST)
+        self._most = (
+            max(1, self._most // 2) if is_late else min(2 * self._most, max(_MOST, int(_COPY_SHARE * self._pace)))
+        )

@@ -50,13 +50,20 @@ int64_t strip_bytes(const Groups &g) {
   return (bytes + 63) / 64 * 64;
 }
 
+enum Codes { kNibbles, kValues, kSixes, kBytes };
+
+// Returns whether weights are not signed, and below 128.
+constexpr bool is_small(Codes codes) { return codes == kNibbles || codes == kSixes; }
+
 // -- sums of four products per lane -----------------------------------------------------------------------------------
 
 #if defined(SKIPJOIN_AVX512) && defined(__AVX512VNNI__) || defined(SKIPJOIN_AVX2) && defined(__AVXVNNI__)
 // The instructions multiply unsigned weights, so 128 is added to signed ones, and subtracted from the sums.
 constexpr int kAdded = 128;
 
-template <bool> SKIPJOIN_INLINE Ints add_quads(Ints sums, Words weights, Words inputs) {
+template <Codes> constexpr bool kInShorts = false;
+
+template <Codes> SKIPJOIN_INLINE Ints add_quads(Ints sums, Words weights, Words inputs) {
 #ifdef SKIPJOIN_AVX512
   return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)inputs);
 #else
@@ -65,20 +72,29 @@ template <bool> SKIPJOIN_INLINE Ints add_quads(Ints sums, Words weights, Words i
 }
 #else
 constexpr int kAdded = 0;
+// Whether sums of pairs of products stay in 16 bits: those of a block's 8 quads with 4 bits, 16 * 15 * 128, fit.
+template <Codes CODES> constexpr bool kInShorts = kLanes >= 8 && CODES == kNibbles;
 
-// IS_SMALL: weights are not signed, and below 128.
-template <bool IS_SMALL> SKIPJOIN_INLINE Ints add_quads(Ints sums, Words weights, Words inputs) {
+template <Codes CODES> SKIPJOIN_INLINE Ints add_quads(Ints sums, Words weights, Words inputs) {
 #if defined(SKIPJOIN_AVX512)
   __m512i w = (__m512i)weights, x = (__m512i)inputs;
-  if constexpr (!IS_SMALL) {
+  if constexpr (!is_small(CODES)) {
     x = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), __m512i{}, x);
     w = _mm512_abs_epi8(w);
   }
-  return sums + (Ints)_mm512_madd_epi16(_mm512_maddubs_epi16(w, x), _mm512_set1_epi16(1));
+  __m512i pairs = _mm512_maddubs_epi16(w, x);
+  if constexpr (kInShorts<CODES>) return (Ints)_mm512_add_epi16((__m512i)sums, pairs);
+  return sums + (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 #elif defined(SKIPJOIN_AVX2)
   __m256i w = (__m256i)weights, x = (__m256i)inputs;
-  if constexpr (!IS_SMALL) x = _mm256_sign_epi8(x, w), w = _mm256_abs_epi8(w);
-  return sums + (Ints)_mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1));
+  if constexpr (!is_small(CODES)) x = _mm256_sign_epi8(x, w), w = _mm256_abs_epi8(w);
+  __m256i pairs = _mm256_maddubs_epi16(w, x);
+  if constexpr (kInShorts<CODES>)
+    sums = (Ints)_mm256_add_epi16((__m256i)sums, pairs);
+  else
+    sums += (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  asm("" : "+x"(sums)); // otherwise the compiler keeps products in memory and adds them later
+  return sums;
 #elif defined(SKIPJOIN_NEON) && defined(__ARM_FEATURE_DOTPROD)
   return (Ints)vdotq_s32((int32x4_t)sums, (int8x16_t)weights, (int8x16_t)inputs);
 #elif defined(SKIPJOIN_NEON)
@@ -93,6 +109,18 @@ template <bool IS_SMALL> SKIPJOIN_INLINE Ints add_quads(Ints sums, Words weights
 }
 #endif
 
+// Returns the sums of `add_quads` per lane.
+template <Codes CODES> SKIPJOIN_INLINE Ints whole(Ints sums) {
+  if constexpr (kInShorts<CODES>) {
+#if defined(SKIPJOIN_AVX512)
+    return (Ints)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1));
+#elif defined(SKIPJOIN_AVX2)
+    return (Ints)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1));
+#endif
+  }
+  return sums;
+}
+
 // -- codes ------------------------------------------------------------------------------------------------------------
 
 SKIPJOIN_INLINE Words load_words(const void *from) {
@@ -100,10 +128,6 @@ SKIPJOIN_INLINE Words load_words(const void *from) {
   std::memcpy(&words, from, sizeof words);
   return words;
 }
-
-enum Codes { kNibbles, kValues, kSixes, kBytes };
-
-constexpr bool is_small(Codes codes) { return codes == kNibbles || codes == kSixes; }
 
 Codes codes_of(const Groups &g) {
   return g.bits == 8 ? kBytes : g.bits == 6 ? kSixes : g.values ? kValues : kNibbles;
@@ -268,7 +292,7 @@ struct Ahead {
 
 // Computes sums of ROWS rows, which are in one tile of inputs. HALVES: a block has two groups.
 template <int ROWS, Codes CODES, bool HALVES>
-SKIPJOIN_INLINE void multiply_rows(const Groups &g, const uint8_t *strip, const Inputs &in, int64_t row, Floats *sums,
+__attribute__((noinline)) void multiply_rows(const Groups &g, const uint8_t *strip, const Inputs &in, int64_t row, Floats *sums,
                                    Ahead ahead) {
   constexpr int parts = HALVES ? 2 : 1;
   const Words table = load_table(g.values, kAdded);
@@ -285,13 +309,7 @@ SKIPJOIN_INLINE void multiply_rows(const Groups &g, const uint8_t *strip, const 
   int64_t until = per_scale;
   for (int64_t b = 0; b < in.blocks; b++, x += kInputTile * kBlock, strip += bytes) {
     ahead.fetch();
-    Ints found[2][ROWS];
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++) {
-      int32_t first = totals[r], second = totals[kInputTile + r];
-      found[0][r] = (Ints)splat((uint32_t)(-offset * (HALVES ? first : first + second)));
-      found[1][r] = HALVES ? (Ints)splat((uint32_t)(-offset * second)) : Ints{};
-    }
+    Ints found[parts][ROWS] = {};
 #pragma GCC unroll 4
     for (int q = 0; q < 4; q++) {
       Words low, high;
@@ -301,8 +319,8 @@ SKIPJOIN_INLINE void multiply_rows(const Groups &g, const uint8_t *strip, const 
         uint32_t first, second;
         std::memcpy(&first, x + r * kBlock + 4 * q, 4);
         std::memcpy(&second, x + r * kBlock + 4 * q + 16, 4);
-        found[0][r] = add_quads<is_small(CODES)>(found[0][r], low, splat(first));
-        found[1][r] = add_quads<is_small(CODES)>(found[1][r], high, splat(second));
+        found[0][r] = add_quads<CODES>(found[0][r], low, splat(first));
+        found[parts - 1][r] = add_quads<CODES>(found[parts - 1][r], high, splat(second));
       }
     }
 #pragma GCC unroll 2
@@ -310,8 +328,13 @@ SKIPJOIN_INLINE void multiply_rows(const Groups &g, const uint8_t *strip, const 
       Floats scale = load_scales(scales, are_floats);
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++) {
-        Ints whole = HALVES ? found[part][r] : found[0][r] + found[1][r];
-        acc[r] = fma(__builtin_convertvector(whole, Floats), scale * x_scales[r], acc[r]);
+        Ints sum = whole<CODES>(found[part][r]);
+        if (offset) {
+          Words total = splat((uint32_t)totals[part * kInputTile + r]);
+          if (!HALVES) total += splat((uint32_t)totals[kInputTile + r]);
+          sum -= (Ints)(total * (uint32_t)offset);
+        }
+        acc[r] = fma(__builtin_convertvector(sum, Floats), scale * x_scales[r], acc[r]);
       }
       if (has_minimums) {
         Floats minimum = load_scales(minimums, are_floats);

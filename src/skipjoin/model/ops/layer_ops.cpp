@@ -51,7 +51,7 @@ int64_t output_of(int64_t n, int64_t gated, int64_t panel, int column) {
   return gated && column >= half ? output + width : output;
 }
 
-// Packs rows [first, first + rows) of x in the order in which `multiply` reads them, followed by zeros.
+// Packs rows [first, first + rows) of x in the order in which `multiply` reads them.
 template <typename T, typename In> void pack_inputs(const Linear &c, int64_t first, int rows, In *packed) {
   constexpr int parts = kParts<In, Unit<T>>;
   int64_t units = units_of<T>(c.k);
@@ -59,7 +59,7 @@ template <typename T, typename In> void pack_inputs(const Linear &c, int64_t fir
     for (int begin = 0; begin < rows; begin += kLanes) {
       int some = std::min(kLanes, rows - begin);
       Words square[kLanes] = {};
-      for (int64_t i = 0; i < std::min<int64_t>(some, c.rows - first - begin); i++) {
+      for (int64_t i = 0; i < some; i++) {
         const T *row = (const T *)c.x + (first + begin + i) * c.x_stride;
         load_units(row + u * kInputs<T>, c.k - u * kInputs<T>, (Unit<T> *)&square[i]);
       }
@@ -93,11 +93,18 @@ void finish(const Linear &c, int64_t panel, int64_t first, int64_t rows, Floats 
   }
 }
 
-// Division of the rows into tiles of equal size.
+// Division of the rows into tiles whose sizes differ by one at most: the first `whole` ones have `rows` rows.
 struct Tiles {
-  int64_t count;
+  int64_t count, whole;
   int rows;
-  explicit Tiles(int64_t m) : count((m + kMaxRows - 1) / kMaxRows), rows(count ? (m + count - 1) / count : 0) {}
+
+  explicit Tiles(int64_t m)
+      : count((m + kMaxRows - 1) / kMaxRows), rows(count ? (m + count - 1) / count : 0) {
+    whole = m - count * (rows - 1);
+  }
+
+  int rows_of(int64_t tile) const { return tile < whole ? rows : rows - 1; }
+  int64_t first_of(int64_t tile) const { return tile * rows - std::max<int64_t>(0, tile - whole); }
 };
 
 template <typename T> using Stored = std::conditional_t<kInputs<T> == 2, Pair, T>;
@@ -112,7 +119,7 @@ template <typename T, typename In> void linear(const Linear &c) {
   int64_t tile_size = inputs * tiles.rows, per_block = kRowBlock / kMaxRows;
   int64_t blocks = (tiles.count + per_block - 1) / per_block;
   bool each_packs = tiles.count <= kOwnTiles;
-  auto pack = [&](int64_t t, In *to) { pack_inputs<T>(c, t * tiles.rows, tiles.rows, to + t * tile_size); };
+  auto pack = [&](int64_t t, In *to) { pack_inputs<T>(c, tiles.first_of(t), tiles.rows_of(t), to + t * tile_size); };
   auto *scratch = (In *)c.scratch;
   if (!each_packs) skipjoin::share(c.threads, tiles.count, 1, [&](int64_t t) { pack(t, scratch); });
   std::atomic<int64_t> counter{0};
@@ -142,7 +149,7 @@ template <typename T, typename In> void linear(const Linear &c) {
       for (int64_t t = begin; t < end; t++) {
         Floats sums[kMaxRows][kVectors];
         auto sum_up = [&](auto soon) {
-          with_count<kMaxRows>(tiles.rows, [&](auto rows) {
+          with_count<kMaxRows>(tiles.rows_of(t), [&](auto rows) {
             multiply<rows, false>(packed + t * tile_size, 1, rows, weights, units, sums, soon);
           });
         };
@@ -150,7 +157,7 @@ template <typename T, typename In> void linear(const Linear &c) {
           sum_up(OwnSoon{later});
         else
           sum_up(OthersSoon{later + (t - begin) * units * bytes_each, bytes_each});
-        finish<T>(c, panel, t * tiles.rows, std::min<int64_t>(tiles.rows, c.rows - t * tiles.rows), sums);
+        finish<T>(c, panel, tiles.first_of(t), tiles.rows_of(t), sums);
       }
     }
   });

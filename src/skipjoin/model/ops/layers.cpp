@@ -125,7 +125,10 @@ void multiply(int64_t type, const Step &s, Linear call, int64_t pair, const void
     adapt(type, s, pair, x, s.delta, call.n, false);
     call.delta = s.delta;
   }
-  skipjoin_multiply(type, &call);
+  {
+    skipjoin::Timed timed(kKinds[pair % kProductsPerLayer]);
+    skipjoin_multiply(type, &call);
+  }
   if (is_adapted && !is_activated) adapt(type, s, pair, x, out, call.n, true);
 }
 

@@ -9,50 +9,63 @@ template <typename T> SKIPJOIN_INLINE Words units_at(const T *from, int64_t coun
   return units;
 }
 
-// Computes the scores of kLanes keys for one query, whose units are padded with zeros.
-template <typename T>
-SKIPJOIN_INLINE Floats score(const Unit<T> *query, const T *keys, const int64_t *rows, int64_t dim) {
+// Computes the scores of kLanes keys for QUERIES queries, whose units are padded with zeros and `pitch` apart. Several
+// queries share what it takes to widen a key. to: [QUERIES] scores, kKeys apart.
+template <typename T, int QUERIES>
+SKIPJOIN_INLINE void score(const Unit<T> *query, int64_t pitch, const T *keys, const int64_t *rows, int64_t dim,
+                           float *to) {
   constexpr int per = kInputs<T>;
   using Column = std::conditional_t<per == 2, Words, Floats>;
-  constexpr int some = kLanes > 8 ? 8 : kLanes; // whose addresses fit the registers
-  Floats sums[kLanes] = {};
+  // Keys whose addresses and sums fit the registers.
+  constexpr int some = std::min(kLanes, kLanes > 8 || QUERIES == 1 ? 8 : 4);
+  Floats sums[QUERIES][kLanes] = {};
   int64_t whole = dim / (kLanes * per) * (kLanes * per);
 #pragma GCC unroll 2
   for (int first = 0; first < kLanes; first += some)
     for (int64_t d = 0; d < whole; d += kLanes * per) {
-      auto part = (Column)lanes_of(query + d / per, 0);
+      Column parts[QUERIES];
+#pragma GCC unroll 2
+      for (int q = 0; q < QUERIES; q++) parts[q] = (Column)lanes_of(query + q * pitch + d / per, 0);
 #pragma GCC unroll 8
-      for (int i = first; i < first + some; i++)
-        sums[i] = fma(part, (Column)whole_units(keys + rows[i] + d), sums[i]);
+      for (int i = first; i < first + some; i++) {
+        auto key = (Column)whole_units(keys + rows[i] + d);
+#pragma GCC unroll 2
+        for (int q = 0; q < QUERIES; q++) sums[q][i] = fma(parts[q], key, sums[q][i]);
+      }
     }
-  if (whole < dim) {
-    auto part = (Column)lanes_of(query + whole / per, 0);
+#pragma GCC unroll 2
+  for (int q = 0; q < QUERIES; q++) {
+    if (whole < dim) {
+      auto part = (Column)lanes_of(query + q * pitch + whole / per, 0);
 #pragma GCC unroll 16
-    for (int i = 0; i < kLanes; i++)
-      sums[i] = fma(part, (Column)units_at(keys + rows[i] + whole, dim - whole), sums[i]);
+      for (int i = 0; i < kLanes; i++)
+        sums[q][i] = fma(part, (Column)units_at(keys + rows[i] + whole, dim - whole), sums[q][i]);
+    }
+    store(to + q * kKeys, sum_each(sums[q]));
   }
-  return sum_each(sums);
 }
 
-// Number of vectors of a value's units that are added at a time.
+// Number of vectors of a value's units that are added at a time: at least, and with so many queries, whose sums hide the
+// latency of each other and fit the registers.
 constexpr int kAdded = kLanes == 16 ? 4 : 2;
+constexpr int added(int queries) { return kLanes == 16 || queries > 2 ? kAdded : queries == 2 ? 4 : 8; }
 
 // Adds the weighted values of `keys` tokens to the sums of COUNT queries, for head dimensions from `d` on: those of
-// kAdded vectors, or half as many where neighboring keys are in pairs, in the order of `interleave`. weights:
+// ADDED vectors, or half as many where neighboring keys are in pairs, in the order of `interleave`. weights:
 // [COUNT][kKeys] floats, or bfloat16 in the same memory; sums: [COUNT][width].
-template <typename T, int COUNT>
+template <typename T, int COUNT, int ADDED>
 void add_values(const T *values, const int64_t *rows, int64_t keys, int64_t d, int64_t dim, const float *weights,
                 float *sums, int64_t width) {
-  Floats acc[COUNT][kAdded];
+  Floats acc[COUNT][ADDED];
 #pragma GCC unroll 4
   for (int q = 0; q < COUNT; q++)
-#pragma GCC unroll 4
-    for (int v = 0; v < kAdded; v++) acc[q][v] = load(sums + q * width + d + v * kLanes);
+#pragma GCC unroll 8
+    for (int v = 0; v < ADDED; v++) acc[q][v] = load(sums + q * width + d + v * kLanes);
   if constexpr (kInputs<T> == 2) {
 #ifdef SKIPJOIN_BF16
     auto add = [&](int64_t t, auto &&numbers) {
 #pragma GCC unroll 2
-      for (int v = 0; v < kAdded; v += 2) {
+      for (int v = 0; v < ADDED; v += 2) {
         Words pairs[2];
         interleave(numbers(t, v), numbers(t + 1, v), pairs[0], pairs[1]);
 #pragma GCC unroll 4
@@ -62,7 +75,7 @@ void add_values(const T *values, const int64_t *rows, int64_t keys, int64_t d, i
         }
       }
     };
-    bool is_whole = d + kAdded * kLanes <= dim;
+    bool is_whole = d + ADDED * kLanes <= dim;
     int64_t whole = is_whole ? keys / 2 * 2 : 0;
     for (int64_t t = 0; t < whole; t += 2)
       add(t, [&](int64_t key, int v) { return whole_units(values + rows[key] + d + v * kLanes); });
@@ -73,19 +86,19 @@ void add_values(const T *values, const int64_t *rows, int64_t keys, int64_t d, i
 #endif
   } else {
     auto add = [&](int64_t t, auto &&numbers) {
-      Floats value[kAdded];
-#pragma GCC unroll 4
-      for (int v = 0; v < kAdded; v++) value[v] = numbers(values + rows[t] + d, v);
+      Floats value[ADDED];
+#pragma GCC unroll 8
+      for (int v = 0; v < ADDED; v++) value[v] = numbers(values + rows[t] + d, v);
 #pragma GCC unroll 4
       for (int q = 0; q < COUNT; q++) {
         float number = weights[q * kKeys + t];
         if constexpr (kHasScales<T>) number *= scale_after(values + rows[t], dim);
         Floats weight = splat(number);
-#pragma GCC unroll 4
-        for (int v = 0; v < kAdded; v++) acc[q][v] = fma(weight, value[v], acc[q][v]);
+#pragma GCC unroll 8
+        for (int v = 0; v < ADDED; v++) acc[q][v] = fma(weight, value[v], acc[q][v]);
       }
     };
-    if (d + kAdded * kLanes <= dim)
+    if (d + ADDED * kLanes <= dim)
       for (int64_t t = 0; t < keys; t++) add(t, [&](const T *row, int v) { return load(row + v * kLanes); });
     else
       for (int64_t t = 0; t < keys; t++)
@@ -93,8 +106,8 @@ void add_values(const T *values, const int64_t *rows, int64_t keys, int64_t d, i
   }
 #pragma GCC unroll 4
   for (int q = 0; q < COUNT; q++)
-#pragma GCC unroll 4
-    for (int v = 0; v < kAdded; v++) store(sums + q * width + d + v * kLanes, acc[q][v]);
+#pragma GCC unroll 8
+    for (int v = 0; v < ADDED; v++) store(sums + q * width + d + v * kLanes, acc[q][v]);
 }
 
 constexpr int kTogether = 4; // queries multiplied by one value in a register
@@ -105,8 +118,12 @@ void add_values(int64_t count, const T *values, const int64_t *rows, int64_t key
   for (int64_t some; count > 0; count -= some, weights += some * kKeys, sums += some * width) {
     some = std::min<int64_t>(count, kTogether);
     with_count<kTogether>(some, [&](auto queries) {
-      for (int64_t d = 0; d < dim; d += kAdded * kLanes)
-        add_values<T, queries>(values, rows, keys, d, dim, weights, sums, width);
+      constexpr int most = added(queries);
+      int64_t d = 0;
+      for (; d + most * kLanes <= dim; d += most * kLanes)
+        add_values<T, queries, most>(values, rows, keys, d, dim, weights, sums, width);
+      for (; d < dim; d += kAdded * kLanes)
+        add_values<T, queries, kAdded>(values, rows, keys, d, dim, weights, sums, width);
     });
   }
 }
@@ -454,9 +471,15 @@ template <typename T, typename C> void attend_few(const Call &c, const Task &tas
         if constexpr (kHasScales<C>)
           for (int64_t i = 0; i < kFetched; i++)
             few.scales[h * kKeys + t - block + i] = scale_after(own + s.rows[t + i], c.dim);
-        for (int64_t q = 0; q < count; q++)
-          for (int64_t u = 0; u < kFetched; u += kLanes)
-            store(scores + q * kKeys + u, score(query + q * few.units, own, &s.rows[t + u], c.dim));
+        for (int64_t q = 0; q < count; q += 2)
+          for (int64_t u = 0; u < kFetched; u += kLanes) {
+            const Unit<C> *some = query + q * few.units;
+            float *to = scores + q * kKeys + u;
+            if (q + 1 < count)
+              score<C, 2>(some, few.units, own, &s.rows[t + u], c.dim, to);
+            else
+              score<C, 1>(some, few.units, own, &s.rows[t + u], c.dim, to);
+          }
       }
     for (int64_t i = 0; i < few.all; i++)
       few.weigh(i, from - block, to - block, queries.first_key(i % count) - block, queries.end_key(i % count) - block,

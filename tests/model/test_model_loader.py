@@ -5,6 +5,7 @@ import os
 import shutil
 import struct
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.layers import Rotary
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, random_model
+from skipjoin.model.ops.build import load_library
 
 IDS = [[5, 9, 33, 2, 71, 8]]
 
@@ -450,6 +452,17 @@ def test_weight_links_are_limited_to_the_folder_or_the_hub_cache(folder, tmp_pat
 def test_invalid_arguments_are_rejected(folder, arguments, message):
     with pytest.raises(ModelError, match=message):
         load_model(folder, LoadSpec(**arguments))
+
+
+@pytest.mark.skipif(load_library() is None or not Path("/proc/self/maps").exists(), reason="needs compiled products")
+def test_a_loaded_model_keeps_no_file_mapped(tmp_path):
+    # Resident pages of the file would be a second copy of the weights.
+    folder = tmp_path / "tied"
+    save_reference("qwen3", folder)
+    edit(folder, tie_word_embeddings=True)
+    model = load_model(folder)
+    assert model.ops.name == "cpp"
+    assert str(folder) not in Path("/proc/self/maps").read_text()
 
 
 def test_sharded_folder(folder, tmp_path):

@@ -167,9 +167,7 @@ class CausalLM:
             if not isinstance(table, torch.Tensor):
                 return table
             output = builder.finish_linear(table, None)
-            if isinstance(output, LookedUp):
-                decoder.embedding.table = output
-            if isinstance(output, LookedUp) or getattr(output, "weight", None) is table:
+            if getattr(output, "weight", None) is table:
                 builder.weight_bytes -= table.nbytes  # stored once, counted twice
                 builder.parameters -= table.numel()
             return output

@@ -151,6 +151,10 @@ class Builder:
         config, own = self.config, self.shard.vocabulary(self.config)
         matrix = Matrix(name.removesuffix(".weight"), config.vocab_size, own)
         table = self.weights.table(self.ops, matrix, config.embed_dim)
+        if config.tie_embeddings and self.shard.is_last and config.pooling is None and isinstance(table, torch.Tensor):
+            # The largest matrix is packed, and its tensor released, before the others need memory.
+            output = self.weights.product(self.ops, table, None)
+            table = output if isinstance(output, LookedUp) else table
         self.weight_bytes += table.nbytes if isinstance(table, torch.Tensor) else table.weight_bytes
         self.parameters += len(own) * config.embed_dim
         return Embedding(table, own, config.vocab_size, self.group, config.embedding_scale)

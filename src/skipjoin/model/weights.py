@@ -15,11 +15,14 @@ from safetensors import SafetensorError, safe_open
 from skipjoin.model.config import DTYPES, ModelError
 from skipjoin.model.family import family_named
 from skipjoin.model.groups import GroupedMatrix, rounded, same_order
+from skipjoin.model.large_pages import large_page_bytes
 from skipjoin.model.ops.base import LayerOps, Linear, LookedUp, Norm, Product
 from skipjoin.model.weight_files import INDEX, Source, read_weight_map, safetensors_files
 
 # Stored tensor types that can be weights, and the nearest supported ones. Others are quantized, or no numbers.
 STORED = {"F64": "float32", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+# Bytes of tensors that are read from mapped files before these are closed.
+_MAPPED_BYTES = 64 << 20
 
 
 class Matrix(NamedTuple):
@@ -137,7 +140,15 @@ def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
     first = tensors[0]
     if first.is_meta:  # torch.cat would import torch's compiler, which takes seconds
         return first.new_empty((sum(map(len, tensors)), *first.shape[1:]))
-    return first if len(tensors) == 1 else torch.cat(tensors)
+    if len(tensors) == 1:
+        return first
+    if first.device.type != "cpu":
+        return torch.cat(tensors)
+    # Memory of its own, which the system gets back once the matrix is packed: in the heap, small tensors that are kept
+    # would take the place of a freed one, so that each next one grows the heap.
+    size = sum(tensor.nbytes for tensor in tensors)
+    joined = large_page_bytes(size).view(first.dtype).view(-1, *first.shape[1:])
+    return torch.cat(tensors, out=joined)
 
 
 class PlannedWeights(Weights):
@@ -232,11 +243,16 @@ class Int8Weights(Weights):
 
 
 class SafetensorsFiles:
-    """A folder's safetensors files, or those of these names, opened as needed. `where` has the file of each tensor."""
+    """A folder's safetensors files, or those of these names, opened as needed. `where` has the file of each tensor.
+
+    Tensors are parts of a mapped file, which stays in memory as far as it was read while any of them exists. Files are
+    thus closed from time to time.
+    """
 
     def __init__(self, folder: Path, names: Sequence[str] = ()) -> None:
         self._folder = folder
         self._files: dict[str, Any] = {}
+        self._read_bytes = 0
         self.where = self._tensors_of(names) if names else self._locate()
 
     def opened(self, name: str) -> Any:
@@ -244,12 +260,16 @@ class SafetensorsFiles:
             return self._open(self.where[name]).get_slice(name)
 
     def read(self, name: str, wanted: tuple[slice, ...] | None) -> torch.Tensor:
+        if self._read_bytes > _MAPPED_BYTES:
+            self._files.clear()
+            self._read_bytes = 0
         with self._errors(name):
             file = self._open(self.where[name])
             tensor: torch.Tensor = (
                 file.get_tensor(name) if wanted is None else file.get_slice(name)[wanted].contiguous()
             )
-        return tensor
+        self._read_bytes += tensor.nbytes
+        return tensor if tensor.dim() > 1 else tensor.clone()  # those of norms are kept
 
     @contextmanager
     def _errors(self, name: str) -> Iterator[None]:

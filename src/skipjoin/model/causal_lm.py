@@ -14,7 +14,7 @@ from skipjoin.model.config import ModelConfig, PoolingSettings
 from skipjoin.model.family import family_named
 from skipjoin.model.kv_cache import AUTO, PagedKV
 from skipjoin.model.layers import Builder, Embedding, LayerInputs
-from skipjoin.model.ops.base import LayerOps, Linear, LookedUp
+from skipjoin.model.ops.base import LayerOps, Linear
 from skipjoin.model.parallel import Group, check_shards
 from skipjoin.model.weights import Weights
 from skipjoin.pooling import Task

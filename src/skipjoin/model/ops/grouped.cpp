@@ -290,10 +290,11 @@ struct Ahead {
   }
 };
 
-// Computes sums of ROWS rows, which are in one tile of inputs. HALVES: a block has two groups.
+// Computes sums of ROWS rows, which are in one tile of inputs. HALVES: a block has two groups. Not inlined, like
+// `multiply`.
 template <int ROWS, Codes CODES, bool HALVES>
-__attribute__((noinline)) void multiply_rows(const Groups &g, const uint8_t *strip, const Inputs &in, int64_t row, Floats *sums,
-                                   Ahead ahead) {
+__attribute__((noinline)) void multiply_rows(const Groups &g, const uint8_t *strip, const Inputs &in, int64_t row,
+                                             Floats *sums, Ahead ahead) {
   constexpr int parts = HALVES ? 2 : 1;
   const Words table = load_table(g.values, kAdded);
   const uint32_t flipped = kAdded ? 0x80808080u : 0;

@@ -27,8 +27,9 @@ def text_of(prompt) -> str:
 @pytest.fixture(scope="module", params=["alise", "learned"])
 def state(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
+    lines = rows(300, conv=lambda number, _: number + 1)
     found = run(
-        "train", "--trace", write(folder / "t.jsonl.gz", rows(300)), "--out", folder / "state",
+        "train", "--trace", write(folder / "t.jsonl.gz", lines), "--out", folder / "state",
         "--forecaster", request.param,
     )  # fmt: skip
     assert found.exit_code == 0, found.output
@@ -94,32 +95,50 @@ def test_evaluate_measures_a_trained_state(state: Path, tmp_path: Path) -> None:
 
 
 def test_equal_prompts_and_conversations_are_on_one_side_of_the_split(tmp_path: Path) -> None:
-    from skipjoin.cli.predict_train import _held_out  # noqa: PLC0415
+    from skipjoin.cli.predict_train import _parts  # noqa: PLC0415
 
     lines = [{"prompt": f"question {number % 60}", "output_tokens": 3} for number in range(300)]
     conversations = [line | {"conv": f"c{number % 40}", "prompt": f"q {number}"} for number, line in enumerate(lines)]
     for given, key in ((lines, "prompt"), (conversations, "conv")):
         file = write(tmp_path / "t.jsonl", given)
-        held = _held_out(file, [Sample(words(line["prompt"]), 3) for line in given])
+        parts = _parts(file, [Sample(words(line["prompt"]), 3) for line in given])
         sides = {line[key]: set() for line in given}
-        for line, is_held in zip(given, held, strict=True):
-            sides[line[key]].add(is_held)
+        for line, part in zip(given, parts, strict=True):
+            sides[line[key]].add(part)
         assert all(len(side) == 1 for side in sides.values())
-        assert 0.05 < np.mean(held) < 0.4
+        assert 0.05 < np.mean(np.array(parts) > 0) < 0.4
 
 
-def test_held_out_rows_choose_and_do_not_train() -> None:
-    """With lengths that no prompt explains, the error on held-out rows is that of a constant; a leak would lower it."""
+def test_rows_that_choose_neither_train_nor_judge() -> None:
+    """With lengths that no prompt explains, held-out rows are in order by chance; a leak would order them better."""
     drawn = np.random.default_rng(0)
-    samples = [Sample(words(f"prompt {number}"), int(np.exp(drawn.normal(5, 1)))) for number in range(400)]
-    held = [number % 5 == 0 for number in range(400)]
+    samples = [Sample(words(f"prompt {number}"), int(np.exp(drawn.normal(5, 1)))) for number in range(800)]
+    parts = [(1 + number // 5 % 2) * (number % 5 == 0) for number in range(800)]
     forecaster = make_forecaster(ForecastConfig(forecaster="alise"))
-    found = train_alise(forecaster, forecaster.model, samples, held, lambda *_: None)
-    logs = np.log([sample.tokens for sample in samples])
-    constant = np.abs(logs[held] - np.median(logs[held])).mean()
-    assert found.chosen.error > 0.9 * constant
-    assert found.chosen.error <= found.decoder_error
-    assert (found.rows, found.held_out) == (400, 80)
+    found = train_alise(forecaster, forecaster.model, samples, parts, lambda *_: None)
+    assert abs(found.order - 0.5) < 0.04
+    assert found.chosen.order > 0.52  # the best of 500 choices on the rows that chose
+    assert (found.rows, found.held_out) == (800, 160)
+
+
+def as_long_as_prompts(count: int) -> list[dict]:
+    drawn = np.random.default_rng(0)
+    return [
+        {"prompt": " ".join(f"w{word}" for word in drawn.integers(50, size=length)), "output_tokens": int(10 * length)}
+        for length in drawn.integers(2, 400, size=count)
+    ]
+
+
+# Words are random, but lengths of prompts calibrate the prior; or words of equal prompts are all held out.
+@pytest.mark.parametrize(("forecaster", "lines"), [("alise", as_long_as_prompts(400)), ("learned", rows(300))])
+def test_a_forecaster_that_orders_worse_than_the_prior_is_not_written(tmp_path: Path, forecaster: str, lines) -> None:
+    found = run(
+        "train", "--trace", write(tmp_path / "t.jsonl", lines), "--out", tmp_path / "state", "--forecaster", forecaster
+    )
+    assert found.exit_code == 2
+    own, prior = map(float, re.findall(r"\d\.\d{3}", found.output))
+    assert own < prior
+    assert not (tmp_path / "state").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,9 +17,12 @@ from skipjoin.workload.traces import read_trace
 if TYPE_CHECKING:
     from skipjoin.forecast import Forecaster
     from skipjoin.forecast.evaluate import Progress, Sample
+    from skipjoin.forecast.train import Training
 
 # Rows that are needed on either side of the split.
 _MIN_ROWS = 10
+# Share of retrieval in all forecasts below which training says so.
+_NEARLY_OFF = 0.1
 _common = partial(Option, is_common=True)
 
 
@@ -48,8 +52,10 @@ def train(*, values: Values) -> None:
     """Train a forecaster on a trace, for `serve --forecast-state DIR` and `simulate --predictor state:DIR`.
 
     One row in five is held out, by the column 'conv' if there is one and by equal prompts otherwise. Of ALISE, the
-    other rows train the index and the decoder. The held-out rows choose the number of neighbors, the similarity from
-    which one counts and the decoder's epochs, calibrate the forecasts, and are learned last.
+    other rows train the index and the decoder. The held-out rows choose what orders most pairs of them (the number of
+    neighbors, the similarity from which one counts, its share beside the decoder, and the decoder's epochs), calibrate
+    the forecasts, and are learned last. Nothing is written if the forecaster orders them worse than the prior, which
+    reads no words.
     """
     from skipjoin.forecast.trained import write_trained  # noqa: PLC0415
 
@@ -58,12 +64,21 @@ def train(*, values: Values) -> None:
     print(trace.describe(), file=sys.stderr)
     trace.check_texts()
     samples, texts = samples_of(trace, None)
+    parts = _parts(options.trace, samples)
     rendered = _rendered(options.model)
     forecaster = _untrained(options, lambda prompt: rendered(texts[tuple(prompt)]))
     with progress_bars() as show:
-        about = _trained(options, forecaster, samples, show)
+        found = _trained(forecaster, samples, parts, show)
+    _check_order(found)
+    about = asdict(found) | {"chosen": None if found.chosen is None else found.chosen._asdict()}
     write_trained(options.out, forecaster, _encoder_setting(options.encoder), {"trace": trace.name} | about)
-    print(f"{options.out}: {len(samples)} rows" + "".join(f", {name} {value}" for name, value in _shown(about).items()))
+    print(f"{options.out}: {len(samples)} rows" + "".join(f", {name} {value}" for name, value in _shown(found).items()))
+    if found.chosen is not None and found.chosen.share * found.chosen.retrieved < _NEARLY_OFF:
+        print(
+            f"warning: retrieval is nearly off, with similar prompts for {found.chosen.retrieved:.0%} of the held-out "
+            f"rows and a share of {found.chosen.share:g} there, so the decoder forecasts the rest; more rows may help",
+            file=sys.stderr,
+        )
 
 
 def _rendered(model: str | None) -> Callable[[str], str]:
@@ -87,46 +102,56 @@ def _untrained(options: TrainOptions, text_of: Callable[[Any], str]) -> Forecast
     return make_forecaster(config, text_of=text_of, read=lambda prompt: words(text_of(prompt)))
 
 
-def _trained(options: TrainOptions, forecaster: Forecaster, samples: list[Sample], show: Progress) -> dict[str, Any]:
+def _trained(forecaster: Forecaster, samples: list[Sample], parts: list[int], show: Progress) -> Training:
     from skipjoin.forecast.alise import Alise  # noqa: PLC0415
     from skipjoin.forecast.train import train_alise, train_online  # noqa: PLC0415
 
-    if not isinstance(forecaster.model, Alise):
-        train_online(forecaster, samples, show)
-        return {"rows": len(samples)}
-    held_out = _held_out(options.trace, samples)
-    found = train_alise(forecaster, forecaster.model, samples, held_out, show)
-    return asdict(found) | {"chosen": found.chosen._asdict()}
+    if isinstance(forecaster.model, Alise):
+        return train_alise(forecaster, forecaster.model, samples, parts, show)
+    return train_online(forecaster, samples, parts, show)
 
 
-def _held_out(path: Path, samples: list[Sample]) -> list[bool]:
-    from skipjoin.forecast.train import is_held_out  # noqa: PLC0415
+def _parts(path: Path, samples: list[Sample]) -> list[int]:
+    from skipjoin.forecast.train import HALVES, TRAINING, part_of_group  # noqa: PLC0415
 
-    groups = (
-        str(described.get("conv") or " ".join(map(str, sample.prompt)))
+    found = [
+        part_of_group(str(described.get("conv") or " ".join(map(str, sample.prompt))))
         for described, sample in zip(objects_of(path), samples, strict=True)
-    )
-    found = [is_held_out(group) for group in groups]
-    if min(sum(found), len(found) - sum(found)) < _MIN_ROWS:
+    ]
+    counts = Counter(found)
+    training, *halves = (counts[part] for part in (TRAINING, *HALVES))
+    if min(training, *(2 * half for half in halves)) < _MIN_ROWS:
         raise ConfigError(
-            f"{path}: {len(found) - sum(found)} rows to train with and {sum(found)} held out, fewer than {_MIN_ROWS}"
+            f"{path}: {training} rows to train with and {' + '.join(map(str, halves))} held out, fewer than "
+            f"{_MIN_ROWS} and {_MIN_ROWS // 2} in each half"
         )
     return found
+
+
+def _check_order(found: Training) -> None:
+    if found.order < found.prior_order:
+        raise ConfigError(
+            f"nothing is written, because the forecaster puts {found.order:.3f} of the held-out pairs in order and the "
+            f"prior, which reads no words, {found.prior_order:.3f}; use --forecaster prior, or more rows"
+        )
 
 
 def _encoder_setting(encoder: str) -> str:
     return encoder if encoder in ("hashed", "minilm") else str(Path(encoder).absolute())
 
 
-def _shown(about: dict[str, Any]) -> dict[str, Any]:
-    if "chosen" not in about:
-        return {}
-    chosen = about["chosen"]
-    return {
-        "held out": about["held_out"],
-        "k": chosen["neighbors"],
-        "s0": chosen["threshold"],
-        "by retrieval": f"{chosen['retrieved']:.0%}",
-        "error of log lengths": f"{chosen['error']:.3f}",
-        "of the decoder alone": f"{about['decoder_error']:.3f} ({about['epochs']} epochs)",
+def _shown(found: Training) -> dict[str, Any]:
+    shown: dict[str, Any] = {
+        "held out": found.held_out,
+        "pairs in order": f"{found.order:.3f}",
+        "by the prior": f"{found.prior_order:.3f}",
+    }
+    if found.chosen is None:
+        return shown
+    return shown | {
+        "k": found.chosen.neighbors,
+        "s0": found.chosen.threshold,
+        "share of retrieval": found.chosen.share,
+        "where found": f"{found.chosen.retrieved:.0%}",
+        "epochs": found.chosen.epochs,
     }

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -13,14 +14,18 @@ from skipjoin.forecast.prior import Prior
 
 
 class Tuning(NamedTuple):
-    """What the paper leaves open: the number k of neighbors, and the similarity s0 from which one counts."""
+    """What the paper leaves open: the number k of neighbors, and the similarity s0 from which one counts.
+
+    Where there are any, they have this `share` in the log length, and the perceptron has the rest.
+    """
 
     neighbors: int
     threshold: float
+    share: float
 
 
 # Without training. On a trace, `skipjoin predict train` chooses its own.
-UNTRAINED = Tuning(16, 0.2)
+UNTRAINED = Tuning(16, 0.2, 1.0)
 # Minimum standard deviation of the log length.
 _MIN_SPREAD = 0.2
 
@@ -28,8 +33,9 @@ _MIN_SPREAD = 0.2
 class Alise:
     """Weighted mean length of the k most similar prompts that are similar enough, else the perceptron's estimate.
 
-    Weights are normalized, unlike in Algorithm 1, whose sum grows with k. The distribution is lognormal; calibration
-    widens it. The index learns exact lengths only.
+    After training, the first is blended with the second, which orders requests better than either alone. Weights are
+    normalized, unlike in Algorithm 1, whose sum grows with k. The distribution is lognormal; calibration widens it. The
+    index learns exact lengths only.
     """
 
     name = "alise"
@@ -51,9 +57,10 @@ class Alise:
         vector = prompt.vector.astype(np.float32)
         found = self._index.search(vector, self._tuning.neighbors)
         similar = found.similarity >= self._tuning.threshold
+        decoded = self._mlp.estimate(vector)
         if similar.any():
-            return _guess(_weighted(found, similar), "alise-similar")
-        return _guess(self._mlp.estimate(vector), "alise-mlp")
+            return _guess(_blended(_weighted(found, similar), decoded, self._tuning.share), "alise-similar")
+        return _guess(decoded, "alise-mlp")
 
     def learn(self, prompt: Prompt, guess: Guess, tokens: int, end: int, exact: bool) -> None:
         self._mlp.learn(prompt.vector.astype(np.float32), tokens, exact)
@@ -70,8 +77,8 @@ class Alise:
     def restore(self, state: Mapping[str, Array]) -> None:
         self._mlp.restore(part_of(state, "mlp"))
         self._index.restore(part_of(state, "index"))
-        neighbors, threshold = state["tuning"].tolist()
-        self._tuning = Tuning(int(neighbors), threshold)
+        neighbors, threshold, share = state["tuning"].tolist()
+        self._tuning = Tuning(int(neighbors), threshold, share)
 
 
 def _weighted(found: Found, similar: Array) -> Estimate:
@@ -79,6 +86,13 @@ def _weighted(found: Found, similar: Array) -> Estimate:
     lengths = found.tokens[similar].astype(np.float64)
     logs = np.log(lengths)
     return Estimate(float(np.log(weights @ lengths)), float(np.sqrt(weights @ (logs - weights @ logs) ** 2)))
+
+
+def _blended(left: Estimate, right: Estimate, share: float) -> Estimate:
+    return Estimate(
+        share * left.log_tokens + (1 - share) * right.log_tokens,
+        math.sqrt(share * left.spread**2 + (1 - share) * right.spread**2),
+    )
 
 
 def _guess(estimate: Estimate, source: str) -> Guess:

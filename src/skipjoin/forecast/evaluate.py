@@ -207,7 +207,7 @@ class Evaluation:
             mae=float(np.abs(expected - true).mean()),
             within_25=float((np.abs(expected - true) <= true / 4).mean()),
             accuracy=float((np.searchsorted(classes, expected) == np.searchsorted(classes, true)).mean()),
-            pairwise=_pairwise(expected, true),
+            pairwise=Pairs(true).in_order(expected),
             coverage=None if covered is None else float(covered.mean()),
             coverage_by_prompt=None if covered is None else self._by_prompt(covered),
             milliseconds=milliseconds,
@@ -232,12 +232,21 @@ def _correlation(left: Array, right: Array) -> float:
     return float(np.corrcoef(left, right)[0, 1])
 
 
-def _pairwise(expected: Array, true: Array) -> float:
-    drawn = np.random.default_rng(0)
-    left, right = drawn.integers(len(true), size=(2, _PAIRS))
-    differ = true[left] != true[right]
-    signs = np.sign(expected[left] - expected[right]) * np.sign(true[left] - true[right])
-    return float((signs[differ] + 1).mean() / 2) if differ.any() else 0.5
+class Pairs:
+    """Pairs of the lengths `true`, (n,), that differ, out of `count` random pairs."""
+
+    def __init__(self, true: Array, count: int = _PAIRS) -> None:
+        left, right = np.random.default_rng(0).integers(len(true), size=(2, count))
+        differ = true[left] != true[right]
+        self._left, self._right = left[differ], right[differ]
+        self._signs = np.sign(true[self._left].astype(np.float64) - true[self._right])
+
+    def in_order(self, expected: Array) -> float:
+        """Return the share of pairs that the forecasts `expected`, (n,), put in order; ties count half."""
+        if not len(self._signs):
+            return 0.5
+        signs = np.sign(expected[self._left] - expected[self._right]) * self._signs
+        return float((signs.mean() + 1) / 2)
 
 
 def _mean_of(runs: Sequence[Figures]) -> Figures:

@@ -38,6 +38,11 @@ class Mlp:
         self._steps = 0
         self._variance = _FIRST_SPREAD**2
 
+    def copy(self) -> Mlp:
+        made = Mlp(self._parameters["w1"].shape[1])
+        made.restore(self.state())
+        return made
+
     def estimate(self, x: Array) -> Estimate:
         return Estimate(float(self.logs(x[None])[0]), float(np.sqrt(self._variance)))
 

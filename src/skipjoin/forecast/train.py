@@ -8,19 +8,24 @@ from zlib import crc32
 import numpy as np
 
 from skipjoin.forecast.alise import Alise, Tuning
-from skipjoin.forecast.evaluate import Progress, Sample
+from skipjoin.forecast.evaluate import Pairs, Progress, Sample
 from skipjoin.forecast.forecaster import Forecaster
 from skipjoin.forecast.mass import Array
 from skipjoin.forecast.mlp import Mlp
-from skipjoin.forecast.models import Prompt
+from skipjoin.forecast.models import PriorOnly, Prompt
 
-# One in this many groups of rows is held out from training, to choose by.
+# One in this many groups of rows is held out from training, to choose and to judge by.
 _HELD_OUT = 5
-# Candidates for k and s0. From 1 on, only equal prompts are similar, and the decoder answers for all others.
+# Numbers of the parts of a trace: rows to train with, and the two halves of those held out.
+TRAINING, HALVES = 0, (1, 2)
+# Candidates for k, for s0 and for the share of retrieval beside the decoder. With share 0, the decoder answers alone.
 _NEIGHBORS = (4, 8, 16, 32, 64)
 _THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(21))
-# The decoder trains for at most this many epochs, and stops when the error has not fallen for some.
+_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+# The decoder trains for at most this many epochs, and stops when the order has not improved for some.
 _MAX_EPOCHS, _PATIENCE = 60, 6
+# Pairs of held-out rows by which candidates are compared.
+_PAIRS = 50_000
 # Held-out prompts compared with the others at a time.
 _AT_ONCE = 512
 # Rows encoded between two messages of progress.
@@ -30,21 +35,36 @@ _MOST = 1 << 20
 
 
 class Choice(NamedTuple):
-    """k and s0. Similar prompts are found for the share `retrieved`; `error` is that of log lengths."""
+    """What orders most held-out pairs: epochs of the decoder, k, s0 and the share of retrieval in the log length.
 
+    Similar prompts are found for the share `retrieved`; `order` is the share of pairs in order, and `error` the mean
+    absolute error of log lengths, both on the rows that chose.
+    """
+
+    epochs: int
     neighbors: int
     threshold: float
+    share: float
     retrieved: float
+    order: float
     error: float
 
 
 @dataclass(frozen=True)
 class Training:
+    """Result of training.
+
+    Attributes:
+        order: Share of held-out pairs that the forecasts put in order. Each half is ordered by what the other chose.
+        prior_order: The same of the forecasts without the prompt, which learned the same rows.
+        chosen: What all held-out rows chose, for `alise`.
+    """
+
     rows: int
     held_out: int
-    epochs: int
-    chosen: Choice
-    decoder_error: float
+    order: float
+    prior_order: float
+    chosen: Choice | None = None
 
 
 class _Rows(NamedTuple):
@@ -60,32 +80,43 @@ class _Rows(NamedTuple):
         return _Rows([self.prompts[index] for index in indices], self.vectors[indices], self.tokens[indices])
 
 
-def is_held_out(group: str) -> bool:
-    return crc32(group.encode()) % _HELD_OUT == 0
+def part_of_group(group: str) -> int:
+    """Return the part of all rows of a group: `TRAINING` or one of `HALVES`."""
+    drawn = crc32(group.encode())
+    # `predict evaluate` splits traces by the parity, which must not decide the half.
+    return TRAINING if drawn % _HELD_OUT else HALVES[drawn // (2 * _HELD_OUT) % 2]
 
 
-def train_online(forecaster: Forecaster, samples: Sequence[Sample], progress: Progress) -> None:
-    for index, sample in enumerate(samples, 1):
-        forecaster.learn(forecaster.forecast(sample.prompt, _MOST), sample.tokens, exact=True)
-        progress("rows", index / len(samples))
+def train_online(
+    forecaster: Forecaster, samples: Sequence[Sample], parts: Sequence[int], progress: Progress
+) -> Training:
+    """Train a model that learns one request after the other. Held-out rows are predicted first, and learned last."""
+    known, unseen, halves = _split(_encoded(forecaster, samples, progress), parts)
+    _learn(forecaster, known, progress)
+    logs = np.log([forecaster.predict(prompt, _MOST).forecast.tokens for prompt in unseen.prompts])
+    prior_order = _prior_order(forecaster, known, unseen, halves)
+    _learn(forecaster, unseen, progress)
+    return Training(len(samples), len(halves), _order([logs, logs], unseen, halves), prior_order)
 
 
 def train_alise(
-    forecaster: Forecaster, model: Alise, samples: Sequence[Sample], held_out: Sequence[bool], progress: Progress
+    forecaster: Forecaster, model: Alise, samples: Sequence[Sample], parts: Sequence[int], progress: Progress
 ) -> Training:
     """Train `model`, the untrained one of `forecaster`. Held-out rows choose and calibrate, and are learned then."""
-    rows = _encoded(forecaster, samples, progress)
-    held = np.asarray(held_out, dtype=bool)
-    known, unseen = rows.at(np.flatnonzero(~held)[-model.entries :]), rows.at(np.flatnonzero(held))
-    decoder, epochs = _decoder(known, unseen, progress)
-    decoded = decoder.logs(unseen.vectors)
-    chosen = min(_choices(known, unseen, decoded, progress), key=lambda choice: choice.error)
-    model.begin(decoder, Tuning(chosen.neighbors, chosen.threshold), known.vectors, known.tokens)
+    known, unseen, halves = _split(_encoded(forecaster, samples, progress), parts)
+    prior_order = _prior_order(forecaster, known, unseen, halves)
+    known = known.at(np.arange(len(known.prompts))[-model.entries :])
+    decoders = _decoders(known, unseen, progress)
+    candidates = _Candidates(decoders, *_nearest(known, unseen, progress), unseen)
+    # What chose a candidate cannot judge it as well.
+    crossed = [candidates.logs(candidates.best(halves == other)) for other in reversed(HALVES)]
+    chosen = candidates.best(np.ones(len(halves), dtype=bool))
+    decoder = decoders[chosen.epochs - 1]
+    decoder.expect_errors(decoder.logs(unseen.vectors) - unseen.logs)
+    model.begin(decoder, Tuning(chosen.neighbors, chosen.threshold, chosen.share), known.vectors, known.tokens)
     forecaster.count(known.tokens)
-    for index, (prompt, tokens) in enumerate(zip(unseen.prompts, unseen.tokens.tolist(), strict=True), 1):
-        forecaster.learn(forecaster.predict(prompt, _MOST), tokens, exact=True)
-        progress("calibration", index / len(unseen.prompts))
-    return Training(len(samples), int(held.sum()), epochs, chosen, _error(decoded, unseen))
+    _learn(forecaster, unseen, progress)
+    return Training(len(samples), len(halves), _order(crossed, unseen, halves), prior_order, chosen)
 
 
 def _encoded(forecaster: Forecaster, samples: Sequence[Sample], progress: Progress) -> _Rows:
@@ -97,32 +128,99 @@ def _encoded(forecaster: Forecaster, samples: Sequence[Sample], progress: Progre
     return _Rows(prompts, vectors, np.array([sample.tokens for sample in samples]))
 
 
-def _decoder(known: _Rows, unseen: _Rows, progress: Progress) -> tuple[Mlp, int]:
-    decoder, drawn = Mlp(known.vectors.shape[1]), np.random.default_rng(0)
-    best, state, found = np.inf, decoder.state(), 0
-    for epoch in range(1, _MAX_EPOCHS + 1):
+def _split(rows: _Rows, parts: Sequence[int]) -> tuple[_Rows, _Rows, Array]:
+    """Return the rows to train with, those held out, and the half of each of the latter."""
+    part = np.asarray(parts)
+    return rows.at(np.flatnonzero(part == TRAINING)), rows.at(np.flatnonzero(part)), part[part != TRAINING]
+
+
+def _learn(forecaster: Forecaster, rows: _Rows, progress: Progress) -> None:
+    for index, (prompt, tokens) in enumerate(zip(rows.prompts, rows.tokens.tolist(), strict=True), 1):
+        forecaster.learn(forecaster.predict(prompt, _MOST), tokens, exact=True)
+        progress("rows", index / len(rows.prompts))
+
+
+def _prior_order(forecaster: Forecaster, known: _Rows, unseen: _Rows, halves: Array) -> float:
+    prior = Forecaster(forecaster.encoder, PriorOnly())
+    _learn(prior, known, lambda *_: None)
+    logs = np.log([prior.predict(prompt, _MOST).forecast.tokens for prompt in unseen.prompts])
+    return _order([logs, logs], unseen, halves)
+
+
+def _order(logs: Sequence[Array], unseen: _Rows, halves: Array) -> float:
+    """Return the mean share of pairs in order within each half, whose forecasts are in `logs`."""
+    return float(
+        np.mean(
+            [
+                Pairs(unseen.tokens[halves == half], _PAIRS).in_order(made[halves == half])
+                for half, made in zip(HALVES, logs, strict=True)
+            ]
+        )
+    )
+
+
+def _decoders(known: _Rows, unseen: _Rows, progress: Progress) -> list[Mlp]:
+    """Return the decoder after each epoch, until it orders held-out rows no better."""
+    decoder, drawn, pairs = Mlp(known.vectors.shape[1]), np.random.default_rng(0), Pairs(unseen.tokens, _PAIRS)
+    orders: list[float] = []
+    found: list[Mlp] = []
+    while len(found) < _MAX_EPOCHS and len(found) <= _PATIENCE + int(np.argmax([0.0, *orders])):
         decoder.epoch(known.vectors, known.logs, drawn)
-        if (error := _error(decoder.logs(unseen.vectors), unseen)) < best:
-            best, state, found = error, decoder.state(), epoch
-        progress("decoder", epoch / _MAX_EPOCHS)
-        if epoch >= found + _PATIENCE:
-            break
+        found.append(decoder.copy())
+        orders.append(pairs.in_order(decoder.logs(unseen.vectors)))
+        progress("decoder", len(found) / _MAX_EPOCHS)
     progress("decoder", 1.0)
-    decoder.restore(state)
-    decoder.expect_errors(decoder.logs(unseen.vectors) - unseen.logs)
-    return decoder, found
+    return found
 
 
-def _choices(known: _Rows, unseen: _Rows, decoded: Array, progress: Progress) -> Iterator[Choice]:
-    similarity, lengths = _nearest(known, unseen, progress)
-    for neighbors in _NEIGHBORS:
-        for threshold in _THRESHOLDS:
-            weights = np.where(similarity[:, :neighbors] >= threshold, similarity[:, :neighbors], 0.0)
-            total = weights.sum(axis=1)
-            found = total > 0
-            means = (weights * lengths[:, :neighbors]).sum(axis=1) / np.where(found, total, 1.0)
-            logs = np.where(found, np.log(np.where(found, means, 1.0)), decoded)
-            yield Choice(neighbors, threshold, float(found.mean()), _error(logs, unseen))
+class _Candidates:
+    """Forecasts of held-out rows by each choice of decoder, k, s0 and share.
+
+    Args:
+        similarity: Similarities of the most similar known prompts, (unseen, k), best first.
+        lengths: Lengths of their outputs.
+    """
+
+    def __init__(self, decoders: Sequence[Mlp], similarity: Array, lengths: Array, unseen: _Rows) -> None:
+        self._decoded = [decoder.logs(unseen.vectors) for decoder in decoders]
+        self._similarity, self._lengths, self._unseen = similarity, lengths, unseen
+
+    def best(self, rows: Array) -> Choice:
+        """Return the choice that orders the rows of a mask (unseen,) best, with the lower error among equal ones."""
+        pairs, true = Pairs(self._unseen.tokens[rows], _PAIRS), self._unseen.logs[rows]
+        orders = [pairs.in_order(decoded[rows]) for decoded in self._decoded]
+        epochs = int(np.argmax(orders)) + 1
+        choices = (
+            Choice(
+                epochs, neighbors, threshold, share, float(retrieved[rows].mean()), pairs.in_order(logs[rows]),
+                float(np.abs(logs[rows] - true).mean()),
+            )
+            for neighbors, threshold, share, retrieved, logs in self._all(epochs)
+        )  # fmt: skip
+        return max(choices, key=lambda choice: (choice.order, -choice.error))
+
+    def logs(self, choice: Choice) -> Array:
+        return self._blended(choice.epochs, *self._retrieved(choice.neighbors, choice.threshold), choice.share)
+
+    def _all(self, epochs: int) -> Iterator[tuple[int, float, float, Array, Array]]:
+        for neighbors in _NEIGHBORS:
+            for threshold in _THRESHOLDS:
+                found, means = self._retrieved(neighbors, threshold)
+                for share in _SHARES:
+                    yield neighbors, threshold, share, found, self._blended(epochs, found, means, share)
+
+    def _retrieved(self, neighbors: int, threshold: float) -> tuple[Array, Array]:
+        """Return for which rows similar prompts are found, and the logs of their mean lengths."""
+        similarity, lengths = self._similarity[:, :neighbors], self._lengths[:, :neighbors]
+        weights = np.where(similarity >= threshold, similarity, 0.0)
+        total = weights.sum(axis=1)
+        found = total > 0
+        means = (weights * lengths).sum(axis=1) / np.where(found, total, 1.0)
+        return found, np.log(np.where(found, means, 1.0))
+
+    def _blended(self, epochs: int, found: Array, logs: Array, share: float) -> Array:
+        decoded = self._decoded[epochs - 1]
+        return np.where(found, share * logs + (1 - share) * decoded, decoded)
 
 
 def _nearest(known: _Rows, unseen: _Rows, progress: Progress) -> tuple[Array, Array]:
@@ -136,7 +234,3 @@ def _nearest(known: _Rows, unseen: _Rows, progress: Progress) -> tuple[Array, Ar
         lengths.append(known.tokens[best])
         progress("search", min(1.0, (start + _AT_ONCE) / len(unseen.prompts)))
     return np.concatenate(similarities), np.concatenate(lengths)
-
-
-def _error(logs: Array, rows: _Rows) -> float:
-    return float(np.abs(logs - rows.logs).mean())

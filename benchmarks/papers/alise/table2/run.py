@@ -63,8 +63,8 @@ def evaluate(name: str, into: Path) -> dict[str, Any]:
 
 
 def chosen(trained: dict[str, Any]) -> dict[str, Any]:
-    """Return what the held-out rows chose."""
-    return {**trained["chosen"], "decoder_error": trained["decoder_error"], "epochs": trained["epochs"]}
+    """Return what the held-out rows chose, and the shares of their pairs that it and the prior put in order."""
+    return {**trained["chosen"], "held_out_order": trained["order"], "prior_order": trained["prior_order"]}
 
 
 def proxy() -> dict[str, Any]:

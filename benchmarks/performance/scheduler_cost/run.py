@@ -14,7 +14,7 @@ and the range over the repeats. Recipes are measured in turn.
   ShareGPT lengths at once, for 30 s. Forecasts have the noise of EconoServe's evaluation. Decisions are in CPU time.
 
 Queued prompts are long, so every recipe ranks them behind the running requests and the state does not change. For
-`adaptive`, which prefers first tokens, they have missed their TTFT objective.
+`adaptive` and `bros`, which prefer first tokens in time, they have missed their TTFT objective.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def engine_with(recipe: str, waiting: int, limit: str) -> EngineCore:
         core.add(Request(number, 0.0, range(128), STEPS + 50), 0.0)
     while any(request.progress.output == [] for request in core.requests.values()):
         answer(core, core.start_step(0.0), 0.0)
-    options = MISSED if recipe == "adaptive" else DEFAULT_OPTIONS
+    options = MISSED if recipe in ("adaptive", "bros") else DEFAULT_OPTIONS
     for number in range(RUNNING, RUNNING + waiting):
         prefix = ContentPrefix(BLOCK_SIZE) if cached else None
         core.add(Request(number, 1.0, range(cached + 40_000), 1500, options=options, prefix=prefix), 1.0)

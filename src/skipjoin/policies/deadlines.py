@@ -31,7 +31,8 @@ class NextTokens:
 
     def due(self, request: Request) -> float:
         """Return when the token is due that the next plan samples, behind those that plans in flight sample."""
-        return self._due[request] + request.progress.pending_samples * self._tpot_s(request)
+        due, pending = self._due[request], request.progress.pending_samples
+        return due + pending * self._tpot_s(request) if pending else due
 
     def schedule(self, request: Request) -> float:
         return self._schedule[request]
@@ -50,10 +51,11 @@ class NextTokens:
 
     def sampled(self, request: Request, now: float) -> None:
         tpot_s = self._tpot_s(request)
-        # The lead of a first token, and delays, do not count.
-        since = max(now, self._schedule.get(request, now)) if self.counts_lead and request.progress.output else now
         self._due[request] = now + tpot_s
-        self._schedule[request] = since + tpot_s
+        if self.counts_lead:
+            # The lead of a first token, and delays, do not count.
+            since = max(now, self._schedule.get(request, now)) if request.progress.output else now
+            self._schedule[request] = since + tpot_s
 
     def end(self, request: Request) -> None:
         self._due.pop(request, None)
@@ -93,15 +95,16 @@ class ByDeadline(Callbacks):
         self._put(request, _WINNABLE)
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
+        sampled, tier, put = self._next.sampled, self._tier, self._winnable.set_volatile
         for slice_ in slices:
             request = slice_.request
             if slice_.samples:
-                self._next.sampled(request, now)
-                if self._tier[request] != _WINNABLE:
+                sampled(request, now)
+                if tier[request] != _WINNABLE:
                     self._take(request)
-                    self._tier[request] = _WINNABLE
-                self._winnable.set_volatile(request, self._key(request, _WINNABLE))
-            elif self._tier[request] == _LATE:
+                    tier[request] = _WINNABLE
+                put(request, self._key(request, _WINNABLE))
+            elif tier[request] == _LATE:
                 self._put(request, _LATE)
 
     def on_preempted(self, request: Request, now: float) -> None:

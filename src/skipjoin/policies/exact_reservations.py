@@ -295,9 +295,9 @@ class ExactReservations(Callbacks):
         return None if self._group is None else self._group(request, self._now)
 
     def needs(self, request: Request, kv: KVAccounts) -> Sequence[int]:
-        """Return the blocks of the request's prompt, twice, and with hosts its need in a parent request."""
+        """Return the blocks of the request's prompt, and with hosts its need in a parent request."""
         prompt = kv.blocks_for(request.progress.known)
-        return (prompt, prompt) if self._hosts is None else (prompt, prompt, self._whole(request, self._hosts, kv)[2])
+        return (prompt,) if self._hosts is None else (prompt, self._whole(request, self._hosts, kv)[2])
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
         if kv.blocks_of(request) is None or request.progress.reserved_tokens == UNLIMITED:
@@ -323,8 +323,8 @@ class ExactReservations(Callbacks):
         prompt = _unused(PROMPTS, kv)
         if kv.available > prompt and not self._generation_waits(kv):
             prompt = kv.available
-        collected = self._collected(kv)
-        return (prompt, collected) if self._hosts is None else (prompt, collected, self._hosts.largest(kv))
+        prompt = max(prompt, self._collected(kv))
+        return (prompt,) if self._hosts is None else (prompt, self._hosts.largest(kv))
 
     def _collected(self, kv: KVAccounts) -> int:
         """Return the blocks of an overdue prompt if that many are collected, or 0."""
@@ -384,7 +384,7 @@ class ExactReservations(Callbacks):
     def _may_displace(self, request: Request, kv: KVAccounts) -> bool:
         band = request.progress.band
         # The first condition is quicker, and false for most loads.
-        if any(own > band for own in self._bands) and any(one.progress.band > band for one in kv.holders()):
+        if max(self._bands, default=band) > band and any(one.progress.band > band for one in kv.holders()):
             return True
         holders = (one for one in kv.holders() if one in self._live)
         return request in self._live and must_precede(self._ordering, request, holders)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from heapq import heapify, heappop
 from itertools import chain, islice
 from math import inf
 
@@ -97,8 +98,13 @@ class Packing:
         """
         due, cost = self.next_tokens.due, self.cost
         start, margin = self.start_of(context), cost.margin
-        for request, pending in sorted(urgent, key=lambda one: due(one[0])):
-            left = (due(request) - start) / margin
+        # A heap, as the first is nearly always taken.
+        by_due = [(due(request), place) for place, (request, _) in enumerate(urgent)]
+        heapify(by_due)
+        while by_due:
+            when, place = heappop(by_due)
+            request, pending = urgent[place]
+            left = (when - start) / margin
             if left > 0 and StepLoad.of(request.progress.planned, pending).seconds(cost) <= left:
                 held = [request.progress.planned + 1 for request, pending in urgent if pending == 1]
                 chunk = (
@@ -137,6 +143,8 @@ class Pack:
         return self._rules.cap - self._slots
 
     def add_all(self, candidates: Sequence[tuple[Request, int]], *, real_time: bool) -> bool:
+        if not candidates:
+            return True
         if len(candidates) > (self._rules.max_seqs if real_time else self.slots_left):
             return False
         prefill = attention = decodes = context = swapped_out = 0

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from skipjoin.core.context import StepContext, eligible_tokens
 from skipjoin.core.decide.evict import Evictor
@@ -24,13 +24,15 @@ def find_candidates(
     led_since: dict[Request, float],
 ) -> Iterator[tuple[Request, int]]:
     """Iterate over the requests that find blocks: a dry run of the placer's rules on a count of blocks."""
-    blocks_of, supply = kv.blocks_of, _Supply(kv, evictor)
+    blocks_of, supply, holders = kv.blocks_of, _Supply(kv, evictor), 0
     for request in policies.ordering.ranked(context.now):
+        held = blocks_of(request)
+        holders += held is not None
         if not (tokens := eligible_tokens(request, context)) or request in supply.donors:
             continue
-        held, target = blocks_of(request), request.progress.planned + tokens
-        hit = kv.hit(request) if held is None else MISS
-        if comes_soon(request, hit, context, policies.ordering, led_since):
+        target = request.progress.planned + tokens
+        hit = MISS if held is not None else kv.hit(request)
+        if held is None and comes_soon(request, hit, context, policies.ordering, led_since):
             continue
         is_covered = held is not None and target <= request.progress.reserved_tokens
         allocation = None if is_covered else placer.ask(request, target)
@@ -49,8 +51,15 @@ def find_candidates(
         yield request, tokens - hit.tokens
     else:
         return
-    for holder in evictor.holders_after(request):
-        held = blocks_of(holder)
+    if holders < len(kv.holders()):
+        yield from _resident(evictor.holders_after(request), kv, context, supply)
+
+
+def _resident(
+    holders: Iterable[Request], kv: KVAccounts, context: StepContext, supply: _Supply
+) -> Iterator[tuple[Request, int]]:
+    for holder in holders:
+        held = kv.blocks_of(holder)
         if held is None or not held.device or held.swapped_out or holder in supply.donors:
             continue
         if tokens := eligible_tokens(holder, context):

@@ -82,6 +82,8 @@ class Evictor:
         return [request for rank, request in self._holders_ranked() if rank > floor]
 
     def best_effort_below(self, request: Request) -> list[Request]:
+        if not any(holder.progress.band[0] for holder in self._kv.holders()):
+            return []  # ranking all holders takes longer
         below = self._evictable(request, None, grows=False)
         able = [victim for victim in below if victim.progress.band[0] and not victim.progress.in_flight]
         return sorted(able, key=lambda victim: not self.blocks_swapped_out(victim))

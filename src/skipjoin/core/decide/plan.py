@@ -99,7 +99,8 @@ class StepPlanner:
         return replace(context, candidates=found, blocks_swapped_out=self._blocks_awaited)
 
     def _blocks_awaited(self, request: Request) -> int:
-        return 0 if self._policies.eviction.returns_alongside(request) else self._evictor.blocks_swapped_out(request)
+        blocks = self._evictor.blocks_swapped_out(request)
+        return 0 if blocks and self._policies.eviction.returns_alongside(request) else blocks
 
     def _new_placer(self) -> Placer:
         return Placer(self._policies, self._kv, self._context, self._draft, self._evictor)

@@ -284,6 +284,35 @@ def test_overdue_requests_make_few_others_miss_their_objectives() -> None:
     assert 0.8 * none <= some, (some, none)
 
 
+def test_blocks_are_collected_for_the_oldest_overdue_request() -> None:
+    """A younger one with a shorter prompt, which ranks first, would otherwise take them."""
+    params = (("overdue_s", 0.05), ("overdue_share", 1.0))
+    stepper = Stepper(World("econoserve", device_blocks=60, max_seqs=12, params=params).core())
+    ids = iter(range(10**6))
+
+    def send(prompt: int, outputs: int) -> Request:
+        request = make(next(ids), prompt, outputs, arrival=stepper.now, forecast=Forecast(outputs, "test"))
+        stepper.add(request)
+        return request
+
+    def keep_full() -> None:
+        while len(stepper.core.requests) < 12:
+            send(4, 40)
+        stepper.step()
+
+    for _ in range(5):
+        keep_full()
+    old = send(140, 8)
+    keep_full()
+    young = send(90, 8)
+    for _ in range(400):
+        if old.progress.planned or young.progress.planned:
+            break
+        keep_full()
+    assert old.progress.planned
+    assert not young.progress.planned
+
+
 @pytest.mark.exhaustive
 def test_a_larger_share_for_overdue_requests_serves_the_longest_prompts_earlier() -> None:
     overload = Extent(12.0, 20.0, 1)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import count
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.interface import KVAccounts
@@ -272,9 +272,9 @@ class ExactReservations(Callbacks):
         return Deferral.REQUEST
 
     def _blocks_to_collect(self, kv: KVAccounts) -> int:
-        """Return how many blocks the first overdue request needs besides its own, and make it the collector."""
+        """Return how many blocks the oldest overdue request needs besides its own, and make it the collector."""
         waiting = [one for one in self._overdue if one in self._live and _waits(one, kv)]
-        self._collector = request = min(waiting, key=self._rank, default=None)
+        self._collector = request = min(waiting, key=lambda one: (one.arrival, one.id), default=None)
         # While nothing runs, no blocks become free.
         if request is None or self._is_stuck(request, kv) or any(own < request.progress.band for own in self._bands):
             return 0
@@ -376,10 +376,6 @@ class ExactReservations(Callbacks):
     def _change_hosts(self) -> None:
         if self._hosts is not None:
             self._hosts.changed()
-
-    def _rank(self, request: Request) -> Any:
-        assert self._ordering is not None
-        return self._ordering.rank(request)
 
     def _may_displace(self, request: Request, kv: KVAccounts) -> bool:
         band = request.progress.band

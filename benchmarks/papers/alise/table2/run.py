@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -45,13 +46,13 @@ TIMED = 200
 COLUMNS = ("r", "r_log", "mae", "within_25", "accuracy", "pairwise", "coverage", "milliseconds")
 
 
-def evaluate(name: str, into: Path) -> dict[str, Any]:
+def evaluate(name: str, encoders: Sequence[str], into: Path) -> dict[str, Any]:
     """Return the figures of one set, with those of forecasters that were trained on its training part."""
     trace, rows = parts.folder() / f"{name}.jsonl.gz", ROWS.get(name)
     training, _ = parts.write_parts(name, into, rows)
     options = (*SETS[name], *(() if rows is None else ("--rows", rows)))
     found: dict[str, Any] = {}
-    for encoder in parts.ENCODERS:
+    for encoder in encoders:
         state = into / f"{name}-{encoder}"
         trained = parts.train(training, encoder, state)
         one = harness.records_of("predict", "evaluate", "--trace", trace, "--state", state, *options, option="--json")
@@ -99,10 +100,12 @@ def bert_milliseconds() -> float:
 
 def main() -> None:
     parser = harness.parser(__doc__)
-    parser.add_argument("--only", choices=tuple(SETS), help="one of the sets")
+    parser.add_argument("--only", choices=tuple(SETS), help="one of the sets, without BERT")
+    parser.add_argument("--encoders", nargs="*", choices=parts.ENCODERS, default=parts.ENCODERS)
     args = parser.parse_args()
     with harness.scratch() as into:
-        sets = [proxy(), *(evaluate(name, into) for name in ([args.only] if args.only else SETS))]
+        first = [] if args.only else [proxy()]
+        sets = [*first, *(evaluate(name, args.encoders, into) for name in ([args.only] if args.only else SETS))]
     result = harness.new_record(sets=sets)
     harness.write_record(result, args.out)
     for found in result["sets"]:

@@ -105,8 +105,8 @@ struct OthersSoon {
 // Computes sums[ROWS][kVectors] = inputs times panel, or += if IS_ADDED. The input of a row and unit is at
 // row * row_step + unit * unit_step. With float inputs and paired weights, two units of inputs match one of weights.
 template <int ROWS, bool IS_ADDED, typename In, typename W, typename Soon>
-__attribute__((noinline)) void multiply(const In *inputs, int64_t row_step, int64_t unit_step, const W *weights, int64_t units,
-                              Floats (*sums)[kVectors], Soon soon) {
+__attribute__((noinline)) void multiply(const In *inputs, int64_t row_step, int64_t unit_step, const W *weights,
+                                        int64_t units, Floats (*sums)[kVectors], Soon soon) {
   constexpr int step = kPanel, bytes = step * sizeof(W), parts = kParts<In, W>;
   Floats acc[ROWS][kVectors] = {};
   if constexpr (IS_ADDED)

@@ -4,7 +4,7 @@
 # Guess: null means the same as a field that is left out, as in Anthropic's own clients, whose type of it is optional.
 # What happens: generateText fails with "Invalid JSON response"; without the field the same message is read. A stream with
 #   the null is read, too.
-# Why it matters: a server tested with Anthropic's clients only answers nobody who uses the AI SDK without streams. Skipjoin
+# Why it matters: a server tested with Anthropic's clients only fails users of the AI SDK without streams. Skipjoin
 #   left the null in and leaves it out now.
 source "$(dirname "$0")/support.bash"
 node_packages @ai-sdk/anthropic@3.0.140 ai@6.0.326

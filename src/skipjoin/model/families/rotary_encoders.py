@@ -91,7 +91,7 @@ _NOMIC = {
     "rope_theta": "rotary_emb_base",
     "partial_rotary_factor": "rotary_emb_fraction",
 }
-# Values that change what is computed, and the ones that are.
+# Fields that would change what is computed, with the only values that are supported.
 _NOMIC_FIXED = {
     **{"prenorm": False, "parallel_block": False, "use_rms_norm": False, "rotary_emb_interleaved": False},
     **{"qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False, "causal": False, "num_experts": 0},

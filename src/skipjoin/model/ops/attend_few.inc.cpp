@@ -45,8 +45,8 @@ SKIPJOIN_INLINE void score(const Unit<T> *query, int64_t pitch, const T *keys, c
   }
 }
 
-// Number of vectors of a value's units that are added at a time: at least, and with so many queries, whose sums hide
-// the latency of each other and fit the registers.
+// Number of vectors of a value that are added at a time: the minimum, and that for a number of queries. Few queries take
+// more vectors, so that enough independent sums hide the latency of additions while all of them fit the registers.
 constexpr int kAdded = kLanes == 16 ? 4 : 2;
 constexpr int added(int queries) { return kLanes == 16 || queries > 2 ? kAdded : queries == 2 ? 4 : 8; }
 

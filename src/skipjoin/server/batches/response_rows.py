@@ -46,9 +46,7 @@ class ResponseRows:
         async with self._db.reading() as connection:
             query = sa.select(responses).where(responses.c.id == response_id, self._is_visible(owner))
             found = (await connection.execute(query)).mappings().one_or_none()
-        return (
-            None if found is None else ResponseRow(**{name: found[name] for name in ResponseRow.__dataclass_fields__})
-        )
+        return None if found is None else ResponseRow(**{name: found[name] for name in _FIELDS})
 
     async def holders(self, owner: str, items: Collection[str]) -> list[str]:
         """Return the ids of the responses that have `items`, as far as they exist."""

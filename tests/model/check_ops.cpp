@@ -48,7 +48,8 @@ template <typename T> void check_linear(int64_t type) {
   const int64_t rows = 33, n = 70, k = 45;
   auto x = drawn<T>(rows * k), weights = drawn<T>(n * k);
   std::vector<char> packed(skipjoin_packed_bytes(type, n, k, 0));
-  skipjoin_pack_weights(type, weights.data(), n, k, 0, packed.data(), kThreads);
+  const void *part = weights.data();
+  skipjoin_pack_weights(type, &part, &n, n, k, 0, packed.data(), kThreads);
   auto product = [&](int64_t first, int64_t count) {
     std::vector<T> out(count * n);
     std::vector<char> scratch(skipjoin_scratch_bytes(type, count, k, kThreads));
@@ -78,7 +79,8 @@ template <typename T> void check_experts(int64_t type) {
   auto product = [&](int64_t n, int64_t k, bool gated) {
     auto weights = drawn<T>(n * k);
     packed.emplace_back(skipjoin_packed_bytes(type, n, k, gated));
-    skipjoin_pack_weights(type, weights.data(), n, k, gated, packed.back().data(), kThreads);
+    const void *part = weights.data();
+    skipjoin_pack_weights(type, &part, &n, n, k, gated, packed.back().data(), kThreads);
     Linear call{};
     call.weights = packed.back().data(), call.n = n, call.k = k, call.gated = gated, call.activation = gated ? kSilu : kNone;
     return call;

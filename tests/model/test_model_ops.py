@@ -83,6 +83,15 @@ def test_linear(dtype, outputs, inputs):
 
 @needs_library
 @dtypes
+def test_matrices_are_packed_as_one(dtype):
+    parts = [drawn(dtype, rows, 33, seed=rows) for rows in (20, 1, 37)]
+    ops, x = CppOps(LIBRARY, dtype), drawn(dtype, 5, 33)
+    for activation in (None, "silu_and_mul"):
+        assert torch.equal(ops.linear(parts, None, activation)(x), ops.linear(torch.cat(parts), None, activation)(x))
+
+
+@needs_library
+@dtypes
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_of_far_values(dtype, name):
     x = torch.cat([torch.arange(-12, 12, 0.01), torch.tensor([-3e4, -200, 0, 200, 3e4])]).to(dtype)[:, None]

@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from skipjoin.model.config import DTYPES, ModelError
 from skipjoin.model.family import family_named
 from skipjoin.model.groups import GroupedMatrix, rounded, same_order
-from skipjoin.model.large_pages import large_page_bytes
-from skipjoin.model.ops.base import LayerOps, Linear, LookedUp, Norm, Product
+from skipjoin.model.ops.base import LayerOps, Linear, LookedUp, Matrices, Norm, Product
+from skipjoin.model.ops.torch_ops import joined
 from skipjoin.model.weight_files import INDEX, Source, read_weight_map, safetensors_files
 
 # Stored tensor types that can be weights, and the nearest supported ones. Others are quantized, or no numbers.
@@ -45,7 +45,7 @@ class Stack(NamedTuple):
     """Matrices of experts that are stored as one tensor, [experts, out, in], or [experts, in, out] if `is_transposed`.
 
     Attributes:
-        rows: Rows that this rank has, in its order; None for all.
+        rows: Matrices that this rank has, in its order; None for all.
         columns: Likewise, consecutive.
     """
 
@@ -94,14 +94,13 @@ class Weights(ABC):
     ) -> Product:
         """Make one product of matrices with the same input by concatenating their rows; `columns` are this rank's."""
 
-        def taken(kind: str, *size: int, **options: Any) -> torch.Tensor:
-            parts = (
-                one.reordered(self.take(f"{one.name}.{kind}", one.out, *size, rows=one.rows, **options))
-                for one in matrices
-            )
-            return _join(list(parts))
+        def taken(kind: str, *size: int, **options: Any) -> list[torch.Tensor]:
+            return [
+                matrix.reordered(self.take(f"{matrix.name}.{kind}", matrix.out, *size, rows=matrix.rows, **options))
+                for matrix in matrices
+            ]
 
-        shift = taken("bias") if bias else None
+        shift = joined(taken("bias")) if bias else None
         coded = [found for one in matrices if (found := self.grouped(one, inputs, columns)) is not None]
         if len(coded) == len(matrices) and same_order(coded):
             rows = [
@@ -112,7 +111,7 @@ class Weights(ABC):
         return self.product(ops, taken("weight", inputs, columns=columns), shift, activation)
 
     def product(
-        self, ops: LayerOps, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
+        self, ops: LayerOps, weight: Matrices, bias: torch.Tensor | None, activation: str | None = None
     ) -> Product:
         return ops.linear(weight, bias, activation)
 
@@ -134,21 +133,6 @@ class Weights(ABC):
         if coded is not None:
             return ops.grouped([coded], None)
         return self.take(f"{matrix.name}.weight", matrix.out, width, rows=matrix.rows)
-
-
-def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
-    first = tensors[0]
-    if first.is_meta:  # torch.cat would import torch's compiler, which takes seconds
-        return first.new_empty((sum(map(len, tensors)), *first.shape[1:]))
-    if len(tensors) == 1:
-        return first
-    if first.device.type != "cpu":
-        return torch.cat(tensors)
-    # Memory of its own, which the system gets back once the matrix is packed: in the heap, small tensors that are kept
-    # would take the place of a freed one, so that each next one grows the heap.
-    size = sum(tensor.nbytes for tensor in tensors)
-    joined = large_page_bytes(size).view(first.dtype).view(-1, *first.shape[1:])
-    return torch.cat(tensors, out=joined)
 
 
 class PlannedWeights(Weights):
@@ -183,8 +167,9 @@ class PlannedWeights(Weights):
         return PlannedProduct(sum(known) + shifts)
 
     def product(
-        self, ops: LayerOps, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
+        self, ops: LayerOps, weight: Matrices, bias: torch.Tensor | None, activation: str | None = None
     ) -> Product:
+        weight = joined(weight)
         size = self._product_bytes(*weight.shape)
         if size is None:
             return super().product(ops, weight, bias, activation)
@@ -237,9 +222,10 @@ class Int8Weights(Weights):
         return rounded(self.take(f"{matrix.name}.weight", matrix.out, inputs, rows=matrix.rows, columns=columns))
 
     def product(
-        self, ops: LayerOps, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None
+        self, ops: LayerOps, weight: Matrices, bias: torch.Tensor | None, activation: str | None = None
     ) -> Product:
-        return ops.grouped([rounded(weight)], bias, activation)
+        parts = [weight] if isinstance(weight, torch.Tensor) else weight
+        return ops.grouped([rounded(part) for part in parts], bias, activation)
 
 
 class SafetensorsFiles:

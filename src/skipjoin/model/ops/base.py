@@ -29,6 +29,9 @@ class Norm(Protocol):
         ...
 
 
+# A matrix [out, in], or several whose rows follow each other.
+Matrices = torch.Tensor | Sequence[torch.Tensor]
+
 # Normalizes queries or keys, [n, heads, dim]; contiguous in the last dimension.
 HeadNorm = Callable[[torch.Tensor], torch.Tensor]
 
@@ -132,7 +135,7 @@ class LayerOps(Protocol):
         """Return the norms for attention to apply, or None where it is no faster than a call of each."""
         ...
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> Product:
+    def linear(self, weight: Matrices, bias: torch.Tensor | None, activation: str | None = None) -> Product:
         """Prepare [out, in] weights, which it may keep, with an activation after the bias (ALISE section 3.3)."""
         ...
 

@@ -12,7 +12,7 @@ from skipjoin.model.attention.base import AttentionBackend, HeadWeights
 from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.large_pages import Arena
 from skipjoin.model.layers import Adjusted, products_of, without_adapters
-from skipjoin.model.ops.base import Experts, FusedLayers, HeadNorm, LayerParts, Linear, Norm, Routed
+from skipjoin.model.ops.base import Experts, FusedLayers, HeadNorm, LayerParts, Linear, Matrices, Norm, Routed
 from skipjoin.model.ops.build import library_id, path_of
 from skipjoin.model.ops.calls import CPP_DTYPES, ExpertsCall, GroupsCall, LayerCall, LinearCall, check_sizes
 from skipjoin.model.ops.choice import WAYS, Choices
@@ -72,7 +72,7 @@ _SIGNATURES = {
     "skipjoin_floats_are_faster": ([], c_int64),
     "skipjoin_scratch_bytes": ([_I] * 4, c_int64),
     "skipjoin_packed_bytes": ([_I] * 4, c_int64),
-    "skipjoin_pack_weights": ([_I, _P, _I, _I, _I, _P, _I], None),
+    "skipjoin_pack_weights": ([_I, ctypes.POINTER(_P), ctypes.POINTER(_I), _I, _I, _I, _P, _I], None),
     "skipjoin_panel_rows": ([_I, _P, _I, _P, _I, _P, _I], None),
     "skipjoin_strip_lanes": ([], c_int64),
     "skipjoin_strip_bytes": ([ctypes.POINTER(GroupsCall)], c_int64),
@@ -150,7 +150,7 @@ class CppOps:
             return self._without_tiles
         return self._choices.way(linear.shape(), (self._without_tiles, "tiles"), linear.seconds)
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> CppLinear:
+    def linear(self, weight: Matrices, bias: torch.Tensor | None, activation: str | None = None) -> CppLinear:
         return CppLinear(self, weight, bias, activation)
 
     def grouped(
@@ -207,16 +207,17 @@ class CppRMSNorm(TorchRMSNorm):
 class CppLinear(CompiledLinear):
     """Weights in panels of outputs, each read once per product."""
 
-    def __init__(self, ops: CppOps, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> None:
-        outputs, inputs = weight.shape
+    def __init__(self, ops: CppOps, weight: Matrices, bias: torch.Tensor | None, activation: str | None) -> None:
+        parts = [part.contiguous() for part in ([weight] if isinstance(weight, torch.Tensor) else weight)]
+        outputs, inputs, count = sum(map(len, parts)), parts[0].shape[1], len(parts)
         super().__init__(ops, outputs, inputs, activation)
         panel = ops.library.skipjoin_panel()
-        packed_bytes = ops.library.skipjoin_packed_bytes(ops.type, *weight.shape, self.is_gated)
+        packed_bytes = ops.library.skipjoin_packed_bytes(ops.type, outputs, inputs, self.is_gated)
         self._packed = ops.arena.take(packed_bytes)
-        weight = weight.contiguous()
         ops.library.skipjoin_pack_weights(
-            ops.type, weight.data_ptr(), *weight.shape, self.is_gated, self._packed.data_ptr(), threads_here()
-        )
+            ops.type, (_P * count)(*(part.data_ptr() for part in parts)), (_I * count)(*map(len, parts)), outputs,
+            inputs, self.is_gated, self._packed.data_ptr(), threads_here(),
+        )  # fmt: skip
         self._bias = None if bias is None else _in_panels(bias.float(), self.is_gated, panel)
         self.weight_bytes = packed_bytes + (0 if self._bias is None else self._bias.nbytes)
         self.use(weights=self._packed.data_ptr(), bias=_address(self._bias))

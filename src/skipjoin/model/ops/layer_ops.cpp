@@ -267,17 +267,42 @@ void linear_by_tiles(const Linear &c) {
 
 #endif
 
+// Matrices of k inputs whose rows follow each other.
+struct Parts {
+  const void *const *rows;
+  const int64_t *counts;
+
+  template <typename T> const T *row(int64_t index, int64_t k) const {
+    int64_t part = 0;
+    for (; index >= counts[part]; part++) index -= counts[part];
+    return (const T *)rows[part] + index * k;
+  }
+};
+
 // Packs [n, k] into panels, zero-padded.
-template <typename T> void pack_weights(const T *weights, int64_t n, int64_t k, int64_t gated, T *packed, int threads) {
-  constexpr int per = kInputs<T>;
-  int64_t units = packed_units<T>(k);
+template <typename T> void pack_weights(Parts parts, int64_t n, int64_t k, int64_t gated, T *packed, int threads) {
+  constexpr int per = kInputs<T>, block = 64 / (per * sizeof(T)); // units of a cache line of a row
+  struct Inputs {
+    T of[per];
+  };
+  int64_t units = packed_units<T>(k), whole = k / per;
   skipjoin::share(threads, panels_of(n, gated), 1, [&](int64_t p) {
-    T *panel = packed + p * units * kPanel * per;
+    Inputs *panel = (Inputs *)packed + p * units * kPanel;
+    const T *rows[kPanel];
     for (int column = 0; column < kPanel; column++) {
       int64_t output = output_of(n, gated, p, column);
-      for (int64_t i = 0; i < units * per; i++)
-        panel[(i / per * kPanel + column) * per + i % per] = output >= 0 && i < k ? weights[output * k + i] : T(0);
+      rows[column] = output < 0 ? nullptr : parts.row<T>(output, k);
     }
+    // By blocks, because columns of a whole panel would be far apart in memory.
+    for (int64_t first = 0; first < units; first += block)
+      for (int column = 0; column < kPanel; column++) {
+        Inputs *to = panel + column;
+        const T *row = rows[column];
+        int64_t u = first, end = std::min(first + block, units), copied = row ? std::min(end, whole) : u;
+        for (; u < copied; u++) std::memcpy(to + u * kPanel, row + u * per, sizeof(Inputs));
+        for (; u < end; u++)
+          for (int64_t i = u * per; i < (u + 1) * per; i++) to[u * kPanel].of[i % per] = row && i < k ? row[i] : T(0);
+      }
   });
 }
 
@@ -406,11 +431,10 @@ int64_t skipjoin_packed_bytes(int64_t type, int64_t n, int64_t k, int64_t gated)
   return bytes;
 }
 
-void skipjoin_pack_weights(int64_t type, const void *weights, int64_t n, int64_t k, int64_t gated, void *packed,
-                           int64_t threads) {
-  with_type(type, [&](auto t) {
-    pack_weights((const decltype(t) *)weights, n, k, gated, (decltype(t) *)packed, threads);
-  });
+// parts: matrices [counts[i], k] whose rows follow each other, n in all.
+void skipjoin_pack_weights(int64_t type, const void *const *parts, const int64_t *counts, int64_t n, int64_t k,
+                           int64_t gated, void *packed, int64_t threads) {
+  with_type(type, [&](auto t) { pack_weights(Parts{parts, counts}, n, k, gated, (decltype(t) *)packed, threads); });
 }
 
 void skipjoin_panel_rows(int64_t type, const void *packed, int64_t k, const int64_t *ids, int64_t count, void *out,

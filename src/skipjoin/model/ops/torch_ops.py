@@ -20,6 +20,7 @@ from skipjoin.model.ops.base import (
     LayerParts,
     Linear,
     LookedUp,
+    Matrices,
     Norm,
 )
 from skipjoin.model.ops.experts import LoopedExperts
@@ -27,6 +28,15 @@ from skipjoin.model.ops.recurrent import RecurrentOps, TorchRecurrent
 
 # Values of `ModelConfig.activation`.
 ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
+
+
+def joined(weight: Matrices) -> torch.Tensor:
+    if isinstance(weight, torch.Tensor):
+        return weight
+    first = weight[0]
+    if first.is_meta:  # torch.cat would import torch's compiler, which takes seconds
+        return first.new_empty((sum(map(len, weight)), *first.shape[1:]))
+    return first if len(weight) == 1 else torch.cat(list(weight))
 
 
 class TorchLinear:
@@ -104,8 +114,8 @@ class TorchOps:
     def step(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
-        return TorchLinear(weight, bias, activation)
+    def linear(self, weight: Matrices, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
+        return TorchLinear(joined(weight), bias, activation)
 
     def grouped(
         self, matrices: Sequence[GroupedMatrix], bias: torch.Tensor | None, activation: str | None = None

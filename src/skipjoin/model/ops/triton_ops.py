@@ -10,9 +10,9 @@ from skipjoin.model.kernels.activations import bias_and_activation, gate_and_mul
 from skipjoin.model.kernels.experts import Blocks, expert_product, weighted_sum
 from skipjoin.model.kernels.norms import MAX_WIDTH, normalize
 from skipjoin.model.kernels.products import product
-from skipjoin.model.ops.base import GATES, Experts, HeadNorm, Linear, Norm, Routed
+from skipjoin.model.ops.base import GATES, Experts, HeadNorm, Linear, Matrices, Norm, Routed
 from skipjoin.model.ops.experts import LoopedExperts, route
-from skipjoin.model.ops.torch_ops import TorchLinear, TorchOps
+from skipjoin.model.ops.torch_ops import TorchLinear, TorchOps, joined
 
 
 class TritonOps(TorchOps):
@@ -20,8 +20,8 @@ class TritonOps(TorchOps):
 
     name = path = "triton"
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
-        return TritonLinear(weight, bias, activation)
+    def linear(self, weight: Matrices, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
+        return TritonLinear(joined(weight), bias, activation)
 
     def experts(
         self, up: Sequence[Linear], down: Sequence[Linear], per_row: int, *, among: bool, scale: float = 1.0
@@ -123,8 +123,8 @@ class TritonNorm:
 class InvariantOps(TritonOps):
     """Batch-invariant `TritonOps`: the rows of products do not depend on the batch."""
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
-        return InvariantLinear(weight, bias, activation)
+    def linear(self, weight: Matrices, bias: torch.Tensor | None, activation: str | None = None) -> TorchLinear:
+        return InvariantLinear(joined(weight), bias, activation)
 
 
 class InvariantLinear(TritonLinear):

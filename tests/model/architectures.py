@@ -60,7 +60,19 @@ NUMBERED = {
 # Kinds of layers of published models, where those of the default configuration are others.
 KINDS = {
     "Lfm2ForCausalLM": ("conv", "full_attention"),
+    "Lfm2MoeForCausalLM": ("conv", "full_attention"),
     "MiniMaxM3VLForCausalLM": ("full_attention", "minimax_m3_sparse"),
+}
+# Further fields of some, whose default sizes are large or do not fit the others.
+FIELDS: dict[str, dict[str, Any]] = {
+    "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
+    "BambaForCausalLM": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_state": 16},
+    "FalconH1ForCausalLM": {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_d_head": 16, "mamba_d_ssm": 128},
+    "NemotronHForCausalLM": {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2},
+    "Zamba2ForCausalLM": {"n_mamba_heads": 8, "mamba_headdim": 16, "mamba_d_state": 16},
+    "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
+    "ZambaForCausalLM": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
+    "Lfm2MoeForCausalLM": {"num_dense_layers": 1, "norm_eps": 1e-5},
 }
 # A larger model has fields that are not above.
 MAX_PARAMETERS = 20_000_000
@@ -74,10 +86,11 @@ def configurations(kind: type[Any]) -> Iterator[Any]:
     of = type(kind.config_class().get_text_config(decoder=True))
     default = of()
     is_latent = getattr(default, "kv_lora_rank", None) is not None
-    fields: dict[str, Any] = SMALL | (LATENT if is_latent else {})
+    more = FIELDS.get(kind.__name__, {})
+    fields: dict[str, Any] = SMALL | (LATENT if is_latent else {}) | more
     names = {*default.to_dict(), *of.attribute_map} & {*fields}
     known = default.to_dict()
-    names -= {name for name in names - NUMBERED if name not in of.attribute_map and known[name] is None}
+    names -= {name for name in names - NUMBERED if name not in of.attribute_map and known[name] is None} - {*more}
     kinds = KINDS.get(kind.__name__) or tuple(dict.fromkeys(known.get("layer_types") or ()))
     if kinds:
         fields["layer_types"] = [kinds[layer % len(kinds)] for layer in range(fields["num_hidden_layers"])]

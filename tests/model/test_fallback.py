@@ -124,14 +124,13 @@ def test_log_says_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, r"its layers keep a state that is no KV \(LinearAttentionLayer\)"),
-        ({"architectures": ["JambaForCausalLM"]}, r"its layers keep a state that is no KV"),
+        ({"architectures": ["MiniMaxForCausalLM"]}, r"its layers keep a state that is no KV"),
+        ({"architectures": ["RwkvForCausalLM"]}, r"its layers keep a state that is no KV"),
         ({"architectures": ["XGLMForCausalLM"]}, r"cannot run through transformers .*: its attention cannot be rep"),
         ({"architectures": ["FalconForCausalLM"], "alibi": True}, "adds linear biases"),
         ({"architectures": ["MptForCausalLM"]}, "adds linear biases"),
         ({"architectures": ["BertLMHeadModel"]}, "its tokens attend to others than all earlier ones"),
         ({"architectures": ["BartForCausalLM"]}, "it needs an encoder"),
-        ({"architectures": ["DiffLlamaForCausalLM"]}, "a module attends more than once in a step"),
         (
             FALLBACKS["gpt2"] | {"quantization_config": {"quant_method": "awq"}},
             "quantization_config is not supported for GPT2LMHeadModel, which has no family of Skipjoin's own",

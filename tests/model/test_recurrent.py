@@ -22,6 +22,8 @@ from skipjoin.model.ops.recurrent import (
     GateKind,
     Recurrence,
     RecurrenceInputs,
+    Scan,
+    ScanInputs,
     TorchRecurrent,
 )
 from skipjoin.model.parallel import check_shards
@@ -75,12 +77,19 @@ def test_compiled_operations_equal_those_of_torch(
             ConvolutionInputs(given, *(() if is_delta else (before, after))), convolution, inputs, batch
         )
         out = ops.recur(RecurrenceInputs(*parts[: 5 if is_delta else 4]), of, matrices, batch)
+        shares = [torch.rand(9, heads, generator=torch.Generator().manual_seed(place)) for place in (2, 3)]
+        given = RecurrenceInputs(*parts[:3], shares[0].log(), shares[1])
+        learned = ops.recur(given, Recurrence(key_heads, None, None), kept[1].clone(), batch)
+        scanned, rates = kept[1][:, :, 0].clone(), kept[1][0, :, 0].square().neg()
+        scan = Scan(rates.contiguous(), kept[1][0, 0, 0].contiguous(), kept[1][0, 0, 1].contiguous())
+        pair = rows[:, :values], rows[:, 40 : 40 + values]
+        scanning = ops.scan(ScanInputs(rows[:, 1 : 1 + heads], rows[:, 9 : 9 + heads], *pair), scan, scanned, batch)
         kind = GateKind.NORM_THEN_SILU if is_delta else GateKind.SILU_THEN_NORM
         groups = out.clone().view(9, 1 if not is_delta else heads, -1)
         normed = ops.gate(groups, gates, Gate(kind, gates[:1].float().view(groups.shape[1:]), 1e-5))
         single = gates if is_delta else gates[:, :1].contiguous()
         mixed = ops.gate(out.clone().view(9, 1, -1), single, Gate(GateKind.SIGMOID))
-        found.append([convolved, inputs, out, matrices, normed, mixed])
+        found.append([convolved, inputs, out, matrices, normed, mixed, learned, scanning, scanned])
     for ours, theirs in zip(*found, strict=True):
         assert (ours.float() - theirs.float()).norm() <= tolerance * theirs.float().norm()
     assert decodes or torch.equal(found[0][3][[2, 1]], found[0][3][[5, 3]]), "a snapshot at the end is the state"

@@ -6,6 +6,21 @@ from typing import Any
 
 _SHAPE = {"vocab_size": 97, "hidden_size": 48, "num_attention_heads": 4, "max_position_embeddings": 256}
 _GATED = _SHAPE | {"intermediate_size": 80, "num_key_value_heads": 2}
+# Of models that run through transformers: attention beside Mamba-2, no attention, Mamba with experts, the delta rule.
+_THROUGH: dict[str, dict[str, Any]] = {
+    "falcon_h1": _GATED
+    | {"architectures": ["FalconH1ForCausalLM"], "num_hidden_layers": 2, "head_dim": 16, "intermediate_size": 96}
+    | {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_d_state": 16, "mamba_n_groups": 2},
+    "mamba2": {"architectures": ["Mamba2ForCausalLM"], "vocab_size": 97, "num_hidden_layers": 2}
+    | {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
+    "jamba": _GATED
+    | {"architectures": ["JambaForCausalLM"], "num_hidden_layers": 2, "intermediate_size": 96, "num_experts": 4}
+    | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 32, "mamba_d_state": 16},
+    "olmo_hybrid": _GATED
+    | {"architectures": ["OlmoHybridForCausalLM"], "num_hidden_layers": 2, "intermediate_size": 96}
+    | {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 16}
+    | {"linear_num_value_heads": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+}
 # Tails of vectors are in all dimensions.
 HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2": _GATED
@@ -20,4 +35,4 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     | {"architectures": ["GraniteMoeHybridForCausalLM"], "num_hidden_layers": 2, "num_local_experts": 0}
     | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 40}
     | {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 20, "mamba_n_groups": 2},
-}
+} | {name: raw | {"hidden_size": 64, "eos_token_id": None, "pad_token_id": None} for name, raw in _THROUGH.items()}

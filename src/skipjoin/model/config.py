@@ -267,7 +267,8 @@ class ModelConfig:
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly"
             )
         if self.states is not None:
-            _check_states(self.states, self.num_layers)
+            # Modeling code of transformers may have no attention.
+            _check_states(self.states, self.num_layers, 0 if self.source else 1)
         if self.experts is not None and not 1 <= self.experts.per_token <= self.experts.count:
             raise ModelError(
                 f"num_experts_per_tok in config.json must be in [1, {self.experts.count}], the number of experts, "
@@ -275,8 +276,8 @@ class ModelConfig:
             )
 
 
-def _check_states(of: StateSettings, layers: int) -> None:
-    if not 0 < len(of.layers) < layers:
+def _check_states(of: StateSettings, layers: int, least: int) -> None:
+    if not 0 < len(of.layers) <= layers - least:
         raise ModelError(f"of {layers} layers, 1 to {layers - 1} must have attention, got {layers - len(of.layers)}")
     if not 2 <= of.kernel <= MAX_KERNEL:
         raise ModelError(f"the convolutions in config.json must read 2 to {MAX_KERNEL} tokens, got {of.kernel}")

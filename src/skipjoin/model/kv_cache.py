@@ -135,8 +135,9 @@ def _by_layer(tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def kv_shape(config: ModelConfig, shard: Shard) -> tuple[int, int]:
-    """Return a rank's layers and heads of KV. An encoder keeps none, and its blocks only count tokens."""
-    return (1, 1) if config.is_encoder else (len(shard.kv_layers(config)), len(shard.kv_heads(config)))
+    """Return a rank's layers and heads of KV. Encoders and models without attention have blocks to count tokens."""
+    layers = 0 if config.is_encoder else len(shard.kv_layers(config))
+    return (layers, len(shard.kv_heads(config))) if layers else (1, 1)
 
 
 def _heads(config: ModelConfig, shard: Shard) -> int:

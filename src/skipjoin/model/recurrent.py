@@ -103,6 +103,7 @@ class DeltaNet:
         norm = builder.tensor(f"{name}.norm.weight", of.value_dim).float().unsqueeze(0)
         self._gate = Gate(GateKind.NORM_THEN_SILU, norm, config.norm_eps)
         keys, values = of.key_heads * of.key_dim, of.heads * of.value_dim
+        self._heads = of.heads
         self._parts, self._sizes = (keys, keys, values), (2 * keys + values, values, of.heads, of.heads)
         self._leave = builder.linear(f"{name}.out_proj", (config.hidden_size,), values, False)
 
@@ -114,7 +115,7 @@ class DeltaNet:
         query, key, value = given.split(self._parts, dim=1)
         inputs = RecurrenceInputs(query, key, value, decay, rate)
         out = ops.recur(inputs, self._of, states.matrices(self._layer), step.batch)
-        heads = out.view(len(out), len(self._of.log_a), -1)
+        heads = out.view(len(out), self._heads, -1)
         ops.gate(heads, gate, self._gate)
         return self._leave.add_to(out, total, then)
 

@@ -13,6 +13,7 @@ from skipjoin.model.config import ModelError
 from skipjoin.model.cuda import is_out_of_memory
 from skipjoin.model.fallback.interfaces import QueryKeyValue, hook
 from skipjoin.model.fallback.loading import Packer, load
+from skipjoin.model.fallback.mixers import SlotMixing, mix
 from skipjoin.model.fallback.older import with_positions
 from skipjoin.model.fallback.probe import compare, reference_of
 from skipjoin.model.fallback.settings import Settings, fields, refusal, settings_of
@@ -44,8 +45,14 @@ class TransformersDecoder:
         self._step: LayerInputs | None = None
         self._dim, self._kv_heads = builder.config.head_dim, builder.config.num_kv_heads
         modules = dict(model.named_modules())
-        for layer, (name, call) in enumerate(settings.traced.attentions.items()):
-            hook(modules[name], attend=_PagedAttention(self, layer, call))
+        calls: dict[str, list[tuple[int, Attention]]] = {}
+        for layer, (name, call) in enumerate(settings.traced.attentions):
+            calls.setdefault(name, []).append((layer, call))
+        self._attentions = [_PagedAttention(self, found) for found in calls.values()]
+        for name, attend in zip(calls, self._attentions, strict=True):
+            hook(modules[name], attend=attend)
+        for layer, name in enumerate(settings.traced.mixers):
+            mix(modules[name], SlotMixing(builder.ops.recurrent, layer, self._inputs))
         packer = Packer(model, settings, builder)
         self._base = getattr(model, model.base_model_prefix)
         self.output = _Output(model)
@@ -57,6 +64,8 @@ class TransformersDecoder:
 
     def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
         self._step = step
+        for attend in self._attentions:
+            attend.calls = 0
         try:
             found = self._base(input_ids=x[None], position_ids=step.batch.positions[None], use_cache=False)
         finally:
@@ -66,6 +75,10 @@ class TransformersDecoder:
 
     def _logits(self, builder: Builder, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         return self.output(self.advance(self.embed(batch), LayerInputs(batch, kv, builder.attention)))
+
+    def _inputs(self) -> LayerInputs:
+        assert self._step is not None
+        return self._step
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
@@ -82,8 +95,7 @@ class TransformersDecoder:
 
         `slopes` are those of linear biases (ALiBi), [heads].
         """
-        step = self._step
-        assert step is not None
+        step = self._inputs()
         query, key, value = (x[0] for x in query_key_value)
         if slopes is not None:
             query, key = with_positions(query, key, step.batch.positions, slopes / options["scale"])
@@ -96,10 +108,14 @@ class TransformersDecoder:
 
 
 class _PagedAttention:
-    """What a module of attention calls in place of transformers' functions."""
+    """What a module of attention calls in place of transformers' functions.
 
-    def __init__(self, decoder: TransformersDecoder, layer: int, call: Attention) -> None:
-        self._decoder, self._layer, self._call = decoder, layer, call
+    Attributes:
+        calls: Their number in a step. A module that is used by several layers has KV for each of them.
+    """
+
+    def __init__(self, decoder: TransformersDecoder, layers: list[tuple[int, Attention]]) -> None:
+        self._decoder, self._layers, self.calls = decoder, layers, 0
         self._sinks: torch.Tensor | None = None
 
     def __call__(
@@ -110,10 +126,12 @@ class _PagedAttention:
         options: dict[str, Any],
     ) -> torch.Tensor:
         scale, dim = options.get("scaling"), query_key_value[0].shape[-1]
+        layer, call = self._layers[self.calls]
+        self.calls += 1
         if (sinks := options.get("s_aux")) is not None and self._sinks is None:
             self._sinks = sinks.detach().float().contiguous()
         return self._decoder.attend(
-            self._layer, self._call, query_key_value, options.get("slopes"),
+            layer, call, query_key_value, options.get("slopes"),
             scale=dim**-0.5 if scale is None else float(scale),
             cap=float(options.get("softcap") or 0.0), sinks=self._sinks,
         )  # fmt: skip
@@ -125,7 +143,7 @@ class _Output:
     weight_bytes = 0  # counted with the model
 
     def __init__(self, model: Any) -> None:
-        self._model, self._rows = copy.copy(model), _Rows()
+        self._model, self._rows = copy.copy(model), _Rows(getattr(model, model.base_model_prefix))
         self._model._modules = {**model._modules, model.base_model_prefix: self._rows}
         self._ids = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
 
@@ -139,9 +157,16 @@ class _Output:
 
 
 class _Rows(torch.nn.Module):
-    """Stands for the layers below the output projection, and returns rows that they computed."""
+    """Stands for the layers below the output projection, whose attributes it has, and returns rows they computed."""
 
     hidden: torch.Tensor
+
+    def __init__(self, layers: torch.nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_layers"] = layers  # not as a module of this one
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_layers"], name)
 
     def forward(self, *ignored: Any, **also: Any) -> _Outputs:
         return _Outputs(self.hidden)

@@ -97,7 +97,7 @@ class Packer:
     def _packed(self, module: Any, name: str, weight: torch.Tensor) -> PackedWeight:
         is_wide = name in self._traced.widened and weight.dtype != torch.float32
         bias = getattr(module, "bias", None) if name.endswith(".weight") else None
-        if is_wide or not isinstance(bias, torch.Tensor) or bias.dim() != 1:
+        if is_wide or name in self._traced.left or not isinstance(bias, torch.Tensor) or bias.dim() != 1:
             bias = None
         matrix = weight.t().contiguous() if name in self._traced.transposed else weight.detach()
         if is_wide:

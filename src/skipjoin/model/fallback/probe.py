@@ -65,14 +65,14 @@ def compare(
     """
     config, ids = builder.config, reference.ids
     width = -(-len(ids) // _BLOCK)
-    kv = PagedKV(2 * width, _BLOCK, config, builder.dtype, reference.logits.device)
+    kv = PagedKV(2 * width, _BLOCK, config, builder.dtype, reference.logits.device, state_slots=2)
     cut, whole = range(width), range(width, 2 * width)
 
     def run(*segments: Segment) -> torch.Tensor:
         return logits_of(PackedBatch.build(segments, _BLOCK, reference.logits.device), kv)
 
     def of(first: int, end: int, blocks: range) -> Segment:
-        return Segment(ids[first:end], first, blocks, True, True)
+        return Segment(ids[first:end], first, blocks, True, True, state=int(blocks is whole))
 
     both = run(of(0, _FIRST, cut), of(0, len(ids), whole))
     last = len(ids) - 1

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 
 from skipjoin.model.ops.base import Linear
 
+# Functions with a weight on the left.
+_LEFT = (torch.Tensor.matmul, torch.Tensor.__matmul__, torch.matmul)
 # Functions that return a tensor in another type.
 CASTS = frozenset({"to", "type", "float"})
 
@@ -38,6 +40,9 @@ class PackedWeight(torch.Tensor):
         if function is torch.addmm:
             bias, x, weight = args
             return weight._multiply(x, bias)
+        if function in _LEFT:
+            weight, x = args
+            return weight._multiply(x.transpose(-1, -2), None).transpose(-1, -2)
         with torch._C.DisableTorchFunctionSubclass():
             if function.__name__ in CASTS:
                 return args[0] if args[0].dtype == torch.float32 else function(*args, **(kwargs or {}))

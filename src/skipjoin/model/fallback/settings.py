@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from skipjoin.model.config import LARGEST, ModelError, check_sizes
+from skipjoin.model.config import LARGEST, ModelError, StateSettings, check_sizes
 from skipjoin.model.fallback.trace import Traced, trace
 
 # Entries of config.json that are not the model's: they choose code and kernels, or types that `dtype` chooses.
@@ -24,8 +24,10 @@ _LARGEST_COUNT = 1 << 20
 _CHANGING = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
 
 
-# Positions of the training of models without a field for it. Linear biases have no bound.
-_UNBOUNDED = {"bloom": 2048}
+# Positions of the training of models without a field for it. Linear biases and states have no bound.
+_UNBOUNDED = {"bloom": 2048, "mamba": 2048, "mamba2": 2048, "falcon_mamba": 8192}
+# Heads, key-value heads and length of a head in the KV of models without attention, whose blocks only count tokens.
+_NO_ATTENTION = (1, 1, 64)
 
 
 class Settings(NamedTuple):
@@ -61,16 +63,19 @@ def fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     read = {name: value for name, value in raw.items() if name not in _NOT_READ and not name.startswith("_")}
     source = json.dumps({**read, "architectures": [architecture]}, sort_keys=True)
     settings = settings_of(source)
-    config, calls = settings.config.get_text_config(), [*settings.traced.attentions.values()]
-    heads, kv_heads = (max(counts) for counts in zip(*((call.heads, call.kv_heads) for call in calls), strict=True))
+    config, traced = settings.config.get_text_config(), settings.traced
+    calls = [call for _, call in traced.attentions]
+    shapes = [(call.heads, call.kv_heads, max(call.dim, call.value_dim)) for call in calls] or [_NO_ATTENTION]
+    heads, kv_heads, dim = (max(counts) for counts in zip(*shapes, strict=True))
+    layers = len(calls) + len(traced.mixers)
     if any(kv_heads % call.kv_heads for call in calls):
         raise ModelError(f"layers of {architecture} have numbers of key-value heads that do not divide each other")
     return {
-        "num_layers": len(calls),
+        "num_layers": layers,
         "hidden_size": int(config.hidden_size),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
-        "head_dim": max(max(call.dim, call.value_dim) for call in calls),
+        "head_dim": dim,
         "intermediate_size": _intermediate_size(config),
         "vocab_size": int(config.vocab_size),
         "max_positions": _max_positions(config, architecture),
@@ -78,7 +83,10 @@ def fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "tie_embeddings": False,
         "activation": "",
         "rope": None,
-        "windows": tuple(call.window for call in calls),
+        "windows": tuple(call.window for call in calls) + (0,) * len(traced.mixers),
+        "states": StateSettings(layers=tuple(range(len(calls), layers)), **traced.state._asdict())
+        if traced.mixers
+        else None,
         "has_position_keys": any(call.has_slopes for call in calls),
         "source": source,
     }

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 
 from skipjoin.model.config import ModelError
 from skipjoin.model.fallback import older
 from skipjoin.model.fallback.interfaces import OTHER_MASK, PAGED, SAMPLED, QueryKeyValue, hook, register
+from skipjoin.model.fallback.mixers import MixingRecorder, StateShape, mix, mixers
 from skipjoin.model.fallback.products import CASTS
 
 # Options of attention that change nothing here, or that `_Recorder` reads.
@@ -25,6 +26,11 @@ _TOKENS = 8
 _FIXED = "its attention cannot be replaced"
 # Layers of transformers' cache that hold keys and values, or nothing: they attend to KV of others, which ours copies.
 _KV_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"})
+# Those that may also hold a state, of which nothing is used if all functions that read it are ours.
+_STATE_LAYERS = frozenset(
+    {"LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
+)
+_STATE = "its layers keep a state that is no KV"
 
 
 class Attention(NamedTuple):
@@ -42,16 +48,21 @@ class Traced(NamedTuple):
     """What a model computes.
 
     Attributes:
-        attentions: Calls by the name of their module, in order.
+        attentions: Calls with the name of their module, in order.
+        mixers: Names of the modules that have a state, in order, and its shape in each.
         products: Names of matrices that are only multiplied by, except in modules of embeddings.
         transposed: Those of them that are [in, out].
         widened: Those of them that the model uses in float32.
+        left: Those of them that stand on the left of a product, without the bias of their module.
     """
 
-    attentions: dict[str, Attention]
+    attentions: list[tuple[str, Attention]]
+    mixers: list[str]
+    state: StateShape
     products: frozenset[str]
     transposed: frozenset[str]
     widened: frozenset[str]
+    left: frozenset[str]
 
 
 def prepare(kind: type[Any], config: Any) -> None:
@@ -91,7 +102,7 @@ def trace(kind: type[Any], config: Any) -> Traced:
         ModelError: If attention is another than `AttentionBackend` computes.
     """
     cache = DynamicCache(config=config)
-    _check_state(kind, cache)
+    _check_state(cache)
     try:
         model = build(kind, config, "meta", masks=True)
     except KeyError as error:
@@ -102,33 +113,57 @@ def trace(kind: type[Any], config: Any) -> Traced:
     recorder, uses = _Recorder(), _Uses()
     for module in model.modules():
         hook(module, attend=recorder, experts=_no_experts)
+    states = {}
+    for name, module in mixers(model).items():
+        states[name] = MixingRecorder()
+        mix(module, states[name])
     try:
         with torch.inference_mode(), torch.device("meta"), uses:
             ids, positions = torch.zeros((1, _TOKENS), dtype=torch.int64), torch.arange(_TOKENS)[None]
-            model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+            # A cache of states only has no length, for which some ask.
+            has_kv = any(isinstance(layer, CacheLayerMixin) for layer in cache.layers) or not cache.layers
+            given = {"past_key_values": cache, "use_cache": True} if has_kv else {"use_cache": False}
+            model(input_ids=ids, position_ids=positions, **given)
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(f"{_FIXED}, or it cannot run without data: {type(error).__name__}: {error}") from error
-    _check_state(kind, cache)
-    if not recorder.calls:
+    _check_state(cache)
+    used = {name: one.shape for name, one in states.items() if one.shape != StateShape()}
+    if len(set(used.values())) > 1 or any(not one.kernel for one in used.values()):
+        raise ModelError(f"{_STATE}, and differs between them")
+    if sum(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers) != len(used):
+        raise ModelError(f"{_STATE}, and that its code computes by other functions than those of ours")
+    if kind._is_stateful and not used:
+        raise ModelError(_STATE)
+    if not recorder.calls and not used:
         raise ModelError(_FIXED)
     names = {id(module): name for name, module in model.named_modules()}
-    attentions = {names[id(module)]: attention for module, attention in recorder.calls}
-    if len(attentions) < len(recorder.calls):
-        raise ModelError("a module attends more than once in a step, and would need KV for each time")
+    attentions = [(names[id(module)], attention) for module, attention in recorder.calls]
     slots = list(_slots(model))
     products = {name for name, parameter, is_table in slots if not is_table and uses.are_only(parameter, _PRODUCTS)}
+    left = {name for name, parameter, _ in slots if uses.are_only(parameter, _LEFT)}
     widened = {name for name, parameter, _ in slots if uses.of(parameter) & _CASTS}
     transposed = {name for name, parameter, _ in slots if uses.are_only(parameter, _ADDMM)}
-    return Traced(attentions, *map(frozenset, (products | transposed, transposed, widened & products)))
+    state = next(iter(used.values()), StateShape())
+    return Traced(
+        attentions,
+        [*used],
+        state,
+        *map(frozenset, (products | transposed | left, transposed, widened & products, left)),
+    )
 
 
-def _check_state(kind: type[Any], cache: DynamicCache) -> None:
-    if others := sorted({type(layer).__name__ for layer in cache.layers} - _KV_LAYERS):
-        raise ModelError(f"its layers keep a state that is no KV ({', '.join(others)})")
-    if kind._is_stateful:
-        raise ModelError("its layers keep a state that is no KV")
+def _check_state(cache: DynamicCache) -> None:
+    for layer in cache.layers:
+        name = type(layer).__name__
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            used = (*layer.is_conv_states_initialized.values(), *layer.is_recurrent_states_initialized.values())
+            is_known = name in _STATE_LAYERS and not any(used)
+        else:
+            is_known = name in _KV_LAYERS
+        if not is_known:
+            raise ModelError(f"{_STATE} ({name})")
 
 
 def _slots(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter, bool]]:
@@ -180,6 +215,7 @@ def _window(mask: torch.Tensor | None) -> int:
 _CASTS = frozenset((name, 0) for name in CASTS)
 _PRODUCTS = frozenset({("linear", 1), ("embedding", 1)}) | _CASTS
 _ADDMM = frozenset({("addmm", 2)})
+_LEFT = frozenset({("matmul", 0), ("__matmul__", 0)})
 
 
 class _Uses(TorchFunctionMode):

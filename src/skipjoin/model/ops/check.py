@@ -6,7 +6,16 @@ from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.groups import rounded
 from skipjoin.model.ops.base import GATED, Experts, LayerOps
 from skipjoin.model.ops.experts import route
-from skipjoin.model.ops.recurrent import Convolution, ConvolutionInputs, Gate, GateKind, Recurrence, RecurrenceInputs
+from skipjoin.model.ops.recurrent import (
+    Convolution,
+    ConvolutionInputs,
+    Gate,
+    GateKind,
+    Recurrence,
+    RecurrenceInputs,
+    Scan,
+    ScanInputs,
+)
 from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchOps
 
 
@@ -65,7 +74,10 @@ def _recurrent(of: LayerOps, x: torch.Tensor, heads: torch.Tensor) -> list[torch
     out = of.recurrent.recur(parts, recurrence, matrices, batch)
     gate = Gate(GateKind.NORM_THEN_SILU, x[:1, :5].float(), 1e-5)
     gated = of.recurrent.gate(out.clone().view(15, 2, 5), x[:, :10], gate)
-    return [convolved, inputs, out, matrices, gated]
+    states = heads[2:4, :3, :20].float().clone()
+    scanned = ScanInputs(*x[:, 10:56].split((3, 3, 20, 20), dim=1))
+    scan = of.recurrent.scan(scanned, Scan(-heads[4, :3, :20].float().exp(), x[0, :20].float()), states, batch)
+    return [convolved, inputs, out, matrices, gated, scan, states]
 
 
 def _codes_are_right(ops: LayerOps, x: torch.Tensor, weight: torch.Tensor) -> bool:

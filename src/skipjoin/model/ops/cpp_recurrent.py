@@ -8,7 +8,15 @@ import torch
 
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.ops.calls import check_sizes
-from skipjoin.model.ops.recurrent import Convolution, ConvolutionInputs, Gate, Recurrence, RecurrenceInputs
+from skipjoin.model.ops.recurrent import (
+    Convolution,
+    ConvolutionInputs,
+    Gate,
+    Recurrence,
+    RecurrenceInputs,
+    Scan,
+    ScanInputs,
+)
 from skipjoin.model.ops.threads import threads_here
 
 _I, _P = c_int64, c_void_p
@@ -38,6 +46,14 @@ class _Recur(ctypes.Structure):
     )  # fmt: skip
 
 
+class _Scan(ctypes.Structure):
+    _fields_ = (
+        ("query", _P), ("key", _P), ("value", _P), ("step", _P), ("query_stride", _I), ("key_stride", _I),
+        ("value_stride", _I), ("step_stride", _I), ("key_dim", _I), ("channels", _I), ("a", _P), ("step_bias", _P),
+        ("skip", _P), ("states", _P), ("state_stride", _I), ("out", _P), ("sequences", _Sequences), ("threads", _I),
+    )  # fmt: skip
+
+
 class _Gate(ctypes.Structure):
     _fields_ = (
         ("x", _P), ("rows", _I), ("groups", _I), ("width", _I), ("gate", _P), ("gate_stride", _I), ("is_single", _I),
@@ -49,10 +65,11 @@ class CppRecurrent:
     """`RecurrentOps` whose bits do not depend on how prompts are cut, nor on the batch."""
 
     def __init__(self, library: ctypes.CDLL, kind: int) -> None:
-        sizes = {"convolve": _Convolve, "recur": _Recur, "gate": _Gate}
+        sizes = {"convolve": _Convolve, "recur": _Recur, "scan": _Scan, "gate": _Gate}
         check_sizes(library, {f"skipjoin_{name}_bytes": call for name, call in sizes.items()})
-        self._convolve, self._recur, self._gate = (getattr(library, f"skipjoin_{name}") for name in sizes)
-        for function, call in zip((self._convolve, self._recur, self._gate), sizes.values(), strict=True):
+        calls = [getattr(library, f"skipjoin_{name}") for name in sizes]
+        self._convolve, self._recur, self._scan, self._gate = calls
+        for function, call in zip(calls, sizes.values(), strict=True):
             function.argtypes, function.restype = [_I, ctypes.POINTER(call)], None
         self._kind = kind
 
@@ -76,10 +93,21 @@ class CppRecurrent:
         call = _Recur(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), query.stride(0), key.stride(0), value.stride(0),
             states.shape[1], of.key_heads, *states.shape[2:], decay.data_ptr(), _address(rate), decay.stride(0),
-            0 if rate is None else rate.stride(0), of.log_a.data_ptr(), of.decay_bias.data_ptr(), _address(of.skip),
+            0 if rate is None else rate.stride(0), _address(of.log_a), _address(of.decay_bias), _address(of.skip),
             of.least, of.most, states.data_ptr(), states.stride(0), out.data_ptr(), sequences.call, threads_here(),
         )  # fmt: skip
         self._recur(self._kind, call)
+        return out
+
+    def scan(self, inputs: ScanInputs, of: Scan, states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+        value, sequences = inputs.value, _SequenceArrays(batch)
+        out = torch.empty(value.shape, dtype=value.dtype)
+        call = _Scan(
+            *(one.data_ptr() for one in inputs), *(one.stride(0) for one in inputs), *states.shape[1:],
+            of.a.data_ptr(), of.step_bias.data_ptr(), _address(of.skip), states.data_ptr(), states.stride(0),
+            out.data_ptr(), sequences.call, threads_here(),
+        )  # fmt: skip
+        self._scan(self._kind, call)
         return out
 
     def gate(self, x: torch.Tensor, gate: torch.Tensor, of: Gate) -> torch.Tensor:

@@ -43,13 +43,27 @@ struct Convolve {
 struct Recur {
   const void *query, *key, *value; // [tokens][key heads][key], likewise, [tokens][heads][value]
   int64_t query_stride, key_stride, value_stride, heads, key_heads, key_dim, value_dim;
-  const void *decay, *rate; // [tokens][heads]; rate: of the delta rule, or null
+  const void *decay, *rate; // [tokens][heads]; rate: of the delta rule, or null. Without log_a, float
   int64_t decay_stride, rate_stride;
-  const float *log_a, *decay_bias, *skip; // [heads]; skip: factor of values added to outputs, or null
+  // [heads]; skip: factor of values added to outputs, or null. Without log_a, the inputs are logarithms of decays, and
+  // shares that the delta rule learns.
+  const float *log_a, *decay_bias, *skip;
   double least, most;                     // of Mamba-2's steps
   float *states;                          // [slot]: [heads][key][value]
   int64_t state_stride;
   void *out; // [tokens][heads][value], contiguous
+  Sequences sequences;
+  int64_t threads;
+};
+
+// The state S [key][channel] becomes exp(a * step) * S + key x (step * value), and is then read by the query.
+struct Scan {
+  const void *query, *key, *value, *step; // [tokens][key] twice, [tokens][channels] twice
+  int64_t query_stride, key_stride, value_stride, step_stride, key_dim, channels;
+  const float *a, *step_bias, *skip; // [key][channels], [channels], likewise or null
+  float *states;                     // [slot]: [key][channels]
+  int64_t state_stride;
+  void *out; // [tokens][channels], contiguous
   Sequences sequences;
   int64_t threads;
 };
@@ -176,7 +190,7 @@ template <typename T> void recur(const Recur &c, int64_t sequence, int64_t head)
   float *state = state_in(of.slots[sequence]);
   if (!of.starts[sequence]) std::fill(state, state + size, 0.0f);
   bool is_delta = c.rate != nullptr;
-  float speed = -std::exp(c.log_a[head]), scale = is_delta ? 1.0f / std::sqrt((float)c.key_dim) : 1.0f;
+  float speed = c.log_a ? -std::exp(c.log_a[head]) : 1.0f, scale = is_delta ? 1.0f / std::sqrt((float)c.key_dim) : 1.0f;
   std::vector<float> memory(2 * c.key_dim + 2 * c.value_dim);
   float *query = memory.data(), *key = query + c.key_dim, *value = key + c.key_dim, *given = value + c.value_dim;
   Captures captures(of, sequence);
@@ -185,12 +199,17 @@ template <typename T> void recur(const Recur &c, int64_t sequence, int64_t head)
     read_unit((const T *)c.query + token * c.query_stride + key_head * c.key_dim, c.key_dim, is_delta, scale, query);
     read_unit((const T *)c.key + token * c.key_stride + key_head * c.key_dim, c.key_dim, is_delta, 1.0f, key);
     read_unit((const T *)c.value + token * c.value_stride + head * c.value_dim, c.value_dim, false, 1.0f, value);
-    float step = softplus(number((const T *)c.decay + token * c.decay_stride + head) + c.decay_bias[head]);
-    float rate = step;
-    if (is_delta)
-      rate = 1.0f / (1.0f + std::exp(-number((const T *)c.rate + token * c.rate_stride + head)));
-    else
-      rate = step = std::min((float)c.most, std::max((float)c.least, step));
+    float step, rate;
+    if (!c.log_a) {
+      step = ((const float *)c.decay)[token * c.decay_stride + head];
+      rate = ((const float *)c.rate)[token * c.rate_stride + head];
+    } else {
+      rate = step = softplus(number((const T *)c.decay + token * c.decay_stride + head) + c.decay_bias[head]);
+      if (is_delta)
+        rate = 1.0f / (1.0f + std::exp(-number((const T *)c.rate + token * c.rate_stride + head)));
+      else
+        rate = step = std::min((float)c.most, std::max((float)c.least, step));
+    }
     float decay = std::exp(speed * step);
     if (c.skip) std::copy(value, value + c.value_dim, given);
     for (int64_t column = 0; column < c.value_dim; column += kColumns * kLanes) {
@@ -204,6 +223,38 @@ template <typename T> void recur(const Recur &c, int64_t sequence, int64_t head)
     for (int64_t i = 0; i < c.value_dim; i += kLanes)
       store(out + i, load(value + i, c.value_dim - i), c.value_dim - i);
     captures.after(token + 1 - begin, [&](int64_t slot) { std::copy(state, state + size, state_in(slot)); });
+  }
+}
+
+// Scans the channels of one vector in one sequence.
+template <typename T> void scan(const Scan &c, int64_t sequence, int64_t channel) {
+  const Sequences &of = c.sequences;
+  int64_t count = std::min<int64_t>(kLanes, c.channels - channel);
+  auto state_in = [&](int64_t slot) { return c.states + slot * c.state_stride + channel; };
+  float *state = state_in(of.slots[sequence]);
+  if (!of.starts[sequence])
+    for (int64_t i = 0; i < c.key_dim; i++) std::fill_n(state + i * c.channels, count, 0.0f);
+  Floats bias = load(c.step_bias + channel, count), skip = c.skip ? load(c.skip + channel, count) : Floats{};
+  Captures captures(of, sequence);
+  int64_t begin = of.query_start[sequence], end = of.query_start[sequence + 1];
+  for (int64_t token = begin; token < end; token++) {
+    const T *query = (const T *)c.query + token * c.query_stride, *key = (const T *)c.key + token * c.key_stride;
+    float steps[kLanes];
+    store(steps, load((const T *)c.step + token * c.step_stride + channel, count) + bias);
+    for (int64_t i = 0; i < count; i++) steps[i] = softplus(steps[i]);
+    Floats step = load(steps), value = load((const T *)c.value + token * c.value_stride + channel, count);
+    Floats update = step * value, out = skip * value;
+    for (int64_t i = 0; i < c.key_dim; i++) {
+      float *at = state + i * c.channels;
+      Floats decay = exponential(load(c.a + i * c.channels + channel, count) * step);
+      Floats now = fma(splat(number(key + i)), update, load(at, count) * decay);
+      store(at, now, count);
+      out = fma(splat(number(query + i)), now, out);
+    }
+    store((T *)c.out + token * c.channels + channel, out, count);
+    captures.after(token + 1 - begin, [&](int64_t slot) {
+      for (int64_t i = 0; i < c.key_dim; i++) std::copy_n(state + i * c.channels, count, state_in(slot) + i * c.channels);
+    });
   }
 }
 
@@ -240,6 +291,7 @@ extern "C" {
 
 int64_t skipjoin_convolve_bytes() { return sizeof(Convolve); }
 int64_t skipjoin_recur_bytes() { return sizeof(Recur); }
+int64_t skipjoin_scan_bytes() { return sizeof(Scan); }
 int64_t skipjoin_gate_bytes() { return sizeof(Gate); }
 int64_t skipjoin_max_kernel() { return kMaxKernel; }
 
@@ -256,6 +308,15 @@ void skipjoin_recur(int64_t type, const Recur *call) {
   typed(type, [&](auto t) {
     share(call->threads, call->heads * call->sequences.count, 1, [&](int64_t i) {
       recur<decltype(t)>(*call, i / call->heads, i % call->heads);
+    });
+  });
+}
+
+void skipjoin_scan(int64_t type, const Scan *call) {
+  int64_t vectors = (call->channels + kLanes - 1) / kLanes;
+  typed(type, [&](auto t) {
+    share(call->threads, vectors * call->sequences.count, 4, [&](int64_t i) {
+      scan<decltype(t)>(*call, i / vectors, i % vectors * kLanes);
     });
   });
 }

@@ -45,13 +45,13 @@ class Recurrence(NamedTuple):
     value that is learned; Mamba-2's values are multiplied by steps in [least, most].
 
     Attributes:
-        log_a, decay_bias: float32 [heads].
+        log_a, decay_bias: float32 [heads]; None if inputs have logarithms of decays, and shares, in float32.
         skip: float32 [heads], factor of values that are added to outputs, or None.
     """
 
     key_heads: int
-    log_a: torch.Tensor
-    decay_bias: torch.Tensor
+    log_a: torch.Tensor | None
+    decay_bias: torch.Tensor | None
     skip: torch.Tensor | None = None
     least: float = 0.0
     most: float = float("inf")
@@ -65,6 +65,32 @@ class RecurrenceInputs(NamedTuple):
     value: torch.Tensor
     decay: torch.Tensor
     rate: torch.Tensor | None = None
+
+
+class Scan(NamedTuple):
+    """Mamba's recurrence: of each channel, a state with a decay for each key.
+
+    A channel's step is softplus(step + step_bias), by which its value is multiplied; its state is multiplied by
+    exp(a * step) before each token.
+
+    Attributes:
+        a: float32 [key_dim, channels].
+        step_bias: float32 [channels].
+        skip: float32 [channels], factor of values that are added to outputs, or None.
+    """
+
+    a: torch.Tensor
+    step_bias: torch.Tensor
+    skip: torch.Tensor | None = None
+
+
+class ScanInputs(NamedTuple):
+    """Rows of tokens, contiguous in the last dimension: query and key [T, key_dim], value and step [T, channels]."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    step: torch.Tensor
 
 
 class GateKind(IntEnum):
@@ -101,6 +127,10 @@ class RecurrentOps(Protocol):
         Args:
             states: float32 [slots, heads, key_dim, value_dim].
         """
+        ...
+
+    def scan(self, inputs: ScanInputs, of: Scan, states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+        """Return [T, channels]; `states` are float32 [slots, key_dim, channels]."""
         ...
 
     def gate(self, x: torch.Tensor, gate: torch.Tensor, of: Gate) -> torch.Tensor:
@@ -177,14 +207,17 @@ class TorchRecurrent:
             for one in (inputs.query, inputs.key)
         )
         value = inputs.value.float().unflatten(1, (heads, value_dim))
-        step = F.softplus(inputs.decay.float() + of.decay_bias)
-        if inputs.rate is None:
-            step = rate = step.clamp(of.least, of.most)
+        if of.log_a is None or of.decay_bias is None:
+            assert inputs.rate is not None
+            decay, rate = inputs.decay.exp(), inputs.rate
         else:
-            rate = inputs.rate.float().sigmoid()
+            step = F.softplus(inputs.decay.float() + of.decay_bias)
+            step = step.clamp(of.least, of.most) if inputs.rate is None else step
+            rate = step if inputs.rate is None else inputs.rate.float().sigmoid()
+            decay = torch.exp(-of.log_a.exp() * step)
+        if inputs.rate is not None:
             query, key = (one * (one.square().sum(-1, keepdim=True) + _UNIT_EPSILON).rsqrt() for one in (query, key))
             query = query * key_dim**-0.5
-        decay = torch.exp(-of.log_a.exp() * step)
         out = torch.empty_like(value)
         for part in _parts(batch):
             state = part.read(states)
@@ -199,6 +232,21 @@ class TorchRecurrent:
         if of.skip is not None:
             out += of.skip[:, None] * value
         return out.flatten(1).to(inputs.value.dtype)
+
+    def scan(self, inputs: ScanInputs, of: Scan, states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+        query, key, value, step = (one.float() for one in inputs)
+        step = F.softplus(step + of.step_bias)
+        out = torch.empty_like(value)
+        for part in _parts(batch):
+            state = part.read(states)
+            for rows in part.rows.unbind(1):
+                state *= torch.exp(of.a * step[rows, None])
+                state += key[rows].unsqueeze(-1) * (value[rows] * step[rows]).unsqueeze(1)
+                out[rows] = torch.einsum("sk,skc->sc", query[rows], state)
+            part.write(states, state)
+        if of.skip is not None:
+            out += of.skip * value
+        return out.to(inputs.value.dtype)
 
     def gate(self, x: torch.Tensor, gate: torch.Tensor, of: Gate) -> torch.Tensor:
         factor = gate.float().view(x.shape) if gate.shape[1] > 1 else gate.float().unsqueeze(-1)

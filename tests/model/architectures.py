@@ -61,8 +61,10 @@ NUMBERED = {
 KINDS = {
     "Lfm2ForCausalLM": ("conv", "full_attention"),
     "Lfm2MoeForCausalLM": ("conv", "full_attention"),
+    "Llama4ForCausalLM": ("chunked_attention", "full_attention"),
     "MiniMaxM3VLForCausalLM": ("full_attention", "minimax_m3_sparse"),
 }
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 # Further fields of some, whose default sizes are large or do not fit the others.
 FIELDS: dict[str, dict[str, Any]] = {
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
@@ -70,6 +72,8 @@ FIELDS: dict[str, dict[str, Any]] = {
     "FalconH1ForCausalLM": {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_d_head": 16, "mamba_d_ssm": 128},
     "NemotronHForCausalLM": {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2},
     "Zamba2ForCausalLM": {"n_mamba_heads": 8, "mamba_headdim": 16, "mamba_d_state": 16},
+    "Llama4ForCausalLM": {"attention_chunk_size": 8, "intermediate_size_mlp": 96, "floor_scale": 4}
+    | {"no_rope_layers": [1, 0, 1, 0], "moe_layers": [0, 1], "rope_parameters": _ROPE},
     "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
     "ZambaForCausalLM": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
     "Lfm2MoeForCausalLM": {"num_dense_layers": 1, "norm_eps": 1e-5},

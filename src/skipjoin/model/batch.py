@@ -246,6 +246,27 @@ class PackedBatch:
         )
 
 
+def chunked(batch: PackedBatch, size: int) -> PackedBatch:
+    """Return a batch in which each chunk of `size` positions of a sequence is a sequence of its own.
+
+    Raises:
+        ValueError: If a chunk could end within a block.
+    """
+    if size % batch.block_size:
+        raise ValueError(f"attention within chunks of {size} tokens needs a block_size that divides them")
+    ends = [start + length for start, length in zip(batch.starts, batch.lengths, strict=True)]
+    if max(ends) <= size:
+        return batch
+    segments = []
+    for index, (start, end, table) in enumerate(zip(batch.starts, ends, batch.block_tables.tolist(), strict=True)):
+        for first in range(start - start % size, end, size):
+            begin, stop = max(start, first), min(end, first + size)
+            blocks = table[first // batch.block_size : -(-stop // batch.block_size)]
+            tokens = [0] * (stop - begin)
+            segments.append(Segment(tokens, begin - first, blocks, reverse=index in batch.directed))
+    return PackedBatch.build(segments, batch.block_size, batch.positions.device)
+
+
 class _Parts(NamedTuple):
     """Index tensors in the order of `PackedBatch`, up to the tables."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from skipjoin.model.batch import PackedBatch
+from skipjoin.model.batch import PackedBatch, chunked
 from skipjoin.model.config import ModelError
 from skipjoin.model.cuda import is_out_of_memory
 from skipjoin.model.fallback.interfaces import QueryKeyValue, hook
@@ -43,6 +43,7 @@ class TransformersDecoder:
         model = load(settings, builder, device)
         reference = reference_of(model) if model.device.type != "meta" else None
         self._step: LayerInputs | None = None
+        self._chunks: dict[int, PackedBatch] = {}
         self._dim, self._kv_heads = builder.config.head_dim, builder.config.num_kv_heads
         modules = dict(model.named_modules())
         calls: dict[str, list[tuple[int, Attention]]] = {}
@@ -54,7 +55,7 @@ class TransformersDecoder:
         for layer, name in enumerate(settings.traced.mixers):
             mix(modules[name], SlotMixing(builder.ops.recurrent, layer, self._inputs))
         packer = Packer(model, settings, builder)
-        self._base = getattr(model, model.base_model_prefix)
+        self._base = getattr(model, base_name(model))
         self.output = _Output(model)
         if reference is not None:
             compare(partial(self._logits, builder), reference, packer, builder)
@@ -63,7 +64,7 @@ class TransformersDecoder:
         return batch.token_ids
 
     def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
-        self._step = step
+        self._step, self._chunks = step, {}
         for attend in self._attentions:
             attend.calls = 0
         try:
@@ -75,6 +76,13 @@ class TransformersDecoder:
 
     def _logits(self, builder: Builder, batch: PackedBatch, kv: PagedKV) -> torch.Tensor:
         return self.output(self.advance(self.embed(batch), LayerInputs(batch, kv, builder.attention)))
+
+    def _chunked(self, chunk: int) -> PackedBatch:
+        """Return the batch of a step, with the parts of sequences in each chunk as sequences of their own."""
+        step = self._inputs()
+        if chunk not in self._chunks:
+            self._chunks[chunk] = chunked(step.batch, chunk) if chunk else step.batch
+        return self._chunks[chunk]
 
     def _inputs(self) -> LayerInputs:
         assert self._step is not None
@@ -89,21 +97,28 @@ class TransformersDecoder:
         call: Attention,
         query_key_value: QueryKeyValue,
         slopes: torch.Tensor | None = None,
+        growth: tuple[float, float] | None = None,
         **options: Any,
     ) -> torch.Tensor:
         """Attend in a layer; return [1, T, heads, value_dim]. `options` are those of `AttentionBackend.attend`.
 
-        `slopes` are those of linear biases (ALiBi), [heads].
+        Args:
+            slopes: Of linear biases (ALiBi), [heads].
+            growth: Tokens and rate by which queries grow with their position.
         """
         step = self._inputs()
         query, key, value = (x[0] for x in query_key_value)
+        if growth is not None:
+            turns = torch.floor((step.batch.positions.float() + 1) / growth[0])
+            query = (query * (torch.log1p(turns) * growth[1] + 1)[:, None]).to(query.dtype)
         if slopes is not None:
             query, key = with_positions(query, key, step.batch.positions, slopes / options["scale"])
         repeats = self._kv_heads // call.kv_heads
         key, value = (x.repeat_interleave(repeats, 0) if repeats > 1 else x for x in (key, value))
         # Zeros change no product, and the cache has rows of one length.
         query, key, value = (_padded(x, self._dim).transpose(0, 1) for x in (query, key, value))
-        out = step.attention.attend(query, key, value, step.kv, step.batch, layer=layer, window=call.window, **options)
+        batch = self._chunked(call.chunk)
+        out = step.attention.attend(query, key, value, step.kv, batch, layer=layer, window=call.window, **options)
         return out.view(1, *query.shape)[..., : call.value_dim]
 
 
@@ -131,7 +146,7 @@ class _PagedAttention:
         if (sinks := options.get("s_aux")) is not None and self._sinks is None:
             self._sinks = sinks.detach().float().contiguous()
         return self._decoder.attend(
-            layer, call, query_key_value, options.get("slopes"),
+            layer, call, query_key_value, options.get("slopes"), options.get("growth"),
             scale=dim**-0.5 if scale is None else float(scale),
             cap=float(options.get("softcap") or 0.0), sinks=self._sinks,
         )  # fmt: skip
@@ -143,8 +158,9 @@ class _Output:
     weight_bytes = 0  # counted with the model
 
     def __init__(self, model: Any) -> None:
-        self._model, self._rows = copy.copy(model), _Rows(getattr(model, model.base_model_prefix))
-        self._model._modules = {**model._modules, model.base_model_prefix: self._rows}
+        name = base_name(model)
+        self._model, self._rows = copy.copy(model), _Rows(getattr(model, name))
+        self._model._modules = {**model._modules, name: self._rows}
         self._ids = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -181,6 +197,12 @@ class _Outputs:
 
     def __getattr__(self, name: str) -> None:
         return None
+
+
+def base_name(model: Any) -> str:
+    """Return the attribute of the layers below the output projection."""
+    prefix: str = model.base_model_prefix
+    return prefix if hasattr(model, prefix) else "model"  # Llama 4 has its place in a model that also sees
 
 
 def _padded(x: torch.Tensor, dim: int) -> torch.Tensor:

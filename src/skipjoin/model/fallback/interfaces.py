@@ -19,7 +19,7 @@ _FAR = 1 << 20
 # Positions at which masks are compared with their window: the first, and those around powers of two, where windows and
 # chunks begin.
 SAMPLES = np.unique([*range(9), *(2**power + step for power in range(3, 20) for step in (-1, 0, 1))])
-# Window of a mask that is not causal with a window.
+# Window of a mask that is not causal with a window. Lower by its length is that of one that is causal within chunks.
 OTHER_MASK = -1
 # Queries, keys and values, [1, heads, T, dim] each.
 QueryKeyValue = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -45,7 +45,7 @@ def attend(
     return getattr(module, _ATTEND)(module, (query, key, value), attention_mask, options), None
 
 
-def _experts(
+def apply_experts(
     module: torch.nn.Module, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     applied: torch.Tensor = getattr(module, _APPLY)(module, hidden, chosen, weights)
@@ -55,23 +55,36 @@ def _experts(
 def _window_mask(
     batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any], **ignored: Any
 ) -> torch.Tensor:
-    """Return the window of a mask, or `OTHER_MASK`, at each position of [1, 1, queries, keys]; 0 without a window."""
+    """Return the window of a mask at each position of [1, 1, queries, keys]; 0 without one; others by `OTHER_MASK`."""
     with torch.device("cpu"):
+        _without_padding(mask_function)
         zero, far, at = torch.zeros((), dtype=torch.int64), torch.arange(_FAR + 1), torch.from_numpy(SAMPLES)
 
         def seen(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
             shape = torch.broadcast_shapes(query.shape, key.shape)
             return torch.as_tensor(mask_function(zero, zero, query, key)).expand(shape)
 
-        window = int(seen(far[-1:], far).sum())
-        distance = at[:, None] - at
-        if not torch.equal(seen(at[:, None], at), (distance >= 0) & (distance < window)):
-            window = OTHER_MASK
+        # Queries that see the first key. In a window or chunk, they are followed by others.
+        window = int(seen(far, far[:1]).sum())
+        distance, found = at[:, None] - at, seen(at[:, None], at)
+        if not torch.equal(found, (distance >= 0) & (distance < window)):
+            is_chunk = torch.equal(found, (distance >= 0) & (at[:, None] // window == at // window))
+            window = OTHER_MASK - window if is_chunk else OTHER_MASK
         return torch.full((1, 1, q_length, kv_length), 0 if window > _FAR else window)
+
+
+def _without_padding(mask_function: Any) -> None:
+    """Replace tensors without data that a mask reads, which are the padding of each sequence, by zeros."""
+    for cell in getattr(mask_function, "__closure__", None) or ():
+        value = cell.cell_contents
+        if isinstance(value, torch.Tensor) and value.is_meta:
+            cell.cell_contents = torch.zeros(value.shape, dtype=value.dtype)
+        for one in value if isinstance(value, tuple) else (value,):
+            _without_padding(one)
 
 
 def register() -> None:
     for name in (PAGED, SAMPLED):
         AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(SAMPLED, _window_mask)
-    ExpertsInterface.register(PAGED, _experts)
+    ExpertsInterface.register(PAGED, apply_experts)

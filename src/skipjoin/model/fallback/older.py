@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from skipjoin.model.config import ModelError
-from skipjoin.model.fallback.interfaces import PAGED, SAMPLED, attend
+from skipjoin.model.fallback.interfaces import PAGED, SAMPLED, apply_experts, attend
 
 # Value of `_attn_implementation` with which a module computes its attention itself.
 _EAGER = "eager"
@@ -25,8 +25,10 @@ _CLASSES = {
     "falcon": "FALCON_ATTENTION_CLASSES",
 }
 
+_PLAIN_EXPERTS = "Llama4TextExperts"
+
 # Called with the module, and then as its method.
-Call = Callable[..., tuple[torch.Tensor, None]]
+Call = Callable[..., tuple[torch.Tensor, Any]]
 
 
 def register(config: Any) -> None:
@@ -45,6 +47,9 @@ def adapt(model: Any) -> None:
         if (found := _TABLE.get(type(module).__name__)) is not None:
             method, call = found
             setattr(module, method, partial(_either, getattr(module, method), partial(call, module), model.config))
+        if type(module).__name__ == _PLAIN_EXPERTS:  # as modules with a choice of functions for experts
+            module.has_gate = module.is_transposed = True
+            module._apply_gate = partial(_gated, module.act_fn)
 
 
 def _either(original: Call, ours: Call, config: Any, *args: Any, **options: Any) -> Any:
@@ -130,6 +135,46 @@ def _falcon(
     return module.dense(out.flatten(2)), None
 
 
+def _llama4(
+    module: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **ignored: Any,
+) -> tuple[torch.Tensor, None]:
+    """Replace the attention of Llama 4, which scales queries by their place in a batch of one sequence."""
+    from transformers.models.llama4.modeling_llama4 import apply_rotary_emb  # noqa: PLC0415 - as above
+
+    shape = (*hidden_states.shape[:-1], -1, module.head_dim)
+    query, key, value = (
+        product(hidden_states).view(shape) for product in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    if module.use_rope:
+        query, key = apply_rotary_emb(query, key, position_embeddings)
+    if hasattr(module, "qk_norm"):
+        query, key = module.qk_norm(query), module.qk_norm(key)
+    grows = module.attn_temperature_tuning and not module.use_rope
+    options = {"scaling": module.scaling, "growth": (module.floor_scale, module.attn_scale) if grows else None}
+    query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+    out, _ = attend(module, query, key, value, attention_mask, **options)
+    return module.o_proj(out.flatten(2)), None
+
+
+def _llama4_experts(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Replace the MLP of Llama 4, which runs all experts: their inputs are multiplied by the scores of the chosen."""
+    rows = hidden.reshape(-1, module.hidden_dim)
+    scores, logits = module.router(rows)
+    total, ones = module.shared_expert(rows), rows.new_ones((len(rows), 1))
+    for one in logits.topk(module.top_k, dim=1).indices.split(1, dim=1):
+        total = total + apply_experts(module.experts, rows * scores.gather(1, one), one, ones)
+    return total, logits
+
+
+def _gated(activation: Callable[[torch.Tensor], torch.Tensor], joined: torch.Tensor) -> torch.Tensor:
+    gate, up = joined.chunk(2, dim=-1)
+    return up * activation(gate)
+
+
 # The method that is replaced, by the class of the module.
 _TABLE: dict[str, tuple[str, Call]] = {
     "GPTJAttention": ("_attn", _by_heads),
@@ -137,4 +182,6 @@ _TABLE: dict[str, tuple[str, Call]] = {
     "GPTNeoSelfAttention": ("_attn", _neo),
     "BloomAttention": ("forward", _bloom),
     "FalconAttention": ("forward", _falcon),
+    "Llama4TextAttention": ("forward", _llama4),
+    "Llama4TextMoe": ("forward", _llama4_experts),
 }

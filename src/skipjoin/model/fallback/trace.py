@@ -19,7 +19,7 @@ from skipjoin.model.fallback.products import CASTS
 
 # Options of attention that change nothing here, or that `_Recorder` reads.
 _IGNORED = frozenset({"dropout", "position_ids", "use_cache", "output_attentions", "deterministic", "logits_to_keep"})
-_READ = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "is_causal", "slopes"})
+_READ = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "is_causal", "slopes", "growth"})
 
 
 _TOKENS = 8
@@ -34,7 +34,11 @@ _STATE = "its layers keep a state that is no KV"
 
 
 class Attention(NamedTuple):
-    """One call of attention; `window` as in `AttentionBackend.attend`, and `dim` with that of linear biases."""
+    """One call of attention; `window` as in `AttentionBackend.attend`, and `dim` with that of linear biases.
+
+    Attributes:
+        chunk: Tokens see those of their chunk of this length only; 0 for all.
+    """
 
     heads: int
     kv_heads: int
@@ -42,6 +46,7 @@ class Attention(NamedTuple):
     value_dim: int
     window: int
     has_slopes: bool = False
+    chunk: int = 0
 
 
 class Traced(NamedTuple):
@@ -117,6 +122,9 @@ def trace(kind: type[Any], config: Any) -> Traced:
     for name, module in mixers(model).items():
         states[name] = MixingRecorder()
         mix(module, states[name])
+    kept = sum(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+    if kept > len(states):
+        raise ModelError(f"{_STATE}, by functions of its own")
     try:
         with torch.inference_mode(), torch.device("meta"), uses:
             ids, positions = torch.zeros((1, _TOKENS), dtype=torch.int64), torch.arange(_TOKENS)[None]
@@ -132,10 +140,8 @@ def trace(kind: type[Any], config: Any) -> Traced:
     used = {name: one.shape for name, one in states.items() if one.shape != StateShape()}
     if len(set(used.values())) > 1 or any(not one.kernel for one in used.values()):
         raise ModelError(f"{_STATE}, and differs between them")
-    if sum(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers) != len(used):
-        raise ModelError(f"{_STATE}, and that its code computes by other functions than those of ours")
-    if kind._is_stateful and not used:
-        raise ModelError(_STATE)
+    if kept != len(used) or (kind._is_stateful and not used):
+        raise ModelError(f"{_STATE}, by functions of its own")
     if not recorder.calls and not used:
         raise ModelError(_FIXED)
     names = {id(module): name for name, module in model.named_modules()}
@@ -198,9 +204,10 @@ class _Recorder:
             raise ModelError(f"{query.shape[2]} tokens attend to {key.shape[2]} keys")
         has_slopes = options.get("slopes") is not None
         dim = query.shape[3] + (older.BIAS_DIMS if has_slopes else 0)
-        self.calls.append(
-            (module, Attention(query.shape[1], key.shape[1], dim, value.shape[3], _window(mask), has_slopes))
-        )
+        window = _window(mask)
+        chunk = max(0, OTHER_MASK - window)
+        shape = query.shape[1], key.shape[1], dim, value.shape[3]
+        self.calls.append((module, Attention(*shape, max(0, window), has_slopes, chunk)))
         return query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
 
 

@@ -5,6 +5,7 @@ import torch
 from model_zoo import CONFIGS, VOCAB, PagedRunner, greedy, save_reference
 
 from skipjoin.model.batch import PackedBatch, Segment
+from skipjoin.model.config import ModelConfig, ModelError
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model
@@ -113,6 +114,35 @@ def test_language_models_of_models_with_images(name, tmp_path):
     ids = sequences(11)[3]
     (ours,) = PagedRunner(load_model(tmp_path, LoadSpec(dtype="float32")), [ids], 4, seed=1).run()
     torch.testing.assert_close(ours, expected_logits(reference, ids), atol=1e-4, rtol=0)
+
+
+# Models without a class of their own for their language model, and a type of their part that sees.
+PARTS = {"Llava": ("llama", "clip_vision_model"), "SmolVLM": ("llama", ""), "InternVL": ("qwen2", "internvl_vision")}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_language_models_that_are_a_part_of_any_other(name, tmp_path):
+    import transformers  # noqa: PLC0415 - takes seconds
+
+    text, kind = PARTS[name]
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14, **({"model_type": kind} if kind else {})}
+    vision |= {"image_size": [28, 28], "patch_size": [14, 14]} if name == "InternVL" else {}
+    config = getattr(transformers, f"{name}Config")(text_config=CONFIGS[text]().to_dict(), vision_config=vision)
+    torch.manual_seed(0)
+    reference = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    reference.save_pretrained(tmp_path)
+    ids = sequences(11)[3]
+    (ours,) = PagedRunner(load_model(tmp_path, LoadSpec(dtype="float32")), [ids], 4, seed=1).run()
+    torch.testing.assert_close(ours, expected_logits(reference, ids), atol=1e-4, rtol=0)
+
+
+def test_language_models_whose_sizes_are_the_defaults_of_their_type():
+    text = {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32064}
+    config = ModelConfig.from_dict({"architectures": ["LlavaForConditionalGeneration"], "text_config": text})
+    assert (config.hidden_size, config.vocab_size, config.family) == (4096, 32064, "llama")
+    with pytest.raises(ModelError, match="architecture LlavaForConditionalGeneration is not supported"):
+        ModelConfig.from_dict({"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "t5"}})
 
 
 @pytest.mark.gpu

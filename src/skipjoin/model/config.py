@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skipjoin.model.family import find_architecture
+from skipjoin.model.family import Family, find_architecture
 from skipjoin.model.gguf.file import GgufError, is_gguf
 from skipjoin.model.gguf.settings import gguf_settings
 from skipjoin.model.plugins import PluginError
@@ -243,7 +244,10 @@ class ModelConfig:
         try:
             architecture, family = find_architecture(names, raw.get("model_type"))
         except PluginError as error:
-            raise ModelError(str(error)) from error
+            if (found := _language_model(raw, names)) is None:
+                raise ModelError(str(error)) from error
+            architecture, family = found
+            raw = {**raw, "text_config": _with_defaults(raw["text_config"])}
         raw = _text_settings(raw)
         check_sizes(raw, family.sizes)
         try:
@@ -358,6 +362,26 @@ def _text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     _check_numbers(text)
     outer = ("eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
     return {**text, **{name: raw[name] for name in outer if raw.get(name) is not None}}
+
+
+def _language_model(raw: Mapping[str, Any], names: list[Any]) -> tuple[str, Family] | None:
+    """Return the architecture of the language model in one that also sees or hears, or None."""
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping) or not any(str(name).endswith("ForConditionalGeneration") for name in names):
+        return None
+    with suppress(PluginError):
+        return find_architecture(list(text.get("architectures") or []), text.get("model_type"))
+    return None
+
+
+def _with_defaults(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of a language model with those that its file may leave out, where it is part of another."""
+    if SIZES["hidden_size"] in text:
+        return dict(text)
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415 - takes seconds
+
+    made: dict[str, Any] = CONFIG_MAPPING[text["model_type"]]().to_dict()
+    return {**made, **text}
 
 
 def layer_kinds(raw: Mapping[str, Any], layers: int, default: Callable[[int], bool]) -> tuple[bool, ...]:

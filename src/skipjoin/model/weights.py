@@ -297,7 +297,8 @@ def stored_dtype(folder: Path) -> str:
 def stored_names(name: str, prefix: str) -> tuple[str, ...]:
     """Return the names that a tensor may have: also in a bare decoder, or in a model that has it as a part."""
     bare = name.removeprefix(prefix)
-    found = name, bare, f"model.language_model.{bare}", f"language_model.{name}"
+    parts = f"model.language_model.{bare}", f"language_model.{name}", f"model.text_model.{bare}"
+    found = name, bare, *parts
     return found if "LayerNorm." not in name else (*found, *map(_converted, (name, bare)))
 
 

@@ -22,7 +22,7 @@ from skipjoin.model.ops.base import LayerOps, Linear
 from skipjoin.model.ops.cpp_ops import CppOps
 
 # Names of tensors in a model that also sees or hears, and in the decoder that is its language model.
-_OF_PARTS = {r"^model\.language_model\.": "model.", r"^language_model\.": ""}
+_OF_PARTS = {r"^model\.(language|text)_model\.": "model.", r"^language_model\.": ""}
 
 
 def load(settings: Settings, builder: Builder, device: torch.device | str) -> Any:

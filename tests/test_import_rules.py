@@ -333,8 +333,8 @@ def test_scheduling_simulation_and_placement_of_ranks_load_no_heavy_modules() ->
     program = (
         "import sys\n"
         "import skipjoin.core.engine, skipjoin.policies, skipjoin.recipes, skipjoin.sim.driver\n"
-        "import skipjoin.exec.ranks.rank_actor\n"
-        "print(*sorted({'torch', 'numpy', 'asyncio', 'zmq', 'transformers', 'fastapi'} & set(sys.modules)))\n"
+        "import skipjoin.exec.ranks.rank_program\n"
+        "print(*sorted({'torch', 'numpy', 'ray', 'asyncio', 'zmq', 'transformers', 'fastapi'} & set(sys.modules)))\n"
     )
     loaded = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert loaded.stdout.split() == []

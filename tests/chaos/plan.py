@@ -48,7 +48,6 @@ WORLDS = (
     World(
         "ranks",
         ("-tp", "2"),
-        needs_ray=True,
         faults=("kill rank", "pause rank", "kill rank", "pause engine", "kill engine", "end starts", "terminate"),
     ),
     World(

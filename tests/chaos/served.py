@@ -110,7 +110,7 @@ class Launched:
         return self._named(lambda process: "engine_process" in " ".join(process.cmdline()))
 
     def ranks(self) -> list[psutil.Process]:
-        return self._named(lambda process: "RankActor" in process.name())
+        return self._named(lambda process: "skipjoin.exec.ranks.rank_program" in process.cmdline())
 
     def replicas(self) -> list[psutil.Process]:
         """Return the replica actors, each the parent of an engine."""

@@ -1,4 +1,4 @@
-"""The process of a rank, without Ray."""
+"""The process of a rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -61,10 +60,7 @@ def test_a_rank_generates_dummy_weights(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_rank_answers_orders_and_plans_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = threading.Event()
     monkeypatch.setattr(rank_process, "end_with", lambda connection: None)  # which ends this process
-    ray = SimpleNamespace(actor=SimpleNamespace(exit_actor=ended.set))
-    monkeypatch.setattr(rank_process, "import_ray", lambda: ray)
     rank = RankProcess("127.0.0.1")
     load = LoadSpec(dtype="float32", attention="torch")
     rank.load(RankModel(str(builtin_model_path()), load, LargestStep(64, 4, 64), 16, threads=1), Shard(), None, 1)
@@ -82,8 +78,8 @@ def test_a_rank_answers_orders_and_plans_over_tcp(monkeypatch: pytest.MonkeyPatc
     result = executor.submit(StepPlan(0, (Slice(request, 0, 2, True, False, (0,)),)), 0.0).result()
     assert result.tokens[0] is not None
     executor.close()
-    assert ended.wait(30)
-    serving.join()
+    serving.join(30)
+    assert not serving.is_alive()
 
 
 def trickle(address: links.Address, ended: threading.Semaphore) -> None:

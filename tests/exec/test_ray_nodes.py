@@ -21,13 +21,13 @@ pytest.importorskip("ray")
 
 import ray
 from ray_nodes import Nodes, nodes
-from test_ranks_on_ray import Outputs, Session, config
+from test_ranks import Outputs, Session, config
 
 from skipjoin.config import ConfigError
 from skipjoin.core.events import Restarted
 from skipjoin.engine.build import Engine, assemble
 from skipjoin.exec.base import RankError
-from skipjoin.exec.ranks import ranks
+from skipjoin.exec.ranks import ranks, ray_ranks
 from skipjoin.exec.ranks.links import RankListener
 from skipjoin.exec.ranks.nodes import Node, excluding, silent
 from skipjoin.model.config import ModelError
@@ -70,7 +70,7 @@ def start(cluster: Nodes, tp: int, pp: int, **settings: Any) -> Engine:
 
 
 def node_names(engine: Engine) -> list[str]:
-    return [place.node for place in engine.executor._live.places]
+    return list(engine.executor._live.started.nodes)
 
 
 @pytest.mark.exhaustive  # test_lost_nodes_are_replaced places stages, too
@@ -81,7 +81,7 @@ def test_ranks_of_a_stage_share_a_node(cluster: Nodes, expected: Outputs) -> Non
         ConfigError, match=r"size 2 x .* needs 1 times 2 CPUs on one node, the cluster's nodes have 1, 1, 0"
     ):
         assemble(config(2, 1, ray_address=cluster.address), lambda what, share: stages.append(what))
-    assert stages == ["joining Ray", "placing ranks"]
+    assert stages == ["joining Ray", "starting ranks"]
 
     large = cluster.add(2)
     engine = start(cluster, 2, 1)
@@ -125,7 +125,7 @@ def test_lost_nodes_are_replaced(
         assert session.count(Restarted) == 2
         assert sorted(node_names(engine)) == sorted(cluster.cpus)
 
-        monkeypatch.setattr(ranks, "_PLACE_S", 0.5)
+        monkeypatch.setattr(ranks, "_PATIENCE_S", 0.5)
         again = Session(engine)
         while len(again.events) < 200:
             again.step()
@@ -147,7 +147,7 @@ def test_ranks_are_placed_on_reachable_nodes_only(cluster: Nodes, monkeypatch: p
     cluster.have(1, 1)
     cut_off = next(iter(cluster.cpus))
     monkeypatch.setattr(
-        ranks, "silent", lambda nodes: [node for node in nodes if node.name == cut_off or node in silent(nodes)]
+        ray_ranks, "silent", lambda nodes: [node for node in nodes if node.name == cut_off or node in silent(nodes)]
     )
     engine = start(cluster, 1, 1, distributed_executor_backend="ray")
     try:
@@ -163,7 +163,7 @@ def test_a_node_that_becomes_unreachable_fails_the_start_promptly(
 ) -> None:
     cluster.have(1, 1)
     answers = iter([[]])  # no node is unreachable at first
-    monkeypatch.setattr(ranks, "silent", lambda nodes: next(answers, nodes[:1]))
+    monkeypatch.setattr(ray_ranks, "silent", lambda nodes: next(answers, nodes[:1]))
     with pytest.raises(ConfigError, match=r"a rank was lost: node 127\.0\.0\.\d+ cannot be reached"):
         start(cluster, 1, 1, distributed_executor_backend="ray")
 
@@ -184,9 +184,9 @@ def test_nodes_that_refuse_connections_are_silent() -> None:
 
 def test_nodes_must_have_the_same_versions(cluster: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.have(1, 1)
-    ours = ranks.versions()
+    ours = ray_ranks.versions()
     assert set(ours) == {"Skipjoin", "Python", "torch", "Ray"}
-    monkeypatch.setattr(ranks, "versions", lambda: {**ours, "torch": "1.0"})
+    monkeypatch.setattr(ray_ranks, "versions", lambda: {**ours, "torch": "1.0"})
     with pytest.raises(ConfigError, match=r"node 127\.0\.0\.\d+ has torch .*, this node has 1\.0; they must"):
         start(cluster, 1, 1, distributed_executor_backend="ray")
 

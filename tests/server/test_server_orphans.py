@@ -9,10 +9,7 @@ import pytest
 
 from chaos.served import serving
 
-pytest.importorskip("ray")
-
-pytestmark = pytest.mark.ray
-RAY = ("--distributed-executor-backend", "ray")
+ON_RAY = ("--distributed-executor-backend", "ray")
 LONG = {"prompt": "abc", "max_tokens": 300, "ignore_eos": True}
 
 
@@ -21,10 +18,17 @@ def complete(url: str) -> None:
         httpx.post(f"{url}/v1/completions", json=LONG, timeout=60)
 
 
-def test_killed_server_leaves_no_processes_or_files() -> None:
-    with serving(*RAY) as server:
-        assert server.ranks()
-        assert any(name.startswith("skipjoin-ray-") for name in server.files())
+@pytest.mark.parametrize(
+    "options", [("-tp", "2"), pytest.param(ON_RAY, marks=(pytest.mark.ray, pytest.mark.exhaustive))]
+)
+def test_killed_server_leaves_no_processes_or_files(options: tuple[str, ...]) -> None:
+    if options == ON_RAY:
+        pytest.importorskip("ray")
+    with serving(*options) as server:
+        if options == ON_RAY:
+            assert any(name.startswith("skipjoin-ray-") for name in server.files())
+        else:
+            assert len(server.ranks()) == 2
         threading.Thread(target=complete, args=(server.url,), daemon=True).start()
         server.process.kill()
         assert not asyncio.run(server.leftovers())

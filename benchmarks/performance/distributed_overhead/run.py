@@ -8,6 +8,9 @@ exit.
 and with TP 2 x PP 2. `control` is what the ranks add to it. `decode` is a step of eight requests; it includes the
 model, its collectives between processes, and waiting for a core where there are more ranks than cores.
 
+`starts` (alone with `--starts`): seconds until two ranks of the built-in model take plans, as processes of this one and
+on a new Ray cluster, and the times of `steps` with TP 2 on both.
+
 `sums`: the sum of a float32 tensor over ranks, in the order of ranks as `TorchGroup` adds it from three ranks on, and
 by Gloo's `all_reduce`, whose order depends on an element's place. `--sums` measures these only.
 
@@ -40,8 +43,11 @@ from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.rank_model import RankModel
 from skipjoin.exec.rank_spec import make_store
 from skipjoin.exec.ranks.cluster import Cluster, import_ray
+from skipjoin.exec.ranks.launch import GroupSizes, Launcher
 from skipjoin.exec.ranks.links import Address, RankListener, connect
-from skipjoin.exec.ranks.ranks import GroupSizes, RankGroup
+from skipjoin.exec.ranks.own_ranks import OwnLauncher
+from skipjoin.exec.ranks.ranks import RankGroup
+from skipjoin.exec.ranks.ray_ranks import RayLauncher
 from skipjoin.exec.sampling import Sampling
 from skipjoin.model.folder import model_folder
 from skipjoin.model.load_spec import LoadSpec
@@ -180,7 +186,32 @@ class Decoder:
         core.take_events()
 
 
-def executors(cluster: Cluster) -> dict[str, tuple[Any, Any]]:
+def started(launcher: Launcher, sizes: GroupSizes) -> RankGroup:
+    largest = LargestStep(BLOCKS * BLOCK_SIZE, BLOCKS, BLOCKS * BLOCK_SIZE)
+    model = RankModel(str(model_folder("tally")), LoadSpec(dtype="float32"), largest, BLOCK_SIZE, threads=1)
+    return RankGroup(launcher, model, sizes, lambda rank_specs, budgets: (BLOCKS, 0), lambda what, share: None)
+
+
+def starts(turns: int) -> dict[str, Any]:
+    found: dict[str, dict[str, Clocked]] = {name: {} for name in ("own processes", "Ray")}
+    for _ in range(turns):
+        for name, times in found.items():
+            begin = time.perf_counter()
+            launcher = RayLauncher(Cluster.start(2)) if name == "Ray" else OwnLauncher()
+            group = started(launcher, GroupSizes(2, 1))
+            times.setdefault("start", []).append(time.perf_counter() - begin)
+            decoder = Decoder(group.executor)
+            clock(decoder.token, [])
+            for what, call in (("empty", decoder.empty), ("decode", decoder.token)):
+                clock(call, times.setdefault(what, []))
+            group.close()
+            launcher.close()
+    return {
+        name: {what: {"n": len(one)} | quartiles(one) for what, one in times.items()} for name, times in found.items()
+    }
+
+
+def executors(launcher: Launcher) -> dict[str, tuple[Any, Any]]:
     """Return executors by name, each with the rank group that must stay referenced."""
     made: dict[str, tuple[Any, Any]] = {}
     folder = model_folder("tally")
@@ -190,15 +221,13 @@ def executors(cluster: Cluster) -> dict[str, tuple[Any, Any]]:
             executor = LocalExecutor(model, make_store(model, BLOCKS, 0, BLOCK_SIZE), threads=1)
             made[name] = executor, None
             continue
-        largest = LargestStep(BLOCKS * BLOCK_SIZE, BLOCKS, BLOCKS * BLOCK_SIZE)
-        loaded = RankModel(str(folder), LoadSpec(dtype="float32"), largest, BLOCK_SIZE, threads=1)
-        group = RankGroup(cluster, loaded, sizes, lambda rank_specs, budgets: (BLOCKS, 0), lambda what, share: None)
+        group = started(launcher, sizes)
         made[name] = group.executor, group
     return made
 
 
-def steps(cluster: Cluster) -> dict[str, Any]:
-    kept = executors(cluster)
+def steps() -> dict[str, Any]:
+    kept = executors(OwnLauncher())
     decoders = {name: Decoder(executor) for name, (executor, _) in kept.items()}
     empty: Clocked = {name: [] for name in decoders}
     decode: Clocked = {name: [] for name in decoders}
@@ -257,7 +286,11 @@ def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--graph", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--sums", action="store_true", help="measure sums only")
+    parser.add_argument("--starts", type=int, metavar="TURNS", help="measure starts only")
     args = parser.parse_args()
+    if args.starts:
+        harness.report(harness.new_record(starts=starts(args.starts)), args.out)
+        return
     if args.graph:
         graph(args.graph)
         return
@@ -267,7 +300,7 @@ def main() -> None:
     record = harness.new_record()
     cluster = Cluster.start(24)
     try:
-        record |= {"steps": steps(cluster), "ways": ways(cluster), "sums": sums()}
+        record |= {"steps": steps(), "ways": ways(cluster), "sums": sums()}
     finally:
         cluster.close()
     harness.report(record, args.out)

@@ -1,4 +1,4 @@
-"""The executors that are compared: a pipeline of ranks on Ray, and this process, with one thread each."""
+"""The executors that are compared: a pipeline of ranks, and this process, with one thread each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from skipjoin.exec.base import LargestStep
 from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.rank_model import RankModel
 from skipjoin.exec.rank_spec import make_store
-from skipjoin.exec.ranks.ranks import GroupSizes, RankedExecutor
+from skipjoin.exec.ranks.launch import GroupSizes
+from skipjoin.exec.ranks.own_ranks import OwnLauncher
+from skipjoin.exec.ranks.ranks import RankedExecutor
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model
 
@@ -23,7 +25,7 @@ def pipeline(folder: Path, dtype: str, stages: int) -> RankedExecutor:
         model,
         GroupSizes(1, stages),
         lambda rank_specs, budgets: (DEVICE_BLOCKS, 0),
-        address=None,
+        launcher=OwnLauncher(),
         max_restarts=0,
         on_progress=lambda what, share: None,
     )

@@ -34,7 +34,7 @@ def main() -> None:
         with Skipjoin("tally", *OPTIONS, *ranks) as server:
 
             async def kill(draw: random.Random, server: Skipjoin = server, count: int = tp * pp) -> None:
-                server.children("RankActor")[draw.randrange(count)].kill()
+                server.children("rank_program")[draw.randrange(count)].kill()
 
             found = asyncio.run(pauses(server.url, args.kills, kill, pause_of))
         record["sizes"].append({"tp": tp, "pp": pp, **found})

@@ -277,7 +277,11 @@ class EngineConfig:
     ] = 1
     distributed_executor_backend: Annotated[
         str,
-        Option("Let Ray place the ranks if there are several, or always", choices=("auto", "ray"), group=PARALLELISM),
+        Option(
+            "Start ranks as processes of this machine (auto: if there are several; mp: also a single one), or by Ray",
+            choices=("auto", "mp", "ray"),
+            group=PARALLELISM,
+        ),
     ] = "auto"
     ray_address: Annotated[
         str | None,
@@ -327,7 +331,11 @@ class EngineConfig:
 
     @property
     def is_distributed(self) -> bool:
-        return self.ranks > 1 or self.distributed_executor_backend == "ray"
+        return self.ranks > 1 or self.distributed_executor_backend != "auto"
+
+    @property
+    def is_on_ray(self) -> bool:
+        return self.distributed_executor_backend == "ray" or self.ray_address is not None
 
     def plans_in_flight(self, device: str) -> int:
         if self.pipeline_parallel_size > 1:
@@ -351,3 +359,5 @@ class EngineConfig:
                 "ray_address is for several ranks: set tensor_parallel_size, pipeline_parallel_size or "
                 "distributed_executor_backend ray"
             )
+        if self.ray_address is not None and self.distributed_executor_backend == "mp":
+            raise ConfigError("ray_address is for ranks on Ray: distributed_executor_backend must be auto or ray")

@@ -92,7 +92,7 @@ def _check_memory(
     sizes = config.tensor_parallel_size, config.pipeline_parallel_size
     models = [planned_model(files, model_config, spec, Shard.of_rank(rank, *sizes)) for rank in range(config.ranks)]
     if config.ranks > 1 and models[0].device.type == "cuda":
-        return  # each rank has a GPU of its own, which Ray chooses
+        return  # each rank has a GPU of its own
     threads = default_threads(config.threads)
     specs = [rank_spec_of(model, config.block_size, threads, config.swap_dtype) for model in models]
     total = sum(spec.weight_bytes for spec in specs)
@@ -173,16 +173,26 @@ def _load_here(
 def _load_ranks(
     config: EngineConfig, model_config: ModelConfig, of: RankModel, max_len: int, on_progress: OnProgress
 ) -> RankedExecutor:
-    # Imported lazily: Ray is optional.
-    from skipjoin.exec.ranks.cluster import ClusterError  # noqa: PLC0415
-    from skipjoin.exec.ranks.ranks import GroupSizes, RankedExecutor  # noqa: PLC0415
+    # Imported lazily: an engine in one process needs no packages of ranks.
+    from skipjoin.exec.ranks.cluster import Cluster, ClusterError  # noqa: PLC0415
+    from skipjoin.exec.ranks.launch import GroupSizes, Launcher  # noqa: PLC0415
+    from skipjoin.exec.ranks.own_ranks import OwnLauncher  # noqa: PLC0415
+    from skipjoin.exec.ranks.ranks import RankedExecutor  # noqa: PLC0415
+    from skipjoin.exec.ranks.ray_ranks import RayLauncher  # noqa: PLC0415
+
+    def launcher() -> Launcher:
+        if not config.is_on_ray:
+            return OwnLauncher()
+        address = config.ray_address
+        on_progress("starting Ray" if address is None else "joining Ray", 0.0)
+        return RayLauncher(Cluster.start(config.ranks) if address is None else Cluster.join(address))
 
     try:
         return RankedExecutor(
             of,
             GroupSizes(config.tensor_parallel_size, config.pipeline_parallel_size),
             lambda rank_specs, budgets: _pools(config, model_config, rank_specs, budgets, max_len)[:2],
-            address=config.ray_address,
+            launcher=launcher(),
             max_restarts=config.max_restarts,
             on_progress=on_progress,
         )

@@ -30,6 +30,8 @@ def check_settings(engine: EngineConfig, server: ServerConfig, forecasts: Foreca
     check_certificates(server)
     if server.replicas > 1:
         check_not_one_card(engine.device)
+        if engine.distributed_executor_backend == "mp":
+            raise ConfigError("distributed_executor_backend must be auto or ray with replicas, which Ray places")
     if engine.slo_jct_scale is not None and server.slo_jct_ms is not None:
         raise ConfigError("slo_jct_scale and slo_jct_ms exclude each other: both are for requests without an objective")
     if server.fair_by != "none":
@@ -51,8 +53,8 @@ def check_files(engine: EngineConfig, server: ServerConfig) -> None:
         require("forecast_url", "predict")
     if server.otlp_traces_endpoint is not None:
         require("otlp_traces_endpoint", "otel")
-    if server.replicas > 1 or engine.is_distributed:
-        require("more than one rank or replica", "distributed")
+    if server.replicas > 1 or engine.is_on_ray:
+        require("more than one machine or replica", "distributed")
     folder = check_model(engine.model, engine.load_format)
     sampling_defaults(folder, engine.generation_config)
 

@@ -213,7 +213,7 @@ def import_ray() -> ModuleType:
     try:
         import ray  # noqa: PLC0415 (an optional back end, which reads its settings when it is imported)
     except ImportError as error:
-        raise ClusterError(needs("more than one rank or replica", "ray", "distributed")) from error
+        raise ClusterError(needs("more than one machine or replica", "ray", "distributed")) from error
     return ray
 
 

@@ -15,7 +15,6 @@ from skipjoin.core.step import Direction
 from skipjoin.exec.base import RankError
 from skipjoin.exec.rank_model import LOADING, LoadedRank, RankModel
 from skipjoin.exec.rank_spec import MemoryBudget, RankSpec
-from skipjoin.exec.ranks.cluster import import_ray
 from skipjoin.exec.ranks.links import Address, connect, end_with
 from skipjoin.exec.ranks.rank import Rank
 from skipjoin.model.cuda import choose_device
@@ -63,6 +62,7 @@ class RankProcess:
         self._loaded.forget_graphs()
 
     def serve(self, address: Address, secret: bytes) -> None:
+        """Answer the engine's plans until the connection breaks; nothing may be called after that."""
         loaded = self._loaded
         loaded.model.ops.use_threads(loaded.threads)  # the count is per thread, and this is a different thread
         assert self._grammars is not None
@@ -75,7 +75,6 @@ class RankProcess:
             with contextlib.closing(rank):
                 while True:
                     rank.run(connection.recv_bytes())
-        import_ray().actor.exit_actor()
 
     def touch(self, blocks: Sequence[int]) -> None:
         self._loaded.touch(blocks)

@@ -1,0 +1,60 @@
+"""How an engine starts the processes of its ranks: as its own (`own_ranks`), or by Ray (`ray_ranks`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+# Seconds that a rank has for a call while ranks start, except for loading.
+START_S = 120.0
+
+
+class GroupSizes(NamedTuple):
+    tp: int
+    pp: int
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp
+
+    def __str__(self) -> str:
+        return f"tensor_parallel_size {self.tp} x pipeline_parallel_size {self.pp}"
+
+
+class StartedRanks(Protocol):
+    """Processes of one generation of ranks, each with a `RankHost`. `nodes` has the machine of each, in rank order.
+
+    A call that `begin` returns is for `wait` and `answers`. A lost rank fails all calls to it with `RankError`.
+    """
+
+    @property
+    def nodes(self) -> Sequence[str]: ...
+
+    def begin(self, rank: int, method: str, *arguments: Any) -> Any:
+        """Let a rank carry out a method of its `RankHost` or `RankProcess`, at most two at a time."""
+        ...
+
+    def wait(self, calls: Sequence[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
+        """Wait until one of the calls has ended, and return those that have and those that have not."""
+        ...
+
+    def answers(self, calls: Sequence[Any]) -> list[Any]:
+        """Return what the calls return, or raise the first `ModelError` or `RankError` of them."""
+        ...
+
+    def close(self) -> None:
+        """Kill the processes."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts ranks, which connect to the engine at `ip`."""
+
+    @property
+    def ip(self) -> str: ...
+
+    def start(self, sizes: GroupSizes, device: str, patience_s: float) -> StartedRanks:
+        """Start all ranks; wait at most `patience_s` for machines that are missing."""
+        ...
+
+    def close(self) -> None: ...

@@ -4,8 +4,9 @@
 
 `moves` is one move of 1 to 256 blocks, scattered over both pools, from submission to completion. `share` is relative to
 the link; the target is 0.8 for moves that are large enough to fill it. Block sizes are those of 16 tokens of Llama-3-8B
-and OPT-13B, and a small one, which a kernel copies (`one_by_one` is the same without the kernel). `int8_us` is the same
-move with 8-bit values on the CPU tier.
+and OPT-13B, and a small one, of which a kernel copies many. `one_by_one` is the same without the kernel and without the
+driver's call for many copies, and `batched` says whether there is one. `host` is the time until the calling thread
+continues. `int8` is the same move with 8-bit values on the CPU tier.
 
 `concurrent` has steps that read all of their weights and compute little, as decodes do. Rounds with copies in flight in
 both directions alternate with rounds without; `slowdown` is the ratio of their median steps, with a target of at most
@@ -17,7 +18,8 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import cycle, islice
 
 import torch
@@ -25,8 +27,10 @@ from common import Figures, Task, spread, synchronize
 
 from skipjoin.core.request import Request
 from skipjoin.core.step import LINK, Direction, Move
+from skipjoin.exec.copy_engine import OptionalKernel
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.exec.throttle import copier_for
+from skipjoin.model import run_copies
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.page_locked import page_locked_bytes
 
@@ -79,13 +83,19 @@ def measure(task: Task) -> Figures:
 
 def seconds(device: str, work: Callable[[], object], runs: int) -> list[float]:
     """Return the seconds of runs until the device has finished, without the warm-up run."""
+    return [taken for _, taken in both_seconds(device, work, runs)]
+
+
+def both_seconds(device: str, work: Callable[[], object], runs: int) -> list[tuple[float, float]]:
+    """Return the seconds of runs until the calling thread continues, and until the device has finished."""
     times = []
     for _ in range(runs + 1):
         synchronize(device)
         begin = time.perf_counter()
         work()
+        continues = time.perf_counter()
         synchronize(device)
-        times.append(time.perf_counter() - begin)
+        times.append((continues - begin, time.perf_counter() - begin))
     return times[1:]
 
 
@@ -142,7 +152,7 @@ def make_store(device: str, block_bytes: int, blocks: int, swap_dtype: str = "au
 
 
 def measure_moves(device: str, name: str, block_bytes: int, link: Figures) -> Iterator[Figures]:
-    """Measure moves of several sizes in both directions, and of small blocks also without their kernel."""
+    """Measure moves of several sizes in both directions."""
     counts = _COUNTS[device]
     store, draw = make_store(device, block_bytes, 2 * counts[-1]), random.Random(0)
     small = make_store(device, block_bytes, 2 * counts[-1], "int8")
@@ -153,23 +163,40 @@ def measure_moves(device: str, name: str, block_bytes: int, link: Figures) -> It
             source, target = (tuple(draw.sample(range(2 * counts[-1]), blocks)) for _ in range(2))
             move = Move(direction, _OWNER, source, target, blocks * store.device.block_size)
             engine._kernel = kernel
-            times = seconds(device, lambda move=move: store.copy(move), _RUNS[device])
+            times = both_seconds(device, lambda move=move: store.copy(move), _RUNS[device])
             limit = link[f"{direction.name.lower()}_gb_per_s"]["median"]
             found = {
                 "blocks_of": name,
                 "block_bytes": block_bytes,
                 "blocks": blocks,
                 "direction": direction.name.lower(),
-                "us": spread([taken * 1e6 for taken in times]),
-                "share": spread([blocks * block_bytes / taken / 1e9 / limit for taken in times]),
+                "batched": device == "cuda" and run_copies.run_batch(store.device.tensor.device) is not None,
+                "share": spread([blocks * block_bytes / taken / 1e9 / limit for _, taken in times]),
+                **in_us("", times),
+                **in_us("int8_", both_seconds(device, lambda move=move: small.copy(move), _RUNS[device])),
             }
-            times = seconds(device, lambda move=move: small.copy(move), _RUNS[device])
-            found["int8_us"] = spread([taken * 1e6 for taken in times])
-            if kernel is not None and name == "small":
-                engine._kernel = None
-                times = seconds(device, lambda move=move: store.copy(move), _RUNS[device])
-                found["one_by_one_us"] = spread([taken * 1e6 for taken in times])
+            if device == "cuda":
+                engine._kernel = OptionalKernel("", "", "", is_usable=False)
+                with one_by_one():
+                    times = both_seconds(device, lambda move=move: store.copy(move), _RUNS[device])
+                found |= in_us("one_by_one_", times)
             yield found
+
+
+def in_us(name: str, times: Sequence[tuple[float, float]]) -> Figures:
+    host, taken = ([one * 1e6 for one in part] for part in zip(*times, strict=True))
+    return {f"{name}us": spread(taken), f"{name}host_us": spread(host)}
+
+
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    """Copy runs of blocks without the driver's call for many copies."""
+    found = run_copies.run_batch
+    run_copies.run_batch = lambda device: None
+    try:
+        yield
+    finally:
+        run_copies.run_batch = found
 
 
 def decode_like(device: str) -> Callable[[], object]:

@@ -10,7 +10,7 @@ measures the copy bandwidth and the rate of matrix products, which the other par
     run.py --stage sampling    a small model, and steps that draw tokens
     run.py --stage pressure    recipes with far too little KV, swapped as it is or as int8
     run.py --stage peers       vLLM on the same card
-    run.py --stage ranks       two processes on one card, and recorded collectives
+    run.py --stage ranks       two processes on one card, recorded collectives, and copies
 
 `peers` needs vLLM 0.22, which pins the card's torch 2.11, and the packages of both servers. They are brought in parts
 of 60 MiB while other stages run, and without the libraries that a dense bfloat16 model does not load:
@@ -73,11 +73,11 @@ PARTS = (
 
 # Parts and minutes of each stage of the plan.
 STAGES = {
-    "kernels": ("attention,decode,mixed,prefill", 3.4),
+    "kernels": ("attention,decode,mixed,prefill", 3.3),
     "sampling": ("small,sampled", 1.6),
     "pressure": ("pressure", 2.0),
-    "peers": ("peers", 4.5),
-    "ranks": ("ranks", 1.0),
+    "peers": ("peers", 4.2),
+    "ranks": ("ranks,copies", 1.4),
 }
 
 

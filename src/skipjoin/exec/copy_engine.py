@@ -12,6 +12,7 @@ from skipjoin.core.step import Direction
 from skipjoin.model.kv_cache import PagedKV, SwapPool
 from skipjoin.model.ops.block_copy import MIN_RUN_BYTES, block_copy, runs_of
 from skipjoin.model.ops.block_quant import BlockQuantizer, TorchQuantizer, block_quantizer
+from skipjoin.model.run_copies import copy_runs, run_batch
 from skipjoin.model.transfer import send
 
 _log = logging.getLogger(__name__)
@@ -76,11 +77,13 @@ class OptionalKernel:
 
 
 class StreamedCopies:
-    """Copies between a GPU and CPU memory: a run of blocks at a time, or many short runs by one kernel."""
+    """Copies between a GPU and CPU memory: runs of blocks by copy engines, or many short runs by one kernel."""
 
     def __init__(self, device: PagedKV, cpu: PagedKV) -> None:
         self._device, self._cpu = device, cpu
         is_usable = cpu.tensor.is_pinned()
+        if is_usable:
+            run_batch(device.tensor.device)  # tested now rather than in the first step that needs it
         self._kernel = OptionalKernel("block_copy", "copy_blocks", "blocks are copied one by one", is_usable=is_usable)
         if device.block_bytes < MIN_RUN_BYTES:
             self._launch(cpu.block_view(), device.block_view(), Pairs((0,), (0,)))  # both blocks are zeros
@@ -92,8 +95,7 @@ class StreamedCopies:
         are_short = row_bytes * len(pairs.source) < MIN_RUN_BYTES * len(runs)
         if len(runs) > _MAX_SHORT_RUNS and are_short and self._launch(target, source, pairs):
             return
-        for first_to, first, count in runs:
-            target[first_to : first_to + count].copy_(source[first : first + count], non_blocking=True)
+        copy_runs(target, source, runs)
 
     def _launch(self, target: torch.Tensor, source: torch.Tensor, pairs: Pairs) -> bool:
         ids, device = (pairs.target, pairs.source), self._device.tensor.device
@@ -110,6 +112,7 @@ class QuantizedCopies:
         is_usable = is_cuda and cpu.format.has_kernels and cpu.tensor.is_pinned()
         self._kernels = OptionalKernel("block_quant", "TritonQuantizer", "torch quantizes it", is_usable=is_usable)
         if is_cuda:  # both blocks are zeros
+            run_batch(device.tensor.device)
             self.copy(Direction.OUT, Pairs((0,), (0,)), cpu.shape[1])
             self.copy(Direction.IN, Pairs((0,), (0,)), cpu.shape[1])
 

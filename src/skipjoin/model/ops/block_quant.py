@@ -14,6 +14,7 @@ from skipjoin.kv_format import SwapFormat
 from skipjoin.model.kv_cache import PagedKV, SwapPool
 from skipjoin.model.ops.block_copy import runs_of
 from skipjoin.model.ops.build import load_library
+from skipjoin.model.run_copies import copy_runs
 from skipjoin.model.transfer import send
 
 # Type numbers of block_quant.cpp.
@@ -77,14 +78,12 @@ class StagedQuantizer(ABC):
         for at, end in _parts(host, len(source)):
             tokens = last if end == len(source) else host.shape[1]
             rows = self.to_rows(host, device, source[at:end], tokens)
-            for first_to, first, count in runs_of(target[at:end], range(end - at)):
-                host.tensor[first_to : first_to + count].copy_(rows[first : first + count], non_blocking=True)
+            copy_runs(host.tensor, rows, list(runs_of(target[at:end], range(end - at))))
 
     def dequantize(self, device: PagedKV, host: SwapPool, target: Sequence[int], source: Sequence[int]) -> None:
         for at, end in _parts(host, len(source)):
             rows = new_rows(host, device, end - at)
-            for first, first_from, count in runs_of(range(end - at), source[at:end]):
-                rows[first : first + count].copy_(host.tensor[first_from : first_from + count], non_blocking=True)
+            copy_runs(rows, host.tensor, list(runs_of(range(end - at), source[at:end])))
             self.from_rows(device, host, target[at:end], rows)
 
     @abstractmethod

@@ -96,6 +96,10 @@ class Adaptive(Callbacks):
         self._aged = Alarms()  # of requests, when they are older than `overtaking_s`
         self._with_prefix: dict[Request, None] = {}  # without output, in the order of their next lookups
         self._running: Sequence[Slice] = ()
+        # The requests of these slices, and those among them that had no bin before.
+        self._ran: list[Request] = []
+        self._ran_set: set[Request] = set()
+        self._incoming: set[Request] = set()
         self._new: Counter[Kind] = Counter()  # recent arrivals
         self._latest = -math.inf  # time of the latest arrival
 
@@ -130,13 +134,14 @@ class Adaptive(Callbacks):
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         jobs, self._running = self._jobs, slices
-        requests = {*map(REQUEST_OF, slices)}
+        self._follow_running()
+        ran, requests = self._ran, self._ran_set
         self._begin_step(requests)
         if waiting := self._advances.waiting:
-            for request in [*filter(waiting.__contains__, map(REQUEST_OF, slices))]:
+            for request in [*filter(waiting.__contains__, ran)]:
                 if request in self._begun:
                     self._advances.forget(request, continues=True)
-        incoming = requests - self._begun
+        incoming = self._incoming
         leaving = self._leaving & requests if self._leaving else self._leaving
         dropped = self._dropped & requests if self._dropped else self._dropped
         if not (incoming or leaving or dropped):
@@ -145,7 +150,7 @@ class Adaptive(Callbacks):
         # First tokens take the time of others only where these cannot run alongside.
         displaces = len(self._begun) > len(requests) - len(incoming)
         concerned = incoming | leaving | dropped
-        for slice_ in compress(slices, map(concerned.__contains__, map(REQUEST_OF, slices))):
+        for slice_ in compress(slices, map(concerned.__contains__, ran)):
             request = slice_.request
             job = jobs[request]
             # Known tokens do not include the one just sampled, which may be the last: a bin is left once the request is
@@ -200,13 +205,16 @@ class Adaptive(Callbacks):
     # -- the order ----------------------------------------------------------------------------------------
 
     def ranked(self, now: float) -> Iterator[Request]:
+        jobs = self._jobs
         for request in self._missing.due(now):
-            self._stand(request, is_fresh=False)
+            if (job := jobs.get(request)) is not None:
+                self._stand(job, Standing(False, job.standing.is_old, job.standing.is_overdue))
         for request in self._overdue.due(now):
-            if request not in self._begun:
-                self._stand(request, is_overdue=True)
+            if (job := jobs.get(request)) is not None and request not in self._begun:
+                self._stand(job, Standing(job.standing.is_fresh, job.standing.is_old, True))
         for request in self._aged.due(now):
-            self._stand(request, is_old=True)
+            if (job := jobs.get(request)) is not None:
+                self._stand(job, Standing(job.standing.is_fresh, True, job.standing.is_overdue))
         self._index.refresh()
         if self._revision != self._index.revision:
             self._revision = self._index.revision
@@ -282,10 +290,9 @@ class Adaptive(Callbacks):
         meaning = "Time of its own prompt, without the tokens that it finds in the prefix cache."
         yield Fact("own prefill", index.prompt_s(cell.kind), "s", meaning)
 
-    def _stand(self, request: Request, **changes: bool) -> None:
-        if (job := self._jobs.get(request)) is not None:
-            job.standing = job.standing._replace(**changes)
-            self._join(job)
+    def _stand(self, job: _Job, standing: Standing) -> None:
+        job.standing = standing
+        self._join(job)
 
     # -- prompts ------------------------------------------------------------------------------------------
 
@@ -339,14 +346,25 @@ class Adaptive(Callbacks):
         self._join(job)
 
     def _enter(self, request: Request, job: _Job, place: int) -> None:
-        self._forget_edge(request, job)
-        self._begun.add(request)
+        if request in self._leaving:
+            self._leaving.discard(request)  # it awaits no edge
+        else:
+            self._forget_edge(request, job)
+        if job.place == NOT_BEGUN:
+            self._begun.add(request)
+            job.standing = Standing(is_old=job.standing.is_old)
+            if job.kind.uncached:
+                job.kind = job.kind._replace(uncached=0)
         job.place = place
-        job.standing = Standing(is_old=job.standing.is_old)
-        if job.kind.uncached:
-            job.kind = job.kind._replace(uncached=0)
         job.leaves_at = len(request.prompt) + BIN_EDGES[place + 1] - 1 if place + 1 < BINS else request.max_total_tokens
         self._await_edge(request, job)
+
+    def _follow_running(self) -> None:
+        # Most steps run the requests of the step before.
+        ran = [*map(REQUEST_OF, self._running)]
+        if self._incoming or ran != self._ran:
+            self._ran, self._ran_set = ran, {*ran}
+            self._incoming = self._ran_set - self._begun
 
     def _begin_step(self, running: set[Request]) -> None:
         self._steps += 1
@@ -380,10 +398,11 @@ class Adaptive(Callbacks):
 
     def _join(self, job: _Job) -> None:
         key = (job.standing, job.kind, job.place)
-        cell = self._cells.get(key)
-        if cell is not None and cell is job.cell:
-            return
-        self._leave(job)
+        cell, before = self._cells.get(key), job.cell
+        if before is not None:
+            if cell is before:
+                return
+            self._leave(job)
         if cell is None:
             cell = self._cells[key] = Cell(*key)
             self._rank_cell(cell)

@@ -84,16 +84,19 @@ class SortedCells:
     def close(self, cell: Cell) -> None:
         self._cells.remove(cell)
 
+    # Both compute the key of `Cell.key` in place, because a call takes as long as the rest.
     def add(self, cell: Cell, entry: Entry) -> None:
-        key = cell.key(entry)
-        if self._limit is None or key < self._limit:
+        arrival, number, request = entry
+        key, limit = (cell.base + cell.per_s * arrival, arrival, number), self._limit
+        if limit is None or key < limit:
             at = bisect_left(self._keys, key)
             self._keys.insert(at, key)
-            self._requests.insert(at, entry[2])
+            self._requests.insert(at, request)
 
     def remove(self, cell: Cell, entry: Entry) -> None:
-        key = cell.key(entry)
-        if self._limit is None or key < self._limit:
+        arrival, number, _ = entry
+        key, limit = (cell.base + cell.per_s * arrival, arrival, number), self._limit
+        if limit is None or key < limit:
             at = bisect_left(self._keys, key)
             del self._keys[at], self._requests[at]
 
@@ -116,7 +119,9 @@ class SortedCells:
         found: list[tuple[Key, Request]] = []
         for cell, at in unread:
             end = len(cell.entries) if limit is None else cell.find(limit)
-            found += [(cell.key(entry), entry[2]) for entry in cell.entries[at:end]]
+            base, per_s = cell.base, cell.per_s
+            entries = cell.entries[at:end]
+            found += [((base + per_s * arrival, arrival, number), request) for arrival, number, request in entries]
         found.sort(key=itemgetter(0))
         self._keys += [key for key, _ in found]
         self._requests += [request for _, request in found]

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 
-from skipjoin.core.forecast import LENGTH_EDGES, length_bin
+from skipjoin.core.forecast import LENGTH_EDGES
 
 # The first bins of `LENGTH_EDGES` hold one length each and are merged, because a request would leave them at every
 # step. The last bins are beyond all contexts.
@@ -24,7 +25,7 @@ _LEAST = 1e-12
 
 
 def bin_of(tokens: float) -> int:
-    return min(BINS - 1, max(0, length_bin(tokens) - _MERGED + 1))
+    return max(0, bisect_right(BIN_EDGES, tokens) - 1)
 
 
 def hazards_of(mass: Sequence[float]) -> list[float]:

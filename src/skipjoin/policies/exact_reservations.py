@@ -79,8 +79,10 @@ class Hosts:
     def _determine(self, kv: KVAccounts) -> None:
         if self._holders < 0 or self._available != kv.available:
             self._holders, self._available = len(kv.holders()), kv.available
-            some = (one for one in kv.holders() if one.progress.reserved_tokens != UNLIMITED)
-            self._unused = sorted((blocks, one.id, one) for one in some if (blocks := _unused(one, kv)) > 1)
+            found = kv.reservations.with_unused(2) if kv.reservations is not None else ()
+            self._unused = sorted(
+                [(blocks, one.id, one) for blocks, one in found if one.progress.reserved_tokens != UNLIMITED]
+            )
 
     def _place(self, need: int) -> int:
         return bisect_left(self._unused, need, key=itemgetter(0))

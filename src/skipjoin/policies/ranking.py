@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any
 
@@ -47,18 +48,16 @@ class Ranking:
             del self._stable[bisect_left(self._stable, key, key=itemgetter(0))]
 
     def __iter__(self) -> Iterator[Request]:
-        return self._merged() if self._volatile else map(_request_of, self._stable)
+        return chain.from_iterable(self._merged()) if self._volatile else map(_request_of, self._stable)
 
-    def _merged(self) -> Iterator[Request]:
-        stable, at, end = self._stable, 0, len(self._stable)
+    def _merged(self) -> Iterator[Iterable[Request]]:
+        stable, at = self._stable, 0
         for request, key in sorted(self._volatile.items(), key=itemgetter(1)):
-            while at < end and stable[at][0] < key:
-                yield stable[at][1]
-                at += 1
-            yield request
-        while at < end:
-            yield stable[at][1]
-            at += 1
+            before, at = at, bisect_left(stable, key, at, key=itemgetter(0))
+            if at > before:
+                yield map(_request_of, stable[before:at])
+            yield (request,)
+        yield map(_request_of, islice(stable, at, None))
 
 
 class Ranked(Callbacks):

@@ -12,8 +12,12 @@ class LazySequence(Sequence[Request]):
     def __init__(self, found: Iterator[Request]) -> None:
         self._read: list[Request] = []
         self._rest = found
+        self._is_read = False
 
     def __iter__(self) -> Iterator[Request]:
+        return iter(self._read) if self._is_read else self._reading()
+
+    def _reading(self) -> Iterator[Request]:
         read, rest = self._read, self._rest
         at = 0
         while True:
@@ -36,5 +40,7 @@ class LazySequence(Sequence[Request]):
         return len(self._all())
 
     def _all(self) -> list[Request]:
-        self._read += self._rest
+        if not self._is_read:
+            self._read += self._rest
+            self._is_read = True
         return self._read

@@ -7,6 +7,7 @@ from skipjoin.core.context import StepContext, eligible_tokens
 from skipjoin.core.decide.candidates import comes_soon, find_candidates
 from skipjoin.core.decide.draft import Draft
 from skipjoin.core.decide.evict import Evictor
+from skipjoin.core.decide.lazy import LazySequence
 from skipjoin.core.decide.place import Blocked, Placer
 from skipjoin.core.events import Started, Waited
 from skipjoin.core.kv.interface import BlockLedger, Tiered
@@ -107,8 +108,13 @@ class StepPlanner:
 
     def _move_ahead(self, tiers: Tiered) -> None:
         kv, context, ordering = self._kv, self._context, self._policies.ordering
-        held = ((one, kv.blocks_of(one)) for one in kv.holders() if one.progress.finish_reason is None)
-        settled = [one for one, blocks in held if blocks is not None and blocks.is_settled]
+        blocks_of = kv.blocks_of
+        # Found only if the policy reads them: most do not.
+        settled = LazySequence(
+            one
+            for one in kv.holders()
+            if one.progress.finish_reason is None and (held := blocks_of(one)) is not None and held.is_settled
+        )
         out, back = self._policies.eviction.ahead(settled, ordering, kv, context.now)
         if out or context.depth > 1 or tiers.cpu_free < tiers.cpu_total:
             ranked = ordering.ranked(context.now)

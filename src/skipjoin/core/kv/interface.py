@@ -209,6 +209,9 @@ class Reserving(Protocol):
 
     def unused(self, owner: Request | Account) -> int: ...
 
+    def with_unused(self, least: int) -> Iterable[tuple[int, Request]]:
+        """Return the requests that have at least `least` unused blocks, with their number."""
+
     def unused_without(self, account: Account, request: Request) -> int: ...
 
     def fund(self, account: Account, blocks: int) -> None:

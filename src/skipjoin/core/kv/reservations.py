@@ -140,6 +140,8 @@ class Reservations:
         if this is None:
             return blocks - self.headroom(parent)
         blocks = max(blocks, len(this.held) + this.lent)
+        if parent is None and this.parent is self.root:  # most requests
+            return blocks - this.adopted - this.size - self.available
         return blocks - this.adopted - self._freed(this, self.find(parent)) - self.headroom(parent)
 
     def headroom(self, parent: Owner) -> int:
@@ -148,6 +150,14 @@ class Reservations:
     def unused(self, owner: Request | Account) -> int:
         reservation = self._of.get(owner)
         return reservation.unused if reservation is not None else 0
+
+    def with_unused(self, least: int) -> list[tuple[int, Request]]:
+        # `Reservation.unused` in place, because a call takes as long as the rest.
+        return [
+            (unused, owner)
+            for owner, this in self._of.items()
+            if (unused := this.size + this.adopted - len(this.held) - this.lent) >= least and isinstance(owner, Request)
+        ]
 
     def unused_without(self, account: Account, request: Request) -> int:
         reservation, nested = self._of[account], self._of.get(request)

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import reduce
+from itertools import accumulate, islice
+from operator import add, mul, truediv
 from typing import NamedTuple
 
 from skipjoin.core.kv.interface import KVAccounts
@@ -64,6 +67,10 @@ def _min_tokens(prefill_bin: int) -> int:
     return math.ceil(_LONG_PROMPT * 2 ** ((prefill_bin - _LONG_BIN) / 8))
 
 
+def _prompt_of(octave: int) -> float:
+    return 1.5 * 2.0**octave
+
+
 def kind_of(request: Request, cls: ForecastClass, time: ExecutionTime, uncached: int) -> Kind:
     prompt = len(request.prompt)
     octave = int(math.log2(max(_SHORT_PROMPT, prompt)))
@@ -94,6 +101,11 @@ class GittinsIndex:
         self._due = _FIRST_NOTES
         self._found: dict[tuple[Kind, int], float] = {}
         self._prompts: dict[tuple[int, int], float] = {}  # by octave, and bin of uncached tokens
+        self._gained: dict[tuple[ForecastClass, int, int | None, int], tuple[list[float], list[float]]] = {}
+        self._ended: dict[tuple[ForecastClass, int], list[float]] = {}
+        # By octave and capacity, which is known from the first step on.
+        self._token_cost: dict[tuple[int, int], list[float]] = {}
+        self._cost_to_end: dict[tuple[int, int], list[float]] = {}
 
     @property
     def step_s(self) -> float:
@@ -120,8 +132,8 @@ class GittinsIndex:
         self._cost_revision = self.time.revision
         self._kv_share = self._binds
         self.model.refresh()
-        self._found.clear()
-        self._prompts.clear()
+        for kept in (self._found, self._prompts, self._gained, self._ended, self._token_cost, self._cost_to_end):
+            kept.clear()
         self.revision += 1
         return True
 
@@ -154,43 +166,73 @@ class GittinsIndex:
 
     def _moments(self, kind: Kind) -> tuple[float, float]:
         """Return the means of the cost of such a request, in the unit of `_index`, and of its square."""
-        cls, octave, cap, _, _ = kind
-        hazards = self.model.hazards(cls)
-        prompt = 1.5 * 2.0**octave
-        slot, per_kv = (1 - self._kv_share) / self._max_seqs, self._kv_share / self._capacity
-        before = self.prompt_s(kind) / self._decode(prompt)
-        alive, mean, square = 1.0, 0.0, 0.0
-        for at in range(cap + 1):
-            ended = alive * (hazards[at] if at < cap else 1.0)
-            length = BIN_MIDDLES[at]
-            cost = before + length * (slot + per_kv * (prompt + length / 2))
-            mean += ended * cost
-            square += ended * cost * cost
-            alive -= ended
-            if alive < _FEW:
-                break
-        return mean, square
+        before = self.prompt_s(kind) / self._decode(_prompt_of(kind.octave))
+        ends = self._ends(kind.cls, kind.cap)
+        costs = [before + cost for cost in self._costs(kind.octave)[: len(ends)]]
+        weighted = [*map(mul, ends, costs)]
+        return reduce(add, weighted, 0.0), reduce(add, map(mul, weighted, costs), 0.0)
 
     def _decode(self, context: float) -> float:
         """Return the seconds of a decode step, above 0 even if a profile says otherwise."""
         return max(_MIN_STEP_S, self.time.decode(int(context)))
 
     def _index(self, kind: Kind, place: int) -> float:
-        cls, octave, cap, steps, _ = kind
-        hazards = self.model.hazards(cls)
-        prompt = 1.5 * 2.0**octave
-        slot = (1 - self._kv_share) / self._max_seqs
-        per_kv = self._kv_share / self._capacity
-        alive, gain, cost, best = 1.0, 0.0, 0.0, 0.0
+        first, before = max(0, place), 0.0
         if place == NOT_BEGUN:
-            # In decode steps, as the cost of a token below, but of all slots.
-            cost = self.prompt_s(kind) / self._decode(prompt)
-        for at in range(max(0, place), cap + 1):
-            length, hazard = BIN_MIDDLES[at], hazards[at] if at < cap else 1.0
-            gain += alive * hazard / (length if steps is None else 2.0**steps)
-            cost += alive * BIN_WIDTHS[at] * (1 - 0.5 * hazard) * (slot + per_kv * (prompt + length))
-            best = max(best, gain / cost)
+            # In decode steps, as the cost of a token, but of all slots.
+            before = self.prompt_s(kind) / self._decode(_prompt_of(kind.octave))
+        gains, tokens = self._gains(kind.cls, kind.cap, kind.steps, first)
+        costs = accumulate(map(mul, tokens, islice(self._token_costs(kind.octave), first, None)), initial=before)
+        next(costs)
+        return max(map(truediv, gains, costs), default=0.0)
+
+    # Hundreds of kinds share what follows from their class, cap and octave alone, between two refreshes.
+
+    def _gains(self, cls: ForecastClass, cap: int, steps: int | None, first: int) -> tuple[list[float], list[float]]:
+        """Return the expected gain up to each bin from `first` on, and the expected number of tokens in each."""
+        if (found := self._gained.get(key := (cls, cap, steps, first))) is not None:
+            return found
+        hazards = self.model.hazards(cls)
+        gains, tokens = [], []
+        alive, gain = 1.0, 0.0
+        for at in range(first, cap + 1):
+            hazard = hazards[at] if at < cap else 1.0
+            gain += alive * hazard / (BIN_MIDDLES[at] if steps is None else 2.0**steps)
+            gains.append(gain)
+            tokens.append(alive * BIN_WIDTHS[at] * (1 - 0.5 * hazard))
             alive *= 1 - hazard
             if alive < _FEW:
                 break
-        return best
+        found = self._gained[key] = gains, tokens
+        return found
+
+    def _ends(self, cls: ForecastClass, cap: int) -> list[float]:
+        """Return the probability that a request ends in each bin."""
+        if (found := self._ended.get(key := (cls, cap))) is not None:
+            return found
+        hazards, alive = self.model.hazards(cls), 1.0
+        found = self._ended[key] = []
+        for at in range(cap + 1):
+            found.append(ended := alive * (hazards[at] if at < cap else 1.0))
+            alive -= ended
+            if alive < _FEW:
+                break
+        return found
+
+    def _token_costs(self, octave: int) -> list[float]:
+        """Return the cost of a token in each bin after a prompt of this octave."""
+        if (found := self._token_cost.get(key := (octave, self._capacity))) is None:
+            prompt = _prompt_of(octave)
+            slot, per_kv = (1 - self._kv_share) / self._max_seqs, self._kv_share / self._capacity
+            found = self._token_cost[key] = [slot + per_kv * (prompt + length) for length in BIN_MIDDLES]
+        return found
+
+    def _costs(self, octave: int) -> list[float]:
+        """Return the cost of all tokens of a request that ends in each bin."""
+        if (found := self._cost_to_end.get(key := (octave, self._capacity))) is None:
+            prompt = _prompt_of(octave)
+            slot, per_kv = (1 - self._kv_share) / self._max_seqs, self._kv_share / self._capacity
+            found = self._cost_to_end[key] = [
+                length * (slot + per_kv * (prompt + length / 2)) for length in BIN_MIDDLES
+            ]
+        return found

@@ -137,7 +137,9 @@ class ByObjective:
         )
 
     def until(self, request: Request, known: int, now: float) -> float:
-        return min((when for when in self._crossings(request, known) if when > now), default=math.inf)
+        crossings = self._crossings(request, known)
+        passed = bisect_right(crossings, now)
+        return crossings[passed] if passed < len(crossings) else math.inf
 
     def left(self, request: Request) -> None:
         pass

@@ -19,6 +19,7 @@ from skipjoin.model.batch import PackedBatch
 from skipjoin.model.config import ModelError
 from skipjoin.model.cuda import Card, CudaFacts
 from skipjoin.model.kernels.paged import INTERPRETED
+from support.worlds import exhaustive
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the fake library computes on the CPU")
 MIX = [(30, 1), (0, 20), (64, 9), (17, 1)]
@@ -103,7 +104,8 @@ def test_pages_are_passed_without_copies(library, window):
 
 
 @pytest.mark.parametrize(
-    ("mix", "window"), [(MIX, 0), (MIX[::-1], 11), ([(30, 1), (9, 1), (17, 1)], 0), ([(0, 20), (3, 9)], 11)]
+    ("mix", "window"),
+    [exhaustive(MIX, 0), (MIX[::-1], 11), ([(30, 1), (9, 1), (17, 1)], 0), exhaustive([(0, 20), (3, 9)], 11)],
 )
 def test_triton_serves_only_the_segments_of_shared_blocks(library, mix, window):
     case = half(mix, ends="mixed", window=window)
@@ -121,7 +123,7 @@ def test_triton_serves_only_the_segments_of_shared_blocks(library, mix, window):
     assert torch.equal(*outputs), "the library gives the other segments the same bits as alone"
 
 
-@pytest.mark.parametrize("options", [{"ends": "reversed"}, {"dtype": torch.float32}, {"cap": 2.0}])
+@pytest.mark.parametrize("options", [{"ends": "reversed"}, {"dtype": torch.float32}, exhaustive({"cap": 2.0})])
 def test_triton_serves_unsupported_batches(library, options):
     case = Case(4, 2, 40, MIX, rotary=40) if "dtype" in options else half(**options)
     case.check(FlashAttention(), 1e-2)

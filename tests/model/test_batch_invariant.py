@@ -22,6 +22,7 @@ from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.ops import torch_ops, triton_ops
 from skipjoin.model.ops.check import check_ops
 from skipjoin.model.ops.triton_ops import InvariantOps
+from support.worlds import exhaustive
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="no CUDA device, Triton not interpreted")
@@ -52,9 +53,9 @@ def test_products_are_batch_invariant(rows: int, inputs: int, outs: int, dtype: 
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
-def test_every_kind_of_product_is_batch_invariant() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        assert check_ops(InvariantOps(), dtype, DEVICE)
+@pytest.mark.parametrize("dtype", [exhaustive(torch.float32), torch.bfloat16], ids=str)
+def test_every_kind_of_product_is_batch_invariant(dtype: torch.dtype) -> None:
+    assert check_ops(InvariantOps(), dtype, DEVICE)
 
 
 def test_models_use_batch_invariant_products_only(tmp_path, monkeypatch) -> None:
@@ -75,7 +76,7 @@ def test_models_use_batch_invariant_products_only(tmp_path, monkeypatch) -> None
         torch.testing.assert_close(ours, theirs, atol=1e-4 if DEVICE == "cpu" else 1e-3, rtol=0)
 
 
-@pytest.mark.parametrize(("heads", "window"), [(2, 0), (1, 600)])
+@pytest.mark.parametrize(("heads", "window"), [(2, 0), exhaustive(1, 600)])
 def test_attention_rows_do_not_depend_on_other_contexts(heads: int, window: int) -> None:
     """Rows are bit-identical for any number of multiprocessors, also in the long context and next to a prompt."""
     case = Case(heads, 1, 16, [(900, 1), (32_767, 1), (0, 20), (5, 1)], block_size=16, window=window, device=DEVICE)

@@ -19,6 +19,7 @@ from skipjoin.model.ops.build import load_library
 from skipjoin.model.parallel import Shard
 from skipjoin.model.weight_files import ModelFiles
 from support.fallback_models import FALLBACKS
+from support.worlds import checkered
 
 SEQUENCES = [
     [int(one) for one in torch.randint(96, (n,), generator=torch.Generator().manual_seed(n))] for n in (1, 18, 40)
@@ -73,7 +74,7 @@ def expected_logits(reference: Any, tokens: list[int]) -> torch.Tensor:
     return reference(torch.tensor([tokens])).logits[0]
 
 
-@pytest.mark.parametrize("attention", ["torch", "auto"])
+@pytest.mark.parametrize(("saved", "attention"), checkered([*FALLBACKS], ["torch", "auto"]), indirect=["saved"])
 def test_chunked_logits_and_tokens_equal_those_of_transformers(saved, attention: str) -> None:
     reference, folder = saved
     model = load_model(folder, LoadSpec(dtype="float32", attention=attention))
@@ -84,16 +85,20 @@ def test_chunked_logits_and_tokens_equal_those_of_transformers(saved, attention:
 
 
 @pytest.mark.skipif(load_library() is None, reason="no compiler")
-def test_bits_do_not_depend_on_chunks_and_neighbors(saved) -> None:
+@pytest.mark.parametrize(
+    ("options", "saved"),
+    checkered([{}, {"kv_cache_dtype": "int8"}, {"quantization": "int8"}], [*FALLBACKS]),
+    indirect=["saved"],
+)
+def test_bits_do_not_depend_on_chunks_and_neighbors(saved, options: dict[str, str]) -> None:
     _, folder = saved
-    for options in ({}, {"kv_cache_dtype": "int8"}, {"quantization": "int8"}):
-        if "kv_cache_dtype" in options and ModelConfig.from_folder(folder).has_position_keys:
-            with pytest.raises(ModelError, match=r"rounds keys, and those of BloomForCausalLM have positions"):
-                load_model(folder, LoadSpec(**options))
-            continue
-        model = load_model(folder, LoadSpec(dtype="float32", **options))
-        some, others = (PagedRunner(model, SEQUENCES, 4, seed=seed).run() for seed in (5, 6))
-        assert all(map(torch.equal, some, others))
+    if "kv_cache_dtype" in options and ModelConfig.from_folder(folder).has_position_keys:
+        with pytest.raises(ModelError, match=r"rounds keys, and those of BloomForCausalLM have positions"):
+            load_model(folder, LoadSpec(**options))
+        return
+    model = load_model(folder, LoadSpec(dtype="float32", **options))
+    some, others = (PagedRunner(model, SEQUENCES, 4, seed=seed).run() for seed in (5, 6))
+    assert all(map(torch.equal, some, others))
 
 
 def test_bfloat16_stays_close(saved) -> None:

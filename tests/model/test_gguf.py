@@ -55,6 +55,10 @@ ALIKE = {
     "qwen3-next",
 }
 CASES = [exhaustive(name) if name in ALIKE else name for name in FAMILIES]
+# Reading the numbers and computing with the codes share the mapping of names and shapes; each has every second family.
+NUMBERS, CODES = (
+    [exhaustive(name) if name in ALIKE or at % 2 != odd else name for at, name in enumerate(FAMILIES)] for odd in (0, 1)
+)
 TEXTS = [
     *("the quick brown fox, hello world!", "In 2024,  1234567 numbers", "  leading and trailing  ", "don't We'LL I'M"),
     *("naïve café — ok 😀👍🏽", "数字 你好世界 123", "def f(x):\n    return x**2\n\n\n  # done\t\ttabs", "x²½ ⅷ ٣٤"),
@@ -153,7 +157,7 @@ def check(path: Path, reference, folder: Path, spec: LoadSpec = PLAIN) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NUMBERS)
 def test_logits_of_each_family_equal_those_of_its_checkpoint(name: str, tmp_path: Path) -> None:
     reference = reference_of(name)
     write_model(tmp_path / "m.gguf", reference, Kind.Q8_0)
@@ -201,7 +205,7 @@ def test_codes_of_each_type_are_those_of_the_reference(kind: Kind, tmp_path: Pat
 
 
 @pytest.mark.skipif(load_library() is None, reason="no compiler")
-@pytest.mark.parametrize("name", [exhaustive(one) if one in ALIKE else one for one in FAMILIES if one not in DELTA])
+@pytest.mark.parametrize("name", [one for one in CODES if one not in DELTA])
 def test_products_of_codes_serve_each_family(name: str, tmp_path: Path) -> None:
     reference = reference_of(name)
     write_model(tmp_path / "m.gguf", reference, Kind.Q8_0)

@@ -35,7 +35,7 @@ HYBRID = {"lfm2", "qwen3-next", "qwen3.5", "granite-hybrid"}
 NOT_IN_GGUF = {"opt", "ministral"}
 # Those that are made of the same parts as others, or of which test_recurrent.py runs most.
 ALIKE = {"ministral", "ministral3", "gemma", "gemma2", "smollm3", "olmo2", "olmo3", "granite", "glm", "glm4", "exaone4"}
-ALIKE |= {"cohere", "cohere2", "olmoe", "granite-moe"} | HYBRID
+ALIKE |= {"cohere", "cohere2", "olmoe", "granite-moe", "mistral", "qwen2", "phi3", "mixtral"} | HYBRID
 OPERATIONS = {"compiled": "auto", "torch": "torch"}
 NATIVE, WIDENED, REFUSED = "native", "widened", "refused"
 # Memory of weights over that in the file, from which they count as widened.

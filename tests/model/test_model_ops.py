@@ -27,6 +27,7 @@ from skipjoin.model.ops.base import GATES
 from skipjoin.model.ops.calls import CPP_DTYPES
 from skipjoin.model.ops.cpp_ops import CppOps, has_dtype
 from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchOps, activated
+from support.worlds import checkered
 
 LIBRARY = build.load_library()
 needs_library = pytest.mark.skipif(LIBRARY is None, reason="no compiler")
@@ -158,8 +159,9 @@ MIXES = {
 
 
 @needs_library
-@dtypes
-@pytest.mark.parametrize("sizes", [(4, 4, 64), (6, 2, 80), (8, 1, 128), (5, 5, 24), (3, 3, 20)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "dtype"), checkered([(4, 4, 64), (6, 2, 80), (8, 1, 128), (5, 5, 24), (3, 3, 20)], DTYPES), ids=str
+)
 def test_attention(dtype, sizes):
     for mix, window in itertools.product(MIXES, (0, 11)):
         check_attention(dtype, window, mix, sizes)

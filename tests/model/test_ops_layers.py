@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_ops_invariance import TARGETS, compiled, dtypes
+from test_ops_invariance import TARGETS, compiled
 
 from skipjoin.model.attention.cpp_backend import CppAttention
 from skipjoin.model.attention.torch_backend import TorchAttention
@@ -13,9 +13,11 @@ from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.layers import LayerInputs, advance
+from skipjoin.model.ops.calls import CPP_DTYPES
 from skipjoin.model.ops.cpp_ops import CppOps, has_dtype
 from skipjoin.model.parallel import Alone
 from skipjoin.model.weights import RandomWeights
+from support.worlds import checkered
 
 SHAPE = {
     "vocab_size": 90, "hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 6,
@@ -50,8 +52,7 @@ def model_of(architecture: str, dtype: torch.dtype, library, attention=CppAttent
     return CausalLM(config, weights, ops=ops, attention=backend, dtype=dtype, device=cpu, group=Alone())
 
 
-@dtypes
-@pytest.mark.parametrize("path", TARGETS)
+@pytest.mark.parametrize(("path", "dtype"), checkered([*TARGETS], CPP_DTYPES), ids=str)
 @torch.inference_mode()
 def test_layers_in_one_call_have_the_bits_of_single_calls(path, dtype):
     library = compiled(path)

@@ -11,17 +11,11 @@ from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, random_model
 from skipjoin.model.parallel import Alone
 from support.thread_ranks import Meeting, ThreadGroup, on_ranks
+from support.worlds import checkered, exhaustive
 
 LENGTHS = (1, 5, 18)
 # Tensor ranks and stages. Four tensor ranks share two key-value heads.
-LAYOUTS = ((2, 1), (4, 1), (1, 2), (2, 2))
-
-
-@pytest.fixture(scope="module", params=sorted(CONFIGS))
-def saved(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    save_reference(request.param, folder)
-    return folder
+MANY, FEW = ((4, 1), (2, 2)), ((2, 1), (1, 2))
 
 
 def sequences(seed: int) -> list[list[int]]:
@@ -33,13 +27,15 @@ def logits(model) -> list[torch.Tensor]:
     return PagedRunner(model, sequences(3), 4, seed=2).run()
 
 
-@pytest.mark.parametrize("attention", ["torch", "auto"])
-def test_ranks_compute_the_logits_of_one_rank(saved, attention):
-    expected = logits(load_model(saved, LoadSpec(dtype="float32", attention=attention)))
-    for tp, pp in LAYOUTS:
+@pytest.mark.parametrize("layouts", [MANY, exhaustive(FEW)], ids=["many", "few"])
+@pytest.mark.parametrize(("name", "attention"), checkered(sorted(CONFIGS), ["torch", "auto"]))
+def test_ranks_compute_the_logits_of_one_rank(name, attention, layouts, tmp_path):
+    save_reference(name, tmp_path)
+    expected = logits(load_model(tmp_path, LoadSpec(dtype="float32", attention=attention)))
+    for tp, pp in layouts:
 
         def work(group):
-            return logits(load_model(saved, LoadSpec(dtype="float32", attention=attention), group=group))
+            return logits(load_model(tmp_path, LoadSpec(dtype="float32", attention=attention), group=group))
 
         found = on_ranks(tp, pp, work)
         for rank in range(tp * (pp - 1), tp * pp):

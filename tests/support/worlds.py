@@ -32,15 +32,15 @@ def combinations(
         yield tuple(axis[place] for axis, place in zip(axes, places, strict=True)), marks
 
 
-def each_recipe(*but: str) -> list[Any]:
+def each_recipe(*but: str, parts: int = 1, begin: int = 0) -> list[Any]:
     """Return a test parameter for each recipe except `but`.
 
-    Variants of a recipe are marked `exhaustive`, because `worlds` has the systems and the eviction policies of all.
+    Variants of a recipe are marked `exhaustive`, because `worlds` has the systems and the eviction policies of all. So
+    are the others but one in `parts`, from the one numbered `begin`.
     """
-    return [
-        pytest.param(name, marks=pytest.mark.exhaustive if is_variant(name) else ())
-        for name in sorted(set(RECIPES).difference(but))
-    ]
+    names = sorted(set(RECIPES).difference(but))
+    usual = {*[name for name in names if not is_variant(name)][begin::parts]}
+    return [pytest.param(name) if name in usual else exhaustive(name) for name in names]
 
 
 def is_variant(label: str) -> bool:
@@ -54,7 +54,12 @@ def exhaustive(*values: Any) -> Any:
 
 def halved(cases: Iterable[Any], begin: int = 0) -> list[Any]:
     """Return test parameters, every second of which is marked `exhaustive`; `begin` 1 exchanges them."""
-    return [exhaustive(case) if (number + begin) % 2 else pytest.param(case) for number, case in enumerate(cases)]
+    return one_in(2, cases, begin)
+
+
+def one_in(parts: int, cases: Iterable[Any], begin: int = 0) -> list[Any]:
+    """Return test parameters, all but one in `parts` of which are marked `exhaustive`."""
+    return [exhaustive(case) if (number + begin) % parts else pytest.param(case) for number, case in enumerate(cases)]
 
 
 def checkered(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:

@@ -16,9 +16,9 @@ from support.recipes import RECIPES
 from support.worlds import each_recipe
 
 SEED = 32
-WORLDS = 30
+WORLDS = 20
 # Shared blocks have the largest number of states.
-MORE_WORLDS = {"bros": 120}
+MORE_WORLDS = {"bros": 80}
 SHRINK_S = 60.0  # of a real finding
 TRIAL_SHRINK_S = 0.3  # of a planted bug
 

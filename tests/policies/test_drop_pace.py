@@ -15,6 +15,7 @@ from skipjoin.recipes import Settings
 from support.load import load, make
 from support.recipes import build
 from support.watch import World, run
+from support.worlds import exhaustive
 
 # A token takes a second to compute; transfers take almost no time.
 COST = LinearCost(floor=1e-9, prefill_token=1.0, decode=1.0, block=1e-9)
@@ -86,7 +87,7 @@ def test_a_drop_share_that_is_not_positive_is_refused(share: float) -> None:
         Swap(COST, drop_share=share)
 
 
-@pytest.mark.parametrize(("recipe", "depth"), [("mlfq", 1), ("fastserve", 2)])
+@pytest.mark.parametrize(("recipe", "depth"), [exhaustive("mlfq", 1), ("fastserve", 2)])
 def test_pacing_saves_work_and_time_above_capacity_with_a_full_cpu_tier(recipe: str, depth: int) -> None:
     drops, ends = {}, {}
     for paced in (True, False):

@@ -157,7 +157,7 @@ def test_no_request_is_skipped_for_long(recipe: str, stages: int, seed: int, con
     )
     core, max_seqs = stepper.core, (7 if slots else 200)
     waits: Counter[Request] = Counter()
-    arriving = load(seed, 24, rate=40.0)
+    arriving = load(seed, 16, rate=40.0)
     while arriving or core.requests:
         while arriving and arriving[0].arrival <= stepper.now:
             stepper.add(arriving.pop(0))

@@ -35,6 +35,7 @@ from skipjoin.policies.valued import Valued
 from skipjoin.policies.wait_times import ShortestWithWaits
 from support.load import make
 from support.policies import COST, told_by
+from support.worlds import halved
 
 
 def mlfq() -> Ordering:
@@ -148,6 +149,14 @@ ORDERINGS: dict[str, Callable[[], Ordering]] = {
 every_ordering = pytest.mark.parametrize("build", ORDERINGS.values(), ids=ORDERINGS.keys())
 
 
+def half_of_orderings(begin: int) -> pytest.MarkDecorator:
+    """Run a test for every second ordering, and in `make test-all` for the others."""
+    names = halved(ORDERINGS, begin)
+    return pytest.mark.parametrize(
+        "build", [pytest.param(ORDERINGS[one.values[0]], id=one.values[0], marks=one.marks) for one in names]
+    )
+
+
 class Simulation:
     def __init__(self, ordering: Ordering) -> None:
         self.ordering = ordering
@@ -229,7 +238,7 @@ def apply(simulation: Simulation, operation: str, number: int) -> None:
             simulation.evict(simulation.live[at], drop=operation == "drop")
 
 
-@every_ordering
+@half_of_orderings(0)
 @given(operations=OPERATIONS)
 def test_ranked_is_all_requests_sorted_by_distinct_ranks(
     build: Callable[[], Ordering], operations: list[tuple[str, int]]
@@ -264,7 +273,7 @@ def test_requests_that_fit_are_found_in_rank_order(
         assert list(found) == [], "the first took what there was"
 
 
-@every_ordering
+@half_of_orderings(1)
 @given(operations=OPERATIONS)
 def test_the_order_is_stable_between_calls_and_while_it_is_read(
     build: Callable[[], Ordering], operations: list[tuple[str, int]]
@@ -280,7 +289,7 @@ def test_the_order_is_stable_between_calls_and_while_it_is_read(
     assert list(simulation.ordering.ranked(simulation.now)) == first + rest
 
 
-@every_ordering
+@half_of_orderings(0)
 @given(operations=OPERATIONS)
 def test_outranks_is_a_strict_order_that_agrees_with_rank(
     build: Callable[[], Ordering], operations: list[tuple[str, int]]
@@ -299,7 +308,7 @@ def test_outranks_is_a_strict_order_that_agrees_with_rank(
             assert all(ordering.outranks(better, other) for better in ranked[: i + 1])
 
 
-@every_ordering
+@half_of_orderings(1)
 @given(operations=OPERATIONS, number=st.integers(0, 400), drop=st.booleans())
 def test_eviction_never_improves_the_rank(
     build: Callable[[], Ordering], operations: list[tuple[str, int]], number: int, drop: bool
@@ -316,7 +325,7 @@ def test_eviction_never_improves_the_rank(
     assert simulation.ordering.rank(victim) >= before
 
 
-@every_ordering
+@half_of_orderings(0)
 @given(operations=OPERATIONS, chosen=st.integers(0, 2**40), later=st.floats(0, 5))
 def test_next_turns_are_sorted_and_neither_they_nor_explanations_have_side_effects(
     build: Callable[[], Ordering], operations: list[tuple[str, int]], chosen: int, later: float
@@ -366,10 +375,11 @@ def test_reading_the_first_of_a_long_queue_does_not_read_all(build: Callable[[],
         ordering.on_arrived(request, 0.0)
 
     def seconds(most: int | None) -> float:
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in islice(ordering.ranked(0.0), most):
             pass
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
+    # On a busy machine the caches are cold in most of the short readings, whose ratio is 1 to 40 and more.
     seconds(None)
-    assert min(seconds(1) for _ in range(5)) < min(seconds(None) for _ in range(3)) / 20
+    assert min(seconds(1) for _ in range(50)) < min(seconds(None) for _ in range(3)) / 20

@@ -29,12 +29,13 @@ from support.load import load, make
 from support.recipes import SPELLED
 from support.simulated import SYSTEM
 from support.watch import Stepper, World
+from support.worlds import exhaustive
 
 VARIANTS = ("econoserve", "econoserve-sdo", "econoserve-sd", "econoserve-d")
 # Half of the requests are long, with 64 + 960 tokens, and half of them short, with 16 + 100.
 HALVES = synthetic("fixed:64,960", "poisson", ["name=short,lengths=fixed:16,100,share=0.5"])
-# Half a minute at twice the capacity of the machine.
-OVERLOAD = Extent(5.0, 30.0, 1)
+# Twice the capacity of the machine.
+OVERLOAD = Extent(5.0, 26.0, 1)
 SHAREGPT = synthetic("sharegpt", "poisson")
 BURSTS = "gamma:8"
 
@@ -181,7 +182,7 @@ def test_hosted_requests_that_exceed_their_forecast_are_evicted_and_finish() -> 
 
 def test_gated_admission_forms_larger_groups() -> None:
     """Decodes then accumulate until a group completes, instead of being admitted one by one."""
-    workload, extent = synthetic("uniform:4-16,8-128", "poisson"), Extent(200.0, None, 1, limit=400)
+    workload, extent = synthetic("uniform:4-16,8-128", "poisson"), Extent(200.0, None, 1, limit=240)
     sizes = {}
     for admission in ("continuous", "gated"):
         found = seen("econoserve-sd", workload, extent, kv_blocks=600, reserve=0.2, admission=admission)
@@ -189,7 +190,7 @@ def test_gated_admission_forms_larger_groups() -> None:
     assert sizes["gated"] > 1.3 * sizes["continuous"], sizes
 
 
-@pytest.mark.parametrize("recipe", ["econoserve", "econoserve-sd", "econoserve-d"])
+@pytest.mark.parametrize("recipe", ["econoserve", "econoserve-sd", exhaustive("econoserve-d")])
 def test_members_of_a_group_begin_and_end_together(recipe: str) -> None:
     """There are groups if lengths are equal, and hardly any if not; `econoserve-d` has none."""
     extent = Extent(24.0, None, 1, limit=72)

@@ -34,7 +34,7 @@ from support.load import load, make
 from support.policies import COST, EVICTIONS, SYSTEMS, Patchwork
 from support.recipes import RECIPES, build
 from support.watch import Run, Stepper, World, run
-from support.worlds import PIPELINES, combinations, each_recipe, world_of, worlds
+from support.worlds import PIPELINES, checkered, combinations, each_recipe, halved, world_of, worlds
 
 every_world = pytest.mark.parametrize("world", worlds(SYSTEMS, PIPELINES, parts=2))
 # These reserve their maximum or expected need, so that they evict only where a policy looks ahead.
@@ -46,7 +46,7 @@ OTHERS: dict[str | None, Callable[[int], EvictionPolicy]] = {"patchwork": Patchw
 
 
 def drawn() -> list[Request]:
-    return load(1, 20, priorities=(-1, 0, 7))
+    return load(1, 16, priorities=(-1, 0, 7))
 
 
 @cache
@@ -89,7 +89,7 @@ def test_admission_policies_may_be_asked_about_any_request(
 ) -> None:
     """No plan changes, because `AdmissionPolicy.reserve` is pure."""
     world = World(recipe, params=params, device_blocks=30)
-    before = run(world, load(3, 40, rate=100)).trace
+    before = run(world, load(3, 25, rate=100)).trace
     core, ask = world.core(), Placer.ask
     answers = Counter[type]()
 
@@ -100,7 +100,7 @@ def test_admission_policies_may_be_asked_about_any_request(
         return ask(self, request, target)
 
     monkeypatch.setattr(Placer, "ask", asked_about_all)
-    assert run(world, load(3, 40, rate=100), core=core).trace == before
+    assert run(world, load(3, 25, rate=100), core=core).trace == before
     assert answers[Allocation] > 20
 
 
@@ -165,7 +165,7 @@ def test_a_later_arrival_changes_no_earlier_plan(world: World) -> None:
     assert core.trace[: len(past)] == past
 
 
-@pytest.mark.parametrize("recipe", [name for name, one in RECIPES.items() if one.forecasts is not Forecasts.TRUE])
+@pytest.mark.parametrize("recipe", halved(name for name, one in RECIPES.items() if one.forecasts is not Forecasts.TRUE))
 def test_plans_do_not_depend_on_lengths_that_are_not_known_yet(recipe: str) -> None:
     """Requests stop before their `max_tokens`. A longer output of one changes no plan before the shorter one ended."""
 
@@ -288,8 +288,7 @@ def test_other_requests_run_during_slow_moves(eviction: str) -> None:
     assert meanwhile > 5
 
 
-@pytest.mark.parametrize("eviction", ["swap", "spill", "proactive", "chaos"])
-@pytest.mark.parametrize("cpu_blocks", range(6))
+@pytest.mark.parametrize(("eviction", "cpu_blocks"), checkered(["swap", "spill", "proactive", "chaos"], range(6)))
 def test_kv_is_recomputed_when_the_cpu_tier_is_full(eviction: str, cpu_blocks: int) -> None:
     world = World(eviction=EVICTIONS[eviction], device_blocks=12, cpu_blocks=cpu_blocks)
     done = run(world, load(3, 20, prompts=(1, 20), outputs=(1, 20)))
@@ -310,8 +309,14 @@ def is_refused(admission: AdmissionPolicy, request: Request, kv: KVLedger) -> bo
     )
 
 
-@pytest.mark.parametrize("recipe", each_recipe("static"))
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("recipe", "seed"),
+    [
+        pytest.param(*one.values, seed, marks=one.marks)
+        for seed in range(2)
+        for one in each_recipe("static", parts=2, begin=seed)
+    ],
+)
 def test_no_slot_stays_empty_while_a_request_could_use_it(recipe: str, seed: int) -> None:
     """While a step has slots and tokens left, every holder of KV on the device runs unless it lacks a block.
 
@@ -364,8 +369,10 @@ def test_no_slot_stays_empty_while_a_request_could_use_it(recipe: str, seed: int
     assert not requests
 
 
-@pytest.mark.parametrize("recipe", ["adaptive", "alise", "fastserve", "sarathi", "srpt"])
-@pytest.mark.parametrize("pipeline", [(1, False, 1), (2, True, 1)])
+@pytest.mark.parametrize(
+    ("recipe", "pipeline"),
+    checkered(["adaptive", "alise", "fastserve", "sarathi", "srpt"], [(1, False, 1), (2, True, 1)]),
+)
 def test_plans_equal_those_of_fcfs_while_nothing_is_short(recipe: str, pipeline: tuple[int, bool, int]) -> None:
     """With free slots, tokens and KV the order does not matter, so no recipe delays a request that `fcfs` runs."""
 

@@ -44,7 +44,7 @@ def figures(recipe: str, forecasts: str) -> Figures:
     """Run a load of about three times the capacity, in which recomputation delays other requests."""
     draw, now = random.Random(3), 0.0
     requests: list[Request] = []
-    for number in range(60):
+    for number in range(40):
         now += draw.expovariate(40.0)
         prompt, tokens = draw.randint(1, 60), draw.randint(1, MAX_OUTPUT)
         predicted = FORECASTS[forecasts](tokens, draw)

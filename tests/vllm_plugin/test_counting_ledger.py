@@ -21,6 +21,7 @@ from skipjoin.vllm.ledger import CountingLedger, GroupedLedger
 from skipjoin.vllm.requests import FoundByEngine
 from support.load import load, make
 from support.watch import World
+from support.worlds import checkered
 
 
 @dataclass
@@ -88,9 +89,11 @@ class OwnPool(FakePool):
         return len(held.device) if held is not None else 0
 
 
-@pytest.mark.parametrize("cpu_blocks", [8, 60])
-@pytest.mark.parametrize(("recipe", "depth"), [("fastserve", 1), ("adaptive", 2), ("alise", 2), ("bros", 1)])
-def test_plans_equal_those_of_the_own_ledger_with_a_cpu_tier(recipe: str, depth: int, cpu_blocks: int) -> None:
+@pytest.mark.parametrize(
+    ("cpu_blocks", "which"), checkered([8, 60], [("fastserve", 1), ("adaptive", 2), ("alise", 2), ("bros", 1)])
+)
+def test_plans_equal_those_of_the_own_ledger_with_a_cpu_tier(cpu_blocks: int, which: tuple[str, int]) -> None:
+    recipe, depth = which
     world = replace(World(recipe, depth=depth, overlap=depth == 2), cpu_blocks=cpu_blocks)
     own = KVLedger(world.device_blocks, cpu_blocks, world.block_size)
     own.filled_after = lambda request, freed: 0  # evictions are whole here

@@ -110,7 +110,7 @@ def test_skipping_returns_that_must_fail_changes_no_plan(recipe: str, monkeypatc
     traces = []
     for skips in (True, False):
         monkeypatch.setattr(Reservations, "is_flat", skips)
-        requests = load(7, 50, rate=120, priorities=(0, 1), texts=2)
+        requests = load(7, 36, rate=120, priorities=(0, 1), texts=2)
         traces.append(run(World(recipe, cpu_blocks=400, eviction=SwapAll, max_seqs=12), requests).trace)
     assert traces[0] == traces[1]
     assert examined[True] < examined[False]

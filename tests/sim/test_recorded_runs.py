@@ -18,8 +18,8 @@ STORED = json.loads(HASHES.read_text()) if HASHES.exists() else {}
 
 # `test_only_reservations_depend_on_max_tokens` compares hashes of this run as well.
 AGAIN = "a100-40gb:pp2, swap 1"
-AGAIN_RECIPES = ("fastserve", "mlfq", "orca", "static")
-MORE_RECIPES = ("fastserve", "fcfs", "sarathi")
+AGAIN_RECIPES = ("fastserve", "orca")
+MORE_RECIPES = ("fcfs", "mlfq", "sarathi", "static")
 
 
 def cases() -> list[Any]:

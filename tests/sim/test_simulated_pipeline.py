@@ -15,6 +15,7 @@ from skipjoin.sim.driver import Replica, simulate
 from support.load import load, make
 from support.policies import UnitCost
 from support.watch import Run, World
+from support.worlds import checkered
 
 COST = LinearCost(floor=1.0, prefill_token=0.5, block=0.25)
 
@@ -110,8 +111,7 @@ def test_each_stage_serves_a_batch() -> None:
     assert not [event for event in together.events if isinstance(event, Preempted)]
 
 
-@pytest.mark.parametrize("recipe", ["fcfs", "fastserve"])
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize(("recipe", "stages"), checkered(["fcfs", "fastserve"], [2, 3, 4]))
 def test_every_request_finishes_with_any_number_of_stages(recipe: str, stages: int) -> None:
     """Memory is short, so KV is dropped and recomputed."""
     world = World(recipe, depth=stages)

@@ -35,7 +35,7 @@ class ShortOutputEndsError(Exception):
 
 def workload(output: int) -> Replay:
     draw = random.Random(0)
-    others = [TraceRow(number * 0.05, draw.randint(8, 200), draw.randint(4, 120)) for number in range(1, 30)]
+    others = [TraceRow(number * 0.05, draw.randint(8, 200), draw.randint(4, 120)) for number in range(1, 20)]
     return Replay(Trace("lengths", (TraceRow(0.0, 40, output), *others)))
 
 

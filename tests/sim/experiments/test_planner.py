@@ -10,7 +10,7 @@ from skipjoin.cli import app
 from skipjoin.config.profile import write_profile
 from support.profiles import PROFILE
 
-SMALL = ("--model", "opt-13b", "--kv-gib", "11", "--lengths", "fixed:64,64", "--duration", "20", "--jobs", "1")
+SMALL = ("--model", "opt-13b", "--kv-gib", "11", "--lengths", "fixed:64,64", "--duration", "10", "--jobs", "1")
 
 
 def simulate(*options: str, system: tuple[str, ...] = SMALL) -> Result:
@@ -31,7 +31,7 @@ def test_bottleneck_is_named_and_a_tie_is_called_one(tmp_path: Path) -> None:
 
 def test_repeated_bounds_combine_and_need_objectives() -> None:
     loose, tight = "jct_s.mean<=100", "ttft_s.p95<=0.5"
-    options = ("--rates", "4", "--duration", "5", "--max-num-seqs", "2")
+    options = ("--rates", "4", "--duration", "3", "--max-num-seqs", "2")
     alone = simulate(*options, "--find-min-replicas", tight)
     both = simulate(*options, "--find-min-replicas", loose, "--find-min-replicas", tight)
     assert both.exit_code == 0, both.output

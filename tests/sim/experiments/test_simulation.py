@@ -24,7 +24,7 @@ from skipjoin.workload.traces import read_trace
 from skipjoin.workload.workload import Replay, with_best_effort
 from support.recipes import SPELLED
 from support.simulated import CELL, COST, SYSTEM, WORKLOAD, repeatable
-from support.worlds import combinations, each_recipe
+from support.worlds import checkered, combinations, each_recipe
 
 
 def test_another_seed_gives_another_record() -> None:
@@ -64,7 +64,7 @@ def test_requests_stop_at_their_true_length_below_max_tokens() -> None:
 
 def test_the_oracle_recipe_knows_true_lengths() -> None:
     # With few slots, knowing lengths pays, and `max_tokens` does not mislead the oracle.
-    busy = Cell(replace(SYSTEM, max_num_seqs=2, max_tokens=500), WORKLOAD, Extent(12.0, 20.0, 0))
+    busy = Cell(replace(SYSTEM, max_num_seqs=2, max_tokens=500), WORKLOAD, Extent(12.0, 12.0, 0))
     means = {
         recipe: run(replace(busy, system=replace(busy.system, recipe=recipe)))["jct_s"]["mean"]
         for recipe in ("fcfs", "srpt")
@@ -150,14 +150,14 @@ def test_scaled_objectives_use_forecasts_in_policies_and_the_truth_in_records(
 
 def test_service_classes_are_reported_separately_and_prioritized() -> None:
     classes = run(
-        Cell(replace(SYSTEM, max_num_seqs=2), with_best_effort(WORKLOAD, 0.5), Extent(12.0, 20.0, 0)),
+        Cell(replace(SYSTEM, max_num_seqs=2), with_best_effort(WORKLOAD, 0.5), Extent(12.0, 12.0, 0)),
     )["classes"]
     assert sorted(classes) == ["best-effort", "real-time"]
     assert classes["real-time"]["ttft_s"]["mean"] < 0.5 * classes["best-effort"]["ttft_s"]["mean"]
 
 
 def test_replicas_share_the_load() -> None:
-    busy = Cell(replace(SYSTEM, max_num_seqs=4), WORKLOAD, Extent(12.0, 20.0, 0))
+    busy = Cell(replace(SYSTEM, max_num_seqs=4), WORKLOAD, Extent(12.0, 12.0, 0))
     one = run(busy)
     for rule in ("round-robin", "least-work"):
         four = run(replace(busy, system=replace(busy.system, replicas=4, dispatch=rule)))
@@ -166,8 +166,7 @@ def test_replicas_share_the_load() -> None:
         assert four["settings"]["dispatch"] == rule
 
 
-@pytest.mark.parametrize("until_s", [math.inf, 4.0])
-@pytest.mark.parametrize("recipe", ["fcfs", "alise"])
+@pytest.mark.parametrize(("recipe", "until_s"), checkered(["fcfs", "alise"], [math.inf, 4.0]))
 def test_shards_give_the_record_of_the_whole(monkeypatch: pytest.MonkeyPatch, recipe: str, until_s: float) -> None:
     """The number of shards does not divide that of the replicas, and some requests are rejected."""
     system = replace(
@@ -188,7 +187,7 @@ def test_shards_give_the_record_of_the_whole(monkeypatch: pytest.MonkeyPatch, re
 def test_dispatch_rules_choose_within_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss is small if a shard has many replicas; here there are four."""
     system = replace(SYSTEM, replicas=12, max_num_seqs=4, dispatch="least-work")
-    cell = Cell(system, WORKLOAD, Extent(100.0, 6.0, 0))
+    cell = Cell(system, WORKLOAD, Extent(100.0, 3.0, 0))
     whole = run(cell)
     monkeypatch.setattr("skipjoin.sim.experiments.cell.REPLICAS_PER_SHARD", 4)
     parts = run(cell)
@@ -246,12 +245,12 @@ def cramped(recipe: str, rate_rps: float, until_s: float) -> Cell:
         max_tokens=300,
         predictor="oracle",
     )
-    return Cell(system, WORKLOAD, Extent(rate_rps, 7.0, 1, until_s=until_s))
+    return Cell(system, WORKLOAD, Extent(rate_rps, 5.5, 1, until_s=until_s))
 
 
 def test_pipeline_stages_overlap() -> None:
     # Two stages hold two batches of two and serve more than one device with batches of two.
-    busy = Cell(replace(SYSTEM, max_num_seqs=2), WORKLOAD, Extent(12.0, 20.0, 0))
+    busy = Cell(replace(SYSTEM, max_num_seqs=2), WORKLOAD, Extent(12.0, 12.0, 0))
     piped = replace(busy, system=replace(busy.system, stages=2))
     assert run(piped)["throughput_rps"] > 1.5 * run(busy)["throughput_rps"]
 
@@ -350,7 +349,7 @@ def test_int8_kv_takes_less_of_the_cpu_tier_and_the_link(block_size: int, ratio:
     assert small.kv_blocks == plain.kv_blocks
     seconds = [one.cost.transfer(101) - one.cost.transfer(1) for one in (small, plain)]
     assert seconds[0] == pytest.approx(ratio * seconds[1])
-    records = [run(Cell(one, WORKLOAD, Extent(20.0, 20.0, 3))) for one in (small, plain)]
+    records = [run(Cell(one, WORKLOAD, Extent(20.0, 8.0, 3))) for one in (small, plain)]
     assert [record["settings"]["swap_dtype"] for record in records] == ["int8", "auto"]
     assert records[0]["settings"]["swap_gib"] == pytest.approx(8, abs=0.02)
 

@@ -13,13 +13,14 @@ from skipjoin.sim.experiments.machines import Machine
 from skipjoin.sim.experiments.simulation import run
 from skipjoin.workload.workload import synthetic
 from support.simulated import CELL, SYSTEM, WORKLOAD, repeatable
+from support.worlds import halved
 
 # Requests have 62.5 bytes of KV per token: a mean prompt of 104 tokens takes 52 ms.
 SPLIT = replace(SYSTEM, replicas=4, prefill_replicas=2, cpu_blocks=300, network_gbps=0.001)
 BYTES_PER_S = 125e3
 
 
-@pytest.mark.parametrize("recipe", ["fcfs", "sarathi", "alise", "econoserve"])
+@pytest.mark.parametrize("recipe", halved(["fcfs", "sarathi", "alise", "econoserve"]))
 def test_each_prompt_is_computed_once_and_sent_over_the_link(recipe: str) -> None:
     cell = replace(CELL, system=replace(SPLIT, recipe=recipe))
     record, jobs = run(cell), cell.jobs()

@@ -67,7 +67,7 @@ def test_shards_in_processes_give_the_same_records() -> None:
 
 def test_a_search_brackets_the_bound() -> None:
     bound = parse_bound("ttft_s.mean<=0.5")
-    search = RateSearch([Cell(SYSTEM, WORKLOAD, Extent(1.0, 5.0, seed)) for seed in (0, 1)], bound)
+    search = RateSearch([Cell(SYSTEM, WORKLOAD, Extent(1.0, 3.0, seed)) for seed in (0, 1)], bound)
     cells, means = list(search.first()), {}
     while cells:
         rate = cells[0].extent.rate_rps
@@ -150,7 +150,7 @@ def simulate(*options: str) -> Result:
 
 def test_the_command_finds_the_largest_rate(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    options = ["--duration", "4", "--find-max-rate", "normalized_latency_s.mean<=0.1"]
+    options = ["--duration", "2.5", "--find-max-rate", "normalized_latency_s.mean<=0.1"]
     done = simulate("--recipes", "fcfs", *options, "--out", str(out))
     assert "largest req/s with normalized_latency_s.mean<=0.1" in done.stdout
     assert len(load_results([out])) > 5
@@ -159,7 +159,7 @@ def test_the_command_finds_the_largest_rate(tmp_path: Path) -> None:
 def test_the_command_finds_the_fewest_replicas(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     bound = "normalized_latency_s.mean<=0.05"
-    options = ["--recipes", "fcfs,srpt", "--rates", "60,90", "--duration", "4", "--max-num-seqs", "8"]
+    options = ["--recipes", "fcfs,srpt", "--rates", "60,90", "--duration", "2.5", "--max-num-seqs", "8"]
     done = simulate(*options, "--find-min-replicas", bound, "--out", str(out))
     assert f"fewest replicas with {bound}" in done.stdout
     sizes: dict[tuple[str, float], dict[int, bool]] = {}

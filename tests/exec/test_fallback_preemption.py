@@ -11,6 +11,7 @@ from skipjoin.model.loader import random_model
 from skipjoin.model.ops.build import load_library
 from skipjoin.policies.eviction import Recompute
 from support.fallback_models import FALLBACKS
+from support.worlds import exhaustive
 
 
 @cache
@@ -23,10 +24,10 @@ def _model(name: str, kv_cache_dtype: str) -> CausalLM:
 @pytest.mark.parametrize(
     ("case", "name", "kv_cache_dtype"),
     [
-        ("dropped at every step", "vaultgemma", "auto"),
+        exhaustive("dropped at every step", "vaultgemma", "auto"),
         ("parts moved concurrently", "mimo", "auto"),
         ("shared at every step", "stablelm", "int8"),
-        ("overlapped, swapped, chunks", "gpt2", "int8"),
+        exhaustive("overlapped, swapped, chunks", "gpt2", "int8"),
     ],
 )
 def test_preemption_changes_no_tokens_through_transformers(case: str, name: str, kv_cache_dtype: str) -> None:

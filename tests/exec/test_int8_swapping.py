@@ -28,6 +28,7 @@ from skipjoin.model.loader import load_model, random_model
 from skipjoin.model.ops.build import load_library
 from skipjoin.sampling import SamplingParams, TokenDetail
 from support.policies import SpillAll
+from support.worlds import checkered
 
 # The output of each request: tokens with their log-probabilities.
 Scores = dict[int, list[tuple[int, float]]]
@@ -166,9 +167,11 @@ def check_ranks(
     assert all(max(errors(many[number], one[number])) < MAX_ERROR for number in one)
 
 
-@pytest.mark.parametrize("int8", ["swap_dtype", "kv_cache_dtype"])
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
-def test_every_rank_quantizes_its_own_share(tp: int, pp: int, int8: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "int8"), checkered([(2, 1), (1, 2), (2, 2)], ["swap_dtype", "kv_cache_dtype"]), ids=str
+)
+def test_every_rank_quantizes_its_own_share(layout: tuple[int, int], int8: str) -> None:
+    tp, pp = layout
     types = {int8: "int8"}
     check_ranks(thread_executor(tp, pp, "llama", **POOLS, **types), pp, **types)
 

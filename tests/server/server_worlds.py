@@ -307,6 +307,14 @@ class ServerProcess:
 StartServer = Callable[..., ServerProcess]
 
 
+def outcome_of(*command: str) -> tuple[int, str]:
+    """Run a server that ends by itself, and return its exit code and what it wrote to stderr; see serve.py."""
+    process = ForkedServer(command)
+    with process.stdout, process.stderr:
+        errors = process.stderr.read()
+        return process.wait(60), errors
+
+
 def simulated_server(
     folder: Path,
     step_s: float,

@@ -199,7 +199,7 @@ async def test_every_line_finishes_exactly_once(location: StoreLocation, seed: i
     model = Model(location, seed)
     async with location.opened(servers=2) as stores:
         model.stores = stores
-        await model.run(60)
+        await model.run(40)
 
 
 WAITING = st.dictionaries(

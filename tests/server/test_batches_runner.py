@@ -26,6 +26,7 @@ from skipjoin.server.batches.service import Batches
 from skipjoin.server.batches.store import Store
 from skipjoin.server.engines.errors import EngineDeadError
 from support.pace import max_stall_s
+from support.worlds import exhaustive
 
 pytestmark = pytest.mark.anyio
 INFLIGHT = 8
@@ -127,7 +128,7 @@ async def test_batch_lines_do_not_count_against_request_limits(open_world: Calla
         assert world.metric('batch_lines_ended_total{state="done"}') == 30
 
 
-@pytest.mark.parametrize("field", [{"priority": 9}, {"priority": -1}, {"service_tier": "priority"}])
+@pytest.mark.parametrize("field", [{"priority": 9}, exhaustive({"priority": -1}), {"service_tier": "priority"}])
 async def test_lines_have_the_rights_of_their_key(open_world: Callable[..., Any], field: dict[str, Any]) -> None:
     async with open_world(priority_range="0:5") as world:
         refused = await world.api.http.post("/v1/completions", json=SHORT | field)
@@ -197,7 +198,7 @@ async def test_line_that_crashes_engines_fails_alone(
         assert one["response"]["body"]["error"]["code"] == "engine_lost"
 
 
-@pytest.mark.parametrize("failure", [NoSpace("the disk is full"), StoreUnavailable("the database is gone")])
+@pytest.mark.parametrize("failure", [exhaustive(NoSpace("the disk is full")), StoreUnavailable("the database is gone")])
 async def test_lines_survive_temporary_store_failure(
     open_world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, failure: Exception
 ) -> None:
@@ -230,7 +231,7 @@ async def test_lines_survive_temporary_store_failure(
         assert world.metric("batch_generation_tokens_total") == 40 * SHORT["max_tokens"]
 
 
-@pytest.mark.parametrize("error", [NoSpace("the disk is full"), RuntimeError("unexpected")])
+@pytest.mark.parametrize("error", [NoSpace("the disk is full"), exhaustive(RuntimeError("unexpected"))])
 async def test_failed_finalization_backs_off_without_blocking_others(
     open_world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server_worlds import HERE, ServerProcess, StartServer
+from server_worlds import ServerProcess, StartServer, outcome_of
 from tiny_model import EOS
 
 from support.waiting import wait_until
@@ -86,8 +84,7 @@ def test_learned_forecasts_survive_restarts_and_crashes(start_server: StartServe
 def test_unusable_forecast_folder_is_reported_before_loading(
     tokenizer_folder: Path, setting: str, message: str
 ) -> None:
-    command = [sys.executable, str(HERE / "serve.py"), "simulated", str(tokenizer_folder), "0", "9", "9"]
-    run = subprocess.run([*command, setting], capture_output=True, text=True, timeout=60, check=False)
-    assert run.returncode == 2
-    assert message in run.stderr
-    assert "pretending to load" not in run.stderr
+    code, errors = outcome_of("simulated", str(tokenizer_folder), "0", "9", "9", setting)
+    assert code == 2
+    assert message in errors
+    assert "pretending to load" not in errors

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -12,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 from aiohttp import web
-from server_worlds import HERE, Api, MakeApi, StartServer
+from forked_servers import ForkedServer
+from server_worlds import Api, MakeApi, StartServer, outcome_of
 from test_forecasting import metrics_of, until
 
 from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, ServerConfig
@@ -267,24 +266,22 @@ async def test_unusable_length_server_is_an_error(reply: Reply | None, message: 
 
 
 def test_unusable_length_server_is_reported_before_model_loads(tokenizer_folder: Path) -> None:
-    command = [sys.executable, str(HERE / "serve.py"), "simulated", str(tokenizer_folder), "0", "9", "9"]
     settings = ["forecast_url=http://127.0.0.1:9", "forecast_dir=none"]
-    run = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=60, check=False)
-    assert run.returncode == 2
-    assert "error: forecast_url http://127.0.0.1:9 cannot be used: Cannot connect to host" in run.stderr
-    assert "pretending to load" not in run.stderr
-    assert "Traceback" not in run.stderr
+    code, errors = outcome_of("simulated", str(tokenizer_folder), "0", "9", "9", *settings)
+    assert code == 2
+    assert "error: forecast_url http://127.0.0.1:9 cannot be used: Cannot connect to host" in errors
+    assert "pretending to load" not in errors
+    assert "Traceback" not in errors
 
 
 def test_server_can_be_stopped_during_first_question(tokenizer_folder: Path) -> None:
-    command = [sys.executable, str(HERE / "serve.py"), "simulated", str(tokenizer_folder), "0", "9", "9"]
     with Predictor(hangs) as predictor:
         settings = [f"forecast_url={predictor.url}", f"forecast_timeout_s={NEVER_S}", "forecast_dir=none"]
-        with subprocess.Popen([*command, *settings], stderr=subprocess.PIPE, text=True) as server:
+        server = ForkedServer(["simulated", str(tokenizer_folder), "0", "9", "9", *settings])
+        with server.stdout, server.stderr:
             wait_until(lambda: predictor.bodies)
             server.terminate()
-            _, errors = server.communicate(timeout=NEVER_S / 3)
-    assert (server.returncode, errors) == (0, "")
+            assert (server.wait(NEVER_S / 3), server.stderr.read()) == (0, "")
 
 
 def test_skipjoin_can_be_the_length_server(start_server: StartServer, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 from prometheus_client.parser import text_string_to_metric_families
-from server_worlds import BLOCKS, HERE, Api, MakeApi, ServerProcess, StartServer, simulated_server
+from server_worlds import BLOCKS, HERE, Api, MakeApi, ServerProcess, StartServer, outcome_of, simulated_server
 from simulated_engine import SimulatedLoop
 
 from skipjoin.config import ConfigError, EngineConfig, ServerConfig
@@ -410,8 +408,7 @@ def test_a_server_writes_its_timeline(recorded: tuple[ServerProcess, Path]) -> N
 
 def test_unwritable_timeline_is_refused_before_loading(tokenizer_folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "nowhere" / "trace.json"
-    command = [sys.executable, str(HERE / "serve.py"), "simulated", str(tokenizer_folder), "0", "9", "9"]
-    result = subprocess.run([*command, f"timeline={path}"], capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 2
-    assert f"timeline {path} cannot be written" in result.stderr
-    assert "pretending to load" not in result.stderr
+    code, errors = outcome_of("simulated", str(tokenizer_folder), "0", "9", "9", f"timeline={path}")
+    assert code == 2
+    assert f"timeline {path} cannot be written" in errors
+    assert "pretending to load" not in errors

@@ -19,7 +19,7 @@ from unittest.mock import AsyncMock
 import httpx
 import psutil
 import pytest
-from server_worlds import HERE, ServerProcess, StartServer, simulated_server
+from server_worlds import ServerProcess, StartServer, outcome_of, simulated_server
 from simulated_engine import HOPELESS, OUT_OF_MEMORY, STUCK
 
 from skipjoin.config import EngineConfig, ForecastConfig, ServerConfig
@@ -280,39 +280,27 @@ def test_engine_exits_with_the_api_process(start_server: StartServer) -> None:
 
 def test_an_engine_that_cannot_start_is_reported() -> None:
     folder = "/nowhere"
-    command = [sys.executable, str(HERE / "serve.py"), "model", folder]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 2
-    assert "error: " in result.stderr
-    assert folder in result.stderr
-    assert "Traceback" not in result.stderr
+    code, errors = outcome_of("model", folder)
+    assert code == 2
+    assert "error: " in errors
+    assert folder in errors
+    assert "Traceback" not in errors
 
 
 def test_an_engine_that_dies_while_starting_is_reported(tokenizer_folder: Path) -> None:
-    command = [sys.executable, str(HERE / "serve.py"), "simulated", str(tokenizer_folder), "0.001", "not-a-number", "9"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 1
-    assert "the engine process ended with exit code 1" in result.stderr
+    code, errors = outcome_of("simulated", str(tokenizer_folder), "0.001", "not-a-number", "9")
+    assert code == 1
+    assert "the engine process ended with exit code 1" in errors
 
 
 def test_a_port_in_use_is_reported_before_anything_is_loaded(tokenizer_folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        command = [
-            sys.executable,
-            str(HERE / "serve.py"),
-            "simulated",
-            str(tokenizer_folder),
-            "0",
-            "9",
-            "9",
-            f"port={port}",
-        ]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 2
-    assert f"port {port}" in result.stderr
-    assert "in use" in result.stderr
-    assert "pretending to load" not in result.stderr
+        code, errors = outcome_of("simulated", str(tokenizer_folder), "0", "9", "9", f"port={port}")
+    assert code == 2
+    assert f"port {port}" in errors
+    assert "in use" in errors
+    assert "pretending to load" not in errors
 
 
 def test_hundreds_of_requests_leak_no_resources(server: ServerProcess) -> None:

@@ -15,6 +15,7 @@ from server_worlds import MakeApi
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.limits import Admission, AdmissionSlot
 from skipjoin.server.metrics import Metrics
+from support.worlds import checkered
 
 METRICS = Metrics()
 CAPACITY, RESERVE = 64, 8
@@ -152,12 +153,15 @@ def test_claim_expires_if_its_client_does_not_retry() -> None:
     assert queue.ask("flood") is None
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (RESERVE, 1), (RESERVE, RESERVE), (7, 3)])
-@pytest.mark.parametrize(("keys", "weight"), [(2, 1.0), (3, 1.0), (4, 1.0), (3, 2.5), (2, 0.4)])
+@pytest.mark.parametrize(
+    ("sizes", "keys_and_weight"),
+    checkered([(1, 1), (RESERVE, 1), (RESERVE, RESERVE), (7, 3)], [(2, 1.0), (3, 1.0), (4, 1.0), (3, 2.5), (2, 0.4)]),
+)
 def test_continuously_loaded_keys_converge_to_shares_by_weight(
-    keys: int, weight: float, sizes: tuple[int, int]
+    sizes: tuple[int, int], keys_and_weight: tuple[int, float]
 ) -> None:
     """One key holds all slots at first, and another one has a weight."""
+    keys, weight = keys_and_weight
     queue, draw = Queue(), random.Random(keys)
     names = [f"key {number}" for number in range(keys)]
     queue.weights = {names[-1]: weight}

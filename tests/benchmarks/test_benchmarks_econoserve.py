@@ -60,7 +60,7 @@ def test_watching_no_requests_yields_figures() -> None:
 
 
 def test_short_runs_tabulate_every_variant(tmp_path: Path) -> None:
-    result = run("figure13", tmp_path, "--quick", "--duration", "5", "--jobs", "1")
+    result = run("figure13", tmp_path, "--quick", "--duration", "3", "--jobs", "1")
     found = {row[2] for row in result["tables"][0]["rows"] if row[1] == "sharegpt"}
     assert {"econoserve-d", "econoserve-sd", "econoserve-sdo", "econoserve", "econoserve, oracle", "fcfs"} <= found
     assert all(record["slo"]["jct_scale"] == 2 for record in result["records"])

@@ -40,9 +40,9 @@ def test_only_the_first_iteration_grows_with_the_prompt() -> None:
 
 
 def test_short_runs_of_figure_15_contain_settings_records_and_ratios(tmp_path: Path) -> None:
-    result = run("figure15", tmp_path, "--quick", "--duration", "4", "--jobs", "1")
+    result = run("figure15", tmp_path, "--quick", "--duration", "2", "--jobs", "1")
     assert result["quick"] is True
-    assert result["settings"]["duration_s"] == 4
+    assert result["settings"]["duration_s"] == 2
     assert result["settings"]["seeds"] == [0]
     (system,) = result["settings"]["systems"].values()
     wanted = {"max_num_seqs": 256, "block_size": 16, "max_tokens": "exact"}
@@ -64,7 +64,7 @@ def test_figure_11_derives_rates_from_its_curves_and_plots_each(monkeypatch: pyt
     figure11 = module_of("figure11")
     for key, rates in figure11.RATES.items():
         monkeypatch.setitem(figure11.RATES, key, rates[:1])
-    plans = figure11.curves_of(runs.Options(out=FOLDER, quick=True, duration_s=2.0))
+    plans = figure11.curves_of(runs.Options(out=FOLDER, quick=True, duration_s=1.0))
     records = []
     for plan in plans:
         (cell,) = plan.first()

@@ -26,7 +26,7 @@ STREAM = {"stream": True}
 def cut(pairs: Sequence[tuple[str, str]]) -> list[Round]:
     possible = {world.name: world for world in possible_worlds() if not world.needs_ray}
     return [
-        replace(this, block=block, world=possible[world], fault=fault, asks=this.asks[:12], late_s=0.8)
+        replace(this, block=block, world=possible[world], fault=fault, asks=this.asks[:8], late_s=0.8)
         for number, (world, fault) in enumerate(pairs)
         if world in possible
         for this, block in [(plan(SEED, number), world == "small disk")]

@@ -63,7 +63,6 @@ def test_generate_agrees_with_transformers_on_a_saved_folder(tmp_path: Path) -> 
     configs = {
         "opt": transformers.OPTConfig(**common, ffn_dim=128),
         "llama": transformers.LlamaConfig(**common, intermediate_size=128, num_key_value_heads=2),
-        "neox": transformers.GPTNeoXConfig(**common, intermediate_size=128),
     }
     for name, config in configs.items():
         model = transformers.AutoModelForCausalLM.from_config(config).eval()

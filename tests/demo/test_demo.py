@@ -62,7 +62,7 @@ def test_demo_sends_the_same_load_to_each_recipe_and_to_a_peer(tmp_path: Path, m
 
 def test_demo_runs_a_server_that_preempts_background_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(server._CONFIG, "num_hidden_layers", 1)
-    monkeypatch.setattr(load, "_JOB_S", 2.0)
+    monkeypatch.setattr(load, "_JOB_S", 1.0)
     result = demo("--recipes", "fastserve", "--chats", 6, "--background", 3, "--max-num-seqs", 2, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     row = next(line.split() for line in result.output.splitlines() if re.match(r"fastserve +\d", line))

@@ -22,7 +22,7 @@ from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.metrics import Metrics
 from support.rounds import limited
 
-SEED, SECONDS = 33, 3.0
+SEED, SECONDS = 33, 1.5
 
 
 @pytest.mark.timeout(600)

@@ -28,7 +28,7 @@ from skipjoin.server.api.dialects.ollama import OllamaGenerateEndpoint
 from skipjoin.server.api.dialects.responses import ResponsesEndpoint
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.fields import Body, sampling_fields
-from skipjoin.server.api.generation import Endpoint
+from skipjoin.server.api.generation import Endpoint, Origin
 from skipjoin.server.api.pooled import EmbeddingEndpoint
 from skipjoin.server.api.protocol import CompletionRequest
 
@@ -60,7 +60,7 @@ def without_id(data: bytes) -> Any:
 async def test_job_response_matches_http_response(api: Api, kind: type[Endpoint[Any]], fields: Any) -> None:
     endpoint = kind(api.service)
     expected = await api.http.post(endpoint.route.path, json=fields)
-    async with endpoint.run(await endpoint.prepare(body_of(kind, fields))) as run:
+    async with endpoint.run(await endpoint.prepare(body_of(kind, fields), Origin())) as run:
         assert without_id(await run.whole()) == without_id(expected.content)
 
 
@@ -68,9 +68,9 @@ async def test_job_response_matches_http_response(api: Api, kind: type[Endpoint[
 async def test_job_deltas_add_up_to_the_whole_response(api: Api, kind: type[Endpoint[Any]], fields: Any) -> None:
     endpoint = kind(api.service)
     body = body_of(kind, fields)
-    async with endpoint.run(await endpoint.prepare(body)) as run:
+    async with endpoint.run(await endpoint.prepare(body, Origin())) as run:
         whole = await run.whole()
-    job = await endpoint.prepare(body)
+    job = await endpoint.prepare(body, Origin())
     texts = dict.fromkeys(job.choices, "")
     async with endpoint.run(job) as run:
         async for deltas in run:
@@ -85,7 +85,7 @@ async def test_job_deltas_add_up_to_the_whole_response(api: Api, kind: type[Endp
 async def test_request_options_reach_engine_unchanged(api: Api, kind: type[Endpoint[Any]], fields: Any) -> None:
     endpoint = kind(api.service)
     options = RequestOptions(priority=-7)
-    async with endpoint.run(await endpoint.prepare(body_of(kind, fields), options)) as run:
+    async with endpoint.run(await endpoint.prepare(body_of(kind, fields), Origin(options=options))) as run:
         await run.whole()
     assert {add.options for add in api.engine.added} == {options}
 
@@ -97,12 +97,12 @@ async def test_job_releases_everything_however_it_ends(
     async with make_api() as api:
         endpoint = kind(api.service)
         body = body_of(kind, fields)
-        job = await endpoint.prepare(body)
+        job = await endpoint.prepare(body, Origin())
         assert api.service.admission.requests == len(job.choices)
         job.close()  # it never ran
         assert api.is_clean()
 
-        async with endpoint.run(await endpoint.prepare(body)) as run:
+        async with endpoint.run(await endpoint.prepare(body, Origin())) as run:
             await anext(run)  # leave before the end
         assert api.is_clean()
         assert not api.engine.live
@@ -114,13 +114,13 @@ async def test_job_releases_everything_however_it_ends(
         ]
         api.engine.paused = True
         for end, error, text in ends:
-            async with endpoint.run(await endpoint.prepare(body)) as run:
+            async with endpoint.run(await endpoint.prepare(body, Origin())) as run:
                 asyncio.get_running_loop().call_soon(end)
                 with pytest.raises(error, match=text):
                     await run.whole()
             assert api.is_clean()
 
-        late = await endpoint.prepare(body, RequestOptions(deadline_s=1.0), arrived=0.0)
+        late = await endpoint.prepare(body, Origin(options=RequestOptions(deadline_s=1.0), arrived=0.0))
         with pytest.raises(ApiError, match="deadline"):
             async with endpoint.run(late):
                 raise AssertionError("an expired job runs")
@@ -142,10 +142,10 @@ async def test_job_releases_everything_however_it_ends(
 )
 async def test_rejected_job_holds_nothing(make_api: MakeApi, fields: Any, status: int, param: str | None) -> None:
     async with make_api(max_queued_requests=4) as api:
-        endpoint = CompletionEndpoint(api.service)
-        taken = await endpoint.prepare(body_of(CompletionEndpoint, {"prompt": "a"}))
+        endpoint, parse = CompletionEndpoint(api.service), api.service.parse
+        taken = await endpoint.prepare(body_of(CompletionEndpoint, {"prompt": "a"}), Origin())
         with pytest.raises(ApiError) as refused:
-            await endpoint.prepare(await api.service.parse(json.dumps(fields).encode(), CompletionEndpoint.body_type))
+            await endpoint.prepare(await parse(json.dumps(fields).encode(), endpoint.body_type), Origin())
         assert (refused.value.status, refused.value.param) == (status, param)
         taken.close()
         assert api.is_clean()

@@ -1,6 +1,6 @@
 """Generation independent of HTTP.
 
-job = await endpoint.prepare(body)
+job = await endpoint.prepare(body, Origin())
 async with endpoint.run(job) as run:
     async for deltas in run:
         ...
@@ -12,7 +12,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
@@ -76,12 +76,30 @@ class Prompt(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a body comes from.
+
+    Attributes:
+        options: Those of its sequences, without what `Endpoint.prepare` adds.
+        arrived: Seconds on the monotonic clock from which the deadline in `options` counts.
+        queue: Where its sequences wait; None for that of HTTP requests.
+        owner: Hashed API key.
+    """
+
+    options: RequestOptions = DEFAULT_OPTIONS
+    arrived: float = field(default_factory=time.monotonic)
+    queue: Admission | None = None
+    owner: str = ANONYMOUS
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """Validated and tokenized request that holds admission slots. It must be run or closed.
 
     Attributes:
         choices: Grouped by prompt. `params`, `slots` and `expectations` have one entry for each.
-        arrived: Seconds on the monotonic clock from which the deadline in `options` counts.
+        options, arrived, owner, request_id: As in `Origin`.
         keep: Stores the formatted response before the client gets the end of it.
     """
 
@@ -311,19 +329,9 @@ class Endpoint(ABC, Generic[BodyT]):
     def __init__(self, service: Service) -> None:
         self.service = service
 
-    async def prepare(
-        self,
-        body: BodyT,
-        options: RequestOptions = DEFAULT_OPTIONS,
-        arrived: float | None = None,
-        *,
-        queue: Admission | None = None,
-        owner: str = ANONYMOUS,
-        request_id: str = "",
-    ) -> Job:
+    async def prepare(self, body: BodyT, origin: Origin) -> Job:
         """Validate a body, reserve admission slots and tokenize its prompts. No slots are held after an `ApiError`."""
-        service, n, param = self.service, body.copies, self.route.prompt
-        arrived = time.monotonic() if arrived is None else arrived
+        service, n, param, options = self.service, body.copies, self.route.prompt, origin.options
         service.check_open()
         found = service.check_model(body.model)
         service.check_task(self.tasks)
@@ -331,9 +339,9 @@ class Endpoint(ABC, Generic[BodyT]):
             options = replace(options, adapter=found.number)
         if service.config.fair_by == "adapter":
             options = replace(options, client=service.shown_model(body.model))
-        admission = queue or service.admission
+        admission = origin.queue or service.admission
         # Only the queue of HTTP requests reserves a part for real-time requests.
-        is_best_effort = queue is None and options.service is ServiceClass.BEST_EFFORT
+        is_best_effort = origin.queue is None and options.service is ServiceClass.BEST_EFFORT
         estimates = [tokens for tokens in self.estimates(body) for _ in range(n)]
         try:
             slots = admission.reserve(
@@ -349,11 +357,11 @@ class Endpoint(ABC, Generic[BodyT]):
             raise
         adapter = None if found is None else service.adapters.use(found)
         try:
-            prompts = await self.tokenize(body, options.client or owner)
+            prompts = await self.tokenize(body, options.client or origin.owner)
             rules = self.text_rules(body)
             copies = [(prompt, copy) for prompt in prompts for copy in range(n)]
             admission.resize(slots, [len(prompt.ids) for prompt, _ in copies], is_best_effort=is_best_effort)
-            expectations = await self.expect(prompts, owner)
+            expectations = await self.expect(prompts, origin.owner)
             choices = []
             for index, (prompt, _) in enumerate(copies):
                 choices.append(self.choice(index, prompt, rules, body))
@@ -371,10 +379,10 @@ class Endpoint(ABC, Generic[BodyT]):
                 copies=n,
                 prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
                 options=options,
-                arrived=arrived,
+                arrived=origin.arrived,
                 format=form,
-                owner=owner,
-                request_id=request_id,
+                owner=origin.owner,
+                request_id=origin.request_id,
                 adapter=adapter,
             )
         except BaseException:

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from skipjoin.server.api.auth import viewer_of
 from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.errors import ApiError, bad_request, from_engine, request_not_found
-from skipjoin.server.api.generation import BodyT, Endpoint, Job, JobRun
+from skipjoin.server.api.generation import BodyT, Endpoint, Job, JobRun, Origin
 from skipjoin.server.api.notes import note_of
 from skipjoin.server.api.options import request_options
 from skipjoin.server.api.responses import encode
@@ -47,7 +47,8 @@ async def answer(request: Request, endpoint: Endpoint[BodyT]) -> Response:
     state = request.state
     state.request_id = body.request_id or state.request_id
     options = request_options(body, request.headers, service.config, state.owner, state.request_id)
-    preparing = endpoint.prepare(body, options, arrived, owner=state.owner, request_id=state.request_id)
+    origin = Origin(options=options, arrived=arrived, owner=state.owner, request_id=state.request_id)
+    preparing = endpoint.prepare(body, origin)
     # Only constraints wait for those of other requests.
     job = await (_while_connected(request.receive, preparing) if may_compile(body) else preparing)
     return (StreamReply if body.is_streamed else WholeReply)(endpoint, job)

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from skipjoin.server.api.conversation import MAX_MESSAGES, MAX_TOOLS, CalledFunction, Message, TextPart, ToolCall
 from skipjoin.server.api.dialects.messages_body import BLOCKS, MessagesTurn, TextBlock
 from skipjoin.server.api.dialects.ollama_body import OllamaMessage
-from skipjoin.server.api.dialects.responses_body import ITEMS, ContentPart
+from skipjoin.server.api.dialects.responses_items import ITEMS, ContentPart
 from skipjoin.server.api.errors import ApiError, bad_request, unknown_field
 from skipjoin.server.api.fields import Body
 from skipjoin.server.api.pooled_bodies import MAX_INPUTS, Document

@@ -12,7 +12,7 @@ from skipjoin.config import ServerConfig
 from skipjoin.core.request import RequestOptions, ServiceClass
 from skipjoin.sampling import SEED_MIN, SamplingParams
 from skipjoin.server.api.errors import ApiError, bad_request
-from skipjoin.server.api.generation import Endpoint, Job
+from skipjoin.server.api.generation import Endpoint, Job, Origin
 from skipjoin.server.api.limits import Admission
 from skipjoin.server.api.options import allowed_priority, allowed_tier, cache_salt, client_of
 from skipjoin.server.api.protocol import RequestBody
@@ -39,7 +39,7 @@ async def prepare(endpoint: Endpoint[Any], line: Line, data: bytes, left_s: floa
     raw = await service.in_thread(body_of, data) if len(data) > _LARGE else body_of(data)
     body = await service.parse(raw, endpoint.body_type)
     options, has_own = line_options(body, left_s, service.config, line.owner)
-    job = await endpoint.prepare(body, options, queue=queue, owner=line.owner)
+    job = await endpoint.prepare(body, Origin(options=options, queue=queue, owner=line.owner))
     return LineJob(replace(job, params=seeded(line, job.params)), has_own)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -11,21 +10,21 @@ from typing import Any, ClassVar
 import msgspec
 from fastapi import Request, Response
 
-from skipjoin.core.request import DEFAULT_OPTIONS, RequestOptions
+from skipjoin.core.request import RequestOptions
 from skipjoin.engine.text import Choice
 from skipjoin.formats.calls import PartKind
 from skipjoin.routes import RESPONSES, SERVER_SENT
-from skipjoin.server.api.auth import ANONYMOUS
 from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.chat_prompt import estimate_chat
 from skipjoin.server.api.dialects.bodies import HostedTool
 from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint, ConvertedFormat, prompt_tokens
-from skipjoin.server.api.dialects.responses_body import ResponsesRequest, custom_input
+from skipjoin.server.api.dialects.responses_body import ResponsesRequest
+from skipjoin.server.api.dialects.responses_items import new_id
+from skipjoin.server.api.dialects.responses_tools import custom_input
 from skipjoin.server.api.dialects.segments import Change, Segment
 from skipjoin.server.api.errors import CONTEXT_LENGTH, ApiError, bad_request
 from skipjoin.server.api.fields import Body
-from skipjoin.server.api.generation import Job, Prompt
-from skipjoin.server.api.limits import Admission
+from skipjoin.server.api.generation import Job, Origin, Prompt
 from skipjoin.server.api.options import served_tier
 from skipjoin.server.api.replies import service_of
 from skipjoin.server.api.responses import ChatTokenLogprob, Usage, encode
@@ -33,7 +32,7 @@ from skipjoin.server.api.service import Service
 from skipjoin.server.api.stored import StoredResponse
 from skipjoin.server.api.tokens import counted
 
-_PREFIXES = {PartKind.TEXT: "msg", PartKind.REASONING: "rs", PartKind.CALL: "fc"}
+_TYPES = {PartKind.TEXT: "message", PartKind.REASONING: "reasoning", PartKind.CALL: "function_call"}
 _PARTS = {PartKind.TEXT: "output_text", PartKind.REASONING: "reasoning_text"}
 
 
@@ -49,23 +48,13 @@ class ResponsesEndpoint(ConvertedEndpoint[ResponsesRequest]):
         "reasoning_effort": "reasoning.effort",
     }
 
-    async def prepare(
-        self,
-        body: ResponsesRequest,
-        options: RequestOptions = DEFAULT_OPTIONS,
-        arrived: float | None = None,
-        *,
-        queue: Admission | None = None,
-        owner: str = ANONYMOUS,
-        request_id: str = "",
-    ) -> Job:
-        arrived, store = time.monotonic() if arrived is None else arrived, self.service.stored_responses
-        references = body.references.values()
-        body = await _restored(self.service, body, owner)
+    async def prepare(self, body: ResponsesRequest, origin: Origin) -> Job:
+        store, references = self.service.stored_responses, body.references.values()
+        body = await _restored(self.service, body, origin.owner)
         if body.store is None:  # lines of batches would replace what agents go on with
-            body.store = store is not None and queue is None
+            body.store = store is not None and origin.queue is None
         try:
-            job = await super().prepare(body, options, arrived, queue=queue, owner=owner, request_id=request_id)
+            job = await super().prepare(body, origin)
         except ApiError as error:
             if error.code == CONTEXT_LENGTH and error.param == self.route.prompt and body.truncation != "auto":
                 error.message += '; truncation: "auto" leaves out the oldest turns'
@@ -78,7 +67,7 @@ class ResponsesEndpoint(ConvertedEndpoint[ResponsesRequest]):
         async def keep() -> None:
             stored = await self.service.in_thread(form.stored)
             output = [item["id"] for item in stored.response["output"]]
-            await store.add(owner, stored, [*references, *output])
+            await store.add(origin.owner, stored, [*references, *output])
 
         return replace(job, keep=keep)
 
@@ -270,28 +259,30 @@ class ResponsesFormat(ConvertedFormat):
 
     # -- objects ------------------------------------------------------------------------------------------------
 
+    def _type(self, segment: Segment) -> str:
+        return "custom_tool_call" if self._is_custom(segment) else _TYPES[segment.kind]
+
     def _id(self, segment: Segment) -> str:
         while len(self._items) <= segment.index:
             self._items.append("")
         if not self._items[segment.index]:
-            prefix = "ctc" if self._is_custom(segment) else _PREFIXES[segment.kind]
-            self._items[segment.index] = f"{prefix}_{uuid.uuid4().hex}"
+            self._items[segment.index] = new_id(self._type(segment))
         return self._items[segment.index]
 
     def _item(self, segment: Segment, *, is_new: bool = False) -> dict[str, Any]:
         is_cut = self._status in ("incomplete", "failed") and segment is self.segments.found[-1]
         status = "in_progress" if is_new else "incomplete" if is_cut else "completed"
-        item: dict[str, Any] = {"id": self._id(segment), "status": status}
+        item: dict[str, Any] = {"id": self._id(segment), "status": status, "type": self._type(segment)}
         if segment.kind is PartKind.CALL:
             called = self._body.called(segment.name)
             if self._is_custom(segment):
                 text = "" if is_new else custom_input(segment.text)
-                return item | {"type": "custom_tool_call", "call_id": segment.id, **called, "input": text}
-            return item | {"type": "function_call", "call_id": segment.id, **called, "arguments": segment.text}
+                return item | {"call_id": segment.id, **called, "input": text}
+            return item | {"call_id": segment.id, **called, "arguments": segment.text}
         content = [] if is_new else [self._part(segment)]
         if segment.kind is PartKind.REASONING:
-            return item | {"type": "reasoning", "summary": [], "content": content}
-        return item | {"type": "message", "role": "assistant", "content": content}
+            return item | {"summary": [], "content": content}
+        return item | {"role": "assistant", "content": content}
 
     def _part(self, segment: Segment) -> dict[str, Any]:
         part: dict[str, Any] = {"type": _PARTS[segment.kind], "text": segment.text}

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from skipjoin.server.batches.database import DATABASE_FILE, Conflict, repeated
 from skipjoin.server.batches.line_rows import Waiting, deal
 from skipjoin.server.batches.records import (
+    UNLIMITED,
     BatchStatus,
     FileRow,
     FolderLocked,
@@ -30,6 +31,7 @@ from skipjoin.server.batches.records import (
     LineState,
     NoSpace,
     OwnerUsage,
+    Quota,
     QuotaExceeded,
     ResponseRow,
     StoreError,
@@ -336,9 +338,9 @@ async def test_files_belong_to_their_owner_and_expire(location: StoreLocation) -
     async with location.opened() as (store,):
         rows = [file_of(store, filename=f"../{n}", expires_at=store.now() + 3600 + 1000 * n) for n in range(5)]
         for row in rows:
-            await store.files.add(row, max_bytes=50)
+            await store.files.add(row, Quota(50, UNLIMITED))
         with pytest.raises(QuotaExceeded, match="60 bytes with the outputs of its batches, and may have 50"):
-            await store.files.add(file_of(store), max_bytes=50)
+            await store.files.add(file_of(store), Quota(50, UNLIMITED))
         assert await store.files.usage_of(OWNER) == OwnerUsage(50, 5)
         assert await store.files.page(OTHER) == ([], False)
         assert await store.files.get(OTHER, rows[0].id) is None
@@ -374,7 +376,7 @@ async def test_stored_responses_belong_to_their_owner_and_the_oldest_leave(locat
             row = ResponseRow(
                 id=name, owner=owner, size=size, created_at=now, expires_at=now + lasts_s, body=b"x" * size
             )
-            await store.responses.add(row, items, max_bytes=100, max_responses=3)
+            await store.responses.add(row, items, Quota(100, 3))
 
         await add("first", "a", "b")
         await add("others", "a", owner=OTHER)

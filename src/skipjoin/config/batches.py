@@ -11,6 +11,10 @@ from skipjoin.options import ConfigError, Option
 NOWHERE = "none"
 
 
+def _limit(text: str, metavar: str, high: int) -> Option:
+    return Option(text, low=1, high=high, metavar=metavar, group=BATCHES)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchConfig(AccessConfig):
     batch_dir: Annotated[
@@ -32,53 +36,31 @@ class BatchConfig(AccessConfig):
     ] = None
     batch_inflight: Annotated[
         int | None,
-        Option(
+        _limit(
             "Maximum number of batch sequences in the engines, waiting and running (default: twice --max-num-seqs for "
             "each replica).",
-            low=1,
-            high=1 << 20,
-            metavar="SEQUENCES",
-            group=BATCHES,
+            "SEQUENCES",
+            1 << 20,
         ),
     ] = None
-    batch_max_lines: Annotated[
-        int, Option("Maximum number of lines of a batch.", low=1, high=10_000_000, metavar="LINES", group=BATCHES)
-    ] = 50_000
-    batch_max_file_bytes: Annotated[
-        int, Option("Maximum size of an uploaded file.", low=1, high=1 << 40, metavar="BYTES", group=BATCHES)
-    ] = 200_000_000
-    batch_max_line_bytes: Annotated[
-        int, Option("Maximum size of a batch's line.", low=1, high=1 << 30, metavar="BYTES", group=BATCHES)
-    ] = 4 << 20
+    batch_max_lines: Annotated[int, _limit("Maximum number of lines of a batch.", "LINES", 10_000_000)] = 50_000
+    batch_max_file_bytes: Annotated[int, _limit("Maximum size of an uploaded file.", "BYTES", 1 << 40)] = 200_000_000
+    batch_max_line_bytes: Annotated[int, _limit("Maximum size of a batch's line.", "BYTES", 1 << 30)] = 4 << 20
     batch_max_bytes_per_key: Annotated[
         int,
-        Option(
+        _limit(
             "Maximum total size of one key's files; uploads, batches and lines beyond it are refused with 429.",
-            low=1,
-            high=1 << 50,
-            metavar="BYTES",
-            group=BATCHES,
+            "BYTES",
+            1 << 50,
         ),
     ] = 10_000_000_000
     batch_max_files_per_key: Annotated[
         int,
-        Option(
-            "Maximum number of one key's files; uploads beyond it are refused with 429.",
-            low=1,
-            high=1 << 40,
-            metavar="FILES",
-            group=BATCHES,
-        ),
+        _limit("Maximum number of one key's files; uploads beyond it are refused with 429.", "FILES", 1 << 40),
     ] = 10_000
     batch_max_active_per_key: Annotated[
         int,
-        Option(
-            "Maximum number of one key's unfinished batches; more are refused with 429.",
-            low=1,
-            high=1 << 30,
-            metavar="BATCHES",
-            group=BATCHES,
-        ),
+        _limit("Maximum number of one key's unfinished batches; more are refused with 429.", "BATCHES", 1 << 30),
     ] = 100
 
     store_responses: Annotated[
@@ -91,22 +73,12 @@ class BatchConfig(AccessConfig):
     ] = False
     max_stored_responses_per_key: Annotated[
         int,
-        Option(
-            "Maximum number of one key's stored responses; the oldest are deleted.",
-            low=1,
-            high=1 << 40,
-            metavar="RESPONSES",
-            group=BATCHES,
-        ),
+        _limit("Maximum number of one key's stored responses; the oldest are deleted.", "RESPONSES", 1 << 40),
     ] = 10_000
     max_stored_response_bytes_per_key: Annotated[
         int,
-        Option(
-            "Maximum total size of one key's stored responses, compressed; the oldest are deleted.",
-            low=1,
-            high=1 << 50,
-            metavar="BYTES",
-            group=BATCHES,
+        _limit(
+            "Maximum total size of one key's stored responses, compressed; the oldest are deleted.", "BYTES", 1 << 50
         ),
     ] = 1_000_000_000
 

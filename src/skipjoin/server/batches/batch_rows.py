@@ -11,12 +11,15 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from skipjoin.server.batches.database import repeated
 from skipjoin.server.batches.file_rows import ACTIVE, check_usage, page, seq_of, usage_of
 from skipjoin.server.batches.records import (
+    NO_QUOTA,
+    UNLIMITED,
     BatchRow,
     BatchStatus,
     FileRow,
     LineError,
     LinePlace,
     LineState,
+    Quota,
     QuotaExceeded,
     closed_line,
     is_id,
@@ -48,8 +51,8 @@ class BatchRows:
         row: BatchRow,
         idempotency_key: str | None = None,
         *,
-        max_active: int | None = None,
-        max_bytes: int | None = None,
+        max_active: int = UNLIMITED,
+        quota: Quota = NO_QUOTA,
     ) -> BatchRow:
         """Add a batch, or return the owner's earlier batch with this idempotency key."""
         async with self._db.writing() as connection:
@@ -59,10 +62,10 @@ class BatchRows:
                 if earlier := await _one(connection, sa.select(batches).where(same)):
                     return earlier
             active = await _active_of(connection, row.owner)
-            if max_active is not None and active >= max_active:
+            if active >= max_active:
                 raise QuotaExceeded(f"this key has {active} batches that have not ended, and may have {max_active}")
             # At least a byte of output must fit.
-            check_usage((await usage_of(connection, row.owner)).bytes + 1, max_bytes, "bytes")
+            check_usage((await usage_of(connection, row.owner)).bytes + 1, quota.bytes, "bytes")
             values = asdict(row) | {"idempotency_key": idempotency_key}
             await connection.execute(sa.insert(batches), values)
         return row

@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request, Response
 from skipjoin.config import ServerConfig
 from skipjoin.server.api.errors import ApiError, unavailable
 from skipjoin.server.batches.blobs import Blobs
-from skipjoin.server.batches.records import FolderLocked, NoSpace, QuotaExceeded, StoreError, StoreUnavailable
+from skipjoin.server.batches.records import FolderLocked, NoSpace, Quota, QuotaExceeded, StoreError, StoreUnavailable
 from skipjoin.server.batches.store import Store
 
 # Retry-After of errors of the store.
@@ -21,6 +21,8 @@ _log = logging.getLogger(__name__)
 class BatchContext:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
+        self.file_quota = Quota(config.batch_max_bytes_per_key, config.batch_max_files_per_key)
+        self.response_quota = Quota(config.max_stored_response_bytes_per_key, config.max_stored_responses_per_key)
         self.wake: Callable[[], None] = lambda: None
         self._trouble = unavailable("files and batches are being opened", _CODE, _RETRY_S)
         self._store: Store | None = None

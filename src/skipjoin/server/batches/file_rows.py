@@ -9,7 +9,16 @@ from sqlalchemy.engine import RowMapping
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from skipjoin.server.batches.disk import Reserve
-from skipjoin.server.batches.records import BatchStatus, FileRow, NoSpace, OwnerUsage, QuotaExceeded, is_id
+from skipjoin.server.batches.records import (
+    NO_QUOTA,
+    BatchStatus,
+    FileRow,
+    NoSpace,
+    OwnerUsage,
+    Quota,
+    QuotaExceeded,
+    is_id,
+)
 from skipjoin.server.batches.session import Session
 from skipjoin.server.batches.tables import batches, files
 
@@ -18,12 +27,12 @@ class FileRows:
     def __init__(self, session: Session, reserve: Reserve) -> None:
         self._session, self._db, self._reserve = session, session.db, reserve
 
-    async def add(self, row: FileRow, *, max_bytes: int | None = None, max_files: int | None = None) -> None:
+    async def add(self, row: FileRow, quota: Quota = NO_QUOTA) -> None:
         async with self._db.writing() as connection:
             await self._session.alone(connection, row.owner)
             used = await usage_of(connection, row.owner)
-            check_usage(used.bytes + row.bytes, max_bytes, "bytes")
-            check_usage(used.files + 1, max_files, "files")
+            check_usage(used.bytes + row.bytes, quota.bytes, "bytes")
+            check_usage(used.files + 1, quota.count, "files")
             await connection.execute(sa.insert(files), asdict(row))
 
     async def get(self, owner: str, file_id: str) -> FileRow | None:
@@ -126,8 +135,8 @@ def page(
     return query.order_by(seq if order == "asc" else seq.desc()).limit(count)
 
 
-def check_usage(used: int, most: int | None, unit: str) -> None:
-    if most is not None and used > most:
+def check_usage(used: int, most: int, unit: str) -> None:
+    if used > most:
         raise QuotaExceeded(
             f"this key would have {used} {unit} with the outputs of its batches, and may have {most}: delete files"
         )

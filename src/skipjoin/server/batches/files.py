@@ -14,7 +14,16 @@ from skipjoin.server.api.replies import json_response
 from skipjoin.server.batches.blobs import Blobs
 from skipjoin.server.batches.context import context_of, owner_of
 from skipjoin.server.batches.file_rows import check_usage
-from skipjoin.server.batches.records import INPUT, PURPOSES, FileRow, NoSpace, QuotaExceeded, StoreError, new_file_id
+from skipjoin.server.batches.records import (
+    INPUT,
+    PURPOSES,
+    FileRow,
+    NoSpace,
+    Quota,
+    QuotaExceeded,
+    StoreError,
+    new_file_id,
+)
 from skipjoin.server.batches.store import Store
 from skipjoin.server.batches.uploads import FILE, Form, too_large
 
@@ -73,15 +82,15 @@ async def _read(request: Request) -> FileRow:
     """Store the file of a request. Arriving bytes count toward the quota, and nothing is left after an error."""
     context, owner, file_id = context_of(request), owner_of(request), new_file_id()
     store, blobs = context.store, context.blobs
-    max_bytes, max_files = context.config.batch_max_bytes_per_key, context.config.batch_max_files_per_key
+    quota = context.file_quota
     form = Form(request.headers.get("content-type"))
     used = await store.files.usage_of(owner)
-    check_usage(used.files + 1, max_files, "files")
+    check_usage(used.files + 1, quota.count, "files")
     with _counting(context.arriving, owner) as count:
         async with blobs.writing(file_id) as writer:
             async for data in form.file(request.stream()):
                 count(len(data))
-                check_usage(used.bytes + context.arriving[owner], max_bytes, "bytes")
+                check_usage(used.bytes + context.arriving[owner], quota.bytes, "bytes")
                 if writer.size + len(data) > context.config.batch_max_file_bytes:
                     raise too_large(context.config.batch_max_file_bytes)
                 await writer.write(data)
@@ -98,7 +107,7 @@ async def _read(request: Request) -> FileRow:
             created_at=now,
             expires_at=now + expiry,
         )
-        await _add(store, blobs, row, max_bytes, max_files)
+        await _add(store, blobs, row, quota)
     context.wake()
     return row
 
@@ -118,9 +127,9 @@ def _counting(arriving: Counter[str], owner: str) -> Iterator[Any]:
         arriving[owner] -= arrived
 
 
-async def _add(store: Store, blobs: Blobs, row: FileRow, max_bytes: int, max_files: int) -> None:
+async def _add(store: Store, blobs: Blobs, row: FileRow, quota: Quota) -> None:
     try:
-        await store.files.add(row, max_bytes=max_bytes, max_files=max_files)
+        await store.files.add(row, quota)
     except (QuotaExceeded, NoSpace):
         await blobs.delete(row.id)
         raise

@@ -174,6 +174,18 @@ class OwnerUsage:
     files: int
 
 
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """Maximum storage of an owner: bytes, and the number of files or of responses."""
+
+    bytes: int
+    count: int
+
+
+UNLIMITED = 1 << 62
+NO_QUOTA = Quota(UNLIMITED, UNLIMITED)
+
+
 class StoreError(Exception):
     """Base class of errors of the store. The text may be shown to clients."""
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from skipjoin.server.batches.records import QuotaExceeded, ResponseRow, is_id
+from skipjoin.server.batches.records import Quota, QuotaExceeded, ResponseRow, is_id
 from skipjoin.server.batches.session import Session
 from skipjoin.server.batches.tables import response_items, responses
 
@@ -21,14 +21,14 @@ class ResponseRows:
     def __init__(self, session: Session) -> None:
         self._session, self._db = session, session.db
 
-    async def add(self, row: ResponseRow, items: Collection[str], *, max_bytes: int, max_responses: int) -> None:
+    async def add(self, row: ResponseRow, items: Collection[str], quota: Quota) -> None:
         """Add a response, which becomes the one that has `items`."""
-        if row.size > max_bytes:
-            raise QuotaExceeded(f"this response has {row.size} bytes, and this key may store {max_bytes}")
+        if row.size > quota.bytes:
+            raise QuotaExceeded(f"this response has {row.size} bytes, and this key may store {quota.bytes}")
         known = [item for item in dict.fromkeys(items) if is_id(item)]
         async with self._db.writing() as connection:
             await self._session.alone(connection, row.owner)
-            await self._make_room(connection, row, max_bytes, max_responses)
+            await self._make_room(connection, row, quota)
             await connection.execute(sa.insert(responses), asdict(row))
             for start in range(0, len(known), _STEP):
                 ids = known[start : start + _STEP]
@@ -79,18 +79,16 @@ class ResponseRows:
             async with self._db.writing() as connection:
                 await _delete(connection, expired)
 
-    async def _make_room(
-        self, connection: AsyncConnection, row: ResponseRow, max_bytes: int, max_responses: int
-    ) -> None:
+    async def _make_room(self, connection: AsyncConnection, row: ResponseRow, quota: Quota) -> None:
         own = responses.c.owner == row.owner
         query = sa.select(sa.func.sum(responses.c.size), sa.func.count()).where(own)
         size, count = (await connection.execute(query)).one()
         size = int(size or 0)
-        while size + row.size > max_bytes or count >= max_responses:
+        while size + row.size > quota.bytes or count >= quota.count:
             oldest = sa.select(responses.c.id, responses.c.size).where(own).order_by(responses.c.seq).limit(_STEP)
             dropped = []
             for found in (await connection.execute(oldest)).all():
-                if size + row.size <= max_bytes and count < max_responses:
+                if size + row.size <= quota.bytes and count < quota.count:
                     break
                 dropped.append(found.id)
                 size, count = size - found.size, count - 1

@@ -96,12 +96,11 @@ async def create_batch(request: Request) -> Response:
     store = context.store
     body = await service.parse(await json_body(request), BatchRequest)
     row = _new_batch(body, await find(store, request, body.input_file_id, "input_file_id"), service, store.now())
-    config = context.config
     made = await store.batches.add(
         row,
         _idempotency_key(request),
-        max_active=config.batch_max_active_per_key,
-        max_bytes=config.batch_max_bytes_per_key,
+        max_active=context.config.batch_max_active_per_key,
+        quota=context.file_quota,
     )
     _check_same(row, made)
     context.wake()

@@ -25,7 +25,6 @@ class StoredResponses:
 
     async def add(self, owner: str, stored: StoredResponse, items: Collection[str]) -> None:
         body = await asyncio.to_thread(_packed, stored)
-        config = self._context.config
         async with _api_errors():
             store = self._context.store
             now = store.now()
@@ -37,12 +36,7 @@ class StoredResponses:
                 expires_at=now + EXPIRY_S[1],
                 body=body,
             )
-            await store.responses.add(
-                row,
-                items,
-                max_bytes=config.max_stored_response_bytes_per_key,
-                max_responses=config.max_stored_responses_per_key,
-            )
+            await store.responses.add(row, items, self._context.response_quota)
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None:
         async with _api_errors():

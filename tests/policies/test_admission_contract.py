@@ -10,16 +10,19 @@ from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import AdmissionPolicy, Allocation, Deferral
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.econo import PaddedLengths
-from skipjoin.policies.exact_reservations import ExactReservations, GroupGate, Hosts
+from skipjoin.policies.exact_reservations import ExactReservations, GroupGate
+from skipjoin.policies.nesting import ParentRequests
 from support.load import make
 
 ADMISSIONS: dict[str, AdmissionPolicy] = {
     "on demand": OnDemand(),
     "whole maximum": WholeMaximum(),
-    "whole claims": WholeReservations(PaddedLengths(0.15)),
-    "exact claims": ExactReservations(PaddedLengths(0.15), group=None, reserve=0.1, hosts=None),
-    "exact claims, with hosts": ExactReservations(PaddedLengths(0.0), group=None, reserve=0.0, hosts=Hosts(0.1)),
-    "exact claims, gated": ExactReservations(
+    "whole reservations": WholeReservations(PaddedLengths(0.15)),
+    "exact reservations": ExactReservations(PaddedLengths(0.15), group=None, reserve=0.1, hosts=None),
+    "exact reservations, nested": ExactReservations(
+        PaddedLengths(0.0), group=None, reserve=0.0, hosts=ParentRequests(0.1)
+    ),
+    "exact reservations, gated": ExactReservations(
         PaddedLengths(0.0), group=lambda request, now: 0, reserve=0.1, hosts=None, gate=GroupGate()
     ),
 }

@@ -1,21 +1,20 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import count
-from operator import itemgetter
 from typing import NamedTuple
 
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.kv.reservations import Account, Owner
+from skipjoin.core.kv.reservations import Account
 from skipjoin.core.policy import Allocation, Callbacks, Deferral, Fact, Ordering
 from skipjoin.core.promises import must_precede
 from skipjoin.core.request import UNLIMITED, Band, Request
 from skipjoin.policies.econo import PaddedLengths, Phase, phase_of
+from skipjoin.policies.nesting import ParentRequests, parent_of, unused
 
 # Account of the KV that is set aside for prompts.
 PROMPTS = Account("prompts")
@@ -191,7 +190,7 @@ class ExactReservations(Callbacks):
         *,
         group: Callable[[Request, float], Hashable] | None,
         reserve: float,
-        hosts: Hosts | None,
+        hosts: ParentRequests | None,
         gate: GroupGate | None = None,
         overdue: AbstractSet[Request] = frozenset(),
     ) -> None:
@@ -268,7 +267,7 @@ class ExactReservations(Callbacks):
         if self._is_stuck(request, kv) or self._may_displace(request, kv):
             group = self._group_of(request)
             return Allocation(now=blocks, blocks=blocks, tokens=tokens, draws=PROMPTS, group=group)
-        if request is self._collector and kv.shortfall_of_reservation(request, blocks, None) <= _unused(COLLECTED, kv):
+        if request is self._collector and kv.shortfall_of_reservation(request, blocks, None) <= unused(COLLECTED, kv):
             group = self._group_of(request)
             return Allocation(now=blocks, blocks=blocks, tokens=tokens, draws=COLLECTED, group=group)
         return Deferral.REQUEST
@@ -305,7 +304,7 @@ class ExactReservations(Callbacks):
         if kv.blocks_of(request) is None or request.progress.reserved_tokens == UNLIMITED:
             yield Fact("reservation", "none", "", "It holds no KV that the recipe has reserved for it.")
             return
-        parent = _parent_of(request, kv)
+        parent = parent_of(request, kv)
         match parent:
             case None:
                 kind, meaning = "exact", "Its reservation has blocks of its own, for the expected output."
@@ -315,14 +314,14 @@ class ExactReservations(Callbacks):
                 kind, meaning = "prompt", "It has blocks for its prompt alone, from the share for prompts."
         yield Fact("reservation", kind, "", meaning)
         yield Fact("reserved", kv.blocks_for(request.progress.reserved_tokens), "blocks", "KV that it may fill.")
-        nested = [one for one in kv.holders() if _parent_of(one, kv) is request]
+        nested = [one for one in kv.holders() if parent_of(one, kv) is request]
         blocks = sum(kv.blocks_for(one.progress.reserved_tokens) for one in nested)
-        yield Fact("unused", max(0, _unused(request, kv)), "blocks", "Reserved KV that neither it nor others use.")
+        yield Fact("unused", max(0, unused(request, kv)), "blocks", "Reserved KV that neither it nor others use.")
         yield Fact("hosts", len(nested), "requests", f"Requests that use {blocks} blocks of its reservation meanwhile.")
 
     def limits(self, kv: KVAccounts) -> Sequence[int]:
         """Return the limits of `needs` for a request without KV now."""
-        prompt = _unused(PROMPTS, kv)
+        prompt = unused(PROMPTS, kv)
         if kv.available > prompt and not self._generation_waits(kv):
             prompt = kv.available
         prompt = max(prompt, self._collected(kv))
@@ -334,7 +333,7 @@ class ExactReservations(Callbacks):
         if request is None or kv.blocks_of(request) is not None:
             return 0
         blocks = kv.blocks_for(request.progress.known)
-        return blocks if blocks <= kv.available + _unused(COLLECTED, kv) else 0
+        return blocks if blocks <= kv.available + unused(COLLECTED, kv) else 0
 
     def _first_reservation(self, request: Request, kv: KVAccounts) -> Allocation | Deferral:
         known = request.progress.known
@@ -342,8 +341,8 @@ class ExactReservations(Callbacks):
             tokens, blocks, need = self._whole(request, self._hosts, kv)
             if (host := self._hosts.seek(request, need, kv)) is not None:
                 return Allocation(now=blocks, blocks=blocks, tokens=tokens, parent=host)
-        blocks, unused = kv.blocks_for(known), _unused(PROMPTS, kv)
-        if blocks <= unused:
+        blocks, spare = kv.blocks_for(known), unused(PROMPTS, kv)
+        if blocks <= spare:
             return Allocation(now=blocks, blocks=blocks, tokens=known, parent=PROMPTS)
         if blocks <= kv.available and not self._generation_waits(kv):
             return Allocation(now=blocks, blocks=blocks, tokens=known)
@@ -352,23 +351,23 @@ class ExactReservations(Callbacks):
         collected = self._collected(kv)
         if collected and request is self._collector:
             return Allocation(now=blocks, blocks=blocks, tokens=known, draws=COLLECTED)
-        has_room = unused or collected or (self._hosts is not None and self._hosts.largest(kv))
+        has_room = spare or collected or (self._hosts is not None and self._hosts.largest(kv))
         return Deferral.REQUEST if has_room else Deferral.INCOMING
 
     def _has_outgrown(self, request: Request, kv: KVAccounts) -> bool:
         reserved = request.progress.reserved_tokens
-        return len(request.prompt) < reserved < UNLIMITED and _parent_of(request, kv) is not PROMPTS
+        return len(request.prompt) < reserved < UNLIMITED and parent_of(request, kv) is not PROMPTS
 
     def _more(self, request: Request, target: int, kv: KVAccounts) -> Allocation | None:
         tokens = self._lengths.kv_tokens(request, target - len(request.prompt))
-        parent = _parent_of(request, kv)
+        parent = parent_of(request, kv)
         for blocks in (kv.blocks_for(tokens), kv.blocks_for(target)):
-            if kv.shortfall_of_reservation(request, blocks, parent) <= _unused(PROMPTS, kv):
+            if kv.shortfall_of_reservation(request, blocks, parent) <= unused(PROMPTS, kv):
                 most = min(tokens, blocks * kv.block_size)
                 return Allocation(now=blocks, blocks=blocks, tokens=most, parent=parent, draws=PROMPTS)
         return None
 
-    def _whole(self, request: Request, hosts: Hosts, kv: KVAccounts) -> tuple[int, int, int]:
+    def _whole(self, request: Request, hosts: ParentRequests, kv: KVAccounts) -> tuple[int, int, int]:
         known = request.progress.known
         tokens = self._lengths.kv_tokens(request, known - len(request.prompt), nested=True)
         blocks = kv.blocks_for(tokens)
@@ -409,15 +408,3 @@ class ExactReservations(Callbacks):
 
 def _waits(request: Request, kv: KVAccounts) -> bool:
     return kv.blocks_of(request) is None or phase_of(request, request.progress.known) is not Phase.RUNNING
-
-
-def _can_host(request: Request) -> bool:
-    return request.progress.finish_reason is None and phase_of(request, request.progress.known) is Phase.RUNNING
-
-
-def _unused(owner: Request | Account, kv: KVAccounts) -> int:
-    return kv.reservations.unused(owner) if kv.reservations is not None else 0
-
-
-def _parent_of(request: Request, kv: KVAccounts) -> Owner:
-    return kv.reservations.parent_of(request) if kv.reservations is not None else None

@@ -10,10 +10,11 @@ from skipjoin.options import ConfigError, Option
 from skipjoin.policies.batching import TargetForward
 from skipjoin.policies.econo import ByObjective, PaddedLengths, QueueOrder, Tasks, TwoQueues
 from skipjoin.policies.eviction import Vacate
-from skipjoin.policies.exact_reservations import ExactReservations, GroupGate, Hosts
+from skipjoin.policies.exact_reservations import ExactReservations, GroupGate
 from skipjoin.policies.execution import ExecutionTime
 from skipjoin.policies.mlfq import shortest_step
 from skipjoin.policies.needs import NeedIndex, Needs
+from skipjoin.policies.nesting import ParentRequests
 from skipjoin.recipes.parts import ForwardTokens, LengthRange, Padding, classed, staged
 from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
 
@@ -115,7 +116,7 @@ def decoupled(
     order: QueueOrder,
     *,
     groups: bool,
-    hosts: Hosts | None = None,
+    hosts: ParentRequests | None = None,
     gated: bool = False,
     index: Callable[[Needs], NeedIndex] = NeedIndex,
 ) -> Policies:
@@ -164,5 +165,5 @@ def by_objectives(s: Settings, p: OrderParams, index: Callable[[Needs], NeedInde
         length_range=p.length_range,
         longest_first=p.order == "longest",
     )
-    hosts = Hosts(p.buffer) if p.sharing else None
+    hosts = ParentRequests(p.buffer) if p.sharing else None
     return decoupled(s, p, lengths, order, groups=True, hosts=hosts, gated=p.admission == "gated", index=index)

@@ -44,6 +44,8 @@ def passing(policies: Policies, kv: KVAccounts, holders: Sequence[Request]) -> I
         return iter(holders)
     # The ordering is notified at the end of the step, and still has those that this step has admitted.
     ordering = policies.ordering
-    found: Iterator[Request] = (one for one in fitting(ordering, lambda: limits(kv), kv) if kv.blocks_of(one) is None)
-    found = takewhile(lambda one: may_pass(ordering, one, kv), found)
+    found: Iterator[Request] = (
+        request for request in fitting(ordering, lambda: limits(kv), kv) if kv.blocks_of(request) is None
+    )
+    found = takewhile(lambda request: may_pass(ordering, request, kv), found)
     return heapq.merge(holders, found, key=ordering.rank) if holders else found

@@ -104,7 +104,8 @@ class Evictor:
             return Choice(whole=settled)
         # Plans in flight contain some victims. They pause, because a request in every plan could never be evicted.
         if self._suffice(candidates, short):
-            return Choice(WaitReason.NO_KV, pausing=[one.request for one in victims(candidates, incoming=arriving)])
+            pausing = [eviction.request for eviction in victims(candidates, incoming=arriving)]
+            return Choice(WaitReason.NO_KV, pausing=pausing)
         if self._freed_by_all(candidates, need) >= short:
             return Choice(WaitReason.NO_KV, pausing=candidates)
         return Choice(WaitReason.NO_KV, is_stuck=True)
@@ -116,7 +117,7 @@ class Evictor:
         if choice.whole is not None:
             return choice._replace(reason=self._evict_whole(list(choice.whole), need))
         borrower = need.request if need.parent is None else None
-        dropped = sum(self._evict(one) for one in choice.evictions if not self._lend(one, borrower))
+        dropped = sum(self._evict(eviction) for eviction in choice.evictions if not self._lend(eviction, borrower))
         if dropped and not need.grows:
             self._policies.eviction.on_dropped(dropped, self._context.now)
         return choice
@@ -181,17 +182,18 @@ class Evictor:
             evictions = eviction.victims(most, victims, kv, self._context.now, arriving)
             if not evictions:
                 return WaitReason.NO_KV
-            for one in evictions:
-                self._evict(one._replace(blocks=None))  # a part of the shared blocks would free nothing
-                victims.remove(one.request)
+            for evicted in evictions:
+                self._evict(evicted._replace(blocks=None))  # a part of the shared blocks would free nothing
+                victims.remove(evicted.request)
             arriving = None  # a refusal now would waste the first evictions
         return None if need.short() <= 0 else WaitReason.NO_KV
 
     def _choose_of_all(self, need: Need, short: int) -> Choice:
         kv, victims = self._kv, self._others(need.request)
-        held = ((one, kv.blocks_of(one)) for one in kv.holders())
+        held = ((holder, kv.blocks_of(holder)) for holder in kv.holders())
         if any(
-            one.progress.finish_reason is not None or (blocks is not None and blocks.moving) for one, blocks in held
+            holder.progress.finish_reason is not None or (blocks is not None and blocks.moving)
+            for holder, blocks in held
         ):
             # Another engine still uses blocks here, and these may be the missing ones. Evict only lower-ranked
             # requests, and only if that suffices.
@@ -203,8 +205,12 @@ class Evictor:
 
     def _others(self, request: Request) -> list[Request]:
         blocks_of = self._kv.blocks_of
-        found = (one for _, one in reversed(self._holders_ranked()))
-        return [one for one in found if one is not request and (held := blocks_of(one)) is not None and held.device]
+        found = (holder for _, holder in reversed(self._holders_ranked()))
+        return [
+            holder
+            for holder in found
+            if holder is not request and (held := blocks_of(holder)) is not None and held.device
+        ]
 
     def force(self) -> None:
         """From now on, evict any other request whole, regardless of rank."""
@@ -343,20 +349,22 @@ class Evictor:
         if short <= 0:
             return 0
         own, chosen = rank(victim), list[Request]()
-        after = [(theirs, one) for one in kv.holders() if self._is_parked(one) and (theirs := rank(one)) > own]
-        for _, one in sorted(after, key=itemgetter(0), reverse=True):
-            chosen.append(one)
-            held = kv.blocks_of(one)
+        after = [
+            (theirs, holder) for holder in kv.holders() if self._is_parked(holder) and (theirs := rank(holder)) > own
+        ]
+        for _, holder in sorted(after, key=itemgetter(0), reverse=True):
+            chosen.append(holder)
+            held = kv.blocks_of(holder)
             short -= len(held.cpu) if held is not None else 0
             if short <= 0:
                 break
         else:
             return 0
         tokens = sum(map(kv.lost, chosen))
-        for one in chosen:
-            kv.drop(one)
-            one.progress.rewind(0)
-            self._note(one, Preemption.DROP, 0)
+        for holder in chosen:
+            kv.drop(holder)
+            holder.progress.rewind(0)
+            self._note(holder, Preemption.DROP, 0)
         return tokens
 
     def _is_parked(self, request: Request) -> bool:

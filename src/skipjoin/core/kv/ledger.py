@@ -82,8 +82,8 @@ class KVLedger:
     def leaked(self) -> tuple[int, int]:
         device, cpu, held = self.device, self.cpu, self.held.values()
         return (
-            device.total - device.free - sum(len(one.device) - one.reservation.adopted for one in held),
-            cpu.total - cpu.free - sum(len(one.cpu) for one in held) - sum(1 for _ in self._copies()),
+            device.total - device.free - sum(len(entry.device) - entry.reservation.adopted for entry in held),
+            cpu.total - cpu.free - sum(len(entry.cpu) for entry in held) - sum(1 for _ in self._copies()),
         )
 
     def blocks_for(self, tokens: int) -> int:
@@ -231,10 +231,10 @@ class KVLedger:
 
     def reclaim(self) -> int:
         held = self.held.values()
-        lost = self.device.reclaim({block for one in held for block in one.device})
+        lost = self.device.reclaim({block for entry in held for block in entry.device})
         for block in lost:
             self._holders.of.pop(block, None)
-        return len(lost) + len(self.cpu.reclaim({*self._copies(), *(block for one in held for block in one.cpu)}))
+        return len(lost) + len(self.cpu.reclaim({*self._copies(), *(block for entry in held for block in entry.cpu)}))
 
     def _hold(self, request: Request) -> RequestBlocks:
         held = self.held.get(request)
@@ -278,7 +278,7 @@ class KVLedger:
     def check(self) -> None:
         held = self.held.values()
         self.device.check(chain.from_iterable(map(self._holders.counted, held)))
-        self.cpu.check(chain(self._copies(), *(one.cpu for one in held)))
+        self.cpu.check(chain(self._copies(), *(entry.cpu for entry in held)))
         self._holders.check(held)
         self._transfers.check()
         self._shared.check()
@@ -286,8 +286,8 @@ class KVLedger:
         self.reservations.check()
         if self.states is not None:
             self.states.check(self.held.keys())
-        for one in held:
-            one.check()
+        for entry in held:
+            entry.check()
         if any(self.leaked):
             raise LedgerError(f"{self.leaked} blocks are leaked by the count")
 

@@ -91,9 +91,9 @@ class Reservation:
 
     def check(self) -> None:
         problem, nested = "", self.nested
-        if nested and any(one.parent is not self for one in nested):
+        if nested and any(child.parent is not self for child in nested):
             problem = "contains a reservation with another parent"
-        elif self.lent != (sum(one.size for one in nested) if nested else 0):
+        elif self.lent != (sum(child.size for child in nested) if nested else 0):
             problem = "counts other blocks as lent than its nested reservations take"
         elif self.parent is not None and self.size != max(self.promised, len(self.held) + self.lent) - self.adopted:
             problem = "has another size than what is promised, held and lent"
@@ -191,10 +191,12 @@ class Reservations:
 
     def _freed(self, this: Reservation, parent: Reservation) -> int:
         theirs = (parent, *parent.ancestors())
-        one, freed = this.parent, this.size
-        while one is not None and one not in theirs:
-            freed = one.size + one.adopted - max(one.promised, len(one.held) + one.lent - freed)
-            one = one.parent
+        ancestor, freed = this.parent, this.size
+        while ancestor is not None and ancestor not in theirs:
+            freed = (
+                ancestor.size + ancestor.adopted - max(ancestor.promised, len(ancestor.held) + ancestor.lent - freed)
+            )
+            ancestor = ancestor.parent
         return freed
 
     def promise(self, request: Request, blocks: int, parent: Owner) -> None:

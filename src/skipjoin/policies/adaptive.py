@@ -255,8 +255,8 @@ class Adaptive(Callbacks):
             return False
         before = max((other.arrival for other in others), default=-math.inf) - self._overtaking_s
         running = {slice_.request for slice_ in self._running}
-        older = takewhile(lambda one: one.arrival < before, self._jobs)
-        return any(one not in running and not one.progress.awaits_grammar for one in older)
+        older = takewhile(lambda earlier: earlier.arrival < before, self._jobs)
+        return any(earlier not in running and not earlier.progress.awaits_grammar for earlier in older)
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
         job, model = self._jobs[request], self._index.model

@@ -139,7 +139,7 @@ class ByDeadline(Callbacks):
         return self._tier[request] != _OVERDUE
 
     def must_precede(self, request: Request, others: Iterable[Request]) -> bool:
-        return self._tier[request] == _OVERDUE and any(self._tier[one] == _LATE for one in others)
+        return self._tier[request] == _OVERDUE and any(self._tier[other] == _LATE for other in others)
 
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         return [(self._tier[request], request) for request in sorted(requests, key=self.rank)]

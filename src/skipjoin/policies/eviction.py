@@ -203,7 +203,10 @@ class Lend(Spill):
             key=lambda candidate: candidate.is_best_effort and -(-candidate.progress.computed % kv.block_size),
         )
         found = super().victims(short, emptiest, kv, now, incoming)
-        return [one._replace(lent=one.request.progress.reverse and one.how is not Preemption.DROP) for one in found]
+        return [
+            victim._replace(lent=victim.request.progress.reverse and victim.how is not Preemption.DROP)
+            for victim in found
+        ]
 
 
 # Share of the device kept free for the growth of running requests, and maximum share kept free for arrivals.
@@ -342,12 +345,12 @@ class _Exchange:
         on_cpu: list[tuple[Any, Request]] = []
         on_device: list[tuple[Any, Request]] = []
         wanted, reach = 0, self._eviction.reach
-        for place, one in enumerate(turns):
-            if self._footprint(one[1]):
-                on_cpu.append(one)
+        for place, ranked in enumerate(turns):
+            if self._footprint(ranked[1]):
+                on_cpu.append(ranked)
                 wanted += reach is None or place < reach
             else:
-                on_device.append(one)
+                on_device.append(ranked)
         self._leaving = on_device[::-1]
         self._at = 0
         self._make_room(0, None)

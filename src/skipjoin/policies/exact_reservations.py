@@ -122,7 +122,9 @@ class GroupGate:
 
     def begin(self) -> None:
         """Close the gate if a decode was refused in the last step and a group has members."""
-        for request in [one for one in self._group_of if phase_of(one, one.progress.known) is not Phase.RUNNING]:
+        for request in [
+            request for request in self._group_of if phase_of(request, request.progress.known) is not Phase.RUNNING
+        ]:
             self.leave(request)
         if self._was_refused and self._sizes:
             self.is_open = False
@@ -274,8 +276,8 @@ class ExactReservations(Callbacks):
 
     def _blocks_to_collect(self, kv: KVAccounts) -> int:
         """Return how many blocks the oldest overdue request needs besides its own, and make it the collector."""
-        waiting = [one for one in self._overdue if one in self._live and _waits(one, kv)]
-        self._collector = request = min(waiting, key=lambda one: (one.arrival, one.id), default=None)
+        waiting = [request for request in self._overdue if request in self._live and _waits(request, kv)]
+        self._collector = request = min(waiting, key=lambda request: (request.arrival, request.id), default=None)
         # While nothing runs, no blocks become free.
         if request is None or self._is_stuck(request, kv) or any(own < request.progress.band for own in self._bands):
             return 0
@@ -314,8 +316,8 @@ class ExactReservations(Callbacks):
                 kind, meaning = "prompt", "It has blocks for its prompt alone, from the share for prompts."
         yield Fact("reservation", kind, "", meaning)
         yield Fact("reserved", kv.blocks_for(request.progress.reserved_tokens), "blocks", "KV that it may fill.")
-        nested = [one for one in kv.holders() if parent_of(one, kv) is request]
-        blocks = sum(kv.blocks_for(one.progress.reserved_tokens) for one in nested)
+        nested = [holder for holder in kv.holders() if parent_of(holder, kv) is request]
+        blocks = sum(kv.blocks_for(holder.progress.reserved_tokens) for holder in nested)
         yield Fact("unused", max(0, unused(request, kv)), "blocks", "Reserved KV that neither it nor others use.")
         yield Fact("hosts", len(nested), "requests", f"Requests that use {blocks} blocks of its reservation meanwhile.")
 
@@ -381,9 +383,9 @@ class ExactReservations(Callbacks):
     def _may_displace(self, request: Request, kv: KVAccounts) -> bool:
         band = request.progress.band
         # The first condition is quicker, and false for most loads.
-        if max(self._bands, default=band) > band and any(one.progress.band > band for one in kv.holders()):
+        if max(self._bands, default=band) > band and any(holder.progress.band > band for holder in kv.holders()):
             return True
-        holders = (one for one in kv.holders() if one in self._live)
+        holders = (holder for holder in kv.holders() if holder in self._live)
         return request in self._live and must_precede(self._ordering, request, holders)
 
     @staticmethod
@@ -400,9 +402,9 @@ class ExactReservations(Callbacks):
     @staticmethod
     def _is_stuck(request: Request, kv: KVAccounts) -> bool:
         return not any(
-            one.progress.in_flight or phase_of(one, one.progress.known) is Phase.RUNNING
-            for one in kv.holders()
-            if one is not request
+            holder.progress.in_flight or phase_of(holder, holder.progress.known) is Phase.RUNNING
+            for holder in kv.holders()
+            if holder is not request
         )
 
 

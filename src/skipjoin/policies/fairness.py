@@ -141,8 +141,8 @@ class Fair(Routed):
         # and run whatever the counters are.
         mine = self._of(request)
         before = takewhile(lambda client: client is not mine, self._standings())
-        waiting = (one for client in before for one in client.live if kv.blocks_of(one) is None)
-        return all(one.progress.awaits_grammar for one in waiting) and super().may_pass(request, kv)
+        waiting = (other for client in before for other in client.live if kv.blocks_of(other) is None)
+        return all(other.progress.awaits_grammar for other in waiting) and super().may_pass(request, kv)
 
     def must_precede(self, request: Request, others: Iterable[Request]) -> bool:
         self._standings()
@@ -206,7 +206,7 @@ class Fair(Routed):
     def _forget(self, name: str) -> None:
         self._left[name] = self._clients.pop(name).served
         least = self._least() if self._clients else inf
-        self._left = {one: served for one, served in self._left.items() if served > least}
+        self._left = {client: served for client, served in self._left.items() if served > least}
         self._is_sorted = False
 
 

@@ -149,7 +149,7 @@ class LengthModel:
             skill = _numbers(state["skill"], len(EXPERTS), low=-math.inf)
             every, ratios = _counts(state["all"], BINS), _counts(state["ratios"], _RATIOS)
             classes = {_class(cls): _counts(class_, BINS) for cls, class_ in state["classes"].items()}
-            mass = {_class(cls): _numbers(one, BINS, low=0.0) for cls, one in state["mass"].items()}
+            mass = {_class(cls): _numbers(counts, BINS, low=0.0) for cls, counts in state["mass"].items()}
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
         self.skill, self._all, self._ratios, self._classes, self._mass = skill, every, ratios, classes, mass

@@ -62,7 +62,7 @@ class Routed(Callbacks):
 
     def must_precede(self, request: Request, others: Iterable[Request]) -> bool:
         inner = self.inner(request)
-        return must_precede(inner, request, (one for one in others if self.inner(one) is inner))
+        return must_precede(inner, request, (other for other in others if self.inner(other) is inner))
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
         yield from explanation(self.inner(request), request, now, kv)

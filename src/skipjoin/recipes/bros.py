@@ -56,7 +56,7 @@ class PackingParams(Params):
         Option(
             "Which real-time requests a best-effort one may postpone by a step if they can still meet their deadlines: "
             "those with a first token, any as in the paper, or none",
-            choices=tuple(one.value for one in Replacing),
+            choices=tuple(choice.value for choice in Replacing),
         ),
     ] = Replacing.NONE.value
     evicts: Annotated[

@@ -253,7 +253,7 @@ def read_assignments(recipes: Sequence[Recipe], texts: Iterable[str], field: str
         if name in found:
             raise ConfigError(f"{field}: {name} is given twice")
         check_names(recipes, [name])
-        found[name] = next(one.parameters[name] for one in recipes if name in one.parameters).read(value)
+        found[name] = next(recipe.parameters[name] for recipe in recipes if name in recipe.parameters).read(value)
     return found
 
 
@@ -272,4 +272,4 @@ def check_names(recipes: Sequence[Recipe], names: Iterable[str]) -> None:
 
 
 def described(recipes: Sequence[Recipe]) -> str:
-    return "; ".join(f"{one.name} has {', '.join(one.parameters) or 'no parameters'}" for one in recipes)
+    return "; ".join(f"{recipe.name} has {', '.join(recipe.parameters) or 'no parameters'}" for recipe in recipes)

@@ -28,7 +28,7 @@ def holders(history: History, others: Iterable[History], now: float) -> list[Hol
             continue
         if (seconds := _overlap(waits, other.spans(now, is_running=True))) > 0:
             found.append(Holder(other.number, seconds, other.service, other.ended is not None))
-    found.sort(key=lambda one: (-one.seconds, one.number))
+    found.sort(key=lambda holder: (-holder.seconds, holder.number))
     return found[:MAX_HOLDERS]
 
 

@@ -108,7 +108,7 @@ def _window(facts: Sequence[RequestFacts], window_s: float | None) -> Record | N
         "duration_s": rounded(window_s),
         "finished": len(complete),
         "throughput_rps": rounded(len(complete) / window_s),
-        "throughput_tps": rounded(sum(one.output_tokens for one in complete) / window_s),
+        "throughput_tps": rounded(sum(request.output_tokens for request in complete) / window_s),
     }
 
 
@@ -127,13 +127,13 @@ def add_usage(record: Record, usages: Sequence[EngineUsage], *, target_tokens: i
 def summarize_programs(programs: Sequence[ProgramFacts]) -> Record:
     """Return figures of programs whose calls have all finished."""
     ended = [program for program in programs if not program.live]
-    calls = sum(one.calls for one in ended)
+    calls = sum(program.calls for program in ended)
     return {
         "programs": len(programs),
         "ended": len(ended),
         "calls": calls,
-        "completion_s": _distribution(sorted(one.completion_s for one in ended)),
-        "call_s": rounded(sum(one.calls_s for one in ended) / max(1, calls)),
+        "completion_s": _distribution(sorted(program.completion_s for program in ended)),
+        "call_s": rounded(sum(program.calls_s for program in ended) / max(1, calls)),
         "recomputed_tokens": sum(program.recomputed for program in programs),
     }
 
@@ -246,13 +246,13 @@ def _attained(part: _Part, now: float, slo: Slo) -> Record:
     def share(met: int) -> float | None:
         return rounded(met / total) if total else None
 
-    def met(one: RequestFacts, name: str) -> bool:
-        own_s, usual_s = getattr(one.target, f"{name}_s"), wanted[f"{name}_s"]
+    def met(fact: RequestFacts, name: str) -> bool:
+        own_s, usual_s = getattr(fact.target, f"{name}_s"), wanted[f"{name}_s"]
         bound_s = own_s if own_s < math.inf or usual_s is None else usual_s
         if bound_s == math.inf:
             return True
-        value_s = one.ttft(now) if name == "ttft" else one.jct(now) if name == "jct" else one.tpot(now) or 0.0
-        return (one.first_token is not None if name == "ttft" else one.is_complete) and value_s <= bound_s
+        value_s = fact.ttft(now) if name == "ttft" else fact.jct(now) if name == "jct" else fact.tpot(now) or 0.0
+        return (fact.first_token is not None if name == "ttft" else fact.is_complete) and value_s <= bound_s
 
     names = ("ttft", "tpot", "jct")
     brought = {name for fact in facts for name, bound_s in fact.target._asdict().items() if bound_s < math.inf}

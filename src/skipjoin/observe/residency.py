@@ -98,7 +98,7 @@ class Residency:
         if move.request is None:
             self.prefixes.saved_bytes += moved_bytes
             return
-        is_overlapped = all(one is not move for one in self._blocking)
+        is_overlapped = all(other is not move for other in self._blocking)
         self.swapped_bytes[move.direction][is_overlapped] += moved_bytes
         if move.direction is Direction.IN:
             self.cpu_blocks.pop(move.request, None)

@@ -57,10 +57,10 @@ class SpanLog:
         live, handlers = self._live, self._handlers
         for event in events:
             if type(event) is Token:
-                if (one := live.get(event.request)) is not None:
-                    one.last_token = event.now
-                    if one.first_token is None:
-                        one.first_token = event.now
+                if (span := live.get(event.request)) is not None:
+                    span.last_token = event.now
+                    if span.first_token is None:
+                        span.first_token = event.now
             elif (handle := handlers.get(type(event))) is not None:
                 handle(event)
 
@@ -69,39 +69,39 @@ class SpanLog:
             self._live[event.request] = _Open()
 
     def _start(self, event: Started) -> None:
-        if (one := self._live.get(event.request)) is not None:
-            one.started = event.now if one.started is None else one.started
-            one.resume(event.now)
+        if (span := self._live.get(event.request)) is not None:
+            span.started = event.now if span.started is None else span.started
+            span.resume(event.now)
 
     def _preempt(self, event: Preempted) -> None:
-        if (one := self._live.get(event.request)) is not None:
-            one.resume(event.now)
-            one.preempted = event
+        if (span := self._live.get(event.request)) is not None:
+            span.resume(event.now)
+            span.preempted = event
 
     def _decode(self, event: Decoded) -> None:
         for request in event.requests:
-            if (one := self._live.get(request)) is not None:
-                one.last_token = event.ends[-1]
-                one.first_token = event.ends[0] if one.first_token is None else one.first_token
+            if (span := self._live.get(request)) is not None:
+                span.last_token = event.ends[-1]
+                span.first_token = event.ends[0] if span.first_token is None else span.first_token
 
     def _finish(self, event: Finished) -> None:
-        if (one := self._live.pop(event.request, None)) is None:
+        if (span := self._live.pop(event.request, None)) is None:
             return
-        one.resume(event.now)
+        span.resume(event.now)
         request, end = event.request, event.now
-        spans = [Span("queue", request.arrival, end if one.started is None else one.started, {})]
-        if one.started is not None:
-            spans.append(Span("prefill", one.started, end if one.first_token is None else one.first_token, {}))
-        if one.first_token is not None and one.last_token is not None:
-            spans.append(Span("decode", one.first_token, one.last_token, {}))
+        spans = [Span("queue", request.arrival, end if span.started is None else span.started, {})]
+        if span.started is not None:
+            spans.append(Span("prefill", span.started, end if span.first_token is None else span.first_token, {}))
+        if span.first_token is not None and span.last_token is not None:
+            spans.append(Span("decode", span.first_token, span.last_token, {}))
         attributes = {
             _INPUT: len(request.prompt),
             _OUTPUT: len(request.progress.output),
             "gen_ai.response.finish_reasons": (event.reason.value,),
             "skipjoin.service": request.options.service.value,
-            "skipjoin.preemptions": len(one.preemptions),
+            "skipjoin.preemptions": len(span.preemptions),
         }
-        if one.first_token is not None:
-            attributes[_TTFT] = one.first_token - request.arrival
+        if span.first_token is not None:
+            attributes[_TTFT] = span.first_token - request.arrival
         whole = Span("request", request.arrival, end, attributes)
-        self._on_end(request, [whole, *spans, *one.preemptions])
+        self._on_end(request, [whole, *spans, *span.preemptions])

@@ -88,7 +88,7 @@ class Conversations:
                 assert structured is not None
                 return constraints.after_reasoning(structured)
             schemas = use.schemas
-            functions = [CallSchema(one["name"], schemas[one["name"]], bool(one.get("strict"))) for one in offered]
+            functions = [CallSchema(tool["name"], schemas[tool["name"]], bool(tool.get("strict"))) for tool in offered]
             return constraints.calls(functions, is_parallel=use.is_parallel, must_call=use.must_call, answer=structured)
         except GrammarError as error:
             if structured is None:

@@ -174,7 +174,7 @@ def _one_by_one(given: Sequence[tuple[int, Mapping[str, Any]]]) -> list[tuple[in
         for call in calls:
             found.append((number, {**message, "tool_calls": [call]}))
             message = {"role": message.get("role"), "content": None}  # the others have no text
-            own = next((one for one in results if one[1].get("tool_call_id") == call.get("id")), None)
+            own = next((result for result in results if result[1].get("tool_call_id") == call.get("id")), None)
             if own is not None:
                 results.remove(own)
                 found.append(own)

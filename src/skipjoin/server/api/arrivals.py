@@ -49,5 +49,5 @@ class ArrivalLog:
 
     def since(self, seconds: float, owner: str | None) -> list[Arrival]:
         oldest = self._clock() - min(seconds, KEEP_S)
-        found = (one for one in self._kept if one.at >= oldest and owner in (None, one.owner))
-        return sorted(found, key=lambda one: one.at)
+        found = (arrival for arrival in self._kept if arrival.at >= oldest and owner in (None, arrival.owner))
+        return sorted(found, key=lambda arrival: arrival.at)

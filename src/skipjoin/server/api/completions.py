@@ -70,7 +70,7 @@ class CompletionEndpoint(Endpoint[CompletionRequest]):
             # A prompt is scored by a step that also generates a token.
             max_tokens=min(DEFAULT_MAX_TOKENS, room) if body.max_tokens is None else max(1, body.max_tokens),
             logprobs=body.logprobs,
-            prompt_logprobs=max((one for one in (body.prompt_logprobs, echoed) if one is not None), default=None),
+            prompt_logprobs=max((count for count in (body.prompt_logprobs, echoed) if count is not None), default=None),
             structured=structured,
         )
         return Prompt(ids, text, params)

@@ -138,9 +138,9 @@ class Connections:
             return
         waiting = account.waiting
         if connection in waiting or first:
-            for one in (waiting, self._waiting):
-                one[connection] = None
-                one.move_to_end(connection, last=not first)
+            for connections in (waiting, self._waiting):
+                connections[connection] = None
+                connections.move_to_end(connection, last=not first)
         else:
             waiting[connection] = self._waiting[connection] = None
         if len(waiting) > _CROWD:

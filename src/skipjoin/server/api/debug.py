@@ -82,7 +82,11 @@ async def show_requests(request: Request) -> Response:
     service = service_of(request)
     owner = _viewer(request).owner
     found = await service.client.describe(TIMEOUT_S)
-    rows = [{**one.row(), "facts": facts_of(one.state.facts)} for one in found.requests if owner in (None, one.owner)]
+    rows = [
+        {**request.row(), "facts": facts_of(request.state.facts)}
+        for request in found.requests
+        if owner in (None, request.owner)
+    ]
     return json_response({"requests": rows, "silent_replicas": found.silent})
 
 

@@ -27,7 +27,7 @@ class Explainer:
             "choice": choice,
             "replica": replica,
             **explained(history, reply.now, time.time(), self._reasons, reply.standings.get(history.number)),
-            "holders": [self.holder(one) for one in reply.holders.get(history.number, ())],
+            "holders": [self.holder(holder) for holder in reply.holders.get(history.number, ())],
         }
 
     def holder(self, holder: Holder) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def _asked_ms(name: str, slo: Slo, headers: Mapping[str, str], config: ServerCon
     if asked_ms is None:
         # llm-d's name of the header, and the earlier one.
         names = (f"x-llm-d-slo-{name}-ms", f"x-slo-{name}-ms")
-        if (header := next((one for one in names if one in headers), None)) is None:
+        if (header := next((name for name in names if name in headers), None)) is None:
             return None
         field, asked_ms = header, _number(headers[header])
     low, high = config.asked_bounds_ms(name)

@@ -150,15 +150,15 @@ class EmbeddingEndpoint(PooledEndpoint[EmbeddingRequest]):
     body_type = EmbeddingRequest
 
     def estimates(self, body: EmbeddingRequest) -> list[int]:
-        return [estimate_tokens(one) for one in body.inputs]
+        return [estimate_tokens(text) for text in body.inputs]
 
     async def tokenize(self, body: EmbeddingRequest, client: str) -> list[Prompt]:
         largest = self.service.info.dimensions
         if body.dimensions is not None and body.dimensions > largest:
             raise bad_request(f"dimensions must be in [1, {largest}], got {body.dimensions}", "dimensions")
         params, inputs = pooled(Pooling(dimensions=body.dimensions)), body.inputs
-        texts = [one for one in inputs if isinstance(one, str)]
-        found = [one for one in inputs if not isinstance(one, str)]
+        texts = [text for text in inputs if isinstance(text, str)]
+        found = [text for text in inputs if not isinstance(text, str)]
         if texts:
             found = await self.encode(texts, "input")
         else:
@@ -281,7 +281,7 @@ class RankingFormat(PooledFormat):
 
     def made(self, vectors: Sequence[bytes], usage: PooledUsage) -> _Ranking:
         texts = self.body.seconds if self.body.return_documents is not False else None
-        ranked = sorted(enumerate(self.scores(vectors)), key=lambda one: (-one[1], one[0]))[: self.body.top_n]
+        ranked = sorted(enumerate(self.scores(vectors)), key=lambda pair: (-pair[1], pair[0]))[: self.body.top_n]
         results = [_Ranked(index, score, UNSET if texts is None else _Text(texts[index])) for index, score in ranked]
         return _Ranking(self.id, self.model, results, usage)
 

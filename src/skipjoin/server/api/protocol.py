@@ -369,9 +369,9 @@ class ChatRequest(GenerationBody):
         if value == "required" and not names:
             raise ValueError("required needs tools")
         chosen = value.allowed_tools.tools if isinstance(value, AllowedChoice) else [value]
-        for one in chosen:
-            if isinstance(one, NamedChoice) and one.function.name not in names:
-                raise ValueError(f"must name one of the tools, got {one.function.name!r}")
+        for named in chosen:
+            if isinstance(named, NamedChoice) and named.function.name not in names:
+                raise ValueError(f"must name named of the tools, got {named.function.name!r}")
         return value
 
     @field_validator("continue_final_message")
@@ -405,7 +405,7 @@ class ChatRequest(GenerationBody):
         if self.thinking_token_budget is None:
             budget = None if thinking is None else thinking.budget_tokens
             budgets = (asked.max_tokens, budget, self.thinking_budget)
-            self.thinking_token_budget = next((one for one in budgets if one is not None), None)
+            self.thinking_token_budget = next((budget for budget in budgets if budget is not None), None)
         return self
 
     @cached_property

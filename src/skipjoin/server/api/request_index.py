@@ -61,8 +61,8 @@ class RequestIndex:
     def find(self, name: str, owner: str | None) -> IndexedRequest | None:
         """Return the request with this response id, or else the newest one with this `x-request-id`."""
         named = self._named(name, owner)
-        by_response = (one for one in named if one.response_id == name)
-        return next(by_response, None) or next((one for one in named if one.request_id == name), None)
+        by_response = (request for request in named if request.response_id == name)
+        return next(by_response, None) or next((request for request in named if request.request_id == name), None)
 
     def find_call(self, name: str, owner: str | None) -> IndexedRequest | None:
         """Return the request with one of these ids, or else the newest call of the program with this name."""
@@ -70,7 +70,7 @@ class RequestIndex:
 
     def _named(self, name: str, owner: str | None) -> list[IndexedRequest]:
         self._forget_old()
-        return [one for one in reversed(self._by_id.get(name, ())) if owner is None or one.owner == owner]
+        return [request for request in reversed(self._by_id.get(name, ())) if owner is None or request.owner == owner]
 
     def of_number(self, number: int) -> IndexedRequest | None:
         return self._by_number.get(number)

@@ -131,7 +131,8 @@ class Service:
             self._forecasting = Forecasting(keeper, self.metrics, ask)
         self.names = _names(self.config, info)
         self.name = self.names[0]
-        if (taken := next((one.name for one in self.adapters.all if one.name in self.names), None)) is not None:
+        of_adapters = (adapter.name for adapter in self.adapters.all)
+        if (taken := next((name for name in of_adapters if name in self.names), None)) is not None:
             raise ConfigError(f"lora_modules: {taken} is the name of the model: choose another")
         self.conversations = Conversations(tokenizer, self.config.tool_format)
         if self.conversations.is_read(ToolUse()):

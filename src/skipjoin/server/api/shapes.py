@@ -78,7 +78,7 @@ def _counted(value: Raw, kind: type[msgspec.Struct], name: str) -> list[Any]:
 def _merged(name: str, *kinds: type[BaseModel], **known: Any) -> type[msgspec.Struct]:
     """Return a struct with the fields of several models, which are told apart later."""
     names = dict.fromkeys(name for kind in kinds for name in kind.model_fields)
-    fields = [(one, known.get(one, Raw) | UnsetType, UNSET) for one in names]
+    fields = [(name, known.get(name, Raw) | UnsetType, UNSET) for name in names]
     return msgspec.defstruct(name, fields, bases=(_Counted,), forbid_unknown_fields=True, kw_only=True)
 
 
@@ -170,12 +170,12 @@ def _messages(value: Raw, name: str) -> Raw:
         reasoning_content=str | None,
     )
     messages = _read(value, GenericAlias(list, (message,)) | None, name) or []
-    parts = sum(len(one.content) for one in messages if isinstance(one.content, list))
+    parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
     _check_count(len(messages), MAX_MESSAGES, "messages", name)
-    calls = sum(len(one.tool_calls) for one in messages if isinstance(one.tool_calls, list))
+    calls = sum(len(message.tool_calls) for message in messages if isinstance(message.tool_calls, list))
     _check_count(parts, MAX_MESSAGES, "content parts", name)
     _check_count(calls, MAX_MESSAGES, "tool calls", name)
-    _check_small(sum(_unread(one) for one in messages), name)
+    _check_small(sum(_unread(message) for message in messages), name)
     return Raw(msgspec.json.encode(messages)) if messages else value
 
 
@@ -187,7 +187,7 @@ def _items(value: Raw, name: str) -> Raw:
         "Item", *ITEMS, type=str, role=str, content=str | parts | None, arguments=str, input=str, output=str | parts
     )
     items = _counted(value, item, name)
-    _check_small(sum(_unread(one) for one in items), name)
+    _check_small(sum(_unread(item) for item in items), name)
     return Raw(msgspec.json.encode(items))
 
 
@@ -196,7 +196,7 @@ def _turns(value: Raw, name: str) -> Raw:
     block = _merged("Block", *BLOCKS, type=str, text=str, thinking=str, content=str | texts | None)
     message = _merged("Turn", MessagesTurn, role=str, content=str | GenericAlias(list, (block,)))
     messages = _counted(value, message, name)
-    blocks = [block for one in messages if isinstance(one.content, list) for block in one.content]
+    blocks = [block for message in messages if isinstance(message.content, list) for block in message.content]
     _check_inputs([block.input for block in blocks], sum(map(_unread, blocks)), name)
     return Raw(msgspec.json.encode(messages))
 
@@ -210,7 +210,7 @@ def _plain_messages(value: Raw, name: str) -> Raw:
 
 
 def _check_inputs(inputs: Sequence[Any], unread: int, name: str) -> None:
-    size = sum(len(bytes(one)) for one in inputs if isinstance(one, Raw))
+    size = sum(len(bytes(text)) for text in inputs if isinstance(text, Raw))
     if size > MAX_TOOLS_BYTES:
         raise bad_request(f"{name}: inputs of tools must have at most {MAX_TOOLS_BYTES} bytes, got {size}", name)
     _check_small(unread - size, name)

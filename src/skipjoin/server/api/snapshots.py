@@ -74,10 +74,10 @@ def visible(parts: Iterable[Owned], owner: str | None) -> list[dict[str, Any]]:
 def take_snapshot(service: Service, replies: Mapping[ConnectedEngine, RequestStates], silent: list[int]) -> Snapshot:
     wall, client, admission = time.time(), service.client, service.admission
     load = client.load()
-    rows = [_live(one) for one in client.without_engine()[:MAX_ROWS]]
+    rows = [_live(request) for request in client.without_engine()[:MAX_ROWS]]
     finished: list[Owned] = []
     for engine, reply in replies.items():
-        rows += [_live(one) for one in live_requests(engine, reply)]
+        rows += [_live(request) for request in live_requests(engine, reply)]
         finished += (_finished(service, history, wall - reply.now) for history in reply.finished)
     common = {
         "time": wall,
@@ -100,8 +100,8 @@ def take_snapshot(service: Service, replies: Mapping[ConnectedEngine, RequestSta
     return Snapshot(common, rows, finished)
 
 
-def _live(one: LiveRequest) -> Owned:
-    return Owned(one.owner, one.row())
+def _live(request: LiveRequest) -> Owned:
+    return Owned(request.owner, request.row())
 
 
 def _engine(engine: ConnectedEngine) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _finished(service: Service, history: History, shift: float) -> Owned:
         "jct_s": facts.jct(history.ended),
         "waited_s": sum(value for state, value in seconds.items() if state != RUNNING),
         "preemptions": sum(history.preemptions.values()),
-        "objectives": {name: one["met"] for name, one in objectives(history, history.ended).items()},
+        "objectives": {name: outcome["met"] for name, outcome in objectives(history, history.ended).items()},
         "forecast": history.prediction and history.prediction._asdict(),
     }
     return Owned("" if request is None else request.owner, row)

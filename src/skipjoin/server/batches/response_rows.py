@@ -37,7 +37,7 @@ class ResponseRows:
                 )
                 await connection.execute(moved)
                 await connection.execute(
-                    sa.insert(response_items), [{"owner": row.owner, "id": one, "response_id": row.id} for one in ids]
+                    sa.insert(response_items), [{"owner": row.owner, "id": item, "response_id": row.id} for item in ids]
                 )
 
     async def get(self, owner: str, response_id: str) -> ResponseRow | None:

@@ -171,7 +171,7 @@ class Runner:
 
     def _may_join(self, line: Line) -> bool:
         running = [self._live[key] for key in self._tasks if key in self._live]
-        return not self._tasks or max(one.lost for one in (line, *running)) < SUSPECT_LOST
+        return not self._tasks or max(other.lost for other in (line, *running)) < SUSPECT_LOST
 
     async def _wait(self) -> None:
         with suppress(TimeoutError):

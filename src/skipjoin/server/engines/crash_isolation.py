@@ -48,7 +48,7 @@ class CrashIsolation:
         for sequence in begun:
             sequence.deaths += 1
             sequence.has_begun = False
-        return [one for one in begun if one.stuck >= most or one.deaths >= _MAX_DEATHS]
+        return [sequence for sequence in begun if sequence.stuck >= most or sequence.deaths >= _MAX_DEATHS]
 
     def passed(self, sequence: EngineSequence) -> None:
         sequence.stuck = 0

@@ -275,7 +275,9 @@ class EngineClient:
 
     def without_engine(self) -> list[LiveRequest]:
         now = self._clock()
-        return [waiting_request(one, now) for one in (*self._waiting.values(), *self._isolation.held.values())]
+        return [
+            waiting_request(sequence, now) for sequence in (*self._waiting.values(), *self._isolation.held.values())
+        ]
 
     async def describe(self, timeout_s: float) -> LiveRequests:
         replies = await self.ask(lambda number, engine: DescribeRequests(number, has_facts=True), timeout_s)

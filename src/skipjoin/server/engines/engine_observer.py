@@ -105,8 +105,8 @@ class EngineObserver:
         live, policies = core.requests, core.scheduler.policies
         asked = [live[history.number] for history in found if history.number in live]
         standings = {
-            one.id: standing(one, live.values(), policies.ordering, policies.explain(one, now, core.kv))
-            for one in asked
+            request.id: standing(request, live.values(), policies.ordering, policies.explain(request, now, core.kv))
+            for request in asked
         }
         return HistoriesFound(question.id, now, found, held_by, standings)
 

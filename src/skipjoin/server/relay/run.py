@@ -61,7 +61,7 @@ def _stop(http: HttpServer) -> None:
 
 
 def add_routes(app: FastAPI, servers: list[Upstream]) -> None:
-    app.state.pages = read_pages([{"name": one.url, "path": f"/servers/{at}"} for at, one in enumerate(servers)])
+    app.state.pages = read_pages([{"name": server.url, "path": f"/servers/{at}"} for at, server in enumerate(servers)])
     for path in app.state.pages:
         add_route(app, ROUTES["GET", path])
 

@@ -162,9 +162,9 @@ class OllamaFormat(ConvertedFormat):
             for kind in (PartKind.TEXT, PartKind.REASONING)
         }
         calls = [
-            {"function": {"name": one.name, "arguments": _arguments(one.text)}}
-            for one in segments
-            if one.kind is PartKind.CALL
+            {"function": {"name": segment.name, "arguments": _arguments(segment.text)}}
+            for segment in segments
+            if segment.kind is PartKind.CALL
         ]
         more: dict[str, Any] = {"thinking": texts[PartKind.REASONING]} if texts[PartKind.REASONING] else {}
         if calls:

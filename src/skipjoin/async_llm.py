@@ -248,16 +248,18 @@ class AsyncLLM(LocalEngine):
             raise ParameterError(
                 "prompt", f"prompt must be one text, conversation or list of token ids, got {len(prompts)}"
             )
-        (one,) = prompts
-        return _Prompt(one, self.tokenizer.encode(one), params) if isinstance(one, str) else _Prompt(None, one, params)
+        (only,) = prompts
+        return (
+            _Prompt(only, self.tokenizer.encode(only), params) if isinstance(only, str) else _Prompt(None, only, params)
+        )
 
     async def _next(self, stream: _Stream) -> Chunk:
         item = await stream.mailbox.get()
         if isinstance(item, Exception):
             raise item
         number, output = item
-        one = stream.running[number]
-        choice, generation = one.choice, one.generation
+        sequence = stream.running[number]
+        choice, generation = sequence.choice, sequence.generation
         text = "" if choice.finish_reason is not None else choice.take(output)
         reason, answer = choice.finish_reason, stream.answers.get(number)
         delta: dict[str, Any] | None = None if answer is None else {}

@@ -185,7 +185,7 @@ class LLM(LocalEngine):
         except TooManyTokensError as error:
             raise ContextLengthError.of_input("documents", most, error.found) from None
         poolings = [Pooling(second=second) for _, second in pairs]
-        return [float(one[0]) for one in self._pooled([ids for ids, _ in pairs], poolings, options, cache_salt)]
+        return [float(values[0]) for values in self._pooled([ids for ids, _ in pairs], poolings, options, cache_salt)]
 
     def _pooled(
         self, ids: list[list[int]], poolings: Sequence[Pooling], options: RequestOptions, cache_salt: Salts
@@ -193,9 +193,10 @@ class LLM(LocalEngine):
         each = self._each([pooled(pooling) for pooling in poolings], len(ids), None)
         asked = self._options(options, cache_salt, None, len(ids))
         found = [item.generation for item in self._run(ids, [None] * len(ids), each, asked)]
-        if (why := next((one.error for one in found if one.finish_reason == FinishReason.ERROR), None)) is not None:
+        failed = (generation for generation in found if generation.finish_reason == FinishReason.ERROR)
+        if (why := next((generation.error for generation in failed), None)) is not None:
             raise RuntimeError(why)
-        return [np.frombuffer(one.details[0].vector, "<f4") for one in found]
+        return [np.frombuffer(generation.details[0].vector, "<f4") for generation in found]
 
     @located_errors()
     def _run(
@@ -242,8 +243,8 @@ class LLM(LocalEngine):
         each = params_per_prompt(self.default_params if given is None else given, count)
         try:
             if constraint is not None:
-                one = constraint if isinstance(constraint, StructuredOutput) else StructuredOutput.of(constraint)
-                each = [replace(params, structured_outputs=one) for params in each]
+                output = constraint if isinstance(constraint, StructuredOutput) else StructuredOutput.of(constraint)
+                each = [replace(params, structured_outputs=output) for params in each]
         except GrammarError as error:
             raise ParameterError("structured_outputs", f"structured_outputs {error}") from None
         return list(each)
@@ -260,12 +261,12 @@ class LLM(LocalEngine):
             for request_id, output in outputs_of(events).items():
                 if request_id not in running:
                     continue
-                one = running[request_id]
-                one.generation.add(output, one.choice.take(output))
-                if one.choice.finish_reason is not None:
-                    one.generation.finish_reason = one.choice.finish_reason
+                sequence = running[request_id]
+                sequence.generation.add(output, sequence.choice.take(output))
+                if sequence.choice.finish_reason is not None:
+                    sequence.generation.finish_reason = sequence.choice.finish_reason
                     # The engine does not know stop strings and would continue to generate.
                     self._loop.abort(request_id, FinishReason.STOP)
-                    self._learn(one, output.reason or FinishReason.STOP)
+                    self._learn(sequence, output.reason or FinishReason.STOP)
                     del running[request_id]
                     bars.advance(task)

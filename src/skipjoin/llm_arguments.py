@@ -101,7 +101,7 @@ def params_per_prompt(params: SamplingParams | Iterable[SamplingParams], count: 
     if isinstance(params, SamplingParams):
         return [params] * count
     each = list(params)
-    if isinstance(params, Mapping) or not all(isinstance(one, SamplingParams) for one in each):
+    if isinstance(params, Mapping) or not all(isinstance(given, SamplingParams) for given in each):
         raise ParameterError(
             "params", f"params must be SamplingParams, or one of them per prompt, got {reprlib.repr(params)}"
         )
@@ -197,7 +197,7 @@ def _choice(choice: ToolChoice, names: Sequence[str]) -> tuple[str, Iterable[str
         allowed = choice.get("allowed_tools")
         mode, chosen = (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, Mapping) else ("", [])
     try:
-        found = [str(one["function"]["name"]) for one in chosen]
+        found = [str(tool["function"]["name"]) for tool in chosen]
     except (TypeError, KeyError):
         found = []
     if not found or mode not in ("auto", "required") or not set(found) <= set(names):

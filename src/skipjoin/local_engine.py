@@ -187,10 +187,10 @@ class LocalEngine:
         self._loop.reforecast(request_id, predicted.forecast)
         return predicted
 
-    def _learn(self, one: Running, reason: FinishReason) -> None:
-        tokens = len(one.generation.token_ids)
-        if self._forecasts is not None and one.predicted is not None and tokens:
-            self._forecasts.learn(one.predicted, tokens, exact=is_exact(reason))
+    def _learn(self, running: Running, reason: FinishReason) -> None:
+        tokens = len(running.generation.token_ids)
+        if self._forecasts is not None and running.predicted is not None and tokens:
+            self._forecasts.learn(running.predicted, tokens, exact=is_exact(reason))
             self._forecasts.save_if_due()
 
     def _progress(self) -> Progress:

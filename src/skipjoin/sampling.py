@@ -336,12 +336,12 @@ _FOUND: dict[type, Mapping[str, Row]] = {}
 
 def _find_rows(params: type[SamplingParams]) -> Mapping[str, Row]:
     found, hints = {}, get_type_hints(params, include_extras=True)
-    for one in fields(params):
-        kind, parameter = get_args(hints[one.name])
+    for attribute in fields(params):
+        kind, parameter = get_args(hints[attribute.name])
         members = [member for member in get_args(kind) if member is not NoneType]
         is_optional = NoneType in get_args(kind)
-        default = one.default if one.default_factory is MISSING else one.default_factory()
-        found[one.name] = Row(members[0] if is_optional else kind, is_optional, default, parameter)
+        default = attribute.default if attribute.default_factory is MISSING else attribute.default_factory()
+        found[attribute.name] = Row(members[0] if is_optional else kind, is_optional, default, parameter)
     return found
 
 

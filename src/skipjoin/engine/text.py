@@ -143,7 +143,7 @@ class Choice:
         kinds = self.answer.kinds[self._taken :]
         scored, self.scored = self.scored[: len(kinds)], self.scored[len(kinds) :]
         self._taken += len(scored)
-        return [one for one, kind in zip(scored, kinds, strict=False) if kind is PartKind.TEXT]
+        return [scores for scores, kind in zip(scored, kinds, strict=False) if kind is PartKind.TEXT]
 
     @property
     def reasoning_tokens(self) -> int | None:

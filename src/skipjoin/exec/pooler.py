@@ -89,7 +89,7 @@ class Pooler:
         sums = torch.cat([before[None], rows.double()]).cumsum(0)
         size = self._block_size
         kept = [*range(-(-(start + 1) // size) * size, end, size), end]
-        state.sums = {at: one for at, one in state.sums.items() if at <= start}
+        state.sums = {at: value for at, value in state.sums.items() if at <= start}
         state.sums.update((at, sums[at - start].clone()) for at in kept)
         return sums[-1]
 

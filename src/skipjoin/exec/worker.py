@@ -257,7 +257,7 @@ class Worker:
             part.vectors = self._pool(self._pooler, selected, segments, [states[index] for index in going], going)
             return part
         if self.store.states is not None:
-            segments = [self._with_state(in_flight.plan, *one) for one in zip(going, segments, strict=True)]
+            segments = [self._with_state(in_flight.plan, *pair) for pair in zip(going, segments, strict=True)]
         chosen = [at for at, slice_ in enumerate(selected) if slice_.samples]
         if any(segment.all_logits for segment in segments):
             logits = self._score(selected, segments, chosen, part)

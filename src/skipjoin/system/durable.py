@@ -41,7 +41,7 @@ def write_durably(path: Path, content: bytes, mode: int = 0o600) -> None:
 
 def make_private(folder: Path) -> None:
     """Create a folder and its parents with access for this user only, regardless of the umask."""
-    for missing in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
+    for missing in reversed([parent for parent in (folder, *folder.parents) if not parent.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
     folder.mkdir(exist_ok=True)  # raises where it is a file
 

@@ -79,7 +79,7 @@ def measure(
     profile = _measure(loaded, config, effort, on_progress)
     if profile.is_poor:
         _log.warning("the step costs are measured again: %s", fit(profile))
-        profile = min(profile, _measure(loaded, config, effort, on_progress), key=lambda one: one.errors.median)
+        profile = min(profile, _measure(loaded, config, effort, on_progress), key=lambda fit: fit.errors.median)
     return profile
 
 

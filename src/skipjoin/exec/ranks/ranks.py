@@ -202,8 +202,8 @@ class RankedExecutor:
         stages = [found[first : first + size] for first in range(0, len(found), size)]
         return {
             direction: Transfer(
-                sum(max(one[direction].floor for one in stage) for stage in stages),
-                sum(max(one[direction].block for one in stage) for stage in stages),
+                sum(max(rank[direction].floor for rank in stage) for stage in stages),
+                sum(max(rank[direction].block for rank in stage) for stage in stages),
             )
             for direction in LINK
         }

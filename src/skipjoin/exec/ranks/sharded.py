@@ -184,14 +184,16 @@ class ShardedExecutor:
         size = self._shards[0].tp_size
         stages = [answers[first : first + size] for first in range(0, len(answers), size)]
         # The ranks of a stage wait for each other, so the slowest rank's time is the stage's.
-        times = [StageTime(max(one.seconds for one in stage), min(one.idle for one in stage)) for stage in stages]
+        times = [
+            StageTime(max(timing.seconds for timing in stage), min(timing.idle for timing in stage)) for stage in stages
+        ]
         completed, failed = self._ended(answers)
         handle.outcome = StepResult(
             plan=plan,
             tokens=sampling[0].tokens,
             seconds=sum(time.busy for time in times),
             details=sampling[0].details,
-            moving=sum(max(one.moving for one in stage) for stage in stages),
+            moving=sum(max(rank.moving for rank in stage) for stage in stages),
             completed=completed,
             failed=failed,
             stages=tuple(times) if len(times) > 1 else (),

@@ -100,10 +100,10 @@ def list_batches(
     """List the batches of this key, newest first."""
     page = _call(Connection(**server), lambda client: client.batches(limit))
     table = Table("id", "status", "done", "failed", "total", "created", "window ends")
-    for one in page["data"]:
-        counts = one["request_counts"]
+    for row in page["data"]:
+        counts = row["request_counts"]
         numbers = [str(counts[name]) for name in ("completed", "failed", "total")]
-        table.add_row(one["id"], one["status"], *numbers, _clock(one["created_at"]), _clock(one["expires_at"]))
+        table.add_row(row["id"], row["status"], *numbers, _clock(row["created_at"]), _clock(row["expires_at"]))
     result_console().print(table)
     if page["has_more"]:
         print("There are older ones.")

@@ -75,10 +75,10 @@ def _head(found: Mapping[str, Any], choice: Mapping[str, Any]) -> Iterator[Text]
         low, high = forecast["low"], forecast["high"]
         between = "" if low is None else f" (80 %: {low:.0f} to {high:.0f})"
         yield Text(f"forecast {forecast['tokens']:.0f} tokens{between} by {forecast['source']}")
-    for objective, one in choice["objectives"].items():
-        value = "open" if one["value_s"] is None else duration(one["value_s"])
-        verdict = {True: "met", False: "missed", None: "open"}[one["met"]]
-        yield Text(f"objective {objective.upper()} {duration(one['bound_s'])}: {value}, {verdict}")
+    for objective, outcome in choice["objectives"].items():
+        value = "open" if outcome["value_s"] is None else duration(outcome["value_s"])
+        verdict = {True: "met", False: "missed", None: "open"}[outcome["met"]]
+        yield Text(f"objective {objective.upper()} {duration(outcome['bound_s'])}: {value}, {verdict}")
     if choice["preemptions"]:
         yield Text("preempted: " + ", ".join(f"{count} x {how}" for how, count in choice["preemptions"].items()))
 

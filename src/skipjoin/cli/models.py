@@ -50,8 +50,8 @@ def list_models() -> None:
         repositories = [repo for repo in scan_cache_dir().repos if repo.repo_type == "model"]
     except CacheNotFound:
         repositories = []
-    for one in sorted(repositories, key=lambda repository: repository.repo_id):
-        newest = max(one.revisions, key=lambda revision: revision.last_modified, default=None)
+    for cached in sorted(repositories, key=lambda repository: repository.repo_id):
+        newest = max(cached.revisions, key=lambda revision: revision.last_modified, default=None)
         if newest is None:
             continue
         sizes = {file.file_path: file.size_on_disk for file in newest.files}
@@ -61,6 +61,6 @@ def list_models() -> None:
                 verdict = "yes"
             except ModelError as error:
                 verdict = f"no: {error}"
-            size = sum(sizes[file] for file in files) / _GIB if tag else one.size_on_disk / _GIB
-            table.add_row(f"{one.repo_id}{tag}", f"{size:.2f}", one.last_accessed_str, verdict)
+            size = sum(sizes[file] for file in files) / _GIB if tag else cached.size_on_disk / _GIB
+            table.add_row(f"{cached.repo_id}{tag}", f"{size:.2f}", cached.last_accessed_str, verdict)
     Console().print(table)

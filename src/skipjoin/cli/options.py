@@ -107,7 +107,7 @@ def takes(**sections: Section) -> Callable[[Callable[..., None]], Callable[..., 
         ordered = sorted([*own, *parameters], key=lambda item: item.kind is item.KEYWORD_ONLY)
         run.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in ordered}
-        run.settings = {one.name: one for settings in parts.values() for one in settings}  # type: ignore[attr-defined]
+        run.settings = {setting.name: setting for settings in parts.values() for setting in settings}  # type: ignore[attr-defined]
         return run
 
     return decorate

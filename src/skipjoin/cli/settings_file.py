@@ -26,7 +26,7 @@ def unknown_variables(known: Iterable[str], environment: Mapping[str, str] = os.
     names = [*known, *(PREFIX + name for name in _OTHERS)]
     for name in sorted(environment):
         if name.startswith(PREFIX) and name not in names:
-            hint = nearest(name[len(PREFIX) :], [one[len(PREFIX) :].lower() for one in names])
+            hint = nearest(name[len(PREFIX) :], [name[len(PREFIX) :].lower() for name in names])
             yield f"{name} is no setting{hint}"
 
 

@@ -170,7 +170,7 @@ class SimulationReport:
 
 def _columns(records: Sequence[Record]) -> dict[str, str]:
     hits = _HITS if any("prefix" in record for record in records) else {}
-    judged = [name for name in _OBJECTIVES if any(one["slo"][f"{name}_attained"] is not None for one in records)]
+    judged = [name for name in _OBJECTIVES if any(record["slo"][f"{name}_attained"] is not None for record in records)]
     if not judged:
         return _COLUMNS | hits
     shown = {name: field for name, field in _COLUMNS.items() if name not in ("reqs/step", "KV share")}

@@ -117,7 +117,10 @@ class _Screen:
     def _of_recipe(self) -> Iterator[str]:
         """Yield lines on what only some recipes have."""
         sums = {
-            name: [sum(values) for values in zip(*(one.get(name) or () for one in self._now["engines"]), strict=False)]
+            name: [
+                sum(values)
+                for values in zip(*(engine.get(name) or () for engine in self._now["engines"]), strict=False)
+            ]
             for name in ("queue_requests", "deadline_requests", "kv_hosted_requests", "kv_hosted_blocks")
         }
         if levels := [f"{level}: {n:.0f}" for level, n in enumerate(sums["queue_requests"]) if n]:

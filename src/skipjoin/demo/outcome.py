@@ -44,8 +44,8 @@ def engine_counts(target: Target) -> EngineCounts:
     except (OSError, ValueError):
         return EngineCounts()
     samples = [sample for family in families for sample in family.samples]
-    preempted = [one.value for one in samples if one.name.endswith(f":{_PREEMPTIONS}")]
-    waits = {one.labels.get("reason", ""): one.value for one in samples if one.name.endswith(f":{_WAITS}")}
+    preempted = [sample.value for sample in samples if sample.name.endswith(f":{_PREEMPTIONS}")]
+    waits = {sample.labels.get("reason", ""): sample.value for sample in samples if sample.name.endswith(f":{_WAITS}")}
     return EngineCounts(sum(preempted) if preempted else None, waits or None)
 
 

@@ -21,7 +21,7 @@ _WAIT_WIDTH, _RUN_WIDTH = 0.9, 3.4
 
 def draw_demo(outcomes: Sequence[Outcome]) -> Figure:
     """Draw a row per request: thin until its first token, thick from there to its end."""
-    rows = max(len(one.exchanges) for one in outcomes)
+    rows = max(len(outcome.exchanges) for outcome in outcomes)
     figure = style.new_figure(style.WIDE_IN, 1.4 + _ROW_IN * rows)
     panels = figure.subplots(1, len(outcomes), sharex=True, sharey=True, squeeze=False)[0]
     for axes, outcome in zip(panels, outcomes, strict=True):
@@ -47,12 +47,12 @@ def _draw_histories(axes: Axes, outcome: Outcome) -> None:
     axes.grid(visible=False, axis="y")
 
 
-def _draw_history(axes: Axes, row: int, one: Exchange) -> None:
-    facts, color = one.facts, _COLORS.get(one.job.stream, style.GREY)
+def _draw_history(axes: Axes, row: int, exchange: Exchange) -> None:
+    facts, color = exchange.facts, _COLORS.get(exchange.job.stream, style.GREY)
     if facts.ended is None:
         return
     first = facts.ended if facts.first_token is None else facts.first_token
-    axes.plot([one.job.at, first], [row, row], color=color, linewidth=_WAIT_WIDTH, marker="")
+    axes.plot([exchange.job.at, first], [row, row], color=color, linewidth=_WAIT_WIDTH, marker="")
     if facts.first_token is not None:
         # Butt ends, because round ones would lengthen a short answer.
         axes.plot([first, facts.ended], [row, row], color=color, linewidth=_RUN_WIDTH, solid_capstyle="butt", marker="")

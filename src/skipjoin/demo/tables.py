@@ -102,18 +102,18 @@ def conditions(load: MixedLoad, outcomes: Sequence[Outcome], command: str) -> li
     ]
 
 
-def _figures(one: Outcome) -> list[str]:
-    chat = one.chat
+def _figures(outcome: Outcome) -> list[str]:
+    chat = outcome.chat
     tpot_s = chat["tpot_s"]["mean"]
     return [
-        one.name,
+        outcome.name,
         _text(chat["ttft_s"]["p50"]),
         _text(chat["ttft_s"]["p95"]),
         _text(None if tpot_s is None else tpot_s * 1000),
-        _text(one.background_s),
-        _text(one.record["throughput_tps"]),
-        _NONE if one.counts.preemptions is None else f"{one.counts.preemptions:.0f}",
-        str(one.failed),
+        _text(outcome.background_s),
+        _text(outcome.record["throughput_tps"]),
+        _NONE if outcome.counts.preemptions is None else f"{outcome.counts.preemptions:.0f}",
+        str(outcome.failed),
     ]
 
 

@@ -110,14 +110,16 @@ class _Writer:
         seen: set[str] = set()
         waiting = [node]
         while waiting:
-            one = waiting.pop()
-            if isinstance(one, list):
-                waiting += one
-            elif isinstance(one, dict):
-                if NUMBER in one or LITERALS in one:
+            schema = waiting.pop()
+            if isinstance(schema, list):
+                waiting += schema
+            elif isinstance(schema, dict):
+                if NUMBER in schema or LITERALS in schema:
                     return True
-                waiting += [value for key, value in one.items() if key not in ("$defs", "definitions", "enum", "const")]
-                ref = one.get("$ref")
+                waiting += [
+                    value for key, value in schema.items() if key not in ("$defs", "definitions", "enum", "const")
+                ]
+                ref = schema.get("$ref")
                 if isinstance(ref, str) and ref not in seen:
                     seen.add(ref)
                     waiting.append(target_of(self._root, ref))
@@ -288,8 +290,8 @@ class _Writer:
     def _others(self, names: set[str], value: str) -> str:
         excluded = " | ".join(_quoted(_json(name)) for name in sorted(names))
         key = self._terminal(_slashed(_KEY) + (f" & ~({excluded})" if names else ""))
-        one = self._rule(f"{key} {self._colon()} {value}")
-        return self._rule(f"{one} ({self._comma()} {one})*")
+        rule = self._rule(f"{key} {self._colon()} {value}")
+        return self._rule(f"{rule} ({self._comma()} {rule})*")
 
     def _sequence(self, parts: list[tuple[str, bool]]) -> str:
         """Return parts in order, of which some are optional, with commas between those that are there."""
@@ -307,8 +309,8 @@ class _Writer:
         low, high = node.get("minItems", 0), node.get("maxItems")
         parts, item = [], ""
         try:
-            for number, one in enumerate(prefix[:high]):
-                parts.append(self.value(one, f"{path}/prefixItems/{number}"))
+            for number, schema in enumerate(prefix[:high]):
+                parts.append(self.value(schema, f"{path}/prefixItems/{number}"))
         except _ImpossibleError:
             high = len(parts)
         if high is None or high > len(parts):

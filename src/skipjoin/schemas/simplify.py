@@ -304,8 +304,8 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def _check_finite(value: Any, path: str) -> None:
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for one in values:
-        _check_finite(one, path)
+    for item in values:
+        _check_finite(item, path)
     if isinstance(value, float) and not math.isfinite(value):
         raise GrammarError(f"must be a JSON schema: its numbers must be finite, got {value} (at {path})")
 

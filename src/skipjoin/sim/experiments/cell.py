@@ -41,7 +41,7 @@ class Cell:
 
     def jobs(self) -> list[WorkloadRequest]:
         extent = self.extent
-        if self.shards > 1 and any(one.mode is ClosedMode.BATCH for one in self.workload.closed):
+        if self.shards > 1 and any(stream.mode is ClosedMode.BATCH for stream in self.workload.closed):
             raise ConfigError(
                 f"closed: mode=batch needs one shard, at most {REPLICAS_PER_SHARD} replicas, got {self.shards} shards: "
                 "use mode=refill"

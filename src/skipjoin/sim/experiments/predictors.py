@@ -171,8 +171,8 @@ class Online:
     def _encode(self, number: int) -> Prompt:
         if number not in self._encoded:
             ahead = range(number, min(len(self._prompts), number + self._forecaster.batch))
-            prompts = {one: words(self._prompts[one]) for one in ahead}
-            self._texts = {tuple(prompts[one]): self._prompts[one] for one in ahead}
+            prompts = {number: words(self._prompts[number]) for number in ahead}
+            self._texts = {tuple(prompts[number]): self._prompts[number] for number in ahead}
             self._encoded |= zip(ahead, self._forecaster.encode(list(prompts.values())), strict=True)
         return self._encoded.pop(number)
 

@@ -203,22 +203,22 @@ class Run:
 
     def requests(self, shards: Sequence[ShardResult]) -> Iterator[Record]:
         """Yield a line per accepted request in order of their ends, then the rejected ones of the workload."""
-        for one in (fact for shard in shards for fact in shard.facts):
+        for facts in (facts for shard in shards for facts in shard.facts):
             yield {
-                "stream": one.stream,
-                "service": one.service.value,
-                "priority": self.jobs[one.id].priority if one.id < len(self.jobs) else None,
-                "due_s": one.arrival,
-                "sent_s": one.arrival,
-                "started_s": one.started,
-                "first_token_s": one.first_token,
-                "last_token_s": one.last_token,
-                "ended_s": one.ended,
-                "prompt_tokens": one.prompt_tokens,
-                "output_tokens": one.output_tokens,
-                "output_limit": one.output_limit,
-                "preemptions": one.preemptions,
-                "error": None if one.is_complete else one.reason or "unfinished",
+                "stream": facts.stream,
+                "service": facts.service.value,
+                "priority": self.jobs[facts.id].priority if facts.id < len(self.jobs) else None,
+                "due_s": facts.arrival,
+                "sent_s": facts.arrival,
+                "started_s": facts.started,
+                "first_token_s": facts.first_token,
+                "last_token_s": facts.last_token,
+                "ended_s": facts.ended,
+                "prompt_tokens": facts.prompt_tokens,
+                "output_tokens": facts.output_tokens,
+                "output_limit": facts.output_limit,
+                "preemptions": facts.preemptions,
+                "error": None if facts.is_complete else facts.reason or "unfinished",
             }
         for job in self.jobs:
             if not self.cell.system.takes(job):
@@ -332,7 +332,7 @@ class _Watch:
     def facts(self, end: float) -> list[RequestFacts]:
         """Return all requests, those unfinished at `end` last. No events may be observed afterward."""
         in_transit = [] if self.handovers is None else self.handovers.live(end)
-        return [*self._ended, *in_transit, *(one for log in self.logs for one in log.live(end))]
+        return [*self._ended, *in_transit, *(request for log in self.logs for request in log.live(end))]
 
     def _end(self, facts: RequestFacts) -> None:
         if self.handovers is None or not self.handovers.takes(facts):

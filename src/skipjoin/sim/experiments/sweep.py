@@ -132,7 +132,8 @@ class ReplicaSearch(BoundSearch):
     @cached_property
     def _most(self) -> int:
         return min(
-            _MAX_REPLICAS, max(len(cell.jobs()) + sum(one.size for one in cell.workload.closed) for cell in self._cells)
+            _MAX_REPLICAS,
+            max(len(cell.jobs()) + sum(stream.size for stream in cell.workload.closed) for cell in self._cells),
         )
 
     def _number(self, cell: Cell) -> float:
@@ -194,7 +195,7 @@ def sweep(
             finished, _ = wait(waiting, timeout=_TICK_S, return_when=FIRST_COMPLETED)
             for number, shard, share in _drain(shares):
                 watcher.share(number, cells[number].share(shard, share))
-            for future in sorted(finished, key=lambda one: waiting[one][0].number):
+            for future in sorted(finished, key=lambda name: waiting[name][0].number):
                 running, shard = waiting.pop(future)
                 record = running.done(shard, future.result())
                 if record is not None:

@@ -88,8 +88,8 @@ class AdapterFile:
         of = self._settings
         for name, only in (("peft_type", ("LORA",)), ("bias", ("none",)), ("init_lora_weights", _INITIAL)):
             value = of.get(name, only[0])
-            if not any(value is one or (isinstance(value, str) and value == one) for one in only):
-                allowed = " or ".join(str(one) for one in only if one is not None)
+            if not any(value is choice or (isinstance(value, str) and value == choice) for choice in only):
+                allowed = " or ".join(str(choice) for choice in only if choice is not None)
                 raise self.error(f"has {name} {value!r:.80} in {_CONFIG}, and only {allowed} is supported")
         for name in _UNSUPPORTED:
             if value := of.get(name):
@@ -99,7 +99,7 @@ class AdapterFile:
                 raise self.error(f"must have a positive {name} in {_CONFIG}, got {value!r:.80}")
         for name in ("rank_pattern", "alpha_pattern"):
             found = of.get(name) or {}
-            if not (isinstance(found, dict) and all(isinstance(one, int | float) for one in found.values())):
+            if not (isinstance(found, dict) and all(isinstance(number, int | float) for number in found.values())):
                 raise self.error(f"must have a number for each name in {name} of {_CONFIG}, got {found!r:.80}")
 
     def _read_pairs(self) -> Mapping[str, Pair]:

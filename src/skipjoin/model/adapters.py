@@ -193,9 +193,11 @@ class AdaptedLinear:
                 part = file.read(pair.up)[rows] * pair.scale
                 up[row : row + len(part), first : first + pair.rank] = matrix.reordered(part)
             row += len(matrix.rows)
-        made = [adapters.ops.linear(one.to(adapters.device, adapters.dtype), None) for one in (down.contiguous(), up)]
+        made = [
+            adapters.ops.linear(matrix.to(adapters.device, adapters.dtype), None) for matrix in (down.contiguous(), up)
+        ]
         self._pairs[number] = made[0], made[1]
-        return sum(one.weight_bytes for one in made)
+        return sum(matrix.weight_bytes for matrix in made)
 
     def pair(self, number: int) -> tuple[Linear, Linear] | None:
         """Return an adapter's products, of which the second takes the output of the first."""

@@ -326,7 +326,7 @@ def check_sizes(raw: Mapping[str, Any], bounds: Mapping[str, int]) -> None:
             continue
         least = 0 if name in _MAY_BE_ZERO else 1
         values = value if name in _MAY_BE_LISTED and isinstance(value, list) and value else [value]
-        if not all(is_number(one) and least <= one <= largest and one == int(one) for one in values):
+        if not all(is_number(number) and least <= number <= largest and number == int(number) for number in values):
             raise ModelError(f"{name} in config.json must be an integer in [{least}, {largest}], got {value!r:.80}")
 
 
@@ -452,7 +452,7 @@ def rope_of_kind(raw: Mapping[str, Any], kind: str, theta: str, default: float) 
     found = {name: value for name, value in raw.items() if name not in ("rope_parameters", "rope_scaling")}
     nested = raw.get("rope_parameters") or {}
     if isinstance(nested, Mapping):
-        has_kinds = any(isinstance(one, Mapping) for one in nested.values())
+        has_kinds = any(isinstance(setting, Mapping) for setting in nested.values())
         nested = nested.get(kind) or {} if has_kinds or kind != "full_attention" else nested
     found["rope_parameters"] = nested
     if kind == "full_attention" and raw.get("rope_scaling") is not None:

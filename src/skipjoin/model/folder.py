@@ -86,7 +86,7 @@ def _why_no_config(folder: Path) -> str:
         return f"{folder} is empty: a model folder has config.json, a tokenizer and safetensors"
     if (why := why_refused(ModelFiles(folder, {}))) is not None:
         return why
-    if below := sorted(one.parent for one in folder.glob("*/config.json")):
+    if below := sorted(file.parent for file in folder.glob("*/config.json")):
         some = ", ".join(map(str, below[:3])) + (", ..." if len(below) > 3 else "")
         return f"{folder} has no config.json, but its subfolders do: give one of {some}"
     return f"{folder} has no config.json: it is not a model folder in Hugging Face format"
@@ -201,11 +201,11 @@ def _no_model(name: str, path: Path, *, from_hub: bool) -> str | None:
 
 
 def _similar(path: Path) -> str:
-    if missing := next((one for one in reversed(path.parents) if not one.is_dir()), None):
+    if missing := next((parent for parent in reversed(path.parents) if not parent.is_dir()), None):
         return f": {missing} does not exist" if path.is_absolute() else ""
     try:
         is_kind = is_gguf if path.suffix.lower() == SUFFIX else Path.is_dir
-        names = [one.name for one in path.parent.iterdir() if is_kind(one)]
+        names = [child.name for child in path.parent.iterdir() if is_kind(child)]
     except OSError:
         return ""
     near = get_close_matches(path.name, names, n=1)

@@ -110,7 +110,7 @@ def _compute(states: Sequence[tuple[int, GrammarState]], masks: np.ndarray, rest
             costs.append(-begin + (begin := time.thread_time()))
         seconds = sum(costs)
     limit = _STEP_S + len(states) * _STEP_MASK_S + rest_s * _STEP_SHARE
-    for cost, (_, state) in sorted(zip(costs, states, strict=True), key=lambda one: -one[0]):
+    for cost, (_, state) in sorted(zip(costs, states, strict=True), key=lambda item: -item[0]):
         # Threads that share the masks of a step do not say whose took long.
         state.note_mask(cost, is_slow=seconds > limit)
         if threads <= _MAX_ALONE:

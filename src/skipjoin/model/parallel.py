@@ -159,7 +159,7 @@ def check_shards(config: ModelConfig, tp_size: int, pp_size: int) -> None:
 
 
 def _nearest(size: int, fitting: Sequence[int]) -> str:
-    below, above = [one for one in fitting if one < size][-1:], [one for one in fitting if one > size][:1]
+    below, above = [count for count in fitting if count < size][-1:], [count for count in fitting if count > size][:1]
     return "the nearest that fits is " + " or ".join(map(str, below + above))
 
 

@@ -38,7 +38,9 @@ def pooling_of(files: ModelFiles, config: ModelConfig, task: str) -> PoolingSett
     Raises:
         ModelError: If it cannot do the task, or its files ask for what is not supported.
     """
-    name = next((one for one in files.config.get("architectures") or () if isinstance(one, str)), config.architecture)
+    name = next(
+        (name for name in files.config.get("architectures") or () if isinstance(name, str)), config.architecture
+    )
     modules = _modules(files)
     chosen = _choose(name, config, has_modules=bool(modules)) if task == "auto" else Task(task)
     is_causal = not (files.config.get("is_causal") is False or files.config.get("use_bidirectional_attention"))
@@ -112,7 +114,7 @@ def _answers(files: ModelFiles, config: ModelConfig) -> tuple[int, ...]:
         backend = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception for damaged files
         raise ModelError(f"{file} cannot be read: {error}") from error
-    found = [one for word in ("yes", "no") if (one := backend.token_to_id(word)) is not None]
+    found = [token for word in ("yes", "no") if (token := backend.token_to_id(word)) is not None]
     if len(found) < 2:
         raise ModelError(f"task score needs a decoder with the tokens yes and no, and {file} lacks one")
     return tuple(found)

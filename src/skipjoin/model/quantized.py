@@ -252,13 +252,13 @@ def coded_bytes(source: Source, name: str, outputs: int, inputs: int) -> int | N
     """Return the minimum bytes of a matrix in codes, or None if it is not stored so or is widened."""
     stored = _names(source.files.folder) if source.files.has_weights and source.reads_codes else frozenset()
     names = stored_names(name, family_named(source.config.family).prefix)
-    if {f"{one}_blocks" for one in names} & stored:
+    if {f"{name}_blocks" for name in names} & stored:
         return groups_bytes(outputs, inputs, bits=4, scale_bytes=4)
     settings = source.files.quantization
     groups = settings.get("config_groups") or {}
     weights = next((group["weights"] for group in groups.values()), settings)
     kinds = ["qweight", "weight_packed", *(["weight_scale"] if weights.get("type") == "int" else [])]
-    if not {f"{one}.{kind}" for one in names for kind in kinds} & stored:
+    if not {f"{name}.{kind}" for name in names for kind in kinds} & stored:
         return None
     bits, group = int(weights.get("num_bits", weights.get("bits", 4))), int(weights.get("group_size") or -1)
     return groups_bytes(outputs, inputs, bits=bits, group=group if group > 0 else inputs)

@@ -98,7 +98,7 @@ class DeltaNet:
         self._ops, self._layer = builder.ops.recurrent, state_index(builder, layer)
         self._enter = enter
         self._convolution = convolution(builder, f"{name}.conv1d", is_gated=True)
-        log_a, bias = (builder.tensor(f"{name}.{one}", of.heads).float() for one in ("A_log", "dt_bias"))
+        log_a, bias = (builder.tensor(f"{name}.{part}", of.heads).float() for part in ("A_log", "dt_bias"))
         self._of = Recurrence(of.key_heads, log_a, bias)
         norm = builder.tensor(f"{name}.norm.weight", of.value_dim).float().unsqueeze(0)
         self._gate = Gate(GateKind.NORM_THEN_SILU, norm, config.norm_eps)
@@ -144,7 +144,7 @@ class Mamba2:
         hidden = config.hidden_size
         self._enter = builder.linear(f"{name}.in_proj", (sum(self._sizes),), hidden, has_bias)
         self._convolution = convolution(builder, f"{name}.conv1d", has_bias=config.conv_bias, is_gated=True)
-        log_a, bias, skip = (builder.tensor(f"{name}.{one}", of.heads).float() for one in ("A_log", "dt_bias", "D"))
+        log_a, bias, skip = (builder.tensor(f"{name}.{part}", of.heads).float() for part in ("A_log", "dt_bias", "D"))
         self._of = Recurrence(of.key_heads, log_a, bias, skip, *limits)
         norm = builder.tensor(f"{name}.norm.weight", values).float().view(of.key_heads, -1)
         self._gate = Gate(GateKind.SILU_THEN_NORM, norm, config.norm_eps)

@@ -125,7 +125,7 @@ def _longrope(nested: Mapping[str, Any], factor: float, original: int, rotary_di
 def _factors(value: Any, rotary_dim: int) -> tuple[float, ...]:
     if not isinstance(value, list) or len(value) != rotary_dim // 2:
         raise ValueError(f"RoPE must have a factor for each of {rotary_dim // 2} pairs, got {value!r:.80}")
-    return tuple(_bounded("factors", one) for one in value)
+    return tuple(_bounded("factors", factor) for factor in value)
 
 
 def _object(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:

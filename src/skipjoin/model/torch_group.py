@@ -70,7 +70,7 @@ class TorchGroup:
         parts = [torch.empty_like(padded) for _ in sizes]
         with self._group_errors("gathering logits"):
             dist.all_gather(parts, padded, group=self._stage)
-        return torch.cat([one[:, :size] for one, size in zip(parts, sizes, strict=True)], dim=1)
+        return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)
 
     def send(self, x: torch.Tensor) -> None:
         x = x.contiguous()

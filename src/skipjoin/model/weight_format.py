@@ -82,7 +82,7 @@ def weight_format(cls: FormatT) -> FormatT:
 
 def format_of(files: ModelFiles, spec: LoadSpec) -> WeightFormat:
     for field in ("load_format", "quantization"):
-        known = dict.fromkeys(getattr(one, field) for one in _formats.values())
+        known = dict.fromkeys(getattr(form, field) for form in _formats.values())
         names = [name for name in known if name is not None]
         if (asked := getattr(spec, field)) not in names:
             raise ModelError(f"{field} must be one of {', '.join(names)}; got {asked!r}")
@@ -91,7 +91,7 @@ def format_of(files: ModelFiles, spec: LoadSpec) -> WeightFormat:
         try:
             load_plugins(
                 ENTRY_POINTS,
-                lambda loaded: any(type(one) is loaded for one in _formats.values()),
+                lambda loaded: any(type(form) is loaded for form in _formats.values()),
                 "a class with the decorator skipjoin.model.weight_format.weight_format",
             )
         except PluginError as error:
@@ -105,14 +105,14 @@ def format_of(files: ModelFiles, spec: LoadSpec) -> WeightFormat:
 
 
 def weight_patterns() -> list[str]:
-    return [*dict.fromkeys(pattern for one in _formats.values() for pattern in one.patterns)]
+    return [*dict.fromkeys(pattern for form in _formats.values() for pattern in form.patterns)]
 
 
 def _find(files: ModelFiles, spec: LoadSpec) -> WeightFormat | None:
-    for one in _formats.values():
-        is_asked = one.load_format in (None, spec.load_format) and one.quantization == spec.quantization
-        if is_asked and one.matches(files):
-            return one
+    for form in _formats.values():
+        is_asked = form.load_format in (None, spec.load_format) and form.quantization == spec.quantization
+        if is_asked and form.matches(files):
+            return form
     return None
 
 

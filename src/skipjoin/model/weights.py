@@ -104,8 +104,8 @@ class Weights(ABC):
         coded = [found for one in matrices if (found := self.grouped(one, inputs, columns)) is not None]
         if len(coded) == len(matrices) and same_order(coded):
             rows = [
-                one if matrix.order is None else one.outputs(matrix.order)
-                for one, matrix in zip(coded, matrices, strict=True)
+                codes if matrix.order is None else codes.outputs(matrix.order)
+                for codes, matrix in zip(coded, matrices, strict=True)
             ]
             return ops.grouped(rows, shift, activation)
         return self.product(ops, taken("weight", inputs, columns=columns), shift, activation)
@@ -325,7 +325,7 @@ class FolderWeights(Weights):
 
     def named(self, name: str) -> str | None:
         """Return the name that a tensor has in the files, or None if they lack it."""
-        return next((one for one in stored_names(name, self._prefix) if one in self._files.where), None)
+        return next((stored for stored in stored_names(name, self._prefix) if stored in self._files.where), None)
 
     def stored(
         self,

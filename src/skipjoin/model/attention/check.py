@@ -58,7 +58,7 @@ def agrees(
     cases: list[dict[str, Any]] = [{"window": 0}, {"window": 6, "norms": HeadWeights(one, other, 1e-5, 0.5)}]
     if variants:
         cases.append({"window": 6, "cap": 1.5, "sinks": torch.rand(4, generator=generator).to(device)})
-    mixed = [one._replace(reverse=False) for one in _SEGMENTS] if plain else _SEGMENTS
+    mixed = [segment._replace(reverse=False) for segment in _SEGMENTS] if plain else _SEGMENTS
     for segments in (mixed, mixed[:1]):
         batch = PackedBatch.build(segments, 4, device)
         for case in cases:

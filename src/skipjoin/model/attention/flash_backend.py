@@ -31,7 +31,7 @@ def library() -> Any:
         function = getattr(found, name, None)
         if function is None:
             raise ImportError(f"{FLASH_MODULE} has no {name}: it is not FlashAttention 3")
-        if missing := [one for one in needed if one not in inspect.signature(function).parameters]:
+        if missing := [name for name in needed if name not in inspect.signature(function).parameters]:
             raise ImportError(
                 f"{FLASH_MODULE}.{name} has no {missing[0]}: another version of FlashAttention 3 is needed"
             )
@@ -134,7 +134,7 @@ def _new_index(batch: PackedBatch, layer: int) -> _Index:
         lengths = [lengths[i] for i in plain]
         listed = (np.asarray(plain), np.flatnonzero(~np.isin(owners, batch.directed)), np.cumsum([0, *lengths]))
         index = to_device(torch.from_numpy(np.concatenate(listed)), tables.device)
-        segments, rows, query_start = index.split([len(one) for one in listed])
+        segments, rows, query_start = index.split([len(table) for table in listed])
         tables, context_lens = tables[segments], context_lens[segments]
-    tables, context_lens, query_start = (one.to(torch.int32) for one in (tables, context_lens, query_start))
+    tables, context_lens, query_start = (part.to(torch.int32) for part in (tables, context_lens, query_start))
     return _Index(batch, rows, tables, context_lens, query_start, max(lengths), layer)

@@ -123,8 +123,8 @@ def _floats_in(value: Any) -> Any:
     if isinstance(value, Mapping):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
-        return {name: _floats_in(one) for name, one in value.items()}
-    return [_floats_in(one) for one in value] if isinstance(value, list) else value
+        return {name: _floats_in(part) for name, part in value.items()}
+    return [_floats_in(part) for part in value] if isinstance(value, list) else value
 
 
 def _check_counts(raw: Mapping[str, Any]) -> None:
@@ -149,7 +149,7 @@ def _max_positions(config: Any, architecture: str) -> int:
     if not isinstance(most, int):
         raise ModelError(f"config.json of this {architecture} has no max_position_embeddings")
     rope = getattr(config, "rope_parameters", None) or {}
-    for one in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):
-        if (field := _CHANGING.get(one.get("rope_type", ""))) is not None:
-            most = min(most, int(one.get(field) or getattr(config, field, None) or most))
+    for kind in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):
+        if (field := _CHANGING.get(kind.get("rope_type", ""))) is not None:
+            most = min(most, int(kind.get(field) or getattr(config, field, None) or most))
     return most

@@ -234,9 +234,9 @@ class _Uses(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for at, value in (*enumerate(args), *(kwargs or {}).items()):
-            for one in value if isinstance(value, list | tuple) else (value,):
-                if isinstance(one, torch.nn.Parameter) and function.__name__ != "__get__":
-                    self._of[id(one)].add((function.__name__, at))
+            for argument in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(argument, torch.nn.Parameter) and function.__name__ != "__get__":
+                    self._of[id(argument)].add((function.__name__, at))
         return function(*args, **(kwargs or {}))
 
     def of(self, parameter: torch.nn.Parameter) -> set[tuple[str, int | str]]:

@@ -81,8 +81,11 @@ def _limits(given: Any) -> tuple[float, float]:
     """Return the least and most of Mamba-2's steps; transformers writes infinity as an object."""
     found = [0.0, math.inf] if given is None else given
     if isinstance(found, list):
-        found = [float(one["__float__"]) if isinstance(one, Mapping) and len(one) == 1 else one for one in found]
-    if not (isinstance(found, list) and len(found) == 2 and all(isinstance(one, float | int) for one in found)):
+        found = [
+            float(number["__float__"]) if isinstance(number, Mapping) and len(number) == 1 else number
+            for number in found
+        ]
+    if not (isinstance(found, list) and len(found) == 2 and all(isinstance(number, float | int) for number in found)):
         raise ModelError(f"time_step_limit in config.json must be two numbers, got {given!r:.80}")
     return float(found[0]), float(found[1])
 
@@ -106,7 +109,9 @@ class GraniteHybridDecoder(RotaryDecoder):
             )
         else:
             mixer = gated_attention(builder, index, rotary)
-        norm, mlp_norm = (builder.rms_norm(f"{name}.{one}") for one in ("input_layernorm", "post_attention_layernorm"))
+        norm, mlp_norm = (
+            builder.rms_norm(f"{name}.{part}") for part in ("input_layernorm", "post_attention_layernorm")
+        )
         hidden, width = config.hidden_size, config.shared_width
         up = builder.linear(f"{name}.shared_mlp.input_linear", (2 * width,), hidden, False, activation=GATED)
         down = builder.linear(f"{name}.shared_mlp.output_linear", (hidden,), width, False)

@@ -40,7 +40,7 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     if raw.get("layer_types") is None:
         attends = raw.get("full_attn_idxs")
         layers = range(int(raw["num_hidden_layers"]))
-        raw["layer_types"] = ["full_attention" if attends is None or one in attends else "conv" for one in layers]
+        raw["layer_types"] = ["full_attention" if attends is None or layer in attends else "conv" for layer in layers]
     fields = gated_fields({**raw, "intermediate_size": _width(raw)})
     has_state = mixed_kinds(raw, fields["num_layers"], {"conv": True, "full_attention": False})
     return fields | {
@@ -82,7 +82,7 @@ class Lfm2Decoder(RotaryDecoder):
         if index in config.states.layers:
             mixer = ShortConvolution(builder, index, f"{name}.conv", has_bias=config.conv_bias)
         else:
-            query, key = (builder.rms_norm(f"{name}.self_attn.{one}_layernorm", config.head_dim) for one in "qk")
+            query, key = (builder.rms_norm(f"{name}.self_attn.{part}_layernorm", config.head_dim) for part in "qk")
             norms = query, key
             mixer = separate_attention(builder, index, f"{name}.self_attn", "out_proj", rotary=rotary, norms=norms)
         norm, mlp_norm = builder.rms_norm(f"{name}.operator_norm"), builder.rms_norm(f"{name}.ffn_norm")

@@ -89,7 +89,7 @@ def _smollm3(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any
     window = int(raw.get("sliding_window") or 0) if raw.get("use_sliding_window") else 0
     slides = layer_kinds(raw, layers, lambda index: not has_rope[index])
     return {
-        "ropes": tuple(fields["rope"] if one else None for one in has_rope),
+        "ropes": tuple(fields["rope"] if rotates else None for rotates in has_rope),
         "windows": tuple(window * slide for slide in slides),
     }
 

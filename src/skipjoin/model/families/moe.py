@@ -103,7 +103,9 @@ class ExpertDecoder(RotaryDecoder):
         assert config.experts is not None
         has_projection_norms = config.architecture == "OlmoeForCausalLM"
         attention = gated_attention(builder, index, rotary, has_projection_norms=has_projection_norms)
-        norm, mlp_norm = (builder.rms_norm(f"{name}.{one}") for one in ("input_layernorm", "post_attention_layernorm"))
+        norm, mlp_norm = (
+            builder.rms_norm(f"{name}.{part}") for part in ("input_layernorm", "post_attention_layernorm")
+        )
         if index not in config.experts.layers:
             return SequentialLayer(norm, attention, mlp_norm, *gated_mlp(builder, f"{name}.{kind.mlp}"))
         mlp = expert_mlp(builder, f"{name}.{kind.mlp}.{kind.router}", _experts(builder, f"{name}.{kind.mlp}", kind))

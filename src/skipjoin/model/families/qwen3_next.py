@@ -104,7 +104,9 @@ class Qwen3NextDecoder(RotaryDecoder):
             mixer = DeltaNet(builder, index, f"{name}.linear_attn", _entry(builder, f"{name}.linear_attn"))
         else:
             mixer = GatedAttention(builder, _attention(builder, index, f"{name}.self_attn", rotary))
-        norm, mlp_norm = (builder.rms_norm(f"{name}.{one}") for one in ("input_layernorm", "post_attention_layernorm"))
+        norm, mlp_norm = (
+            builder.rms_norm(f"{name}.{part}") for part in ("input_layernorm", "post_attention_layernorm")
+        )
         return MixedLayer(norm, mixer, mlp_norm, _mlp(builder, index, f"{name}.mlp"))
 
 

@@ -51,9 +51,9 @@ def _modern_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "output_bias": bool(raw.get("attention_bias", False)),
         "mlp_bias": bool(raw.get("mlp_bias", False)),
         "rope": ropes[False],
-        "ropes": tuple(ropes[one] for one in slides),
+        "ropes": tuple(ropes[is_local] for is_local in slides),
         # On each side.
-        "windows": tuple(int(raw.get("local_attention", 128)) // 2 if one else 0 for one in slides),
+        "windows": tuple(int(raw.get("local_attention", 128)) // 2 if is_local else 0 for is_local in slides),
     }
 
 

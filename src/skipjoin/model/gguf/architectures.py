@@ -287,7 +287,7 @@ _GRANITE_HYBRID = _LLAMA._replace(
     name="GraniteMoeHybridForCausalLM",
     layers=_ATTENTION
     | _NORMS
-    | {f"mamba.{part}": f"ssm_{one}" for part, one in (("in_proj", "in"), ("out_proj", "out"), ("A_log", "a"))}
+    | {f"mamba.{part}": f"ssm_{suffix}" for part, suffix in (("in_proj", "in"), ("out_proj", "out"), ("A_log", "a"))}
     | {f"mamba.{part}": f"ssm_{part.lower()}" for part in ("conv1d", "dt", "D", "norm")}
     | {"shared_mlp.input_linear": ("ffn_gate", "ffn_up"), "shared_mlp.output_linear": "ffn_down"},
     biases={"mamba_conv_bias": frozenset({"ssm_conv1d"})},

@@ -232,7 +232,7 @@ class _Header:
         start = -(-self._at // alignment) * alignment
         for name, shape, number, offset in entries:
             if (kind := TENSOR_TYPES.get(number)) is None:
-                known = ", ".join(one.name for one in TENSOR_TYPES.values())
+                known = ", ".join(kind.name for kind in TENSOR_TYPES.values())
                 raise self._error(
                     f"stores tensor {name[:80]!r} as type {number}, which cannot be read; those that can are {known}: "
                     "give a file of another quantization"

@@ -233,7 +233,7 @@ def _numbers(file: Gguf, keys: Mapping[str, str]) -> dict[str, Any]:
 
 def _number(file: Gguf, key: str, default: float | None = None) -> Any:
     found = _metadata(file, key, default)
-    if isinstance(found, list) and found and all(one == found[0] for one in found):
+    if isinstance(found, list) and found and all(value == found[0] for value in found):
         found = found[0]  # the same for all layers
     if isinstance(found, list):
         raise GgufError(f"{file.path} has {file.architecture}.{key} of its own for each layer, which is not supported")

@@ -194,7 +194,7 @@ def _list(file: Gguf, key: str, kind: type, count: int | None) -> list[Any]:
     found = file.metadata.get(f"tokenizer.ggml.{key}")
     if not isinstance(found, list) or len(found) != (len(found) if count is None else count):
         found = None
-    if found is None or not all(isinstance(one, kind) for one in found):
+    if found is None or not all(isinstance(value, kind) for value in found):
         of = "" if count is None else f" for each of its {count} tokens"
         raise GgufError(f"{file.path} has no tokenizer.ggml.{key}{of}: give a file that has its tokenizer")
     return found

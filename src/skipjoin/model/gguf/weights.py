@@ -164,10 +164,10 @@ class _Rows(NamedTuple):
         if len(found) == 1:
             order = None if self.places is None else torch.from_numpy(self.places.argsort())
             return found[0]._replace(order=order)
-        minimums = [one.minimums for one in found if one.minimums is not None]
+        minimums = [tensor.minimums for tensor in found if tensor.minimums is not None]
         joined = found[0]._replace(
-            codes=torch.cat([one.codes for one in found]),
-            scales=torch.cat([one.scales for one in found]),
+            codes=torch.cat([tensor.codes for tensor in found]),
+            scales=torch.cat([tensor.scales for tensor in found]),
             minimums=torch.cat(minimums) if minimums else None,
         )
         return joined.outputs(self._places(wanted))
@@ -196,7 +196,7 @@ def coded_bytes(source: Source, name: str, outputs: int, inputs: int) -> int | N
     """Return the bytes of a matrix in codes, or None if it is widened. `name` may be a stack's, or lack ".weight"."""
     file = read_gguf(source.files.folder)
     names = architecture_of(file).stored_names(f"{name.removesuffix('.weight')}.weight")
-    kinds = {tensor.type.name if (tensor := file.tensors.get(one)) else "" for one in names}
+    kinds = {tensor.type.name if (tensor := file.tensors.get(name)) else "" for name in names}
     layout = LAYOUTS.get(kinds.pop()) if len(kinds) == 1 and source.reads_codes else None
     if layout is None or inputs % layout.group:
         return None

@@ -61,8 +61,8 @@ def libraries() -> Iterator[ctypes.CDLL]:
 
 def shipped() -> list[Path]:
     """Return the wheel's libraries for this processor, fastest first."""
-    found = [one for one in VARIANTS.get(platform.machine(), ()) if one.needs <= cpu_features()]
-    return [file for one in found if (file := _FOLDER / one.file).is_file()]
+    found = [variant for variant in VARIANTS.get(platform.machine(), ()) if variant.needs <= cpu_features()]
+    return [file for variant in found if (file := _FOLDER / variant.file).is_file()]
 
 
 def _sources_of_libraries() -> list[Callable[[], Path]]:

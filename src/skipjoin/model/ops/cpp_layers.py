@@ -66,7 +66,7 @@ class CppLayers:
         self._layers, self._final_norm = layers, final_norm  # keeps the weights in memory
         self._calls = (LayerCall * len(calls))(*calls)
         self._shape = shape_of(layers[0], calls[0])
-        self._adapted = [one if isinstance(one, AdaptedLinear) else None for one in adapted]
+        self._adapted = [linear if isinstance(linear, AdaptedLinear) else None for linear in adapted]
         # By number of the adapter, with the largest rank.
         self._pairs: dict[int, tuple[ctypes.Array[PairCall], int]] = {}
         self._inputs = {linear.k for linear in (calls[0].qkv, calls[0].output, calls[0].up, calls[0].down)}
@@ -108,7 +108,7 @@ class CppLayers:
 
     def _adapted_calls(self) -> tuple[list[AdaptedCall], int]:
         """Return the calls of the batch's adapters, whose rows are slices, and the largest of their ranks."""
-        adapters = next((one.adapters for one in self._adapted if one is not None), None)
+        adapters = next((linear.adapters for linear in self._adapted if linear is not None), None)
         if adapters is None or not adapters.active:
             return [], 0
         calls, largest = [], 0
@@ -123,8 +123,8 @@ class CppLayers:
         if (found := self._pairs.get(number)) is not None:
             return found
         made, rank = (PairCall * len(self._adapted))(), 0
-        for at, one in enumerate(self._adapted):
-            pair = None if one is None else one.pair(number)
+        for at, linear in enumerate(self._adapted):
+            pair = None if linear is None else linear.pair(number)
             if pair is not None:
                 down, up = pair
                 assert isinstance(down, CompiledLinear)

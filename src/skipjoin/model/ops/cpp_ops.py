@@ -38,7 +38,7 @@ class CppExperts:
         self, up: Sequence[CompiledLinear], down: Sequence[CompiledLinear], per_row: int, *, among: bool, scale: float
     ) -> None:
         self._linears = (*up, *down)  # keeps the weights in memory
-        self._calls = [(LinearCall * len(up))(*(one.call() for one in part)) for part in (up, down)]
+        self._calls = [(LinearCall * len(up))(*(product.call() for product in part)) for part in (up, down)]
         pointers = (ctypes.cast(calls, ctypes.POINTER(LinearCall)) for calls in self._calls)
         self._ops, self.fixed = up[0].ops, ExpertsCall(*pointers, len(up), per_row, among, scale)
 
@@ -176,7 +176,7 @@ class CppOps:
         return TorchLayerNorm(width, weight, bias, eps)
 
     def fused(self, layers: Sequence[LayerParts], norm: Norm | None, attention: AttentionBackend) -> FusedLayers | None:
-        adapted = [one for layer in layers for one in products_of(layer)]
+        adapted = [product for layer in layers for product in products_of(layer)]
         layers = [without_adapters(layer) for layer in layers]
         calls = [call for call in map(_layer_call, layers) if call is not None]
         if attention.name != self.name or len(calls) < len(layers) or not isinstance(norm, CppRMSNorm | None):

@@ -175,10 +175,10 @@ def _parts(batch: PackedBatch) -> Iterator[_Part]:
         copies: dict[int, list[int]] = {}
         for _, tokens, target in (capture for capture in batch.captures if capture[0] == index):
             copies.setdefault(tokens, []).append(target)
-        one = slice(index, index + 1)
+        own = slice(index, index + 1)
         for begin, end in pairwise(sorted({0, length, *copies})):
-            before = yes if begin else continues[one]
-            yield _Part(rows[None, row + begin : row + end], slots[one], before, tuple(copies.get(end, ())))
+            before = yes if begin else continues[own]
+            yield _Part(rows[None, row + begin : row + end], slots[own], before, tuple(copies.get(end, ())))
         row += length
 
 
@@ -203,8 +203,8 @@ class TorchRecurrent:
         _, heads, key_dim, value_dim = states.shape
         repeat = heads // of.key_heads
         query, key = (
-            one.float().unflatten(1, (of.key_heads, key_dim)).repeat_interleave(repeat, 1)
-            for one in (inputs.query, inputs.key)
+            heads.float().unflatten(1, (of.key_heads, key_dim)).repeat_interleave(repeat, 1)
+            for heads in (inputs.query, inputs.key)
         )
         value = inputs.value.float().unflatten(1, (heads, value_dim))
         if of.log_a is None or of.decay_bias is None:

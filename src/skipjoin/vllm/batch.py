@@ -38,7 +38,8 @@ class Batch:
     def is_run_by(self, scheduled: Mapping[str, int]) -> bool:
         if scheduled != self.tokens or len(self.tokens) < len(self.plan.slices):
             return False
-        return all(one.request.sampling.num_computed_tokens == one.start + one.tokens for one in self._joining)  # type: ignore[attr-defined]
+        joining = ((run.request.sampling, run.start + run.tokens) for run in self._joining)
+        return all(sampling.num_computed_tokens == end for sampling, end in joining)  # type: ignore[attr-defined]
 
     def changes(self, scheduled: Mapping[str, int]) -> Iterator[tuple[Slice, Slice | None]]:
         """Yield each slice of the plan with the one that vLLM scheduled, or None for none."""

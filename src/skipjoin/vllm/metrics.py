@@ -96,6 +96,6 @@ class EngineCollector(Collector):
         yield seconds
         forecast = GaugeMetricFamily("skipjoin:forecast_tokens", "Mean forecast of live requests by source.")
         forecasts = [mirror.progress.forecast for mirror in list(self._mirrors.values())]
-        told = [one for one in forecasts if one is not None]
-        forecast.add_metric([], sum(one.tokens for one in told) / len(told) if told else 0.0)
+        told = [expected for expected in forecasts if expected is not None]
+        forecast.add_metric([], sum(expected.tokens for expected in told) / len(told) if told else 0.0)
         yield forecast

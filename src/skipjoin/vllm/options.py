@@ -9,7 +9,7 @@ from skipjoin.options import ConfigError, Option, Value, check, settings_of, unk
 from skipjoin.recipes import BEST_EFFORT_WAIT_S, DEFAULT, Forecasts, Recipe, check_recipe, find
 
 KEY = "skipjoin"
-_FORECASTER = {one.name for one in fields(ForecastConfig)}
+_FORECASTER = {field.name for field in fields(ForecastConfig)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -209,7 +209,7 @@ class Scheduler(AnyScheduler):
         self.max_num_scheduled_tokens = self._max_tokens
         tiers, mirrors = self._ledger.tiers, self._mirrors
         holding = list(self.kv_holding_waiting)
-        return [one for one in holding if tiers is None or not tiers.is_moving(mirrors.get(one.request_id))]
+        return [request for request in holding if tiers is None or not tiers.is_moving(mirrors.get(request.request_id))]
 
     def _swap_queues(self, joining: Sequence[VllmRequest]) -> tuple[Store, Store]:
         """Fill the queues with the joining requests only, and return the stores of all waiting requests."""
@@ -256,11 +256,11 @@ class Scheduler(AnyScheduler):
 
     def _relieve(self, now: float) -> None:
         """Drop the KV of the lowest-ranked waiting request, after a step in which vLLM could schedule nothing."""
-        parked = [one for one in self.kv_holding_waiting if one.status is RequestStatus.PREEMPTED]
+        parked = [request for request in self.kv_holding_waiting if request.status is RequestStatus.PREEMPTED]
         if self._flights or not parked:
             return
         rank = self._core.policies.ordering.rank
-        worst = max(parked, key=lambda one: rank(self._mirrors[one.request_id]))
+        worst = max(parked, key=lambda request: rank(self._mirrors[request.request_id]))
         self._drop(worst, now)
         self._lose(worst, now)
 
@@ -292,7 +292,9 @@ class Scheduler(AnyScheduler):
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, *args: Any, **kwargs: Any) -> bool:
         if reset_running_requests:  # parked requests hold KV, too
-            for request in [one for one in self.kv_holding_waiting if one.status is RequestStatus.PREEMPTED]:
+            for request in [
+                request for request in self.kv_holding_waiting if request.status is RequestStatus.PREEMPTED
+            ]:
                 self.kv_holding_waiting.remove_request(request)
                 request.status = RequestStatus.RUNNING
                 self.running.append(request)

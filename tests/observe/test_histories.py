@@ -96,14 +96,14 @@ def test_waiting_request_names_the_requests_that_held_its_slot() -> None:
     now = watched.stepper.now
     history = watched.log.find(2, now)
     assert [interval.state for interval in history.intervals] == ["no_slot"]
-    assert [holder.number for holder in watched.log.holders(history, now)] == [0, 1]
+    assert [other.number for other in watched.log.competitors(history, now)] == [0, 1]
     watched.run()
     ended = watched.log.find(2, watched.stepper.now)
     assert [interval.state for interval in ended.intervals] == ["no_slot", RUNNING]
     (first, *_), end = ended.intervals, watched.stepper.now
-    holders = {holder.number: holder for holder in watched.log.holders(ended, end)}
-    assert holders[0].seconds == pytest.approx((first.end or 0) - first.begin)
-    assert holders[0].is_finished
+    competitors = {other.number: other for other in watched.log.competitors(ended, end)}
+    assert competitors[0].seconds == pytest.approx((first.end or 0) - first.begin)
+    assert competitors[0].is_finished
 
 
 def test_aborted_request_that_never_ran_is_kept_with_its_reason() -> None:

@@ -381,12 +381,12 @@ async def test_stored_responses_belong_to_their_owner_and_the_oldest_leave(locat
         await add("first", "a", "b")
         await add("others", "a", owner=OTHER)
         await add("second", "b", "c")
-        assert await store.responses.holders(OWNER, ["a", "b", "c", "d", "no id"]) == ["first", "second"]
+        assert await store.responses.containing(OWNER, ["a", "b", "c", "d", "no id"]) == ["first", "second"]
         assert await store.responses.get(OWNER, "others") is None
         assert not await store.responses.delete(OWNER, "others")
         await add("third", size=85)  # with the first it would be 105
         assert [await store.responses.get(OWNER, name) is None for name in ("first", "second", "third")] == [True, 0, 0]
-        assert await store.responses.holders(OWNER, "abc") == ["second"]
+        assert await store.responses.containing(OWNER, "abc") == ["second"]
         with pytest.raises(QuotaExceeded, match="101 bytes"):
             await add("large", size=101)
         for name in ("fourth", "fifth"):
@@ -395,7 +395,7 @@ async def test_stored_responses_belong_to_their_owner_and_the_oldest_leave(locat
         location.clock.seconds += 150
         assert await store.responses.get(OWNER, "third") is None
         await store.responses.sweep()
-        assert await store.responses.holders(OTHER, "a") == []
+        assert await store.responses.containing(OTHER, "a") == []
         assert await store.responses.delete(OWNER, "fourth")
         assert await store.responses.get(OWNER, "fourth") is None
         found = await store.responses.get(OWNER, "fifth")

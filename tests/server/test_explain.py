@@ -44,8 +44,8 @@ def test_request_is_explained_while_it_waits_and_after_its_end(start_server: Sta
         live = _explained(client, "job/3")
         assert not live["is_finished"]
         assert live["intervals"][-1]["is_current"]
-        assert seen["holders"]
-        assert all(holder["id"].startswith("cmpl-") for holder in seen["holders"])
+        assert seen["competitors"]
+        assert all(other["id"].startswith("cmpl-") for other in seen["competitors"])
         assert (live["place"] < live["live_requests"] <= 4, live["facts"][0]["label"]) == (True, "first token first")
         shown = CliRunner().invoke(app, ["explain", "job/3", "--url", server.url]).output
         assert re.search(r"Number [1-4] of [1-4] live requests", shown)

@@ -148,7 +148,7 @@ def test_a_request_is_explained_by_each_of_its_ids_with_what_it_waited_for() -> 
         assert (choices[0]["state"], choices[0]["first_token_s"], choices[0]["total_s"]) == ("stop", 4.0, 5.0)
         assert choices[0]["seconds"] == {"not_examined": 1.0, "no_kv": 3.0, "running": 1.0}
         assert "--kv-cache-memory-bytes (now 30 blocks of 16 tokens)" in choices[0]["advice"]
-        assert [(one["id"], one["seconds"]) for one in choices[0]["holders"]] == [("cmpl-you-0", 3.0)]
+        assert [(one["id"], one["seconds"]) for one in choices[0]["competitors"]] == [("cmpl-you-0", 3.0)]
     assert [one["number"] for one in (histories.explain("you") or {})["choices"]] == [3]
     assert histories.explain("me") is histories.explain("7") is None
 

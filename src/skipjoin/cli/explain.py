@@ -113,9 +113,9 @@ def _why(reasons: Mapping[str, Any], choice: Mapping[str, Any]) -> Iterator[Text
         f"It waited {duration(waited)} of {duration(choice['total_s'])}, longest for: {reasons[longest]['short']}."
     )
     yield Text(reasons[longest]["text"])
-    holders = [f"{_name(holder)} for {duration(holder['seconds'])}" for holder in choice["holders"]]
-    if holders:
-        yield Text("Meanwhile ran longest: " + ", ".join(holders))
+    competitors = [f"{_name(other)} for {duration(other['seconds'])}" for other in choice["competitors"]]
+    if competitors:
+        yield Text("Meanwhile ran longest: " + ", ".join(competitors))
     if choice["advice"]:
         yield Text(choice["advice"], style="bold")
 

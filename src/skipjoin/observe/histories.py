@@ -19,8 +19,8 @@ from skipjoin.core.events import (
 )
 from skipjoin.core.request import Request
 from skipjoin.core.waits import WaitReason
+from skipjoin.observe.competitors import Competitor, competitors
 from skipjoin.observe.history import RUNNING, History, Interval, append, current_prediction, new_history, prediction_of
-from skipjoin.observe.holders import Holder, holders
 
 # Time for which finished requests are kept, as operators ask about them minutes later.
 KEEP_S = 600.0
@@ -165,8 +165,8 @@ class HistoryLog:
             yield self._current(record)
         yield from self.finished.since(since, now)
 
-    def holders(self, history: History, now: float) -> list[Holder]:
-        return holders(history, self.recent(history.arrival, now), now)
+    def competitors(self, history: History, now: float) -> list[Competitor]:
+        return competitors(history, self.recent(history.arrival, now), now)
 
     # -- events -------------------------------------------------------------------------------------------
 

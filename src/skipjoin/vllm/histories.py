@@ -12,10 +12,10 @@ from skipjoin.core.events import Arrived, Event, Finished, Token
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import FinishReason, Request
+from skipjoin.observe.competitors import Competitor
 from skipjoin.observe.explanation import Standing, explained, standing
 from skipjoin.observe.histories import MAX_FINISHED, HistoryLog
 from skipjoin.observe.history import History
-from skipjoin.observe.holders import Holder
 from skipjoin.observe.reasons import OptionNames, explanations, words_of
 from skipjoin.recipes import find
 
@@ -95,9 +95,9 @@ class RequestHistories:
         for number in self._numbers(name):
             with self._lock:
                 history = self._log.find(number, now)
-                holders = self._log.holders(history, now) if history is not None else []
+                competitors = self._log.competitors(history, now) if history is not None else []
             if history is not None:
-                choices.append(self._choice(history, len(choices), now, holders))
+                choices.append(self._choice(history, len(choices), now, competitors))
         if not choices:
             return None
         return {
@@ -108,12 +108,12 @@ class RequestHistories:
             "reasons": words_of(self._reasons),
         }
 
-    def _choice(self, history: History, choice: int, now: float, holders: list[Holder]) -> dict[str, Any]:
+    def _choice(self, history: History, choice: int, now: float, competitors: list[Competitor]) -> dict[str, Any]:
         return {
             "choice": choice,
             "replica": self._engine,
             **explained(history, now, time.time(), self._reasons, self._standing(history)),
-            "holders": [self._holder(holder) for holder in holders],
+            "competitors": [self._competitor(other) for other in competitors],
         }
 
     def _standing(self, history: History) -> Standing | None:
@@ -127,14 +127,14 @@ class RequestHistories:
         except TimeoutError:
             return None
 
-    def _holder(self, holder: Holder) -> dict[str, Any]:
-        found = _RANDOM.match(self._names.get(holder.number, ""))
+    def _competitor(self, other: Competitor) -> dict[str, Any]:
+        found = _RANDOM.match(self._names.get(other.number, ""))
         return {
             "id": found[1] if found is not None else None,
             "choice": None,
-            "seconds": holder.seconds,
-            "service": holder.service,
-            "is_finished": holder.is_finished,
+            "seconds": other.seconds,
+            "service": other.service,
+            "is_finished": other.is_finished,
         }
 
     def _numbers(self, name: str) -> list[int]:

@@ -55,7 +55,7 @@ function why(reasons, choice) {
   return card(title,
     about && (waits || waited > MIN_WAIT_S) ? [
       h("p", null, waits ? reasons[about].text : ["The longest wait, ", h("strong", null, duration(choice.seconds[about])), ": ", reasons[about].text]),
-      choice.holders.length ? h("p", null, "Ran longest meanwhile: ", choice.holders.map((one, at) => [at ? ", " : "", requestLink(one.id, one.choice), ` (${duration(one.seconds)}${one.service === "best-effort" ? ", best-effort" : ""}${one.is_finished ? ", ended" : ""})`])) : null,
+      choice.competitors.length ? h("p", null, "Ran longest meanwhile: ", choice.competitors.map((one, at) => [at ? ", " : "", requestLink(one.id, one.choice), ` (${duration(one.seconds)}${one.service === "best-effort" ? ", best-effort" : ""}${one.is_finished ? ", ended" : ""})`])) : null,
       advice(about, reasons[about]),
     ] : h("p", { class: "soft" }, waited > 0 ? "It waited for less than a millisecond." : "It never waited."));
 }

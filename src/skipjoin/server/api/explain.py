@@ -3,9 +3,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from skipjoin.observe.competitors import Competitor
 from skipjoin.observe.explanation import explained
 from skipjoin.observe.history import History
-from skipjoin.observe.holders import Holder
 from skipjoin.observe.reasons import Explanation, OptionNames, explanations
 from skipjoin.recipes import find
 from skipjoin.server.api.request_index import IndexedRequest
@@ -27,18 +27,18 @@ class Explainer:
             "choice": choice,
             "replica": replica,
             **explained(history, reply.now, time.time(), self._reasons, reply.standings.get(history.number)),
-            "holders": [self.holder(holder) for holder in reply.holders.get(history.number, ())],
+            "competitors": [self.competitor(other) for other in reply.competitors.get(history.number, ())],
         }
 
-    def holder(self, holder: Holder) -> dict[str, Any]:
-        request = self._index.of_number(holder.number)
+    def competitor(self, other: Competitor) -> dict[str, Any]:
+        request = self._index.of_number(other.number)
         is_visible = request is not None and self._owner in (None, request.owner)
         return {
             "id": request.response_id if request is not None and is_visible else None,
-            "choice": request.choices[holder.number] if request is not None and is_visible else None,
-            "seconds": holder.seconds,
-            "service": holder.service,
-            "is_finished": holder.is_finished,
+            "choice": request.choices[other.number] if request is not None and is_visible else None,
+            "seconds": other.seconds,
+            "service": other.service,
+            "is_finished": other.is_finished,
         }
 
 

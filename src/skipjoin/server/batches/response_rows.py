@@ -48,7 +48,7 @@ class ResponseRows:
             found = (await connection.execute(query)).mappings().one_or_none()
         return None if found is None else ResponseRow(**{name: found[name] for name in _FIELDS})
 
-    async def holders(self, owner: str, items: Collection[str]) -> list[str]:
+    async def containing(self, owner: str, items: Collection[str]) -> list[str]:
         """Return the ids of the responses that have `items`, as far as they exist."""
         known, found = list(filter(is_id, items)), dict[str, None]()
         async with self._db.reading() as connection:

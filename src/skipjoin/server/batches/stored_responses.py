@@ -47,9 +47,9 @@ class StoredResponses:
         found: dict[str, dict[str, Any]] = {}
         wanted = frozenset(ids)
         async with _api_errors():
-            holders = await self._context.store.responses.holders(owner, wanted)
-        for holder in holders:
-            if (stored := await self.get(owner, holder)) is not None:
+            found_in = await self._context.store.responses.containing(owner, wanted)
+        for response_id in found_in:
+            if (stored := await self.get(owner, response_id)) is not None:
                 found.update((item["id"], item) for item in stored.items if item["id"] in wanted)
         return found
 

@@ -101,14 +101,14 @@ class EngineObserver:
             for number in question.numbers
             if (history := histories.find(number, now, core.requests.get(number))) is not None
         ]
-        held_by = {history.number: histories.holders(history, now) for history in found}
+        competitors = {history.number: histories.competitors(history, now) for history in found}
         live, policies = core.requests, core.scheduler.policies
         asked = [live[history.number] for history in found if history.number in live]
         standings = {
             request.id: standing(request, live.values(), policies.ordering, policies.explain(request, now, core.kv))
             for request in asked
         }
-        return HistoriesFound(question.id, now, found, held_by, standings)
+        return HistoriesFound(question.id, now, found, competitors, standings)
 
 
 def describe(core: EngineCore, now: float, rows: int | None = None, *, has_facts: bool = False) -> list[RequestState]:

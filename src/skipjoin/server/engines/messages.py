@@ -13,9 +13,9 @@ from skipjoin.core.forecast import Forecast
 from skipjoin.core.policy import Fact
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions, ServiceClass
 from skipjoin.kv_format import SWAP_FORMATS
+from skipjoin.observe.competitors import Competitor
 from skipjoin.observe.explanation import Standing
 from skipjoin.observe.history import History, current_prediction
-from skipjoin.observe.holders import Holder
 from skipjoin.observe.metric_snapshot import Snapshot
 from skipjoin.observe.steps import StepSummary
 from skipjoin.options import Value
@@ -324,13 +324,13 @@ class RequestStates(msgspec.Struct, frozen=True, tag="states", array_like=True):
 class HistoriesFound(msgspec.Struct, frozen=True, tag="histories", array_like=True):
     """Reply to the `FindHistories` message with the same id. Times are on the engine's clock.
 
-    `holders` are requests that ran longest while a wanted one waited, by its number.
+    `competitors` are requests that ran longest while a wanted one waited, by its number.
     """
 
     id: int
     now: float
     histories: list[History]
-    holders: dict[int, list[Holder]] = {}
+    competitors: dict[int, list[Competitor]] = {}
     standings: dict[int, Standing] = {}
 
 

@@ -6,18 +6,18 @@ from typing import NamedTuple
 from skipjoin.core.request import ServiceClass
 from skipjoin.observe.history import History
 
-# Requests named as holders of what a request waits for.
-MAX_HOLDERS = 5
+# Requests named in an explanation.
+MAX_COMPETITORS = 5
 
 
-class Holder(NamedTuple):
+class Competitor(NamedTuple):
     number: int
     seconds: float
     service: ServiceClass
     is_finished: bool
 
 
-def holders(history: History, others: Iterable[History], now: float) -> list[Holder]:
+def competitors(history: History, others: Iterable[History], now: float) -> list[Competitor]:
     """Return those of the other requests that ran longest while `history` waited."""
     waits = history.spans(now, is_running=False)
     if not waits:
@@ -27,9 +27,9 @@ def holders(history: History, others: Iterable[History], now: float) -> list[Hol
         if other.number == history.number or (other.ended or now) <= history.arrival:
             continue
         if (seconds := _overlap(waits, other.spans(now, is_running=True))) > 0:
-            found.append(Holder(other.number, seconds, other.service, other.ended is not None))
-    found.sort(key=lambda holder: (-holder.seconds, holder.number))
-    return found[:MAX_HOLDERS]
+            found.append(Competitor(other.number, seconds, other.service, other.ended is not None))
+    found.sort(key=lambda competitor: (-competitor.seconds, competitor.number))
+    return found[:MAX_COMPETITORS]
 
 
 def _overlap(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> float:

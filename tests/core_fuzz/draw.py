@@ -71,7 +71,7 @@ def world_of(draw: random.Random, recipes: Sequence[str]) -> World:
         is_exact=draw.random() < 0.9,
         cost=cost,
         params=tuple((key, value) for key, value in params.items() if key in recipe.parameters),
-        eviction=draw.choice((*sorted(EVICTIONS), "lend", "patchwork", "spill")) if draw.random() < 0.25 else "",
+        eviction=draw.choice((*sorted(EVICTIONS), "share", "patchwork", "spill")) if draw.random() < 0.25 else "",
     )
 
 

@@ -16,7 +16,7 @@ from skipjoin.core.request import FinishReason, ProgramId, Request, RequestOptio
 from skipjoin.core.step import Direction, Move, StepPlan
 from skipjoin.options import Value
 from skipjoin.policies.cost import LinearCost
-from skipjoin.policies.eviction import Lend
+from skipjoin.policies.eviction import Share
 from support import policies as test_policies
 from support import watch
 
@@ -24,7 +24,7 @@ STEP_S = 0.01
 # Eviction policies that a world may have instead of its recipe's.
 EVICTIONS = test_policies.EVICTIONS | {
     "patchwork": lambda: test_policies.Patchwork(1),
-    "lend": lambda: Lend(test_policies.COST),
+    "share": lambda: Share(test_policies.COST),
 }
 # Settings that worlds of other tests have, too.
 SHARED = (

@@ -194,7 +194,7 @@ def make_core(
     if stages > 1:
         cost, cuts = LinearCost(floor=2.0, prefill_token=1.0, decode=0.5), chunk is not None
         batcher = EvenStages(batcher, cost, stages, max_seqs=slots * stages, max_tokens=tokens * stages, cuts=cuts)
-    policies = Policies(Rotating(has_classes=eviction.lends), batcher, OnDemand(), eviction)
+    policies = Policies(Rotating(has_classes=eviction.shares), batcher, OnDemand(), eviction)
     ledger = KVLedger(device_blocks, cpu_blocks, BLOCK_SIZE, states=states)
     return EngineCore(Scheduler(policies, ledger, depth=depth, overlap=overlap))
 
@@ -281,12 +281,12 @@ def run(core: EngineCore, executor: Closable, requests: Sequence[Request], *, le
     Args:
         leads: Whether the other requests arrive when the first one has its first token.
     """
-    lends, late = core.scheduler.policies.eviction.lends, list(requests)
+    shares, late = core.scheduler.policies.eviction.shares, list(requests)
 
     def is_due(request: Request) -> bool:
         if leads and request is not requests[0] and not requests[0].progress.output:
             return False
-        return not lends or request.is_best_effort or request is requests[0] or steps >= _APART * request.id
+        return not shares or request.is_best_effort or request is requests[0] or steps >= _APART * request.id
 
     core.on_finished = executor.on_finished
     handles: deque = deque()

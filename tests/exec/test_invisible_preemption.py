@@ -33,7 +33,7 @@ from skipjoin.model.ops.build import load_library
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.eviction import Recompute
 from skipjoin.recipes import Settings
-from support.policies import DropTails, LendAll, LendAlongside, SpillAll
+from support.policies import DropTails, LendAlongside, ShareAll, SpillAll
 from support.recipes import build
 from support.worlds import exhaustive, halved, one_in
 
@@ -55,7 +55,7 @@ SLOTS = {OUT: "saved slots", Direction.WITHIN: "moved slots", IN: "restored slot
 _RESTLESS = dict(eviction=lambda: Restless(5), device_blocks=40, cpu_blocks=40, slots=2, chunk=5)
 _SWAPPED = dict(eviction=SwapAll, device_blocks=8, cpu_blocks=60, slots=1)
 _SPILLED = _SWAPPED | dict(eviction=SpillAll)
-_SHARED = _SWAPPED | dict(eviction=LendAll, slots=3, chunk=5)
+_SHARED = _SWAPPED | dict(eviction=ShareAll, slots=3, chunk=5)
 _ALONGSIDE = _SHARED | dict(eviction=LendAlongside, device_blocks=12, late=3)
 _PARTS = _RESTLESS | dict(eviction=lambda: RestlessParts(5), device_blocks=10, chunk=4, late=3)
 # The largest request has 26 tokens: 7 blocks of 4.

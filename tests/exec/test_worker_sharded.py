@@ -55,7 +55,7 @@ FORCED = {
     "swapped": _SWAPPED,
     "swapped, copies fail": _SWAPPED | dict(fails=["OUT", "IN"], chunk=7),
     "spilled, copies fail": _SWAPPED | dict(eviction=SpillAll, fails=["OUT", "IN"], chunk=7),
-    "shared": dict(eviction=LendAll, device_blocks=8, cpu_blocks=60, slots=3, chunk=5),
+    "shared": dict(eviction=ShareAll, device_blocks=8, cpu_blocks=60, slots=3, chunk=5),
     "moved concurrently": _RESTLESS,
     "moved concurrently, completing late": _RESTLESS | dict(late=4),
     "moved concurrently, late copies fail": _RESTLESS | dict(late=3, fails=["OUT", "IN"]),

@@ -12,7 +12,7 @@ from skipjoin.core.events import Preemption
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import Eviction, EvictionPolicy
 from skipjoin.core.request import Request
-from skipjoin.policies.eviction import Defer, DisplacingSwap, Lend, ProactiveSwap, Recompute, Spill, Swap, Vacate
+from skipjoin.policies.eviction import Defer, DisplacingSwap, ProactiveSwap, Recompute, Share, Spill, Swap, Vacate
 from support.load import make
 from support.policies import COST, EVICTIONS, Ranks
 
@@ -170,7 +170,7 @@ def test_spill_compares_costs_of_the_part_and_paces_drops_for_incoming_requests(
     ], "reserved blocks without KV are not paced"
 
 
-def test_lend_prefers_the_emptiest_best_effort_request_then_the_least_urgent() -> None:
+def test_share_prefers_the_emptiest_best_effort_request_then_the_least_urgent() -> None:
     kv = KVLedger(30, 30, 4)
     least_urgent, urgent, full, emptier = requests = holders(kv, [2, 2, 2, 2], best_effort=(2, 3))
     for request in (full, emptier):
@@ -178,11 +178,11 @@ def test_lend_prefers_the_emptiest_best_effort_request_then_the_least_urgent() -
     for request in (urgent, emptier):
         request.progress.computed = request.progress.planned = request.progress.computed - 3
     quick, slow = (replace(COST, prefill_token=1e-3, block=block, transfer_floor=0.0) for block in (1e-4, 1.0))
-    victims = Lend(quick).victims(8, requests, kv, 0.0, None)
-    assert [(one.request, one.lent) for one in victims] == [
+    victims = Share(quick).victims(8, requests, kv, 0.0, None)
+    assert [(one.request, one.shared) for one in victims] == [
         (emptier, True), (full, True), (least_urgent, False), (urgent, False),
     ]  # fmt: skip
-    assert not any(one.lent for one in Lend(slow).victims(8, requests, kv, 0.0, None)), "copies take longer"
+    assert not any(one.shared for one in Share(slow).victims(8, requests, kv, 0.0, None)), "copies take longer"
 
 
 def test_swap_moves_nothing_ahead() -> None:

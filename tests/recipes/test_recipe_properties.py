@@ -28,7 +28,7 @@ from skipjoin.core.step import Move, Slice
 from skipjoin.options import ConfigError
 from skipjoin.policies.batching import TargetForward
 from skipjoin.policies.best_effort import LimitedBestEffort
-from skipjoin.policies.eviction import Lend
+from skipjoin.policies.eviction import Share
 from skipjoin.recipes import Forecasts, Settings, find
 from support.load import load, make
 from support.policies import COST, EVICTIONS, SYSTEMS, Patchwork
@@ -42,7 +42,7 @@ ROOMY = ("static", "orca", "orca-exact", "srtf")
 # Plans in flight change the reasons for their few evictions, so that these are counted with one plan in flight.
 RARELY_EVICT = ("orca", "orca-exact", "srtf", "synccoupled")
 # Eviction policies that `worlds` does not have.
-OTHERS: dict[str | None, Callable[[int], EvictionPolicy]] = {"patchwork": Patchwork, "lend": lambda seed: Lend(COST)}
+OTHERS: dict[str | None, Callable[[int], EvictionPolicy]] = {"patchwork": Patchwork, "share": lambda seed: Share(COST)}
 
 
 def drawn() -> list[Request]:

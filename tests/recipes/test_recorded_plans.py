@@ -77,8 +77,8 @@ def mechanisms(event: Event) -> Iterator[object]:
             yield how
             if kept and how is not Preemption.PAUSE:
                 yield "a part of a request's KV is kept"
-        case Planned(plan=plan, lent=lent):
-            yield from ["shared blocks"] * (lent > 0)
+        case Planned(plan=plan, shared=shared):
+            yield from ["shared blocks"] * (shared > 0)
             yield from mechanisms_of(plan)
         case MoveFailed(move=move):
             yield f"a failed move {move.direction.name.lower()}"

@@ -163,18 +163,18 @@ class SpillAll(Recompute):
         return found
 
 
-class LendAll(SpillAll):
-    """Lends the missing blocks of best-effort requests."""
+class ShareAll(SpillAll):
+    """Shares the missing blocks of best-effort requests."""
 
-    lends = True
+    shares = True
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, incoming: Request | None
     ) -> Sequence[Eviction]:
-        return [one._replace(lent=True) for one in super().victims(short, candidates, kv, now, incoming)]
+        return [one._replace(shared=True) for one in super().victims(short, candidates, kv, now, incoming)]
 
 
-class LendAlongside(LendAll):
+class LendAlongside(ShareAll):
     """Swaps best-effort requests in while others compute."""
 
     def returns_alongside(self, request: Request) -> bool:

@@ -230,7 +230,7 @@ class WatchedCore(EngineCore):
         ordering = self.scheduler.policies.ordering
         ran = [piece.request for piece in plan.slices]
         grown = [r for r in ran if before[r].device and before[r].claim != _State.of(r, self.kv, 0).claim]
-        grown += [r for r in ran if (held := self.kv.blocks_of(r)) is not None and held.sharing.borrows]
+        grown += [r for r in ran if (held := self.kv.blocks_of(r)) is not None and held.sharing.borrowed]
         grown += [move.request for move in plan.blocking if move.direction is Direction.WITHIN]
         new = [r for r in ran if before[r].device == 0]
         # A request whose KV is found on the CPU tier has its blocks from now on, but may have to wait for a move.
@@ -285,7 +285,7 @@ class _State(NamedTuple):
             device = len(held.device) if held.moving is None and not held.swapped_out else 0
             has_room = device > 0 and held.room >= request.progress.known + request.progress.pending_samples
             own = held.reservation
-            claim = own.size + own.adopted - own.lent, kv.reservations.parent_of(request)
+            claim = own.size + own.adopted - own.nested_blocks, kv.reservations.parent_of(request)
         known, planned, pending = request.progress.known, request.progress.planned, request.progress.pending_samples
         evictions, is_newly_resident, last_plan = (
             request.progress.evictions,

@@ -107,7 +107,7 @@ class Planned(NamedTuple):
     reserved: int
     tail: WaitReason = WaitReason.NOT_EXAMINED
     cap: int = 0
-    lent: int = 0
+    shared: int = 0
 
 
 class Computed(NamedTuple):

@@ -275,7 +275,7 @@ class Eviction(NamedTuple):
         how: What happens to its device KV: SWAP, SPILL or DROP.
         blocks: With SPILL and DROP, the number of blocks to free, in the order of `KVAccounts.filled_after`; None for
             all. The request then waits until all of its KV fits on the device.
-        lent: Whether to share these blocks bidirectionally with the request that needs them, where possible.
+        shared: Whether to share these blocks bidirectionally with the request that needs them, where possible.
         displaces: Whether requests that rank after this one lose their KV on the CPU tier if it is too full. If even
             that does not suffice, the KV of this request is dropped.
     """
@@ -283,7 +283,7 @@ class Eviction(NamedTuple):
     request: Request
     how: Preemption
     blocks: int | None = None
-    lent: bool = False
+    shared: bool = False
     displaces: bool = False
 
 
@@ -291,7 +291,7 @@ class EvictionPolicy(Protocol):
     """Policy that decides which KV leaves the device, and which is swapped in advance."""
 
     @property
-    def lends(self) -> bool:
+    def shares(self) -> bool:
         """True if blocks are shared bidirectionally: best-effort requests fill theirs from the last slot down."""
         ...
 

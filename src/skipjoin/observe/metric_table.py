@@ -64,7 +64,7 @@ ENGINE_METRICS = (
     gauge("kv_leased_blocks", "Number of these that are kept for programs that pause."),
     gauge("kv_cpu_cached_blocks", "Number of free blocks of the CPU tier in the prefix cache."),
     gauge("kv_shared_blocks", "Number of device blocks that several requests hold."),
-    gauge("kv_lent_blocks", "Number of bidirectional blocks, which two requests fill."),
+    gauge("kv_bidirectional_blocks", "Number of bidirectional blocks, which two requests fill."),
     gauge(
         "kv_hosted_requests",
         "Number of requests with KV in blocks that another one reserves. Only the recipe econoserve nests them.",

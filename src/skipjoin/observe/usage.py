@@ -31,11 +31,11 @@ class SharedEndUse:
         self.slots = 0
         self.restores = 0
         self._saved: set[Request] = set()  # requests with checkpointed slots
-        self.lent = 0  # current number of blocks
-        self._lent_block_s = 0.0
+        self.blocks = 0  # current number of blocks
+        self._block_s = 0.0
 
     def pass_time(self, seconds: float) -> None:
-        self._lent_block_s += seconds * self.lent
+        self._block_s += seconds * self.blocks
 
     def moved(self, move: Move) -> None:
         if move.request is None:
@@ -55,7 +55,7 @@ class SharedEndUse:
 
     def kv(self, seconds: float, slot_bytes: float) -> dict[str, Any]:
         return {
-            "shared_blocks_mean": self._lent_block_s / seconds,
+            "shared_blocks_mean": self._block_s / seconds,
             "checkpointed_slots": self.slots,
             "checkpointed_bytes": round(self.slots * slot_bytes),
             "restores": self.restores,
@@ -165,7 +165,7 @@ class EngineUsage:
     def _plan(self, event: Planned) -> None:
         self._advance(event.now)
         self._reserved = event.reserved
-        self.shared_ends.lent = event.lent
+        self.shared_ends.blocks = event.shared
         for move in event.plan.blocking:
             # Another slot of a request that is preempted already. Its first slots are part of the preemption event.
             if not move.spans or move.request is None:

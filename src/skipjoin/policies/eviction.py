@@ -28,7 +28,7 @@ class Recompute:
     """Drops the KV of the lowest-ranked requests, which recompute it later (FastServe section 4.2, strawman 2)."""
 
     is_decode_invariant = True
-    lends = False
+    shares = False
     how = Preemption.DROP
 
     def returns_overlapped(self, request: Request) -> bool:
@@ -185,14 +185,14 @@ class Spill(Swap):
         return missing if victim.is_best_effort and missing < kv.footprint(victim) else None
 
 
-class Lend(Spill):
+class Share(Spill):
     """`Spill` with bidirectional block sharing (BROS section 5).
 
     A real-time request fills blocks of best-effort requests from the other end, emptiest blocks first.
     """
 
     is_decode_invariant = True
-    lends = True
+    shares = True
 
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVAccounts, now: float, incoming: Request | None
@@ -204,7 +204,7 @@ class Lend(Spill):
         )
         found = super().victims(short, emptiest, kv, now, incoming)
         return [
-            victim._replace(lent=victim.request.progress.reverse and victim.how is not Preemption.DROP)
+            victim._replace(shared=victim.request.progress.reverse and victim.how is not Preemption.DROP)
             for victim in found
         ]
 

@@ -10,14 +10,14 @@ from skipjoin.options import Option
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.best_effort import Patience
 from skipjoin.policies.deadlines import ByDeadline, NextTokens, StartedFirst
-from skipjoin.policies.eviction import Lend, Recompute, Spill, Swap
+from skipjoin.policies.eviction import Recompute, Share, Spill, Swap
 from skipjoin.policies.packing import Packing, Replacing
 from skipjoin.recipes.parts import classed, staged
 from skipjoin.recipes.registry import Params, Settings, recipe
 
 # The last is BROS without its KV management (section 7.4.1).
 _EVICTIONS: Mapping[str, Callable[[CostModel], EvictionPolicy]] = {
-    "share": Lend,
+    "share": Share,
     "partial": Spill,
     "swap": Swap,
     "recompute": lambda cost: Recompute(),

@@ -98,7 +98,7 @@ def test_a_best_effort_request_alone_does_not_wait_for_its_swap_in() -> None:
 
 
 class SpillAlongside(LendAlongside):
-    lends = False
+    shares = False
 
 
 def test_incoming_requests_leave_the_blocks_that_a_swapped_out_request_waits_for() -> None:

@@ -13,7 +13,7 @@ from skipjoin.core.step import StepResult
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.eviction import Recompute
 from support.load import make
-from support.policies import LendAll, Ranks, Verdicts
+from support.policies import Ranks, ShareAll, Verdicts
 from support.watch import Scene, Stepper, World
 
 DEPTHS = pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), (2, True)])
@@ -33,7 +33,7 @@ def test_a_promoted_owner_runs_when_its_borrower_fills_the_device(depth: int, ov
 
 @DEPTHS
 def test_an_owner_that_ranks_first_again_runs_before_its_borrower_finishes(depth: int, overlap: bool) -> None:
-    stepper = Scene({0: 1, 1: 0}, blocks=10, cpu=200, eviction=LendAll(), depth=depth, overlap=overlap)
+    stepper = Scene({0: 1, 1: 0}, blocks=10, cpu=200, eviction=ShareAll(), depth=depth, overlap=overlap)
     stepper.add(make(0, 34, 6, best_effort=True))
     while stepper.core.requests[0].progress.pending > 1:
         stepper.step()
@@ -41,7 +41,7 @@ def test_an_owner_that_ranks_first_again_runs_before_its_borrower_finishes(depth
     while len(stepper.tokens.get(1, ())) < 2:
         stepper.fill()
         stepper.finish()
-    assert stepper.core.kv.sharing.lent_blocks
+    assert stepper.core.kv.sharing.bidirectional_blocks
     owned = len(stepper.tokens.get(0, ()))
     stepper.ordering.numbers[0] = -1
     for _ in range(3 * depth):

@@ -27,7 +27,7 @@ def request_of(number: int, *, reverse: bool, tokens: int = 60, prefix: ContentP
 
 
 class SharingMachine:
-    """Requests of both directions that grow, lend, overwrite and swap in any order.
+    """Requests of both directions that grow, share, overwrite and swap in any order.
 
     Moves complete or fail in `finish`; a model of the device knows what each slot holds.
     """
@@ -76,17 +76,17 @@ class SharingMachine:
         self.device.follow(StepResult(plan, [None] * len(plan.slices), 0.0))
         assert not self.device.tainted
 
-    def lend(self, lends: int, borrows: int, keep: int) -> None:
-        kv, owner, borrower = self.kv, self.requests[lends], self.requests[borrows]
-        if not kv.sharing.can_lend(owner, borrower):
+    def share(self, owns: int, borrows: int, keep: int) -> None:
+        kv, owner, borrower = self.kv, self.requests[owns], self.requests[borrows]
+        if not kv.sharing.can_share(owner, borrower):
             return
         kv.trim(owner)
         before, alone = kv.device_free, kv.footprint(owner)
         has = len(kv.blocks_of(borrower).table) if kv.blocks_of(borrower) else 0
-        lent = kv.sharing.lend(owner, keep, borrower)
+        shared = kv.sharing.share(owner, keep, borrower)
         assert kv.device_free == before
         got = (len(kv.blocks_of(borrower).table) if kv.blocks_of(borrower) else 0) - has
-        assert lent or not got
+        assert shared or not got
         assert kv.footprint(owner) == alone - got
         assert not set(kv.sharing.in_the_way(borrower, 0))
 
@@ -137,7 +137,7 @@ class SharingMachine:
             self.kv.release(request)
         self.kv.check()
         assert (self.kv.device_free, self.kv.tiers.cpu_free, self.kv.available) == (DEVICE, CPU, DEVICE)
-        assert not self.kv.sharing.lent_blocks
+        assert not self.kv.sharing.bidirectional_blocks
 
 
 def test_no_request_reads_kv_of_another_one() -> None:
@@ -151,11 +151,11 @@ def disturb(seed: int, seen: Counter[tuple[Direction, bool]]) -> None:
     draw, machine = Random(seed), SharingMachine()
     indices = range(REQUESTS)
     for _ in range(600):
-        match draw.choices(("run", "lend", "move_out", "drop", "end", "finish"), (12, 8, 1, 0.3, 1, 6))[0]:
+        match draw.choices(("run", "share", "move_out", "drop", "end", "finish"), (12, 8, 1, 0.3, 1, 6))[0]:
             case "run":
                 machine.run(draw.choice(indices), draw.randint(1, 4))
-            case "lend":
-                machine.lend(draw.randrange(OWNERS), draw.randrange(OWNERS - 1, REQUESTS), keep=draw.randint(0, 2))
+            case "share":
+                machine.share(draw.randrange(OWNERS), draw.randrange(OWNERS - 1, REQUESTS), keep=draw.randint(0, 2))
             case "move_out":
                 machine.move_out(draw.choice(indices), draw.randint(0, 4))
             case "drop":
@@ -189,10 +189,10 @@ def fill(kv: KVLedger, request: Request, tokens: int) -> list[Move]:
 def test_a_borrower_fills_empty_slots_first_and_only_overwritten_slots_are_saved() -> None:
     kv = KVLedger(4, 4, SIZE)
     owner, borrower = filled(kv, 0, 6, reverse=True), request_of(1, reverse=False)
-    assert kv.sharing.lend(owner, 1, borrower)
+    assert kv.sharing.share(owner, 1, borrower)
     table = kv.blocks_of(borrower).table
     assert table == kv.blocks_of(owner).table[1:]
-    assert (kv.sharing.lent_blocks, kv.footprint(borrower), kv.footprint(owner)) == (1, 0, 1)
+    assert (kv.sharing.bidirectional_blocks, kv.footprint(borrower), kv.footprint(owner)) == (1, 0, 1)
     assert fill(kv, borrower, 2) == []  # the owner's last block has two empty slots
     assert kv.blocks_of(owner).room == 6
     (move,) = fill(kv, borrower, 3)
@@ -206,7 +206,7 @@ def test_a_borrower_fills_empty_slots_first_and_only_overwritten_slots_are_saved
 def test_slots_are_restored_in_place_after_the_borrower_is_released() -> None:
     kv = KVLedger(4, 4, SIZE)
     owner, borrower = filled(kv, 0, 8, reverse=True), request_of(1, reverse=False)
-    kv.sharing.lend(owner, 1, borrower)
+    kv.sharing.share(owner, 1, borrower)
     (out,) = fill(kv, borrower, 3)
     kv.tiers.complete(out)
     kv.release(borrower)
@@ -216,13 +216,13 @@ def test_slots_are_restored_in_place_after_the_borrower_is_released() -> None:
     assert back.spans == (Span(0, 3),)
     kv.tiers.complete(back)
     kv.check()
-    assert (kv.tiers.cpu_free, kv.blocks_of(owner).room, kv.sharing.lent_blocks) == (4, 8, 0)
+    assert (kv.tiers.cpu_free, kv.blocks_of(owner).room, kv.sharing.bidirectional_blocks) == (4, 8, 0)
 
 
 def test_slots_are_restored_in_another_block_while_the_borrower_remains() -> None:
     kv = KVLedger(4, 4, SIZE)
     owner, borrower = filled(kv, 0, 8, reverse=True), request_of(1, reverse=False)
-    kv.sharing.lend(owner, 1, borrower)
+    kv.sharing.share(owner, 1, borrower)
     (out,) = fill(kv, borrower, 3)
     kv.tiers.complete(out)
     (shared,) = kv.blocks_of(borrower).table
@@ -235,13 +235,13 @@ def test_slots_are_restored_in_another_block_while_the_borrower_remains() -> Non
     for move in (within, back):
         kv.tiers.complete(move)
     kv.check()
-    assert (kv.footprint(owner), kv.footprint(borrower), kv.sharing.lent_blocks) == (2, 1, 0)
+    assert (kv.footprint(owner), kv.footprint(borrower), kv.sharing.bidirectional_blocks) == (2, 1, 0)
 
 
 def test_owner_and_borrower_run_in_one_block_until_it_is_full() -> None:
     kv = KVLedger(2, 4, 8)
     owner, borrower = filled(kv, 0, 2, reverse=True), request_of(1, reverse=False)
-    kv.sharing.lend(owner, 0, borrower)
+    kv.sharing.share(owner, 0, borrower)
     assert [*fill(kv, borrower, 3), *fill(kv, owner, 4), *fill(kv, borrower, 4)] == []
     assert kv.blocks_of(owner).table == kv.blocks_of(borrower).table
     (within,) = fill(kv, owner, 5)  # the owner moves, because it ranks lower
@@ -249,7 +249,7 @@ def test_owner_and_borrower_run_in_one_block_until_it_is_full() -> None:
     assert fill(kv, borrower, 8) == []
 
 
-def test_blocks_of_the_prefix_cache_are_not_lent_and_lent_blocks_have_no_key() -> None:
+def test_blocks_of_the_prefix_cache_are_not_shared_bidirectionally_and_such_blocks_have_no_key() -> None:
     kv = KVLedger(6, 4, SIZE)
     owner, other = (request_of(number, reverse=True, prefix=ContentPrefix(SIZE)) for number in range(2))
     borrower = request_of(2, reverse=False)
@@ -257,9 +257,9 @@ def test_blocks_of_the_prefix_cache_are_not_lent_and_lent_blocks_have_no_key() -
     owner.progress.computed = owner.progress.planned = 8
     kv.cache.offer(owner)
     assert kv.adopt(other).tokens == 8
-    assert not kv.sharing.lend(owner, 0, borrower)
+    assert not kv.sharing.share(owner, 0, borrower)
     kv.release(other)
-    assert kv.sharing.lend(owner, 1, borrower)
+    assert kv.sharing.share(owner, 1, borrower)
     assert kv.hit(other).tokens == 4
     kv.cache.offer(owner)  # not while another request fills the block
     assert kv.hit(other).tokens == 4
@@ -268,11 +268,11 @@ def test_blocks_of_the_prefix_cache_are_not_lent_and_lent_blocks_have_no_key() -
     assert kv.hit(other).tokens == 8
 
 
-def test_lending_needs_a_cpu_tier_block_for_each_block() -> None:
+def test_sharing_needs_a_cpu_tier_block_for_each_block() -> None:
     kv = KVLedger(4, 1, SIZE)
     owner, borrower = filled(kv, 0, 8, reverse=True), request_of(1, reverse=False)
-    assert not kv.sharing.lend(owner, 0, borrower)
-    assert kv.sharing.lend(owner, 1, borrower)
+    assert not kv.sharing.share(owner, 0, borrower)
+    assert kv.sharing.share(owner, 1, borrower)
     assert KVLedger(4, 0, SIZE).sharing is None
     assert KVLedger(4, 1, SIZE, is_exact=False).sharing is None
 
@@ -282,7 +282,7 @@ def lose_a_slot(kv: KVLedger) -> None:
 
 
 def forget_a_borrower(kv: KVLedger) -> None:
-    next(iter(kv._shared.of.values())).borrower.sharing.borrows.clear()
+    next(iter(kv._shared.of.values())).borrower.sharing.borrowed.clear()
 
 
 def miscount(kv: KVLedger) -> None:
@@ -297,7 +297,7 @@ def lose_a_copy(kv: KVLedger) -> None:
 def test_check_finds_corrupted_shared_blocks(corrupt: Callable[[KVLedger], None]) -> None:
     kv = KVLedger(4, 4, SIZE)
     owner, borrower = filled(kv, 0, 7, reverse=True), request_of(1, reverse=False)
-    kv.sharing.lend(owner, 1, borrower)
+    kv.sharing.share(owner, 1, borrower)
     kv.check()
     corrupt(kv)
     with pytest.raises(LedgerError):

@@ -95,7 +95,7 @@ class LedgerMachine(RuleBasedStateMachine):
             with pytest.raises(LedgerError, match="and has no reservation"):
                 kv.reserve(request, blocks, parent=parent)
         elif request in self.ancestors(parent):
-            with pytest.raises(LedgerError, match="lends itself"):
+            with pytest.raises(LedgerError, match="of its own reservation"):
                 kv.reserve(request, blocks, parent=parent)
         elif kv.shortfall_of_reservation(request, blocks, parent) <= 0:
             available = kv.available
@@ -346,8 +346,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def size(self, request: Request) -> int:
         held = self.kv.blocks_of(request)
-        lent = sum(map(self.size, nested_in(self.kv, request)))
-        return max(held.reservation.promised, len(held.device) + lent) - held.reservation.adopted
+        nested_blocks = sum(map(self.size, nested_in(self.kv, request)))
+        return max(held.reservation.promised, len(held.device) + nested_blocks) - held.reservation.adopted
 
     def teardown(self) -> None:
         self.end_copy(fails=False)
@@ -405,7 +405,7 @@ def key_an_empty_block(kv: KVLedger, *_: RequestBlocks) -> None:
         lambda kv, one, _: one.cpu.extend(kv.cpu.take(1)),
         lambda kv, one, _: setattr(one.reservation, "size", one.reservation.size - 1),
         lambda kv, one, _: setattr(one.reservation, "shared", one.reservation.shared + 1),
-        lambda kv, *_: setattr(kv.reservations.root, "lent", kv.reservations.root.lent - 1),
+        lambda kv, *_: setattr(kv.reservations.root, "nested_blocks", kv.reservations.root.nested_blocks - 1),
         lambda kv, *_: setattr(next(iter(kv.holders())).progress, "computed", 100),
         lambda kv, *_: kv.tiers.blocks_in_transit.update({Direction.OUT: 1}),
         lambda kv, *_: kv.held.popitem(),

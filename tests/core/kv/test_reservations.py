@@ -39,7 +39,7 @@ def test_the_parent_of_a_closed_reservation_takes_over_its_nested_ones() -> None
 def test_a_reservation_cannot_be_nested_in_itself() -> None:
     tree, (first, second, third) = nested()
     for parent in (first, second, third):
-        with pytest.raises(LedgerError, match="lends itself"):
+        with pytest.raises(LedgerError, match="of its own reservation"):
             tree.promise(first.owner, 1, parent.owner)
     with pytest.raises(LedgerError, match="has no reservation"):
         tree.promise(first.owner, 1, make(9))

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import Request
-from skipjoin.policies.eviction import Lend
+from skipjoin.policies.eviction import Share
 from skipjoin.recipes import Settings, recipe
 from skipjoin.recipes.bros import PackingParams, bros
 
 
-class Blocking(Lend):
-    """`Lend` whose swapped-out requests return with blocking moves."""
+class Blocking(Share):
+    """`Share` whose swapped-out requests return with blocking moves."""
 
     is_decode_invariant = True
 

@@ -141,16 +141,16 @@ def _reached(record: Record) -> float:
 def forecasts(found: Mapping[str, Record]) -> list[tuple[str, object, str, bool]]:
     """Check the effects of right and wrong forecasts."""
     exact, other = (_lost(found[name]) for name in ("no padding, econoserve", "fcfs"))
-    first, lending = (_first(found[f"short forecasts, {name}"]) for name in ("econoserve-sdo", "econoserve"))
+    first, nested = (_first(found[f"short forecasts, {name}"]) for name in ("econoserve-sdo", "econoserve"))
     return [
         ("5 dropped and swapped, lengths known, no padding", exact, "0", exact == 0),
         ("5 the same, fcfs", other, "above 0", other > 0),
         ("5 first uses, forecasts too short", " ".join(first), "reserve pause", first[:2] == ["reserve", "pause"]),
         (
-            "5 the same where KV is lent: nested reservations that overrun lose it",
-            " ".join(lending),
+            "5 the same where reservations nest: nested reservations that overrun lose it",
+            " ".join(nested),
             "reserve first",
-            lending[0] == "reserve",
+            nested[0] == "reserve",
         ),
     ]
 

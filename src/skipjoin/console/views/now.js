@@ -66,7 +66,7 @@ function ofRecipe(store) {
     total("queue_demotions_total") ? ["Moved between levels", `${count(total("queue_demotions_total"))} times down, ${count(total("queue_promotions_total"))} times to the first`] : null,
     inTime + late > 0 ? ["Next token of real-time requests", `${count(inTime)} in time, ${count(late)} late`] : null,
     hosted > 0 ? ["Hosted", `${plural(hosted, "request")} in ${plural(blocks, "block")} that others reserve`] : null,
-    total("kv_lent_blocks") > 0 ? ["Bidirectional", `${plural(total("kv_lent_blocks"), "block")} that two requests fill`] : null,
+    total("kv_bidirectional_blocks") > 0 ? ["Bidirectional", `${plural(total("kv_bidirectional_blocks"), "block")} that two requests fill`] : null,
   ].filter(Boolean);
 }
 

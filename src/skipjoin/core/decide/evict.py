@@ -117,7 +117,7 @@ class Evictor:
         if choice.whole is not None:
             return choice._replace(reason=self._evict_whole(list(choice.whole), need))
         borrower = need.request if need.parent is None else None
-        dropped = sum(self._evict(eviction) for eviction in choice.evictions if not self._lend(eviction, borrower))
+        dropped = sum(self._evict(eviction) for eviction in choice.evictions if not self._share(eviction, borrower))
         if dropped and not need.grows:
             self._policies.eviction.on_dropped(dropped, self._context.now)
         return choice
@@ -305,16 +305,16 @@ class Evictor:
                 return
             end, size = chunk, 2 * size
 
-    def _lend(self, eviction: Eviction, borrower: Request | None) -> bool:
+    def _share(self, eviction: Eviction, borrower: Request | None) -> bool:
         """Share the victim's blocks bidirectionally, if asked."""
         victim, kv, sharing = eviction.request, self._kv, self._sharing
-        if not eviction.lent or self._is_forced or borrower is None or sharing is None:
+        if not eviction.shared or self._is_forced or borrower is None or sharing is None:
             return False
-        if not sharing.can_lend(victim, borrower):
+        if not sharing.can_share(victim, borrower):
             return False
         keep = 0 if eviction.blocks is None else kv.filled_after(victim, eviction.blocks)
         kv.trim(victim)
-        return sharing.lend(victim, keep, borrower)
+        return sharing.share(victim, keep, borrower)
 
     def _note(self, victim: Request, how: Preemption, kept: int) -> None:
         rank = self._rank(victim)

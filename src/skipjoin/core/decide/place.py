@@ -287,7 +287,9 @@ class Placer:
         if (short := kv.shortfall(request, target)) <= 0:
             return None
         grows, evictions = grows or self._is_forced, len(self._draft.evicted)
-        is_flat = not (kv.sharing and kv.sharing.lent_blocks) and (reservations is None or reservations.is_flat)
+        is_flat = not (kv.sharing and kv.sharing.bidirectional_blocks) and (
+            reservations is None or reservations.is_flat
+        )
         if not grows and is_flat and self._stuck is not None:
             # Whatever a lower-ranked request could evict would not have sufficed for fewer blocks.
             least, best, before = self._stuck

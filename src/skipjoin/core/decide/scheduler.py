@@ -85,7 +85,7 @@ class Scheduler:
     # -- requests -----------------------------------------------------------------------------------------
 
     def add(self, request: Request, now: float) -> None:
-        if self.policies.eviction.lends and self.kv.sharing is not None and request.is_best_effort:
+        if self.policies.eviction.shares and self.kv.sharing is not None and request.is_best_effort:
             request.progress.fill_down()
         if self.kv.blocks_of(request) is None:
             if (cache := self.kv.cache) is not None:
@@ -150,8 +150,8 @@ class Scheduler:
         self._note_pauses(plan, planner.started, now)
         kv = self.kv
         held, reserved = kv.device_total - kv.device_free, kv.device_total - kv.available
-        cap, lent = self.policies.batcher.cap, kv.sharing.lent_blocks if kv.sharing is not None else 0
-        self.events.append(Planned(plan, now, held, reserved, planner.tail, cap, lent))
+        cap, shared = self.policies.batcher.cap, kv.sharing.bidirectional_blocks if kv.sharing is not None else 0
+        self.events.append(Planned(plan, now, held, reserved, planner.tail, cap, shared))
         return plan
 
     def _note_waits(self, planner: StepPlanner, now: float) -> None:

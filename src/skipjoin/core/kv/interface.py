@@ -163,11 +163,11 @@ class Shared(Protocol):
     """Bidirectional block sharing (BROS section 5), which requires that swapping preserves KV exactly."""
 
     @property
-    def lent_blocks(self) -> int: ...
+    def bidirectional_blocks(self) -> int: ...
 
-    def can_lend(self, owner: Request, borrower: Request) -> bool: ...
+    def can_share(self, owner: Request, borrower: Request) -> bool: ...
 
-    def lend(self, owner: Request, keep: int, borrower: Request) -> bool:
+    def share(self, owner: Request, keep: int, borrower: Request) -> bool:
         """Append the owner's blocks with KV, except the first `keep`, to the blocks of the borrower.
 
         Returns:
@@ -190,11 +190,11 @@ class Shared(Protocol):
         """
 
     def take_back(self, request: Request, tokens: int) -> Sequence[Move]:
-        """Give the request slots for `tokens` tokens in blocks that it lends, by moves that precede its slices."""
+        """Give the request slots for `tokens` tokens in blocks that it shares, by moves that precede its slices."""
 
 
 class Reserving(Protocol):
-    """Nested reservations: a request or an account lends blocks that it does not use."""
+    """Nested reservations: a request or an account holds others in blocks that it does not use."""
 
     @property
     def is_flat(self) -> bool: ...
@@ -215,7 +215,7 @@ class Reserving(Protocol):
     def unused_without(self, account: Account, request: Request) -> int: ...
 
     def fund(self, account: Account, blocks: int) -> None:
-        """Set how many blocks the account can lend, as far as available."""
+        """Set how many blocks the account can give to nested reservations, as far as available."""
 
     def draw(self, account: Account, blocks: int) -> None: ...
 

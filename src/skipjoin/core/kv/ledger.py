@@ -104,9 +104,9 @@ class KVLedger:
         if held is None or self.states is not None:
             return 0
         keep, reservation = self.filled(request), held.reservation
-        missing = freed - (reservation.size + reservation.adopted - reservation.lent - keep)
-        if held.sharing.borrows:  # borrowed blocks without KV stay with their owner
-            missing += sum(at >= keep for at in held.sharing.borrows)
+        missing = freed - (reservation.size + reservation.adopted - reservation.nested_blocks - keep)
+        if held.sharing.borrowed:  # borrowed blocks without KV stay with their owner
+            missing += sum(at >= keep for at in held.sharing.borrowed)
         while keep and missing > 0:
             keep -= 1
             missing -= not self._holders.is_shared(held.device[keep])  # other holders keep a shared block
@@ -115,7 +115,7 @@ class KVLedger:
     def lost(self, request: Request, keep: int = 0) -> int:
         held, computed = self.held.get(request), request.progress.computed
         # What it finds follows what it keeps only if it keeps nothing, and it finds no state in the middle of blocks.
-        if held is None or keep or self.states is not None or held.sharing.lends or held.sharing.borrows:
+        if held is None or keep or self.states is not None or held.sharing.owned or held.sharing.borrowed:
             return computed - self.tokens_in(request, keep)
         shared = min(held.keyed, held.reservation.shared + held.reservation.adopted)
         found = shared + round((held.keyed - shared) * self.cache.survival)
@@ -126,7 +126,7 @@ class KVLedger:
         if held is None:
             return max(0, self.blocks_for(tokens) - self.available)
         need = self.blocks_for(tokens) - len(held.device)
-        if held.sharing.lends:
+        if held.sharing.owned:
             need += self._shared.extra(held, tokens)
         unused = self.reservations.unused_in_all(held.reservation)
         return max(0, need - unused - self.available, need - self.device.free)
@@ -146,7 +146,7 @@ class KVLedger:
         for request in requests:
             reservation = self.held[request].reservation
             progress = request.progress
-            room = (reservation.size + reservation.adopted - reservation.lent) * size - progress.planned
+            room = (reservation.size + reservation.adopted - reservation.nested_blocks) * size - progress.planned
             is_nested = reservation.parent is not root
             if progress.planned + steps > progress.reserved_tokens or (room < steps and is_nested):
                 return None
@@ -321,16 +321,16 @@ class Tiers:
         self._transfers.receive(self._kv.held[request])
 
     def can_move_out(self, request: Request, *, keep: int = 0, blocking: bool = True) -> bool:
-        # Lent blocks leave with blocking moves only.
+        # Shared blocks leave with blocking moves only.
         held, states = self._kv.held.get(request), self._kv.states
         if held is None or held.moving is not None or request.progress.in_flight:
             return False
         if states is not None and not states.cpu_free:
             return False
-        if held.sharing.lends and not blocking:
+        if held.sharing.owned and not blocking:
             return False
         moved = self._kv.filled(request) - keep
-        return 0 < moved <= self._kv.cpu.free + sum(index >= keep for index in held.sharing.lends)
+        return 0 < moved <= self._kv.cpu.free + sum(index >= keep for index in held.sharing.owned)
 
     def can_move_in(self, request: Request) -> bool:
         held = self._kv.held.get(request)
@@ -343,7 +343,7 @@ class Tiers:
         if not self.can_move_out(request, keep=keep):
             raise LedgerError(f"request {request.id} cannot be moved out")
         self._kv.trim(request)
-        move = self._shared.move_out(held, keep) if held.sharing.lends else self._out_of(held, keep)
+        move = self._shared.move_out(held, keep) if held.sharing.owned else self._out_of(held, keep)
         if blocking:
             self._kv.cut(held, keep)
         if move is not None and before is not None:

@@ -203,7 +203,7 @@ class PrefixCache:
             return
         keys = request.keys(full * self._block_size)
         for index in range(held.keyed, min(full, len(keys))):
-            if index in held.sharing.lends or index in held.sharing.borrows:
+            if index in held.sharing.owned or index in held.sharing.borrowed:
                 full = index  # another request owns some of its slots
                 break
             block = held.device[index]

@@ -32,8 +32,8 @@ class SharedBlock:
 
 @dataclass(eq=False, slots=True)
 class Sharing:
-    lends: dict[int, SharedBlock] = field(default_factory=dict)
-    borrows: dict[int, SharedBlock] = field(default_factory=dict)
+    owned: dict[int, SharedBlock] = field(default_factory=dict)
+    borrowed: dict[int, SharedBlock] = field(default_factory=dict)
     overwritten: int = 0
 
 
@@ -95,10 +95,10 @@ class RequestBlocks:
     def _room(self) -> int:
         size, sharing = self.block_size, self.sharing
         room = min(len(self.device) * size, self.request.progress.reserved_tokens)
-        last = sharing.lends.get(len(self.device) - 1) if sharing.lends else None
+        last = sharing.owned.get(len(self.device) - 1) if sharing.owned else None
         if last is not None and last.borrower is not None:
             room = min(room, (last.index + 1) * size - last.split)
-        for at, shared in sharing.borrows.items():
+        for at, shared in sharing.borrowed.items():
             if shared.split < size:
                 return min(room, at * size + shared.split)
         return room

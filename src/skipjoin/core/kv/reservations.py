@@ -24,10 +24,10 @@ class Reservation:
 
     Attributes:
         held: Blocks that the owner holds. The ledger changes them and then calls `resize`.
-        promised: Blocks that the owner may have in total, with those that it lends.
+        promised: Blocks that the owner may have in total, with those of nested reservations.
         adopted: Held blocks that are counted in the reservation of another holder.
         shared: Blocks counted here that others hold too.
-        size: Blocks taken from the parent: the maximum of `promised` and of blocks held and lent, minus `adopted`.
+        size: Blocks taken from the parent: the maximum of `promised` and of blocks held and nested, minus `adopted`.
     """
 
     owner: Owner = None
@@ -37,16 +37,16 @@ class Reservation:
     adopted: int = 0
     shared: int = 0
     nested: dict[Reservation, None] = field(default_factory=dict)
-    lent: int = 0
+    nested_blocks: int = 0
     size: int = 0
 
     @property
     def unused(self) -> int:
-        return self.size + self.adopted - len(self.held) - self.lent
+        return self.size + self.adopted - len(self.held) - self.nested_blocks
 
     @property
     def alone(self) -> int:
-        return self.size - self.lent - self.shared
+        return self.size - self.nested_blocks - self.shared
 
     def ancestors(self) -> Iterator[Reservation]:
         parent = self.parent
@@ -57,20 +57,20 @@ class Reservation:
     def resize(self) -> None:
         this = self
         while (parent := this.parent) is not None:
-            promised, used = this.promised, len(this.held) + this.lent
+            promised, used = this.promised, len(this.held) + this.nested_blocks
             size = (promised if promised > used else used) - this.adopted
             change = size - this.size
             if not change:
                 return
             this.size = size
-            parent.lent += change
+            parent.nested_blocks += change
             this = parent
 
     def join(self, parent: Reservation) -> None:
         self._part()
         self.parent = parent
         parent.nested[self] = None
-        parent.lent += self.size
+        parent.nested_blocks += self.size
         parent.resize()
 
     def hand_over(self) -> None:
@@ -85,7 +85,7 @@ class Reservation:
     def _part(self) -> None:
         if (parent := self.parent) is not None:
             del parent.nested[self]
-            parent.lent -= self.size
+            parent.nested_blocks -= self.size
             parent.resize()
             self.parent = None
 
@@ -93,10 +93,13 @@ class Reservation:
         problem, nested = "", self.nested
         if nested and any(child.parent is not self for child in nested):
             problem = "contains a reservation with another parent"
-        elif self.lent != (sum(child.size for child in nested) if nested else 0):
-            problem = "counts other blocks as lent than its nested reservations take"
-        elif self.parent is not None and self.size != max(self.promised, len(self.held) + self.lent) - self.adopted:
-            problem = "has another size than what is promised, held and lent"
+        elif self.nested_blocks != (sum(child.size for child in nested) if nested else 0):
+            problem = "counts other blocks as nested than its nested reservations take"
+        elif (
+            self.parent is not None
+            and self.size != max(self.promised, len(self.held) + self.nested_blocks) - self.adopted
+        ):
+            problem = "has another size than what is promised, held and nested"
         if problem:
             raise LedgerError(f"the reservation of {_name(self.owner)} {problem}")
 
@@ -109,7 +112,7 @@ class Reservations:
 
     @property
     def available(self) -> int:
-        return self.total - self.root.lent
+        return self.total - self.root.nested_blocks
 
     @property
     def is_flat(self) -> bool:
@@ -128,7 +131,7 @@ class Reservations:
             return self.root
         reservation = self._of.get(parent)
         if reservation is None:
-            raise LedgerError(f"{_name(parent)} lends blocks, and has no reservation")
+            raise LedgerError(f"{_name(parent)} is a parent, and has no reservation")
         return reservation
 
     def footprint(self, request: Request) -> int:
@@ -161,8 +164,10 @@ class Reservations:
 
     def unused_without(self, account: Account, request: Request) -> int:
         reservation, nested = self._of[account], self._of.get(request)
-        lent = reservation.lent - (nested.size if nested is not None and nested.parent is reservation else 0)
-        return max(0, reservation.promised - lent)
+        nested_blocks = reservation.nested_blocks - (
+            nested.size if nested is not None and nested.parent is reservation else 0
+        )
+        return max(0, reservation.promised - nested_blocks)
 
     def parent_of(self, request: Request) -> Owner:
         this = self._of.get(request)
@@ -194,17 +199,19 @@ class Reservations:
         ancestor, freed = this.parent, this.size
         while ancestor is not None and ancestor not in theirs:
             freed = (
-                ancestor.size + ancestor.adopted - max(ancestor.promised, len(ancestor.held) + ancestor.lent - freed)
+                ancestor.size
+                + ancestor.adopted
+                - max(ancestor.promised, len(ancestor.held) + ancestor.nested_blocks - freed)
             )
             ancestor = ancestor.parent
         return freed
 
     def promise(self, request: Request, blocks: int, parent: Owner) -> None:
-        lends, this = self.find(parent), self._of[request]
-        if this is lends or this in lends.ancestors():
-            raise LedgerError(f"request {request.id} reserves blocks that it lends itself")
-        if this.parent is not lends:
-            this.join(lends)
+        outer, this = self.find(parent), self._of[request]
+        if this is outer or this in outer.ancestors():
+            raise LedgerError(f"request {request.id} reserves blocks of its own reservation")
+        if this.parent is not outer:
+            this.join(outer)
         this.promised = blocks
         this.resize()
 

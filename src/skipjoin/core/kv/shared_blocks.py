@@ -13,9 +13,9 @@ from skipjoin.core.step import Direction, Move, Span
 class SharedBlocks:
     """Blocks that a real-time and a best-effort request fill from both ends (BROS section 5).
 
-    The best-effort owner lends blocks while no plan contains it. Before the borrower overwrites a slot of the owner,
+    The best-effort owner shares blocks while no plan contains it. Before the borrower overwrites a slot of the owner,
     the slot is saved to a CPU-tier block (a lazy checkpoint). The owner runs again once all of its KV is on the device:
-    in place if the borrower has left, otherwise in its own block. A lent block counts in its owner's reservation, and
+    in place if the borrower has left, otherwise in its own block. A shared block counts in its owner's reservation, and
     has at most one borrower and no key.
     """
 
@@ -39,63 +39,63 @@ class SharedBlocks:
         self._hold = hold
 
     @property
-    def lent_blocks(self) -> int:
+    def bidirectional_blocks(self) -> int:
         return sum(shared.borrower is not None for shared in self.of.values())
 
     def copies(self) -> Iterator[int]:
         return (shared.copy for shared in self.of.values() if shared.copy is not None)
 
-    def can_lend(self, owner: Request, borrower: Request) -> bool:
-        lends, borrows = self._requests.get(owner), self._requests.get(borrower)
-        if lends is None or not owner.progress.reverse or borrower.progress.reverse or owner.progress.in_flight:
+    def can_share(self, owner: Request, borrower: Request) -> bool:
+        owned, borrowed = self._requests.get(owner), self._requests.get(borrower)
+        if owned is None or not owner.progress.reverse or borrower.progress.reverse or owner.progress.in_flight:
             return False
-        return lends.moving is None and (borrows is None or not (borrows.moving or borrows.swapped_out))
+        return owned.moving is None and (borrowed is None or not (borrowed.moving or borrowed.swapped_out))
 
     def in_the_way(self, request: Request, tokens: int) -> Iterator[Request]:
         held = self._requests.get(request)
-        for shared in held.sharing.borrows.values() if held is not None else ():
+        for shared in held.sharing.borrowed.values() if held is not None else ():
             reach = self._slots(shared.at, tokens)
             if reach > shared.split and reach > self._limit(shared):
                 yield shared.owner.request
 
     def extra(self, held: RequestBlocks, tokens: int) -> int:
-        return sum(self._is_contested(shared, tokens) for shared in held.sharing.lends.values())
+        return sum(self._is_contested(shared, tokens) for shared in held.sharing.owned.values())
 
     def saved_blocks(self, request: Request, tokens: int, others: Iterable[Request]) -> int:
         held = self._requests.get(request)
-        if held is None or not held.sharing.lends:
+        if held is None or not held.sharing.owned:
             return 0
-        lent = held.sharing.lends.values()
-        contested = [shared.borrower for shared in lent if self._is_contested(shared, tokens)]
+        own = held.sharing.owned.values()
+        contested = [shared.borrower for shared in own if self._is_contested(shared, tokens)]
         some = {self._requests.get(other) for other in others}
         return sum(borrower in some for borrower in contested)
 
     def tokens_there(self, request: Request) -> int:
         held = self._requests[request]
         there = min(request.progress.computed, len(held.device) * self._size)
-        return there - sum(shared.saved for shared in held.sharing.lends.values())
+        return there - sum(shared.saved for shared in held.sharing.owned.values())
 
-    def lend(self, owner: Request, keep: int, borrower: Request) -> bool:
+    def share(self, owner: Request, keep: int, borrower: Request) -> bool:
         # The last blocks go first, because they have the most empty slots. Each needs one CPU-tier block.
-        lends = self._requests[owner]
+        own = self._requests[owner]
         some: list[int] = []
-        for index in range(len(lends.device) - 1, keep - 1, -1):
-            block = lends.device[index]
+        for index in range(len(own.device) - 1, keep - 1, -1):
+            block = own.device[index]
             shared = self.of.get(block)
             if shared is None and self._holders.is_shared(block):
                 return False
             if shared is None or shared.borrower is None:
                 some.append(index)
-        if sum(index not in lends.sharing.lends for index in some) > self._cpu.free:
+        if sum(index not in own.sharing.owned for index in some) > self._cpu.free:
             return False
-        borrows = self._hold(borrower)
+        theirs = self._hold(borrower)
         for index in some:
-            self._lend(lends, index, borrows)
-        lends.refresh()
-        borrows.refresh()
+            self._share(own, index, theirs)
+        own.refresh()
+        theirs.refresh()
         return True
 
-    def _lend(self, owner: RequestBlocks, index: int, borrower: RequestBlocks) -> None:
+    def _share(self, owner: RequestBlocks, index: int, borrower: RequestBlocks) -> None:
         block = owner.device[index]
         shared = self.of.get(block)
         if shared is None:
@@ -103,16 +103,16 @@ class SharedBlocks:
                 self._device.unname(block)
             owner.keyed = min(owner.keyed, index)
             (copy,) = self._cpu.take(1)
-            shared = self.of[block] = owner.sharing.lends[index] = SharedBlock(block, owner, index, copy)
+            shared = self.of[block] = owner.sharing.owned[index] = SharedBlock(block, owner, index, copy)
         shared.borrower, shared.at, shared.split = borrower, len(borrower.device), self._limit(shared)
         borrower.device.append(block)
-        borrower.sharing.borrows[shared.at] = shared
+        borrower.sharing.borrowed[shared.at] = shared
         self._holders.add(block, owner)
         self._holders.add(block, borrower)
 
     def take_slots(self, request: Request, tokens: int) -> list[Move]:
         held, moves = self._requests[request], []
-        for shared in held.sharing.borrows.values():
+        for shared in held.sharing.borrowed.values():
             need = self._slots(shared.at, tokens)
             if need <= shared.split:
                 continue
@@ -137,7 +137,7 @@ class SharedBlocks:
         """Swap out the blocks from index `keep`; saved slots stay where they are."""
         copies, target, size = list[Copy](), list[int](), self._size
         for index in range(keep, len(held.device)):
-            shared, saved, copy = held.sharing.lends.get(index), 0, None
+            shared, saved, copy = held.sharing.owned.get(index), 0, None
             if shared is not None:
                 saved, copy, shared.copy = shared.saved, shared.copy, None
             if copy is None:
@@ -152,7 +152,7 @@ class SharedBlocks:
         # Slots that a borrower has taken are replaced in other blocks.
         # more: copies of all that the request has on the CPU tier.
         held = self._requests[request]
-        if not (held.sharing.lends or more):
+        if not (held.sharing.owned or more):
             return []
         within, back = self._settle(held, tokens)
         held.refresh()
@@ -171,7 +171,7 @@ class SharedBlocks:
             Copies from device blocks and from the CPU tier, whose blocks the caller takes over.
         """
         within, back = list[Copy](), list[Copy]()
-        for index, shared in sorted(held.sharing.lends.items()):
+        for index, shared in sorted(held.sharing.owned.items()):
             filled, size = self.filled_slots(held, index), self._size
             if self._is_contested(shared, tokens):
                 (held.device[index],) = self._device.take(1)
@@ -221,7 +221,7 @@ class SharedBlocks:
     def _leave(self, shared: SharedBlock, held: RequestBlocks) -> None:
         owner, borrower = shared.owner, shared.borrower
         if borrower is not None:
-            del borrower.sharing.borrows[shared.at]
+            del borrower.sharing.borrowed[shared.at]
         if held is borrower:
             shared.borrower = None
             if not shared.saved:
@@ -235,7 +235,7 @@ class SharedBlocks:
     def _forget(self, shared: SharedBlock) -> None:
         del self.of[shared.block]
         sharing = shared.owner.sharing
-        del sharing.lends[shared.index]
+        del sharing.owned[shared.index]
         sharing.overwritten -= shared.saved > 0
         if shared.copy is not None:
             self._cpu.put([shared.copy])
@@ -244,10 +244,10 @@ class SharedBlocks:
         known = set[int]()
         for request, held in self._requests.items():
             sharing = held.sharing
-            if not (sharing.lends or sharing.borrows or sharing.overwritten):
+            if not (sharing.owned or sharing.borrowed or sharing.overwritten):
                 continue
-            known.update(id(shared) for shared in (*sharing.lends.values(), *sharing.borrows.values()))
-            if sharing.overwritten != sum(shared.saved > 0 for shared in sharing.lends.values()):
+            known.update(id(shared) for shared in (*sharing.owned.values(), *sharing.borrowed.values()))
+            if sharing.overwritten != sum(shared.saved > 0 for shared in sharing.owned.values()):
                 raise LedgerError(f"request {request.id} counts other blocks as overwritten than are")
         if known != set(map(id, self.of.values())):
             raise LedgerError("a request knows of other shared blocks than there are")
@@ -258,14 +258,14 @@ class SharedBlocks:
     def _problem_of(self, block: int, shared: SharedBlock) -> str:
         owner, borrower = shared.owner, shared.borrower
         filled = self.filled_slots(owner, shared.index)
-        lent = owner.sharing.lends.get(shared.index)
-        if not owner.request.progress.reverse or lent is not shared or owner.device[shared.index] != block:
+        owned = owner.sharing.owned.get(shared.index)
+        if not owner.request.progress.reverse or owned is not shared or owner.device[shared.index] != block:
             return "is not its owner's"
         if shared.copy is None or not filled or shared.saved > filled:
             return "has slots saved that are not filled"
         if borrower is None:
             return "" if shared.saved else "is used by its owner alone"
-        borrowed = borrower.sharing.borrows.get(shared.at)
+        borrowed = borrower.sharing.borrowed.get(shared.at)
         if borrower.request.progress.reverse or borrowed is not shared or borrower.device[shared.at] != block:
             return "is not its borrower's"
         taken = max(0, self._slots(shared.at, borrower.request.progress.computed))

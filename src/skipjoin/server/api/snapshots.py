@@ -18,7 +18,7 @@ from skipjoin.server.engines.messages import RequestStates
 # Live requests in one snapshot, the first in rank order of each engine.
 MAX_ROWS = 200
 STEP_FIELDS = ("replica", *(field.name for field in fields(StepSummary)))
-_GAUGES = ("kv_cached_blocks", "kv_cpu_cached_blocks", "kv_shared_blocks", "kv_lent_blocks")
+_GAUGES = ("kv_cached_blocks", "kv_cpu_cached_blocks", "kv_shared_blocks", "kv_bidirectional_blocks")
 # Rows by label value, for the recipes that have them.
 _RECIPE_GAUGES = ("queue_requests", "deadline_requests", "kv_hosted_requests", "kv_hosted_blocks")
 _COUNTERS = (

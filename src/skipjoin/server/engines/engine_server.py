@@ -258,7 +258,7 @@ class EngineServer:
                 }
             )
         if kv.sharing is not None:
-            metrics.measured({"kv_lent_blocks": [kv.sharing.lent_blocks]})
+            metrics.measured({"kv_bidirectional_blocks": [kv.sharing.bidirectional_blocks]})
         if (measured := loop.core.scheduler.policies.measured) is not None:
             metrics.measured(measured.measure(now))
         stats = Stats(kv.device_total - kv.device_free, metrics.snapshot())

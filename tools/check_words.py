@@ -23,11 +23,13 @@ class WordList:
 
     Args:
         text: One `PATTERN -> REPLACEMENT` a line; blank lines and lines that begin with # are ignored.
+        folder: Adds the lines that begin with it and a colon.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, folder: str = "") -> None:
         lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
-        pairs = [line.split(" -> ", 1) for line in lines]
+        found = [re.fullmatch(r"(?:([a-z]+): )?(.+) -> (.+)", line) for line in lines]
+        pairs = [(match[2], match[3]) for match in found if match is not None and match[1] in (None, folder)]
         self._replacements = {_whole(pattern): replacement for pattern, replacement in pairs}
         self._any = _whole("|".join(pattern for pattern, _ in pairs))
 
@@ -54,9 +56,10 @@ def files(root: Path) -> Iterator[Path]:
 
 
 def main() -> int | str:
-    words = WordList((ROOT / "tools/words.txt").read_text(encoding="utf-8"))
-    found = 0
+    text, found = (ROOT / "tools/words.txt").read_text(encoding="utf-8"), 0
+    lists = {folder: WordList(text, folder) for folder in ("", "src")}
     for file in files(ROOT):
+        words = lists.get(file.relative_to(ROOT).parts[0], lists[""])
         for number, word, replacement in words.findings(file.read_text(encoding="utf-8")):
             print(f"{file.relative_to(ROOT)}:{number}: {word} -> {replacement}")
             found += 1

@@ -52,9 +52,9 @@ def decode_choice(shape: Shape, work: int) -> tuple[str, str, Sequence[object], 
         bucket *= 4
     configs = decode.decode_configs(shape.group, shape.dim, shape.dtype.itemsize)
     if bucket <= _FEW:
-        configs += [one | {"CHUNK": _SHORT_CHUNK} for one in configs[:1]]
+        configs += [config | {"CHUNK": _SHORT_CHUNK} for config in configs[:1]]
     if bucket >= _MANY:
-        configs += [one | {"CHUNK": _LONG_CHUNK} for one in configs[:2]]
+        configs += [config | {"CHUNK": _LONG_CHUNK} for config in configs[:2]]
     return "decode", _SOURCES, (*shape.key, bucket), configs
 
 

@@ -26,8 +26,8 @@ class TritonOps(TorchOps):
     def experts(
         self, up: Sequence[Linear], down: Sequence[Linear], per_row: int, *, among: bool, scale: float = 1.0
     ) -> Experts:
-        ups = [one for one in up if isinstance(one, TorchLinear)]
-        downs = [one for one in down if isinstance(one, TorchLinear)]
+        ups = [linear for linear in up if isinstance(linear, TorchLinear)]
+        downs = [linear for linear in down if isinstance(linear, TorchLinear)]
         if len(ups) < len(up) or len(downs) < len(down):
             return LoopedExperts(up, down, per_row, among=among, scale=scale)
         return TritonExperts(ups, downs, per_row, among=among, scale=scale)
@@ -107,7 +107,7 @@ class TritonNorm:
 
     def with_key(self, key: TritonNorm) -> HeadWeights | None:
         """Return both norms as one, if they are root mean square norms of the same kind."""
-        settings = [(one._eps, one._offset, one._centre, one._bias) for one in (self, key)]
+        settings = [(norm._eps, norm._offset, norm._centre, norm._bias) for norm in (self, key)]
         if settings[0] != settings[1] or self._centre or self._bias is not None:
             return None
         if self._weight is None or key._weight is None:

@@ -87,12 +87,10 @@ class Encoder(Protocol):
 
 
 class HashedTokens:
-    """Encoder that folds the hashed features into `width` dimensions with random signs."""
+    """Encoder that folds the hashed features into `WIDTH` dimensions with random signs."""
 
-    batch = 1
-
-    def __init__(self, width: int = WIDTH) -> None:
-        self.name, self.width = f"hashed-{width}", width
+    batch, width = 1, WIDTH
+    name = f"hashed-{WIDTH}"
 
     def encode(self, prompts: Sequence[Sequence[int]], features: Sequence[Hashed]) -> Array:
         return np.array([self._folded(feature) for feature in features], np.float32).reshape(-1, self.width)

@@ -180,11 +180,10 @@ def grammar_too_expensive(why: str) -> ApiError:
     return ApiError(400, why, code="grammar_too_expensive", headers={"x-should-retry": "false"})
 
 
-def from_parameter(error: ParameterError, names: Mapping[str, str] | None = None) -> ApiError:
+def from_parameter(error: ParameterError) -> ApiError:
     if isinstance(error, ContextLengthError):
         return bad_request(str(error), error.param, CONTEXT_LENGTH)
-    name = (names or {}).get(error.param, error.param)
-    return bad_request(str(error).replace(error.param, name, 1), name)
+    return bad_request(str(error), error.param)
 
 
 def unknown_field(param: str) -> ApiError:

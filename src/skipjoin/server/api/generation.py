@@ -92,6 +92,11 @@ class Origin:
     owner: str = ANONYMOUS
     request_id: str = ""
 
+    @property
+    def is_best_effort(self) -> bool:
+        # Only the queue of HTTP requests reserves a part for real-time requests.
+        return self.queue is None and self.options.service is ServiceClass.BEST_EFFORT
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
@@ -331,7 +336,7 @@ class Endpoint(ABC, Generic[BodyT]):
 
     async def prepare(self, body: BodyT, origin: Origin) -> Job:
         """Validate a body, reserve admission slots and tokenize its prompts. No slots are held after an `ApiError`."""
-        service, n, param, options = self.service, body.copies, self.route.prompt, origin.options
+        service, options = self.service, origin.options
         service.check_open()
         found = service.check_model(body.model)
         service.check_task(self.tasks)
@@ -339,55 +344,67 @@ class Endpoint(ABC, Generic[BodyT]):
             options = replace(options, adapter=found.number)
         if service.config.fair_by == "adapter":
             options = replace(options, client=service.shown_model(body.model))
-        admission = origin.queue or service.admission
-        # Only the queue of HTTP requests reserves a part for real-time requests.
-        is_best_effort = origin.queue is None and options.service is ServiceClass.BEST_EFFORT
-        estimates = [tokens for tokens in self.estimates(body) for _ in range(n)]
+        slots = self._reserve(body, origin, options)
+        adapter = None if found is None else service.adapters.use(found)
         try:
-            slots = admission.reserve(
+            return await self._job(body, origin, options, slots, adapter)
+        except BaseException:
+            _free(slots, adapter)
+            raise
+
+    def _reserve(self, body: BodyT, origin: Origin, options: RequestOptions) -> list[AdmissionSlot]:
+        service, param = self.service, self.route.prompt
+        estimates = [tokens for tokens in self.estimates(body) for _ in range(body.copies)]
+        try:
+            return (origin.queue or service.admission).reserve(
                 estimates,
                 client=options.client,
                 weight=options.weight,
-                is_best_effort=is_best_effort,
+                is_best_effort=origin.is_best_effort,
                 param=param,
             )
         except ApiError as error:
             if error.param == param and max(estimates) > service.info.max_model_len:
                 raise service.too_long(param, f"about {max(estimates)}") from error
             raise
-        adapter = None if found is None else service.adapters.use(found)
-        try:
-            prompts = await self.tokenize(body, options.client or origin.owner)
-            rules = self.text_rules(body)
-            copies = [(prompt, copy) for prompt in prompts for copy in range(n)]
-            admission.resize(slots, [len(prompt.ids) for prompt, _ in copies], is_best_effort=is_best_effort)
-            expectations = await self.expect(prompts, origin.owner)
-            choices = []
-            for index, (prompt, _) in enumerate(copies):
-                choices.append(self.choice(index, prompt, rules, body))
-                if index % _AT_ONCE == _AT_ONCE - 1:
-                    await asyncio.sleep(0)
-            form = self.format(body, options)
-            if options.trace is not None:
-                trace = options.trace._replace(response_id=form.id, operation=self.operation)
-                options = replace(options, trace=trace)
-            return Job(
-                choices=choices,
-                params=[prompt.params.with_seed_of(copy) for prompt, copy in copies],
-                slots=slots,
-                expectations=[expected for expected in expectations for _ in range(n)],
-                copies=n,
-                prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
-                options=options,
-                arrived=origin.arrived,
-                format=form,
-                owner=origin.owner,
-                request_id=origin.request_id,
-                adapter=adapter,
-            )
-        except BaseException:
-            _free(slots, adapter)
-            raise
+
+    async def _job(
+        self,
+        body: BodyT,
+        origin: Origin,
+        options: RequestOptions,
+        slots: list[AdmissionSlot],
+        adapter: AdapterUse | None,
+    ) -> Job:
+        n, admission = body.copies, origin.queue or self.service.admission
+        prompts = await self.tokenize(body, options.client or origin.owner)
+        rules = self.text_rules(body)
+        copies = [(prompt, copy) for prompt in prompts for copy in range(n)]
+        admission.resize(slots, [len(prompt.ids) for prompt, _ in copies], is_best_effort=origin.is_best_effort)
+        expectations = await self.expect(prompts, origin.owner)
+        choices = []
+        for index, (prompt, _) in enumerate(copies):
+            choices.append(self.choice(index, prompt, rules, body))
+            if index % _AT_ONCE == _AT_ONCE - 1:
+                await asyncio.sleep(0)
+        form = self.format(body, options)
+        if options.trace is not None:
+            trace = options.trace._replace(response_id=form.id, operation=self.operation)
+            options = replace(options, trace=trace)
+        return Job(
+            choices=choices,
+            params=[prompt.params.with_seed_of(copy) for prompt, copy in copies],
+            slots=slots,
+            expectations=[expected for expected in expectations for _ in range(n)],
+            copies=n,
+            prompt_tokens=sum(len(prompt.ids) for prompt in prompts),
+            options=options,
+            arrived=origin.arrived,
+            format=form,
+            owner=origin.owner,
+            request_id=origin.request_id,
+            adapter=adapter,
+        )
 
     def run(self, job: Job) -> JobRun:
         return JobRun(job, self.service)

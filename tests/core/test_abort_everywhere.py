@@ -225,25 +225,22 @@ def chosen_for_swap_out_in_flight() -> Scene:
     return scene
 
 
-def moving_out_plans_later() -> Scene:
+def plans_later(scene: Scene) -> Scene:
     """Run others until the plan that began the move has finished."""
-    scene = moving_out_overlapped()
     scene.stepper.late = 4
     scene.stepper.finish()
     scene.stepper.late = 0
     scene.stepper.start()
     assert scene.stepper.core.kv.is_moving
     return scene
+
+
+def moving_out_plans_later() -> Scene:
+    return plans_later(moving_out_overlapped())
 
 
 def moving_in_plans_later() -> Scene:
-    scene = moving_in_overlapped()
-    scene.stepper.late = 4
-    scene.stepper.finish()
-    scene.stepper.late = 0
-    scene.stepper.start()
-    assert scene.stepper.core.kv.is_moving
-    return scene
+    return plans_later(moving_in_overlapped())
 
 
 def kept_after_a_failed_move_out() -> Scene:

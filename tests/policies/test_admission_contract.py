@@ -18,12 +18,12 @@ ADMISSIONS: dict[str, AdmissionPolicy] = {
     "on demand": OnDemand(),
     "whole maximum": WholeMaximum(),
     "whole reservations": WholeReservations(PaddedLengths(0.15)),
-    "exact reservations": ExactReservations(PaddedLengths(0.15), group=None, reserve=0.1, hosts=None),
+    "exact reservations": ExactReservations(PaddedLengths(0.15), group=None, reserve=0.1, parents=None),
     "exact reservations, nested": ExactReservations(
-        PaddedLengths(0.0), group=None, reserve=0.0, hosts=ParentRequests(0.1)
+        PaddedLengths(0.0), group=None, reserve=0.0, parents=ParentRequests(0.1)
     ),
     "exact reservations, gated": ExactReservations(
-        PaddedLengths(0.0), group=lambda request, now: 0, reserve=0.1, hosts=None, gate=GroupGate()
+        PaddedLengths(0.0), group=lambda request, now: 0, reserve=0.1, parents=None, gate=GroupGate()
     ),
 }
 every_admission = pytest.mark.parametrize("admission", ADMISSIONS.values(), ids=ADMISSIONS.keys())

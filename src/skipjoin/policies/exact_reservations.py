@@ -192,14 +192,14 @@ class ExactReservations(Callbacks):
         *,
         group: Callable[[Request, float], Hashable] | None,
         reserve: float,
-        hosts: ParentRequests | None,
+        parents: ParentRequests | None,
         gate: GroupGate | None = None,
         overdue: AbstractSet[Request] = frozenset(),
     ) -> None:
         self._lengths = lengths
         self._group = group
         self._reserve = reserve
-        self._hosts = hosts
+        self._parents = parents
         self._gate = gate
         self._overdue = overdue
         self._now = 0.0
@@ -214,8 +214,8 @@ class ExactReservations(Callbacks):
 
     def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
         self._now = now
-        if self._hosts is not None:
-            self._hosts.begin(kv)
+        if self._parents is not None:
+            self._parents.begin(kv)
         if self._gate is not None:
             self._gate.begin()
         collected = self._blocks_to_collect(kv)
@@ -227,7 +227,7 @@ class ExactReservations(Callbacks):
         self._live.add(request)
 
     def on_reserved(self, request: Request, allocation: Allocation, now: float) -> None:
-        self._change_hosts()
+        self._change_parents()
         if self._gate is not None and phase_of(request, request.progress.known) is Phase.RUNNING:
             self._gate.join(request, allocation.group)
 
@@ -236,12 +236,12 @@ class ExactReservations(Callbacks):
             self._gate.refuse()
 
     def on_preempted(self, request: Request, now: float) -> None:
-        self._change_hosts()
+        self._change_parents()
         if self._gate is not None:
             self._gate.leave(request)
 
     def on_finished(self, request: Request, now: float) -> None:
-        self._change_hosts()
+        self._change_parents()
         self._wanted.pop(request, None)
         if self._gate is not None:
             self._gate.leave(request)
@@ -263,9 +263,13 @@ class ExactReservations(Callbacks):
         is_open = self._gate is None or self._gate.is_open
         if is_open and kv.shortfall_of_reservation(request, blocks, None) <= 0:
             return Allocation(now=blocks, blocks=blocks, tokens=tokens, group=self._group_of(request))
-        if is_open and self._hosts is not None and (host := self._hosts.seek(request, wanted.need, kv)) is not None:
+        if (
+            is_open
+            and self._parents is not None
+            and (parent := self._parents.seek(request, wanted.need, kv)) is not None
+        ):
             tokens, blocks = wanted.nested_tokens, wanted.nested_blocks
-            return Allocation(now=blocks, blocks=blocks, tokens=tokens, parent=host, group=self._group_of(request))
+            return Allocation(now=blocks, blocks=blocks, tokens=tokens, parent=parent, group=self._group_of(request))
         if self._is_stuck(request, kv) or self._may_displace(request, kv):
             group = self._group_of(request)
             return Allocation(now=blocks, blocks=blocks, tokens=tokens, draws=PROMPTS, group=group)
@@ -291,16 +295,16 @@ class ExactReservations(Callbacks):
         tokens = self._lengths.kv_tokens(request, generated)
         nested = self._lengths.kv_tokens(request, generated, nested=True)
         blocks = kv.blocks_for(nested)
-        need = self._hosts.need(blocks, nested - target + 1, kv) if self._hosts is not None else 0
+        need = self._parents.need(blocks, nested - target + 1, kv) if self._parents is not None else 0
         return _Wanted(target, request.progress.forecast, tokens, kv.blocks_for(tokens), nested, blocks, need)
 
     def _group_of(self, request: Request) -> Hashable:
         return None if self._group is None else self._group(request, self._now)
 
     def needs(self, request: Request, kv: KVAccounts) -> Sequence[int]:
-        """Return the blocks of the request's prompt, and with hosts its need in a parent request."""
+        """Return the blocks of the request's prompt, and with parent requests its need in one."""
         prompt = kv.blocks_for(request.progress.known)
-        return (prompt,) if self._hosts is None else (prompt, self._whole(request, self._hosts, kv)[2])
+        return (prompt,) if self._parents is None else (prompt, self._whole(request, self._parents, kv)[2])
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
         if kv.blocks_of(request) is None or request.progress.reserved_tokens == UNLIMITED:
@@ -311,7 +315,7 @@ class ExactReservations(Callbacks):
             case None:
                 kind, meaning = "exact", "Its reservation has blocks of its own, for the expected output."
             case Request():
-                kind, meaning = "hosted", "Its KV lies in blocks that another request reserved and has not used."
+                kind, meaning = "nested", "Its KV lies in blocks that another request reserved and has not used."
             case _:
                 kind, meaning = "prompt", "It has blocks for its prompt alone, from the share for prompts."
         yield Fact("reservation", kind, "", meaning)
@@ -319,7 +323,9 @@ class ExactReservations(Callbacks):
         nested = [holder for holder in kv.holders() if parent_of(holder, kv) is request]
         blocks = sum(kv.blocks_for(holder.progress.reserved_tokens) for holder in nested)
         yield Fact("unused", max(0, unused(request, kv)), "blocks", "Reserved KV that neither it nor others use.")
-        yield Fact("hosts", len(nested), "requests", f"Requests that use {blocks} blocks of its reservation meanwhile.")
+        yield Fact(
+            "nested", len(nested), "requests", f"Requests that use {blocks} blocks of its reservation meanwhile."
+        )
 
     def limits(self, kv: KVAccounts) -> Sequence[int]:
         """Return the limits of `needs` for a request without KV now."""
@@ -327,7 +333,7 @@ class ExactReservations(Callbacks):
         if kv.available > prompt and not self._generation_waits(kv):
             prompt = kv.available
         prompt = max(prompt, self._collected(kv))
-        return (prompt,) if self._hosts is None else (prompt, self._hosts.largest(kv))
+        return (prompt,) if self._parents is None else (prompt, self._parents.largest(kv))
 
     def _collected(self, kv: KVAccounts) -> int:
         """Return the blocks of an overdue prompt if that many are collected, or 0."""
@@ -339,10 +345,10 @@ class ExactReservations(Callbacks):
 
     def _first_reservation(self, request: Request, kv: KVAccounts) -> Allocation | Deferral:
         known = request.progress.known
-        if self._hosts is not None:
-            tokens, blocks, need = self._whole(request, self._hosts, kv)
-            if (host := self._hosts.seek(request, need, kv)) is not None:
-                return Allocation(now=blocks, blocks=blocks, tokens=tokens, parent=host)
+        if self._parents is not None:
+            tokens, blocks, need = self._whole(request, self._parents, kv)
+            if (parent := self._parents.seek(request, need, kv)) is not None:
+                return Allocation(now=blocks, blocks=blocks, tokens=tokens, parent=parent)
         blocks, spare = kv.blocks_for(known), unused(PROMPTS, kv)
         if blocks <= spare:
             return Allocation(now=blocks, blocks=blocks, tokens=known, parent=PROMPTS)
@@ -353,7 +359,7 @@ class ExactReservations(Callbacks):
         collected = self._collected(kv)
         if collected and request is self._collector:
             return Allocation(now=blocks, blocks=blocks, tokens=known, draws=COLLECTED)
-        has_room = spare or collected or (self._hosts is not None and self._hosts.largest(kv))
+        has_room = spare or collected or (self._parents is not None and self._parents.largest(kv))
         return Deferral.REQUEST if has_room else Deferral.INCOMING
 
     def _has_outgrown(self, request: Request, kv: KVAccounts) -> bool:
@@ -369,16 +375,16 @@ class ExactReservations(Callbacks):
                 return Allocation(now=blocks, blocks=blocks, tokens=most, parent=parent, draws=PROMPTS)
         return None
 
-    def _whole(self, request: Request, hosts: ParentRequests, kv: KVAccounts) -> tuple[int, int, int]:
+    def _whole(self, request: Request, parents: ParentRequests, kv: KVAccounts) -> tuple[int, int, int]:
         known = request.progress.known
         tokens = self._lengths.kv_tokens(request, known - len(request.prompt), nested=True)
         blocks = kv.blocks_for(tokens)
         # One step more, for the prompt.
-        return tokens, blocks, hosts.need(blocks, tokens - known + 1, kv)
+        return tokens, blocks, parents.need(blocks, tokens - known + 1, kv)
 
-    def _change_hosts(self) -> None:
-        if self._hosts is not None:
-            self._hosts.changed()
+    def _change_parents(self) -> None:
+        if self._parents is not None:
+            self._parents.changed()
 
     def _may_displace(self, request: Request, kv: KVAccounts) -> bool:
         band = request.progress.band

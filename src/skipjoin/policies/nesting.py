@@ -41,11 +41,11 @@ class ParentRequests:
             return None
         place = self._place(need)
         while place < len(self._unused):
-            host = self._unused[place][2]
+            parent = self._unused[place][2]
             if not self._is_current(place, kv):
                 place = self._place(need)
-            elif _can_host(host) and not self._is_above(request, host, kv):
-                return host
+            elif _can_be_parent(parent) and not self._is_above(request, parent, kv):
+                return parent
             else:
                 place += 1
         return None
@@ -57,7 +57,7 @@ class ParentRequests:
         while place >= 0:
             if not self._is_current(place, kv):
                 place = len(self._unused) - 1
-            elif _can_host(self._unused[place][2]):
+            elif _can_be_parent(self._unused[place][2]):
                 return self._unused[place][0]
             else:
                 place -= 1
@@ -73,25 +73,25 @@ class ParentRequests:
         return bisect_left(self._unused, need, key=itemgetter(0))
 
     def _is_current(self, place: int, kv: KVAccounts) -> bool:
-        blocks, number, host = self._unused[place]
-        if (now := unused(host, kv)) >= blocks:
+        blocks, number, parent = self._unused[place]
+        if (now := unused(parent, kv)) >= blocks:
             return True
         del self._unused[place]
         if now > 1:
-            insort(self._unused, (now, number, host))
+            insort(self._unused, (now, number, parent))
         return False
 
     @staticmethod
-    def _is_above(request: Request, host: Request, kv: KVAccounts) -> bool:
-        parent: Owner = host
-        while isinstance(parent, Request):
-            if parent is request:
+    def _is_above(request: Request, parent: Request, kv: KVAccounts) -> bool:
+        outer: Owner = parent
+        while isinstance(outer, Request):
+            if outer is request:
                 return True
-            parent = parent_of(parent, kv)
+            outer = parent_of(outer, kv)
         return False
 
 
-def _can_host(request: Request) -> bool:
+def _can_be_parent(request: Request) -> bool:
     return request.progress.finish_reason is None and phase_of(request, request.progress.known) is Phase.RUNNING
 
 

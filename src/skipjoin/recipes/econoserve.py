@@ -116,7 +116,7 @@ def decoupled(
     order: QueueOrder,
     *,
     groups: bool,
-    hosts: ParentRequests | None = None,
+    parents: ParentRequests | None = None,
     gated: bool = False,
     index: Callable[[Needs], NeedIndex] = NeedIndex,
 ) -> Policies:
@@ -134,7 +134,7 @@ def decoupled(
         lengths,
         group=group if groups else None,
         reserve=p.reserve,
-        hosts=hosts,
+        parents=parents,
         gate=GroupGate() if gated else None,
         overdue=tasks.overdue,
     )
@@ -165,5 +165,5 @@ def by_objectives(s: Settings, p: OrderParams, index: Callable[[Needs], NeedInde
         length_range=p.length_range,
         longest_first=p.order == "longest",
     )
-    hosts = ParentRequests(p.buffer) if p.sharing else None
-    return decoupled(s, p, lengths, order, groups=True, hosts=hosts, gated=p.admission == "gated", index=index)
+    parents = ParentRequests(p.buffer) if p.sharing else None
+    return decoupled(s, p, lengths, order, groups=True, parents=parents, gated=p.admission == "gated", index=index)

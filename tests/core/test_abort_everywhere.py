@@ -271,7 +271,7 @@ def with_claims(*parents: int | None) -> Scene:
     """
     answers: dict[int, Answer] = {
         number: lambda request, target, kv, parent=parent: Allocation(
-            7, 7, tokens=28, parent=next((one for one in kv.holders() if one.id == parent), None)
+            7, 7, tokens=28, parent=next((holder for holder in kv.holders() if holder.id == parent), None)
         )
         for number, parent in enumerate(parents)
     }

@@ -44,7 +44,7 @@ def test_a_request_that_is_left_out_waits_for_kv_and_is_planned_again() -> None:
     request = left.request
     assert (request.progress.planned, request.progress.pending_samples, request.progress.last_plan) == (0, 0, NEVER)
     assert core.scheduler.waits[request].reason is WaitReason.NO_KV
-    assert [one.how for one in core.take_events() if isinstance(one, Preempted)] == [Preemption.PAUSE]
+    assert [event.how for event in core.take_events() if isinstance(event, Preempted)] == [Preemption.PAUSE]
     commit(core, amended)
     again = core.scheduler.schedule(1.0)
     assert request in {slice_.request for slice_ in again.slices}

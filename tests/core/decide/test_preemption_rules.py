@@ -36,7 +36,7 @@ class DisplaceAll(SwapAll):
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, incoming: Request | None
     ) -> Sequence[Eviction]:
-        return [one._replace(displaces=True) for one in super().victims(short, candidates, kv, now, incoming)]
+        return [victim._replace(displaces=True) for victim in super().victims(short, candidates, kv, now, incoming)]
 
 
 def ran(stepper: Stepper) -> set[int]:

@@ -154,7 +154,9 @@ class LedgerMachine(RuleBasedStateMachine):
             request.progress.computed = request.progress.planned = max(
                 request.progress.computed, int(share * held.room)
             )
-            others = {block for one in self.kv.holders() if one is not request for block in self.places(one)[0]}
+            others = {
+                block for holder in self.kv.holders() if holder is not request for block in self.places(holder)[0]
+            }
             for place in range(begun, self.kv.blocks_for(request.progress.computed)):
                 if place * BLOCK < request.progress.computed > begun * BLOCK:
                     assert held.device[place] not in others, "a block is written that another request reads"
@@ -203,7 +205,7 @@ class LedgerMachine(RuleBasedStateMachine):
             self.complete(request)
 
     def held_by_others(self, blocks: list[int], request: Request) -> int:
-        others = {block for one in self.kv.holders() if one is not request for block in self.places(one)[0]}
+        others = {block for holder in self.kv.holders() if holder is not request for block in self.places(holder)[0]}
         return len(others.intersection(blocks))
 
     @rule(request=requests, freed=st.integers(0, DEVICE))
@@ -324,7 +326,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert kv.device_free + len({block for one in held if one for block in one.device}) == DEVICE
         copied = len(self.copied.target) if self.copied else 0
         assert kv.tiers.cpu_free + sum(len(one.cpu) for one in held if one) + copied == CPU
-        top = sum(self.size(one) for one in kv.holders() if kv.reservations.parent_of(one) is None)
+        top = sum(self.size(holder) for holder in kv.holders() if kv.reservations.parent_of(holder) is None)
         account = max(kv.reservations.find(ACCOUNT).promised, sum(map(self.size, nested_in(kv, ACCOUNT))))
         assert kv.available == DEVICE - top - account
 

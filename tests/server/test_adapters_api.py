@@ -27,7 +27,7 @@ async def test_requests_choose_loaded_adapters_by_name(api: Api, tmp_path: Path)
     base = api.service.name
     assert (card["id"], card["parent"], card["root"]) == ("sql", base, "sql")
     models = (await api.http.get("/v1/models")).json()["data"]
-    assert [(one["id"], one["parent"]) for one in models] == [(base, None), ("sql", base)]
+    assert [(model["id"], model["parent"]) for model in models] == [(base, None), ("sql", base)]
     assert (await api.http.get("/v1/models/sql")).json() == card
     found = [(await api.complete(model=name, max_tokens=2)).json()["model"] for name in ("sql", base, None)]
     assert found == ["sql", base, base]

@@ -107,7 +107,7 @@ def test_lines_may_have_constraints_and_tools(client: openai.OpenAI) -> None:
         "bad": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
     }
     done = wait_for(client, submit(client, [line(name, CHAT, **asked, **body) for name, body in bodies.items()], CHAT))
-    call, schema = (one["response"]["body"]["choices"][0] for one in answers(client, done.output_file_id))
+    call, schema = (answer["response"]["body"]["choices"][0] for answer in answers(client, done.output_file_id))
     assert call["finish_reason"] == "tool_calls"
     (made,) = call["message"]["tool_calls"]
     assert json.loads(made["function"]["arguments"])["color"] in ("red", "green")
@@ -125,8 +125,8 @@ def test_line_without_seed_gets_its_own(client: openai.OpenAI) -> None:
     lines = [line("a", **asked, n=4), line("b", **asked), line("c", **asked, seed=7), line("d", **asked, seed=7)]
     done = wait_for(client, submit(client, lines))
     texts = {
-        one["custom_id"]: [choice["text"] for choice in one["response"]["body"]["choices"]]
-        for one in answers(client, done.output_file_id)
+        answer["custom_id"]: [choice["text"] for choice in answer["response"]["body"]["choices"]]
+        for answer in answers(client, done.output_file_id)
     }
     assert texts["c"] == texts["d"]
     assert len({*texts["a"], *texts["b"]}) == 5
@@ -163,7 +163,7 @@ def test_cancel_stops_batch_and_its_generation(client: openai.OpenAI, server: Se
     assert client.batches.cancel(batch.id).status == "cancelling"
     done = wait_for(client, batch)
     assert done.status == "cancelled"
-    assert {one["error"]["code"] for one in answers(client, done.error_file_id)} == {"batch_cancelled"}
+    assert {answer["error"]["code"] for answer in answers(client, done.error_file_id)} == {"batch_cancelled"}
     assert len(answers(client, done.output_file_id)) + len(answers(client, done.error_file_id)) == 200
     assert client.batches.cancel(batch.id).status == "cancelled"  # a second cancel changes nothing
     wait_until_idle(server)

@@ -71,13 +71,13 @@ class World:
         if file_id is None:
             return {}
         text = (await self.api.http.get(f"/v1/files/{file_id}/content")).text
-        found = [json.loads(one) for one in text.splitlines()]
+        found = [json.loads(line) for line in text.splitlines()]
         assert len({one["custom_id"] for one in found}) == len(found)
         return {one["custom_id"]: one for one in found}
 
     def metric(self, name: str) -> float:
         text = self.api.metrics.render().decode()
-        return next(float(one.split()[1]) for one in text.splitlines() if one.startswith(f"skipjoin:{name} "))
+        return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"skipjoin:{name} "))
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -300,8 +300,8 @@ async def test_missing_input_file_fails_only_its_own_lines(open_world: Callable[
         world.api.engine.paused = False
         done = await world.until(late)
         assert done["request_counts"] == {"total": 3, "completed": 1, "failed": 2}
-        for one in (await world.answers(done["error_file_id"])).values():
-            assert one["response"]["body"]["error"]["code"] == "input_file_gone"
+        for answer in (await world.answers(done["error_file_id"])).values():
+            assert answer["response"]["body"]["error"]["code"] == "input_file_gone"
         assert (await world.until(await world.submit(line("a", **SHORT))))["status"] == "completed"
 
 

@@ -180,7 +180,7 @@ def test_agent_of_the_guide_runs_and_its_calls_are_one_program(server: ServerPro
     names: dict[str, Any] = {}
     exec(compile(code, "api.md", "exec"), names)
     assert "4 degrees" in names["answer"].content
-    assert [type(one).__name__ for one in names["messages"]] == ["dict", "ChatCompletionMessage", "dict"]
+    assert [type(message).__name__ for message in names["messages"]] == ["dict", "ChatCompletionMessage", "dict"]
     raw = names["client"].chat.completions.with_raw_response
     request_id = raw.create(model="tally", messages=names["messages"], max_tokens=1).headers["x-request-id"]
     found = httpx.get(f"{server.url}/debug/requests/{request_id}", headers={"authorization": "Bearer right"}).json()

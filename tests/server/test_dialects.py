@@ -213,8 +213,8 @@ async def test_stream_of_a_message_adds_up_to_the_whole_one(echo: Api) -> None:
         {"thinking": one.get("thinking"), "text": one.get("text"), "tool_use": one.get("input")}[one["type"]]
         for one in whole["content"]
     ]
-    assert [json.loads(one["text"]) if one["type"] == "tool_use" else one["text"] for one in blocks] == shown
-    assert [one["type"] for one in blocks] == [one["type"] for one in whole["content"]]
+    assert [json.loads(block["text"]) if block["type"] == "tool_use" else block["text"] for block in blocks] == shown
+    assert [block["type"] for block in blocks] == [one["type"] for one in whole["content"]]
     usage = message["usage"] | events[-2]["usage"]
     assert without_ids(message | events[-2]["delta"] | {"usage": usage, "content": []}) == without_ids(
         whole | {"content": []}
@@ -510,7 +510,7 @@ async def test_ollama_has_the_same_conversation_in_lines(echo: Api) -> None:
     assert echo.engine.added[-1].prompt == prompt
     message = whole["message"]
     assert (message["thinking"], message["content"]) == ("Two calls.", "Let me see.")
-    assert [one["function"]["arguments"] for one in message["tool_calls"]] == [{"a": 1, "b": "x}"}, {}]
+    assert [call["function"]["arguments"] for call in message["tool_calls"]] == [{"a": 1, "b": "x}"}, {}]
     *found, last = await lines(echo, "/api/chat", **asked)
     assert {line["done"] for line in found} == {False}
     for name in ("thinking", "content"):
@@ -521,7 +521,7 @@ async def test_ollama_has_the_same_conversation_in_lines(echo: Api) -> None:
     asked = {"prompt": "One, two.", "options": {"num_predict": 3, "stop": "x"}, "logprobs": True}
     generated = await lines(echo, "/api/generate", **asked)
     assert "".join(line["response"] for line in generated) == "One"
-    assert [one["token"] for line in generated for one in line["logprobs"]] == list("One")
+    assert [scored["token"] for line in generated for scored in line["logprobs"]] == list("One")
     assert generated[-1]["done_reason"] == "length"
 
 

@@ -169,7 +169,7 @@ def test_top_shows_whole_ids_at_any_width(width: int) -> None:
     screen = _Screen()
     screen.take("hello", {"model": "m", "recipe": "r", "reasons": words_of(reasons_of(READY))})
     load = {"running": 1, "waiting": 2, "kv_cache_usage": 0.5}
-    rows = [row | {"id": one} for one in ids]
+    rows = [row | {"id": number} for number in ids]
     screen.take(
         "snapshot", {"time": 0.0, "rows": rows, "groups": [], "engines": [], "load": load, "silent_replicas": []}
     )
@@ -177,6 +177,6 @@ def test_top_shows_whole_ids_at_any_width(width: int) -> None:
     screen.width = width
     console.print(screen.render(None))
     shown = console.file.getvalue()
-    assert width < 60 or all(one in shown for one in ids)
+    assert width < 60 or all(number in shown for number in ids)
     assert max(map(len, shown.splitlines())) <= width
     assert ("no slot" in shown, "12345/12345" in shown) == (width >= 100, width >= 80)

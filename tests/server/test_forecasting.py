@@ -127,7 +127,9 @@ async def test_late_forecast_follows_request_to_its_current_engine(make_api: Mak
         assert not first.reforecasts
         forecaster.gate.set()
         await until(lambda: first.reforecasts)
-        assert [(one.id, one.forecast) for one in first.reforecasts] == [(first.added[0].id, forecast_of("abcdef"))]
+        assert [(reforecast.id, reforecast.forecast) for reforecast in first.reforecasts] == [
+            (first.added[0].id, forecast_of("abcdef"))
+        ]
         first.step()
         first.die()
         assert second.added[0].forecast == forecast_of("abcdef")

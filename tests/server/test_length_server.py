@@ -87,7 +87,11 @@ async def outcomes(api: Api) -> dict[str, float]:
 
 
 def by_url(api: Api) -> dict[int, Forecast]:
-    return {one.id: one.forecast for one in api.engine.reforecasts if one.forecast.source == "url"}
+    return {
+        reforecast.id: reforecast.forecast
+        for reforecast in api.engine.reforecasts
+        if reforecast.forecast.source == "url"
+    }
 
 
 async def wait_for_outcomes(api: Api, number: int) -> dict[str, float]:

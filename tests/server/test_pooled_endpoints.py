@@ -80,8 +80,11 @@ async def test_rerank_sorts_documents(open_api: Any, path: str) -> None:
     async with open_api() as api:
         answer = (await api.http.post(path, json=body)).json()
         # Cosines of shares of letters, which aba has as the query.
-        assert [(one["index"], one["document"]["text"]) for one in answer["results"]] == [(1, "aba"), (2, "abb")]
-        scores = [one["relevance_score"] for one in answer["results"]]
+        assert [(result["index"], result["document"]["text"]) for result in answer["results"]] == [
+            (1, "aba"),
+            (2, "abb"),
+        ]
+        scores = [result["relevance_score"] for result in answer["results"]]
         assert scores == pytest.approx([1.0, 0.8], abs=1e-6)
         assert answer["usage"] == {"prompt_tokens": 12, "total_tokens": 12}
 

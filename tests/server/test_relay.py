@@ -50,9 +50,9 @@ def test_pages_and_data_of_several_servers_come_from_one_console(server: ServerP
     with console(*options) as url, httpx.Client(base_url=url, timeout=60) as client:
         assert all(client.get(path).content == httpx.get(server.url + path).content for path in PAGES)
         servers = client.get("/console/servers.json").json()
-        assert [one["name"] for one in servers] == [keyed.url, server.url, "http://127.0.0.1:9"]
+        assert [server["name"] for server in servers] == [keyed.url, server.url, "http://127.0.0.1:9"]
         assert httpx.get(f"{server.url}/console/servers.json").json() == [{"name": "", "path": ""}]
-        first, second, third = (one["path"] for one in servers)
+        first, second, third = (server["path"] for server in servers)
         body = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 5, "stream": True}
         for path in (first, second):
             answer = client.post(f"{path}/v1/chat/completions", json=body)

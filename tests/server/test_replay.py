@@ -65,7 +65,7 @@ async def test_arrivals_have_no_texts_and_belong_to_their_key(
         headers = {"Authorization": "Bearer one"}
         await api.http.post("/v1/completions", json={"prompt": "abcdef", "max_tokens": 3, "n": 2}, headers=headers)
         found = (await api.http.get("/debug/arrivals", headers=headers)).json()
-        assert [(one["prompt_tokens"], one["output_tokens"]) for one in found["arrivals"]] == [(6, 3)] * 2
+        assert [(arrival["prompt_tokens"], arrival["output_tokens"]) for arrival in found["arrivals"]] == [(6, 3)] * 2
         fields = {"at", "prompt_tokens", "output_tokens", "service", "ttft_s", "jct_s", "around_s"}
         assert set(found["arrivals"][0]) == fields
         others = await api.http.get("/debug/arrivals", headers={"Authorization": "Bearer two"})
@@ -111,11 +111,11 @@ def test_question_of_the_console_gets_progress_and_the_answer_of_the_command(ser
         assert set(names[:-1]) == {"progress"}
         assert names[-1] == "result"
         result = json.loads(events[-1][1].removeprefix("data: "))
-        assert [one["name"] for one in result["outcomes"]] == [
+        assert [outcome["name"] for outcome in result["outcomes"]] == [
             *(f"{DEFAULT}, measured", f"{DEFAULT}, simulated", "fcfs, max_num_seqs 1")
         ]
         assert set(result["errors"]) == set(FIGURES)
-        assert all(one["curve"] == sorted(one["curve"]) for one in result["outcomes"])
+        assert all(outcome["curve"] == sorted(outcome["curve"]) for outcome in result["outcomes"])
         for body, error in (
             ({"recipes": ["./own.py:mine"]}, "'./own.py:mine' is not one of"),  # no file of the client's choice runs
             ({"recipes": ["fcfs"], "max_num_seqs": 0}, "max_num_seqs must be in"),

@@ -332,7 +332,7 @@ async def test_suspects_of_a_crash_are_retried_one_at_a_time() -> None:
     second = world.new_engine()
     assert sorted(second.live) == [sequences[0].id, fresh.id]
     second.step()
-    assert sorted(second.live) == [*(one.id for one in sequences[:2]), fresh.id]
+    assert sorted(second.live) == [*(sequence.id for sequence in sequences[:2]), fresh.id]
     second.tell(StepOutputs(started=[sequences[1].id]))
     second.die()
     world.take_outputs()

@@ -46,7 +46,9 @@ def endpoint() -> Iterator[tuple[str, Queue[Any], threading.Event]]:
 
 
 def attributes(span: Any) -> dict[str, Any]:
-    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in span.attributes}
+    return {
+        attribute.key: getattr(attribute.value, attribute.value.WhichOneof("value")) for attribute in span.attributes
+    }
 
 
 def test_request_continues_the_trace_of_its_client(start_server: StartServer, endpoint: Any) -> None:
@@ -75,7 +77,7 @@ def test_request_continues_the_trace_of_its_client(start_server: StartServer, en
         assert (root.kind, root.flags) == (root.SPAN_KIND_SERVER, 0x300)
         found = attributes(root)
         assert (found["gen_ai.usage.output_tokens"], found["gen_ai.request.model"]) == (5, model)
-        assert [one.string_value for one in found["gen_ai.response.finish_reasons"].values] == ["length"]
+        assert [value.string_value for value in found["gen_ai.response.finish_reasons"].values] == ["length"]
         assert 0 < found["gen_ai.latency.time_to_first_token"] < 60
         children = {span.name: span for _, span in spans if span.parent_span_id == root.span_id}
         assert set(children) == {"queue", "prefill", "decode"}
@@ -83,7 +85,9 @@ def test_request_continues_the_trace_of_its_client(start_server: StartServer, en
         assert root.start_time_unix_nano == queue.start_time_unix_nano
         assert queue.end_time_unix_nano == prefill.start_time_unix_nano
         assert prefill.end_time_unix_nano == decode.start_time_unix_nano
-    assert {one.key: one.value.string_value for one in spans[0][0].attributes}["service.name"] == "skipjoin"
+    assert {attribute.key: attribute.value.string_value for attribute in spans[0][0].attributes}[
+        "service.name"
+    ] == "skipjoin"
 
 
 def test_unreachable_collector_does_not_disturb_requests(start_server: StartServer) -> None:

@@ -958,7 +958,7 @@ async def test_omitted_sampling_parameters_use_model_defaults(api: Api) -> None:
     for body in ({}, {"temperature": 2, "top_k": -1}, {"temperature": None, "top_k": 3}):
         await api.complete(**body)
     params = [add.params for add in api.engine.added]
-    assert [(one.temperature, one.top_k) for one in params] == [(0.5, 20), (2, 0), (0.5, 3)]
+    assert [(parameter.temperature, parameter.top_k) for parameter in params] == [(0.5, 20), (2, 0), (0.5, 3)]
 
 
 async def test_models_version_and_load_endpoints(api: Api) -> None:

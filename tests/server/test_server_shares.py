@@ -209,8 +209,8 @@ def test_counts_of_all_keys_return_to_zero(actions: list[tuple[str, str, int]]) 
     admission.reserve([1], client="d")[0].ended()
     assert (admission.requests, admission.tokens) == (0, 0)
     for limit in (admission._requests, admission._tokens):
-        assert limit._reserved == sum(one.reserved for one in limit._clients.values())
-        assert all(one.reserved and not one.held for one in limit._clients.values())
+        assert limit._reserved == sum(client.reserved for client in limit._clients.values())
+        assert all(client.reserved and not client.held for client in limit._clients.values())
 
 
 @pytest.mark.parametrize(("others", "min_accurate"), [({"b": 5.0}, 0.95), ({"b": 0.1}, 0.75), ({"b": 1.0}, 0.75)])

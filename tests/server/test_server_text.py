@@ -195,7 +195,7 @@ def test_offsets_of_tokens_are_places_in_the_text(tokenizer_folder: Path, prompt
         shown, found = "", CompletionLogprobs()
         written = tokenizer.encode("x€<|user|>y! z", add_special_tokens=False)
         for number, token in enumerate(written):
-            before = tuple(TokenLogprob(one, -1.0) for one in ids) if echo and not number else ()
+            before = tuple(TokenLogprob(token, -1.0) for token in ids) if echo and not number else ()
             reason = FinishReason.LENGTH if number == len(written) - 1 else None
             shown += choice.take(Output(0, token, TokenDetail(TokenLogprob(token, -1.0), before), reason))
             part = completion_logprobs(tokenizer, choice)

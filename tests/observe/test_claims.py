@@ -68,8 +68,8 @@ def test_reservations_match_the_ledger(eviction: type[Recompute]) -> None:
     def compare(events: list[Event]) -> None:
         seen.extend(events)
         usage.observe(events)
-        parents = {one: kv.reservations.parent_of(one) for one in core.requests.values()}
-        promised = {one: kv.blocks_of(one).reservation.promised for one in parents if kv.blocks_of(one)}  # type: ignore[union-attr]
+        parents = {request: kv.reservations.parent_of(request) for request in core.requests.values()}
+        promised = {parent: kv.blocks_of(parent).reservation.promised for parent in parents if kv.blocks_of(parent)}  # type: ignore[union-attr]
         hosted = sum(blocks for one, blocks in promised.items() if isinstance(parents[one], Request))
         reserved = sum(blocks for one, blocks in promised.items() if parents[one] == RESERVE)
         assert (fold._hosted_blocks, fold._reserved_blocks) == (hosted, reserved)
@@ -78,14 +78,14 @@ def test_reservations_match_the_ledger(eviction: type[Recompute]) -> None:
     core.assert_all_free()
     claims = [event for event in seen if isinstance(event, Reserved)]
     found: dict[str, Any] = usage.kv()
-    assert found["hosted_requests"] == len({one.request for one in claims if isinstance(one.parent, Request)}) > 5
+    assert found["hosted_requests"] == len({claim.request for claim in claims if isinstance(claim.parent, Request)}) > 5
     assert found["vacated"] > 0
     assert found["hosted_blocks_mean"] > 0
     assert 0 < found["reserve_used_mean"] < 1
     groups: dict[tuple[float, Any], int] = {}
-    for one in claims:
-        if one.group is not None:
-            groups[one.now, one.group] = groups.get((one.now, one.group), 0) + 1
+    for claim in claims:
+        if claim.group is not None:
+            groups[claim.now, claim.group] = groups.get((claim.now, claim.group), 0) + 1
     record: Record = {}
     add_usage(record, [usage, usage])
     mean = pytest.approx(sum(groups.values()) / len(groups), rel=1e-5)

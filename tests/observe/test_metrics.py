@@ -66,7 +66,7 @@ def test_a_request_dropped_by_the_executor_counts_as_an_error() -> None:
     reasons = by_label(metrics.snapshot(), "request_success_total")
     assert {name: count for name, count in reasons.items() if count} == {"length": 15, "error": 5}
     assert metrics.snapshot().summed("num_requests_running") == metrics.snapshot().summed("num_requests_waiting") == [0]
-    assert {one.id for one in facts if not one.is_complete} == {0, 4, 8, 12, 16}
+    assert {fact.id for fact in facts if not fact.is_complete} == {0, 4, 8, 12, 16}
     assert file.getvalue().count('"left":"error"') == 5
 
 
@@ -107,18 +107,18 @@ def test_metrics_of_a_run_match_its_events(world: World) -> None:
     assert found.row("recomputed_tokens_total") == [usage.recomputed_tokens]
     preempted = Counter(event.how.name.lower() for event in done.events if isinstance(event, Preempted))
     assert by_label(found, "num_preemptions_total") == usage.kv()["preemptions"] == {how: preempted[how] for how in HOW}
-    assert preempted.total() == sum(one.preemptions for one in facts)
+    assert preempted.total() == sum(fact.preemptions for fact in facts)
     assert sum(found.row("swap_out_bytes_total")) == usage.kv()["swapped_out_bytes"]
     assert sum(found.row("swap_in_bytes_total")) == usage.kv()["swapped_in_bytes"]
     assert found.row("swap_stall_seconds_total")[0] == pytest.approx(sum(result.moving for result in steps))
-    assert found.row("swap_delay_seconds_total")[0] == pytest.approx(sum(one.swapping_s for one in facts))
+    assert found.row("swap_delay_seconds_total")[0] == pytest.approx(sum(fact.swapping_s for fact in facts))
     latencies: dict[str, list[float | None]] = {
-        "time_to_first_token_seconds": [one.ttft(0.0) for one in facts],
-        "e2e_request_latency_seconds": [one.jct(0.0) for one in facts],
-        "request_queue_time_seconds": [one.queue(0.0) for one in facts],
-        "request_prefill_time_seconds": [one.prefill(0.0) for one in facts],
-        "request_decode_time_seconds": [one.decode() for one in facts],
-        "request_time_per_output_token_seconds": [one.tpot(0.0) for one in facts],
+        "time_to_first_token_seconds": [fact.ttft(0.0) for fact in facts],
+        "e2e_request_latency_seconds": [fact.jct(0.0) for fact in facts],
+        "request_queue_time_seconds": [fact.queue(0.0) for fact in facts],
+        "request_prefill_time_seconds": [fact.prefill(0.0) for fact in facts],
+        "request_decode_time_seconds": [fact.decode() for fact in facts],
+        "request_time_per_output_token_seconds": [fact.tpot(0.0) for fact in facts],
     }
     for name, values in latencies.items():
         known = [value for value in values if value is not None]
@@ -180,7 +180,7 @@ def test_gauges_follow_the_engine(eviction: type[Recompute], overlap: bool) -> N
         running, waiting = found.summed("num_requests_running")[0], found.summed("num_requests_waiting")[0]
         assert running + waiting == len(core.requests)
         assert running >= (len(core.plans[-1].slices) if core.plans and not overlap else 0)
-        holdings = ((one, core.kv.blocks_of(one)) for one in core.kv.holders())
+        holdings = ((holder, core.kv.blocks_of(holder)) for holder in core.kv.holders())
         in_cpu_tier = {
             one: len(held.cpu) for one, held in holdings if held and held.cpu and held.moving is not Direction.OUT
         }
@@ -277,7 +277,7 @@ def test_finished_requests_are_released(overlap: bool) -> None:
     del stepper
     gc.collect()
     assert len(references) == 8
-    assert [one() for one in references if one() is not None] == []
+    assert [reference() for reference in references if reference() is not None] == []
 
 
 def test_a_request_aborted_during_its_swap_out_does_not_count_as_swapped() -> None:
@@ -288,7 +288,7 @@ def test_a_request_aborted_during_its_swap_out_does_not_count_as_swapped() -> No
     aborted = 0
     while core.requests:
         stepper.start()
-        moving = [one for one in core.kv.holders() if core.kv.blocks_of(one).moving is Direction.OUT]  # type: ignore[union-attr]
+        moving = [holder for holder in core.kv.holders() if core.kv.blocks_of(holder).moving is Direction.OUT]  # type: ignore[union-attr]
         aborted += sum(core.abort(request.id, stepper.now) for request in moving)
         stepper.finish()
     metrics.observe(stepper.events)
@@ -328,7 +328,7 @@ def test_service_classes_are_counted_separately() -> None:
         return [list(part) for part in by_name[name].per_class(found.row(name))]
 
     for is_best_effort, service in enumerate(ServiceClass):
-        own = [one for one in facts if one.service is service]
+        own = [fact for fact in facts if fact.service is service]
         assert len(own) > 4
         assert parts("generation_tokens_total")[is_best_effort] == [sum(one.output_tokens for one in own)]
         assert parts("slo_attained_total")[is_best_effort] == [0, 0, len(own) * is_best_effort]

@@ -54,7 +54,7 @@ def test_swapped_bytes_are_those_of_completed_moves_everywhere(read: Read) -> No
     swapped = {way: sum(read.snapshot.row(f"swap_{way}_bytes_total")) for way in ("out", "in")}
     assert swapped == {way: read.record["kv"][f"swapped_{way}_bytes"] for way in ("out", "in")}
     if not read.record["kv"]["checkpointed_bytes"]:  # steps count whole blocks
-        blocks = {"out": sum(one.blocks_out for one in read.steps), "in": sum(one.blocks_in for one in read.steps)}
+        blocks = {"out": sum(step.blocks_out for step in read.steps), "in": sum(step.blocks_in for step in read.steps)}
         assert swapped == {way: BLOCK_BYTES * count for way, count in blocks.items()}
 
 
@@ -65,11 +65,11 @@ def test_preemptions_agree(read: Read) -> None:
     for history in read.histories:
         of_histories.update(history.preemptions)
     assert of_histories == +Counter(read.record["kv"]["preemptions"])
-    assert sum(in_metrics) == sum(one.preemptions for one in read.facts) > 0
+    assert sum(in_metrics) == sum(fact.preemptions for fact in read.facts) > 0
     assert sum(in_metrics) == read.snapshot.summed("request_preemptions")[-1]
     assert sum(in_metrics) == sum(span.name == "preempted" for span in read.spans)
-    assert sum(in_metrics) == sum(one.attributes.get("skipjoin.preemptions", 0) for one in read.spans)
-    assert sum(in_metrics) == sum(one.preemptions for one in read.steps)
+    assert sum(in_metrics) == sum(span.attributes.get("skipjoin.preemptions", 0) for span in read.spans)
+    assert sum(in_metrics) == sum(step.preemptions for step in read.steps)
 
 
 def test_prefix_hits_agree(read: Read) -> None:
@@ -80,8 +80,8 @@ def test_prefix_hits_agree(read: Read) -> None:
 
 def test_wait_seconds_agree(read: Read) -> None:
     total = Counter[WaitReason]()
-    for one in read.facts:
-        total.update(one.wait_s())
+    for fact in read.facts:
+        total.update(fact.wait_s())
     in_metrics = dict(zip(WaitReason, read.snapshot.row("wait_seconds_total"), strict=True))
     assert in_metrics == pytest.approx({reason: total[reason] for reason in WaitReason}, abs=1e-9)
     in_record = {reason: seconds * len(read.facts) for reason, seconds in read.record["wait_s"].items()}
@@ -93,4 +93,4 @@ def test_wait_seconds_agree(read: Read) -> None:
     within = (WaitReason.DISPATCH, WaitReason.TOKEN_PENDING, WaitReason.KV_IN_TRANSIT)
     for reason in () if read.overlap else set(WaitReason).difference(within):
         assert in_histories[reason] == pytest.approx(total[reason], abs=1e-6), reason
-    assert in_histories.total() == pytest.approx(sum(one.jct(read.end) for one in read.facts))
+    assert in_histories.total() == pytest.approx(sum(fact.jct(read.end) for fact in read.facts))

@@ -68,7 +68,9 @@ def test_used_kv_is_the_computed_kv_on_the_device(
 
     def compare(events: list[Event]) -> None:
         usage.observe(events)
-        resident = sum(on_device(core.kv, one) for one in core.kv.holders() if one.progress.finish_reason is None)
+        resident = sum(
+            on_device(core.kv, holder) for holder in core.kv.holders() if holder.progress.finish_reason is None
+        )
         seen.append(resident)
         # A step in flight has made its preemptions but has computed nothing yet.
         assert usage._used == resident

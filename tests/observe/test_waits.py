@@ -82,7 +82,7 @@ def test_the_wait_metric_is_monotonic_and_matches_the_requests(world: World) -> 
     row = dict(zip(REASONS, metrics.snapshot().row("wait_seconds_total"), strict=True))
     facts = facts_of(done).values()
     for reason, total in row.items():
-        assert total == pytest.approx(sum(one.wait_s()[reason] for one in facts), abs=1e-6)
+        assert total == pytest.approx(sum(fact.wait_s()[reason] for fact in facts), abs=1e-6)
 
 
 def test_a_request_that_lacks_a_slot_reports_it() -> None:

@@ -458,7 +458,9 @@ def test_help_shows_common_options_and_counts_the_others() -> None:
         run = CliRunner().invoke(app, [*path, "--help"])
         everything = _help(path, command)
         omitted = {flag for flag in _flags(everything) - _flags(run.output) if flag.startswith("--")}
-        options = {flag: one for one in command.params for flag in (*one.opts, *one.secondary_opts)}
+        options = {
+            flag: parameter for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)
+        }
         assert all(options[flag].hidden and not options[flag].required for flag in omitted if flag in options), path
         count = len({options[flag].name for flag in omitted if flag in options})
         assert (f"Show all options, {count} more than --help does" in " ".join(run.output.split())) == (count > 0), path

@@ -99,12 +99,15 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
         def do_GET(self) -> None:
             name = self.path.rpartition("/")[2]
-            found = next((one for one in repositories if f"/{one}/" in f"{self.path.partition('?')[0]}/"), "")
+            found = next(
+                (repository for repository in repositories if f"/{repository}/" in f"{self.path.partition('?')[0]}/"),
+                "",
+            )
             files = repositories.get(found, {})
             if self.path.startswith("/api/models/org/") and files:
-                siblings = [{"rfilename": one} for one in files]
+                siblings = [{"rfilename": file} for file in files]
                 info = {"_id": "1", "id": found, "modelId": found, "sha": COMMIT, "siblings": siblings}
-                tree = [{"type": "file", "path": one, "oid": COMMIT, "size": len(files[one])} for one in files]
+                tree = [{"type": "file", "path": file, "oid": COMMIT, "size": len(files[file])} for file in files]
                 self._send(200, json.dumps(tree if "/tree/" in self.path else info).encode(), "application/json")
             elif "/resolve/" in self.path and name in files:
                 self._send(200, files[name], "application/octet-stream")

@@ -53,7 +53,7 @@ def test_outputs_equal_those_of_llm_for_concurrent_requests_and_n(llm: AsyncLLM)
         copies = plain.generate(["abc"] * 3, [seeded.with_seed_of(copy) for copy in range(3)])
     assert [one.token_ids for (one,) in single] == [one.token_ids for one in expected]
     assert [one.text for (one,) in single] == [one.text for one in expected]
-    assert [one.text for one in several] == [one.text for one in copies] == pieces
+    assert [one.text for one in several] == [copy.text for copy in copies] == pieces
     assert len(set(pieces)) > 1
 
 

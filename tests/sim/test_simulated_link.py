@@ -31,8 +31,8 @@ def landings(handles: list[SimulatedHandle]) -> list[list[Move]]:
 
 def run_steps(executor: SimulatedExecutor, *plans: StepPlan) -> list[SimulatedHandle]:
     handles: list[SimulatedHandle] = []
-    for one in plans:
-        handles.append(executor.submit(one, handles[-1].ready_at if handles else 0.0))
+    for plan in plans:
+        handles.append(executor.submit(plan, handles[-1].ready_at if handles else 0.0))
     return handles
 
 

@@ -82,7 +82,7 @@ def split(
     other = decode_world or world
     cores = [core(world, world.policies()) for _ in range(prefill)]
     cores += [core(other, replace(other.policies(), eviction=KeepKv())) for _ in range(decode)]
-    replicas = [Replica(one, SimulatedExecutor(WORLD.cost, stages=world.stages)) for one in cores]
+    replicas = [Replica(core, SimulatedExecutor(WORLD.cost, stages=world.stages)) for core in cores]
     traffic = SplitTraffic(
         replicas,
         prefill,
@@ -107,7 +107,7 @@ def split(
 
 
 def prompt_tokens_of(requests: list[Request]) -> int:
-    return sum(len(one.prompt) for one in requests)
+    return sum(len(request.prompt) for request in requests)
 
 
 # Every other recipe has two stages. `exhaustive` exchanges them, and has the other half of the recipes.
@@ -119,9 +119,9 @@ def test_only_prefill_replicas_compute_prompts(recipe: str, turn: int) -> None:
     world = replace(WORLD, recipe=recipe, stages=stages, depth=stages)
     recorded = split(requests, prefill=2, decode=2, world=world, decode_world=replace(world, device_blocks=27))
     assert recorded.output == {
-        one.id: [len(one.prompt) + number for number in range(one.max_tokens)] for one in requests
+        request.id: [len(request.prompt) + number for number in range(request.max_tokens)] for request in requests
     }
-    assert sorted(event.request.id for event in recorded.ends) == [one.id for one in requests]
+    assert sorted(event.request.id for event in recorded.ends) == [request.id for request in requests]
     assert recorded.prompt_tokens[0] + recorded.prompt_tokens[1] == prompt_tokens_of(requests)
     assert recorded.prompt_tokens[2] == recorded.prompt_tokens[3] == 0
     assert all(replica > 1 and event.how is not Preemption.DROP for replica, event in recorded.of(Preempted))
@@ -135,7 +135,7 @@ def test_decode_replicas_swap_to_the_cpu_tier() -> None:
 def test_transfers_take_the_time_of_their_bytes_and_never_share_a_link() -> None:
     requests = load(2, 60)
     recorded = split(requests, prefill=3, decode=2, rule="least-work")
-    multi_token = [one for one in requests if one.max_tokens > 1]
+    multi_token = [request for request in requests if request.max_tokens > 1]
     assert sum(handover.size for handover in recorded.handovers) == TOKEN_BYTES * prompt_tokens_of(multi_token)
     spans: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for one in recorded.handovers:
@@ -163,9 +163,9 @@ def test_prefill_stalls_when_decode_is_full() -> None:
     requests = [make(number, 20, 20) for number in range(6)]
     narrow, wide = replace(WORLD, device_blocks=11), replace(WORLD, device_blocks=100)
     recorded, free = (split(requests, world=narrow, decode_world=decode) for decode in (narrow, wide))
-    completed = [one.completed for one in recorded.handovers]
-    assert [one.request.id for one in recorded.handovers] == list(range(6))
-    ready, unstalled = ([one.ready for one in sorted(run.handovers, key=order)] for run in (recorded, free))
+    completed = [handover.completed for handover in recorded.handovers]
+    assert [handover.request.id for handover in recorded.handovers] == list(range(6))
+    ready, unstalled = ([handover.ready for handover in sorted(run.handovers, key=order)] for run in (recorded, free))
     assert all(ready[number] > completed[number - 2] for number in range(2, 6))
     assert ready[:2] == unstalled[:2]
     assert ready[5] > 2 * unstalled[5]

@@ -45,8 +45,8 @@ def observed(system: System, output: int, slo: Slo = NO_SLO) -> list[str]:
 
     def record(events: list[Event]) -> None:
         if any(
-            isinstance(one, Token) and one.request.id == 0 and len(one.request.progress.output) == SHORT
-            for one in events
+            isinstance(event, Token) and event.request.id == 0 and len(event.request.progress.output) == SHORT
+            for event in events
         ):
             raise ShortOutputEndsError
         found.extend(map(repr, events))

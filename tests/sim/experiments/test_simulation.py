@@ -129,7 +129,9 @@ def test_scaled_objectives_use_forecasts_in_policies_and_the_truth_in_records(
     system = replace(SYSTEM, recipe=recipe, predictor=predictor, max_num_seqs=4)
     finished: list[Finished] = []
     cell = replace(CELL, system=system, slo=Slo(jct_scale=1.5))
-    record = run(cell, on_events=lambda events: finished.extend(one for one in events if isinstance(one, Finished)))
+    record = run(
+        cell, on_events=lambda events: finished.extend(event for event in events if isinstance(event, Finished))
+    )
     jobs, slo = cell.jobs(), record["slo"]
     prompt = round(fmean(job.prompt_tokens for job in jobs))
     prefill_s = COST.step(StepShape(prefill=prompt, attention=prompt * (prompt + 1) // 2))

@@ -207,7 +207,9 @@ def test_a_sweep_records_the_requests_of_all_runs_in_order(tmp_path: Path) -> No
     found = Counter((line["recipe"], line["rate_rps"]) for line in map(json.loads, file.read_text().splitlines()))
     assert list(found) == [("fcfs", 4), ("fcfs", 1)]
     records = load_results([out])
-    assert found == {(one["recipe"], one["workload"]["rate_rps"]): one["requests"]["submitted"] for one in records}
+    assert found == {
+        (record["recipe"], record["workload"]["rate_rps"]): record["requests"]["submitted"] for record in records
+    }
 
 
 @pytest.mark.parametrize(

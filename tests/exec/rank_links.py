@@ -189,7 +189,7 @@ def _adds_rows_alike(group: TorchGroup, rows: int, dtype: torch.dtype) -> bool:
     """Return whether the sums of the last rows are those in the order of ranks, whatever rows are before them."""
     tp_size = group.shard.tp_size
     of_ranks = [torch.randn((301, 769), generator=torch.Generator().manual_seed(rank)) for rank in range(tp_size)]
-    parts = [one.to(dtype)[-rows:] for one in of_ranks]
+    parts = [rank.to(dtype)[-rows:] for rank in of_ranks]
     total = parts[group.shard.tp_rank].clone()
     group.all_reduce(total)
     expected = parts[0].clone()

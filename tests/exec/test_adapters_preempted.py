@@ -120,4 +120,6 @@ def test_a_request_whose_adapter_is_not_loaded_is_dropped(adapters):
     executor.unload_adapter(1)
     requests = requests_of()
     run(core, executor, requests)
-    assert [bool(request.progress.output) for request in requests] == [not one.options.adapter for one in requests]
+    assert [bool(request.progress.output) for request in requests] == [
+        not request.options.adapter for request in requests
+    ]

@@ -42,10 +42,10 @@ def cluster() -> Iterator[Cluster]:
 
 def ranks() -> list[psutil.Process]:
     found = []
-    for one in psutil.Process().children(recursive=True):
+    for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # it may have exited since
-            if "RankActor" in one.name():
-                found.append(one)
+            if "RankActor" in child.name():
+                found.append(child)
     return found
 
 
@@ -75,7 +75,11 @@ def test_cluster_processes_listen_on_loopback_only() -> None:
     listening = []
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
-            listening += [one.laddr.ip for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+            listening += [
+                connection.laddr.ip
+                for connection in process.net_connections("inet")
+                if connection.status == psutil.CONN_LISTEN
+            ]
     assert len(listening) > 5
     assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
 

@@ -91,7 +91,9 @@ def lacks_more_than_later_ones_hold(run: BoundedRun) -> bool:
         return False
     first = min(waiting, key=rank)
     held = sum(
-        kv.footprint(one) for one in kv.holders() if one.progress.finish_reason is None and rank(one) > rank(first)
+        kv.footprint(holder)
+        for holder in kv.holders()
+        if holder.progress.finish_reason is None and rank(holder) > rank(first)
     )
     return kv.blocks_for(first.progress.known) + 1 > kv.available + held
 
@@ -113,7 +115,7 @@ class Overtaking:
         for one in filter(is_past_first_token, plan.slices):
             band = one.request.progress.band
             latest[band] = max(latest.get(band, -math.inf), one.request.arrival)
-        running = {one.request for one in plan.slices}
+        running = {slice_.request for slice_ in plan.slices}
         if latest and lacks_more_than_later_ones_hold(run):
             return
         for request in run.live:
@@ -138,9 +140,9 @@ class EqualService:
     counted: defaultdict[Request, int] = field(default_factory=lambda: defaultdict(int))
 
     def check(self, run: BoundedRun, plan: StepPlan, begin: float, events: Sequence[Event]) -> None:
-        for one in plan.slices:
-            request, end = one.request, min(one.start + one.tokens, len(one.request.prompt))
-            self.served[request.options.client] += max(0, end - self.counted[request]) + self.weight * one.samples
+        for slice_ in plan.slices:
+            request, end = slice_.request, min(slice_.start + slice_.tokens, len(slice_.request.prompt))
+            self.served[request.options.client] += max(0, end - self.counted[request]) + self.weight * slice_.samples
             self.counted[request] = max(self.counted[request], end)
         difference = abs(self.served[self.clients[0]] - self.served[self.clients[1]])
         assert difference <= self.most, f"counts differ by {difference:g}, not at most {self.most:g}, at {run.now:.2f}"
@@ -151,7 +153,7 @@ class SharedSteps:
     """Fairness: a step takes at most as often the time of its first client's requests as there are clients."""
 
     def check(self, run: BoundedRun, plan: StepPlan, begin: float, events: Sequence[Event]) -> None:
-        real_time = [one for one in plan.slices if not one.request.is_best_effort]
+        real_time = [slice_ for slice_ in plan.slices if not slice_.request.is_best_effort]
         if not real_time or any(one.is_best_effort for one in run.live):
             return
         clients = {one.options.client for one in run.live} | {one.request.options.client for one in real_time}

@@ -37,4 +37,4 @@ def outcomes_of(
     environment = {**os.environ, **environment}
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
-    return [Outcome(*one) for one in json.loads(done.stdout.splitlines()[-1])]
+    return [Outcome(*load) for load in json.loads(done.stdout.splitlines()[-1])]

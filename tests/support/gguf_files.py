@@ -113,10 +113,10 @@ def _add_settings(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_head_count(heads)
     kv_heads = getattr(config, "num_key_value_heads", heads)
     if config.model_type == "lfm2":
-        kv_heads = [kv_heads if one == "full_attention" else 0 for one in config.layer_types]
+        kv_heads = [kv_heads if kind == "full_attention" else 0 for kind in config.layer_types]
         writer.add_shortconv_l_cache(config.conv_L_cache)
     if config.model_type == "granitemoehybrid":
-        kv_heads = [kv_heads if one == "full_attention" else 0 for one in config.layer_types]
+        kv_heads = [kv_heads if kind == "full_attention" else 0 for kind in config.layer_types]
         writer.add_ssm_conv_kernel(config.mamba_d_conv)
         writer.add_ssm_state_size(config.mamba_d_state)
         writer.add_ssm_group_count(config.mamba_n_groups)
@@ -148,7 +148,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type in has_windows and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
         if config.model_type not in ("phi3", "gpt_oss", "cohere2"):
-            writer.add_sliding_window_pattern([one == "sliding_attention" for one in config.layer_types])
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     _add_settings_of_parts(writer, config)
 
 

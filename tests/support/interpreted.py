@@ -32,7 +32,7 @@ def quick_interpreter() -> None:
 
     @cache
     def builtins_of(place: Any) -> list[tuple[str, Any]]:
-        return [one for one in inspect.getmembers(place) if interpreter.tl.core.is_builtin(one[1])]
+        return [member for member in inspect.getmembers(place) if interpreter.tl.core.is_builtin(member[1])]
 
     def patch(place: Any, builder: Any, scope: Any) -> None:
         for name, member in builtins_of(place):

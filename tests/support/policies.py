@@ -145,7 +145,10 @@ class SwapAll(Recompute):
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, incoming: Request | None
     ) -> Sequence[Eviction]:
-        return [Eviction(one.request, Preemption.SWAP) for one in super().victims(short, candidates, kv, now, incoming)]
+        return [
+            Eviction(victim.request, Preemption.SWAP)
+            for victim in super().victims(short, candidates, kv, now, incoming)
+        ]
 
 
 class SpillAll(Recompute):
@@ -157,9 +160,9 @@ class SpillAll(Recompute):
         self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, incoming: Request | None
     ) -> Sequence[Eviction]:
         found = []
-        for one in super().victims(short, candidates, kv, now, incoming):
-            found.append(Eviction(one.request, self.how, short))
-            short -= kv.footprint(one.request)
+        for victim in super().victims(short, candidates, kv, now, incoming):
+            found.append(Eviction(victim.request, self.how, short))
+            short -= kv.footprint(victim.request)
         return found
 
 
@@ -171,7 +174,7 @@ class ShareAll(SpillAll):
     def victims(
         self, short: int, candidates: Sequence[Request], kv: KVLedger, now: float, incoming: Request | None
     ) -> Sequence[Eviction]:
-        return [one._replace(shared=True) for one in super().victims(short, candidates, kv, now, incoming)]
+        return [victim._replace(shared=True) for victim in super().victims(short, candidates, kv, now, incoming)]
 
 
 class LendAlongside(ShareAll):

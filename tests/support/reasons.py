@@ -31,7 +31,9 @@ class Decision:
     def __init__(self, core: EngineCore, plan: StepPlan, evicted: set[Request]) -> None:
         self._core, self._plan, self._evicted = core, plan, evicted
         self.waits = core.scheduler.waits
-        self.waiting = [one for one in core.requests.values() if one in self.waits and not one.progress.in_flight]
+        self.waiting = [
+            request for request in core.requests.values() if request in self.waits and not request.progress.in_flight
+        ]
         batcher = core.scheduler.policies.batcher
         while isinstance(batcher, BatcherWrapper):
             batcher = batcher.batcher
@@ -45,7 +47,9 @@ class Decision:
         if isinstance(batcher, Packing):  # it may choose requests before KV, or the time of other clients, runs short
             ran = {slice_.request for slice_ in plan.slices}
             self._without_kv += len(evicted) + sum(self.waits[one].reason in _CHOSEN for one in self.waiting)
-            self._without_kv += sum(one.progress.in_flight and one not in ran for one in core.requests.values())
+            self._without_kv += sum(
+                request.progress.in_flight and request not in ran for request in core.requests.values()
+            )
 
     def is_true(self, request: Request) -> bool:
         """Return whether the reason why a request waits agrees with the state after the decision."""

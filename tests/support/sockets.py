@@ -15,10 +15,14 @@ def open_sockets(processes: Iterable[psutil.Process]) -> dict[str, bool]:
     found = {}
     for process in processes:
         with suppress(psutil.NoSuchProcess):
-            for one in process.net_connections("inet"):
-                if one.status == psutil.CONN_LISTEN or (one.type == socket.SOCK_DGRAM and not one.raddr):
-                    address = ip_address(one.laddr.ip.removeprefix("::ffff:"))
-                    found[f"{process.name()} at {one.laddr.ip} port {one.laddr.port}"] = address.is_loopback
+            for connection in process.net_connections("inet"):
+                if connection.status == psutil.CONN_LISTEN or (
+                    connection.type == socket.SOCK_DGRAM and not connection.raddr
+                ):
+                    address = ip_address(connection.laddr.ip.removeprefix("::ffff:"))
+                    found[f"{process.name()} at {connection.laddr.ip} port {connection.laddr.port}"] = (
+                        address.is_loopback
+                    )
     return found
 
 

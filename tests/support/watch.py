@@ -112,7 +112,7 @@ class WatchedCore(EngineCore):
         latest, live = self.scheduler.latest_plan, len(self.requests)
         # With a full pipeline the scheduler decides nothing; only deadlines may end requests then.
         is_full = len(self.plans) >= self.scheduler.depth
-        before = {} if is_full else {one: _State.of(one, self.kv, latest) for one in self.requests.values()}
+        before = {} if is_full else {request: _State.of(request, self.kv, latest) for request in self.requests.values()}
         available = self.kv.available
         plan = super().start_step(now)
         assert self.kv.available >= min(0, available), "a decision reserves blocks that are not available"
@@ -168,8 +168,8 @@ class WatchedCore(EngineCore):
         self.kv.check()
         assert list(self.kv.holders()) == []
         assert not any(
-            one.progress.planned or one.progress.computed or one.progress.pending_samples
-            for one in self.requests.values()
+            request.progress.planned or request.progress.computed or request.progress.pending_samples
+            for request in self.requests.values()
         )
 
     def assert_all_free(self) -> None:

@@ -47,7 +47,7 @@ def go(
 
 
 def kinds(run: ClientRun) -> dict[str, int]:
-    return dict(Counter(one.failure.kind if one.failure else "finished" for one in run.exchanges))
+    return dict(Counter(exchange.failure.kind if exchange.failure else "finished" for exchange in run.exchanges))
 
 
 def test_a_response_has_the_times_of_its_tokens() -> None:
@@ -240,7 +240,7 @@ def test_requests_are_sent_although_the_server_answers_none() -> None:
         run, _ = go(stub.url, jobs(150))
     assert kinds(run) == {"finished": 150}
     last_due = run.exchanges[-1].job.at
-    assert all((one.facts.first_token or 0.0) >= last_due for one in run.exchanges)
+    assert all((exchange.facts.first_token or 0.0) >= last_due for exchange in run.exchanges)
 
 
 async def misbehave(stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:

@@ -207,7 +207,7 @@ def _numbers(numbers: Sequence[int]) -> str:
             runs[-1][1:] = [number]
         else:
             runs.append([number])
-    return ",".join("-".join(map(str, one)) for one in runs)
+    return ",".join("-".join(map(str, run)) for run in runs)
 
 
 def recorded(name: str) -> str:

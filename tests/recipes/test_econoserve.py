@@ -281,7 +281,7 @@ def test_order_by_objectives_meets_more_of_them_and_reserves_most_of_the_kv() ->
 def test_overdue_requests_make_few_others_miss_their_objectives() -> None:
     overload, slo = Extent(12.0, 20.0, 1), Slo(jct_scale=2.0)
     runs = [seen("econoserve", SHAREGPT, overload, slo=slo, overdue_s=age_s) for age_s in (4.0, 1e8)]
-    some, none = (one.record["slo"]["jct_attained"] for one in runs)
+    some, none = (run.record["slo"]["jct_attained"] for run in runs)
     assert 0.8 * none <= some, (some, none)
 
 
@@ -318,5 +318,5 @@ def test_blocks_are_collected_for_the_oldest_overdue_request() -> None:
 def test_a_larger_share_for_overdue_requests_serves_the_longest_prompts_earlier() -> None:
     overload = Extent(12.0, 20.0, 1)
     runs = [seen("econoserve", SHAREGPT, overload, overdue_s=4.0, overdue_share=share) for share in (0.02, 0.3)]
-    few, more = (one.record["ttft_s"]["p95"] for one in runs)
+    few, more = (run.record["ttft_s"]["p95"] for run in runs)
     assert more < 0.9 * few, (few, more)

@@ -60,7 +60,9 @@ def two_floods() -> list[Request]:
 def while_both_wait(recipe: str, weight: float | None) -> Counter[str]:
     """Return the service of both clients until no request of the quiet one waits."""
     done = run(world(recipe, weight), two_floods())
-    ends = [one.now for one in done.events if isinstance(one, Finished) and one.request.options.client == "quiet"]
+    ends = [
+        event.now for event in done.events if isinstance(event, Finished) and event.request.options.client == "quiet"
+    ]
     return service(done, until=ends[-World.max_seqs - 1])
 
 
@@ -96,7 +98,7 @@ def test_a_quiet_client_gets_the_next_free_blocks(recipe: str) -> None:
     """It gets them whatever another client has sent before: users.md 4.4, 23."""
     asked = make(1000, 20, 5, arrival=1.0, client="quiet")
     done = run(world(recipe, WEIGHT), [*flood("noisy", 60, 0, output=30), asked])
-    (first, *_) = (one.now for one in done.events if isinstance(one, Token) and one.request is asked)
+    (first, *_) = (event.now for event in done.events if isinstance(event, Token) and event.request is asked)
     assert first - asked.arrival < MAX_TTFT_S
 
 
@@ -116,7 +118,7 @@ def chat_s(recipe: str, others: list[Request]) -> float:
     ends: list[float] = []
 
     def stop(events: Sequence[Event]) -> None:
-        ends.extend(one.now for one in events if isinstance(one, Finished) and one.request is chat)
+        ends.extend(event.now for event in events if isinstance(event, Finished) and event.request is chat)
         if ends:
             raise ChatFinishedError
 

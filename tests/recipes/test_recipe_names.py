@@ -63,7 +63,9 @@ def test_variants_are_simulated_by_one_command_and_named_in_results(
     assert run.exit_code == 0, run.output
     records = {record["recipe"]: record for record in load_results([tmp_path / "out.json"])}
     assert list(records) == names
-    assert [(one["recipe_params"]["eviction"], one["recipe_params"]["starvation_s"]) for one in records.values()] == [
+    assert [
+        (record["recipe_params"]["eviction"], record["recipe_params"]["starvation_s"]) for record in records.values()
+    ] == [
         ("proactive", 2),
         ("recompute", 2),
         ("defer", 3),  # brackets override --set, which applies to all recipes

@@ -116,6 +116,6 @@ def settings(name: str) -> Iterator[object]:
 
 
 def test_recorded_runs_cover_every_mechanism() -> None:
-    shown = {one for name in SCENARIOS for event in done(name).events for one in mechanisms(event)}
-    shown |= {one for name in SCENARIOS for one in settings(name)}
+    shown = {mechanism for name in SCENARIOS for event in done(name).events for mechanism in mechanisms(event)}
+    shown |= {setting for name in SCENARIOS for setting in settings(name)}
     assert {*MECHANISMS, *MOVES, *ENDS, *Preemption} - shown == set()

@@ -121,8 +121,8 @@ def test_a_burst_meets_its_objectives_during_a_best_effort_batch(recipe: str) ->
     alone, _ = in_burst(recipe, [])
     with_batch, done = in_burst(recipe, batch_of(best_effort=True))
     assert with_batch >= alone - 0.02
-    last = max(one.arrival for one in done.requests)
-    ends = [one.now < last for one in done.events if isinstance(one, Finished) and one.request.is_best_effort]
+    last = max(request.arrival for request in done.requests)
+    ends = [event.now < last for event in done.events if isinstance(event, Finished) and event.request.is_best_effort]
     assert 0 < sum(ends) < len(ends)
 
 
@@ -202,7 +202,7 @@ def test_bros_delays_chat_beside_a_batch_by_at_most_a_seventh(pipeline: Pipeline
         events = list[Event]()
         executor = SimulatedExecutor(world.cost, stages=world.stages)
         simulate(Replica(core, executor), chat_and_batch(Random(seed), world.cost), on_events=events.extend)
-        ends = {one.request: one.now for one in events if isinstance(one, Finished)}
+        ends = {event.request: event.now for event in events if isinstance(event, Finished)}
         chat_s.append(fmean(end - one.arrival for one, end in ends.items() if not one.is_best_effort))
         batch_s.append(max(end for one, end in ends.items() if one.is_best_effort))
     assert chat_s[1] <= 1.15 * chat_s[0]

@@ -26,11 +26,13 @@ class ToldCore(WatchedCore):
         self.seen = set[WaitReason]()
 
     def start_step(self, now: float) -> StepPlan | None:
-        evictions = {one: one.progress.evictions for one in self.requests.values()}
+        evictions = {request: request.progress.evictions for request in self.requests.values()}
         plan = super().start_step(now)
         if plan is None:
             return None
-        evicted = {one for one in self.requests.values() if one.progress.evictions > evictions.get(one, 0)}
+        evicted = {
+            request for request in self.requests.values() if request.progress.evictions > evictions.get(request, 0)
+        }
         decision = Decision(self, plan, evicted)
         wrong = {one.id: decision.waits[one] for one in decision.waiting if not decision.is_true(one)}
         assert not wrong, decision

@@ -390,8 +390,8 @@ def test_recomputation_uses_the_share_of_first_tokens() -> None:
 
 def run_all(ordering: Adaptive, requests: Sequence[Request]) -> None:
     slices = [
-        Slice(one, one.progress.computed, one.progress.known - one.progress.computed, True, False, ())
-        for one in requests
+        Slice(request, request.progress.computed, request.progress.known - request.progress.computed, True, False, ())
+        for request in requests
     ]
     ordering.on_scheduled(slices, 0.0)
     for request in requests:

@@ -51,8 +51,8 @@ def test_victims_follow_the_given_order_and_free_just_enough(
     candidates = holders(kv, sizes)
     short = data.draw(st.integers(1, sum(sizes)))
     evictions = build().victims(short, LazySequence(iter(candidates)), kv, 0.0, None)
-    assert [one.request for one in evictions] == candidates[: len(evictions)]
-    freed = [kv.footprint(one.request) if one.blocks is None else one.blocks for one in evictions]
+    assert [eviction.request for eviction in evictions] == candidates[: len(evictions)]
+    freed = [kv.footprint(eviction.request) if eviction.blocks is None else eviction.blocks for eviction in evictions]
     assert sum(freed) >= short > sum(freed[:-1])
 
 
@@ -132,7 +132,7 @@ def test_swap_drops_kv_that_is_faster_to_recompute_than_to_move_twice() -> None:
     requests = holders(kv, [1])
     for block, how in ((2.0, Preemption.SWAP), (2.001, Preemption.DROP)):
         cost = replace(COST, floor=1000.0, prefill_token=1.0, attention_pair=0.0, block=block, transfer_floor=0.0)
-        assert [one.how for one in Swap(cost).victims(1, requests, kv, 0.0, None)] == [how]
+        assert [victim.how for victim in Swap(cost).victims(1, requests, kv, 0.0, None)] == [how]
 
 
 def test_spill_prefers_best_effort_requests_and_those_that_are_already_split() -> None:
@@ -179,10 +179,10 @@ def test_share_prefers_the_emptiest_best_effort_request_then_the_least_urgent() 
         request.progress.computed = request.progress.planned = request.progress.computed - 3
     quick, slow = (replace(COST, prefill_token=1e-3, block=block, transfer_floor=0.0) for block in (1e-4, 1.0))
     victims = Share(quick).victims(8, requests, kv, 0.0, None)
-    assert [(one.request, one.shared) for one in victims] == [
+    assert [(victim.request, victim.shared) for victim in victims] == [
         (emptier, True), (full, True), (least_urgent, False), (urgent, False),
     ]  # fmt: skip
-    assert not any(one.shared for one in Share(slow).victims(8, requests, kv, 0.0, None)), "copies take longer"
+    assert not any(victim.shared for victim in Share(slow).victims(8, requests, kv, 0.0, None)), "copies take longer"
 
 
 def test_swap_moves_nothing_ahead() -> None:
@@ -198,9 +198,9 @@ def test_vacate_evicts_nested_reservations_before_less_important_requests() -> N
     kv.reserve(parent, 8)
     kv.reserve(nested, 3, parent=parent)
     victims = Vacate(COST).victims(2, [other, nested], kv, 0.0, None)
-    assert [one.request for one in victims] == [nested]
+    assert [victim.request for victim in victims] == [nested]
     victims = Vacate(COST).victims(5, [other, nested], kv, 0.0, None)
-    assert [one.request for one in victims] == [nested, other]
+    assert [victim.request for victim in victims] == [nested, other]
     assert Vacate(COST).ahead(requests, by_number(requests), kv, 0.0) == ((), ())
 
 

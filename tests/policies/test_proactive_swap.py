@@ -264,7 +264,7 @@ def test_kv_that_is_cheaper_to_recompute_is_moved_only_with_overlapped_moves() -
     setup = Setup(*(Holder(turn) for turn in range(5)), cost=cheap)
     assert setup.step() == ([4], [])
     victims = setup.eviction.victims(4, setup.requests[3:4], setup.kv, setup.now, None)
-    assert [one.how for one in victims] == [Preemption.DROP]
+    assert [victim.how for victim in victims] == [Preemption.DROP]
 
 
 @pytest.mark.parametrize("blocks", [4, 19, 20])

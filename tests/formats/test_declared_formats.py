@@ -58,7 +58,9 @@ def test_declared_formats_are_read_as_by_transformers(case: str) -> None:
     from transformers.utils.chat_parsing import parse_response  # noqa: PLC0415 - takes seconds
 
     theirs = parse_response(text, declared(calls), prefix="")
-    found = list(itertools.chain.from_iterable(one if isinstance(one, list) else [one] for one in theirs["tool_calls"]))
+    found = list(
+        itertools.chain.from_iterable(call if isinstance(call, list) else [call] for call in theirs["tool_calls"])
+    )
     expected = [(call["function"]["name"], json.dumps(call["function"]["arguments"])) for call in found]
     for pieces in ([text], list(text)):
         ours = read(chosen(declared(calls)), pieces)

@@ -224,7 +224,7 @@ def test_patterns_repeat_nothing_without_bound() -> None:
     """A search for an unbounded repetition takes quadratic time in long runs, for example of line breaks."""
     for row in FORMATS:
         fields = row.response_template(reads_calls=True)["fields"].values()
-        patterns = [part for one in fields for name, part in one.items() if name.endswith("_pattern")]
+        patterns = [part for field in fields for name, part in field.items() if name.endswith("_pattern")]
         patterns += [] if row.calls is None else [row.calls.head]
         for pattern in patterns:
             assert not re.search(r"(?<!\\)[*+]", pattern), (row.name, pattern)

@@ -45,7 +45,7 @@ def test_evaluate_ranks_forecasters_by_quality(tmp_path: Path) -> None:
     record = json.loads((tmp_path / "out.json").read_text())
     assert (record["train"], record["test"]) == (200, 200)
     assert record["machine"]
-    by_name = {one["name"]: one for one in record["forecasters"]}
+    by_name = {forecaster["name"]: forecaster for forecaster in record["forecasters"]}
     assert list(by_name) == ["proxy", "alise", "head", "learned", "prior", "oracle", "permuted"]
     for name in ("proxy", "alise", "head", "learned"):
         assert by_name[name]["r"] > 0.9

@@ -89,7 +89,7 @@ def test_evaluate_measures_a_trained_state(state: Path, tmp_path: Path) -> None:
         "evaluate", "--trace", write(tmp_path / "t.jsonl", rows(60)), "--state", state, "--json", tmp_path / "r"
     )
     assert found.exit_code == 0, found.output
-    by_name = {one["name"]: one for one in json.loads((tmp_path / "r").read_text())["forecasters"]}
+    by_name = {forecaster["name"]: forecaster for forecaster in json.loads((tmp_path / "r").read_text())["forecasters"]}
     assert by_name["trained"]["r"] > 0.9
     assert by_name["trained"]["mae"] < 0.5 * by_name["prior"]["mae"]
 

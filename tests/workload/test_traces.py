@@ -194,14 +194,14 @@ def test_hash_ids_identify_parts_of_prompts_with_their_prefixes(tmp_path: Path) 
     trace = read(tmp_path, "".join(MOONCAKE % row for row in rows), "trace.jsonl")
     assert [row[:3] for row in trace.rows] == [(0.0, 1100, 9), (1.5, 1024, 9), (3.0, 1600, 9), (3.0, 5, 9)]
     parts = [row.parts for row in trace.rows]
-    assert all(one is not None and one.tokens == 512 for one in parts)
-    names = [one.names for one in parts if one is not None]
+    assert all(part is not None and part.tokens == 512 for part in parts)
+    names = [part.names for part in parts if part is not None]
     assert names[0] == names[1]
     described = LoadOptions(trace=tmp_path / "trace.jsonl").workload().describe(None, None, 0)
     assert described["hash_tokens"] == 512
     # The same id after a different prefix is a different part.
     assert len(set(names[0] + names[2])) == 2 + 3
-    assert [len(one) for one in names] == [2, 2, 3, 0]
+    assert [len(name) for name in names] == [2, 2, 3, 0]
     table = 'prompt_tokens,output_tokens,hash_ids\n9,1,7 8 5\n12,1,"7, 8, 6"\n'
     (tmp_path / "trace.csv").write_text(table)
     assert [row.parts for row in read_trace(tmp_path / "trace.csv", hash_tokens=4).rows] == [

@@ -44,7 +44,7 @@ from skipjoin.model.loader import random_model
 from skipjoin.model.parallel import Shard
 from skipjoin.policies.eviction import Recompute
 from skipjoin.sampling import SamplingParams
-from support.policies import LendAll, SpillAll
+from support.policies import ShareAll, SpillAll
 from support.worlds import exhaustive, halved
 
 LAYOUTS = ((2, 1), (1, 2), (2, 2), (1, 3))

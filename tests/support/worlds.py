@@ -58,7 +58,7 @@ def halved(cases: Iterable[Any], begin: int = 0) -> list[Any]:
 
 
 def one_in(parts: int, cases: Iterable[Any], begin: int = 0) -> list[Any]:
-    """Return test parameters, all but one in `parts` of which are marked `exhaustive`."""
+    """Return test parameters, of which one in `parts` is not marked `exhaustive`."""
     return [exhaustive(case) if (number + begin) % parts else pytest.param(case) for number, case in enumerate(cases)]
 
 

@@ -45,7 +45,7 @@ class _Attributes(ctypes.Structure):
 
 def batch_call(library: Any) -> BatchCall | None:
     """Return a driver's call, or None if it has none."""
-    name, has_index = next((one for one in _FUNCTIONS if hasattr(library, one[0])), ("", False))
+    name, has_index = next((found for found in _FUNCTIONS if hasattr(library, found[0])), ("", False))
     if not name:
         return None
     function = getattr(library, name)
@@ -57,8 +57,8 @@ def batch_call(library: Any) -> BatchCall | None:
 
     def call(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int) -> int:
         # Named variables keep the arrays alive: the driver reads them by address.
-        arrays = [array("Q", one) for one in (targets, sources, sizes)]
-        addresses = [one.buffer_info()[0] for one in arrays]
+        arrays = [array("Q", numbers) for numbers in (targets, sources, sizes)]
+        addresses = [numbers.buffer_info()[0] for numbers in arrays]
         shared = ctypes.addressof(attributes), ctypes.addressof(first), 1
         code: int = function(*addresses, len(sizes), *shared, *index, stream)
         return code

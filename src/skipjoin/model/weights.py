@@ -101,7 +101,7 @@ class Weights(ABC):
             ]
 
         shift = joined(taken("bias")) if bias else None
-        coded = [found for one in matrices if (found := self.grouped(one, inputs, columns)) is not None]
+        coded = [found for matrix in matrices if (found := self.grouped(matrix, inputs, columns)) is not None]
         if len(coded) == len(matrices) and same_order(coded):
             rows = [
                 codes if matrix.order is None else codes.outputs(matrix.order)

@@ -66,8 +66,9 @@ class ParentRequests:
     def _determine(self, kv: KVAccounts) -> None:
         if self._holders < 0 or self._available != kv.available:
             self._holders, self._available = len(kv.holders()), kv.available
-            limited = (request for request in kv.holders() if request.progress.reserved_tokens != UNLIMITED)
-            self._unused = sorted((n, request.id, request) for request in limited if (n := unused(request, kv)) > 1)
+            found = kv.reservations.with_unused(2) if kv.reservations is not None else ()
+            limited = [pair for pair in found if pair[1].progress.reserved_tokens != UNLIMITED]
+            self._unused = sorted([(blocks, request.id, request) for blocks, request in limited])
 
     def _place(self, need: int) -> int:
         return bisect_left(self._unused, need, key=itemgetter(0))

@@ -111,9 +111,9 @@ class StepPlanner:
         blocks_of = kv.blocks_of
         # Found only if the policy reads them: most do not.
         settled = LazySequence(
-            one
-            for one in kv.holders()
-            if one.progress.finish_reason is None and (held := blocks_of(one)) is not None and held.is_settled
+            request
+            for request in kv.holders()
+            if request.progress.finish_reason is None and (held := blocks_of(request)) is not None and held.is_settled
         )
         out, back = self._policies.eviction.ahead(settled, ordering, kv, context.now)
         if out or context.depth > 1 or tiers.cpu_free < tiers.cpu_total:

@@ -142,7 +142,7 @@ class Reservations:
         this = self._of.get(request)
         if this is None:
             return blocks - self.headroom(parent)
-        blocks = max(blocks, len(this.held) + this.lent)
+        blocks = max(blocks, len(this.held) + this.nested_blocks)
         if parent is None and this.parent is self.root:  # most requests
             return blocks - this.adopted - this.size - self.available
         return blocks - this.adopted - self._freed(this, self.find(parent)) - self.headroom(parent)
@@ -159,7 +159,8 @@ class Reservations:
         return [
             (unused, owner)
             for owner, this in self._of.items()
-            if (unused := this.size + this.adopted - len(this.held) - this.lent) >= least and isinstance(owner, Request)
+            if (unused := this.size + this.adopted - len(this.held) - this.nested_blocks) >= least
+            and isinstance(owner, Request)
         ]
 
     def unused_without(self, account: Account, request: Request) -> int:

@@ -79,8 +79,8 @@ def _without_padding(mask_function: Any) -> None:
         value = cell.cell_contents
         if isinstance(value, torch.Tensor) and value.is_meta:
             cell.cell_contents = torch.zeros(value.shape, dtype=value.dtype)
-        for one in value if isinstance(value, tuple) else (value,):
-            _without_padding(one)
+        for part in value if isinstance(value, tuple) else (value,):
+            _without_padding(part)
 
 
 def register() -> None:

@@ -151,7 +151,7 @@ def _scan(by: Mixing, x: torch.Tensor, *others: Any, **options: Any) -> torch.Te
         bias = _float(options.get("delta_bias"))
         return Scan(a.t().contiguous(), a.new_zeros(len(a)) if bias is None else bias, _float(options.get("D")))
 
-    inputs = ScanInputs(*(_rows(one[0].t().to(x.dtype)) for one in (query, key, x, step)))
+    inputs = ScanInputs(*(_rows(rows[0].t().to(x.dtype)) for rows in (query, key, x, step)))
     out, gate = by.scan(inputs, make).t()[None], options.get("z")
     return out if gate is None else out * F.silu(gate)
 

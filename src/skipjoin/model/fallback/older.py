@@ -165,8 +165,8 @@ def _llama4_experts(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, to
     rows = hidden.reshape(-1, module.hidden_dim)
     scores, logits = module.router(rows)
     total, ones = module.shared_expert(rows), rows.new_ones((len(rows), 1))
-    for one in logits.topk(module.top_k, dim=1).indices.split(1, dim=1):
-        total = total + apply_experts(module.experts, rows * scores.gather(1, one), one, ones)
+    for chosen in logits.topk(module.top_k, dim=1).indices.split(1, dim=1):
+        total = total + apply_experts(module.experts, rows * scores.gather(1, chosen), chosen, ones)
     return total, logits
 
 

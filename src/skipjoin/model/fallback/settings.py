@@ -47,7 +47,9 @@ def find(names: list[Any], model_type: str | None) -> str | None:
 
     Of a model that also sees or hears, it is the language model's, if transformers has that as a class of its own.
     """
-    known = {kind: one if isinstance(one, str) else one[0] for kind, one in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    known = {
+        kind: known if isinstance(known, str) else known[0] for kind, known in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    }
     texts = [str(name).replace("ForConditionalGeneration", "ForCausalLM") for name in names]
     found = next((name for name in (*texts, *names) if name in known.values()), None)
     return found if names else known.get(model_type or "")

@@ -137,8 +137,8 @@ def trace(kind: type[Any], config: Any) -> Traced:
     except Exception as error:
         raise ModelError(f"{_FIXED}, or it cannot run without data: {type(error).__name__}: {error}") from error
     _check_state(cache)
-    used = {name: one.shape for name, one in states.items() if one.shape != StateShape()}
-    if len(set(used.values())) > 1 or any(not one.kernel for one in used.values()):
+    used = {name: state.shape for name, state in states.items() if state.shape != StateShape()}
+    if len(set(used.values())) > 1 or any(not shape.kernel for shape in used.values()):
         raise ModelError(f"{_STATE}, and differs between them")
     if kept != len(used) or (kind._is_stateful and not used):
         raise ModelError(f"{_STATE}, by functions of its own")

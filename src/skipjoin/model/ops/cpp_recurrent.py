@@ -103,7 +103,7 @@ class CppRecurrent:
         value, sequences = inputs.value, _SequenceArrays(batch)
         out = torch.empty(value.shape, dtype=value.dtype)
         call = _Scan(
-            *(one.data_ptr() for one in inputs), *(one.stride(0) for one in inputs), *states.shape[1:],
+            *(rows.data_ptr() for rows in inputs), *(rows.stride(0) for rows in inputs), *states.shape[1:],
             of.a.data_ptr(), of.step_bias.data_ptr(), _address(of.skip), states.data_ptr(), states.stride(0),
             out.data_ptr(), sequences.call, threads_here(),
         )  # fmt: skip

@@ -216,7 +216,7 @@ class TorchRecurrent:
             rate = step if inputs.rate is None else inputs.rate.float().sigmoid()
             decay = torch.exp(-of.log_a.exp() * step)
         if inputs.rate is not None:
-            query, key = (one * (one.square().sum(-1, keepdim=True) + _UNIT_EPSILON).rsqrt() for one in (query, key))
+            query, key = (rows * (rows.square().sum(-1, keepdim=True) + _UNIT_EPSILON).rsqrt() for rows in (query, key))
             query = query * key_dim**-0.5
         out = torch.empty_like(value)
         for part in _parts(batch):
@@ -234,7 +234,7 @@ class TorchRecurrent:
         return out.flatten(1).to(inputs.value.dtype)
 
     def scan(self, inputs: ScanInputs, of: Scan, states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-        query, key, value, step = (one.float() for one in inputs)
+        query, key, value, step = (rows.float() for rows in inputs)
         step = F.softplus(step + of.step_bias)
         out = torch.empty_like(value)
         for part in _parts(batch):

@@ -382,8 +382,8 @@ def _models() -> Iterator[str]:
     yield (
         "An NVIDIA GPU runs what torch's operations run. `quantization int8` needs the compiled operations of a CPU. "
         "`skipjoin convert` makes safetensors of `.bin` files. GGUF files of Mistral and Mixtral have the architecture "
-        "`llama`, and those of OLMo 3 `olmo2`. Of models that also see, such as Gemma 3 and 4, "
-        "Mistral 3 and Qwen-VL, the language model is served. Of other families, GGUF files are refused."
+        "`llama`, and those of OLMo 3 `olmo2`. Of models that also see or hear, such as Gemma 3 and "
+        "4, LLaVA, Llama 4 and Qwen-VL, the language model is served. Of other families, GGUF files are refused."
     )
     yield from _architectures()
     yield from _encoders()

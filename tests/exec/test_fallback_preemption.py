@@ -28,6 +28,7 @@ def _model(name: str, kv_cache_dtype: str) -> CausalLM:
         ("parts moved concurrently", "mimo", "auto"),
         ("shared at every step", "stablelm", "int8"),
         exhaustive("overlapped, swapped, chunks", "gpt2", "int8"),
+        ("dropped at every step", "llama4", "auto"),
     ],
 )
 def test_preemption_changes_no_tokens_through_transformers(case: str, name: str, kv_cache_dtype: str) -> None:

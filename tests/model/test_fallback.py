@@ -49,6 +49,18 @@ OLDER = {
         **{"hidden_size": 64, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 64, "window_size": 9},
         "attention_types": [[["global", "local"], 1]],
     },
+    "MptForCausalLM": {"d_model": 96, "n_layers": 2, "n_heads": 6, "max_seq_len": 64},
+    "GPTNeoXJapaneseForCausalLM": {
+        **{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64},
+        "intermediate_multiple_size": 2,
+    },
+    "Llama4ForCausalLM": {
+        **{"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"head_dim": 16, "intermediate_size": 32, "intermediate_size_mlp": 96, "max_position_embeddings": 64},
+        **{"num_local_experts": 4, "moe_layers": [0, 2], "no_rope_layers": [1, 0, 1], "attention_chunk_size": 8},
+        "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+        **{"floor_scale": 4, "pad_token_id": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    },
     "FalconForCausalLM": {
         **{"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_kv_heads": 2},
         "new_decoder_architecture": True,
@@ -132,8 +144,7 @@ def test_log_says_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
         ({"architectures": ["MiniMaxForCausalLM"]}, r"its layers keep a state that is no KV"),
         ({"architectures": ["RwkvForCausalLM"]}, r"its layers keep a state that is no KV"),
         ({"architectures": ["XGLMForCausalLM"]}, r"cannot run through transformers .*: its attention cannot be rep"),
-        ({"architectures": ["FalconForCausalLM"], "alibi": True}, "adds linear biases"),
-        ({"architectures": ["MptForCausalLM"]}, "adds linear biases"),
+        ({"architectures": ["FalconForCausalLM"], "alibi": True}, "rounds linear biases"),
         ({"architectures": ["BertLMHeadModel"]}, "its tokens attend to others than all earlier ones"),
         ({"architectures": ["BartForCausalLM"]}, "it needs an encoder"),
         (

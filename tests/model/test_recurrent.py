@@ -77,8 +77,11 @@ def test_compiled_operations_equal_those_of_torch(
             ConvolutionInputs(given, *(() if is_delta else (before, after))), convolution, inputs, batch
         )
         out = ops.recur(RecurrenceInputs(*parts[: 5 if is_delta else 4]), of, matrices, batch)
-        shares = [torch.rand(9, heads, generator=torch.Generator().manual_seed(place)) for place in (2, 3)]
-        given = RecurrenceInputs(*parts[:3], shares[0].log(), shares[1])
+        logs, shares = (
+            kept[1][:, :, : keys if is_delta else 1, 0].square().neg().flatten(1),
+            kept[1][:, :, 0, 1].sigmoid(),
+        )
+        given = RecurrenceInputs(*parts[:3], logs.contiguous(), shares.contiguous())
         learned = ops.recur(given, Recurrence(key_heads, None, None), kept[1].clone(), batch)
         scanned, rates = kept[1][:, :, 0].clone(), kept[1][0, :, 0].square().neg()
         scan = Scan(rates.contiguous(), kept[1][0, 0, 0].contiguous(), kept[1][0, 0, 1].contiguous())

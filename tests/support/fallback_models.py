@@ -58,4 +58,12 @@ FALLBACKS: dict[str, dict[str, Any]] = {
         "architectures": ["BloomForCausalLM"],
         **{"vocab_size": 96, "hidden_size": 192, "n_layer": 2, "n_head": 6, "seq_length": 256, "eos_token_id": None},
     },
+    # Attention within chunks, queries that grow, experts whose inputs are scaled.
+    "llama4": {
+        **_SHAPE,
+        "architectures": ["Llama4ForCausalLM"],
+        **{"num_local_experts": 32, "moe_layers": [0], "intermediate_size_mlp": 96, "no_rope_layers": [1, 0]},
+        **{"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 16, "floor_scale": 4},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
 }

@@ -173,7 +173,7 @@ class _Output:
 
 
 class _Rows(torch.nn.Module):
-    """Stands for the layers below the output projection, whose attributes it has, and returns rows they computed."""
+    """Stands for the layers below the output projection, whose numbers it has, and returns rows they computed."""
 
     hidden: torch.Tensor
 
@@ -182,7 +182,10 @@ class _Rows(torch.nn.Module):
         self.__dict__["_layers"] = layers  # not as a module of this one
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_layers"], name)
+        found = getattr(self.__dict__["_layers"], name)
+        if isinstance(found, torch.nn.Module):
+            raise AttributeError(f"'_Rows' object has no module {name!r}")
+        return found
 
     def forward(self, *ignored: Any, **also: Any) -> _Outputs:
         return _Outputs(self.hidden)

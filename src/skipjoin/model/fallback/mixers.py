@@ -135,9 +135,12 @@ def _recur(by: Mixing, x: torch.Tensor, *others: Any, **options: Any) -> torch.T
 
 
 def _learn(by: Mixing, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> tuple[Any, None]:
-    """Replace chunk_gated_delta_rule: [1, T, heads, dim] thrice, and [1, T, heads] of decays and of shares."""
+    """Replace chunk_gated_delta_rule and chunk_kda: [1, T, heads, dim] thrice, and [1, T, heads] of shares.
+
+    Decays have the shape of shares, or that of keys.
+    """
     _check(options, use_qk_l2norm_in_kernel=True, initial_state=None, output_final_state=False)
-    decay, share = (options[name][0].float().contiguous() for name in ("g", "beta"))
+    decay, share = (options[name][0].float().flatten(1).contiguous() for name in ("g", "beta"))
     inputs = RecurrenceInputs(_heads(query), _heads(key), _heads(value), decay, share)
     return by.recur(inputs, lambda: Recurrence(key.shape[2], None, None)).view(value.shape), None
 
@@ -179,6 +182,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _convolve,
     "mamba2_chunk_scan": _recur,
     "torch_chunk_gated_delta_rule": _learn,
+    "chunk_kimi_delta_attention": _learn,
     "mamba_selective_scan": _scan,
 }
 
@@ -199,7 +203,8 @@ class MixingRecorder:
         return torch.empty_like(inputs.x)
 
     def recur(self, inputs: RecurrenceInputs, make: Callable[[], Recurrence]) -> torch.Tensor:
-        heads, key_heads = inputs.decay.shape[1], make().key_heads
+        key_heads = make().key_heads
+        heads = (inputs.decay if inputs.rate is None else inputs.rate).shape[1]
         keys, values = inputs.key.shape[1] // key_heads, inputs.value.shape[1] // heads
         self._record(self.shape.heads, heads=heads, key_heads=key_heads, key_dim=keys, value_dim=values)
         return torch.empty_like(inputs.value)

@@ -34,11 +34,22 @@ Call = Callable[..., tuple[torch.Tensor, Any]]
 def register(config: Any) -> None:
     """Add our names to a table that classes of this type choose their module of attention from."""
     model_type = config.model_type
-    if model_type == "mpt" or (model_type == "falcon" and config.alibi):
-        raise ModelError("its code adds linear biases (ALiBi) to a mask of all pairs of tokens, and paged KV has none")
-    if (name := _CLASSES.get(model_type)) is not None:
-        code = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    if model_type == "falcon" and config.alibi:
+        raise ModelError("its code rounds linear biases (ALiBi) of positions to bfloat16, and ours are exact")
+    if model_type not in _CLASSES and model_type != "mpt":
+        return
+    code: Any = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    if (name := _CLASSES.get(model_type)) is None:
+        if not isinstance(code.create_causal_mask, partial):
+            code.create_causal_mask = partial(_any_mask, code.create_causal_mask)
+    else:
         getattr(code, name).update(dict.fromkeys((PAGED, SAMPLED), getattr(code, name)[_EAGER]))
+
+
+def _any_mask(original: Callable[..., torch.Tensor | None], **options: Any) -> torch.Tensor:
+    """Return a mask in any case, since MPT converts it; that of paged KV is not read."""
+    found = original(**options)
+    return torch.zeros(()) if found is None else found
 
 
 def adapt(model: Any) -> None:
@@ -115,6 +126,34 @@ def _bloom(
     return module.dense(out.flatten(2)) + residual, None
 
 
+def _mpt(
+    module: Any,
+    hidden: torch.Tensor,
+    position_bias: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **ignored: Any,
+) -> tuple[torch.Tensor, None]:
+    """Replace the attention of MPT, whose biases of the last two positions differ by the slopes."""
+    joined = module.Wqkv(hidden)
+    if module.clip_qkv:
+        joined = joined.clamp(min=-module.clip_qkv, max=module.clip_qkv)
+    shape = (*hidden.shape[:2], module.n_heads, module.head_dim)
+    query, key, value = (part.view(shape).transpose(1, 2) for part in joined.chunk(3, dim=2))
+    slopes = position_bias[:, 0, -1] - position_bias[:, 0, -2]
+    if attention_mask is not None and attention_mask.dtype == torch.bool:  # of the window 0
+        attention_mask = attention_mask.new_zeros(attention_mask.shape, dtype=torch.int64)
+    out, _ = attend(module, query, key, value, attention_mask, scaling=module.softmax_scale, slopes=slopes)
+    return module.out_proj(out.flatten(2)), None
+
+
+def _japanese(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, None]:
+    """Replace `_attn` of GPT-NeoX Japanese."""
+    out, _ = attend(module, query, key, value, mask, scaling=1 / module.norm_factor)
+    return out.transpose(1, 2), None
+
+
 def _falcon(
     module: Any,
     hidden: torch.Tensor,
@@ -181,6 +220,8 @@ _TABLE: dict[str, tuple[str, Call]] = {
     "CodeGenAttention": ("_attn", _by_heads),
     "GPTNeoSelfAttention": ("_attn", _neo),
     "BloomAttention": ("forward", _bloom),
+    "MptAttention": ("forward", _mpt),
+    "GPTNeoXJapaneseAttention": ("_attn", _japanese),
     "FalconAttention": ("forward", _falcon),
     "Llama4TextAttention": ("forward", _llama4),
     "Llama4TextMoe": ("forward", _llama4_experts),

@@ -41,7 +41,7 @@ class _Recur(ctypes.Structure):
         ("query", _P), ("key", _P), ("value", _P), ("query_stride", _I), ("key_stride", _I), ("value_stride", _I),
         ("heads", _I), ("key_heads", _I), ("key_dim", _I), ("value_dim", _I), ("decay", _P), ("rate", _P),
         ("decay_stride", _I), ("rate_stride", _I), ("log_a", _P), ("decay_bias", _P), ("skip", _P),
-        ("least", c_double), ("most", c_double), ("states", _P), ("state_stride", _I), ("out", _P),
+        ("is_keyed", _I), ("least", c_double), ("most", c_double), ("states", _P), ("state_stride", _I), ("out", _P),
         ("sequences", _Sequences), ("threads", _I),
     )  # fmt: skip
 
@@ -94,7 +94,8 @@ class CppRecurrent:
             query.data_ptr(), key.data_ptr(), value.data_ptr(), query.stride(0), key.stride(0), value.stride(0),
             states.shape[1], of.key_heads, *states.shape[2:], decay.data_ptr(), _address(rate), decay.stride(0),
             0 if rate is None else rate.stride(0), _address(of.log_a), _address(of.decay_bias), _address(of.skip),
-            of.least, of.most, states.data_ptr(), states.stride(0), out.data_ptr(), sequences.call, threads_here(),
+            decay.shape[1] > states.shape[1], of.least, of.most, states.data_ptr(), states.stride(0), out.data_ptr(),
+            sequences.call, threads_here(),
         )  # fmt: skip
         self._recur(self._kind, call)
         return out

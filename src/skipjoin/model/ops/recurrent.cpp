@@ -45,9 +45,10 @@ struct Recur {
   int64_t query_stride, key_stride, value_stride, heads, key_heads, key_dim, value_dim;
   const void *decay, *rate; // [tokens][heads]; rate: of the delta rule, or null. Without log_a, float
   int64_t decay_stride, rate_stride;
-  // [heads]; skip: factor of values added to outputs, or null. Without log_a, the inputs are logarithms of decays, and
-  // shares that the delta rule learns.
+  // [heads]; skip: factor of values added to outputs, or null. Without log_a, the inputs are logarithms of decays, of
+  // each key if is_keyed, and shares that the delta rule learns.
   const float *log_a, *decay_bias, *skip;
+  int64_t is_keyed;
   double least, most;                     // of Mamba-2's steps
   float *states;                          // [slot]: [heads][key][value]
   int64_t state_stride;
@@ -158,10 +159,11 @@ template <typename T> void read_unit(const T *from, int64_t count, bool is_unit,
   for (int64_t i = 0; i < count; i++) to[i] *= factor;
 }
 
-// Updates and reads `kColumns` vectors of the state by one token; `value` is overwritten by the output.
+// Updates and reads `kColumns` vectors of the state by one token; `value` is overwritten by the output. The state decays
+// by `decay`, or by the factor of each key in `decays`.
 template <bool WHOLE>
 void advance(float *state, int64_t stride, int64_t columns, const float *key, const float *query, int64_t rows,
-             float decay, float rate, bool is_delta, float *value) {
+             float decay, const float *decays, float rate, bool is_delta, float *value) {
   Floats update[kColumns], out[kColumns];
   auto count = [&](int v) { return WHOLE ? (int64_t)kLanes : columns - v * kLanes; };
   for (int v = 0; v < kColumns; v++) update[v] = load(value + v * kLanes, count(v)), out[v] = Floats{};
@@ -169,14 +171,15 @@ void advance(float *state, int64_t stride, int64_t columns, const float *key, co
     Floats known[kColumns] = {};
     for (int64_t i = 0; i < rows; i++)
       for (int v = 0; v < kColumns; v++)
-        known[v] = fma(splat(key[i]), load(state + i * stride + v * kLanes, count(v)), known[v]);
+        known[v] = fma(splat(decays ? key[i] * decays[i] : key[i]), load(state + i * stride + v * kLanes, count(v)),
+                       known[v]);
     for (int v = 0; v < kColumns; v++) update[v] = update[v] - known[v] * decay;
   }
   for (int v = 0; v < kColumns; v++) update[v] = update[v] * rate;
   for (int64_t i = 0; i < rows; i++)
     for (int v = 0; v < kColumns; v++) {
       float *at = state + i * stride + v * kLanes;
-      Floats now = fma(splat(key[i]), update[v], load(at, count(v)) * decay);
+      Floats now = fma(splat(key[i]), update[v], load(at, count(v)) * (decays ? decays[i] : decay));
       store(at, now, count(v));
       out[v] = fma(splat(query[i]), now, out[v]);
     }
@@ -191,7 +194,8 @@ template <typename T> void recur(const Recur &c, int64_t sequence, int64_t head)
   if (!of.starts[sequence]) std::fill(state, state + size, 0.0f);
   bool is_delta = c.rate != nullptr;
   float speed = c.log_a ? -std::exp(c.log_a[head]) : 1.0f, scale = is_delta ? 1.0f / std::sqrt((float)c.key_dim) : 1.0f;
-  std::vector<float> memory(2 * c.key_dim + 2 * c.value_dim);
+  std::vector<float> memory(3 * c.key_dim + 2 * c.value_dim);
+  float *decays = c.is_keyed ? memory.data() + 2 * c.key_dim + 2 * c.value_dim : nullptr;
   float *query = memory.data(), *key = query + c.key_dim, *value = key + c.key_dim, *given = value + c.value_dim;
   Captures captures(of, sequence);
   int64_t begin = of.query_start[sequence], end = of.query_start[sequence + 1];
@@ -199,9 +203,13 @@ template <typename T> void recur(const Recur &c, int64_t sequence, int64_t head)
     read_unit((const T *)c.query + token * c.query_stride + key_head * c.key_dim, c.key_dim, is_delta, scale, query);
     read_unit((const T *)c.key + token * c.key_stride + key_head * c.key_dim, c.key_dim, is_delta, 1.0f, key);
     read_unit((const T *)c.value + token * c.value_stride + head * c.value_dim, c.value_dim, false, 1.0f, value);
-    float step, rate;
+    float step = 0, rate;
     if (!c.log_a) {
-      step = ((const float *)c.decay)[token * c.decay_stride + head];
+      const float *logs = (const float *)c.decay + token * c.decay_stride;
+      if (decays)
+        for (int64_t i = 0; i < c.key_dim; i++) decays[i] = std::exp(logs[head * c.key_dim + i]);
+      else
+        step = logs[head];
       rate = ((const float *)c.rate)[token * c.rate_stride + head];
     } else {
       rate = step = softplus(number((const T *)c.decay + token * c.decay_stride + head) + c.decay_bias[head]);
@@ -215,7 +223,7 @@ template <typename T> void recur(const Recur &c, int64_t sequence, int64_t head)
     for (int64_t column = 0; column < c.value_dim; column += kColumns * kLanes) {
       int64_t columns = c.value_dim - column;
       (columns < kColumns * kLanes ? advance<false> : advance<true>)(
-          state + column, c.value_dim, columns, key, query, c.key_dim, decay, rate, is_delta, value + column);
+          state + column, c.value_dim, columns, key, query, c.key_dim, decay, decays, rate, is_delta, value + column);
     }
     if (c.skip)
       for (int64_t i = 0; i < c.value_dim; i++) value[i] += c.skip[head] * given[i];

@@ -45,7 +45,8 @@ class Recurrence(NamedTuple):
     value that is learned; Mamba-2's values are multiplied by steps in [least, most].
 
     Attributes:
-        log_a, decay_bias: float32 [heads]; None if inputs have logarithms of decays, and shares, in float32.
+        log_a, decay_bias: float32 [heads]; None if inputs have logarithms of decays, or those of each key, and shares,
+            in float32.
         skip: float32 [heads], factor of values that are added to outputs, or None.
     """
 
@@ -210,6 +211,7 @@ class TorchRecurrent:
         if of.log_a is None or of.decay_bias is None:
             assert inputs.rate is not None
             decay, rate = inputs.decay.exp(), inputs.rate
+            decay = decay.unflatten(1, (heads, key_dim)) if decay.shape[1] > heads else decay
         else:
             step = F.softplus(inputs.decay.float() + of.decay_bias)
             step = step.clamp(of.least, of.most) if inputs.rate is None else step
@@ -222,7 +224,7 @@ class TorchRecurrent:
         for part in _parts(batch):
             state = part.read(states)
             for rows in part.rows.unbind(1):
-                state *= decay[rows, :, None, None]
+                state *= decay[rows].view(len(state), heads, -1, 1)
                 update = value[rows]
                 if inputs.rate is not None:
                     update = update - torch.einsum("shk,shkv->shv", key[rows], state)

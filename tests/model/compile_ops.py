@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 
 from skipjoin.model.kernels.activations import bias_and_activation_kernel, gate_and_mul_kernel
 from skipjoin.model.kernels.norms import norm_kernel, warps_of
+from skipjoin.model.kernels.rounding import round_rows_kernel
 from skipjoin.model.kernels.thresholds import BLOCK, OPTIONS, thresholds_kernel
 from skipjoin.model.ops.base import CLAMPED_LIMIT, CLAMPED_SLOPE
 from skipjoin.model.ops.torch_ops import ACTIVATIONS
@@ -102,6 +103,10 @@ def compile_all(case: str, capability: int, pointer: str) -> None:
     types = {"x": pointer, "out": pointer, "width": "i32", "x_stride": "i32"}
     constants = {"GATE": "silu", "LIMIT": CLAMPED_LIMIT, "SLOPE": CLAMPED_SLOPE, "BLOCK": 1024}
     print_moves(f"{case} silu and mul", compiled(gate_and_mul_kernel, types, constants, warps=4, capability=capability))
+    if capability >= 89:  # cards that multiply the codes
+        types = {"x": pointer, "codes": "*fp8e4nv", "scales": "*fp32", "width": "i32", "x_stride": "i32"}
+        code = compiled(round_rows_kernel, types, {"BLOCK": 2048}, warps=4, capability=capability)
+        print_moves(f"{case} rounding, a scale per row", code)
     types = {"x": pointer, "bias": pointer, "width": "i32", "x_stride": "i32"}
     for name in ACTIVATIONS:
         constants = {"BIAS": True, "ACTIVATION": name, "BLOCK": 1024}

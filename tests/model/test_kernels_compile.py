@@ -114,13 +114,15 @@ def test_thresholds_need_no_stack_and_one_exchange_per_pass(outputs: Outputs) ->
 def test_norms_and_activations_move_16_bytes_and_do_not_spill(tmp_path: Path, target: str) -> None:
     (found,) = compiled(tmp_path, ("compile_ops.py", target))
     lines = found.splitlines()
-    assert len(lines) == 9
+    assert len(lines) == (10 if target.startswith("90") else 9)
     for line in lines:
         label, _, facts = line.partition(": ")
         spilled, narrow = (int(part) for part in facts.split())
         assert spilled == 0, f"{label} keeps values on the stack"
-        # The few weights of short rows are read one by one.
-        assert narrow <= (1 if "heads" in label else 0), f"{label} moves less than 16 bytes at a time"
+        # The few weights of short rows, and a row's scale, move one by one.
+        assert narrow <= (1 if "heads" in label or "scale" in label else 0), (
+            f"{label} moves less than 16 bytes at a time"
+        )
 
 
 def test_copies_and_quantization_load_and_store_16_bytes(outputs: Outputs) -> None:

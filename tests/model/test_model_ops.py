@@ -232,7 +232,7 @@ def test_int8_weights_are_rejected_elsewhere():
     raw = CONFIGS["llama"]().to_dict() | {"architectures": ["LlamaForCausalLM"]}
     with pytest.raises(ModelError, match=r"quantization int8 needs .* got device cpu, attention torch"):
         random_model(raw, attention="torch", quantization="int8")
-    with pytest.raises(ModelError, match="quantization must be one of none, int8; got 'int4'"):
+    with pytest.raises(ModelError, match="quantization must be one of none, int8, fp8; got 'int4'"):
         random_model(raw, quantization="int4")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,16 @@ def test_numbers_and_logits_are_those_of_the_checkpoint(
         planned = planned_model(files, config, spec).weight_bytes
         assert planned <= model.weight_bytes
         assert planned_model(files, config, spec, Shard.of_rank(0, 2, 1)).weight_bytes < planned
+
+
+@pytest.mark.parametrize("case", ["fp8 per output", "fp8 in blocks", "int4"])
+def test_checkpoints_become_products_of_eight_bit_floats(
+    case: str, reference: tuple[Path, Tensors], tmp_path: Path
+) -> None:
+    """Those with a scale per output keep their codes; inputs are rounded, too."""
+    folder, _ = quantized(tmp_path / "quantized", reference[1], case)
+    found, plain = logits(folder, replace(PLAIN, quantization="fp8")), logits(folder, PLAIN)
+    assert (found - plain).norm() <= 0.08 * plain.norm()
 
 
 @pytest.mark.parametrize("case", ["int4", "int4 with zeros", "int8", "int8 per output", "fp8 per output", "mxfp4"])

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from model_zoo import PagedRunner, save_reference
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
 
 from skipjoin.model import loader
 from skipjoin.model.attention.torch_backend import TorchAttention
@@ -18,11 +20,13 @@ from skipjoin.model.attention.triton_backend import TritonAttention
 from skipjoin.model.kernels import norms
 from skipjoin.model.kernels.activations import bias_and_activation, gate_and_mul
 from skipjoin.model.kernels.norms import normalize
+from skipjoin.model.kernels.rounding import round_rows
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.ops.base import CLAMPED, GATED, Routed
 from skipjoin.model.ops.build import load_library
 from skipjoin.model.ops.check import check_ops
 from skipjoin.model.ops.cpp_ops import CppOps
+from skipjoin.model.ops.scaled import rounded_rows, scaled_kind
 from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchLayerNorm, TorchOps, TorchRMSNorm, activated
 from skipjoin.model.ops.triton_ops import TritonExperts, TritonNorm, TritonOps
 from support.worlds import exhaustive
@@ -114,6 +118,34 @@ def test_gates(dtype, rows, width):
     gate, up = x.double().chunk(2, dim=-1)
     assert_near(gate_and_mul(x, "silu"), F.silu(gate) * up)
     assert_near(gate_and_mul(x, "gelu_tanh"), F.gelu(gate, approximate="tanh") * up)
+
+
+@triton.jit
+def cast_kernel(x: tl.tensor, codes: tl.tensor, n: tl.tensor, block: tl.constexpr) -> None:
+    place = tl.program_id(0) * block + tl.arange(0, block)
+    tl.store(codes + place, tl.load(x + place, mask=place < n).to(codes.dtype.element_ty), mask=place < n)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "width"), [(5, 48), (3, 2064)])
+def test_rows_are_rounded_to_eight_bits_as_torch_does(dtype, rows, width):
+    """The interpreter converts to 8-bit floats unlike a card (a carry into the exponent is lost), in both kernels."""
+    held = drawn(dtype, rows, width + 16) * torch.logspace(-20, 20, rows, device=DEVICE, dtype=dtype)[:, None]
+    x = held[:, :width]
+    x[1] = 0
+    codes, scales = round_rows(x)
+    expected, expected_scales = rounded_rows(x)
+    assert torch.equal(scales, expected_scales)
+    if DEVICE == "cpu":
+        shares = (x.float() / scales).clamp(-448, 448)
+        expected = torch.empty_like(expected)
+        cast_kernel[(triton.cdiv(x.numel(), 64),)](shares, expected, x.numel(), block=64)
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("ops", [pytest.param(TorchOps(), marks=gpu), pytest.param(TritonOps(), marks=gpu)])
+def test_a_card_multiplies_eight_bit_floats(ops):
+    scaled_kind(ops).check(torch.bfloat16, torch.device("cuda"))
 
 
 def exercise_activation(dtype: torch.dtype, rows: int, width: int, name: str) -> None:

@@ -24,6 +24,7 @@ PARTS = {
     "prefill": ("steps", "measure_prefill"),
     "sampled": ("steps", "measure_sampled"),
     "small": ("steps", "measure_small"),
+    "fp8": ("steps", "measure_fp8"),
     "mixed": ("steps", "measure_mixed"),
     "attention": ("attention", "measure"),
     "copies": ("copies", "measure"),

@@ -7,7 +7,7 @@ measures the copy bandwidth and the rate of matrix products, which the other par
 `--stage` chooses parts and minutes of a plan for a quarter of an hour on a card, the most informative first:
 
     run.py --stage kernels     attention alone, decode steps, steps with a prompt, prompts
-    run.py --stage sampling    a small model, and steps that draw tokens
+    run.py --stage sampling    a small model, steps that draw tokens, and weights in fp8
     run.py --stage pressure    recipes with far too little KV, swapped as it is or as int8
     run.py --stage peers       vLLM on the same card
     run.py --stage ranks       two processes on one card, recorded collectives, and copies
@@ -65,6 +65,7 @@ PARTS = (
     Part("prefill", 0.7),
     Part("small", 1.0),
     Part("sampled", 1.0),
+    Part("fp8", 0.6),
     Part("pressure", 1.5),
     Part("peers", 4.0),
     Part("ranks", 0.4),
@@ -74,10 +75,10 @@ PARTS = (
 # Parts and minutes of each stage of the plan.
 STAGES = {
     "kernels": ("attention,decode,mixed,prefill", 3.3),
-    "sampling": ("small,sampled", 1.6),
+    "sampling": ("small,sampled,fp8", 2.0),
     "pressure": ("pressure", 2.0),
-    "peers": ("peers", 4.2),
-    "ranks": ("ranks,copies", 1.4),
+    "peers": ("peers", 3.9),
+    "ranks": ("ranks,copies", 1.3),
 }
 
 

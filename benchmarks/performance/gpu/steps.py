@@ -1,12 +1,14 @@
-"""The parts `decode`, `sampled`, `small`, `mixed` and `prefill`: steps in bfloat16, compared with the limits of the
-GPU's memory and matrix units, with each other, and with the sum of their kernels."""
+"""The parts `decode`, `sampled`, `small`, `fp8`, `mixed` and `prefill`: steps in bfloat16, compared with the limits of
+the GPU's memory and matrix units, with each other, and with the sum of their kernels."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -96,12 +98,24 @@ def measure_small(task: Task) -> Figures:
     return _measure_decodes(task, SMALL, (4, 1) if task.is_rehearsal else (64, 256, 1), ("greedy", "top-k, top-p"))
 
 
-def _measure_decodes(task: Task, name: str, batches: tuple[int, ...], samplings: tuple[str, ...]) -> Figures:
+def measure_fp8(task: Task) -> Figures:
+    """Measure decode steps with weights in 8-bit floats; shares are of the bound of bfloat16, as those of `decode`."""
+    options = {"quantization": "fp8", "attention": "torch" if task.is_rehearsal else "auto"}
+    return _measure_decodes(task, MODEL, (4, 1) if task.is_rehearsal else (1, 64, 256), ("greedy",), options)
+
+
+def _measure_decodes(
+    task: Task,
+    name: str,
+    batches: tuple[int, ...],
+    samplings: tuple[str, ...],
+    options: Mapping[str, str] = MappingProxyType({}),
+) -> Figures:
     sizes = (_REHEARSAL if task.is_rehearsal else _CARD)._replace(batches=batches)
     shape = shape_of(task, name)
     figures: Figures = {"model": name, "context": sizes.context, "target": TARGETS, "batches": {}}
     with folder_of(shape, DTYPE) as folder:
-        config = _decode_config(task, folder, sizes, shape)
+        config = replace(_decode_config(task, folder, sizes, shape), **options)
         began, free = time.monotonic(), _free_bytes(task)
         with loaded_model(config) as loaded:
             figures |= {"load_s": significant(time.monotonic() - began), **backends(loaded)}

@@ -78,8 +78,8 @@ class EngineConfig:
     quantization: Annotated[
         str,
         Option(
-            "Round the weights of linear layers to 8 bits, which speeds up decoding on a CPU",
-            choices=("none", "int8"),
+            "Round the weights of linear layers to 8 bits, which speeds up decoding: int8 on a CPU, fp8 on a GPU",
+            choices=("none", "int8", "fp8"),
             group=MODEL,
             is_common=True,
         ),

@@ -261,6 +261,41 @@ class Int8(WeightFormat):
         return PlannedWeights(source.dtype, partial(self.matrix_bytes, source), size)
 
 
+@weight_format
+class Fp8(WeightFormat):
+    """Weights of another format, rounded to 8-bit floats with a scale per output, for GPUs that multiply them."""
+
+    name = quantization = "fp8"
+    load_format = None
+    patterns = ()
+
+    def matches(self, files: ModelFiles) -> bool:
+        return True
+
+    def open(self, source: Source) -> Weights:
+        from skipjoin.model.weights import Fp8Weights  # noqa: PLC0415
+
+        self._check(source)
+        plain = replace(source.spec, quantization="none")
+        return Fp8Weights(format_of(source.files, plain).open(source), source.config.vocab_size)
+
+    def check_ops(self, ops: LayerOps, where: str) -> None:
+        if ops.reads_codes:
+            raise ModelError(f"quantization fp8 needs device cuda, where a CPU has int8; got {where}")
+
+    def plan(self, source: Source) -> PlannedWeights:
+        from skipjoin.model.weights import PlannedWeights  # noqa: PLC0415
+
+        self._check(source)
+        return PlannedWeights(source.dtype, lambda *_: None, lambda outputs, inputs: outputs * inputs)
+
+    def _check(self, source: Source) -> None:
+        if source.config.experts is not None:
+            raise ModelError("quantization fp8 is for models without experts")
+        if source.spec.batch_invariant:
+            raise ModelError("quantization fp8 has no products that batch_invariant needs")
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 

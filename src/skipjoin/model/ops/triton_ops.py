@@ -10,8 +10,10 @@ from skipjoin.model.kernels.activations import bias_and_activation, gate_and_mul
 from skipjoin.model.kernels.experts import Blocks, expert_product, weighted_sum
 from skipjoin.model.kernels.norms import MAX_WIDTH, normalize
 from skipjoin.model.kernels.products import product
+from skipjoin.model.kernels.rounding import round_rows
 from skipjoin.model.ops.base import GATES, Experts, HeadNorm, Linear, Matrices, Norm, Routed
 from skipjoin.model.ops.experts import LoopedExperts, route
+from skipjoin.model.ops.scaled import ScaledLinear
 from skipjoin.model.ops.torch_ops import TorchLinear, TorchOps, joined
 
 
@@ -68,6 +70,11 @@ class TritonLinear(TorchLinear):
 
     def unbiased(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight)
+
+
+class TritonScaled(ScaledLinear, TritonLinear):
+    def rounded(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return round_rows(x)
 
 
 class TritonExperts:

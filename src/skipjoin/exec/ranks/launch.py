@@ -35,7 +35,7 @@ class StartedRanks(Protocol):
         ...
 
     def wait(self, calls: Sequence[Any], timeout_s: float) -> tuple[list[Any], list[Any]]:
-        """Wait for one of the calls, and return those that have finished and those that have not."""
+        """Wait until a call has finished, and return those that have and those that have not."""
         ...
 
     def answers(self, calls: Sequence[Any]) -> list[Any]:

@@ -31,7 +31,7 @@ class _Sender(logging.Handler):
         self._connection, self._sending = connection, threading.Lock()
 
     def send(self, call: int | None, answer: Any) -> None:
-        with self._sending, suppress(OSError):  # the engine exited
+        with self._sending, suppress(OSError):  # the engine has exited
             self._connection.send((call, answer))
 
     def emit(self, record: logging.LogRecord) -> None:

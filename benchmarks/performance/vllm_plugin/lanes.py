@@ -52,7 +52,7 @@ def engine_of(model: str, which: str, *, slots: int, blocks: int | None) -> LLME
         model=model,
         dtype="bfloat16",
         enforce_eager=True,
-        max_model_len=1024,
+        max_model_len=2048,
         max_num_seqs=slots,
         block_size=32,
         num_gpu_blocks_override=blocks,
@@ -143,12 +143,15 @@ class Lane:
     def summary(self) -> dict[str, float]:
         normalized = [(times[-1] - job.arrival) / job.output for job, times in self.rows]
         first = sorted(times[0] - job.arrival for job, times in self.rows)
+        first_of_short = sorted(times[0] - job.arrival for job, times in self.rows if job.is_short)
         longs = [times[-1] - job.arrival for job, times in self.rows if not job.is_short]
         gaps = [max((two - one for one, two in pairwise(times)), default=0.0) for _, times in self.rows]
         return {
             "normalized_latency_s": round(statistics.mean(normalized), 4),
             "ttft_p50_s": round(quantile(first, 0.5), 3),
             "ttft_p95_s": round(quantile(first, 0.95), 3),
+            "short_ttft_p95_s": round(quantile(first_of_short, 0.95), 3),
+            "requests_per_s": round(len(self.rows) / self.now, 3),
             "first_step_p50_s": round(quantile(sorted(self.first_steps), 0.5), 3),
             "first_step_p95_s": round(quantile(sorted(self.first_steps), 0.95), 3),
             "long_jct_mean_s": round(statistics.mean(longs), 2) if longs else 0.0,
@@ -201,8 +204,8 @@ def measure_load(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def jobs_of(given: Mapping[str, Any], number: int) -> list[Job]:
-    if given["lengths"] == "mixed":
-        return mixed(given["seed"] + 1000, number)
+    if (made := {"mixed": mixed, "prompts": prompts}.get(given["lengths"])) is not None:
+        return made(given["seed"] + 1000, number)
     from skipjoin.workload.lengths import parse_lengths  # noqa: PLC0415 - only this part needs it
 
     lengths, draw = parse_lengths(given["lengths"]), random.Random(given["seed"] + 1000)
@@ -220,6 +223,14 @@ def mixed(seed: int, number: int) -> list[Job]:
         is_short = draw.random() < 0.8
         output = draw.randrange(16, 33) if is_short else draw.randrange(200, 301)
         found.append(Job(0.0, tokens(draw, draw.randrange(16, 128)), output, is_short))
+    return found
+
+
+def prompts(seed: int, number: int) -> list[Job]:
+    draw, found = random.Random(seed), []
+    for _ in range(number):
+        is_short = draw.random() < 0.85
+        found.append(Job(0.0, tokens(draw, 64 if is_short else 1500), draw.randrange(16, 33), is_short))
     return found
 
 

@@ -8,6 +8,7 @@ clock of each is the CPU time of its own steps.
 - `cost`: `schedule` and `update_from_output` with 128 running requests and 1,000 or 100,000 waiting ones, no model.
   The schedulers' clock advances by the time that a step would take.
 - `load`: 8 slots, 80 % short and 20 % long outputs, at 1.5 times the rate that a full batch serves.
+- `prompts`: 85 % prompts of 64 tokens and 15 % of 1,500, with 16 to 32 output tokens, at 1.2 times that rate.
 - `sharegpt`: ShareGPT lengths at a quarter, at 0.8, 1.0 and 1.2 times that rate; also stock with `priority`, by whether
   an output is short, and `sarathi`.
 """
@@ -42,7 +43,7 @@ ENVIRONMENT = {
 }
 SHAREGPT = "sharegpt*0.25"
 LOADS = (0.8, 1.0, 1.2)
-PARTS = ("burst", "cost", "load", "sharegpt")
+PARTS = ("burst", "cost", "load", "prompts", "sharegpt")
 
 
 def measure(python: Path, part: str, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +74,7 @@ def main() -> None:
     python = python_of("vllm")
     record = harness.new_record(model="97.5M parameters, bfloat16, one thread", parts={})
     parts = record["parts"]
-    with scratch_model(torch.bfloat16) as model:
+    with scratch_model(torch.bfloat16, max_position_embeddings=2048) as model:
         base = {"model": str(model), "seed": 0}
         if "burst" in args.parts:
             parts["burst"] = measure(python, "burst", {**base, "repeats": args.repeats, "requests": args.requests})
@@ -84,6 +85,9 @@ def main() -> None:
         if "load" in args.parts:
             settings = {**common, "lengths": "mixed", "load": 1.5, "schedulers": ["stock", "fastserve", DEFAULT]}
             parts["load"] = over_seeds(python, args.seeds, settings)
+        if "prompts" in args.parts:
+            settings = {**common, "lengths": "prompts", "load": 1.2, "schedulers": ["stock", "fastserve", DEFAULT]}
+            parts["prompts"] = over_seeds(python, args.seeds, settings)
         for load in LOADS if "sharegpt" in args.parts else ():
             schedulers = ["stock", "stock-priority", "sarathi", "fastserve", DEFAULT]
             settings = {**common, "lengths": SHAREGPT, "load": load, "schedulers": schedulers}

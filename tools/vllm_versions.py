@@ -50,6 +50,7 @@ ROWS = (
     ("prefix caching", r"own_kv\[.*-caching"),
     ("CPU tier", r"cpu_tier\["),
     ("layers with a window", r"layers_with_a_window"),
+    ("images", r"every_image"),
     ("n-gram drafts", r"drafts_are_verified"),
     ("LoRA", r"features.*lora"),
     ("`--scheduling-policy priority`", r"features.*policy"),

@@ -19,7 +19,9 @@ from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
@@ -51,6 +53,7 @@ class Setup:
     link_gb_s: float = 1.0
     window: int = 0  # of a second group of layers
     drafts: int = 0  # tokens that are drafted in each step
+    encoder_cache: int = 0  # embeddings that are kept, and computed in a step; without it, requests have no images
     params: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
@@ -138,11 +141,25 @@ def next_token(tokens: list[int]) -> int:
     return hash((len(tokens), tuple(tokens[-3:]))) % 400 + 20
 
 
+def images(draw: random.Random, prompt: list[int], longest: int) -> list[MultiModalFeatureSpec]:
+    """Put up to three of six images into a prompt. Their tokens tell which image it is."""
+    found, at = [], draw.randrange(10)
+    for _ in range(draw.randrange(4)):
+        number = draw.randrange(6)
+        length = longest - 3 * number
+        prompt[at : at + length] = [500 + number] * length
+        found.append(MultiModalFeatureSpec(None, "image", f"image{number}", PlaceholderRange(at, length)))
+        at += length + draw.randrange(20)
+        prompt += [20] * (at - len(prompt))
+    return found
+
+
 @dataclass
 class State:
     blocks: list[list[int]]  # of each group
     tokens: list[int]
     computed: int
+    images: Sequence[MultiModalFeatureSpec] = ()
 
 
 @dataclass
@@ -153,6 +170,7 @@ class ShadowRunner:
         windows: Number of tokens that each group's layers read.
         slots: Position and token whose KV each slot of each block holds.
         saved: The same of the CPU tier.
+        encoded: Images whose encoder outputs are kept.
         copied: Number of blocks copied so far.
         overlapped: Number of those that may be copied during a step.
     """
@@ -163,6 +181,8 @@ class ShadowRunner:
     slots: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     saved: dict[tuple[int, int], tuple[int, int] | None] = field(default_factory=dict)
     late: Any = None  # overlapped copies, which end as late as they may
+    encoded: set[str] = field(default_factory=set)
+    encodings: int = 0
     copied: int = 0
     overlapped: int = 0
     states: dict[str, State] = field(default_factory=dict)
@@ -175,6 +195,7 @@ class ShadowRunner:
             self._copy(copies.blocking)
             self.late = copies.overlapped
             self.overlapped += len(self.late.saves) + len(self.late.loads)
+        self._encode(output)
         scheduled = output.num_scheduled_tokens
         assert len(scheduled) <= self.seqs
         drafts = output.scheduled_spec_decode_tokens
@@ -195,7 +216,8 @@ class ShadowRunner:
         for new in output.scheduled_new_reqs:
             assert not is_second or new.req_id not in self.states, "a new request has a slot"
             tokens = new.prefill_token_ids if is_second else new.prompt_token_ids
-            self.states[new.req_id] = State([*map(list, new.block_ids)], list(tokens), new.num_computed_tokens)
+            blocks = [*map(list, new.block_ids)]
+            self.states[new.req_id] = State(blocks, list(tokens), new.num_computed_tokens, new.mm_features)
         cached = output.scheduled_cached_reqs
         for index, name in enumerate(cached.req_ids):
             state, blocks = self.states[name], cached.new_block_ids[index]
@@ -207,6 +229,12 @@ class ShadowRunner:
                     table.extend(more)
             state.computed = cached.num_computed_tokens[index]
         assert not is_second or len(self.states) <= self.seqs, "more requests than slots"
+
+    def _encode(self, output: Any) -> None:
+        self.encoded.difference_update(output.free_encoder_mm_hashes)
+        for name, numbers in output.scheduled_encoder_inputs.items():
+            self.encoded.update(self.states[name].images[number].identifier for number in numbers)
+            self.encodings += len(numbers)
 
     def _copy(self, copies: Any) -> None:
         if copies is None:
@@ -226,6 +254,9 @@ class ShadowRunner:
         start, end = state.computed, state.computed + count
         inputs = [*state.tokens, *drafts]
         assert end <= len(inputs), f"{name} runs tokens that are unknown"
+        for image in state.images:
+            if image.mm_position.offset < end and start < image.mm_position.offset + image.mm_position.length:
+                assert image.identifier in self.encoded, f"{name} lacks an encoder output at {start}"
         for blocks, window in zip(state.blocks, self.windows, strict=True):
             assert end <= len(blocks) * BLOCK_SIZE, f"{name} lacks blocks"
             for at in range(max(0, start + 1 - window), end):
@@ -276,6 +307,9 @@ class ShadowWorld:
         config = engine_config(self.model, self.setup, seqs=self.seqs, tokens=tokens, blocks=blocks)
         window = self.setup.window
         self.scheduler = make_scheduler(config, cls=self.cls, runner=self.setup.runner, window=window)
+        if size := self.setup.encoder_cache:
+            self.scheduler.encoder_cache_manager = EncoderCacheManager(size)
+            self.scheduler.max_num_encoder_input_tokens = size
         if self.setup.cpu_blocks:  # which moves are overlapped depends on the time of steps
             self.scheduler.clock = partial(next, itertools.count(0.0, 1e-4))
         self.shadow = ShadowRunner(self.seqs, self.setup.runner, (MAX_LEN, window) if window else (MAX_LEN,))
@@ -292,6 +326,8 @@ class ShadowWorld:
             prompt = [draw.randrange(20, 400) for _ in range(draw.randrange(1, 120))]
             if draw.random() < 0.5:
                 prompt = common[: draw.randrange(10, 100)] + prompt
+            size = self.setup.encoder_cache
+            features = images(draw, prompt, size) if size else None
             output = draw.choice([1, 5, 20, 60, 200])
             more: dict[str, Any] = {"priority": draw.choice([0, 0, 0, -1, 2])}
             if draw.random() < 0.3:
@@ -300,7 +336,8 @@ class ShadowWorld:
                 which = draw.randrange(1, 4)
                 more["lora_request"] = LoRARequest(f"lora{which}", which, "/nowhere")
             at = draw.randrange(150)
-            found.append((at, make_request(f"r{number}", prompt, output, caching=caching, **more)))
+            request = make_request(f"r{number}", prompt, output, caching=caching, mm_features=features, **more)
+            found.append((at, request))
         return sorted(found, key=lambda job: job[0])
 
     def run(self) -> None:
@@ -395,6 +432,8 @@ class ShadowWorld:
         scheduler = self.scheduler
         pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+        encoder = scheduler.encoder_cache_manager
+        assert encoder.num_freeable_slots == encoder.cache_size
         assert not any((scheduler.running, scheduler.waiting, scheduler.kv_holding_waiting, scheduler.requests))
         ledger = scheduler._ledger
         ledger.refresh()

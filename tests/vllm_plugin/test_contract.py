@@ -14,6 +14,7 @@ os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_CPU_KVCACHE_
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of vLLM's and torch's imports
+    from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -88,6 +89,17 @@ def test_layers_with_a_window_read_their_own_kv(model: Path, setup: Setup, windo
 @pytest.mark.parametrize("recipe", ["adaptive", "fastserve", "econoserve"])
 def test_drafts_are_verified_between_preemptions(model: Path, recipe: str, window: int, seed: int) -> None:
     ShadowWorld(model, Setup(recipe, caching=bool(seed), window=window, drafts=3), seed).run()
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "setup", [setup for setup in SETUPS if setup.recipe in ("adaptive", "fastserve", "econoserve")], ids=str
+)
+def test_every_image_is_encoded_when_it_is_read(model: Path, setup: Setup, seed: int) -> None:
+    """The encoder cache has room for the longest image, so that requests wait for each other's encoder outputs."""
+    world = ShadowWorld(model, replace(setup, encoder_cache=40), seed)
+    world.run()
+    assert world.shadow.encodings > 20
 
 
 def test_the_shadow_runner_finds_wrong_kv(model: Path) -> None:
@@ -198,7 +210,11 @@ def test_an_abort_of_a_parked_request_frees_its_blocks(model: Path) -> None:
     [
         ({"additional_config": {"skipjoin": {"recipe": "nope"}}}, "recipe"),
         ({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "--pipeline-parallel-size"),
-        ({"kv_offloading_size": 1.0}, "--kv-offloading-size"),
+        ({"kv_offloading_size": 1.0}, "other KV connectors"),
+        *(
+            ({"kv_transfer_config": KVTransferConfig(kv_connector=name, kv_role="kv_both")}, "other KV connectors")
+            for name in ("OffloadingConnector", "LMCacheConnectorV1", "NixlConnector", "MultiConnector")
+        ),
         ({"kv_transfer_config": tier_config(cpu_gb=-1)}, "cpu_gb must be in"),
         ({"kv_transfer_config": tier_config(cpu=1)}, "did you mean cpu_gb"),
         ({"kv_transfer_config": tier_config(), "scheduler_cls": None}, "needs --scheduler-cls"),

@@ -17,11 +17,13 @@ pytest.importorskip("vllm", reason="needs vLLM: make test-vllm")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of vLLM's and torch's imports
     import torch
+    from safetensors.torch import load_file, save_file
     from vllm import SamplingParams
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.sampling_params import StructuredOutputsParams
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
     from vllm.v1.engine.llm_engine import LLMEngine
 
 from skipjoin.core.events import Preemption
@@ -31,7 +33,8 @@ if not current_platform.is_cpu():
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
-SEQS, EOS = 2, 2
+SEQS, EOS, IMAGE = 2, 2, 9
+IDS = dict(bos_token_id=1, eos_token_id=EOS, pad_token_id=0, max_position_embeddings=1024)
 # Token 17 is the word w17. Every prefix of a text can be continued.
 GRAMMAR = "(w[1-3][0-9]*)+"
 
@@ -199,16 +202,16 @@ def write_windowed(folder: Path, family: str) -> Path:
     from random_model import VOCAB, write_words  # noqa: PLC0415
 
     shape = dict(hidden_size=128, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
-    ids = dict(vocab_size=VOCAB, bos_token_id=1, eos_token_id=EOS, pad_token_id=0, max_position_embeddings=1024)
+    shape |= dict(**IDS, vocab_size=VOCAB)
     torch.manual_seed(0)
     if family == "gemma3":
         config = transformers.Gemma3TextConfig(
-            **shape, **ids, num_hidden_layers=6, sliding_window=64, sliding_window_pattern=3
+            **shape, num_hidden_layers=6, sliding_window=64, sliding_window_pattern=3
         )
         made = transformers.Gemma3ForCausalLM(config)
     else:
         config = transformers.GptOssConfig(
-            **shape, **ids, num_hidden_layers=4, sliding_window=64, num_local_experts=4, num_experts_per_tok=2
+            **shape, num_hidden_layers=4, sliding_window=64, num_local_experts=4, num_experts_per_tok=2
         )
         made = transformers.GptOssForCausalLM(config)
     made.to(torch.float32).save_pretrained(folder)
@@ -230,6 +233,76 @@ def test_models_with_several_kv_cache_groups_have_the_texts_of_vllm(tmp_path: Pa
     tally = scheduler_of(ours).tally
     assert tally.preempted[Preemption.PAUSE] > 20
     assert tally.preempted_by_vllm == 0
+    ours.engine_core.shutdown()
+
+
+def write_llava(folder: Path) -> Path:
+    """Write a model that reads images of 56 x 56 pixels as 16 tokens each."""
+    import transformers  # noqa: PLC0415
+
+    from random_model import VOCAB, write_words  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**shape, image_size=56, patch_size=14, projection_dim=64),
+        text_config=transformers.LlamaConfig(**shape, **IDS, vocab_size=VOCAB),
+        image_token_index=IMAGE,
+        image_seq_length=16,
+    )
+    transformers.LlavaForConditionalGeneration(config).to(torch.float32).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    # Names of older transformers, which published models have and vLLM reads.
+    renamed = {name.replace("vision_tower.", "vision_tower.vision_model."): one for name, one in weights.items()}
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+    write_words(folder)
+    transformers.LlavaProcessor(
+        transformers.CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56}),
+        transformers.AutoTokenizer.from_pretrained(folder),
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        image_token=f"w{IMAGE}",
+        num_additional_image_tokens=1,
+    ).save_pretrained(folder)
+    return folder
+
+
+def with_images(jobs: list[tuple[int, str, Any, SamplingParams]]) -> list[tuple[int, str, Any, SamplingParams]]:
+    """Put up to two of four images into each prompt."""
+    import numpy as np  # noqa: PLC0415
+    from PIL import Image  # noqa: PLC0415
+
+    draw, found = random.Random(5), []
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 56, 56, 3), np.uint8)
+    for step, name, text, chosen in jobs:
+        chosen_images = draw.choices(range(4), k=draw.randrange(3))
+        tokens = list(text["prompt_token_ids"])
+        for _ in chosen_images:
+            tokens.insert(draw.randrange(len(tokens)), IMAGE)
+        prompt = {"prompt_token_ids": tokens}
+        if chosen_images:
+            prompt["multi_modal_data"] = {"image": [Image.fromarray(pixels[number]) for number in chosen_images]}
+        found.append((step, name, prompt, chosen))
+    return found
+
+
+def test_prompts_with_images_have_the_texts_of_vllm(tmp_path: Path) -> None:
+    pytest.importorskip(
+        "torchvision", reason="vLLM reads images with torchvision", exc_type=(ImportError, RuntimeError)
+    )
+    folder = write_llava(tmp_path)
+    more: dict[str, Any] = {"limit_mm_per_prompt": {"image": 2}}
+    stock = start(folder, scheduler_cls=None, num_gpu_blocks_override=400, max_num_seqs=8, **more)
+    jobs = with_images(crowded())
+    expected = run(stock, jobs)
+    stock.engine_core.shutdown()
+    ours = start(folder, **more)
+    scheduler = scheduler_of(ours)
+    scheduler.encoder_cache_manager = EncoderCacheManager(16)  # one image
+    scheduler.max_num_encoder_input_tokens = 16
+    ended = run(ours, jobs)
+    assert {name: tokens_of(ended[name]) for name in ended} == {name: tokens_of(expected[name]) for name in ended}
+    assert sum(scheduler.tally.preempted.values()) > 20
     ours.engine_core.shutdown()
 
 

@@ -39,9 +39,7 @@ def config(additional: Any = None, **changes: Any) -> Any:
         kv_transfer_config=None,
         parallel_config=SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1, data_parallel_size=2),
         scheduler_config=SimpleNamespace(scheduler_cls="skipjoin.vllm.Scheduler", watermark=0.0),
-        model_config=SimpleNamespace(
-            is_multimodal_model=False, is_encoder_decoder=False, is_moe=False, runner_type="generate"
-        ),
+        model_config=SimpleNamespace(is_encoder_decoder=False, is_moe=False, runner_type="generate"),
     )
     for path, value in changes.items():
         *owners, name = path.split("__")
@@ -92,8 +90,7 @@ def test_forecasts_are_made_for_recipes_that_read_them() -> None:
         {"ec_transfer_config": object()},
         {"speculative_config": SimpleNamespace(method="eagle")},
         {"speculative_config": SimpleNamespace(method="ngram"), "kv_transfer_config": TIER},
-        {"model_config__supports_multimodal_inputs": True},
-        {"model_config__is_multimodal_model": True},
+        {"model_config__has_inner_state": True},
         {"model_config__is_encoder_decoder": True},
         {"model_config__runner_type": "pooling"},
         {"model_config__is_diffusion": True},

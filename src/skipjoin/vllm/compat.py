@@ -74,6 +74,7 @@ STATE: Uses = {
     "max_model_len": Value((int,)),
     "num_spec_tokens": Value((int,)),
     "connector": Value((object,)),
+    "encoder_cache_manager.free": Call(1),
     "_pause_state": Value((object,)),
     "kv_cache_manager.allocate_slots": Call(2, ("delay_cache_blocks",)),
     "kv_cache_manager.get_block_ids": Call(1),
@@ -149,13 +150,10 @@ REFUSED = (
         lambda config: config.speculative_config is not None and config.kv_transfer_config is not None,
     ),
     Feature(
-        "multimodal input",
-        "--limit-mm-per-prompt",
-        "set --language-model-only",
-        # Older releases do not tell whether the model is served with text only.
-        lambda config: getattr(
-            config.model_config, "supports_multimodal_inputs", config.model_config.is_multimodal_model
-        ),
+        "recurrent models",
+        "--model",
+        "choose a model with attention alone",
+        lambda config: getattr(config.model_config, "has_inner_state", False),
     ),
     Feature(
         "encoder-decoder models",

@@ -200,8 +200,17 @@ class Scheduler(AnyScheduler):
         """Take a request out of the batch with its KV. vLLM resumes it like a preempted one with computed tokens."""
         request.status = RequestStatus.PREEMPTED
         request.spec_token_ids = []
+        self._release_encoder_outputs(request)
         self.kv_holding_waiting.add_request(request)
         self.reset_preempted_req_ids.add(request.request_id)  # the second model runner frees its slot
+
+    def _release_encoder_outputs(self, request: VllmRequest) -> None:
+        """Let encoder outputs of a request that waits be evicted, or requests could wait for each other's room.
+
+        They stay in vLLM's encoder cache until others need it. Evicted ones are computed again.
+        """
+        if request.has_encoder_inputs:
+            self.encoder_cache_manager.free(request)
 
     def _drain(self) -> list[VllmRequest]:
         """Return the waiting requests that vLLM may run while it is paused. Only those with KV drain."""
@@ -224,6 +233,8 @@ class Scheduler(AnyScheduler):
             if request.status is RequestStatus.RUNNING:
                 waiting.remove_request(request)
                 holding.remove_request(request)
+            else:
+                self._release_encoder_outputs(request)
         for request in self._lost:
             holding.remove_request(request)
             waiting.add_request(request)

@@ -191,7 +191,9 @@ def test_groups_with_a_window_free_blocks_as_their_request_runs() -> None:
         def skipped(computed: int) -> int:
             return max(0, computed - window + 1)
 
-        return SimpleNamespace(block_size=4, req_to_blocks={"r": held}, get_num_skipped_tokens=skipped)
+        return SimpleNamespace(
+            block_size=4, req_to_blocks={"r": held}, get_num_skipped_tokens=skipped, kv_cache_spec=None
+        )
 
     groups = [group(1000, blocks[:10]), group(8, [null] * 8 + blocks[10:])]
     groups[1].max_admission_blocks_per_request = 5
@@ -214,6 +216,38 @@ def test_groups_with_a_window_free_blocks_as_their_request_runs() -> None:
     assert ledger.shortfall(request, 44) == 0
     assert ledger.blocks_of(request) is ledger.grow(request, 44)
     assert ledger.footprint(request) == 13
+
+
+class MambaSpec:
+    """vLLM's name of groups whose blocks are states."""
+
+
+def test_recurrent_layers_hold_states_between_null_blocks() -> None:
+    """A state follows every 16 tokens, and two of 40 tokens' three are kept."""
+    null = SimpleNamespace(ref_cnt=0)
+    blocks = [SimpleNamespace(ref_cnt=1) for _ in range(12)]
+    full = SimpleNamespace(
+        block_size=4, req_to_blocks={"r": blocks[:10]}, get_num_skipped_tokens=lambda computed: 0, kv_cache_spec=None
+    )
+    states = SimpleNamespace(
+        block_size=16,
+        req_to_blocks={"r": [blocks[10], null, blocks[11]]},
+        get_num_skipped_tokens=lambda computed: computed - 1,
+        kv_cache_spec=MambaSpec(),
+    )
+    pool = GroupedPool(
+        SimpleNamespace(
+            block_pool=SimpleNamespace(null_block=null, num_gpu_blocks=40, get_num_free_blocks=lambda: 27),
+            coordinator=SimpleNamespace(single_type_managers=[full, states]),
+        )
+    )
+    request = make(0, 40, sampling=SimpleNamespace(request_id="r"))
+    assert (pool.held(request), pool.slots(request)) == (12, 40)
+    assert [pool.blocks_at(tokens, 0) for tokens in (4, 16, 100)] == [2, 5, 27]
+    assert pool.blocks_at(49, 48) == 15, "the state of 48 tokens and the next one"
+    assert pool.blocks_for(400) == 102
+    blocks[10].ref_cnt = 2
+    assert pool.shared(request) == 1
 
 
 def test_drafts_need_slots_beyond_the_tokens_of_a_step() -> None:

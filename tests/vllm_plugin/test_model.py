@@ -195,39 +195,62 @@ def test_a_pause_of_the_engine_keeps_requests(engine: LLMEngine) -> None:
     assert tokens_of(run(engine, [(0, "r", prompt(1, 20), params(60))])["r"]) == tokens_of(ended["r"])
 
 
-def write_windowed(folder: Path, family: str) -> Path:
-    """Write a model with sliding-window and full-attention layers, which have KV cache groups of their own."""
+def write_layers(folder: Path, family: str) -> Path:
+    """Write a model with layers of several kinds, which have KV cache groups of their own."""
     import transformers  # noqa: PLC0415
 
     from random_model import VOCAB, write_words  # noqa: PLC0415
 
-    shape = dict(hidden_size=128, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
-    shape |= dict(**IDS, vocab_size=VOCAB)
+    shape = dict(hidden_size=128, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, **IDS)
+    shape |= dict(vocab_size=VOCAB)
     torch.manual_seed(0)
     if family == "gemma3":
         config = transformers.Gemma3TextConfig(
-            **shape, num_hidden_layers=6, sliding_window=64, sliding_window_pattern=3
+            **shape, head_dim=32, num_hidden_layers=6, sliding_window=64, sliding_window_pattern=3
         )
         made = transformers.Gemma3ForCausalLM(config)
-    else:
+    elif family == "gpt-oss":
         config = transformers.GptOssConfig(
-            **shape, num_hidden_layers=4, sliding_window=64, num_local_experts=4, num_experts_per_tok=2
+            **shape, head_dim=32, num_hidden_layers=4, sliding_window=64, num_local_experts=4, num_experts_per_tok=2
         )
         made = transformers.GptOssForCausalLM(config)
+    else:
+        config = transformers.GraniteMoeHybridConfig(
+            **shape,
+            num_hidden_layers=4,
+            layer_types=["mamba", "attention"] * 2,
+            mamba_n_heads=8,
+            mamba_d_head=32,
+            mamba_d_state=16,
+            mamba_n_groups=1,
+            shared_intermediate_size=128,
+            num_local_experts=0,
+            position_embedding_type="rope",
+            tie_word_embeddings=False,
+        )
+        made = transformers.GraniteMoeHybridForCausalLM(config)
     made.to(torch.float32).save_pretrained(folder)
     write_words(folder)
     return folder
 
 
-@pytest.mark.parametrize(("family", "groups"), [("gemma3", 3), ("gpt-oss", 2)])
-def test_models_with_several_kv_cache_groups_have_the_texts_of_vllm(tmp_path: Path, family: str, groups: int) -> None:
-    folder = write_windowed(tmp_path, family)
-    stock = start(folder, scheduler_cls=None, num_gpu_blocks_override=400, max_num_seqs=8)
+@pytest.mark.parametrize(
+    ("family", "groups", "caching"),
+    [("gemma3", 3, True), ("gpt-oss", 2, True), ("granite", 2, False), ("granite", 2, True)],
+)
+def test_models_with_several_kv_cache_groups_have_the_texts_of_vllm(
+    tmp_path: Path, family: str, groups: int, caching: bool
+) -> None:
+    more: dict[str, Any] = {"enable_prefix_caching": caching}
+    if family == "granite":  # vLLM gives both groups blocks of one size
+        more["block_size"] = None
+    folder = write_layers(tmp_path, family)
+    stock = start(folder, scheduler_cls=None, num_gpu_blocks_override=400, max_num_seqs=8, **more)
     jobs = crowded()
     expected = run(stock, jobs)
     stock.engine_core.shutdown()
-    ours = start(folder, num_gpu_blocks_override=24 * groups)
-    assert len(ours.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups) == groups
+    ours = start(folder, num_gpu_blocks_override=24 * groups, **more)
+    assert len(scheduler_of(ours).kv_cache_config.kv_cache_groups) == groups
     ended = run(ours, jobs)
     assert {name: tokens_of(ended[name]) for name in ended} == {name: tokens_of(expected[name]) for name in ended}
     tally = scheduler_of(ours).tally

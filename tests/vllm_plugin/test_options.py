@@ -90,7 +90,8 @@ def test_forecasts_are_made_for_recipes_that_read_them() -> None:
         {"ec_transfer_config": object()},
         {"speculative_config": SimpleNamespace(method="eagle")},
         {"speculative_config": SimpleNamespace(method="ngram"), "kv_transfer_config": TIER},
-        {"model_config__has_inner_state": True},
+        {"model_config__has_inner_state": True, "kv_transfer_config": TIER},
+        {"model_config__has_inner_state": True, "speculative_config": SimpleNamespace(method="ngram")},
         {"model_config__is_encoder_decoder": True},
         {"model_config__runner_type": "pooling"},
         {"model_config__is_diffusion": True},
@@ -168,23 +169,21 @@ def test_supported_releases_are_those_of_the_extra() -> None:
     assert f"{newest[0]}.{newest[1] + 1}.0" not in requirement.specifier
 
 
-def groups_of(*kinds: str, mamba: bool = False) -> Any:
-    groups = [SimpleNamespace(kv_cache_spec=type(kind, (), {})()) for kind in kinds]
-    return SimpleNamespace(kv_cache_groups=groups, has_mamba_layers=mamba)
+def groups_of(*kinds: str) -> Any:
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=type(kind, (), {})()) for kind in kinds])
 
 
 @pytest.mark.parametrize(
     ("groups", "tier", "message"),
     [
         (groups_of(), False, "got none: choose another model"),
-        (groups_of("MambaSpec", mamba=True), False, "got MambaSpec"),
         (groups_of("FullAttentionSpec", "CircularBufferSpec"), False, "got CircularBufferSpec, FullAttentionSpec"),
         (groups_of("SlidingWindowSpec"), True, r"CpuTier needs one .* got 1 \(SlidingWindowSpec\)"),
         (groups_of("FullAttentionSpec", "FullAttentionSpec"), True, "--disable-hybrid-kv-cache-manager"),
     ],
 )
 def test_an_unproven_kv_cache_is_refused(groups: Any, tier: bool, message: str) -> None:
-    check_kv_groups(groups_of("FullAttentionSpec", "SlidingWindowSpec"), has_tier=False)
+    check_kv_groups(groups_of("FullAttentionSpec", "SlidingWindowSpec", "MambaSpec"), has_tier=False)
     with pytest.raises(ConfigError, match=message):
         check_kv_groups(groups, has_tier=tier)
 

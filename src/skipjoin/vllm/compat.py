@@ -86,11 +86,12 @@ STATE: Uses = {
 # Attributes of each KV cache group's manager.
 GROUP: Uses = {
     "block_size": Value((int,)),
+    "kv_cache_spec": Value((object,)),
     "req_to_blocks": Value((dict,)),
     "get_num_skipped_tokens": Call(1),
 }
 # Kinds of layers that may have groups of their own.
-KV_KINDS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
+KV_KINDS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "MambaSpec")
 
 
 class Feature(NamedTuple):
@@ -150,10 +151,13 @@ REFUSED = (
         lambda config: config.speculative_config is not None and config.kv_transfer_config is not None,
     ),
     Feature(
-        "recurrent models",
-        "--model",
-        "choose a model with attention alone",
-        lambda config: getattr(config.model_config, "has_inner_state", False),
+        "drafts or a CPU tier of recurrent models",
+        "--speculative-config and --kv-transfer-config",
+        "leave them out",
+        lambda config: (
+            getattr(config.model_config, "has_inner_state", False)
+            and (config.speculative_config is not None or config.kv_transfer_config is not None)
+        ),
     ),
     Feature(
         "encoder-decoder models",
@@ -220,9 +224,9 @@ def check_kv_groups(kv_cache_config: Any, *, has_tier: bool) -> None:
     groups = kv_cache_config.kv_cache_groups
     kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
     unknown = set(kinds) - set(KV_KINDS) if len(groups) > 1 else set[str]()
-    if not groups or unknown or getattr(kv_cache_config, "has_mamba_layers", False):
+    if not groups or unknown:
         raise ConfigError(
-            f"the Skipjoin scheduler needs layers with full or sliding-window attention, got "
+            f"the Skipjoin scheduler needs layers with full or sliding-window attention or recurrent ones, got "
             f"{', '.join(kinds) or 'none'}: choose another model"
         )
     if has_tier and (len(groups) > 1 or "SlidingWindowSpec" in kinds):

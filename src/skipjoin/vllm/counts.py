@@ -92,8 +92,8 @@ class ManagedPool:
 class GroupedPool(ManagedPool):
     """Block pool with several KV cache groups, or with one that frees blocks which its window has left.
 
-    Each group of layers has its own blocks for the same tokens. In place of freed blocks, at the beginning, a group has
-    the null block.
+    Each group of layers has its own blocks for the same tokens. In place of freed blocks a group has the null block: at
+    the beginning, and in groups of recurrent layers, whose blocks are states, anywhere.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -101,6 +101,7 @@ class GroupedPool(ManagedPool):
         # What a block holds on average, if no group has freed any.
         self.block_size = max(1, min(group.block_size for group in self._groups) // len(self._groups))
         self._null = self._pool.null_block
+        self._recurrent = [type(group.kv_cache_spec).__name__ == "MambaSpec" for group in self._groups]
         self._caps = [_cap(group) for group in self._groups]
 
     def blocks_for(self, tokens: int) -> int:
@@ -111,20 +112,29 @@ class GroupedPool(ManagedPool):
     def blocks_at(self, tokens: int, computed: int) -> int:
         """Return how many blocks a request has with slots for `tokens` tokens, of which `computed` are committed."""
         return sum(
-            -(-tokens // group.block_size) - group.get_num_skipped_tokens(computed) // group.block_size
-            for group in self._groups
+            min(
+                -(-tokens // group.block_size) - max(0, group.get_num_skipped_tokens(computed)) // group.block_size,
+                cap if is_recurrent else math.inf,
+            )
+            for group, cap, is_recurrent in zip(self._groups, self._caps, self._recurrent, strict=True)
         )
 
     def held(self, request: Request) -> int:
-        return sum(len(blocks) - self._freed(blocks) for blocks in self._tables(request))
+        return sum(
+            sum(block is not self._null for block in blocks) if is_recurrent else len(blocks) - self._freed(blocks)
+            for is_recurrent, blocks in zip(self._recurrent, self._tables(request), strict=True)
+        )
 
     def slots(self, request: Request) -> int:
         tables = zip(self._groups, self._tables(request), strict=True)
         return int(min(group.block_size * len(blocks) for group, blocks in tables))
 
     def shared(self, request: Request) -> int:
+        null = self._null
         return sum(
-            block.ref_cnt > 1 for blocks in self._tables(request) for block in islice(blocks, self._freed(blocks), None)
+            block.ref_cnt > 1 and block is not null
+            for is_recurrent, blocks in zip(self._recurrent, self._tables(request), strict=True)
+            for block in islice(blocks, 0 if is_recurrent else self._freed(blocks), None)
         )
 
     def _tables(self, request: Request) -> Iterator[list[Any]]:
@@ -146,6 +156,9 @@ def frees(group: Any) -> bool:
 
 
 def _cap(group: Any) -> float:
+    spec = group.kv_cache_spec
+    if type(spec).__name__ == "MambaSpec":  # its last state, the next one, and snapshots
+        return 2 + getattr(spec, "num_prefill_checkpoint_blocks", 0)
     # vLLM's bound of what a group holds while a prompt fills it. Releases before 0.30 call it private.
     names = ("max_admission_blocks_per_request", "_max_admission_blocks_per_request")
     caps = (getattr(group, name, None) for name in names)

@@ -16,7 +16,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of vLLM's and torch's imports
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.request import RequestStatus
 
@@ -100,6 +102,23 @@ def test_every_image_is_encoded_when_it_is_read(model: Path, setup: Setup, seed:
     world = ShadowWorld(model, replace(setup, encoder_cache=40), seed)
     world.run()
     assert world.shadow.encodings > 20
+
+
+def test_a_paused_request_lends_its_room_in_the_encoder_cache(model: Path) -> None:
+    config = engine_config(model, Setup("fastserve"), seqs=1, tokens=16, blocks=40)
+    scheduler, shadow = make_scheduler(config), ShadowRunner(1, 1)
+    scheduler.encoder_cache_manager = EncoderCacheManager(40)
+    scheduler.max_num_encoder_input_tokens = 40
+    for name, length, tier in (("first", 40, "default"), ("urgent", 37, "priority")):
+        image = MultiModalFeatureSpec(None, "image", name, PlaceholderRange(0, length))
+        more: dict[str, Any] = {"mm_features": [image], "extra_args": {"service_tier": tier}}
+        scheduler.add_request(make_request(name, [500] * length + [20], 3, **more))
+        turn(scheduler, shadow)
+    computed = {name: request.num_computed_tokens for name, request in scheduler.requests.items()}
+    assert computed == {"first": 16, "urgent": 16}
+    while scheduler.has_unfinished_requests():
+        turn(scheduler, shadow)
+    assert shadow.encodings == 3, "the first image was evicted and computed again"
 
 
 def test_the_shadow_runner_finds_wrong_kv(model: Path) -> None:

@@ -104,7 +104,7 @@ def test_every_image_is_encoded_when_it_is_read(model: Path, setup: Setup, seed:
     assert world.shadow.encodings > 20
 
 
-def test_a_paused_request_lends_its_room_in_the_encoder_cache(model: Path) -> None:
+def test_a_paused_request_gives_its_room_in_the_encoder_cache(model: Path) -> None:
     config = engine_config(model, Setup("fastserve"), seqs=1, tokens=16, blocks=40)
     scheduler, shadow = make_scheduler(config), ShadowRunner(1, 1)
     scheduler.encoder_cache_manager = EncoderCacheManager(40)

@@ -64,7 +64,7 @@ def test_figure_11_derives_rates_from_its_curves_and_plots_each(monkeypatch: pyt
     figure11 = module_of("figure11")
     for key, rates in figure11.RATES.items():
         monkeypatch.setitem(figure11.RATES, key, rates[:1])
-    plans = figure11.curves_of(runs.Options(out=FOLDER, quick=True, duration_s=1.0))
+    plans = figure11.curves_of(runs.Options(out=FOLDER, quick=True, duration_s=2.0))
     records = []
     for plan in plans:
         (cell,) = plan.first()

@@ -96,7 +96,7 @@ class LocalOnVirtualClock(SimulatedExecutor):
 def trace() -> list[Request]:
     draw = random.Random(4)
     now, requests = 0.0, []
-    for number in range(14):
+    for number in range(20):
         now += draw.expovariate(12)
         prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 30))]
         sampling = Sampling(SamplingParams(temperature=0), 0, ())
@@ -157,7 +157,7 @@ def test_simulator_and_engine_make_the_same_plans(recipes: list[str], cpu_blocks
         simulated = Run(recipe, SimulatedExecutor(COST), cpu_blocks, of_simulator(depth))
         assert real.made == simulated.made, (recipe, depth)
         assert (real.max_in_flight, simulated.max_in_flight) == (depth, depth), recipe
-        assert len(real.made) > 20
+        assert len(real.made) > 30
         outputs.append(real.outputs)
         if cpu_blocks and recipe not in EXACT:
             assert real.moved > 5, (recipe, depth)

@@ -36,7 +36,7 @@ def each_recipe(*but: str, parts: int = 1, begin: int = 0) -> list[Any]:
     """Return a test parameter for each recipe except `but`.
 
     Variants of a recipe are marked `exhaustive`, because `worlds` has the systems and the eviction policies of all. So
-    are the others but one in `parts`, from the one numbered `begin`.
+    are the others, except one in `parts` from the one numbered `begin`.
     """
     names = sorted(set(RECIPES).difference(but))
     usual = {*[name for name in names if not is_variant(name)][begin::parts]}

@@ -39,7 +39,7 @@ except ImportError:  # A machine that only runs the GPU tests may lack pytest-xd
     Groups = None
 
 if settings is not None:
-    settings.register_profile("stable", max_examples=12, derandomize=True, deadline=None)
+    settings.register_profile("stable", max_examples=8, derandomize=True, deadline=None)
     settings.register_profile("exhaustive", settings.get_profile("stable"), max_examples=100)
     settings.load_profile("stable")
 

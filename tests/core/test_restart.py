@@ -51,7 +51,7 @@ def test_requests_get_the_same_tokens_whenever_the_executor_restarts(world: Worl
         assert stepper.tokens[request.id] == list(range(len(request.prompt), request.max_total_tokens))
 
 
-@pytest.mark.parametrize("world", worlds(SOME_SYSTEMS, PIPELINES))
+@pytest.mark.parametrize("world", worlds(SOME_SYSTEMS, PIPELINES, parts=2))
 def test_observers_follow_restarts(world: World) -> None:
     stepper = disturbed(world, 0.05)
     restarts = sum(isinstance(event, Restarted) for event in stepper.events)

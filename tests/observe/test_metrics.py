@@ -33,7 +33,7 @@ from support.policies import COST, SOME_SYSTEMS, Chaos, SwapAll
 from support.watch import Stepper, World, run
 from support.worlds import worlds
 
-WORLDS = worlds(SOME_SYSTEMS, [(1, False, 1), (2, True, 1)], parts=2)
+WORLDS = worlds(SOME_SYSTEMS, [(1, False, 1), (2, True, 1)], parts=4)
 BLOCK_BYTES = 1000
 HOW = ("pause", "spill", "swap", "drop")
 

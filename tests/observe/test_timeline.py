@@ -25,7 +25,7 @@ from support.policies import SOME_SYSTEMS, UnitCost
 from support.watch import Run, Stepper, World, run
 from support.worlds import PIPELINES, worlds
 
-WORLDS = worlds(SOME_SYSTEMS, PIPELINES[:4], parts=2)
+WORLDS = worlds(SOME_SYSTEMS, PIPELINES[:4], parts=3)
 PHASES = {"prefill", "decode"}
 PREEMPTIONS = {how.value for how in Preemption}
 

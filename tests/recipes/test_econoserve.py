@@ -262,6 +262,7 @@ def test_a_request_beyond_its_reservation_draws_on_the_reserve_then_pauses_then_
     assert [len(stepper.tokens[number]) for number in range(4)] == [80] * 4
 
 
+@pytest.mark.exhaustive
 def test_order_by_objectives_meets_more_of_them_and_reserves_most_of_the_kv() -> None:
     overload, slo = Extent(12.0, 30.0, 1), Slo(jct_scale=2.0)
 

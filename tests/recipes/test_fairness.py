@@ -66,7 +66,7 @@ def while_both_wait(recipe: str, weight: float | None) -> Counter[str]:
     return service(done, until=ends[-World.max_seqs - 1])
 
 
-@pytest.mark.parametrize("recipe", each_recipe())
+@pytest.mark.parametrize("recipe", each_recipe(parts=2))
 def test_clients_that_compete_get_equal_service(recipe: str) -> None:
     served = while_both_wait(recipe, WEIGHT)
     assert served["quiet"] > 5 * BOUND
@@ -88,7 +88,7 @@ def test_clients_do_not_evict_each_other_in_turn(recipe: str) -> None:
 
 
 # With fairness, `adaptive` limits the recomputation that first tokens cause.
-@pytest.mark.parametrize("recipe", each_recipe("adaptive"))
+@pytest.mark.parametrize("recipe", each_recipe("adaptive", parts=2, begin=1))
 def test_fairness_changes_no_plan_of_a_single_client(recipe: str) -> None:
     assert run(world(recipe, WEIGHT), load(5, 16)).trace == run(world(recipe, None), load(5, 16)).trace
 
@@ -127,7 +127,7 @@ def chat_s(recipe: str, others: list[Request]) -> float:
     return ends[0] - chat.arrival
 
 
-@pytest.mark.parametrize("recipe", each_recipe("static", "round-robin"))
+@pytest.mark.parametrize("recipe", each_recipe("static", "round-robin", parts=2))
 def test_a_chat_takes_at_most_three_times_as_long_alongside_640_sequences(recipe: str) -> None:
     """This excludes recipes whose batch or turn runs to its end."""
     assert chat_s(recipe, flood("noisy", 640, 0, output=100)) <= 3 * chat_s(recipe, [])

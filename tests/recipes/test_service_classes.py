@@ -130,7 +130,7 @@ def test_a_burst_misses_its_objectives_during_a_batch_of_the_same_class() -> Non
     assert in_burst("fcfs", batch_of(best_effort=False))[0] < 0.5
 
 
-@pytest.mark.parametrize("recipe", each_recipe("static", "round-robin"))
+@pytest.mark.parametrize("recipe", each_recipe("static", "round-robin", parts=2, begin=1))
 def test_best_effort_requests_finish_under_constant_real_time_load(recipe: str) -> None:
     """They finish one after the other, each in about the time that it takes as a real-time request."""
     stepper = Stepper(World(recipe, device_blocks=80, best_effort_wait_s=1.0).core())

@@ -34,7 +34,9 @@ def until_stop(request: Request) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("world", worlds(SOME_SYSTEMS, [(1, False, 1), (2, False, 1), (2, True, 1), (4, False, 1)]))
+@pytest.mark.parametrize(
+    "world", worlds(SOME_SYSTEMS, [(1, False, 1), (2, False, 1), (2, True, 1), (4, False, 1)], parts=2)
+)
 def test_output_does_not_depend_on_depth(world: World) -> None:
     done = run(world, stopping_load(2), sample=stopping)
     assert done.output == {request.id: until_stop(request) for request in done.requests}

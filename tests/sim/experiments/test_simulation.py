@@ -231,7 +231,7 @@ def test_batched_simulation_of_steps_gives_the_record_of_single_steps(
     assert rate_rps > 2.0 or sum(batched) > 0.3 * single["steps"]
 
 
-@pytest.mark.parametrize("recipe", each_recipe())
+@pytest.mark.parametrize("recipe", each_recipe(parts=2))
 def test_batched_simulation_of_steps_changes_no_recipe(recipe: str) -> None:
     cell = cramped(recipe, 10.0, math.inf)
     assert repeatable(run(cell)) == approximate(repeatable(run(cell, on_events=lambda events: None)))

@@ -20,6 +20,7 @@ FOLDER = BENCHMARKS / "papers" / "econoserve"
 run, module_of = partial(run_figure, "econoserve"), partial(figure_module, "econoserve")
 
 
+@pytest.mark.exhaustive  # a result of the paper
 def test_forecasts_fail_at_the_rate_of_the_paper(tmp_path: Path) -> None:
     trace = setting.SHAREGPT
     options = Options(out=tmp_path, jobs=1)

@@ -81,6 +81,7 @@ def test_an_installed_recipe_is_listed_and_runs_in_an_engine() -> None:
         assert (info.recipe, info.recipe_params) == ("by-prompt[sign=-1]", {"sign": -1})
 
 
+@pytest.mark.exhaustive  # as the engine process of a server does
 def test_worker_processes_of_a_simulation_find_an_installed_recipe(site: Path, tmp_path: Path) -> None:
     run = subprocess.run(
         [

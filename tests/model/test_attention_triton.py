@@ -181,7 +181,7 @@ def test_chunks_do_not_depend_on_other_sequences():
         assert len(some.items) == sum(len(some.chunks(i)) for i in range(3))
 
 
-@pytest.mark.parametrize(("shape", "count"), [exhaustive("opt", 6), ("gqa4", 5)])
+@pytest.mark.parametrize(("shape", "count"), [exhaustive("opt", 6), exhaustive("gqa4", 5)])
 def test_every_config_produces_the_same_output(shape, count):
     heads, kv_heads, dim = SHAPES[shape][:3]
     assert len(decode_configs(heads // kv_heads, dim, 2)) == count

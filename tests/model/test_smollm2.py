@@ -113,6 +113,7 @@ def test_prefix_is_computed_once_and_changes_no_answer(llm: LLM) -> None:
     assert answer(llm, chat(f"Summarize in one sentence: {STORY * 9}")).cached_tokens > 100
 
 
+@pytest.mark.exhaustive  # test_int8_swapping.py moves 8-bit KV of small models
 def test_eight_bit_kv_keeps_answers_on_both_tiers() -> None:
     eight = {"kv_cache_dtype": "int8", "kv_cache_gib": 0.002, "swap_space_gib": 0.01}
     settings = SETTINGS | {"max_model_len": 112, "block_size": 8, "max_num_seqs": 4}

@@ -174,6 +174,20 @@ def test_requests_near_their_max_tokens_rank_high() -> None:
     assert index.log_index(bounded, cap) > index.log_index(unbounded, cap) + 1
 
 
+def test_what_kinds_share_does_not_mix_them_up() -> None:
+    lengths = drawn(300, heavy_tailed)
+    model = learned(lengths, [Forecast(length, "test") for length in lengths])
+    shared, chance = index_on(model), random.Random(1)
+    kinds = [
+        Kind(chance.choice((None, 5, 9)), chance.choice((5, 9)), chance.choice((8, LAST)), chance.choice((None, 4)), 12)
+        for _ in range(60)
+    ]
+    for kind in kinds:
+        place, alone = chance.choice((NOT_BEGUN, 0, 4, 8)), index_on(model)
+        assert shared.log_index(kind, place) == alone.log_index(kind, place)
+        assert shared.spread({kind: 1.0}) == alone.spread({kind: 1.0})
+
+
 def test_a_looser_completion_objective_lowers_the_index() -> None:
     index = index_on(learned([100] * 100))
     tight, loose = (index.log_index(Kind(None, 7, LAST, steps), 0) for steps in (5, 9))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from skipjoin.core.forecast import Forecast
@@ -43,6 +44,7 @@ _FIRST_HAZARDS = _guess([math.log(length) for length in BIN_MIDDLES], _FIRST_MID
 _FIRST_RATIOS = _guess([(step - _RATIOS // 2) * math.log(2) / 2 for step in range(_RATIOS)], 1.0, _RATIO_SPREAD)
 
 
+@cache
 def _ratio_bin(cls: int, place: int) -> int:
     """Return the bin of the ratio of a length in bin `place` to a forecast in bin `cls`."""
     steps = round(2 * math.log2(BIN_MIDDLES[place] / BIN_MIDDLES[cls]))

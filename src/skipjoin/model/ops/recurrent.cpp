@@ -159,8 +159,8 @@ template <typename T> void read_unit(const T *from, int64_t count, bool is_unit,
   for (int64_t i = 0; i < count; i++) to[i] *= factor;
 }
 
-// Updates and reads `kColumns` vectors of the state by one token; `value` is overwritten by the output. The state decays
-// by `decay`, or by the factor of each key in `decays`.
+// Updates and reads `kColumns` vectors of the state by one token; `value` is overwritten by the output. The state is
+// multiplied by `decay`, or by the factor of each key in `decays`.
 template <bool WHOLE>
 void advance(float *state, int64_t stride, int64_t columns, const float *key, const float *query, int64_t rows,
              float decay, const float *decays, float rate, bool is_delta, float *value) {
@@ -261,7 +261,8 @@ template <typename T> void scan(const Scan &c, int64_t sequence, int64_t channel
     }
     store((T *)c.out + token * c.channels + channel, out, count);
     captures.after(token + 1 - begin, [&](int64_t slot) {
-      for (int64_t i = 0; i < c.key_dim; i++) std::copy_n(state + i * c.channels, count, state_in(slot) + i * c.channels);
+      float *to = state_in(slot);
+      for (int64_t i = 0; i < c.key_dim; i++) std::copy_n(state + i * c.channels, count, to + i * c.channels);
     });
   }
 }

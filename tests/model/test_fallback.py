@@ -11,6 +11,8 @@ import pytest
 import torch
 from model_zoo import PagedRunner, greedy
 
+from skipjoin.config import ConfigError, EngineConfig
+from skipjoin.engine.load import check_load
 from skipjoin.model import family
 from skipjoin.model.config import ModelConfig, ModelError
 from skipjoin.model.load_spec import LoadSpec
@@ -206,3 +208,11 @@ def test_record_of_architectures_has_the_native_ones() -> None:
     record = json.loads(Path(__file__).with_name("architectures.json").read_text(encoding="utf-8"))["architectures"]
     native = {name for one in family._families.values() for name in one.architectures}
     assert {name for name, (outcome, _) in record.items() if outcome == "native"} == native & record.keys()
+
+
+def test_chunks_of_attention_need_blocks_that_divide_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FALLBACKS["llama4"]))
+    settings = {"model": str(tmp_path), "load_format": "dummy", "block_size": 12, "kv_cache_gib": 0.01}
+    with pytest.raises(ConfigError, match="chunks of 16 tokens, so that block_size must divide 16; got 12"):
+        check_load(EngineConfig(max_model_len=64, **settings))
+    assert check_load(EngineConfig(max_model_len=16, **settings))[1] == 16  # a single chunk

@@ -62,6 +62,12 @@ def check_load(config: EngineConfig) -> tuple[ModelConfig, int]:
     files, spec = model_files(config.model, config.load_format), _load_spec(config)
     model_config = read_config(files, spec)
     max_len = _max_model_len(config, model_config)
+    for chunk in model_config.chunks:
+        if chunk < max_len and chunk % config.block_size:
+            raise ConfigError(
+                f"{model_config.architecture} attends within chunks of {chunk} tokens, so that block_size must divide "
+                f"{chunk}; got {config.block_size}"
+            )
     check_shards(model_config, config.tensor_parallel_size, config.pipeline_parallel_size)
     if config.lora_modules:
         _adapter_bytes(config, planned_model(files, model_config, spec))

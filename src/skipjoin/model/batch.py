@@ -249,11 +249,8 @@ class PackedBatch:
 def chunked(batch: PackedBatch, size: int) -> PackedBatch:
     """Return a batch in which each chunk of `size` positions of a sequence is a sequence of its own.
 
-    Raises:
-        ValueError: If a chunk could end within a block.
+    No chunk may end within a block.
     """
-    if size % batch.block_size:
-        raise ValueError(f"attention within chunks of {size} tokens needs a block_size that divides them")
     ends = [start + length for start, length in zip(batch.starts, batch.lengths, strict=True)]
     if max(ends) <= size:
         return batch

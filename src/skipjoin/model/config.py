@@ -169,6 +169,8 @@ class ModelConfig:
         is_encoder: Whether tokens attend to later ones too, so that a prompt is computed at once and keeps no KV.
         type_vocab_size: Number of an encoder's embeddings of token types; `position_offset` is its first position.
         pooling: How hidden states become a vector; None for a model that generates.
+        chunks: Different lengths in tokens of the chunks of a context within which some layers attend. Blocks must not
+            lie in two.
         has_position_keys: Keys have their positions as numbers, so that KV must not be rounded.
         source: config.json as text, for transformers' modeling code; empty for native families.
     """
@@ -218,6 +220,7 @@ class ModelConfig:
     type_vocab_size: int = 0
     position_offset: int = 0
     pooling: PoolingSettings | None = None
+    chunks: tuple[int, ...] = ()
     has_position_keys: bool = False
     source: str = ""
 

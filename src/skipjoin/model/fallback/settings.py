@@ -89,6 +89,7 @@ def fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         "states": StateSettings(layers=tuple(range(len(calls), layers)), **traced.state._asdict())
         if traced.mixers
         else None,
+        "chunks": tuple({call.chunk for call in calls} - {0}),
         "has_position_keys": any(call.has_slopes for call in calls),
         "source": source,
     }

@@ -62,8 +62,8 @@ class _OwnRank:
                 call.set_exception(self._lost)
                 return call
             self._calls[number] = call
-        with suppress(OSError):  # the process has exited, which fails the call
-            self._connection.send((number, method, arguments))
+            with suppress(OSError):  # the process has exited, which fails the call
+                self._connection.send((number, method, arguments))
         return call
 
     def kill(self) -> None:

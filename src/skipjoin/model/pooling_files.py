@@ -41,8 +41,8 @@ def pooling_of(files: ModelFiles, config: ModelConfig, task: str) -> PoolingSett
     name = next(
         (name for name in files.config.get("architectures") or () if isinstance(name, str)), config.architecture
     )
-    modules = _modules(files)
-    chosen = _choose(name, config, has_modules=bool(modules)) if task == "auto" else Task(task)
+    modules, stored = _modules(files), files.config.get("pooling_mode")  # of a GGUF file
+    chosen = _choose(name, config, has_modules=bool(modules or stored)) if task == "auto" else Task(task)
     is_causal = not (files.config.get("is_causal") is False or files.config.get("use_bidirectional_attention"))
     if chosen is not Task.GENERATE and not (config.is_encoder or is_causal):
         raise ModelError(
@@ -50,6 +50,8 @@ def pooling_of(files: ModelFiles, config: ModelConfig, task: str) -> PoolingSett
             "which is supported for encoders only"
         )
     if chosen is Task.EMBED:
+        if stored is not None:
+            return PoolingSettings(task=Task.EMBED, how=_mode(files.config, str(files.folder)), normalize=True)
         return _embedding(files, config, modules)
     if chosen is Task.SCORE:
         return _score(files, config, name)

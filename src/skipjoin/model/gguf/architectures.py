@@ -304,7 +304,40 @@ _GRANITE_HYBRID = _LLAMA._replace(
     },
     state_kind="mamba",
 )
+_ENCODER_NORMS = frozenset({"attn_output_norm", "layer_output_norm"})
+_BERT = Architecture(
+    "BertModel",
+    {f"attention.self.{part}": f"attn_{part[0]}" for part in ("query", "key", "value")}
+    | {"attention.output.dense": "attn_output", "attention.output.LayerNorm": "attn_output_norm"}
+    | {"intermediate.dense": "ffn_up", "output.dense": "ffn_down", "output.LayerNorm": "layer_output_norm"},
+    ("layer_norm_eps", _EPSILON),
+    {},
+    _QKV | _ENCODER_NORMS | {"attn_output", "ffn_up", "ffn_down"},
+    "bert.encoder.",
+    {
+        "bert.embeddings.word_embeddings": "token_embd",
+        "bert.embeddings.position_embeddings": "position_embd",
+        "bert.embeddings.token_type_embeddings": "token_types",
+        "bert.embeddings.LayerNorm": "token_embd_norm",
+    },
+)
+_NOMIC_BERT = Architecture(
+    "NomicBertModel",
+    {"attn.Wqkv": "attn_qkv", "attn.out_proj": "attn_output", "norm1": "attn_output_norm"}
+    | {"mlp.fc11": "ffn_up", "mlp.fc12": "ffn_gate", "mlp.fc2": "ffn_down", "norm2": "layer_output_norm"},
+    ("layer_norm_eps", _EPSILON),
+    {},
+    _ENCODER_NORMS,
+    "nomic_bert.encoder.",
+    {
+        "nomic_bert.embeddings.word_embeddings": "token_embd",
+        "nomic_bert.embeddings.token_type_embeddings": "token_types",
+        "nomic_bert.emb_ln": "token_embd_norm",
+    },
+)
 ARCHITECTURES = {
+    "bert": _BERT,
+    "nomic-bert": _NOMIC_BERT,
     "llama": _LLAMA,  # Mistral too
     "mistral3": _LLAMA._replace(
         name="Ministral3ForCausalLM",

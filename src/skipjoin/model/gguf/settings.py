@@ -33,6 +33,8 @@ _ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_te
 # In vocabularies with the first of these, an answer has several parts, each of which <|end|> ends.
 _ENDS_OF_PARTS = ("<|return|>", "<|call|>", "<|endoftext|>")
 CONTROL = 3
+# How vectors are made of a text's hidden states, by `pooling_type`; the first kind is none.
+_POOLINGS = (None, "mean", "cls", "last")
 # Layers of the largest models.
 _LARGEST = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}
 
@@ -105,11 +107,25 @@ def _config(file: Gguf) -> dict[str, Any]:
         config |= {"mamba_d_head": inner // max(config["mamba_n_heads"], 1), "mamba_expand": inner // max(hidden, 1)}
         # Only files with this have rotary positions.
         config["position_embedding_type"] = "rope" if _metadata(file, "rope.scaling.finetuned") else "nope"
+    if (types := file.tensors.get("token_types.weight")) is not None:
+        config["type_vocab_size"] = types.shape[0]
+    if (pooling := _pooling(file)) is not None:
+        config["pooling_mode"] = pooling
     if of.name == "CohereForCausalLM":
         config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
     if of.name == "GPTNeoXForCausalLM":
         config["use_parallel_residual"] = bool(_metadata(file, "use_parallel_residual", True))
     return config
+
+
+def _pooling(file: Gguf) -> str | None:
+    kind = _metadata(file, "pooling_type", 0)
+    if kind not in range(len(_POOLINGS)):
+        raise GgufError(
+            f"{file.path} has {file.architecture}.pooling_type {kind!r:.80}, and those of {', '.join(_POOLINGS[1:])} "
+            "(1 to 3) are supported: give the folder or hub id of the model that it was made from"
+        )
+    return _POOLINGS[kind]
 
 
 def _query_scalar(of: Architecture, config: dict[str, Any]) -> int:

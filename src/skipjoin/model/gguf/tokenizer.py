@@ -100,7 +100,8 @@ def gguf_tokenizer(path: Path) -> tokenizers.Tokenizer:
     try:
         backend, adds_bos = _KINDS[kind](file, tokens_of(file))
         _add_special(backend, file)
-        _surround(backend, file, adds_bos)
+        if adds_bos is not None:
+            _surround(backend, file, adds_bos)
     except GgufError:
         raise
     except Exception as error:  # the library raises bare Exception
@@ -157,7 +158,44 @@ def _merges(vocabulary: dict[str, int]) -> Iterator[tuple[str, str]]:
                 yield pair
 
 
-_KINDS: dict[str, Callable[[Gguf, Sequence[str]], tuple[tokenizers.Tokenizer, bool]]] = {
+def _wordpiece(file: Gguf, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, None]:
+    """Return a tokenizer of BERT, and None, as it surrounds texts itself."""
+    cls, sep, unknown = (_index(file, tokens, names) for names in (("cls", "bos"), ("seperator", "eos"), ("unknown",)))
+    # Words begin with a mark in files, and in vocabularies the parts that follow in a word do.
+    vocabulary = _vocabulary([_original(text) for text in tokens])
+    backend = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=tokens[unknown]))
+    # Files do not say whether the model has capital letters.
+    is_cased = any(
+        text.removeprefix(_SPACE) != text.removeprefix(_SPACE).lower() and not text.startswith("[") for text in tokens
+    )
+    backend.normalizer = normalizers.BertNormalizer(lowercase=not is_cased)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{tokens[cls]} $A {tokens[sep]}",
+        pair=f"{tokens[cls]} $A {tokens[sep]} $B:1 {tokens[sep]}:1",
+        special_tokens=[(tokens[cls], cls), (tokens[sep], sep)],
+    )
+    return backend, None
+
+
+def _index(file: Gguf, tokens: Sequence[str], names: Sequence[str]) -> int:
+    """Return the token of the first of these names that the metadata have."""
+    found = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names)
+    index = next((number for number in found if number is not None), None)
+    if not isinstance(index, int) or not 0 <= index < len(tokens):
+        raise GgufError(f"{file.path} has no token for tokenizer.ggml.{names[0]}_token_id: convert the model again")
+    return index
+
+
+def _original(text: str) -> str:
+    if text.startswith(_SPACE):
+        return text[1:]
+    return text if text.startswith("[") and text.endswith("]") else f"##{text}"
+
+
+_KINDS: dict[str, Callable[[Gguf, Sequence[str]], tuple[tokenizers.Tokenizer, bool | None]]] = {
+    "bert": _wordpiece,
     "gpt2": _byte_level,
     "llama": _sentencepiece,
 }

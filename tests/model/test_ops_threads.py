@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from ctypes import c_int64
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,3 +142,12 @@ def test_torch_uses_the_calling_thread_only():
 
     with ThreadPoolExecutor(1) as another:
         assert another.submit(count).result() == (2, 1)
+
+
+def test_types_of_arguments_are_set_once():
+    """Setting them again frees what ctypes converts the arguments of other threads' calls by."""
+    function = SimpleNamespace(argtypes=None, restype=None)
+    first = build.declare(function, c_int64).argtypes
+    assert build.declare(function, c_int64).argtypes is first
+    sources = Path(cpp_ops.__file__).parents[1].rglob("*.py")
+    assert [file.name for file in sources if ".argtypes" in file.read_text(encoding="utf-8")] == ["build.py"]

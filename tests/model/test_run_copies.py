@@ -55,12 +55,12 @@ class Plain:
 
     def __init__(self, declared: Any) -> None:
         self._declared = declared
-        self.argtypes: list[Any] = []
+        self.argtypes: list[Any] | None = None
         self.restype: Any = None
 
     def __call__(self, *arguments: Any) -> int:
         assert self.restype is c_int
-        typed = ctypes.CFUNCTYPE(c_int, *self.argtypes)(ctypes.cast(self._declared, c_void_p).value)
+        typed = ctypes.CFUNCTYPE(c_int, *(self.argtypes or ()))(ctypes.cast(self._declared, c_void_p).value)
         code: int = typed(*arguments)
         return code
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from skipjoin.model.ops.build import declare
+
 _log = logging.getLogger(__name__)
 
 # First row of the target, first row of the source, and rows.
@@ -48,10 +50,8 @@ def batch_call(library: Any) -> BatchCall | None:
     name, has_index = next((found for found in _FUNCTIONS if hasattr(library, found[0])), ("", False))
     if not name:
         return None
-    function = getattr(library, name)
-    pointers = [c_void_p] * 3
-    function.argtypes = [*pointers, c_size_t, c_void_p, c_void_p, c_size_t, *([c_void_p] * has_index), c_void_p]
-    function.restype = c_int
+    arguments = *[c_void_p] * 3, c_size_t, c_void_p, c_void_p, c_size_t, *[c_void_p] * has_index, c_void_p
+    function = declare(getattr(library, name), *arguments, returns=c_int)
     attributes, first, failed = _Attributes(order=_IN_STREAM_ORDER), c_size_t(0), c_size_t(0)
     index = (ctypes.addressof(failed),) if has_index else ()
 

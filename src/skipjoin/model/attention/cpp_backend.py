@@ -9,6 +9,7 @@ from skipjoin.model.attention.base import AttentionBackend, Call, Heads
 from skipjoin.model.attention.check import agrees, cuts_change_nothing
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.ops.build import declare
 from skipjoin.model.ops.calls import CPP_DTYPES, AttentionCall, HeadsCall, cache_arguments, check_sizes
 from skipjoin.model.ops.threads import threads_here
 
@@ -19,12 +20,9 @@ class CppAttention(AttentionBackend):
     name = "cpp"
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._run = library.skipjoin_paged_attention
-        self._run.argtypes = [ctypes.c_int64, ctypes.POINTER(AttentionCall), ctypes.c_int64]
-        self._run.restype = None
-        self._prepare = library.skipjoin_prepare_heads
-        self._prepare.argtypes = [ctypes.c_int64, ctypes.POINTER(HeadsCall), ctypes.c_int64]
-        self._prepare.restype = None
+        number, pointer = ctypes.c_int64, ctypes.POINTER
+        self._run = declare(library.skipjoin_paged_attention, number, pointer(AttentionCall), number)
+        self._prepare = declare(library.skipjoin_prepare_heads, number, pointer(HeadsCall), number)
         check_sizes(library, {"skipjoin_attention_call_bytes": AttentionCall, "skipjoin_heads_bytes": HeadsCall})
 
     def run(self, heads: Heads, kv: PagedKV, batch: PackedBatch, call: Call) -> torch.Tensor:

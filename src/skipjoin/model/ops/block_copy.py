@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_int64, c_void_p
 
-from skipjoin.model.ops.build import load_library
+from skipjoin.model.ops.build import declare, load_library
 
 # Mean size of runs that CUDA's copies transfer well. Queueing one takes 5 to 13 us of CPU time, in which the link
 # transfers this much or more.
@@ -43,9 +43,7 @@ def block_copy() -> BlockCopy:
 
 
 def compiled_copy(library: ctypes.CDLL) -> BlockCopy:
-    call = library.skipjoin_copy_blocks
-    call.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64]
-    call.restype = None
+    call = declare(library.skipjoin_copy_blocks, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64)
 
     def copy(target: int, source: int, block_bytes: int, to: Sequence[int], blocks: Sequence[int]) -> None:
         # Named variables keep the arrays alive: the call reads them by address.
@@ -67,9 +65,8 @@ def span_copy() -> SpanCopy:
 
 
 def compiled_span_copy(library: ctypes.CDLL) -> SpanCopy:
-    call = library.skipjoin_copy_spans
-    call.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64]
-    call.restype = None
+    sizes = c_int64, c_int64, c_int64
+    call = declare(library.skipjoin_copy_spans, c_void_p, c_void_p, *sizes, *[c_void_p] * 4, c_int64)
 
     def copy(target: int, source: int, shape: BlockShape, spans: Spans) -> None:
         # A named variable keeps the arrays alive: the call reads them by address.

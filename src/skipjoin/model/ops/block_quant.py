@@ -4,16 +4,16 @@ import ctypes
 import functools
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from ctypes import c_int64, c_void_p
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from skipjoin.kv_format import SwapFormat
 from skipjoin.model.kv_cache import PagedKV, SwapPool
 from skipjoin.model.ops.block_copy import runs_of
-from skipjoin.model.ops.build import load_library
+from skipjoin.model.ops.build import declare, load_library
 from skipjoin.model.run_copies import copy_runs
 from skipjoin.model.transfer import send
 
@@ -46,8 +46,8 @@ class CompiledQuantizer:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         shape = [c_int64] * 4
-        self._quantize = _declared(library.skipjoin_quantize_blocks, *shape, *[c_void_p] * 4, c_int64, c_int64)
-        self._dequantize = _declared(library.skipjoin_dequantize_blocks, *shape, *[c_void_p] * 4, c_int64)
+        self._quantize = declare(library.skipjoin_quantize_blocks, *shape, *[c_void_p] * 4, c_int64, c_int64)
+        self._dequantize = declare(library.skipjoin_dequantize_blocks, *shape, *[c_void_p] * 4, c_int64)
 
     def quantize(
         self, host: SwapPool, device: PagedKV, target: Sequence[int], source: Sequence[int], last: int
@@ -61,12 +61,6 @@ class CompiledQuantizer:
         to, rows = array("q", target), array("q", source)
         addresses = device.tensor.data_ptr(), host.tensor.data_ptr(), to.buffer_info()[0], rows.buffer_info()[0]
         self._dequantize(_TYPES[device.tensor.dtype], *host.shape, *addresses, len(rows))
-
-
-def _declared(call: Any, *arguments: type) -> Callable[..., None]:
-    call.argtypes, call.restype = list(arguments), None
-    declared: Callable[..., None] = call
-    return declared
 
 
 class StagedQuantizer(ABC):

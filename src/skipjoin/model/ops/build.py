@@ -11,9 +11,11 @@ import platform
 import shlex
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from skipjoin.model.ops.variants import FLAGS, SOURCES, VARIANTS
 from skipjoin.system.disk import has_space, no_space
@@ -23,6 +25,7 @@ from skipjoin.system.own_folder import OwnFolder
 
 _log = logging.getLogger(__name__)
 _FOLDER = Path(__file__).parent
+_DECLARING = threading.Lock()
 
 # Target flags, fastest first: everything that the compiler finds (optionally without AMX), what most x86 processors
 # have, for a compiler that does not know this one, and nothing.
@@ -71,9 +74,20 @@ def _sources_of_libraries() -> list[Callable[[], Path]]:
     return [partial(compiled_library, target) for target in _targets()]
 
 
+def declare(function: Any, *arguments: type, returns: type | None = None) -> Callable[..., Any]:
+    """Say once what a compiled function takes and returns.
+
+    Another time would free what calls of other threads are converting their arguments by.
+    """
+    with _DECLARING:
+        if function.argtypes is None:
+            function.restype, function.argtypes = returns, list(arguments)
+    declared: Callable[..., Any] = function
+    return declared
+
+
 def path_of(library: ctypes.CDLL) -> str:
-    library.skipjoin_path.restype = ctypes.c_char_p
-    path: bytes = library.skipjoin_path()
+    path: bytes = declare(library.skipjoin_path, returns=ctypes.c_char_p)()
     return path.decode()
 
 

@@ -10,6 +10,7 @@ import torch
 
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.ops.build import declare
 
 # In the order of `Type` in outputs.inc.cpp.
 CPP_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -96,7 +97,5 @@ class StepCall(ctypes.Structure):
 
 def check_sizes(library: ctypes.CDLL, sizes: Mapping[str, type[ctypes.Structure]]) -> None:
     for name, structure in sizes.items():
-        function = getattr(library, name)
-        function.restype = c_int64
-        if function() != ctypes.sizeof(structure):
+        if declare(getattr(library, name), returns=c_int64)() != ctypes.sizeof(structure):
             raise OSError("the compiled operations have another version")

@@ -11,6 +11,7 @@ from skipjoin.model.adapters import AdaptedLinear
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.ops.base import LayerParts
+from skipjoin.model.ops.build import declare
 from skipjoin.model.ops.calls import (
     AdaptedCall,
     AttentionCall,
@@ -60,8 +61,7 @@ class CppLayers:
     ) -> None:
         sizes = {"layer": LayerCall, "step": StepCall, "pair": PairCall}
         check_sizes(library, {f"skipjoin_{name}_bytes": call for name, call in sizes.items()})
-        self._run = library.skipjoin_layers
-        self._run.argtypes, self._run.restype = [ctypes.c_int64, ctypes.POINTER(StepCall)], None
+        self._run = declare(library.skipjoin_layers, ctypes.c_int64, ctypes.POINTER(StepCall))
         self._kind, self._scratch = kind, scratch
         self._layers, self._final_norm = layers, final_norm  # keeps the weights in memory
         self._calls = (LayerCall * len(calls))(*calls)

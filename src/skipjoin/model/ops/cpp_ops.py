@@ -13,7 +13,7 @@ from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.large_pages import Arena
 from skipjoin.model.layers import Adjusted, products_of, without_adapters
 from skipjoin.model.ops.base import Experts, FusedLayers, HeadNorm, LayerParts, Linear, Matrices, Norm, Routed
-from skipjoin.model.ops.build import library_id, path_of
+from skipjoin.model.ops.build import declare, library_id, path_of
 from skipjoin.model.ops.calls import CPP_DTYPES, ExpertsCall, GroupsCall, LayerCall, LinearCall, check_sizes
 from skipjoin.model.ops.choice import WAYS, Choices
 from skipjoin.model.ops.compiled_linear import CompiledLinear, check_ids
@@ -65,7 +65,7 @@ class CppExperts:
 
 _I, _P = c_int64, c_void_p
 
-_SIGNATURES = {
+_SIGNATURES: dict[str, tuple[Sequence[type], type | None]] = {
     "skipjoin_has_float16": ([], c_int64),
     "skipjoin_panel": ([], c_int64),
     "skipjoin_has_way": ([_I, _I], c_int64),
@@ -99,8 +99,7 @@ class CppOps:
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, way: str | None = None) -> None:
         for name, (arguments, result) in _SIGNATURES.items():
-            getattr(library, name).argtypes = arguments
-            getattr(library, name).restype = result
+            declare(getattr(library, name), *arguments, returns=result)
         sizes = {"linear": LinearCall, "groups": GroupsCall, "experts": ExpertsCall}
         check_sizes(library, {f"skipjoin_{name}_bytes": call for name, call in sizes.items()})
         self.library = library

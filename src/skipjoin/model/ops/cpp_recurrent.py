@@ -7,6 +7,7 @@ from ctypes import c_double, c_int64, c_void_p
 import torch
 
 from skipjoin.model.batch import PackedBatch
+from skipjoin.model.ops.build import declare
 from skipjoin.model.ops.calls import check_sizes
 from skipjoin.model.ops.recurrent import (
     Convolution,
@@ -70,7 +71,7 @@ class CppRecurrent:
         calls = [getattr(library, f"skipjoin_{name}") for name in sizes]
         self._convolve, self._recur, self._scan, self._gate = calls
         for function, call in zip(calls, sizes.values(), strict=True):
-            function.argtypes, function.restype = [_I, ctypes.POINTER(call)], None
+            declare(function, _I, ctypes.POINTER(call))
         self._kind = kind
 
     def convolve(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from skipjoin.model.ops.build import load_library
+from skipjoin.model.ops.build import declare, load_library
 from skipjoin.model.ops.calls import CPP_DTYPES
 from skipjoin.model.ops.threads import threads_here
 from skipjoin.model.transfer import send, to_device
@@ -40,12 +40,10 @@ def _on_cpu() -> MaskOps:
 
 
 def compiled_mask_ops(library: ctypes.CDLL) -> MaskOps:
-    remove_in, best_in = library.skipjoin_remove_tokens, library.skipjoin_best_allowed
-    remove_in.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_int64]
-    best_in.argtypes = [c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64]
-    any_in = library.skipjoin_best_tokens
-    any_in.argtypes = [c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64]
-    remove_in.restype = best_in.restype = any_in.restype = None
+    rows = c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64
+    remove_in = declare(library.skipjoin_remove_tokens, *rows, c_int64)
+    best_in = declare(library.skipjoin_best_allowed, *rows, c_void_p, c_int64)
+    any_in = declare(library.skipjoin_best_tokens, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64)
 
     def remove(logits: torch.Tensor, rows: Sequence[int], masks: np.ndarray) -> None:
         places = np.array(rows, np.int64)

@@ -167,7 +167,8 @@ def test_weights_keep_the_fastest_implementation(library, tmp_path, monkeypatch,
         return [residue(CppOps(library, dtype, way=way).linear(weight, None), x) for weight, way in pairs]
 
     monkeypatch.setattr(choice, "fastest", fastest)
-    monkeypatch.setattr(library, "skipjoin_floats_are_faster", lambda: floats)
+    faster = ctypes.CFUNCTYPE(ctypes.c_int64)(lambda: floats)
+    monkeypatch.setattr(library, "skipjoin_floats_are_faster", faster)
     has_tiles = path == "amx"
     kept = ("tiles" if has_tiles else by_processor, by_processor)
     suffix = ", products in float32" if by_processor == "floats" else ""

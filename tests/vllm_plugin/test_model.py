@@ -367,7 +367,7 @@ def test_kv_from_the_cpu_tier_gives_the_same_output(model: Path, monkeypatch: py
     for name in [name for name in sys.modules if name.startswith("llvmlite")]:
         monkeypatch.delitem(sys.modules, name)
     jobs = crowded()
-    plain = start(model)  # the end of another engine has ended the process groups of `engine`, too
+    plain = start(model)  # another engine that ended took the process groups of `engine`, too
     alone = {}
     for _, name, text, chosen in jobs:
         alone |= run(plain, [(0, name, text, chosen)])

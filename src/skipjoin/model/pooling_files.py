@@ -1,7 +1,7 @@
 """Decides what a model is served for, and how its hidden states become vectors.
 
-Models of sentence-transformers have files for that: the parts in modules.json, with a folder each. Others follow the
-architecture: the mean of an encoder, the last token of a decoder.
+Models of sentence-transformers have files for that: the parts in modules.json, with a folder each. GGUF files may name
+a pooling. Others follow the architecture: the mean of an encoder, the last token of a decoder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def pooling_of(files: ModelFiles, config: ModelConfig, task: str) -> PoolingSett
     name = next(
         (name for name in files.config.get("architectures") or () if isinstance(name, str)), config.architecture
     )
-    modules, stored = _modules(files), files.config.get("pooling_mode")  # of a GGUF file
+    modules, stored = _modules(files), files.config.get("pooling_mode") if is_gguf(files.folder) else None
     chosen = _choose(name, config, has_modules=bool(modules or stored)) if task == "auto" else Task(task)
     is_causal = not (files.config.get("is_causal") is False or files.config.get("use_bidirectional_attention"))
     if chosen is not Task.GENERATE and not (config.is_encoder or is_causal):

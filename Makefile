@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # tests/support/groups.py decides which tests may run concurrently.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help interpreter serve demo test test-all test-vllm mutations test-cluster test-chaos soak fuzz fuzz-core lint check docs \
+.PHONY: help interpreter serve demo test test-all test-vllm test-sglang mutations test-cluster test-chaos soak fuzz fuzz-core lint check docs \
 	reference format lock resolve audit release test-artifacts findings clean
 help:
 	@echo "make serve          start an OpenAI-compatible server with SmolLM2-135M on $(HOST):$(PORT); MODEL=tally: with a toy"
@@ -26,6 +26,7 @@ help:
 	@echo "make test           run all tests, with pairwise combinations of parameters where there are many"
 	@echo "make test-all       run all tests with all combinations of parameters and more examples"
 	@echo "make test-vllm      run the tests of the vLLM plugin against each supported release (installs 4 GB)"
+	@echo "make test-sglang    run the tests of the SGLang plugin against its release (downloads 40 MB)"
 	@echo "make mutations      inject ten faults, and check that tests detect each"
 	@echo "make test-cluster   disconnect a machine during streams (two minutes; needs Linux, root and iproute2)"
 	@echo "make test-chaos     inject faults under load for ten minutes; SEED=7 repeats a run"
@@ -85,6 +86,10 @@ test-all: $(VENV)/.dev
 
 test-vllm:
 	PYTHONPATH=src $(PYTHON) tools/vllm_versions.py $(VENV)-vllm
+
+test-sglang: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)-sglang sglang==0.5.23
+	PYTHONPATH=$(VENV)-sglang $(BIN)/python -m pytest -m "" tests/sglang_plugin
 
 mutations: $(VENV)/.dev
 	$(BIN)/python tools/mutations.py
@@ -156,4 +161,4 @@ findings:
 	@failed=0; for script in findings/$(or $(ONLY),*).sh; do bash $$script || failed=1; done; exit $$failed
 
 clean:
-	rm -rf $(VENV) $(VENV)-audit $(VENV)-release $(VENV)-vllm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-audit $(VENV)-release $(VENV)-sglang $(VENV)-vllm build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

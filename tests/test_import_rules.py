@@ -91,6 +91,7 @@ server.batches: adapters config core.request routes sampling server.api server.b
 server: builtin config config.access core engine.forecasting extras model.config model.folder model.generation_config
     model.tokenizer observe pooling recipes server server.api server.batches server.engines system.garbage
     system.machine
+sglang: options recipes sglang
 vllm: core core.decide.scheduler core.kv.block_pool core.kv.interface core.kv.reservations forecast observe options
     policies recipes routes version vllm
 cli: builtin cli config config.profile core.request demo engine extras forecast kv_format llm loadtest local_engine
@@ -130,13 +131,13 @@ WITHOUT_HTTP = {
     *("responses", "service"),
 }
 # Paths in which marked imports may be inside functions: optional back ends, the package itself, whose import must stay
-# light, the command line, whose help must start quickly, code that needs Ray or vLLM, the engine process, which imports
-# torch without garbage collection, and the database of batches.
+# light, the command line, whose help must start quickly, code that needs Ray, SGLang or vLLM, the engine process, which
+# imports torch without garbage collection, and the database of batches.
 LAZY = (
     *("exec", "model", "forecast", "formats", "__init__.py", "cli", "engine", "kv_format.py"),
     *("server/lifecycle.py", "server/settings.py", "server/batches/database.py"),
     *("server/engines/engine_process.py", "server/engines/engine_server.py"),
-    *("vllm/__init__.py", "vllm/plugin.py"),
+    *("sglang/plugin.py", "vllm/__init__.py", "vllm/plugin.py"),
 )
 
 

@@ -1,0 +1,1 @@
+"""`adaptive`'s order of waiting requests inside SGLang: `SKIPJOIN_SGLANG=adaptive`."""

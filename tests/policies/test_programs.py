@@ -11,11 +11,13 @@ from skipjoin.core.policy import Allocation, Deferral
 from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import FinishReason, ProgramId, Request
 from skipjoin.core.step import Slice
-from skipjoin.policies import programs
+from skipjoin.policies import program_book
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.ordering import Fcfs
-from skipjoin.policies.programs import MAX_IDLE, ByProgram, ProgramBook, ProgramLeases
+from skipjoin.policies.program_book import MAX_IDLE, ProgramBook
+from skipjoin.policies.program_leases import ProgramLeases
+from skipjoin.policies.programs import ByProgram
 from support.load import BLOCK_SIZE, changed, make
 
 OVERTAKING_S = 100.0
@@ -155,7 +157,7 @@ def test_shared_names_that_clients_did_not_state_begin_another_program_with_a_sh
 
 
 def test_a_flood_of_ids_is_bounded_and_leaves_programs_of_other_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "MAX_IDLE", 50)
+    monkeypatch.setattr(program_book, "MAX_IDLE", 50)
     calls = Calls()
     calls.call("mine", 30_000, owner="a")
     for number in range(2_000):
@@ -184,7 +186,7 @@ def test_equal_ids_of_two_keys_are_two_programs() -> None:
 def test_idle_programs_are_forgotten() -> None:
     calls = Calls()
     calls.call("one", 100)
-    calls.now = programs.FORGET_S + 1.0
+    calls.now = program_book.FORGET_S + 1.0
     calls.call("two", 100)
     assert len(calls.book) == 1
 

@@ -12,7 +12,9 @@ from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Yielding
 from skipjoin.policies.eviction import DisplacingSwap
 from skipjoin.policies.gittins import GittinsIndex
-from skipjoin.policies.programs import ByProgram, ProgramBook, ProgramLeases
+from skipjoin.policies.program_book import ProgramBook
+from skipjoin.policies.program_leases import ProgramLeases
+from skipjoin.policies.programs import ByProgram
 from skipjoin.recipes.parts import classed, staged
 from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
 

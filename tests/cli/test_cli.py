@@ -426,6 +426,9 @@ def test_recipes_are_listed_with_their_parameters() -> None:
     assert (chunk["type"], chunk["default"], chunk["at_least"], chunk["at_most"]) == ("int", 512, 1, 1 << 20)
     assert "chunk_tokens=512" in shown
     assert listed["srpt"]["parameters"]["oracle"]["choices"] == ["none", "max-tokens"]
+    assert [*json.loads(CliRunner().invoke(app, ["recipes", "fcfs", "--json"]).output)] == ["fcfs"]
+    unknown = CliRunner().invoke(app, ["recipes", "fcsf"])
+    assert (unknown.exit_code, "did you mean fcfs?" in unknown.stderr) == (2, True)
 
 
 def test_full_help_truncates_no_name() -> None:

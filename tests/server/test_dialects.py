@@ -531,6 +531,17 @@ async def test_raw_prompts_of_ollama_have_no_template(echo: Api) -> None:
     assert (answer["response"], answer.get("thinking")) == ("ab<think>", None)
 
 
+async def test_clients_of_ollama_load_the_model_ahead(echo: Api) -> None:
+    for body in ({"messages": []}, {}, {"messages": None, "keep_alive": "5m"}):
+        found = await post(echo, "/api/chat", **body)
+        assert (found["done"], found["done_reason"], found["message"]["content"]) == (True, "load", "")
+    for body in ({}, {"prompt": "", "stream": False, "keep_alive": -1}, {"prompt": None}):
+        found = await post(echo, "/api/generate", **body)
+        assert (found["done"], found["done_reason"], found["response"]) == (True, "load", "")
+    assert not echo.engine.added
+    assert (await echo.http.post("/api/chat", json={"model": "other"})).status_code == 404
+
+
 async def test_clients_of_ollama_find_the_model(echo: Api) -> None:
     (model,) = (await echo.http.get("/api/tags")).json()["models"]
     shown = await post(echo, "/api/show", model=model["name"])
@@ -541,6 +552,9 @@ async def test_clients_of_ollama_find_the_model(echo: Api) -> None:
         ({"model": "other"}, "the model 'other' does not exist"),
         ({"options": {"mirostat": 2}}, "options.mirostat: this server does not support it"),
         ({"prompt": "a" * 9000}, "maximum context length"),
+        ({"format": "xml"}, "format: Input should be '' or 'json'"),
+        ({"format": 5}, 'format: must be "json" or a JSON schema'),
+        ({"think": 5}, 'think: must be true, false, "low", "medium" or "high"'),
     ):
         refused = await echo.http.post("/api/generate", json={"prompt": "x"} | body)
         assert refused.status_code in (400, 404)

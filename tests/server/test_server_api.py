@@ -485,6 +485,9 @@ BAD_COMPLETIONS = [
     ({"service_tier": "flex", "slo": {"tpot_ms": 9}}, "slo.tpot_ms"),
     ({"user": "x" * 513}, "user"),
     ({"guided_regex": 1}, "guided_regex"),
+    ({"guided_json": 1}, "guided_json"),
+    ({"best_of": 1, "n": 2}, "best_of"),
+    ({"logit_bias": {"05": 1}}, "logit_bias.05"),
     ({"guided_choice": []}, "guided_choice"),
     ({"no_such_field": 1}, "no_such_field"),
 ]
@@ -722,6 +725,9 @@ async def test_unknown_paths_methods_and_models(api: Api) -> None:
         assert ((await api.http.head(path)).status_code, (await api.http.get(path)).status_code) == (200, 200)
     assert (await api.http.head("/debug/events")).status_code == 405
     assert error_of(await api.http.get("/v1/completions"), 405)["code"] == "method_not_allowed"
+    refused = await api.http.put("/v1/responses/x")
+    assert refused.headers["allow"] == "DELETE, GET, HEAD"
+    assert "use DELETE, GET, HEAD" in error_of(refused, 405)["message"]
     for response in (await api.complete(model="gpt"), await api.http.get("/v1/models/gpt")):
         error = error_of(response, 404)
         assert (error["code"], error["type"]) == ("model_not_found", "not_found_error")

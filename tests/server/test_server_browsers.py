@@ -91,6 +91,13 @@ async def test_json_content_type_is_required(api: Api, path: str) -> None:
     assert not api.engine.added
 
 
+async def test_compressed_bodies_are_refused_by_their_header(api: Api) -> None:
+    refused = await ask(api, Content_Type="application/json", Content_Encoding="gzip")
+    assert (refused.status_code, code_of(refused)) == (415, "unsupported_media_type")
+    assert "Content-Encoding says 'gzip'" in refused.json()["error"]["message"]
+    assert (await ask(api, Content_Type="application/json", Content_Encoding="identity")).status_code == 200
+
+
 async def test_programs_may_leave_out_the_content_type_as_examples_for_ollama_do(make_api: MakeApi) -> None:
     async with make_api(api_keys=("right",)) as api:
         for page, code in ({}, 200), ({"Origin": "http://evil.com"}, 415):

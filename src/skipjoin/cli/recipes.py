@@ -14,19 +14,20 @@ from rich.table import Table
 
 from skipjoin.cli.options import plain_errors
 from skipjoin.options import ConfigError, Setting
-from skipjoin.recipes import DEFAULT, Recipe, in_file, listed
+from skipjoin.recipes import DEFAULT, Recipe, find, in_file, listed
 
 
 def recipes(
-    files: Annotated[
-        list[Path] | None, typer.Argument(help="Python files whose recipes to list (default: all other recipes).")
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="Recipes to list, or Python files with recipes (default: all except those of files)."),
     ] = None,
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, by recipe.")] = False,
 ) -> None:
     """List the schedulers, and the parameters that --set accepts for each."""
     with plain_errors():
-        found = _of_files(files) if files else listed()
+        found = _named(names) if names else listed()
     if as_json:
         print(json.dumps({name: _described(recipe) for name, recipe in sorted(found.items())}, indent=1))
         return
@@ -41,14 +42,18 @@ def recipes(
         console.print(Padding(_parameters(group[0]), (0, 0, 1, 4)))
 
 
-def _of_files(paths: Sequence[Path]) -> dict[str, Recipe]:
-    """Return the recipes of files by the names that --recipe accepts."""
+def _named(names: Sequence[str]) -> dict[str, Recipe]:
+    """Return recipes, and all of files, by the names that --recipe accepts."""
     found: dict[str, Recipe] = {}
-    for path in paths:
-        own = in_file(path.absolute())
+    for name in names:
+        if not name.endswith(".py"):
+            recipe = find(name)
+            found[recipe.name] = recipe
+            continue
+        own = in_file(Path(name).absolute())
         if not own:
-            raise ConfigError(f"{path} has no function with the decorator @recipe of skipjoin.policy")
-        found |= {f"{path}:{name}": replace(item, name=f"{path}:{name}") for name, item in own.items()}
+            raise ConfigError(f"{name} has no function with the decorator @recipe of skipjoin.policy")
+        found |= {f"{name}:{item}": replace(recipe, name=f"{name}:{item}") for item, recipe in own.items()}
     return found
 
 

@@ -101,6 +101,13 @@ async def json_body(request: Request, *, has_any_type: bool = False) -> bytes:
             "(curl: -H 'Content-Type: application/json')",
             code="unsupported_media_type",
         )
+    if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) not in ("identity", ""):
+        raise ApiError(
+            415,
+            f"the body must not be compressed, but the header Content-Encoding says {encoding[:64]!r}",
+            code="unsupported_media_type",
+            headers={"Accept-Encoding": "identity"},
+        )
     return await request.body()
 
 

@@ -15,7 +15,7 @@ MAX_TOOLS = 1024
 
 
 class TextPart(Body):
-    type: Literal["text"]
+    type: Annotated[Any, Only("text", why="models get no images, sound or files")]
     text: str
     cache_control: Ignored = None
     prompt_cache_breakpoint: Ignored = None

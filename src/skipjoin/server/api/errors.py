@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from skipjoin.adapters import unknown_model
@@ -223,6 +223,14 @@ def _no_route(app: FastAPI, request: Request) -> str:
     return f"no such path: {request.method} {path[:128]}{hint} There are {', '.join(routes)}"
 
 
+def _methods(app: FastAPI, request: Request) -> list[str]:
+    """Return the methods of a path, which several routes may have."""
+    found = (route for route in app.routes if isinstance(route, Route))
+    return sorted(
+        {m for route in found if route.matches(request.scope)[0] is not Match.NONE for m in route.methods or ()}
+    )
+
+
 def install(app: FastAPI) -> None:
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
@@ -235,11 +243,14 @@ def install(app: FastAPI) -> None:
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        text = {405: "method not allowed for this path"}
+        message, headers = str(error.detail), error.headers
         if error.status_code == 404:
-            text[404] = _no_route(app, request)
-        message = text.get(error.status_code, str(error.detail))
-        return ApiError(error.status_code, message, headers=error.headers).response(request.scope)
+            message = _no_route(app, request)
+        elif error.status_code == 405:
+            methods = ", ".join(_methods(app, request))
+            message = f"{request.url.path[:128]} has no method {request.method[:16]}: use {methods}"
+            headers = {"Allow": methods}
+        return ApiError(error.status_code, message, headers=headers).response(request.scope)
 
     async def on_disconnect(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # never sent, but ASGI needs a response

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from types import GenericAlias
 from typing import Annotated, Any, ClassVar, get_args, get_origin
@@ -29,7 +30,7 @@ class Only:
         # Unlike in Python, true is not 1 in JSON.
         if any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.values):
             return value
-        allowed = " or ".join("null" if known is None else str(known).lower() for known in self.values)
+        allowed = " or ".join(json.dumps(known) for known in self.values)
         raise PydanticCustomError(
             "unsupported",
             "this server does not support it: only {allowed}{why}",
@@ -63,6 +64,16 @@ def text_or_list(value: Any) -> str | None:
     return "~text" if isinstance(value, str) else "~list" if isinstance(value, list) else None
 
 
+def text_or_object(value: Any) -> str | None:
+    return "~text" if isinstance(value, str) else "~object" if isinstance(value, dict) else None
+
+
+TextOrObject = Annotated[
+    Annotated[str, Tag("~text")] | Annotated[dict[str, Any], Tag("~object")],
+    one_of(text_or_object, "must be an object or a string"),
+]
+
+
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
 StopText = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 
@@ -87,7 +98,7 @@ def _type_of(row: Row) -> Any:
     low = min((value for value in lows if value is not None), default=None)
     bounds = Field(gt=low, le=parameter.high) if parameter.is_above else Field(ge=low, le=parameter.high)
     if get_origin(kind) is dict:
-        token = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
+        token = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")]
         return Annotated[dict[token, Annotated[float, bounds]], Field(max_length=parameter.max_items)]
     if get_origin(kind) is tuple:
         item: Any = StopText if get_args(kind)[0] is str else TokenId

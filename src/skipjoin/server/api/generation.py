@@ -334,6 +334,10 @@ class Endpoint(ABC, Generic[BodyT]):
     def __init__(self, service: Service) -> None:
         self.service = service
 
+    def ready(self, body: BodyT) -> dict[str, Any] | None:
+        """Return the response to a body that asks for no tokens, or None."""
+        return None
+
     async def prepare(self, body: BodyT, origin: Origin) -> Job:
         """Validate a body, reserve admission slots and tokenize its prompts. No slots are held after an `ApiError`."""
         service, options = self.service, origin.options

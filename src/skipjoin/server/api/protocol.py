@@ -35,6 +35,7 @@ from skipjoin.server.api.fields import (
     Off,
     Only,
     Text,
+    TextOrObject,
     TokenId,
     one_of,
     sampling_fields,
@@ -194,7 +195,7 @@ class GenerationBody(SamplingFields, RequestBody):  # type: ignore[misc]
         | None
     ) = None
     add_special_tokens: Annotated[Any, Only(None, True)] = None
-    best_of: Annotated[Any, Only(None, 1)] = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     use_beam_search: Off = None
     length_penalty: Annotated[Any, Only(None, 1)] = None
     early_stopping: Off = None
@@ -208,7 +209,7 @@ class GenerationBody(SamplingFields, RequestBody):  # type: ignore[misc]
     thinking_token_budget: Annotated[int, Field(ge=0, le=INT32)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: TextOrObject | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -219,6 +220,13 @@ class GenerationBody(SamplingFields, RequestBody):  # type: ignore[misc]
     truncate_prompt_tokens: Null = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: Off = None
+
+    @field_validator("best_of")
+    @classmethod
+    def _leaves_no_choice_out(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and value != (info.data.get("n") or 1):
+            raise ValueError("this server returns all choices: it must be null, or as many as n")
+        return value
 
     @field_validator("stream_options")
     @classmethod
@@ -371,7 +379,7 @@ class ChatRequest(GenerationBody):
         chosen = value.allowed_tools.tools if isinstance(value, AllowedChoice) else [value]
         for named in chosen:
             if isinstance(named, NamedChoice) and named.function.name not in names:
-                raise ValueError(f"must name named of the tools, got {named.function.name!r}")
+                raise ValueError(f"must name one of the tools, got {named.function.name!r}")
         return value
 
     @field_validator("continue_final_message")

@@ -44,6 +44,8 @@ async def answer(request: Request, endpoint: Endpoint[BodyT]) -> Response:
     arrived = time.monotonic()
     service = endpoint.service
     body = await service.parse(await json_body(request, has_any_type=endpoint.route.has_any_type), endpoint.body_type)
+    if (found := endpoint.ready(body)) is not None:
+        return json_response(found)
     state = request.state
     state.request_id = body.request_id or state.request_id
     options = request_options(body, request.headers, service.config, state.owner, state.request_id)

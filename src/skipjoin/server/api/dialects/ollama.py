@@ -27,9 +27,10 @@ from skipjoin.server.api.dialects.ollama_body import (
 )
 from skipjoin.server.api.dialects.segments import Segment
 from skipjoin.server.api.errors import ApiError
-from skipjoin.server.api.generation import Prompt
+from skipjoin.server.api.generation import Endpoint, Prompt
 from skipjoin.server.api.pooled import EmbeddingEndpoint, PooledFormat, PooledUsage
 from skipjoin.server.api.pooled_bodies import EmbeddingRequest
+from skipjoin.server.api.protocol import RequestBody
 from skipjoin.server.api.replies import json_response, service_of
 from skipjoin.server.api.responses import Usage, encode
 from skipjoin.server.api.service import Service
@@ -46,6 +47,16 @@ def error_body(error: ApiError) -> bytes:
     return encode({"error": error.message.encode("utf-8", "replace").decode()})
 
 
+def _loaded(endpoint: Endpoint[Any], body: RequestBody, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the answer to a client that loads the model ahead of its first request."""
+    service = endpoint.service
+    service.check_open()
+    service.check_model(body.model)
+    service.check_task(endpoint.tasks)
+    shown = {"model": service.shown_model(body.model), "created_at": _now()}
+    return {**shown, **answer, "done": True, "done_reason": "load"}
+
+
 class OllamaChatEndpoint(ConvertedEndpoint[OllamaChatRequest]):
     """Generate the next message of a conversation in Ollama's format."""
 
@@ -53,6 +64,9 @@ class OllamaChatEndpoint(ConvertedEndpoint[OllamaChatRequest]):
     body_type = OllamaChatRequest
     names: ClassVar[Mapping[str, str]] = _NAMES
     ends_with_context = True
+
+    def ready(self, body: OllamaChatRequest) -> dict[str, Any] | None:
+        return _loaded(self, body, {"message": {"role": "assistant", "content": ""}}) if body.only_loads else None
 
     def format(self, body: OllamaChatRequest, options: RequestOptions) -> OllamaFormat:
         return OllamaFormat(self.service, body, is_chat=True)
@@ -66,12 +80,15 @@ class OllamaGenerateEndpoint(ConvertedEndpoint[OllamaGenerateRequest]):
     names: ClassVar[Mapping[str, str]] = {r"messages(\..*)?": "prompt", **_NAMES}
     ends_with_context = True
 
+    def ready(self, body: OllamaGenerateRequest) -> dict[str, Any] | None:
+        return _loaded(self, body, {"response": ""}) if body.only_loads else None
+
     async def tokenize(self, body: OllamaGenerateRequest, client: str) -> list[Prompt]:
         if not body.raw:
             return await super().tokenize(body, client)
         service, chat = self.service, body.chat
         try:
-            ids = await service.encode(body.prompt, "prompt")
+            ids = await service.encode(body.prompt or "", "prompt")
             room = service.room_after(ids, "prompt")
             params = service.sampling(
                 chat,

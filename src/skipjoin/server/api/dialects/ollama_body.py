@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, Tag, field_validator
 
 from skipjoin.sampling import INT32
 from skipjoin.server.api.conversation import MAX_MESSAGES, MAX_TOOLS, Tool, Tools, check_names
 from skipjoin.server.api.dialects.bodies import ConvertedBody, Turns, call_of, format_of
-from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Label, Null, Off, Only
+from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Label, Null, Off, Only, one_of, text_or_object
 from skipjoin.server.api.pooled_bodies import EmbeddingRequest
 from skipjoin.server.api.protocol import ChatRequest, SamplingFields
 
@@ -87,6 +87,10 @@ class OllamaEmbedRequest(EmbeddingRequest):
     encoding_format: Null = None
 
 
+def _switch_or_text(value: Any) -> str | None:
+    return "~switch" if isinstance(value, bool) else "~text" if isinstance(value, str) else None
+
+
 def _streams(value: Any) -> Any:
     return True if value is None else value
 
@@ -96,9 +100,21 @@ class _Body(ConvertedBody):
 
     model: Model = None
     stream: Annotated[bool, BeforeValidator(_streams)] = True
-    format: Literal["", "json"] | dict[str, Any] | None = None
+    format: (
+        Annotated[
+            Annotated[Literal["", "json"], Tag("~text")] | Annotated[dict[str, Any], Tag("~object")],
+            one_of(text_or_object, 'must be "json" or a JSON schema'),
+        ]
+        | None
+    ) = None
     options: OllamaOptions | None = None
-    think: bool | Literal["low", "medium", "high"] | None = None
+    think: (
+        Annotated[
+            Annotated[bool, Tag("~switch")] | Annotated[Literal["low", "medium", "high"], Tag("~text")],
+            one_of(_switch_or_text, 'must be true, false, "low", "medium" or "high"'),
+        ]
+        | None
+    ) = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     keep_alive: Ignored = None
@@ -122,12 +138,16 @@ class _Body(ConvertedBody):
 
 
 class OllamaChatRequest(_Body):
-    """Body of POST /api/chat."""
+    """Body of POST /api/chat. Without messages, it asks that the model be loaded."""
 
     large_fields: ClassVar[Mapping[str, str]] = {"messages": "plain_messages"}
 
-    messages: Annotated[list[OllamaMessage], Field(min_length=1, max_length=MAX_MESSAGES), Field(fail_fast=True)]
+    messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES), Field(fail_fast=True)] | None = None
     tools: Tools | None = None
+
+    @property
+    def only_loads(self) -> bool:
+        return not self.messages
 
     @field_validator("tools")
     @classmethod
@@ -137,7 +157,7 @@ class OllamaChatRequest(_Body):
     def to_chat(self) -> ChatRequest:
         turns, asked = Turns(), 0
         open_calls: list[tuple[str, str]] = []  # ids and names, in the order of their results
-        for message in self.messages:
+        for message in self.messages or ():
             if message.role == "assistant":
                 turns.begin()
                 if message.thinking:
@@ -165,20 +185,27 @@ def _answered(open_calls: list[tuple[str, str]], result: OllamaMessage) -> str:
 
 
 class OllamaGenerateRequest(_Body):
-    """Body of POST /api/generate: one message of a user, or, if `raw`, the text that the model continues."""
+    """Body of POST /api/generate: one message of a user, or, if `raw`, the text that the model continues.
 
-    prompt: str = ""
+    Without a prompt, it asks that the model be loaded.
+    """
+
+    prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
     suffix: Annotated[Any, Only(None, "", why="write the marks of such completions into the prompt, with raw")] = None
     context: Annotated[Any, Only(None, [], why="use /api/chat")] = None
     images: _NO_IMAGES = None
 
+    @property
+    def only_loads(self) -> bool:
+        return not self.prompt
+
     def to_chat(self) -> ChatRequest:
         turns = Turns()
         if self.system:
             turns.add("system", self.system)
-        turns.add("user", self.prompt)
+        turns.add("user", self.prompt or "")
         return ChatRequest.model_construct(**self.chat_fields(turns.messages))
 
 

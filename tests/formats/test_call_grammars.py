@@ -105,6 +105,22 @@ def test_there_must_be_a_call(row: OutputFormat, marks: Marks, accepts: Accepts)
         assert not accepts(single, two)
 
 
+def test_arguments_are_objects_whatever_else_a_schema_allows(row: OutputFormat, marks: Marks, accepts: Accepts) -> None:
+    if row.calls is None or row.calls.tags is not None:
+        pytest.skip("arguments between tags have names")
+
+    def grammar(schema: dict[str, Any]) -> StructuredOutput:
+        functions = [CallSchema("f", schema, is_strict=False)]
+        return calls_grammar(row, marks, functions, is_parallel=False, is_thinking=False, must_call=True)
+
+    call = written(row, ("f", "{}"))
+    for schema in ({"description": "Anything."}, {"type": ["object", "null"]}):
+        assert accepts(grammar(schema), call)
+        assert not accepts(grammar(schema), call.replace("{}", "null"))
+    with pytest.raises(GrammarError, match='parameters of the type object: those of f are of "string"'):
+        grammar({"type": "string"})
+
+
 def test_there_may_be_a_call(row: OutputFormat, marks: Marks, accepts: Accepts) -> None:
     grammar = calls_grammar(row, marks, FUNCTIONS, is_parallel=True, is_thinking=False)
     text = row.answer + "hello <b> {"

@@ -532,13 +532,14 @@ async def test_raw_prompts_of_ollama_have_no_template(echo: Api) -> None:
 
 
 async def test_clients_of_ollama_load_the_model_ahead(echo: Api) -> None:
+    before = len(echo.engine.added)
     for body in ({"messages": []}, {}, {"messages": None, "keep_alive": "5m"}):
         found = await post(echo, "/api/chat", **body)
         assert (found["done"], found["done_reason"], found["message"]["content"]) == (True, "load", "")
     for body in ({}, {"prompt": "", "stream": False, "keep_alive": -1}, {"prompt": None}):
         found = await post(echo, "/api/generate", **body)
         assert (found["done"], found["done_reason"], found["response"]) == (True, "load", "")
-    assert not echo.engine.added
+    assert len(echo.engine.added) == before
     assert (await echo.http.post("/api/chat", json={"model": "other"})).status_code == 404
 
 

@@ -158,6 +158,14 @@ def _answer(structured: StructuredOutput) -> Rules:
 
 def _arguments(name: str, function: CallSchema) -> Rules:
     schema = function.schema
+    kinds = schema.get("type", "object")
+    if isinstance(kinds, list):
+        kinds = "object" if "object" in kinds else kinds
+    if kinds != "object":
+        raise GrammarError(
+            f"must have parameters of the type object: those of {function.name} are of {json.dumps(kinds)}"
+        )
+    schema = {**schema, "type": "object"}
     if "properties" in schema and not {"additionalProperties", "patternProperties", "$ref", "allOf"} & schema.keys():
         schema = {**schema, "additionalProperties": False}
     return json_rules(schema, replace(ARGUMENTS, is_lenient=not function.is_strict), name)

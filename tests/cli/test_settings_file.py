@@ -69,6 +69,8 @@ def test_environment_sets_model_and_parameters(served: list[dict[str, Any]], mon
     run = CliRunner().invoke(app, ["serve"])
     assert (served[0]["model"], served[0]["recipe_params"]) == ("/some/model", {"starvation_s": 3.0, "paced": False})
     assert "warning: SKIPJOIN_MAX_NUM_SEQ is no setting; did you mean max_num_seqs" in run.stderr
+    monkeypatch.setenv("SKIPJOIN_PORT", "five")
+    assert "(from SKIPJOIN_PORT=five)" in CliRunner().invoke(app, ["serve"]).stderr
     assert list(unknown_variables(["SKIPJOIN_PORT"], {"SKIPJOIN_PORT": "1", "PORT": "1"})) == []
 
 
@@ -85,6 +87,7 @@ def test_environment_sets_model_and_parameters(served: list[dict[str, Any]], mon
         ("- port\n", " must be a mapping, such as port: 8000"),
         ("port: [5\n", ": not YAML: "),
         ("set: " + "[" * 3000 + "]" * 3000, ": its values are nested too deeply"),
+        ("\nport: five\n", "server.yaml: five)"),
         ("port: 70000\n", "port must be in [0, 65535], got 70000"),
         (None, ": No such file or directory"),
     ],

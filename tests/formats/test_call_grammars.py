@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper

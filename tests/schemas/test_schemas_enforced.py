@@ -285,6 +285,7 @@ def test_bounds_of_64_bits_hold() -> None:
         ({"allOf": [{"const": BIG}, INTEGER]}, 'the keyword "allOf" together with numbers of 2^53 or more'),
         ({"type": "object", "minProperties": 2}, "additional properties may repeat"),
         ({"oneOf": [{"type": "number"}, INTEGER]}, "must exclude each other"),
+        ({"type": "dict"}, 'the type "dict" is unknown: use one of null, boolean'),
         ({"type": "array", "items": 3}, "it must be an object or a boolean, got int"),
     ],
 )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
@@ -44,6 +45,13 @@ class Commands(typer.Typer):
 
 
 class _GroupedCommand(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message += _origin(ctx, error.param)
+            raise
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -65,6 +73,15 @@ class _GroupedCommand(TyperCommand):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+def _origin(ctx: Any, parameter: Any) -> str:
+    """Return where the value of an option comes from, if it was not typed."""
+    name = getattr(parameter, "name", None)
+    source = getattr(ctx.get_parameter_source(name), "name", "")
+    if source == "ENVIRONMENT":
+        return f" (from {parameter.envvar}={os.environ.get(parameter.envvar)})"
+    return f" (from {ctx.params['config']}: {ctx.default_map[name]})" if source == "DEFAULT_MAP" else ""
 
 
 class LazyCommands(Mapping[str, Any]):

@@ -136,13 +136,14 @@ def _variable(setting: Setting) -> str | None:
     return None if several_texts else variable(flags_of(setting)[0].partition("/")[0])
 
 
-def _use_file(context: typer.Context, path: Path | None) -> None:
+def _use_file(context: typer.Context, path: Path | None) -> Path | None:
     if path is not None:
         parameters = [param for param in context.command.params if param.name != _CONFIG.name]
         known = {flag.lstrip("-").lower(): str(parameter.name) for parameter in parameters for flag in parameter.opts}
         several = {str(parameter.name) for parameter in parameters if getattr(parameter, "multiple", False)}
         with plain_errors():
             context.default_map = dict(read_settings(path, known, several))
+    return path
 
 
 _HANDLED_BY_CALLBACK = ("config", _HELP_ALL)

@@ -171,7 +171,7 @@ def parse_rates(text: str) -> tuple[float, ...]:
 def rates_of(text: str | None, workload: Workload) -> tuple[float | None, ...]:
     if has_own_times(workload):
         if text:
-            raise ConfigError("the trace has arrival times of its own: use speedup instead of rates")
+            raise ConfigError("rates must not be given: the trace has arrival times of its own, which --speedup scales")
         return (None,)
     if not text:
         raise ConfigError("rates must be given, as requests per second")

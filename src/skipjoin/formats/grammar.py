@@ -162,9 +162,7 @@ def _arguments(name: str, function: CallSchema) -> Rules:
     if isinstance(kinds, list):
         kinds = "object" if "object" in kinds else kinds
     if kinds != "object":
-        raise GrammarError(
-            f"must have parameters of the type object: those of {function.name} are of {json.dumps(kinds)}"
-        )
+        raise GrammarError(f"needs parameters of the type object: those of {function.name} are of {json.dumps(kinds)}")
     schema = {**schema, "type": "object"}
     if "properties" in schema and not {"additionalProperties", "patternProperties", "$ref", "allOf"} & schema.keys():
         schema = {**schema, "additionalProperties": False}

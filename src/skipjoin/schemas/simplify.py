@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -16,6 +17,7 @@ from skipjoin.schemas.keywords import (
     IGNORED_FORMATS,
     PATTERN_FORMATS,
     REFUSED,
+    TYPES,
     types_of,
 )
 from skipjoin.schemas.numbers import NumberRange, exact, is_inexact, is_number
@@ -82,6 +84,10 @@ class _Simplifier:
             out = self._one_of(node, out)
         _format(out, lambda text: self._refuse(path, text))
         types = types_of(out)
+        if unknown := sorted(types - set(TYPES)):
+            self._refuse(path, f"the type {json.dumps(unknown[0])} is unknown: use one of {', '.join(TYPES)}")
+            del out["type"]
+            types = set(TYPES)
         if not types & {"integer", "number"}:
             for keyword in _BOUNDS:
                 out.pop(keyword, None)

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import json
 import random
+from decimal import Decimal
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jsonschema
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
+from pydantic import Field, TypeAdapter, ValidationError
 
 import skipjoin
 from skipjoin.model.grammars import Grammars
@@ -353,6 +355,32 @@ def test_an_older_compiler_excludes_names_by_a_pattern(monkeypatch: pytest.Monke
         assert allows(found, "{" + json.dumps(name, ensure_ascii=False) + ":null}") == (name not in names)
     with pytest.raises(GrammarError, match=r"need llguidance 1.8: .*\(at #\)"):
         matcher({"type": "object", "patternProperties": {"^a": True}, "additionalProperties": INTEGER})
+
+
+# As pydantic 2.12 and 2.13 write them.
+START = r"^(?!^[-+.]*$)[+-]?0*"
+DECIMALS: list[tuple[dict[str, int], str]] = [
+    ({}, r"\d*\.?\d*$"),
+    ({"decimal_places": 2}, r"\d*\.?\d{0,2}0*$"),
+    ({"max_digits": 3}, r"(?:\d{0,3}|(?=[\d.]{1,4}0*$)\d*\.\d*0*$)"),
+    ({"max_digits": 4, "decimal_places": 2}, r"(?:\d{0,2}|(?=[\d.]{1,5}0*$)\d{0,2}\.\d{0,2}0*$)"),
+    ({"max_digits": 2, "decimal_places": 2}, r"(?:\d{0,0}|(?=[\d.]{1,3}0*$)\d{0,0}\.\d{0,2}0*$)"),
+]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "pattern"), DECIMALS, ids=lambda value: str(value) if isinstance(value, dict) else ""
+)
+def test_decimals_of_pydantic_are_numbers(bounds: dict[str, int], pattern: str) -> None:
+    numbers = TypeAdapter[Decimal](Annotated[Decimal, Field(**bounds)])  # type: ignore[arg-type]
+    found = matcher({"type": "string", "pattern": START + pattern})
+    for text in ("0", "-0.5", "+12", "1.25", "123.4", "0.125", "99.99", "1234", "x", "", ".", "-", "1.2.3", "12x"):
+        try:
+            numbers.validate_python(text)
+        except ValidationError:
+            assert not allows(found, json.dumps(text)), text
+        else:
+            assert allows(found, json.dumps(text)), text
 
 
 def test_alternatives_that_exclude_each_other_are_compared_through_references() -> None:

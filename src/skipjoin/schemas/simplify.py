@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
+from skipjoin.schemas.decimals import without_look_ahead
 from skipjoin.schemas.disjoint import are_disjoint
 from skipjoin.schemas.keys import one_spelling
 from skipjoin.schemas.keywords import (
@@ -82,6 +83,8 @@ class _Simplifier:
         self._drop_refused(node, out, path)
         if "oneOf" in out and "anyOf" not in out and isinstance(out["oneOf"], list):
             out = self._one_of(node, out)
+        if isinstance(out.get("pattern"), str):
+            out["pattern"] = without_look_ahead(out["pattern"])
         _format(out, lambda text: self._refuse(path, text))
         types = types_of(out)
         if unknown := sorted(types - set(TYPES)):

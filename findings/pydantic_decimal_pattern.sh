@@ -3,8 +3,8 @@
 # Version: pydantic 2.13.0, jsonschema 4.26.0, llguidance 1.9.1
 # Guess: Decimal with max_digits=5 and decimal_places=2 has a pattern of such numbers, so that a validator refuses other
 #   text, and whatever enforces the schema makes a model write a number.
-# What happens: The first alternative of the pattern, \d{0,3}, may be empty and has no $, so any text matches that is more
-#   than signs and points. Without bounds the pattern is right. Both begin with a look-ahead, which llguidance refuses:
+# What happens: The first alternative of the pattern, \d{0,3}, may be empty and has no $, so any text matches that is
+#   more than signs and points. Without bounds the pattern is right. Both begin with a look-ahead, which llguidance refuses:
 #   a schema with a Decimal cannot be enforced at all, although numbers are its other alternative.
 # Why it matters: Prices are Decimals. pydantic 2.12 and 2.13 write these patterns, 2.11 and 2.14 none. Skipjoin
 #   enforces the numbers that the bounds mean in place of these patterns.

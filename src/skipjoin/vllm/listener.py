@@ -20,6 +20,8 @@ _METRICS, _REQUESTS = "/metrics", "/debug/requests/"
 _METHODS = ("GET", "HEAD")
 _ALLOWED = ("Allow", ", ".join(_METHODS))
 _JSON = ("Content-Type", "application/json")
+# The library refuses HEAD. In OpenMetrics, which Prometheus 2 prefers, it replaces the colons of names.
+_AS_TEXT = {"REQUEST_METHOD": "GET", "HTTP_ACCEPT": "text/plain"}
 
 
 def listen(
@@ -59,7 +61,7 @@ def application(metrics: WSGIApplication, histories: RequestHistories) -> WSGIAp
         if method not in _METHODS:
             return _error(start, "405 Method Not Allowed", f"{path[:200]} answers GET, not {method}", _ALLOWED)
         if path == _METRICS:
-            found = metrics(environ | {"REQUEST_METHOD": "GET"}, start)  # the library refuses HEAD
+            found = metrics(environ | _AS_TEXT, start)
         else:
             found = explain(path.removeprefix(_REQUESTS).encode("latin-1").decode(errors="replace"), start)
         return found if method == "GET" else ()

@@ -100,7 +100,10 @@ def test_metrics_are_read_on_request() -> None:
     stop = listen(collector, histories, PluginOptions(metrics_port=port - 1), 1)
     assert stop is not None
     try:
-        text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+        asked = urllib.request.Request(
+            f"http://127.0.0.1:{port}/metrics", headers={"Accept": "application/openmetrics-text;version=1.0.0"}
+        )
+        text = urllib.request.urlopen(asked).read().decode()
         with pytest.raises(ValueError, match=f"metrics_port {port} cannot be opened"):
             listen(collector, histories, PluginOptions(metrics_port=port), 0)
         answers = {

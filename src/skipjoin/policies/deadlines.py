@@ -49,13 +49,15 @@ class NextTokens:
         due = since + request.progress.target.with_default(self.default).ttft_s
         self._due[request] = self._schedule[request] = due
 
-    def sampled(self, request: Request, now: float) -> None:
+    def sampled(self, request: Request, now: float) -> float:
+        """Note a token, and return the schedule of the next one."""
         tpot_s = self._tpot_s(request)
-        self._due[request] = now + tpot_s
+        due = self._due[request] = now + tpot_s
         if self.counts_lead:
             # The lead of a first token, and delays, do not count.
             since = max(now, self._schedule.get(request, now)) if request.progress.output else now
-            self._schedule[request] = since + tpot_s
+            due = self._schedule[request] = since + tpot_s
+        return due
 
     def end(self, request: Request) -> None:
         self._due.pop(request, None)
@@ -99,11 +101,11 @@ class ByDeadline(Callbacks):
         for slice_ in slices:
             request = slice_.request
             if slice_.samples:
-                sampled(request, now)
+                due = sampled(request, now)
                 if tier[request] != _WINNABLE:
                     self._take(request)
                     tier[request] = _WINNABLE
-                put(request, self._key(request, _WINNABLE))
+                put(request, (due, due, request.id))
             elif tier[request] == _LATE:
                 self._put(request, _LATE)
 

@@ -286,7 +286,8 @@ class ExactReservations(Callbacks):
     def _more(self, request: Request, target: int, kv: KVAccounts) -> Allocation | None:
         tokens = self._lengths.kv_tokens(request, target - len(request.prompt))
         parent = parent_of(request, kv)
-        for blocks in (kv.blocks_for(tokens), kv.blocks_for(target)):
+        for wanted in (tokens, target):
+            blocks = kv.blocks_for(wanted)
             if kv.shortfall_of_reservation(request, blocks, parent) <= unused(PROMPTS, kv):
                 most = min(tokens, blocks * kv.block_size)
                 return Allocation(now=blocks, blocks=blocks, tokens=most, parent=parent, draws=PROMPTS)

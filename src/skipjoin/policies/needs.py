@@ -53,7 +53,8 @@ class NeedIndex:
     def _place_new(self, kv: KVAccounts) -> None:
         for request, key in self._new.items():
             needs = self._needs(request, kv)
-            self._kinds.extend(_Kind() for _ in needs[len(self._kinds) :])
+            if len(needs) > len(self._kinds):
+                self._kinds += [_Kind() for _ in needs[len(self._kinds) :]]
             for kind, need in zip(self._kinds, needs, strict=True):
                 kind.put(need, key, request)
             self._placed[request] = key, needs

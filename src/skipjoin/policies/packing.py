@@ -214,11 +214,11 @@ class Pack:
         return Refusal(Scope.REQUEST, self._reason(request, pending))
 
     def take(self, request: Request, tokens: int) -> None:
-        given = self.chosen.pop(request, None)
-        if given is not None and tokens < given:  # another batcher cut it
-            self._join(request, given, -1)
-        if given is None or tokens < given:
-            self._join(request, tokens)
+        if (given := self.chosen.pop(request, None)) is not None:
+            if given <= tokens:
+                return
+            self._join(request, given, -1)  # another batcher cut it
+        self._join(request, tokens)
 
     def _reason(self, request: Request, pending: int) -> WaitReason:
         if self._slots >= self._rules.max_seqs:

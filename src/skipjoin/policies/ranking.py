@@ -9,6 +9,7 @@ from typing import Any
 from skipjoin.core.policy import Callbacks
 from skipjoin.core.request import Request
 
+_key_of: Callable[[tuple[Any, Request]], Any] = itemgetter(0)
 _request_of: Callable[[tuple[Any, Request]], Request] = itemgetter(1)
 
 
@@ -32,9 +33,11 @@ class Ranking:
         return len(self._keys)
 
     def set_stable(self, request: Request, key: Any) -> None:
+        if self._keys.get(request) == key and request not in self._volatile:
+            return
         self.discard(request)
         self._keys[request] = key
-        insort(self._stable, (key, request), key=itemgetter(0))
+        insort(self._stable, (key, request), key=_key_of)
 
     def set_volatile(self, request: Request, key: Any) -> None:
         if request not in self._volatile:
@@ -45,18 +48,22 @@ class Ranking:
         if request in self._volatile:
             del self._volatile[request], self._keys[request]
         elif (key := self._keys.pop(request, None)) is not None:
-            del self._stable[bisect_left(self._stable, key, key=itemgetter(0))]
+            del self._stable[bisect_left(self._stable, key, key=_key_of)]
 
     def __iter__(self) -> Iterator[Request]:
         return chain.from_iterable(self._merged()) if self._volatile else map(_request_of, self._stable)
 
     def _merged(self) -> Iterator[Iterable[Request]]:
-        stable, at = self._stable, 0
-        for request, key in sorted(self._volatile.items(), key=itemgetter(1)):
-            before, at = at, bisect_left(stable, key, at, key=itemgetter(0))
-            if at > before:
+        """Iterate over runs of requests, in turn with volatile and with stable keys."""
+        volatile = sorted(zip(self._volatile.values(), self._volatile, strict=True), key=_key_of)
+        stable, begin, at = self._stable, 0, 0
+        while begin < len(volatile):
+            end = bisect_left(volatile, stable[at][0], begin, key=_key_of) if at < len(stable) else len(volatile)
+            yield map(_request_of, volatile[begin:end])
+            begin = end
+            if begin < len(volatile):
+                before, at = at, bisect_left(stable, volatile[begin][0], at, key=_key_of)
                 yield map(_request_of, stable[before:at])
-            yield (request,)
         yield map(_request_of, islice(stable, at, None))
 
 

@@ -88,9 +88,8 @@ class Valued(Ranked):
 
     def _changing(self, slices: Sequence[Slice]) -> list[Slice]:
         changes_at = self._changes.get
-        return [
-            slice_ for slice_ in slices if changes_at(slice_[0], 0) <= slice_[0].progress.known + 1 or slice_[2] > 1
-        ]
+        # The slice of a decode begins one token before the last known one, and another one is sampled.
+        return [slice_ for slice_ in slices if changes_at(slice_[0], 0) <= slice_[1] + 2 or slice_[2] > 1]
 
     def on_preempted(self, request: Request, now: float) -> None:
         self._place(request, now)

@@ -31,6 +31,9 @@ def find_candidates(
         if not (tokens := eligible_tokens(request, context)) or request in supply.donors:
             continue
         target = request.progress.planned + tokens
+        if held is not None and target <= held.room and held.is_settled:  # most requests
+            yield request, tokens
+            continue
         hit = MISS if held is not None else kv.hit(request)
         if held is None and comes_soon(request, hit, context, policies.ordering, led_since):
             continue

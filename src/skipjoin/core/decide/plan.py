@@ -100,8 +100,10 @@ class StepPlanner:
         return replace(context, candidates=found, blocks_swapped_out=self._blocks_awaited)
 
     def _blocks_awaited(self, request: Request) -> int:
-        blocks = self._evictor.blocks_swapped_out(request)
-        return 0 if blocks and self._policies.eviction.returns_alongside(request) else blocks
+        held = self._kv.blocks_of(request)
+        if held is None or not held.swapped_out or self._policies.eviction.returns_alongside(request):
+            return 0
+        return held.swapped_out
 
     def _new_placer(self) -> Placer:
         return Placer(self._policies, self._kv, self._context, self._draft, self._evictor)

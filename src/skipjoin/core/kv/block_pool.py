@@ -37,7 +37,7 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        return len(self._empty) + self.cached
+        return len(self._empty) + len(self._cached) + len(self._leased) + len(self._wanted)
 
     @property
     def cached(self) -> int:

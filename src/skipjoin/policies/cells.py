@@ -59,8 +59,8 @@ class Cell:
     def key(self, entry: Entry) -> Key:
         return (self.base + self.per_s * entry[0], entry[0], entry[1])
 
-    def find(self, key: Key) -> int:
-        return bisect_left(self.entries, key, key=self.key)
+    def find(self, key: Key, first: int = 0) -> int:
+        return bisect_left(self.entries, key, first, key=self.key)
 
 
 class SortedCells:
@@ -113,12 +113,12 @@ class SortedCells:
 
     def _read(self, start: Key, count: int) -> None:
         """Sort further requests: `count` of one cell, and those of the others up to the next one of that cell."""
-        unread = [(cell, cell.find(start)) for cell in self._cells]
+        unread = [(cell, 0 if start is _BELOW_ALL else cell.find(start)) for cell in self._cells]
         next_keys = (cell.key(cell.entries[at + count]) for cell, at in unread if at + count < len(cell.entries))
         limit = self._limit = min(next_keys, default=None)
         found: list[tuple[Key, Request]] = []
         for cell, at in unread:
-            end = len(cell.entries) if limit is None else cell.find(limit)
+            end = len(cell.entries) if limit is None else cell.find(limit, at)
             base, per_s = cell.base, cell.per_s
             entries = cell.entries[at:end]
             found += [((base + per_s * arrival, arrival, number), request) for arrival, number, request in entries]

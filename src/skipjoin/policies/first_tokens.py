@@ -76,8 +76,9 @@ class Alarms:
         heapq.heappush(self._entries, (when, request.id, request))
 
     def due(self, now: float) -> Iterator[Request]:
-        while self._entries and self._entries[0][0] <= now:
-            yield heapq.heappop(self._entries)[2]
+        entries = self._entries
+        while entries and entries[0][0] <= now:
+            yield heapq.heappop(entries)[2]
 
     def sweep(self, live: Collection[Request]) -> None:
         if len(self._entries) > 2 * len(live) + 256:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import reduce
-from itertools import accumulate, islice
+from itertools import accumulate, islice, repeat, takewhile
 from operator import add, mul, truediv
 from typing import NamedTuple
 
@@ -168,7 +168,7 @@ class GittinsIndex:
         """Return the means of the cost of such a request, in the unit of `_index`, and of its square."""
         before = self.prompt_s(kind) / self._decode(_prompt_of(kind.octave))
         ends = self._ends(kind.cls, kind.cap)
-        costs = [before + cost for cost in self._costs(kind.octave)[: len(ends)]]
+        costs = [*map(add, repeat(before), self._costs(kind.octave)[: len(ends)])]
         weighted = [*map(mul, ends, costs)]
         return reduce(add, weighted, 0.0), reduce(add, map(mul, weighted, costs), 0.0)
 
@@ -192,17 +192,11 @@ class GittinsIndex:
         """Return the expected gain up to each bin from `first` on, and the expected number of tokens in each."""
         if (found := self._gained.get(key := (cls, cap, steps, first))) is not None:
             return found
-        hazards = self.model.hazards(cls)
-        gains, tokens = [], []
-        alive, gain = 1.0, 0.0
-        for at in range(first, cap + 1):
-            hazard = hazards[at] if at < cap else 1.0
-            gain += alive * hazard / (BIN_MIDDLES[at] if steps is None else 2.0**steps)
-            gains.append(gain)
-            tokens.append(alive * BIN_WIDTHS[at] * (1 - 0.5 * hazard))
-            alive *= 1 - hazard
-            if alive < _FEW:
-                break
+        hazards = [*self.model.hazards(cls)[:cap], 1.0][first:]
+        alive = [*takewhile(_FEW.__le__, accumulate([1 - hazard for hazard in hazards], mul, initial=1.0))]
+        objectives = BIN_MIDDLES[first:] if steps is None else repeat(2.0**steps)
+        gains = [*accumulate(map(truediv, map(mul, alive, hazards), objectives))]
+        tokens = [*map(mul, map(mul, alive, BIN_WIDTHS[first:]), [1 - 0.5 * hazard for hazard in hazards])]
         found = self._gained[key] = gains, tokens
         return found
 

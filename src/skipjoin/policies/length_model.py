@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
+from operator import mul
 from typing import Any
 
 from skipjoin.core.forecast import Forecast
@@ -103,10 +104,7 @@ class LengthModel:
             return found
         experts = self._experts[cls] = self._ask(cls)
         weights = self.weights()
-        found = self._tables[cls] = [
-            math.fsum(weight * expert[place] for weight, expert in zip(weights, experts, strict=True))
-            for place in range(BINS)
-        ]
+        found = self._tables[cls] = [math.fsum(map(mul, weights, hazards)) for hazards in zip(*experts, strict=True)]
         return found
 
     def weights(self) -> list[float]:

@@ -19,27 +19,32 @@ class Batch:
         cuts: The same of requests that stop before their last known token.
     """
 
-    __slots__ = ("_joining", "cuts", "joining", "plan", "running", "tokens")
+    __slots__ = ("_ends", "cuts", "joining", "plan", "running", "tokens")
 
     def __init__(self, plan: StepPlan, left: Collection[Any]) -> None:
         self.plan, slices = plan, plan.slices
         if left:
             slices = tuple(slice_ for slice_ in slices if slice_.request.sampling not in left)
-        requests: list[Any] = [slice_.request.sampling for slice_ in slices]
-        self.running = [request for request in requests if request.status is _RUNNING]
+        self.running: list[Any] = []
         self.joining: list[Any] = []
-        self._joining: list[Slice] = []
-        if len(self.running) < len(requests):
-            self._joining = [slice_ for slice_ in slices if slice_.request.sampling.status is not _RUNNING]  # type: ignore[attr-defined]
-            self.joining = [slice_.request.sampling for slice_ in self._joining]
-        self.tokens = {request.request_id: slice_.tokens for request, slice_ in zip(requests, slices, strict=True)}
-        self.cuts = {slice_.request.sampling.request_id: slice_.tokens for slice_ in slices if not slice_.samples}  # type: ignore[attr-defined]
+        self._ends: list[int] = []  # of the joining ones, in tokens
+        self.tokens: dict[str, int] = {}
+        self.cuts: dict[str, int] = {}
+        for mirror, start, tokens, samples, _, _ in slices:
+            request: Any = mirror.sampling
+            self.tokens[request.request_id] = tokens
+            if request.status is _RUNNING:
+                self.running.append(request)
+            else:
+                self.joining.append(request)
+                self._ends.append(start + tokens)
+            if not samples:
+                self.cuts[request.request_id] = tokens
 
     def is_run_by(self, scheduled: Mapping[str, int]) -> bool:
         if scheduled != self.tokens or len(self.tokens) < len(self.plan.slices):
             return False
-        joining = ((run.request.sampling, run.start + run.tokens) for run in self._joining)
-        return all(sampling.num_computed_tokens == end for sampling, end in joining)  # type: ignore[attr-defined]
+        return all(request.num_computed_tokens == end for request, end in zip(self.joining, self._ends, strict=True))
 
     def changes(self, scheduled: Mapping[str, int]) -> Iterator[tuple[Slice, Slice | None]]:
         """Yield each slice of the plan with the one that vLLM scheduled, or None for none."""

@@ -67,8 +67,7 @@ class ParentRequests:
         if self._holders < 0 or self._available != kv.available:
             self._holders, self._available = len(kv.holders()), kv.available
             found = kv.reservations.with_unused(2) if kv.reservations is not None else ()
-            limited = [pair for pair in found if pair[1].progress.reserved_tokens != UNLIMITED]
-            self._unused = sorted([(blocks, request.id, request) for blocks, request in limited])
+            self._unused = sorted([entry for entry in found if entry[2].progress.reserved_tokens != UNLIMITED])
 
     def _place(self, need: int) -> int:
         return bisect_left(self._unused, need, key=itemgetter(0))

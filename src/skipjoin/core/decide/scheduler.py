@@ -21,7 +21,7 @@ from skipjoin.core.events import (
 from skipjoin.core.kv.interface import BlockLedger, Cached
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import Request
-from skipjoin.core.step import StepPlan, StepResult
+from skipjoin.core.step import REQUEST_OF, StepPlan, StepResult
 from skipjoin.core.waits import WaitReason, WaitState
 
 
@@ -172,8 +172,7 @@ class Scheduler:
         if self._window == 1 and len(plan.slices) - started == len(old.slices):
             return  # all of them continue
         old_id = old.id
-        for slice_ in old.slices:
-            request = slice_.request
+        for request in map(REQUEST_OF, old.slices):
             progress = request.progress
             if progress.last_plan == old_id and progress.finish_reason is None and not request.is_satisfied:
                 self.events.append(Preempted(request, now, Preemption.PAUSE))

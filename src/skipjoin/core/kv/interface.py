@@ -209,8 +209,8 @@ class Reserving(Protocol):
 
     def unused(self, owner: Request | Account) -> int: ...
 
-    def with_unused(self, least: int) -> Iterable[tuple[int, Request]]:
-        """Return the requests that have at least `least` unused blocks, with their number."""
+    def with_unused(self, least: int) -> Iterable[tuple[int, int, Request]]:
+        """Return the requests that have at least `least` unused blocks, after their number and the request's id."""
 
     def unused_without(self, account: Account, request: Request) -> int: ...
 

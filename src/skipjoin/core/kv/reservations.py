@@ -154,10 +154,10 @@ class Reservations:
         reservation = self._of.get(owner)
         return reservation.unused if reservation is not None else 0
 
-    def with_unused(self, least: int) -> list[tuple[int, Request]]:
+    def with_unused(self, least: int) -> list[tuple[int, int, Request]]:
         # `Reservation.unused` in place, because a call takes as long as the rest.
         return [
-            (unused, owner)
+            (unused, owner.id, owner)
             for owner, this in self._of.items()
             if (unused := this.size + this.adopted - len(this.held) - this.nested_blocks) >= least
             and isinstance(owner, Request)

@@ -174,7 +174,11 @@ class Pack:
         return True
 
     def add_real_time(self, urgent: Sequence[tuple[Request, int]]) -> bool:
+        seqs = self._rules.max_seqs
+        is_full = len(urgent) > seqs and self.add_all(urgent[:seqs], real_time=True)  # often only slots are short
         self._urgent.update(request for request, _ in urgent)
+        if is_full:
+            return True
         for request, pending in urgent:
             if self._slots >= self._rules.max_seqs or self._tokens <= 0:
                 return True

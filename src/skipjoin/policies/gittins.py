@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from itertools import accumulate, islice, repeat, takewhile
 from operator import add, mul, truediv
@@ -194,7 +194,7 @@ class GittinsIndex:
             return found
         hazards = [*self.model.hazards(cls)[:cap], 1.0][first:]
         alive = [*takewhile(_FEW.__le__, accumulate([1 - hazard for hazard in hazards], mul, initial=1.0))]
-        objectives = BIN_MIDDLES[first:] if steps is None else repeat(2.0**steps)
+        objectives: Iterable[float] = BIN_MIDDLES[first:] if steps is None else repeat(2.0**steps)
         gains = [*accumulate(map(truediv, map(mul, alive, hazards), objectives))]
         tokens = [*map(mul, map(mul, alive, BIN_WIDTHS[first:]), [1 - 0.5 * hazard for hazard in hazards])]
         found = self._gained[key] = gains, tokens

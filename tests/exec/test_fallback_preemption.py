@@ -10,13 +10,13 @@ from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.loader import random_model
 from skipjoin.model.ops.build import load_library
 from skipjoin.policies.eviction import Recompute
-from support.fallback_models import FALLBACKS
+from support.fallback_models import FALLBACKS, FURTHER
 from support.worlds import exhaustive
 
 
 @cache
 def _model(name: str, kv_cache_dtype: str) -> CausalLM:
-    return random_model(FALLBACKS[name] | {"vocab_size": 97}, seed=3, kv_cache_dtype=kv_cache_dtype)
+    return random_model((FALLBACKS | FURTHER)[name] | {"vocab_size": 97}, seed=3, kv_cache_dtype=kv_cache_dtype)
 
 
 # Dropped, moved between the tiers, and filled from both ends.
@@ -29,6 +29,12 @@ def _model(name: str, kv_cache_dtype: str) -> CausalLM:
         ("shared at every step", "stablelm", "int8"),
         exhaustive("overlapped, swapped, chunks", "gpt2", "int8"),
         ("dropped at every step", "llama4", "auto"),
+        ("overlapped, swapped, chunks", "falcon_rw", "auto"),
+        *(
+            exhaustive(case, name, "auto")
+            for case in ("dropped at every step", "shared at every step", "parts moved concurrently")
+            for name in FURTHER
+        ),
     ],
 )
 def test_preemption_changes_no_tokens_through_transformers(case: str, name: str, kv_cache_dtype: str) -> None:

@@ -13,8 +13,8 @@ from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.loader import random_model
 from skipjoin.model.ops.build import load_library
 from skipjoin.policies.eviction import Recompute
-from support.hybrid_models import HYBRIDS
-from support.worlds import one_in
+from support.hybrid_models import FURTHER, HYBRIDS
+from support.worlds import exhaustive, one_in
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="no compiler")
 # What cannot happen, since a part of KV is of no use, or happens rarely where others do.
@@ -23,7 +23,7 @@ RARE = {"a tail was dropped", Preemption.SPILL, "moved out in mid-prompt", "rest
 
 @cache
 def model(name: str, kv_cache_dtype: str = "auto") -> CausalLM:
-    return random_model(HYBRIDS[name], seed=3, kv_cache_dtype=kv_cache_dtype)
+    return random_model((HYBRIDS | FURTHER)[name], seed=3, kv_cache_dtype=kv_cache_dtype)
 
 
 @cache
@@ -45,7 +45,25 @@ CHANGES = {"prompts in chunks of 3": {"states": STATES._replace(device=7)}, "sha
 @pytest.mark.parametrize("case", one_in(3, CASES))
 def test_preemption_changes_no_tokens_of_models_with_states(case: str) -> None:
     number = CASES.index(case)
-    name, kv_cache_dtype = list(HYBRIDS)[number // 3 % len(HYBRIDS)], ("auto", "int8")[number % 5 == 0]
+    check(case, list(HYBRIDS)[number // 3 % len(HYBRIDS)], ("auto", "int8")[number % 5 == 0])
+
+
+SOME = ["dropped at every step", "overlapped, swapped, chunks", "overlapped, shared, copies fail"]
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        (case, name) if (case, name) in ((SOME[1], "zamba2"), (SOME[2], "kimi_linear")) else exhaustive(case, name)
+        for case in SOME
+        for name in FURTHER
+    ],
+)
+def test_preemption_changes_no_tokens_of_further_models_with_states(case: str, name: str) -> None:
+    check(case, name, "auto")
+
+
+def check(case: str, name: str, kv_cache_dtype: str) -> None:
     requests = mixed_requests(common=COMMON, adopts=True)
     options = FORCED[case] | CHANGES.get(case, {})
     fails = options.pop("fails", lambda: lambda move: False)

@@ -78,6 +78,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     | {"no_rope_layers": [1, 0, 1, 0], "moe_layers": [0, 1], "rope_parameters": _ROPE},
     "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
     "ZambaForCausalLM": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
+    "JetMoeForCausalLM": {"kv_channels": 24},
     "Lfm2MoeForCausalLM": {"num_dense_layers": 1, "norm_eps": 1e-5},
 }
 # A larger model has fields that are not above.

@@ -20,8 +20,8 @@ from skipjoin.model.loader import load_model, planned_model, random_model
 from skipjoin.model.ops.build import load_library
 from skipjoin.model.parallel import Shard
 from skipjoin.model.weight_files import ModelFiles
-from support.fallback_models import FALLBACKS
-from support.worlds import checkered
+from support.fallback_models import FALLBACKS, FURTHER
+from support.worlds import checkered, exhaustive
 
 SEQUENCES = [
     [int(one) for one in torch.randint(96, (n,), generator=torch.Generator().manual_seed(n))] for n in (1, 18, 40)
@@ -70,15 +70,21 @@ OLDER = {
 }
 
 
-@pytest.mark.parametrize("name", OLDER)
+@pytest.mark.parametrize("name", [*OLDER, "falcon_rw", "doge", exhaustive("jetmoe")])
 def test_older_code_attends_to_paged_kv(name: str, tmp_path: Path) -> None:
     import transformers  # noqa: PLC0415 - takes seconds
 
-    kind = getattr(transformers, name)
+    raw = {"architectures": [name], **OLDER[name]} if name in OLDER else FURTHER[name]
+    kind = getattr(transformers, raw["architectures"][0])
     torch.manual_seed(1)
-    model = kind._from_config(kind.config_class(vocab_size=96, **OLDER[name]), attn_implementation="eager").eval()
+    # Falcon's eager attention adds linear biases twice.
+    attention = "sdpa" if "alibi" in raw else "eager"
+    config = kind.config_class.from_dict(raw | {"vocab_size": 96})
+    model = kind._from_config(config, attn_implementation=attention).eval()
     model.save_pretrained(tmp_path)
     ours = load_model(tmp_path, LoadSpec(dtype="float32"))
+    if "keep_window_size" in raw:  # keys are left out of longer texts
+        assert ours.config.max_positions == raw["keep_window_size"]
     for ids, found in zip(SEQUENCES, PagedRunner(ours, SEQUENCES, 4, seed=2).run(), strict=True):
         torch.testing.assert_close(found, expected_logits(model, ids), atol=2e-4, rtol=0)
 
@@ -146,7 +152,8 @@ def test_log_says_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
         ({"architectures": ["MiniMaxForCausalLM"]}, r"its layers keep a state that is no KV"),
         ({"architectures": ["RwkvForCausalLM"]}, r"its layers keep a state that is no KV"),
         ({"architectures": ["XGLMForCausalLM"]}, r"cannot run through transformers .*: its attention cannot be rep"),
-        ({"architectures": ["FalconForCausalLM"], "alibi": True}, "rounds linear biases"),
+        ({"architectures": ["FalconForCausalLM"], "alibi": True}, "differ between heads that share keys"),
+        ({"architectures": ["DogeForCausalLM"], "is_moe": True}, "by scores of other tokens"),
         ({"architectures": ["BertLMHeadModel"]}, "its tokens attend to others than all earlier ones"),
         ({"architectures": ["BartForCausalLM"]}, "it needs an encoder"),
         (

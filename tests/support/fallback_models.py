@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-# Rows of multiples of 32 numbers: of others, torch's vectors leave ends, whose bits depend on where they begin.
 _SHAPE: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -18,7 +17,7 @@ _SHAPE: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-_EXPERTS = {"n_routed_experts": 32, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_EXPERTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _FULL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 FALLBACKS: dict[str, dict[str, Any]] = {
     # Learned positions, transposed weights, tied output.
@@ -62,8 +61,26 @@ FALLBACKS: dict[str, dict[str, Any]] = {
     "llama4": {
         **_SHAPE,
         "architectures": ["Llama4ForCausalLM"],
-        **{"num_local_experts": 32, "moe_layers": [0], "intermediate_size_mlp": 96, "no_rope_layers": [1, 0]},
+        **{"num_local_experts": 6, "moe_layers": [0], "intermediate_size_mlp": 96, "no_rope_layers": [1, 0]},
         **{"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 16, "floor_scale": 4},
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
+}
+# Others, with which fewer tests run.
+FURTHER: dict[str, dict[str, Any]] = {
+    "falcon_rw": {
+        "architectures": ["FalconForCausalLM"],
+        **{"vocab_size": 97, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6, "alibi": True},
+        **{"multi_query": False, "bias": True, "parallel_attn": False, "eos_token_id": None, "bos_token_id": 0},
+    },
+    "doge": _SHAPE | {"architectures": ["DogeForCausalLM"], "keep_window_size": 128},
+    "jetmoe": _SHAPE
+    | {"architectures": ["JetMoeForCausalLM"], "kv_channels": 24, "num_local_experts": 6, "num_experts_per_tok": 2},
+    "mpt": {"architectures": ["MptForCausalLM"], "d_model": 96, "n_layers": 2, "n_heads": 6, "max_seq_len": 256},
+    "neox_japanese": {
+        "architectures": ["GPTNeoXJapaneseForCausalLM"],
+        **{"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_multiple_size": 2},
+        **{"max_position_embeddings": 256, "eos_token_id": None},
+    },
+    "hrm": _SHAPE | {"architectures": ["HrmTextForCausalLM"], "num_hidden_layers": 4},
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,10 +13,11 @@ import torch
 from skipjoin.model.batch import PackedBatch, chunked
 from skipjoin.model.config import ModelError
 from skipjoin.model.cuda import is_out_of_memory
+from skipjoin.model.fallback.even import EvenRows
 from skipjoin.model.fallback.interfaces import QueryKeyValue, hook
 from skipjoin.model.fallback.loading import Packer, load
 from skipjoin.model.fallback.mixers import SlotMixing, mix
-from skipjoin.model.fallback.older import with_positions
+from skipjoin.model.fallback.older import with_biases, with_positions
 from skipjoin.model.fallback.probe import compare, reference_of
 from skipjoin.model.fallback.settings import Settings, fields, refusal, settings_of
 from skipjoin.model.fallback.trace import Attention
@@ -44,6 +47,7 @@ class TransformersDecoder:
         reference = reference_of(model) if model.device.type != "meta" else None
         self._step: LayerInputs | None = None
         self._chunks: dict[int, PackedBatch] = {}
+        self._is_uneven = settings.traced.is_uneven and model.device.type == "cpu"
         self._dim, self._kv_heads = builder.config.head_dim, builder.config.num_kv_heads
         modules = dict(model.named_modules())
         calls: dict[str, list[tuple[int, Attention]]] = {}
@@ -68,7 +72,8 @@ class TransformersDecoder:
         for attend in self._attentions:
             attend.calls = 0
         try:
-            found = self._base(input_ids=x[None], position_ids=step.batch.positions[None], use_cache=False)
+            with EvenRows() if self._is_uneven else nullcontext():
+                found = self._base(input_ids=x[None], position_ids=step.batch.positions[None], use_cache=False)
         finally:
             self._step = None
         hidden: torch.Tensor = found.last_hidden_state[0]
@@ -96,23 +101,28 @@ class TransformersDecoder:
         layer: int,
         call: Attention,
         query_key_value: QueryKeyValue,
-        slopes: torch.Tensor | None = None,
-        growth: tuple[float, float] | None = None,
+        given: Mapping[str, Any],
         **options: Any,
     ) -> torch.Tensor:
         """Attend in a layer; return [1, T, heads, value_dim]. `options` are those of `AttentionBackend.attend`.
 
         Args:
-            slopes: Of linear biases (ALiBi), [heads].
-            growth: Tokens and rate by which queries grow with their position.
+            given: What a module asks for besides: `growth`, the tokens and rate by which queries grow with their
+                position; `slopes` of linear biases (ALiBi), [heads], rounded to bfloat16 as Falcon's if `is_rounded`;
+                or `biases` of keys, [kv_heads, T].
         """
         step = self._inputs()
         query, key, value = (x[0] for x in query_key_value)
-        if growth is not None:
-            turns = torch.floor((step.batch.positions.float() + 1) / growth[0])
+        positions, slopes, biases = step.batch.positions, given.get("slopes"), given.get("biases")
+        if (growth := given.get("growth")) is not None:
+            turns = torch.floor((positions.float() + 1) / growth[0])
             query = (query * (torch.log1p(turns) * growth[1] + 1)[:, None]).to(query.dtype)
-        if slopes is not None:
-            query, key = with_positions(query, key, step.batch.positions, slopes / options["scale"])
+        if slopes is not None and "is_rounded" in given:
+            biases = slopes.bfloat16()[:, None] * positions * options["scale"]
+        if biases is not None:
+            query, key = with_biases(query, key, biases, options["scale"])
+        elif slopes is not None:
+            query, key = with_positions(query, key, positions, slopes / options["scale"])
         repeats = self._kv_heads // call.kv_heads
         key, value = (x.repeat_interleave(repeats, 0) if repeats > 1 else x for x in (key, value))
         # Zeros change no product, and the cache has rows of one length.
@@ -146,8 +156,7 @@ class _PagedAttention:
         if (sinks := options.get("s_aux")) is not None and self._sinks is None:
             self._sinks = sinks.detach().float().contiguous()
         return self._decoder.attend(
-            layer, call, query_key_value, options.get("slopes"), options.get("growth"),
-            scale=dim**-0.5 if scale is None else float(scale),
+            layer, call, query_key_value, options, scale=dim**-0.5 if scale is None else float(scale),
             cap=float(options.get("softcap") or 0.0), sinks=self._sinks,
         )  # fmt: skip
 

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from skipjoin.model.config import ModelError
 from skipjoin.model.fallback.interfaces import PAGED, SAMPLED, apply_experts, attend
@@ -28,21 +29,24 @@ _CLASSES = {
 _PLAIN_EXPERTS = "Llama4TextExperts"
 
 # Called with the module, and then as its method.
-Call = Callable[..., tuple[torch.Tensor, Any]]
+Call = Callable[..., Any]
 
 
 def register(config: Any) -> None:
     """Add our names to a table that classes of this type choose their module of attention from."""
     model_type = config.model_type
-    if model_type == "falcon" and config.alibi:
-        raise ModelError("its code rounds linear biases (ALiBi) of positions to bfloat16, and ours are exact")
-    if model_type not in _CLASSES and model_type != "mpt":
+    if model_type == "dbrx":
+        raise ModelError("its experts are one matrix, of which its code cuts those of the batch")
+    if model_type == "doge" and config.is_moe:
+        raise ModelError("its code chooses the experts of a token by scores of other tokens of the batch")
+    if model_type == "falcon" and config.alibi and (config.multi_query or config.new_decoder_architecture):
+        raise ModelError("linear biases (ALiBi) of its keys differ between heads that share keys")
+    if model_type not in _CLASSES and model_type not in _MASKS:
         return
     code: Any = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    if (name := _CLASSES.get(model_type)) is None:
-        if not isinstance(code.create_causal_mask, partial):
-            code.create_causal_mask = partial(_any_mask, code.create_causal_mask)
-    else:
+    if model_type in _MASKS and not isinstance(code.create_causal_mask, partial):
+        code.create_causal_mask = partial(_MASKS[model_type], code.create_causal_mask)
+    if (name := _CLASSES.get(model_type)) is not None:
         getattr(code, name).update(dict.fromkeys((PAGED, SAMPLED), getattr(code, name)[_EAGER]))
 
 
@@ -52,9 +56,21 @@ def _any_mask(original: Callable[..., torch.Tensor | None], **options: Any) -> t
     return torch.zeros(()) if found is None else found
 
 
+def _no_mask_with_biases(original: Callable[..., torch.Tensor | None], **options: Any) -> torch.Tensor | None:
+    """Return no mask that Falcon would join with its linear biases, where ours are computed."""
+    config = options["config"]
+    is_ours = config.alibi and config._attn_implementation in (PAGED, SAMPLED)
+    return torch.zeros(()) if is_ours else original(**options)
+
+
+_MASKS: dict[str, Callable[..., Any]] = {"mpt": _any_mask, "falcon": _no_mask_with_biases}
+
+
 def adapt(model: Any) -> None:
     """Let the modules of attention of a model call our function, where the table has them."""
-    for module in model.modules():
+    for module in [*model.modules()]:
+        for name in _SPLIT_WEIGHTS.get(type(module).__name__, ()):
+            _split(module, name)
         if (found := _TABLE.get(type(module).__name__)) is not None:
             method, call = found
             setattr(module, method, partial(_either, getattr(module, method), partial(call, module), model.config))
@@ -63,8 +79,33 @@ def adapt(model: Any) -> None:
             module._apply_gate = partial(_gated, module.act_fn)
 
 
+class _Parts:
+    """Stands for a weight with a matrix for each head or expert, as code reads it.
+
+    The matrices are looked up on each use, since products take their places.
+    """
+
+    def __init__(self, matrices: torch.nn.ParameterList) -> None:
+        self._matrices = matrices
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._matrices[at] if isinstance(at, int) else self
+
+    def __matmul__(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([matrix @ part for matrix, part in zip(self._matrices, x, strict=True)])
+
+
+def _split(module: torch.nn.Module, name: str) -> None:
+    """Make each matrix of a weight a parameter, of which products can be packed."""
+    weight = module._parameters.pop(name)
+    assert weight is not None
+    parts = torch.nn.ParameterList([torch.nn.Parameter(part, requires_grad=False) for part in weight.unbind()])
+    module.add_module(f"{name}_parts", parts)
+    module.__dict__[name] = _Parts(parts)
+
+
 def _either(original: Call, ours: Call, config: Any, *args: Any, **options: Any) -> Any:
-    return (original if config._attn_implementation == _EAGER else ours)(*args, **options)
+    return (ours if config._attn_implementation in (PAGED, SAMPLED) else original)(*args, **options)
 
 
 def with_positions(
@@ -88,6 +129,25 @@ def with_positions(
     return (
         torch.cat([query, own, zeros.expand(len(query), -1, -1)], dim=-1),
         torch.cat([key, others, zeros.expand(len(key), -1, -1)], dim=-1),
+    )
+
+
+def with_biases(
+    query: torch.Tensor, key: torch.Tensor, biases: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return queries and keys with dimensions whose products are the biases of keys, divided by the scale of scores.
+
+    Args:
+        query: Shape [heads, T, dim]; `key` of kv_heads likewise.
+        biases: Shape [kv_heads, T].
+    """
+    factor = torch.tensor(1 / scale)
+    high = factor.to(query.dtype)
+    own = torch.stack([high, (factor - high.float()).to(query.dtype)]).to(query.device).expand(*query.shape[:2], -1)
+    others = biases.to(key.dtype)[..., None].expand(-1, -1, 2)
+    return (
+        torch.cat([query, F.pad(own, (0, BIAS_DIMS - 2))], dim=-1),
+        torch.cat([key, F.pad(others, (0, BIAS_DIMS - 2))], dim=-1),
     )
 
 
@@ -163,14 +223,21 @@ def _falcon(
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     **ignored: Any,
 ) -> tuple[torch.Tensor, None]:
-    from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb  # noqa: PLC0415 - as above
+    from transformers.models.falcon import modeling_falcon as code  # noqa: PLC0415 - as above
 
     query, key, value = (part.transpose(1, 2) for part in module._split_heads(module.query_key_value(hidden)))
     if module.new_decoder_architecture:  # keys and values are repeated
         repeats = module.num_heads // module.num_kv_heads
         key, value = key[:, ::repeats], value[:, ::repeats]
-    query, key = apply_rotary_pos_emb(query, key, *position_embeddings)  # type: ignore[no-untyped-call]
-    out, _ = attend(module, query, key, value, attention_mask, scaling=module.inv_norm_factor)
+    options: dict[str, Any] = {"scaling": module.inv_norm_factor}
+    if alibi is None:
+        query, key = code.apply_rotary_pos_emb(query, key, *position_embeddings)  # type: ignore[no-untyped-call]
+    else:
+        two = torch.ones((1, 2), dtype=torch.int64, device=hidden.device)
+        slopes = code.build_alibi_tensor(two, module.num_heads, torch.float32)[:, 0, 1]
+        options |= {"slopes": slopes, "is_rounded": True}
+        attention_mask = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device="cpu")  # of no window
+    out, _ = attend(module, query, key, value, attention_mask, **options)
     return module.dense(out.flatten(2)), None
 
 
@@ -214,6 +281,45 @@ def _gated(activation: Callable[[torch.Tensor], torch.Tensor], joined: torch.Ten
     return up * activation(gate)
 
 
+def _falcon_linear(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """Replace the product of Falcon, which transposes its weight first, and adds its bias then."""
+    return F.linear(x, module.weight, module.bias)
+
+
+def _doge(
+    module: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor | None = None,
+    **ignored: Any,
+) -> tuple[torch.Tensor, None]:
+    """Replace the attention of Doge, whose scores have biases of keys, up to the length at which it drops keys."""
+    from transformers.models.doge.modeling_doge import apply_rotary_pos_emb  # noqa: PLC0415 - as above
+
+    shape = (*hidden_states.shape[:-1], -1, module.head_dim)
+    query, key = module.q_norm(module.q_proj(hidden_states).view(shape)), module.k_proj(hidden_states).view(shape)
+    query, key = apply_rotary_pos_emb(query.transpose(1, 2), module.k_norm(key).transpose(1, 2), *position_embeddings)
+    values = module.v_proj(hidden_states)
+    biases = torch.exp(module.A * F.softplus(module.dt_proj(values)))[0].t()
+    options = {"scaling": module.scaling, "biases": biases}
+    out, _ = attend(module, query, key, values.view(shape).transpose(1, 2), attention_mask, **options)
+    return module.o_proj(out.flatten(2)), None
+
+
+def _sorted_by_experts(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, Any, torch.Tensor, list[int], Any]:
+    """Replace the routing of JetMoe, which counts the rows of experts: with none on torch's meta device."""
+    logits = module.layer(hidden).float()
+    scores, chosen = logits.topk(module.top_k, dim=1)
+    gates, experts = torch.softmax(scores, dim=1).type_as(hidden).flatten(), chosen.flatten()
+    order = experts.sort(stable=True).indices
+    counts = [len(experts)] + [0] * (module.num_experts - 1)
+    if not hidden.is_meta:
+        counts = torch.bincount(experts, minlength=module.num_experts).tolist()
+    return order, order.div(module.top_k, rounding_mode="trunc"), gates[order], counts, logits
+
+
+# Weights with a matrix for each head or expert.
+_SPLIT_WEIGHTS = {"ZambaMambaMixer": ("x_proj_weight", "dt_proj_weight"), "JetMoeParallelExperts": ("weight",)}
 # The method that is replaced, by the class of the module.
 _TABLE: dict[str, tuple[str, Call]] = {
     "GPTJAttention": ("_attn", _by_heads),
@@ -223,6 +329,9 @@ _TABLE: dict[str, tuple[str, Call]] = {
     "MptAttention": ("forward", _mpt),
     "GPTNeoXJapaneseAttention": ("_attn", _japanese),
     "FalconAttention": ("forward", _falcon),
+    "FalconLinear": ("forward", _falcon_linear),
+    "DogeAttention": ("forward", _doge),
+    "JetMoeTopKGating": ("forward", _sorted_by_experts),
     "Llama4TextAttention": ("forward", _llama4),
     "Llama4TextMoe": ("forward", _llama4_experts),
 }

@@ -53,10 +53,11 @@ class PackedWeight(torch.Tensor):
         raise TypeError(f"{function} cannot read a weight that is packed for products")
 
     def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        rows = self.product(x.reshape(-1, x.shape[-1]))
+        given = x.reshape(-1, x.shape[-1])
+        rows = self.product(given if given.stride(-1) == 1 else given.contiguous())
         if bias is not None and bias is not self.bias:
             rows.add_(bias)
-        return rows.view(*x.shape[:-1], -1)
+        return rows.view(*x.shape[:-1], rows.shape[-1])
 
 
 class Experts:

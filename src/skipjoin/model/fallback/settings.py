@@ -151,6 +151,8 @@ def _max_positions(config: Any, architecture: str) -> int:
         most = _UNBOUNDED[config.model_type]
     if not isinstance(most, int):
         raise ModelError(f"config.json of this {architecture} has no max_position_embeddings")
+    if config.model_type == "doge":  # which leaves out keys of longer texts
+        most = min(most, config.keep_window_size)
     rope = getattr(config, "rope_parameters", None) or {}
     for kind in (rope, *(part for part in rope.values() if isinstance(part, Mapping))):
         if (field := _CHANGING.get(kind.get("rope_type", ""))) is not None:

@@ -13,13 +13,16 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttent
 
 from skipjoin.model.config import ModelError
 from skipjoin.model.fallback import older
+from skipjoin.model.fallback.even import is_uneven
 from skipjoin.model.fallback.interfaces import OTHER_MASK, PAGED, SAMPLED, QueryKeyValue, hook, register
 from skipjoin.model.fallback.mixers import MixingRecorder, StateShape, mix, mixers
 from skipjoin.model.fallback.products import CASTS
 
 # Options of attention that change nothing here, or that `_Recorder` reads.
 _IGNORED = frozenset({"dropout", "position_ids", "use_cache", "output_attentions", "deterministic", "logits_to_keep"})
-_READ = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "is_causal", "slopes", "growth"})
+_READ = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "is_causal", "growth"})
+# Those of biases of keys.
+_BIASES = frozenset({"slopes", "biases", "is_rounded"})
 
 
 _TOKENS = 8
@@ -59,6 +62,7 @@ class Traced(NamedTuple):
         transposed: Those of them that are [in, out].
         widened: Those of them that the model uses in float32.
         left: Those of them that stand on the left of a product, without the bias of their module.
+        is_uneven: Whether torch's bits of a row would depend on the others; see `EvenRows`.
     """
 
     attentions: list[tuple[str, Attention]]
@@ -68,6 +72,7 @@ class Traced(NamedTuple):
     transposed: frozenset[str]
     widened: frozenset[str]
     left: frozenset[str]
+    is_uneven: bool
 
 
 def prepare(kind: type[Any], config: Any) -> None:
@@ -156,7 +161,11 @@ def trace(kind: type[Any], config: Any) -> Traced:
         attentions,
         [*used],
         state,
-        *map(frozenset, (products | transposed | left, transposed, widened & products, left)),
+        frozenset(products | transposed | left),
+        frozenset(transposed),
+        frozenset(widened & products),
+        frozenset(left),
+        uses.is_uneven,
     )
 
 
@@ -198,11 +207,11 @@ class _Recorder:
     ) -> torch.Tensor:
         query, key, value = query_key_value
         given = {name for name, value in options.items() if value is not None and value is not False} - _IGNORED
-        if other := sorted(given - _READ):
+        if other := sorted(given - _READ - _BIASES):
             raise ModelError(f"its attention has {', '.join(other)}")
         if key.shape[2] != query.shape[2]:
             raise ModelError(f"{query.shape[2]} tokens attend to {key.shape[2]} keys")
-        has_slopes = options.get("slopes") is not None
+        has_slopes = not given.isdisjoint(_BIASES)
         dim = query.shape[3] + (older.BIAS_DIMS if has_slopes else 0)
         window = _window(mask)
         chunk = max(0, OTHER_MASK - window)
@@ -226,13 +235,19 @@ _LEFT = frozenset({("matmul", 0), ("__matmul__", 0)})
 
 
 class _Uses(TorchFunctionMode):
-    """Records which functions of torch are called with a parameter."""
+    """Records which functions of torch are called with a parameter.
+
+    Attributes:
+        is_uneven: As of `Traced`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._of: dict[int, set[tuple[str, int | str]]] = defaultdict(set)
+        self.is_uneven = False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.is_uneven |= is_uneven(function, args)
         for at, value in (*enumerate(args), *(kwargs or {}).items()):
             for argument in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(argument, torch.nn.Parameter) and function.__name__ != "__get__":

@@ -20,6 +20,7 @@ from skipjoin.llm import LLM
 from skipjoin.model.config import ModelConfig, ModelError
 from skipjoin.model.folder import check_model, model_files, model_id
 from skipjoin.model.generation_config import sampling_defaults
+from skipjoin.model.gguf.file import read_gguf
 from skipjoin.model.gguf.groups import LAYOUTS
 from skipjoin.model.gguf.weights import GgufWeights
 from skipjoin.model.load_spec import LoadSpec
@@ -162,6 +163,18 @@ def test_logits_of_each_family_equal_those_of_its_checkpoint(name: str, tmp_path
     reference = reference_of(name)
     write_model(tmp_path / "m.gguf", reference, Kind.Q8_0)
     check(tmp_path / "m.gguf", reference, tmp_path / "folder")
+
+
+@pytest.mark.parametrize("name", ["mixtral", exhaustive("glm"), exhaustive("qwen2"), exhaustive("granite-moe")])
+def test_older_files_have_tensors_of_single_experts_and_joined_projections(name: str, tmp_path: Path) -> None:
+    reference = reference_of(name, **({"attention_bias": True} if name == "glm" else {}))
+    write_model(tmp_path / "m.gguf", reference, Kind.Q8_0, is_older=True)
+    check(tmp_path / "m.gguf", reference, tmp_path / "folder")
+    files, spec = model_files(str(tmp_path / "m.gguf")), LoadSpec(dtype="float32")
+    names = {"blk.0.attn_qkv.weight"} | ({"blk.0.ffn_gate.3.weight"} if name == "mixtral" else set())
+    assert names <= read_gguf(files.folder).tensors.keys()
+    planned = planned_model(files, read_config(files, spec), spec)
+    assert planned.weight_bytes <= load_model(files.folder, spec).weight_bytes, "codes are not found"
 
 
 @pytest.mark.parametrize("kind", [*WRITTEN, *READ], ids=lambda kind: kind.name)

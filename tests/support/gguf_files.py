@@ -84,11 +84,17 @@ def write_model(
     tensors_per_part: int = 0,
     architecture: str = "",
     extra: Mapping[str, int] | None = None,
+    is_older: bool = False,
 ) -> None:
-    """Write a model, and set its weights to those that the file has. `extra` are vectors that it has besides."""
+    """Write a model, and set its weights to those that the file has.
+
+    Args:
+        extra: Vectors that the file has besides.
+        is_older: Whether each expert has its tensors, and queries, keys and values have one.
+    """
     config: Any = model.config
     architecture = architecture or _ARCHITECTURES.get(config.model_type, config.model_type)
-    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_per_part)
+    writer = (_OlderWriter if is_older else gguf.GGUFWriter)(path, architecture, split_max_tensors=tensors_per_part)
     _add_settings(writer, config)
     for key, (value, kind_of) in (metadata or {}).items():
         writer.kv_data[0].pop(key, None)
@@ -101,6 +107,25 @@ def write_model(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+class _OlderWriter(gguf.GGUFWriter):
+    def add_tensor(self, name: str, tensor: np.ndarray, raw_shape: Any = None, raw_dtype: Kind | None = None) -> None:
+        part = name.removesuffix(".weight")
+        if part.endswith("_exps"):
+            for expert, matrix in enumerate(tensor):
+                super().add_tensor(f"{part.removesuffix('_exps')}.{expert}.weight", matrix, raw_dtype=raw_dtype)
+            return
+        layer, _, inner = name.partition(".attn_")
+        if inner.partition(".")[0] not in ("q", "k", "v"):
+            super().add_tensor(name, tensor, raw_dtype=raw_dtype)
+            return
+        kept = self.__dict__.setdefault("kept", {})
+        kept[name] = tensor
+        names = [f"{layer}.attn_{one}.{inner.partition('.')[2]}" for one in "qkv"]
+        if kept.keys() >= {*names}:
+            joined = np.concatenate([kept.pop(one) for one in names])
+            super().add_tensor(names[0].replace("attn_q.", "attn_qkv."), joined, raw_dtype=raw_dtype)
 
 
 def _add_settings(writer: gguf.GGUFWriter, config: Any) -> None:

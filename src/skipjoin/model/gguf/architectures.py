@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from skipjoin.model.gguf.file import Gguf, GgufError
+from skipjoin.model.gguf.file import Gguf, GgufError, StoredTensor
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +30,8 @@ _JOINED_GATE = {"mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
 # Experts of a layer are one tensor, [experts, out, in].
 _EXPERTS = {f"mlp.experts.{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")}
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+# Those of older files are a tensor for each expert.
+_ONE_EXPERT = re.compile(r"(ffn_\w+)\.\d+")
 _JOINED_EXPERTS = "ffn_gate_exps", "ffn_up_exps"
 _POST_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
@@ -38,6 +40,8 @@ _POST_NORMS = {
 _QK_NORMS = {f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"}
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _QKV = frozenset({"attn_q", "attn_k", "attn_v"})
+# Queries, keys and values in one tensor, as some files have those of models whose checkpoints have three.
+_JOINED_QKV = "attn_qkv"
 _RMS_EPSILON = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
 _EPSILON = "attention.layer_norm_epsilon"
 
@@ -512,12 +516,54 @@ def architecture_of(file: Gguf) -> Architecture:
         if inner and last is not None and int(inner[1]) >= last:
             continue
         base = name.rpartition(".")[0]
-        if not (inner[2] in known if inner else base in found.outer.values() or name in _OF_POSITIONS):
+        if not (
+            known.issuperset(_stands_for(inner[2], known))
+            if inner
+            else base in found.outer.values() or name in _OF_POSITIONS
+        ):
             raise GgufError(
                 f"{file.path} has a tensor {name[:80]!r}, which {found.name} lacks: it is of a variant that is not "
                 "supported"
             )
     return found
+
+
+def _stands_for(stored_part: str, known: frozenset[str]) -> frozenset[str]:
+    """Return the names of tensors in a layer that a tensor of a file is: several if it joins them."""
+    if stored_part == _JOINED_QKV and stored_part not in known:
+        return _QKV
+    expert = _ONE_EXPERT.fullmatch(stored_part)
+    return frozenset({f"{expert[1]}_exps" if expert else stored_part})
+
+
+class Place(NamedTuple):
+    """Where a file has a tensor.
+
+    Attributes:
+        lead: Dimensions of the stored tensor before those of a matrix.
+        first: Row of the stored matrix, or number of a vector, at which it begins; `rows` as many are its own.
+    """
+
+    tensor: StoredTensor
+    lead: tuple[int, ...]
+    first: int = 0
+    rows: int | None = None
+
+
+def place_of(file: Gguf, name: str, lead: tuple[int, ...], expert: int, heads: Heads) -> Place | None:
+    """Return where a file has a tensor: alone, in one that joins queries, keys and values, or for each expert."""
+    if (tensor := file.tensors.get(name)) is not None:
+        return Place(tensor, lead)
+    part, kind = name.rpartition(".")[::2]
+    if lead and (tensor := file.tensors.get(f"{part.removesuffix('_exps')}.{expert}.{kind}")) is not None:
+        return Place(tensor, ())
+    layer, _, inner = part.rpartition(".")
+    if inner not in _QKV or (tensor := file.tensors.get(f"{layer}.{_JOINED_QKV}.{kind}")) is None:
+        return None
+    size = tensor.shape[0] // (heads.queries + 2 * heads.keys)
+    counts = {"attn_q": heads.queries, "attn_k": heads.keys, "attn_v": heads.keys}
+    before = {"attn_q": 0, "attn_k": heads.queries, "attn_v": heads.queries + heads.keys}
+    return Place(tensor, (), before[inner] * size, counts[inner] * size)
 
 
 def layers_of(file: Gguf) -> Any:
@@ -531,7 +577,7 @@ def layers_of(file: Gguf) -> Any:
 def biased(file: Gguf, of: Architecture) -> dict[str, bool]:
     """Return the fields of config.json that say which biases a file has."""
     layers = (_IN_LAYER.fullmatch(name) for name in file.tensors if name.endswith(".bias"))
-    having = {found[2] for found in layers if found}
+    having = frozenset[str]().union(*(_stands_for(found[2], of.parts) for found in layers if found))
     fields = {field: bool(having & parts) for field, parts in of.biases.items()}
     wanted = of.always_biased.union(*(parts for field, parts in of.biases.items() if fields[field]))
     if having != wanted:

@@ -13,7 +13,7 @@ import torch
 
 from skipjoin.model import groups
 from skipjoin.model.config import ModelError
-from skipjoin.model.gguf.architectures import Heads, Recurrence, architecture_of
+from skipjoin.model.gguf.architectures import Heads, Recurrence, architecture_of, place_of
 from skipjoin.model.gguf.file import Gguf, GgufError, StoredTensor, read_gguf
 from skipjoin.model.gguf.groups import LAYOUTS, Layout
 from skipjoin.model.groups import GroupedMatrix
@@ -76,6 +76,7 @@ class GgufWeights(Weights):
         of = self._rows(name, shape)
         wanted = of.order if rows is None else of.order[rows.start : rows.stop]
         if len(shape) == 1:
+            wanted = wanted + of.parts[0][1].start
             found = self._architecture.original(of.names[0], of.vector(torch.float32))[torch.from_numpy(wanted)]
         elif self._architecture.is_bias_of_experts(name):
             biases = (widened(tensor, np.arange(shape[0]), None, self._dtype) for tensor, _ in of.parts)
@@ -117,15 +118,18 @@ class GgufWeights(Weights):
         self, stored_name: str, lead: tuple[int, ...], shape: tuple[int, ...], expert: int
     ) -> tuple[StoredTensor, range]:
         """Return a tensor, and the rows that it has of one whose whole shape is `shape`, apart from dimensions of 1."""
-        if (tensor := self._file.tensors.get(stored_name)) is None:
+        found = place_of(self._file, stored_name, lead, expert, self._heads)
+        if found is None:
             raise ModelError(f"{self._file.path} has no tensor {stored_name!r}: download it again")
+        tensor, lead, first, rows = found
         stored, width = tensor.shape, tuple(size for size in shape[1:] if size != 1)
         if not lead and not width:
-            return tensor, range(math.prod(stored))
+            return tensor, range(first, first + (math.prod(stored) if rows is None else rows))
         sizes = stored[len(lead) :]
         if stored[: len(lead)] != lead or not sizes or tuple(size for size in sizes[1:] if size != 1) != width:
             raise self._misshapen(stored_name, tensor, (*lead, *shape))
-        return tensor, range(expert * sizes[0], (expert + 1) * sizes[0])
+        first += expert * sizes[0] if lead else 0
+        return tensor, range(first, first + (sizes[0] if rows is None else rows))
 
     def _misshapen(self, stored_name: str, tensor: StoredTensor, implied: tuple[int, ...]) -> ModelError:
         return ModelError(
@@ -196,7 +200,9 @@ def coded_bytes(source: Source, name: str, outputs: int, inputs: int) -> int | N
     """Return the bytes of a matrix in codes, or None if it is widened. `name` may be a stack's, or lack ".weight"."""
     file = read_gguf(source.files.folder)
     names = architecture_of(file).stored_names(f"{name.removesuffix('.weight')}.weight")
-    kinds = {tensor.type.name if (tensor := file.tensors.get(name)) else "" for name in names}
+    # Any number of heads: it is the tensor that counts.
+    places = (place_of(file, name, (1,), 0, Heads(1, 1)) for name in names)
+    kinds = {place.tensor.type.name if place else "" for place in places}
     layout = LAYOUTS.get(kinds.pop()) if len(kinds) == 1 and source.reads_codes else None
     if layout is None or inputs % layout.group:
         return None

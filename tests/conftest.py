@@ -92,6 +92,16 @@ def pytest_collection() -> Generator[None, object, object]:
     return done
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, object, object]:
+    """Make no tests of parameters that `-m` would deselect: two fifths of all, which are a sixth of the collection."""
+    done = yield
+    if "not exhaustive" in metafunc.config.option.markexpr:
+        usual = [call for call in metafunc._calls if all(mark.name != "exhaustive" for mark in call.marks)]
+        metafunc._calls[:] = usual or metafunc._calls[:1]
+    return done
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if Groups is None:
         return

@@ -6,11 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from skipjoin.model.gguf.file import Gguf, GgufError, StoredTensor
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -130,6 +129,8 @@ class Architecture(NamedTuple):
 
     def order(self, stored_names: tuple[str, ...], rows: int, heads: Heads) -> np.ndarray:
         """Return the row in a file's tensors, one after the other, of each row of a checkpoint's tensor."""
+        import numpy as np  # noqa: PLC0415 (programs that read settings only need it not)
+
         part, plain = _part(stored_names[0]), np.arange(rows)
         if self.has_paired_rows and part in ("attn_q", "attn_k"):
             count = heads.queries if part == "attn_q" else heads.keys
@@ -154,6 +155,8 @@ class Architecture(NamedTuple):
     @staticmethod
     def _tiled(size: int, of: Recurrence) -> np.ndarray:
         """Return the place of each number of values' heads, where the file has the first head of each key first."""
+        import numpy as np  # noqa: PLC0415
+
         return np.arange(size).reshape(of.heads // of.key_heads, of.key_heads, -1).swapaxes(0, 1).reshape(size)
 
     def is_bias_of_experts(self, name: str) -> bool:
@@ -174,6 +177,8 @@ def _part(stored_name: str) -> str:
 
 def _by_key_head(of: Recurrence) -> np.ndarray:
     """Return the rows of queries, keys, values and gates by head of keys, where the file has all of one part first."""
+    import numpy as np  # noqa: PLC0415
+
     values = of.heads // of.key_heads * of.value_dim
     parts, first = [], 0
     for size in (of.key_dim, of.key_dim, values, values):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from skipjoin.model.gguf.architectures import (
     ROPE_FACTORS,
@@ -189,8 +188,7 @@ def _factors(file: Gguf, name: str, rotated: int) -> list[float] | None:
         )
     with tensor.file.open("rb") as opened:
         opened.seek(tensor.offset)
-        numbers: list[float] = np.frombuffer(opened.read(tensor.nbytes), "<f4").tolist()
-    return numbers
+        return [*struct.unpack(f"<{rotated // 2}f", opened.read(tensor.nbytes))]
 
 
 def _ends(file: Gguf) -> list[int]:

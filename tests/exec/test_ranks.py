@@ -6,6 +6,7 @@ import dataclasses
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,7 +19,7 @@ from skipjoin.core.step import StepPlan
 from skipjoin.engine.build import Engine, assemble
 from skipjoin.engine.loop import EngineLoop
 from skipjoin.exec.base import RankError
-from skipjoin.exec.ranks import own_ranks
+from skipjoin.exec.ranks import own_ranks, rank_program
 from skipjoin.exec.ranks.launch import GroupSizes
 from skipjoin.exec.ranks.own_ranks import OwnLauncher, OwnRanks
 from skipjoin.exec.ranks.plan_messages import OutOfStepError
@@ -27,6 +28,7 @@ from skipjoin.model.cuda import Card, CudaFacts
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.sampling import SamplingParams
 from skipjoin.structured_output import StructuredOutput
+from support.forks import ForkedProgram, as_module
 from support.recipes import SPELLED
 from support.waiting import wait_until
 from support.worlds import exhaustive
@@ -50,9 +52,19 @@ def ranks() -> list[psutil.Process]:
     found = []
     for one in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # it may have exited since
-            if "skipjoin.exec.ranks.rank_program" in one.cmdline():
+            if one.name() == ForkedRank.NAME or "skipjoin.exec.ranks.rank_program" in one.cmdline():
                 found.append(one)
     return found
+
+
+class ForkedRank(ForkedProgram):
+    """Most of a rank's start would be the import of torch."""
+
+    NAME = "rank"
+
+    def run(self, command: list[str], pass_fds: Sequence[int]) -> int:
+        rank_program.main(pass_fds[0], int(command[-1]))
+        return 0
 
 
 def wait_until_gone(seconds: float = 30.0) -> None:
@@ -123,10 +135,11 @@ def expected() -> Outputs:
 def test_killed_ranks_change_no_tokens_and_ranks_out_of_step_end(
     tp: int, pp: int, recipe: str, expected: Outputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory holds a fifth of the requests, so that they are also swapped and dropped.
+    """Memory holds a fifth of the requests, so that they are also swapped and dropped. Ranks fork from this process.
 
     An altered plan is not the loss of a rank: the ranks are not restarted, and it yields no token.
     """
+    monkeypatch.setattr(own_ranks, "subprocess", as_module(ForkedRank))
     less = {"kv_cache_gib": 0.6 * PRESSED["kv_cache_gib"]}
     engine = assemble(config(tp, pp, recipe=recipe, recipe_params={"starvation_s": 0.2}, **less))
     try:

@@ -18,12 +18,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO, Any
 
 _MESSAGE_BYTES = 1 << 17
 # Modules that a server would import when it uses them.
 _LAZY = (
     *("alembic.command", "aiosqlite", "sqlalchemy.dialects.sqlite", "pydantic.v1"),
+    "skipjoin.server.relay.run",
     *("skipjoin.server.batches.database", "skipjoin.server.batches.service", "skipjoin.forecast.owners"),
 )
 
@@ -96,7 +98,9 @@ def _parent() -> _Parent:
 
 def _serve(own: socket.socket) -> int:
     """Fork servers until the client exits, and return the exit code of each process."""
-    import serve  # noqa: PLC0415 (only in this process)
+    sys.path.append(str(Path(__file__).parents[1]))
+    import forked_engines  # noqa: PLC0415 (only in this process)
+    import serve  # noqa: PLC0415
 
     for module in _LAZY:
         with contextlib.suppress(ImportError):  # of extras that are not installed
@@ -118,6 +122,7 @@ def _serve(own: socket.socket) -> int:
             os.environ.clear()
             os.environ.update(task["environment"])
             sys.argv[1:] = task["arguments"]
+            forked_engines.fork_engines()
             return serve.main()
         for file in files:
             os.close(file)

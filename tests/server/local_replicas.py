@@ -5,18 +5,30 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
+import simulated_engine
 from server_worlds import HERE
 
 from skipjoin.config import EngineConfig, HangLimits
+from skipjoin.server.engines import supervisor
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.replicas import ReplicaSet
 from skipjoin.server.engines.supervisor import EngineReplica, Needs
 from skipjoin.server.metrics import Metrics
+from support.forks import ForkedProgram, as_module
+
+
+class ForkedEngine(ForkedProgram):
+    NAME = "engine"
+
+    def run(self, command: list[str], pass_fds: Sequence[int]) -> int:
+        sys.argv[:] = command[1:]
+        return simulated_engine.main()
 
 
 class LocalSupervisor:
@@ -93,7 +105,7 @@ class LocalReplicas(ReplicaSet):
 
 def _is_engine(child: psutil.Process) -> bool:
     try:
-        return child.status() != psutil.STATUS_ZOMBIE and "simulated_engine" in str(child.cmdline())
+        return child.status() != psutil.STATUS_ZOMBIE and child.name() == ForkedEngine.NAME
     except psutil.NoSuchProcess:  # it may exit during the checks
         return False
 
@@ -102,15 +114,20 @@ def _is_engine(child: psutil.Process) -> bool:
 async def local_replicas(
     folder: Path, replicas: int, step_s: float = 0.002, hang_timeout_s: float = 30.0, **settings: Any
 ) -> AsyncIterator[LocalReplicas]:
-    """Run simulated engines behind a client, and check on exit that all of them are gone."""
+    """Run simulated engines behind a client, and check on exit that all of them are gone.
+
+    They fork from this process, because most of their start would be that of their imports.
+    """
     command = (sys.executable, str(HERE / "simulated_engine.py"), str(folder), str(step_s), "4096", "512")
     metrics = Metrics()
     found = LocalReplicas(EngineClient(metrics, wanted=replicas, **settings), metrics, command)
-    try:
-        await found.start(EngineConfig(threads=1), HangLimits(hang_s=hang_timeout_s))
-        yield found
-    finally:
-        engines = found.engines
-        await found.stop()
-        _, alive = psutil.wait_procs(engines, timeout=20)
-        assert not alive
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervisor, "subprocess", as_module(ForkedEngine))
+        try:
+            await found.start(EngineConfig(threads=1), HangLimits(hang_s=hang_timeout_s))
+            yield found
+        finally:
+            engines = found.engines
+            await found.stop()
+            _, alive = psutil.wait_procs(engines, timeout=20)
+            assert not alive

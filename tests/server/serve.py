@@ -2,6 +2,7 @@
 
 python serve.py simulated TOKENIZER_FOLDER STEP_SECONDS BLOCKS CONTEXT [SETTING=VALUE ...]
 python serve.py model FOLDER [SETTING=VALUE ...]
+python serve.py command ARGUMENT ...                  # of the command `skipjoin`
 
 `descriptors` is not a setting: it limits the number of open files.
 """
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from skipjoin.cli import app
 from skipjoin.config import EngineConfig, ForecastConfig, ServerConfig
 from skipjoin.options import settings_of
 from skipjoin.server.engines.engine_program import ENGINE_COMMAND
@@ -62,6 +64,8 @@ def _settings(words: list[str]) -> dict[str, Any]:
 
 def main() -> int:
     kind, folder, *rest = sys.argv[1:]
+    if kind == "command":
+        app([folder, *rest])
     if kind == "model":
         engine = EngineConfig(model=folder, kv_cache_gib=0.01, threads=1, profile="off")
         return _run(engine, ServerConfig(**_settings(rest)), ENGINE_COMMAND)

@@ -265,7 +265,8 @@ class ServerProcess:
         found = []
         for child in self.api.children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                if child.status() != psutil.STATUS_ZOMBIE and "engine" in " ".join(child.cmdline()[1:3]):
+                named = " ".join([child.name(), *child.cmdline()[1:3]])  # those that fork have the server's command
+                if child.status() != psutil.STATUS_ZOMBIE and "engine" in named:
                     found.append((child.create_time(), child.pid, child))
         return [child for _, _, child in sorted(found)]
 

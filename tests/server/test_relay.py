@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,6 +8,7 @@ from typing import ClassVar
 
 import httpx
 import pytest
+from forked_servers import ForkedServer
 from server_worlds import BLOCKS, ServerProcess, simulated_server
 from typer.testing import CliRunner
 
@@ -25,8 +24,7 @@ WAIT_MS = 60_000
 
 @contextlib.contextmanager
 def console(*options: str) -> Iterator[str]:
-    command = [sys.executable, "-m", "skipjoin", "console", "--port", "0", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = ForkedServer(["command", "console", "--port", "0", *options])
     try:
         line = process.stdout.readline()
         yield line.split()[1].removesuffix("/console,")
@@ -36,6 +34,7 @@ def console(*options: str) -> Iterator[str]:
         process.kill()
         process.wait()
         process.stdout.close()
+        process.stderr.close()
 
 
 @pytest.fixture(scope="module")

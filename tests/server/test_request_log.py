@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
+from forked_servers import ForkedServer
 from server_worlds import BLOCKS, HERE, Api, MakeApi, ServerProcess, simulated_server
 
 from skipjoin.config import EngineConfig
@@ -37,15 +37,16 @@ def logged(api: Api) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(RequestLog(api.app)), base_url="http://localhost")
 
 
-def test_json_log_has_no_other_line_when_settings_are_wrong() -> None:
-    serve = [sys.executable, "-m", "skipjoin", "serve", "--log-format", "json", "--max-num-seqs", "0"]
-    environment = os.environ | {"SKIPJOIN_MAX_NUM_SEQ": "3"}
-    run = subprocess.run(serve, env=environment, capture_output=True, text=True, check=False, timeout=60)
-    records = [json.loads(line) for line in run.stderr.splitlines()]
+def test_json_log_has_no_other_line_when_settings_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKIPJOIN_MAX_NUM_SEQ", "3")
+    run = ForkedServer(["command", "serve", "--log-format", "json", "--max-num-seqs", "0"])
+    with run.stdout, run.stderr:
+        printed, records = run.stdout.read(), [json.loads(line) for line in run.stderr]
+    assert run.wait(60) == 2
     assert [record["level"] for record in records] == ["warning", "error"]
     assert "SKIPJOIN_MAX_NUM_SEQ" in records[0]["message"]
     assert records[1]["message"].startswith("--max-num-seqs must be in")
-    assert run.stdout == ""
+    assert printed == ""
 
 
 def test_ready_line_is_a_record_in_json_mode(

@@ -1,28 +1,23 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import httpx
 import pytest
 import tiny_model as tiny
-
-SKIPJOIN = Path(sys.executable).with_name("skipjoin")
+from forked_servers import ForkedServer
 
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Command that serves a small model with random weights on a free port."""
+    """Arguments of serve.py for a small model with random weights on a free port."""
     folder = tiny.write_model(tmp_path_factory.mktemp("model"))
     options = ["--port", "0", "--device", "cpu", "--profile", "off", "--threads", "1", "--kv-cache-gib", "0.01"]
-    return [str(SKIPJOIN), "serve", str(folder), *options]
+    return ["command", "serve", str(folder), *options]
 
 
 def test_startup_line_and_metrics_report_the_cpu_pool(command: list[str]) -> None:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     options = ["--swap-space", "0.02", "--swap-dtype", "int8", "--dtype", "bfloat16"]
-    with subprocess.Popen([*command, *options], text=True, **pipes) as server:
+    server = ForkedServer([*command, *options])
+    with server.stdout, server.stderr:
         try:
             ready = server.stdout.readline()
             words = ready.split()
@@ -33,7 +28,7 @@ def test_startup_line_and_metrics_report_the_cpu_pool(command: list[str]) -> Non
             text = httpx.get(f"{ready.split(' at ')[1].split()[0]}/metrics").text
         finally:
             server.terminate()
-            server.communicate(timeout=20)
+            server.wait(20)
     (line,) = (line for line in text.splitlines() if line.startswith("skipjoin:cache_config_info"))
     assert f'num_cpu_blocks="{cpu}"' in line
     assert f'num_gpu_blocks="{device}"' in line

@@ -41,11 +41,11 @@ def invoke(*args: object) -> Result:
 
 
 def test_generate_prints_one_json_object_per_prompt() -> None:
-    run = skipjoin(
+    run = invoke(
         "generate", "tally", "--chat", "--prompt", "Count from 3 to 12", "--prompt", "Spell apple",
         "--max-tokens", 100, "--temperature", 0, "--json", "--profile", "off",
     )  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    assert run.exit_code == 0, run.stderr
     first, second = map(json.loads, run.stdout.splitlines())
     assert first["text"] == "3, 4, 5, 6, 7, 8, 9, 10, 11, 12"
     assert first["finish_reason"] == "stop"
@@ -129,8 +129,8 @@ def test_unsupported_architecture_error_lists_supported_ones(tmp_path: Path) -> 
 
 
 def test_version_and_help() -> None:
-    assert skipjoin("--version").stdout.startswith("skipjoin 0.")
-    assert "--recipe" in skipjoin("serve", "--help").stdout
+    assert invoke("--version").stdout.startswith("skipjoin 0.")
+    assert "--recipe" in invoke("serve", "--help").stdout
 
 
 def on_fastserve(options: list[str]) -> list[str]:

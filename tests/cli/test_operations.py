@@ -18,7 +18,7 @@ from skipjoin.builtin import builtin_model_path
 from skipjoin.cli import app
 from skipjoin.cli.progress import Bars
 from skipjoin.version import VERSION
-from support.commands import Outcome, outcomes_of
+from support.commands import Outcome, outcomes_with
 from support.gguf_files import Kind, small_llama, write_model
 
 FOLDER = Path(builtin_model_path())
@@ -158,7 +158,6 @@ class Pulls(NamedTuple):
 @pytest.fixture(scope="module")
 def pulls(hub: str, tmp_path_factory: pytest.TempPathFactory) -> Pulls:
     home = tmp_path_factory.mktemp("home")
-    # The hub's client reads its settings when it is imported.
     environment = {"HF_HOME": str(home), "HF_ENDPOINT": hub, "HF_HUB_DISABLE_XET": "1"}
     tags = [f"pull org/small{tag}" for tag in (":q8_0", ":Q4_0", ":Q2_K", "")]
     online = outputs_of(["list", "pull org/tally", "pull org/other", *tags], environment)
@@ -171,7 +170,7 @@ def pulls(hub: str, tmp_path_factory: pytest.TempPathFactory) -> Pulls:
 
 
 def outputs_of(commands: list[str], environment: dict[str, str]) -> dict[str, Outcome]:
-    found = outcomes_of([command.split() for command in commands], environment=environment)
+    found = outcomes_with([command.split() for command in commands], environment)
     return dict(zip(commands, found, strict=True))
 
 

@@ -12,25 +12,40 @@ from xdist.scheduler import LoadScopeScheduling
 RAY = {"test_ranks_on_ray", "test_ray_nodes", "test_replicas_ray", "test_server_orphans"}
 # Test files that use the same compiled operations. Otherwise one process would wait while another compiles them.
 COMPILED = {"test_ops_amx", "test_ops_invariance"}
-# Test files that use models of transformers, whose import takes two seconds.
+# Test files that use models of transformers, whose import takes two seconds and more for each family.
 REFERENCES = {
+    "test_adapters",
     "test_attention_triton",
     "test_batch_invariant",
+    "test_builtin_model",
+    "test_cli",
+    "test_embeddings",
+    "test_encoder_ranks",
+    "test_encoders",
+    "test_experts",
     "test_fallback",
     "test_fallback_preemption",
+    "test_gguf",
+    "test_gguf_encoders",
+    "test_gguf_errors",
+    "test_hybrid_preemption",
     "test_installed_family",
     "test_model_families",
     "test_model_formats",
     "test_model_loader",
     "test_model_ops",
+    "test_operations",
     "test_parallel_families",
     "test_parallel_shards",
+    "test_quantized",
+    "test_recurrent",
+    "test_server_model",
     "test_triton_ops",
 }
 # Folders whose tests mostly wait for other programs and for time limits.
 WAITING = {"chaos", "demo", "fuzz", "loadtest", "server"}
-# Folders of tests that start no process and have no slow fixture, except the files in SHARING. The longest tests come
-# first, so that all processes finish at about the same time.
+# Folders of tests that start no process and have no slow fixture or cache, except the files in SHARING. The longest
+# tests come first, so that all processes finish at about the same time.
 PURE = ("sim", "recipes", "core_fuzz", "model", "policies", "observe", "core", "kv", "decide")
 SHARING = {
     "test_abort_everywhere",
@@ -38,10 +53,14 @@ SHARING = {
     "test_econoserve",
     "test_event_stream",
     "test_kernels_compile",
+    "test_model_tokenizer",
+    "test_one_figure",
+    "test_progress",
     "test_recipe_properties",
     "test_recorded_plans",
     "test_smollm2",
     "test_timeline",
+    "test_wrong_forecasts",
 }
 # Files that take many times as long as others. They begin first, so that none of them runs alone at the end.
 LONG = {

@@ -5,8 +5,6 @@ import os
 import random
 import signal
 import sqlite3
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -19,17 +17,18 @@ import pytest
 from batch_client import answers, ids, line, submit, wait_for
 from batch_worlds import StoreLocation
 from openai.types import Batch
-from server_worlds import BLOCKS, HERE, ServerProcess, simulated_server
+from server_worlds import BLOCKS, ServerProcess, outcome_of, simulated_server
 
 from skipjoin.server.batches.database import DATABASE_FILE
 from support.postgres import Postgres
 from support.waiting import wait_until
 
 SEED = 17
-LINES, TOKENS = 120, 24
+LINES, TOKENS = 60, 24
+MANY = 120
 STEP_S = 0.004
 INFLIGHT = 16
-# This server finishes four lines of a few tokens in 0.4 s and 120 lines in 12 s, so it is killed in mid-batch.
+# This server finishes four lines of a few tokens in 0.4 s and 60 lines in 6 s, so it is killed in mid-batch.
 SLOW, FEW = {"step_s": 0.05, "batch_inflight": 4}, 8
 
 Start = Callable[..., ServerProcess]
@@ -118,11 +117,9 @@ def test_second_server_waits_for_batch_folder(start: Start, tokenizer_folder: Pa
     """A second server does not start on the same explicit folder. With the default folder it starts without batches."""
     first = start()
     arguments = ["simulated", str(tokenizer_folder), "0.001", "64", "512", f"batch_dir={tmp_path / 'batches'}"]
-    refused = subprocess.run(
-        [sys.executable, str(HERE / "serve.py"), *arguments], check=False, capture_output=True, text=True, timeout=60
-    )
-    assert refused.returncode == 2
-    assert "another server has the batches' folder" in refused.stderr
+    code, errors = outcome_of(*arguments)
+    assert code == 2
+    assert "another server has the batches' folder" in errors
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SKIPJOIN_BATCH_DIR", str(tmp_path / "batches"))
         second = simulated_server(tokenizer_folder, STEP_S, BLOCKS)
@@ -143,10 +140,10 @@ def test_two_servers_share_a_batch_through_one_database(
     """The database fails for a while, then one of the servers is killed."""
     url = postgres_location.url
     assert url is not None
-    # Each server finishes eight lines in half a second, so the batch outlasts the database failure.
+    # Each server finishes eight of these lines in half a second, so the batch outlasts the database failure.
     settings = {"step_s": 0.02, "batch_inflight": 8, "batch_dir": postgres_location.folder, "batch_db": url}
     first, second = servers = [start(**settings) for _ in range(2)]
-    batch = begin_batch(first)
+    batch = begin_batch(first, MANY)
     wait_until(lambda: all(server.metric("batch_generation_tokens_total") for server in servers))
     postgres.stop()
     wait_until(lambda: httpx.get(f"{first.url}/v1/batches/{batch.id}").status_code == 503)
@@ -159,7 +156,7 @@ def test_two_servers_share_a_batch_through_one_database(
     second.api.kill()
     second.process.wait(30)
     asyncio.run(end_leases(url))
-    check(first, batch)
+    check(first, batch, MANY)
 
 
 async def end_leases(url: str) -> None:

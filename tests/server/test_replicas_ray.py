@@ -13,7 +13,6 @@ from server_worlds import ServerProcess
 
 from skipjoin.exec.ranks.cluster import ClusterError
 from skipjoin.server.engines.supervisor import Needs, check_room
-from skipjoin.version import install_command
 from support.commands import outcomes_of
 from support.sockets import assert_only_local
 from support.streams import Stream
@@ -119,15 +118,6 @@ def test_sigterm_drains_and_leaves_no_process(server: ServerProcess) -> None:
     assert server.process.wait(30) == 0
     _, remaining = psutil.wait_procs(processes, timeout=30)
     assert not remaining
-
-
-def test_missing_ray_error_names_extra_to_install() -> None:
-    hide = "import sys; sys.modules['ray'] = None\n"
-    program = hide + "from skipjoin.cli import app; app(['serve', 'tally', '--replicas', '2', '--port', '0'])"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 2
-    assert install_command("distributed") in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 # Parts of the error, by options.

@@ -144,7 +144,7 @@ def test_commands_and_options_of_the_pages_exist() -> None:
                 words = text.split()
                 while words and words[0] in getattr(command, "commands", {}):
                     command = command.commands[words.pop(0)]
-                known = {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
+                known = {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)}
                 unknown = {word.partition("=")[0] for word in words if word.startswith("--")} - known
                 assert not getattr(command, "commands", {}), f"{page.name}: {line}"
                 assert not unknown, f"{page.name}: {line}"
@@ -181,10 +181,10 @@ def test_examples_of_the_policy_page_define_recipes(tmp_path: Path) -> None:
     settings = Settings(cost, max_seqs=2)
     policies = late_and_long.function(settings, late_and_long.read({"limit_s": 0.1, "swap_tokens": 30}))
     events: list[Event] = []
-    for one in (first.function(settings), policies):
+    for built in (first.function(settings), policies):
         events.clear()
         requests = [Request(number, 0.01 * number, range(length), 20) for number, length in enumerate((30, 8, 12, 10))]
-        replica = Replica(EngineCore(Scheduler(one, KVLedger(8, 8, 8))), SimulatedExecutor(cost))
+        replica = Replica(EngineCore(Scheduler(built, KVLedger(8, 8, 8))), SimulatedExecutor(cost))
         simulate(replica, requests, on_events=events.extend)
         assert all(len(request.progress.output) == 20 for request in requests)
     assert {event.how for event in events if isinstance(event, Preempted)} == {*Preemption} - {Preemption.SPILL}

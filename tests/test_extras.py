@@ -30,7 +30,7 @@ HIDDEN = {sorted(names)}
 
 class Hidden(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if f"{{name}}.".startswith(tuple(f"{{one}}." for one in HIDDEN)):
+        if f"{{name}}.".startswith(tuple(f"{{package}}." for package in HIDDEN)):
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 real = importlib.util.find_spec

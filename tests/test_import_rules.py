@@ -220,7 +220,7 @@ def imports() -> list[Import]:
 
 def of_part(part: str, *, skipjoin: bool) -> list[Import]:
     found = [found for found in imports() if part_of(found.file) == part]
-    return [one for one in found if (one.module.split(".")[0] == "skipjoin") is skipjoin]
+    return [imported for imported in found if (imported.module.split(".")[0] == "skipjoin") is skipjoin]
 
 
 def broken(rule: str, found: list[Import]) -> str:

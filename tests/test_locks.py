@@ -55,7 +55,7 @@ def test_locks_pin_the_versions_of_constraints() -> None:
 def test_every_entry_has_hashes(lock: dict) -> None:
     for entry in lock.values():
         assert entry.hashes, entry.name
-        assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", one) for one in entry.hashes), entry.name
+        assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", sha) for sha in entry.hashes), entry.name
 
 
 @pytest.mark.parametrize("name", ["requirements.lock", "requirements-dev.lock", "constraints.txt"])
@@ -159,7 +159,9 @@ def table() -> dict[str, tuple[str, str]]:
 
 def test_licenses_of_all_locked_distributions_are_listed_and_allowed() -> None:
     found = table()
-    assert {name: version for name, (version, _) in found.items()} == {one.name: one.version for one in DEV.values()}
+    assert {name: version for name, (version, _) in found.items()} == {
+        package.name: package.version for package in DEV.values()
+    }
     assert [name for name, (_, text) in found.items() if not licenses.is_allowed(text)] == []
 
 

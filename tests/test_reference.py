@@ -34,9 +34,11 @@ def test_generated_page_is_current(name: str) -> None:
 
 def test_every_setting_is_documented_once() -> None:
     named = Counter(match[1] for row in rows("configuration.md") if (match := re.match(r"\**`([\w-]+)`", row[0])))
-    settings = [one for source in (EngineConfig, ForecastConfig, ServerConfig) for one in settings_of(source).values()]
-    options = [one for one in settings if not (one.option.is_internal or one.option.is_positional)]
-    flags = [next(flag for flag in flags_of(one) if flag.startswith("--")) for one in options]
+    settings = [
+        setting for source in (EngineConfig, ForecastConfig, ServerConfig) for setting in settings_of(source).values()
+    ]
+    options = [setting for setting in settings if not (setting.option.is_internal or setting.option.is_positional)]
+    flags = [next(flag for flag in flags_of(option) if flag.startswith("--")) for option in options]
     assert len(options) > 80
     assert named == Counter([*(flag.partition("/")[0][2:] for flag in flags), "model"])
 

@@ -137,7 +137,7 @@ def test_base_installation_has_no_packages_of_extras(bare: Path) -> None:
     listed = subprocess.run(
         [str(bare / "bin/python"), "-m", "pip", "list", "--format", "json"], capture_output=True, check=True
     )
-    names = {one["name"].lower() for one in json.loads(listed.stdout)}
+    names = {package["name"].lower() for package in json.loads(listed.stdout)}
     assert not names & {"torch", "transformers", "fastapi", "aiohttp", "alembic", "matplotlib", "ray", "usearch"}
 
 

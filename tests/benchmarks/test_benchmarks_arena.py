@@ -112,7 +112,7 @@ def test_recipes_serve_cached_prefixes(recipe: str) -> None:
 def test_the_record_of_prompts_agrees_with_its_cells() -> None:
     record = json.loads((BENCHMARKS / "arena" / "prompts.json").read_text())
     assert record["summary"] == summary(record["cells"], (*PAPERS, "hrrn"), metrics=PROMPT_GOALS)
-    assert all({OURS, *prompts.OTHERS} <= one["recipes"].keys() for one in record["cells"].values())
+    assert all({OURS, *prompts.OTHERS} <= cell["recipes"].keys() for cell in record["cells"].values())
 
 
 def test_engines_take_turns_by_their_own_clocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def test_rehearsals_of_kernels_and_recipes_report_their_measurements(tmp_path: P
     result = rehearsal(tmp_path, "attention,pressure,copies")
     found = {name: part["figures"] for name, part in result["parts"].items()}
     assert all(move["share"]["median"] > 0 for move in found["copies"]["moves"])
-    assert [one["swap_dtype"] for one in found["copies"]["concurrent"]] == ["auto", "int8", "auto"]
+    assert [copy["swap_dtype"] for copy in found["copies"]["concurrent"]] == ["auto", "int8", "auto"]
     assert set(found["attention"]["flash"].values()) == {True}
     cases = [case for case in found["attention"]["cases"] if case["implementation"] != "flash"]
     assert [case["kind"] for case in cases] == ["decode"] * 2 + ["prefill"] * 6

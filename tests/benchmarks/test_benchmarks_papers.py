@@ -32,7 +32,7 @@ def test_records_are_whole_and_agree_with_settings_and_readmes(paper: str, name:
     assert (result["figure"], result["quick"]) == (name, False)
     assert_tables_are_current(paper, name, result, tmp_path)
     settings = result["settings"]
-    systems = [(recipe, one) for one in settings.get("systems", {}).values() for recipe in one["recipes"]]
+    systems = [(recipe, system) for system in settings.get("systems", {}).values() for recipe in system["recipes"]]
     if paper == "bros":
         assert all(text.startswith("trace:cal_") for text in settings["lengths"])
     for record in result["records"]:

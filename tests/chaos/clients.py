@@ -143,7 +143,7 @@ def take_event(outcome: Outcome, data: str) -> None:
             outcome.error = str(event["error"]["code"])
             return
         outcome.tokens = (event.get("usage") or {}).get("completion_tokens", outcome.tokens)
-        _take_choices(outcome, event["choices"], lambda one: one.get("delta", one))
+        _take_choices(outcome, event["choices"], lambda choice: choice.get("delta", choice))
 
 
 def take_whole(outcome: Outcome, body: Any) -> None:
@@ -152,22 +152,22 @@ def take_whole(outcome: Outcome, body: Any) -> None:
         return
     outcome.tokens = body["usage"]["completion_tokens"]
     outcome.is_done = True
-    _take_choices(outcome, body["choices"], lambda one: one.get("message", one))
+    _take_choices(outcome, body["choices"], lambda choice: choice.get("message", choice))
     _check_complete(outcome)
 
 
 def _take_choices(outcome: Outcome, choices: Any, part: Callable[[Any], Any]) -> None:
     """Add choices to an outcome, the text of each of which is in `part(choice)`."""
-    for one in choices:
-        choice = outcome.choices.setdefault(one["index"], Choice())
+    for given in choices:
+        choice = outcome.choices.setdefault(given["index"], Choice())
         if choice.reason is not None:
-            outcome.wrong = f"choice {one['index']} continues after its finish reason"
-        found = part(one)
+            outcome.wrong = f"choice {given['index']} continues after its finish reason"
+        found = part(given)
         choice.text += found.get("content") or found.get("text") or ""
-        choice.reason = one["finish_reason"]
+        choice.reason = given["finish_reason"]
 
 
 def _check_complete(outcome: Outcome) -> None:
     wanted = entry(outcome.ask.number).choices
-    if sorted(outcome.choices) != list(range(wanted)) or not all(one.reason for one in outcome.choices.values()):
+    if sorted(outcome.choices) != list(range(wanted)) or not all(choice.reason for choice in outcome.choices.values()):
         outcome.wrong = f"{wanted} choices with a finish reason each were expected"

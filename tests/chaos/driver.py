@@ -96,7 +96,7 @@ class Driver:
         if self._served is not None:
             if (code := await self._served.stop()) != 0:
                 found.append(f"after SIGTERM the server exited with code {code}")
-            found += [f"left behind: {one}" for one in await self._served.leftovers()]
+            found += [f"left behind: {leftover}" for leftover in await self._served.leftovers()]
         self.close()
         return found
 
@@ -137,7 +137,7 @@ class Driver:
         found += await invariants.idle(served)
         if served is first and not found:
             answered = [
-                invariants.as_outcome(this.lines[int(one["custom_id"])], one["response"]["body"]) for one in lines
+                invariants.as_outcome(this.lines[int(line["custom_id"])], line["response"]["body"]) for line in lines
             ]
             after = await served.metrics()
             # The engine reports its counts periodically, and last after it has seen the last disconnect.
@@ -187,7 +187,7 @@ class Driver:
         found = []
         if (code := await served.wait()) not in fault.ends:
             found.append(f"the server exited with code {code}")
-        found += [f"left behind: {one}" for one in await served.leftovers()]
+        found += [f"left behind: {leftover}" for leftover in await served.leftovers()]
         served.close()
         self._served = None
         return found

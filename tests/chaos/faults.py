@@ -169,8 +169,8 @@ async def interrupt_start(launched: Launched, draw: random.Random, *, replaces_e
     def may_remain(name: str) -> bool:
         return name.startswith(_SOCKET) and (how == "kill api" or (code == -signal.SIGTERM and name in before))
 
-    found += [f"left behind: {one}" for one in await launched.leftovers(may_remain)]
-    return [f"{how}, while the server started: {one}" for one in found]
+    found += [f"left behind: {leftover}" for leftover in await launched.leftovers(may_remain)]
+    return [f"{how}, while the server started: {problem}" for problem in found]
 
 
 # -- the table ----------------------------------------------------------------------------------------------------

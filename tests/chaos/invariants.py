@@ -121,15 +121,15 @@ def _texts(outcome: Outcome, reference: Mapping[int, tuple[str, str]]) -> str | 
 
 
 def batch(lines: Sequence[int], found: Any, references: References) -> Iterator[str]:
-    if sorted(one["custom_id"] for one in found) != sorted(str(index) for index in range(len(lines))):
-        yield f"of {len(lines)} lines the output has {[one['custom_id'] for one in found]}"
+    if sorted(line["custom_id"] for line in found) != sorted(str(index) for index in range(len(lines))):
+        yield f"of {len(lines)} lines the output has {[line['custom_id'] for line in found]}"
         return
-    for one in found:
-        number = lines[int(one["custom_id"])]
-        outcome = as_outcome(number, one["response"]["body"])
+    for line in found:
+        number = lines[int(line["custom_id"])]
+        outcome = as_outcome(number, line["response"]["body"])
         failure = outcome.wrong or _texts(outcome, references[number])
         if failure is not None:
-            yield f"line {one['custom_id']} of the batch: {failure}"
+            yield f"line {line['custom_id']} of the batch: {failure}"
 
 
 def as_outcome(number: int, body: Any) -> Outcome:
@@ -175,17 +175,23 @@ def metrics(
     before: Metrics, after: Metrics, outcomes: Sequence[Outcome], lines: Sequence[Outcome], fault: Fault
 ) -> Iterator[str]:
     """Check that the server's counts in a round match what clients saw."""
-    complete = [one for one in (*outcomes, *lines) if one.is_complete]
-    incomplete = [one for one in outcomes if not one.is_complete]
-    done, unknown = sum(_choices(one) for one in complete), sum(_choices(one) for one in incomplete)
+    complete = [outcome for outcome in (*outcomes, *lines) if outcome.is_complete]
+    incomplete = [outcome for outcome in outcomes if not outcome.is_complete]
+    done, unknown = sum(_choices(outcome) for outcome in complete), sum(_choices(outcome) for outcome in incomplete)
     # After a stop string the deadline may still expire in the engine before the abort reaches it.
-    late = sum(_choices(one) for one in complete if "deadline_ms" in one.ask.extra and "stop" in _entry(one).body)
-    tokens = sum(one.tokens for one in complete)
+    late = sum(
+        _choices(outcome)
+        for outcome in complete
+        if "deadline_ms" in outcome.ask.extra and "stop" in _entry(outcome).body
+    )
+    tokens = sum(outcome.tokens for outcome in complete)
     # The engine may have generated more tokens than the client saw, up to the maximum.
-    max_tokens = tokens + sum(_entry(one).max_tokens for one in incomplete)
-    max_tokens += sum(_entry(one).max_tokens - one.tokens for one in complete if "stop" in _entry(one).body)
-    refused = sum(one.error == "queue_full" for one in outcomes)
-    silent = sum(one.has_left or one.cut is not None for one in outcomes)
+    max_tokens = tokens + sum(_entry(outcome).max_tokens for outcome in incomplete)
+    max_tokens += sum(
+        _entry(outcome).max_tokens - outcome.tokens for outcome in complete if "stop" in _entry(outcome).body
+    )
+    refused = sum(outcome.error == "queue_full" for outcome in outcomes)
+    silent = sum(outcome.has_left or outcome.cut is not None for outcome in outcomes)
     for name, value, low, high in (
         (
             "ends by stop or length",

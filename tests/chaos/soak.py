@@ -88,8 +88,8 @@ def resident_bytes(process: psutil.Process) -> tuple[int, int]:
 
 def growth(some: Sequence[Memory]) -> tuple[float, int]:
     """Return the growth in MiB after the first quarter of the time, by the slope, and its number of requests."""
-    rest = [one for one in some if one.at_s >= some[0].at_s + _WARM_UP * (some[-1].at_s - some[0].at_s)]
-    per_s = slope([(one.at_s, one.anonymous) for one in rest])
+    rest = [sample for sample in some if sample.at_s >= some[0].at_s + _WARM_UP * (some[-1].at_s - some[0].at_s)]
+    per_s = slope([(sample.at_s, sample.anonymous) for sample in rest])
     return per_s * (rest[-1].at_s - rest[0].at_s), rest[-1].requests - rest[0].requests
 
 

@@ -64,8 +64,8 @@ VALID = [event("one "), event("two", "length"), "[DONE]"]
 
 def failures_of(events: list[str], fault: str = "none", **fields: Any) -> list[str]:
     outcome = Outcome(Ask(NUMBER, STREAM, "read", 0, 0.0), 200)
-    for one in events:
-        take_event(outcome, one)
+    for event in events:
+        take_event(outcome, event)
     return list(invariants.answers([replace(outcome, **fields)], REFERENCES, FAULTS[fault]))
 
 
@@ -98,8 +98,8 @@ def test_invalid_streams_are_detected(events: list[str], fault: str) -> None:
 
 def test_mismatched_counts_are_detected() -> None:
     outcome = Outcome(Ask(NUMBER, STREAM, "read", 0, 0.0), 200, tokens=7)
-    for one in VALID:
-        take_event(outcome, one)
+    for event in VALID:
+        take_event(outcome, event)
     counts = {"request_success_total/real-time/length": 1.0, "generation_tokens_total/real-time": 7.0}
 
     def count(**changed: float) -> list[str]:

@@ -225,9 +225,9 @@ def test_simulate_passes_memory_and_objective_options(tmp_path: Path) -> None:
         assert run.exit_code == 0, run.stderr
     plain, chosen, none = load_results([out])
     # Sizes are rounded to blocks of 12.5 MiB.
-    assert [one["settings"]["swap_gib"] for one in (plain, chosen, none)] == pytest.approx([72, 8, 0], abs=0.0125)
+    assert [record["settings"]["swap_gib"] for record in (plain, chosen, none)] == pytest.approx([72, 8, 0], abs=0.0125)
     assert plain["settings"]["starvation_s"] == pytest.approx(25.2, abs=0.1)
-    assert [one["settings"]["starvation_s"] for one in (chosen, none)] == [50.0, 7.0]
+    assert [record["settings"]["starvation_s"] for record in (chosen, none)] == [50.0, 7.0]
     assert none["settings"]["cpu_blocks"] == 0
     assert chosen["slo"]["ttft_s"] == 9.0
 

@@ -87,7 +87,7 @@ def main() -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     # Network namespaces disappear with their processes.
-    leftovers = [f"process {one.pid} {one.name()}" for one in mark.processes()]
+    leftovers = [f"process {process.pid} {process.name()}" for process in mark.processes()]
     if folder.exists():
         leftovers.append(str(folder))
     if leftovers:

@@ -62,9 +62,9 @@ def _first_that_fails(
     found = True
     while found and time.monotonic() < end:
         found = False
-        for one in simpler(case):
-            if fails(one):
-                case, found = one, True
+        for smaller in simpler(case):
+            if fails(smaller):
+                case, found = smaller, True
                 break
     return case
 
@@ -114,8 +114,8 @@ def _finishes(case: Case) -> Iterator[Case]:
                 for change in (
                     {"fails_slices": ()},
                     {"fails": ()},
-                    *({"fails_slices": (one,)} for one in fails_slices if len(fails_slices) > 1),
-                    *({"fails": (one,)} for one in fails if len(fails) > 1),
+                    *({"fails_slices": (number,)} for number in fails_slices if len(fails_slices) > 1),
+                    *({"fails": (number,)} for number in fails if len(fails) > 1),
                     {"held": 0} if held else {},
                     {"seconds": 0.01} if seconds != 0.01 else {},
                 ):

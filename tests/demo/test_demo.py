@@ -71,7 +71,7 @@ def test_demo_runs_a_server_that_preempts_background_jobs(tmp_path: Path, monkey
     assert failed == "0"
     assert "no slot" in result.output
     below = psutil.Process().children(recursive=True)
-    assert not [one for one in below if "serve" in one.cmdline()]
+    assert not [process for process in below if "serve" in process.cmdline()]
 
 
 def test_demo_refuses_options_that_need_a_peer(tmp_path: Path) -> None:

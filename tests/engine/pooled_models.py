@@ -99,7 +99,7 @@ def _write_tokenizer(folder: Path, *, has_pairs: bool) -> None:
         special_tokens=[(token, 256 + index) for index, token in enumerate(SPECIAL)],
     )
     backend.save(str(folder / "tokenizer.json"))
-    template = "{% for one in messages %}{{ one.content }}{% endfor %}{{ enable_thinking }}"
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}{{ enable_thinking }}"
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
 
 

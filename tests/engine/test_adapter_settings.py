@@ -41,7 +41,7 @@ def test_prompts_choose_adapters_by_name(tmp_path: Path) -> None:
     write_adapter(tmp_path, {"model.layers.0.self_attn.o_proj": (hidden, hidden)}, seed=1, size=0.5)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with LLM("tally", lora_modules={"a": str(tmp_path)}, **SETTINGS) as llm:
-        plain, adapted = (one.token_ids for one in llm.generate(["Count", "Count"], params, adapter=[None, "a"]))
+        plain, adapted = (output.token_ids for output in llm.generate(["Count", "Count"], params, adapter=[None, "a"]))
         assert plain != adapted
         assert llm.generate("Count", params, adapter="a")[0].token_ids == adapted
         with pytest.raises(

@@ -51,9 +51,9 @@ def test_outputs_equal_those_of_llm_for_concurrent_requests_and_n(llm: AsyncLLM)
             *plain.chat(CHAT, GREEDY),
         ]
         copies = plain.generate(["abc"] * 3, [seeded.with_seed_of(copy) for copy in range(3)])
-    assert [one.token_ids for (one,) in single] == [one.token_ids for one in expected]
-    assert [one.text for (one,) in single] == [one.text for one in expected]
-    assert [one.text for one in several] == [copy.text for copy in copies] == pieces
+    assert [output.token_ids for (output,) in single] == [output.token_ids for output in expected]
+    assert [output.text for (output,) in single] == [output.text for output in expected]
+    assert [output.text for output in several] == [copy.text for copy in copies] == pieces
     assert len(set(pieces)) > 1
 
 
@@ -129,7 +129,7 @@ def test_close_fails_unfinished_and_later_requests() -> None:
 def test_documented_fastapi_app_streams_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     from fastapi.testclient import TestClient  # noqa: PLC0415
 
-    (code,) = [one for one in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "FastAPI" in one]
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "FastAPI" in block]
     names: dict = {"__name__": "example"}
     exec(compile(code, str(PAGE), "exec", dont_inherit=True), names)
     with TestClient(names["app"]) as client:

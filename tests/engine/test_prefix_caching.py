@@ -53,7 +53,7 @@ def test_cached_prefixes_do_not_change_tokens(pair: Pair) -> None:
         assert caching.generate(filler, GREEDY)[0].token_ids == filled.token_ids
         batch = [turn[: 100 * index] + prompt_of(index, 40) for index in (1, 2)]
         found, wanted = caching.generate(batch, params), plain.generate(batch, params)
-        assert [one.token_ids for one in found] == [one.token_ids for one in wanted]
+        assert [output.token_ids for output in found] == [output.token_ids for output in wanted]
         turn = turn + first.token_ids + prompt_of(3, 30)
 
 

@@ -77,7 +77,9 @@ def expected(adapters) -> list[list[int]]:
     """Return the output of each request, by models with merged weights and without a prefix cache."""
     found: list[list[int]] = [[] for _ in requests_of()]
     for number, deltas in enumerate(adapters[1]):
-        own = [changed(one, prefix=None, adapter=0) for one in requests_of() if one.options.adapter == number]
+        own = [
+            changed(request, prefix=None, adapter=0) for request in requests_of() if request.options.adapter == number
+        ]
         run(*engine(model_of(deltas), Recompute(), device_blocks=60, slots=4), own)
         for request in own:
             found[request.id] = request.progress.output

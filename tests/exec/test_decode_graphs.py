@@ -100,7 +100,7 @@ def test_logits_keep_their_type_and_greedy_tokens_those_of_float32() -> None:
     logits = logits.clone()
     logits[:, [9, 4, 11]] = logits.max() + 1
     greedy = [SampleRow(Sampler(logits.shape[1]).start(SamplingParams(temperature=0.0), 0, [1], ()), 0)] * 2
-    found, wide = (Sampler(logits.shape[1]).sample(one, greedy).tokens.tolist() for one in (logits, logits.float()))
+    found, wide = (Sampler(logits.shape[1]).sample(rows, greedy).tokens.tolist() for rows in (logits, logits.float()))
     assert found == wide == [4, 4]
 
 

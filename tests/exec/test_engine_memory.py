@@ -35,7 +35,7 @@ def stream_and_abort(loop: EngineLoop, first: int) -> int:
 
 
 def living() -> list[object]:
-    return [one for one in gc.get_objects() if type(one) in (Request, TokenDetail, TokenLogprob)]
+    return [thing for thing in gc.get_objects() if type(thing) in (Request, TokenDetail, TokenLogprob)]
 
 
 def test_aborted_streams_free_their_memory() -> None:
@@ -50,7 +50,7 @@ def test_aborted_streams_free_their_memory() -> None:
         after, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         known = set(map(id, others))
-        kept = [type(one) for one in living() if id(one) not in known]
+        kept = [type(thing) for thing in living() if id(thing) not in known]
         assert set(kept) <= {Request}
         assert len(kept) <= 2 * config.max_num_seqs  # the last batch, until the next one
         assert after - before < 1 << 20  # one KiB per request would be as much

@@ -117,7 +117,7 @@ def test_masks_remove_the_same_tokens_from_any_rows() -> None:
     sampled = sampler.sample(logits, [SampleRow(row, 0) for row in rows]).report.read()
     allowed = np.array([0x30 <= token + 0x20 <= 0x39 for token in range(VOCAB)])
     expected = [np.where(allowed | (i % 2 == 1), row, -np.inf).argmax() for i, row in enumerate(logits.numpy())]
-    assert [one.token for one in sampled] == expected
+    assert [sample.token for sample in sampled] == expected
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -77,7 +77,7 @@ def expected() -> list[list[int]]:
 def generated(**settings: object) -> tuple[list[list[int]], LLM]:
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     with LLM(str(builtin_model_path()), **SETTINGS, **settings) as llm:
-        return [one.token_ids for one in llm.generate(PROMPTS, params)], llm
+        return [output.token_ids for output in llm.generate(PROMPTS, params)], llm
 
 
 @pytest.mark.usefixtures("registered")

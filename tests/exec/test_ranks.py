@@ -50,10 +50,10 @@ def config(tp: int, pp: int, **settings: Any) -> EngineConfig:
 
 def ranks() -> list[psutil.Process]:
     found = []
-    for one in psutil.Process().children(recursive=True):
+    for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):  # it may have exited since
-            if one.name() == ForkedRank.NAME or "skipjoin.exec.ranks.rank_program" in one.cmdline():
-                found.append(one)
+            if child.name() == ForkedRank.NAME or "skipjoin.exec.ranks.rank_program" in child.cmdline():
+                found.append(child)
     return found
 
 
@@ -226,7 +226,7 @@ def test_each_rank_sees_a_card_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
         OwnLauncher().start(GroupSizes(2, 1), "auto", 0.0)
         with pytest.raises(RankError, match=r"size 2 x .*size 2 needs 4 GPUs, this machine has 3 that can be used"):
             OwnLauncher().start(GroupSizes(2, 2), "auto", 0.0)
-    names = [[environment["CUDA_VISIBLE_DEVICES"] for environment in one] for one in seen]
+    names = [[environment["CUDA_VISIBLE_DEVICES"] for environment in environments] for environments in seen]
     assert names == [["2", "GPU-8f6e"], ["0", "1"]]
 
 

@@ -69,10 +69,10 @@ def test_moves_complete_in_the_step_in_which_the_simulated_ones_do(seed: int) ->
         clock.sleep(STEP_S)
         assert clock.now == simulated.ready_at
         completed = [*ended.completed, *copier.poll().completed]
-        assert sorted(one.request.id for one in completed) == sorted(
-            one.request.id for one in simulated.outcome.completed
+        assert sorted(moved.request.id for moved in completed) == sorted(
+            moved.request.id for moved in simulated.outcome.completed
         ), number
-        late += any(one in plan.overlapped for one in completed) < len(plan.overlapped)
+        late += any(moved in plan.overlapped for moved in completed) < len(plan.overlapped)
     assert late > 20, "most moves take longer than their own step"
 
 

@@ -136,9 +136,9 @@ def test_moves_that_overlap_compute_equal_plain_indexing(block_size: int) -> Non
             expected[other][target] = expected[direction][source]
             moves += [move(direction, source[at : at + 6], target[at : at + 6], block_size) for at in range(0, 24, 6)]
         draw.shuffle(moves)
-        for one in moves:
+        for moved in moves:
             busy(device)
-            copier.begin([one])
+            copier.begin([moved])
         assert len(wait_for(copier, len(moves)).completed) == len(moves)
         torch.cuda.synchronize()
         for direction, pool in pools(store).items():
@@ -211,7 +211,7 @@ def test_a_failed_copy_is_reported_once_and_later_ones_complete(
 ) -> None:
     moves = [move(OUT, [i], [i]) for i in range(6)]
     bad = [moves[1], moves[4]]
-    store.fails = lambda one: one in bad
+    store.fails = lambda moved: moved in bad
     with caplog.at_level(logging.ERROR):
         copier.begin(moves)
         ended = wait_for(copier, 6)
@@ -294,7 +294,7 @@ def until_completed(steps: Steps, count: int) -> list[Move]:
 def test_completed_overlapped_moves_are_reported_by_the_next_result(store: HarshStore, steps: Steps) -> None:
     moves = [move(OUT, [5], [7]), move(IN, [3], [9])]
     bad = move(OUT, [8], [2])
-    store.fails = lambda one: one is bad
+    store.fails = lambda moved: moved is bad
     first = steps.run(overlapped=[moves[0], bad, moves[1]])
     completed, failed = list(first.completed), list(first.failed)
     deadline = time.perf_counter() + LONG_S
@@ -331,7 +331,7 @@ def test_overlapped_moves_start_with_their_plan(store: HarshStore, steps: Steps)
 
 def test_no_step_waits_for_a_slow_copy(store: HarshStore, steps: Steps) -> None:
     may_end = threading.Event()
-    store.fails = lambda one: not may_end.wait(LONG_S)
+    store.fails = lambda moved: not may_end.wait(LONG_S)
     moves = [move(OUT, [5], [7]), move(OUT, [6], [8])]
     results = [steps.run(overlapped=moves), *(steps.run() for _ in range(20))]
     assert not any(result.completed or result.failed for result in results)
@@ -373,7 +373,7 @@ def test_without_a_cpu_tier_there_is_no_copy_thread() -> None:
 
 
 def test_copy_errors_propagate_from_the_store(store: HarshStore) -> None:
-    store.fails = lambda one: True
+    store.fails = lambda moved: True
     with pytest.raises(CopyError, match="request 0"):
         store.copy(move(OUT, [0], [0]))
     assert pools(store)[IN][0].isnan().all()

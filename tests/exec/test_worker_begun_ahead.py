@@ -75,7 +75,7 @@ def test_log_probabilities_belong_to_their_step(attention: str) -> None:
         events, _ = ahead(model, requests, depth=depth, chunk=5)
         tokens = sorted((e for e in events if isinstance(e, Token)), key=lambda event: event.request.id)
         assert all(len(event.detail.prompt) == 9 + event.request.id for event in tokens[::6])
-        each = [(event.request.id, one) for event in tokens for one in (event.detail.chosen, *event.detail.prompt)]
+        each = [(event.request.id, score) for event in tokens for score in (event.detail.chosen, *event.detail.prompt)]
         scored = [(i, *pair) for i, one in each for pair in ((one.token, one.logprob), *one.top)]
         return [(i, token) for i, token, _ in scored], [0.0 if logprob is None else logprob for *_, logprob in scored]
 
@@ -180,7 +180,7 @@ def test_prompt_logits_are_computed_in_small_batches(monkeypatch: pytest.MonkeyP
         found.append([e.detail.prompt for e in events if isinstance(e, Token) and e.detail.prompt])
         assert model.widest == min(rows, 30)
     assert [len(scores) for scores in found[0]] == [39, 38, 37]
-    flat = [[score.logprob for scores in one for score in scores[1:]] for one in found]
+    flat = [[score.logprob for scores in prompt for score in scores[1:]] for prompt in found]
     assert flat[0] == pytest.approx(flat[1], abs=1e-5)
 
 

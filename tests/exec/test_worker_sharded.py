@@ -255,11 +255,11 @@ def test_ranks_return_log_probabilities() -> None:
     assert found.keys() == expected.keys()
     for key, ours in found.items():
         theirs = expected[key]
-        assert [one.token for one in (ours.chosen, *ours.prompt)] == [
-            one.token for one in (theirs.chosen, *theirs.prompt)
+        assert [score.token for score in (ours.chosen, *ours.prompt)] == [
+            score.token for score in (theirs.chosen, *theirs.prompt)
         ]
-        assert [one.logprob for one in (ours.chosen, *ours.prompt[1:])] == pytest.approx(
-            [one.logprob for one in (theirs.chosen, *theirs.prompt[1:])], abs=1e-5
+        assert [score.logprob for score in (ours.chosen, *ours.prompt[1:])] == pytest.approx(
+            [score.logprob for score in (theirs.chosen, *theirs.prompt[1:])], abs=1e-5
         )
 
 

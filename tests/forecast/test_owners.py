@@ -119,7 +119,7 @@ def test_states_contain_hashed_keys_and_belong_to_their_owner(tmp_path: Path) ->
     teach(forecasters, "other", 11)
     assert forecasters.save()
     described = [json.loads((folder / "state.json").read_text()) for folder in sorted(tmp_path.iterdir())]
-    assert {one["owner"] for one in described} == {owner_of_key(key.encode()), "other"}
+    assert {row["owner"] for row in described} == {owner_of_key(key.encode()), "other"}
     for file in tmp_path.rglob("*"):
         assert key not in file.name
         assert file.is_dir() or key.encode() not in file.read_bytes()

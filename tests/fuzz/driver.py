@@ -146,7 +146,7 @@ class Fuzzer:
             some = self._notes[name]
             some.append(Memory(time.monotonic() - self._begin, self.cases, held, held))
             if len(some) >= _MIN_POINTS and (grown := growth(some)[0]) > LEAK_MIB:
-                held_mib = [round(one.anonymous) for one in some]
+                held_mib = [round(memory.anonymous) for memory in some]
                 found.append(f"memory of idle process {name} grew by {grown:.0f} MiB: {held_mib}")
         return found
 
@@ -230,7 +230,7 @@ async def fuzz(rounds: Iterable[Round]) -> list[str]:
             if found:
                 return found
         code = await served.stop()
-        leftovers = [f"left behind: {one}" for one in await served.leftovers()]
+        leftovers = [f"left behind: {leftover}" for leftover in await served.leftovers()]
         if code == 0:
             return leftovers
         return [f"after SIGTERM the server exited with code {code}", *leftovers, served.log_tail()]

@@ -139,7 +139,7 @@ def test_bodies_depend_on_the_seed_and_share_no_prefix() -> None:
 def test_bodies_contain_the_options_of_trace_rows() -> None:
     job = jobs(1)[0]._replace(deadline_s=2.5, target=RequestTarget(ttft_s=0.25, jct_s=9.0))
     target = Target(base_url="http://host:1", model="m")
-    plain, requested = (json.loads(Bodies(target, "0").make(one)) for one in (jobs(1)[0], job))
+    plain, requested = (json.loads(Bodies(target, "0").make(sent)) for sent in (jobs(1)[0], job))
     assert {name: requested[name] for name in requested.keys() - plain.keys()} == {
         "deadline_ms": 2500,
         "slo": {"ttft_ms": 250, "jct_ms": 9000},

@@ -126,7 +126,7 @@ def small_model(kind: type[Any]) -> Any:
 def outcome(name: str, folder: Path) -> tuple[str, str]:
     """Return how an architecture runs, and why not."""
     family._register_own()
-    if any(name in one.architectures for one in family._families.values()):
+    if any(name in builder.architectures for builder in family._families.values()):
         return NATIVE, ""
     text = name.replace("ForConditionalGeneration", "ForCausalLM")
     kind = getattr(transformers, text if text in architectures() else name)
@@ -152,7 +152,7 @@ def outcome(name: str, folder: Path) -> tuple[str, str]:
         return REFUSED, why(error)
     sequences = [torch.randint(3, 101, (1, length)) for length in LENGTHS]
     for ids, logits in zip(
-        sequences, PagedRunner(ours, [one[0].tolist() for one in sequences], 4, 3).run(), strict=True
+        sequences, PagedRunner(ours, [tokens[0].tolist() for tokens in sequences], 4, 3).run(), strict=True
     ):
         with torch.no_grad():
             expected = model(input_ids=ids, use_cache=False).logits[0]
@@ -183,7 +183,7 @@ def why(error: ModelError) -> str:
 
 
 def architectures() -> list[str]:
-    names = (one if isinstance(one, str) else one[0] for one in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    names = (named if isinstance(named, str) else named[0] for named in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     return sorted(set(names))
 
 

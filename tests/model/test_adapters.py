@@ -125,7 +125,7 @@ def test_unloaded_adapters_leave_nothing(llama):
     for number in (1, 2):
         model.adapters.unload(number)
     assert not model.adapters.bytes
-    assert not any(one._pairs for one in model.adapters._products)
+    assert not any(product._pairs for product in model.adapters._products)
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])

@@ -57,7 +57,7 @@ class Library(types.ModuleType):
         self.calls.append({"keys": k_cache, "window": window_size})
         assert q.dtype == k_cache.dtype != torch.float32
         assert k_cache.stride(-1) == q.stride(-1) == 1
-        assert {one.dtype for one in (cache_seqlens, page_table, cu_seqlens_q)} == {torch.int32}
+        assert {tensor.dtype for tensor in (cache_seqlens, page_table, cu_seqlens_q)} == {torch.int32}
         assert torch.equal(scheduler_metadata, torch.cat([cache_seqlens, torch.tensor(window_size)]))
         assert causal
         out = torch.zeros_like(q)
@@ -115,7 +115,7 @@ def test_triton_serves_only_the_segments_of_shared_blocks(library, mix, window):
     case.kv.tensor.copy_(before)
     rows = torch.repeat_interleave(torch.arange(len(mix)), torch.tensor([length for _, length in mix]))
     outputs = []
-    for segments in (case.segments, [one._replace(reverse=False) for one in case.segments]):
+    for segments in (case.segments, [segment._replace(reverse=False) for segment in case.segments]):
         batch = PackedBatch.build(segments, case.block_size)
         parts = case.qkv.clone().split([4, 2, 2], dim=1)
         options = {"layer": 1, "scale": 0.3, "window": window, "cos_sin": case.cos_sin}

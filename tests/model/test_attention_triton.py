@@ -137,7 +137,7 @@ class Decodes:
         index = None if segments is None else torch.tensor(segments, device=DEVICE)
         self.list = share_out(PackedBatch.build(new, 16, DEVICE), index, window=window, chunk=chunk)
         records = self.list.items[: int(self.list.total)].tolist()
-        self.items = [(one[0], one[2], one[3]) for one in records]
+        self.items = [(record[0], record[2], record[3]) for record in records]
         self.keys = [end - begin for _, begin, end in self.items]
 
     def chunks(self, number):

@@ -174,7 +174,7 @@ def test_triton_is_chosen_where_it_works(attention, kernels, warned):
     kernels(True)
     first = implementations(attention, torch.bfloat16, ON_CARD, facts=GOOD)
     second = implementations(attention, torch.bfloat16, ON_CARD, facts=GOOD)
-    assert [one.name for one in first] == ["triton", "triton"]
+    assert [ops.name for ops in first] == ["triton", "triton"]
     # Models share no state.
     assert first[1] is not second[1]
     assert warned() == []
@@ -194,7 +194,7 @@ def test_torch_is_chosen_where_triton_fails(outcome, found, reason, kernels, war
     kernels(outcome)
     for _ in range(2):
         chosen = implementations("auto", torch.bfloat16, ON_CARD, facts=found)
-        assert [one.name for one in chosen] == ["torch", "torch"]
+        assert [ops.name for ops in chosen] == ["torch", "torch"]
     slower = "torch's operations are used instead, which makes decoding several times slower"
     assert warned() == [f"{reason}: {slower}"]
     with pytest.raises(ModelError) as refused:
@@ -218,7 +218,7 @@ def test_all_fallbacks_are_reported_in_one_warning(warned):
 
 
 def test_torch_is_chosen_on_request(warned):
-    assert [one.name for one in implementations("torch", torch.bfloat16, ON_CARD, facts=GOOD)] == ["torch", "torch"]
+    assert [ops.name for ops in implementations("torch", torch.bfloat16, ON_CARD, facts=GOOD)] == ["torch", "torch"]
     assert warned() == []
 
 

@@ -24,7 +24,7 @@ from support.fallback_models import FALLBACKS, FURTHER
 from support.worlds import checkered, exhaustive
 
 SEQUENCES = [
-    [int(one) for one in torch.randint(96, (n,), generator=torch.Generator().manual_seed(n))] for n in (1, 18, 40)
+    [int(token) for token in torch.randint(96, (n,), generator=torch.Generator().manual_seed(n))] for n in (1, 18, 40)
 ]
 
 
@@ -140,7 +140,7 @@ def test_plan_has_the_bytes_of_the_loaded_model(saved) -> None:
 
 def test_log_says_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
     random_model(FALLBACKS["gpt2"])
-    (record,) = (one for one in caplog.records if "GPT2LMHeadModel" in one.message)
+    (record,) = (entry for entry in caplog.records if "GPT2LMHeadModel" in entry.message)
     assert record.levelno == logging.WARNING
     assert "has no family of Skipjoin's own: transformers' modeling code runs it, which is slower." in record.message
     assert "depend on the batch" not in record.message
@@ -213,7 +213,7 @@ def test_record_of_architectures_has_the_native_ones() -> None:
     """`architectures.py` has the command that writes it."""
     family._register_own()
     record = json.loads(Path(__file__).with_name("architectures.json").read_text(encoding="utf-8"))["architectures"]
-    native = {name for one in family._families.values() for name in one.architectures}
+    native = {name for builder in family._families.values() for name in builder.architectures}
     assert {name for name, (outcome, _) in record.items() if outcome == "native"} == native & record.keys()
 
 

@@ -153,7 +153,7 @@ def check(path: Path, reference, folder: Path, spec: LoadSpec = PLAIN) -> None:
         if tensor.dim() == 2 and tensor.shape[1] >= 64 and not name.endswith("_bias"):
             taken = weights.take(name, *tensor.shape, columns=range(32, 64))
             assert torch.equal(taken, tensor[:, 32:64]), name
-    found, expected = (logits(load_model(one, spec)) for one in (path, folder))
+    found, expected = (logits(load_model(source, spec)) for source in (path, folder))
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
@@ -192,7 +192,9 @@ def test_numbers_of_each_type_are_those_of_the_reference(kind: Kind, tmp_path: P
     )
 
 
-@pytest.mark.parametrize("kind", [one for one in (*WRITTEN, *READ) if one.name in LAYOUTS], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in (*WRITTEN, *READ) if kind.name in LAYOUTS], ids=lambda kind: kind.name
+)
 def test_codes_of_each_type_are_those_of_the_reference(kind: Kind, tmp_path: Path) -> None:
     reference = small_llama(hidden_size=256)
     write_model(tmp_path / "m.gguf", reference, kind)
@@ -218,7 +220,7 @@ def test_codes_of_each_type_are_those_of_the_reference(kind: Kind, tmp_path: Pat
 
 
 @pytest.mark.skipif(load_library() is None, reason="no compiler")
-@pytest.mark.parametrize("name", [one for one in CODES if one not in DELTA])
+@pytest.mark.parametrize("name", [name for name in CODES if name not in DELTA])
 def test_products_of_codes_serve_each_family(name: str, tmp_path: Path) -> None:
     reference = reference_of(name)
     write_model(tmp_path / "m.gguf", reference, Kind.Q8_0)
@@ -253,7 +255,7 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None
 def test_experts_of_gpt_oss_stay_in_codes(tmp_path: Path) -> None:
     write_model(tmp_path / "m.gguf", reference_of("gpt-oss"), Kind.MXFP4)
     files, spec = model_files(str(tmp_path / "m.gguf")), LoadSpec(dtype="float32")
-    model, wide = (load_model(files.folder, one) for one in (spec, PLAIN))
+    model, wide = (load_model(files.folder, wanted) for wanted in (spec, PLAIN))
     assert model.weight_label == "MXFP4"
     assert planned_model(files, model.config, spec).weight_bytes <= model.weight_bytes < wide.weight_bytes / 2
     for ours, expected in zip(logits(model), logits(wide), strict=True):
@@ -396,7 +398,7 @@ def test_tokens_are_those_of_the_numbers_whatever_is_preempted(tmp_path: Path) -
                 return events
 
             llm.engine.core.take_events = counted
-            found.append([one.token_ids for one in llm.generate(TEXTS[:6], GREEDY)])
+            found.append([output.token_ids for output in llm.generate(TEXTS[:6], GREEDY)])
             if model == file:
                 assert llm.tokenizer.chat_text([{"role": "user", "content": "hi"}]) == "hi<|user|>"
     assert found[0] == found[1]

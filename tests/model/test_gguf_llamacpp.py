@@ -61,8 +61,8 @@ def answered(file: Path, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
         steps = json.load(answer)["completion_probabilities"]
     found = torch.full((len(steps), VOCAB), -torch.inf)
     for row, step in zip(found, steps, strict=True):
-        for one in step["top_logprobs"]:
-            row[one["id"]] = one["logprob"]
+        for token in step["top_logprobs"]:
+            row[token["id"]] = token["logprob"]
     return [step["id"] for step in steps], found
 
 

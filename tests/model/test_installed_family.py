@@ -85,7 +85,7 @@ def test_guide_family_generates_the_tokens_of_transformers(reference) -> None:
         str(folder), profile="off", threads=1, kv_cache_gib=0.01, swap_space_gib=0, generation_config="none"
     ) as llm:
         params = SamplingParams(temperature=0, max_tokens=8)
-        assert [one.token_ids for one in llm.generate(PROMPTS, params)] == expected
+        assert [output.token_ids for output in llm.generate(PROMPTS, params)] == expected
 
 
 @pytest.mark.usefixtures("guide_package")

@@ -172,7 +172,7 @@ def test_measured_calls_read_uncached_keys(monkeypatch):
     token_bytes = 2 * 16 * 4
     for name, turns, calls in table.asked:
         tables, read = read[: len(calls)], read[len(calls) :]
-        blocks = torch.cat([one.flatten() for one in tables])
+        blocks = torch.cat([table.flatten() for table in tables])
         assert len(set(blocks.tolist())) == len(blocks), name
         assert len(blocks) * 16 * token_bytes >= 2 * cache
         assert turns >= 20
@@ -181,7 +181,7 @@ def test_measured_calls_read_uncached_keys(monkeypatch):
     monkeypatch.setattr(choices, "_POOL_BYTES", 1024 * token_bytes)
     table, read = Measured(), []
     tune_attention(table, shape, 1, torch.device("cpu"), 4, cache)
-    assert len({tuple(one.flatten().tolist()) for one in read[: len(table.asked[0][2])]}) == 1
+    assert len({tuple(blocks.flatten().tolist()) for blocks in read[: len(table.asked[0][2])]}) == 1
 
 
 def test_choices_of_other_measurement_methods_are_ignored():

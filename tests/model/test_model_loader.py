@@ -183,7 +183,7 @@ def test_files_mean_what_transformers_reads_in_them(architecture, raw):
     kind = {"architectures": [architecture]}
     full = CONFIG_MAPPING[family.architectures[architecture]].from_dict(dict(raw)).to_dict()
     named = {"eos_token_ids": (), "dtype_name": None}
-    ours, theirs = (replace(ModelConfig.from_dict(one | kind), **named) for one in (raw, full))
+    ours, theirs = (replace(ModelConfig.from_dict(settings | kind), **named) for settings in (raw, full))
     assert ours == theirs
 
 

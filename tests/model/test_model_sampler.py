@@ -31,7 +31,7 @@ def row(*, seed=0, prompt=(1, 2, 3), output=(), eos=(2,), **params) -> Row:
 
 def sampled(logits: torch.Tensor, rows: Sequence[Row]) -> list[Sampled]:
     sampler = Sampler(logits.shape[-1])
-    return sampler.sample(logits.clone(), [started(sampler, one) for one in rows]).report.read()
+    return sampler.sample(logits.clone(), [started(sampler, row) for row in rows]).report.read()
 
 
 def started(sampler: Sampler, one: Row) -> SampleRow:
@@ -41,7 +41,7 @@ def started(sampler: Sampler, one: Row) -> SampleRow:
 
 
 def draw(logits: torch.Tensor, rows: list[Row]) -> list[int]:
-    return [one.token for one in sampled(logits.expand(len(rows), -1), rows)]
+    return [sample.token for sample in sampled(logits.expand(len(rows), -1), rows)]
 
 
 def naive_distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -188,7 +188,7 @@ def test_advanced_states_equal_states_made_from_all_tokens():
         rows = [SampleRow(state, len(output)) for state, output in zip(states, outputs, strict=True)]
         tokens = sampler.sample(logits.clone(), rows).tokens.tolist()
         again = [row(seed=7, output=output, **kind) for output, kind in zip(outputs, kinds, strict=True)]
-        assert [one.token for one in sampled(logits, again)] == tokens
+        assert [sample.token for sample in sampled(logits, again)] == tokens
         for state, output, token in zip(states, outputs, tokens, strict=True):
             output.append(token)
             state.accept([token])

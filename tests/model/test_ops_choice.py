@@ -77,7 +77,7 @@ def test_variants_that_the_processor_supports_are_tried_fastest_first(machine, w
     monkeypatch.setattr(platform, "machine", lambda: machine)
     for at, variant in enumerate(variants):
         monkeypatch.setattr(build, "cpu_features", lambda needs=variant.needs: needs)
-        assert build.shipped() == [wheel / one.file for one in variants[at:]]
+        assert build.shipped() == [wheel / variant.file for variant in variants[at:]]
     # A feature that a variant needs is missing, as on processors with AVX-512 but without its vector lengths.
     for variant in variants[:-1]:
         for feature in variant.needs:

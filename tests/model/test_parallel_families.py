@@ -41,7 +41,7 @@ def test_ranks_compute_the_logits_of_one_rank(name, attention, layouts, tmp_path
         for rank in range(tp * (pp - 1), tp * pp):
             for ours, theirs in zip(found[rank], expected, strict=True):
                 torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
-        assert all(len(one) == 0 for rank in range(tp * (pp - 1)) for one in found[rank])
+        assert all(len(rows) == 0 for rank in range(tp * (pp - 1)) for rows in found[rank])
         # All sampling ranks must have identical logits.
         for rank in range(tp * (pp - 1), tp * pp):
             assert all(torch.equal(a, b) for a, b in zip(found[rank], found[-1], strict=True))
@@ -96,7 +96,7 @@ def test_a_single_rank_uses_no_collectives(monkeypatch):
     model = random_model(raw("llama"))
     for name in ("count_once", "all_reduce", "send", "receive"):
         monkeypatch.setattr(Alone, name, None)
-    assert all(len(one) for one in logits(model))
+    assert all(len(rows) for rows in logits(model))
 
 
 def test_tokens_outside_the_vocabulary_are_rejected_on_every_rank():

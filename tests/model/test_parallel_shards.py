@@ -39,7 +39,7 @@ def shards(tp: int, pp: int = 1) -> list[Shard]:
 def test_ranks_of_a_stage_partition_the_weights(tp):
     for kind, total in zip(KINDS, (24, 80, 101), strict=True):
         parts = [getattr(shard, kind)(CONFIG) for shard in shards(tp)]
-        assert [one for part in parts for one in part] == list(range(total))
+        assert [row for part in parts for row in part] == list(range(total))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
     assert shards(tp)[0].vocabulary_sizes(CONFIG) == [len(shard.vocabulary(CONFIG)) for shard in shards(tp)]
 
@@ -57,7 +57,7 @@ def test_query_heads_share_a_rank_with_their_key_value_head(tp):
 @pytest.mark.parametrize("pp", [1, 2, 3, 7])
 def test_stages_differ_by_at_most_one_layer(pp):
     parts = [shard.layers(CONFIG) for shard in shards(2, pp)[::2]]
-    assert [one for part in parts for one in part] == list(range(7))
+    assert [row for part in parts for row in part] == list(range(7))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 

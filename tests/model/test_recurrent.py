@@ -70,7 +70,7 @@ def test_compiled_operations_equal_those_of_torch(
     of = Recurrence(key_heads, *per_head[:2]) if is_delta else Recurrence(key_heads, *per_head, 0.1, 1.0)
     found = []
     for ops in (CppOps(load_library(), dtype).recurrent, TorchRecurrent()):
-        inputs, matrices = (one.clone() for one in kept)
+        inputs, matrices = (tensor.clone() for tensor in kept)
         before, given, after = x.chunk(3, dim=1)
         convolution = Convolution(*weights, is_gated=is_delta)
         convolved = ops.convolve(
@@ -106,7 +106,7 @@ def test_states_and_logits_have_the_same_bits_however_prompts_are_cut(name: str)
     sequences = [torch.randint(0, 97, (length,), generator=generator).tolist() for length in (1, 19, 40)]
     model = random_model(HYBRIDS[name], seed=3, dtype="bfloat16")
     runners = [PagedRunner(model, sequences, 4, seed) for seed in (1, 2)]
-    first, second = ([one.clone() for one in runner.run()] for runner in runners)
+    first, second = ([logits.clone() for logits in runner.run()] for runner in runners)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
     assert torch.equal(runners[0].kv.states.tensor, runners[1].kv.states.tensor)
     assert runners[0].kv.states.tensor.shape[0] == len(sequences)

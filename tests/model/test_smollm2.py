@@ -95,7 +95,7 @@ def test_preemption_on_both_tiers_changes_no_answer(answers: list[Generation]) -
     pools = {"kv_cache_gib": 0.006, "swap_space_gib": 0.003, "block_size": 8, "max_num_seqs": 4}
     with LLM(PACKAGED_NAME, recipe="fastserve", **pools, **SETTINGS | {"max_model_len": 112}) as small:
         seen, kv = evictions(small), small.engine.core.kv
-        found = [one.token_ids for one in small.chat(SHORT, GREEDY)]
+        found = [output.token_ids for output in small.chat(SHORT, GREEDY)]
         assert kv.device_free == kv.device_total
         assert kv.tiers is not None
         assert kv.tiers.cpu_free == kv.tiers.cpu_total
@@ -119,7 +119,7 @@ def test_eight_bit_kv_keeps_answers_on_both_tiers() -> None:
     settings = SETTINGS | {"max_model_len": 112, "block_size": 8, "max_num_seqs": 4}
     with LLM(PACKAGED_NAME, recipe="fastserve", **eight, **settings) as llm:
         seen = evictions(llm)
-        found = [one.token_ids for one in llm.chat(SHORT, GREEDY)]
+        found = [output.token_ids for output in llm.chat(SHORT, GREEDY)]
     assert found[0] == SHORT_OUTPUTS[0]
     assert sum(ours[0] == theirs[0] for ours, theirs in zip(found, SHORT_OUTPUTS, strict=True)) >= len(SHORT) - 1
     assert seen[Preemption.SWAP] > 0, seen

@@ -130,7 +130,7 @@ def test_a_registered_format_serves_the_tokens_of_its_numbers(folders: tuple[Pat
     params, found = SamplingParams(temperature=0, max_tokens=40), []
     for folder in folders:
         with LLM(str(folder), **SETTINGS) as llm:
-            found.append([one.token_ids for one in llm.generate(PROMPTS, params)])
+            found.append([output.token_ids for output in llm.generate(PROMPTS, params)])
             info = llm.engine.info
             assert info.dtype == ("float32, nibble weights" if folder == folders[0] else "float32")
             sizes = info.weight_bytes, llm.engine.executor.rank_specs[0].parameters

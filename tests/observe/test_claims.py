@@ -104,7 +104,7 @@ def test_means_are_over_time_and_children_inherit_a_parent() -> None:
 
     usage.observe(
         [
-            *(Arrived(one, 0.0) for one in (parent, child, grandchild)),
+            *(Arrived(request, 0.0) for request in (parent, child, grandchild)),
             Reserved(parent, 0.0, None, 10),
             Reserved(child, 0.0, parent, 6),
             Reserved(grandchild, 0.0, child, 2),

@@ -172,8 +172,8 @@ def test_gauges_follow_the_engine(eviction: type[Recompute], overlap: bool) -> N
     while core.requests or core.plans:
         if stepper.start() is None:
             stepper.finish()
-        for one in (metrics, plain):
-            one.observe(stepper.events[seen:])
+        for collector in (metrics, plain):
+            collector.observe(stepper.events[seen:])
         seen = len(stepper.events)
         found = metrics.snapshot()
         assert plain.snapshot().row("kv_compressed_bytes") == [0]
@@ -316,7 +316,7 @@ def test_swaps_are_counted_by_direction_and_by_whether_they_block() -> None:
 
 def test_service_classes_are_counted_separately() -> None:
     targets = {True: Target(jct_s=1e9), False: Target()}
-    requests = [changed(one, target=targets[one.is_best_effort]) for one in load(5, 20, best_effort=0.5)]
+    requests = [changed(request, target=targets[request.is_best_effort]) for request in load(5, 20, best_effort=0.5)]
     done = run(World("fcfs"), requests)
     metrics, facts = metrics_of(World()), list[RequestFacts]()
     metrics.observe(done.events)
@@ -330,16 +330,16 @@ def test_service_classes_are_counted_separately() -> None:
     for is_best_effort, service in enumerate(ServiceClass):
         own = [fact for fact in facts if fact.service is service]
         assert len(own) > 4
-        assert parts("generation_tokens_total")[is_best_effort] == [sum(one.output_tokens for one in own)]
+        assert parts("generation_tokens_total")[is_best_effort] == [sum(fact.output_tokens for fact in own)]
         assert parts("slo_attained_total")[is_best_effort] == [0, 0, len(own) * is_best_effort]
         assert sum(parts("request_success_total")[is_best_effort]) == len(own)
-        assert sum(parts("num_preemptions_total")[is_best_effort]) == sum(one.preemptions for one in own)
-        gaps = sum(one.output_tokens - 1 for one in own)
+        assert sum(parts("num_preemptions_total")[is_best_effort]) == sum(fact.preemptions for fact in own)
+        gaps = sum(fact.output_tokens - 1 for fact in own)
         counts = {"time_to_first_token": len(own), "e2e_request_latency": len(own), "inter_token_latency": gaps}
         for name, count in counts.items():
             assert sum(parts(f"{name}_seconds")[is_best_effort][:-1]) == count
         assert parts("request_queue_time_seconds")[is_best_effort][-1] == pytest.approx(
-            sum(one.queue(0) for one in own)
+            sum(fact.queue(0) for fact in own)
         )
 
 
@@ -440,7 +440,7 @@ def test_each_live_request_has_a_level_that_only_fastserve_counts(weight: float 
 
 def test_each_real_time_request_of_bros_is_in_time_or_late() -> None:
     found = rows_of(World("bros"), load(1, 20, rate=300.0, best_effort=0.3), "deadline_requests")
-    assert all(sum(row) == sum(not one.is_best_effort for one in live) for row, live in found)
+    assert all(sum(row) == sum(not request.is_best_effort for request in live) for row, live in found)
     assert max(late for (_, late), _ in found) > 0
 
 

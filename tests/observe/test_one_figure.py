@@ -26,7 +26,7 @@ class Read:
     def __init__(self, world: World, fails: float) -> None:
         self.overlap = world.overlap
         draw, pool = random.Random(3), {"device_blocks": world.device_blocks, "block_size": world.block_size}
-        requests = [changed(one, trace=Trace("", str(one.id))) for one in load(5, 24, texts=3)]
+        requests = [changed(request, trace=Trace("", str(request.id))) for request in load(5, 24, texts=3)]
         done = run(world, requests, fails=lambda move: draw.random() < fails)
         facts: list[RequestFacts] = []
         self.spans: list[Span] = []
@@ -35,8 +35,8 @@ class Read:
         usage, log = EngineUsage(**pool, block_bytes=BLOCK_BYTES), RequestLog(facts.append)
         spans = SpanLog(lambda request, found: self.spans.extend(found))
         for event in done.events:
-            for one in (metrics, histories, steps, usage, log, spans):
-                one.observe([event])
+            for observer in (metrics, histories, steps, usage, log, spans):
+                observer.observe([event])
             self.steps += steps.take() if len(facts) == len(requests) else []
         self.facts, self.histories = facts, histories.finished.after(0, len(requests))
         self.snapshot, self.end = metrics.snapshot(), done.end

@@ -136,7 +136,7 @@ def test_spans_agree_with_the_record(recipe: str, seed: int, depth: int, evictio
     done = run(world, traced(load(seed, 12)))
     facts: dict[int, RequestFacts] = {}
     spans: dict[int, list[Span]] = {}
-    records = RequestLog(lambda one: facts.update({one.id: one}))
+    records = RequestLog(lambda record: facts.update({record.id: record}))
     log = SpanLog(lambda request, found: spans.update({request.id: found}))
     for event in done.events:
         records.observe([event])

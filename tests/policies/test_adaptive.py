@@ -259,7 +259,8 @@ def run_steps(ordering: Adaptive, live: list[Request], chance: random.Random, no
     """Compute a step of the three best requests, and end some of them."""
     batch = [request for request, _ in zip(ordering.ranked(now), range(3), strict=False)]
     slices = [
-        Slice(one, one.progress.computed, one.progress.known - one.progress.computed, True, False, ()) for one in batch
+        Slice(request, request.progress.computed, request.progress.known - request.progress.computed, True, False, ())
+        for request in batch
     ]
     ordering.on_scheduled(slices, now)
     for request in batch:
@@ -309,7 +310,7 @@ def test_requests_of_cells_are_sorted_however_far_they_are_read(seed: int) -> No
         if chance.random() < 0.1:
             order.reset(cells)
         if chance.random() < 0.3:
-            expected = [entry[2] for _, entry in sorted(kept, key=lambda one: one[0].key(one[1]))]
+            expected = [entry[2] for _, entry in sorted(kept, key=lambda pair: pair[0].key(pair[1]))]
             count = chance.choice([5, 40, len(expected)])
             assert list(islice(order, count)) == expected[:count]
 
@@ -418,8 +419,8 @@ def test_pauses_do_not_change_the_lengths_at_which_a_request_changes_its_rank() 
     def edges(pauses: Callable[[], int]) -> list[float | str]:
         ordering = Adaptive(GittinsIndex(COST, 4), overtaking_s=OVERTAKING_S, first_share=0.5, prompt_patience=PATIENCE)
         request, other = make(0, 8, 200), make(1, 8, 9000)
-        for one in (request, other):
-            ordering.on_arrived(one, 0.0)
+        for arrived in (request, other):
+            ordering.on_arrived(arrived, 0.0)
         found = []
         for _ in range(150):
             run_all(ordering, [request])

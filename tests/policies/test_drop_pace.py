@@ -30,7 +30,7 @@ def holder(kv: KVLedger, number: int, tokens: int, priority: int = 0) -> Request
 
 
 def methods(eviction: Swap, victim: Request, kv: KVLedger, now: float, incoming: Request | None) -> list[Preemption]:
-    return [one.how for one in eviction.victims(1, [victim], kv, now, incoming)]
+    return [chosen.how for chosen in eviction.victims(1, [victim], kv, now, incoming)]
 
 
 def test_after_a_drop_incoming_requests_wait_until_its_share_of_time_is_small() -> None:
@@ -75,10 +75,10 @@ def test_swaps_are_not_paced_while_the_cpu_tier_has_space() -> None:
     eviction = Swap(COST)
     eviction.on_dropped(8, 0.0)
     first = eviction.victims(3, victims, kv, 1.0, incoming)
-    assert [(one.request.id, one.how) for one in first] == [(0, Preemption.SWAP), (1, Preemption.SWAP)]
+    assert [(chosen.request.id, chosen.how) for chosen in first] == [(0, Preemption.SWAP), (1, Preemption.SWAP)]
     assert eviction.victims(4, victims, kv, 1.0, incoming) == ()
     grown = eviction.victims(4, victims, kv, 1.0, None)
-    assert [one.how for one in grown] == [Preemption.SWAP, Preemption.SWAP, Preemption.DROP]
+    assert [chosen.how for chosen in grown] == [Preemption.SWAP, Preemption.SWAP, Preemption.DROP]
 
 
 @pytest.mark.parametrize("share", [0.0, -1.0, math.nan])

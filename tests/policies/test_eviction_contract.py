@@ -146,7 +146,7 @@ def test_spill_prefers_best_effort_requests_and_those_that_are_already_split() -
     assert spill(2) == [Eviction(split, Preemption.SPILL, 2)]
     assert spill(4) == [Eviction(split, Preemption.SWAP), Eviction(best_effort, Preemption.SPILL, 1)]
     assert spill(8) == [
-        *(Eviction(one, Preemption.SWAP) for one in (split, best_effort)),
+        *(Eviction(victim, Preemption.SWAP) for victim in (split, best_effort)),
         Eviction(last, Preemption.SWAP),
     ]
     assert spill(15)[3:] == [Eviction(first, Preemption.DROP)]

@@ -64,7 +64,7 @@ def test_a_quantum_counts_by_the_context_where_memory_is_short() -> None:
         assert queues.mlfq.level(long) == at == 7
         counts = {long: 0, short: 0}
         for _ in range(400):
-            pieces = [Slice(one, one.progress.known - 1, 1, True, False, ()) for one in (long, short)]
+            pieces = [Slice(request, request.progress.known - 1, 1, True, False, ()) for request in (long, short)]
             for piece in pieces:
                 counts[piece.request] += queues.mlfq.level(piece.request) == at
                 piece.request.progress.computed = piece.request.progress.known

@@ -153,7 +153,7 @@ def half_of_orderings(begin: int) -> pytest.MarkDecorator:
     """Run a test for every second ordering, and in `make test-all` for the others."""
     names = halved(ORDERINGS, begin)
     return pytest.mark.parametrize(
-        "build", [pytest.param(ORDERINGS[one.values[0]], id=one.values[0], marks=one.marks) for one in names]
+        "build", [pytest.param(ORDERINGS[param.values[0]], id=param.values[0], marks=param.marks) for param in names]
     )
 
 
@@ -263,7 +263,9 @@ def test_requests_that_fit_are_found_in_rank_order(
         apply(simulation, operation, number)
         ranked = list(simulation.ordering.ranked(simulation.now))
         fit = [
-            one for one in ranked if not one.progress.planned and any(map(int.__le__, needs(one, kv), (prompt, output)))
+            request
+            for request in ranked
+            if not request.progress.planned and any(map(int.__le__, needs(request, kv), (prompt, output)))
         ]
         assert list(fitting(simulation.ordering, lambda: (prompt, output), kv)) == fit
         limits = [prompt, output]

@@ -67,7 +67,9 @@ class Case:
     def context(self, in_flight: Sequence[StepPlan] = ()) -> StepContext:
         swapped_out = self.swapped_out
         return StepContext(
-            candidates=iter(self.ranked()), blocks_swapped_out=lambda one: swapped_out.get(one, 0), in_flight=in_flight
+            candidates=iter(self.ranked()),
+            blocks_swapped_out=lambda request: swapped_out.get(request, 0),
+            in_flight=in_flight,
         )
 
     def pack(self, in_flight: Sequence[StepPlan] = ()) -> dict[Request, int]:
@@ -199,9 +201,9 @@ def test_steps_end_earlier_by_the_margin_of_the_cost_model() -> None:
     for _ in range(400):  # steps take half as long again
         cost.learn(StepShape(decodes=10), 0.03)
     case, exact = Case(cost=cost), Case()
-    for one in (case, exact):
-        one.real_time(0.1)
-        one.best_effort(500)
+    for filled in (case, exact):
+        filled.real_time(0.1)
+        filled.best_effort(500)
     assert 1.45 < cost.margin < 1.55
     assert case.seconds(case.pack()) <= 0.1 / cost.margin < exact.seconds(exact.pack())
 
@@ -285,7 +287,9 @@ def test_a_step_ends_before_the_most_urgent_deadline(seed: int) -> None:
     assert sum(step.values()) <= case.packing.max_tokens
     assert step or not (case.urgent or case.others)
     alone = [
-        case.tokens.due(one) for one in case.urgent if case.seconds({one: one.progress.pending}) <= case.tokens.due(one)
+        case.tokens.due(request)
+        for request in case.urgent
+        if case.seconds({request: request.progress.pending}) <= case.tokens.due(request)
     ]
     limit = min(alone) if alone else DEFAULT.tpot_s if case.urgent else float("inf")
     assert case.seconds(step) <= limit + 1e-9 or len(step) == 1
@@ -304,7 +308,9 @@ def test_the_limit_of_best_effort_requests_refuses_none_that_packing_has_chosen(
         case.best_effort(draw.choice((1, draw.randint(1, 300))), draw.choice((0, 0, 3)))
     for request in (*case.urgent, *case.others):
         case.patience.begin(request, 0.0)
-    builder = LimitedBestEffort(case.packing, case.patience, lambda one: one.is_best_effort).open(case.context())
+    builder = LimitedBestEffort(case.packing, case.patience, lambda request: request.is_best_effort).open(
+        case.context()
+    )
     # Opened once, because each step changes the cap and the mean step time of the next.
     pack = builder._inner if isinstance(builder, LimitedBuilder) else builder
     chosen = dict(pack.chosen)

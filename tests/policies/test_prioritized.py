@@ -108,7 +108,7 @@ def test_inner_orderings_are_notified_of_every_step(wrap: Callable[[Callable[[],
         ordering.on_arrived(make(number, priority=number % 2, client=f"client {number // 2}"), 0.0)
     for step in (1, 2):
         funded = list(ordering.on_begin(float(step), KVLedger(7, 0, 4)))
-        assert [one.steps for one in made] == [step] * len(made)
+        assert [inner.steps for inner in made] == [step] * len(made)
         assert [(account.name, blocks) for account, blocks in funded] == [(f"step {step}", 7)] * len(made)
     assert len(made) > 1
 

@@ -171,7 +171,7 @@ def test_prefill_ahead_counts_the_prompts_that_rank_before() -> None:
         ordering.on_arrived(request, 0.5)
     ranked = list(ordering.ranked(0.5))
     for place, request in enumerate(ranked):
-        expected = sum(told_by(ordering, one)["own prefill"] for one in ranked[:place])
+        expected = sum(told_by(ordering, before)["own prefill"] for before in ranked[:place])
         assert abs(told_by(ordering, request)["prefill ahead"] - expected) < 1e-9
 
 

@@ -71,7 +71,7 @@ def test_no_later_request_keeps_kv_or_slots_from_an_earlier_one_beyond_overtakin
     sent = [0.0]
 
     def send(run: BoundedRun) -> None:
-        if run.now > 1 and run.count < 1000 and not any(len(one.prompt) > 150 for one in run.live):
+        if run.now > 1 and run.count < 1000 and not any(len(request.prompt) > 150 for request in run.live):
             run.add(195, 46)
         while not run.live or (sent[0] <= run.now and len(run.live) < 40):
             sent[0] = max(sent[0], run.now - 1) + draw.expovariate(8)
@@ -108,8 +108,10 @@ def test_every_best_effort_request_is_served_once_it_is_old(
     more = {"best_effort_wait_s": wait_s, "fair_output_weight": WEIGHT if fair else None, "params": params}
     run = BoundedRun(world_of(recipe, pipeline, draw, **more), send, shares=shares)
     # One after another is served, by bros no sooner than its tokens are due: in more than two seconds each.
-    run.run(lambda: bool(old) and (all(one.progress.finish_reason for one in old) or run.now > 20 * wait_s))
-    assert [one.progress.finish_reason is not None for one in old] == [True] * 5, f"{seed}: after {run.now:.1f} s"
+    run.run(lambda: bool(old) and (all(request.progress.finish_reason for request in old) or run.now > 20 * wait_s))
+    assert [request.progress.finish_reason is not None for request in old] == [True] * 5, (
+        f"{seed}: after {run.now:.1f} s"
+    )
 
 
 @given(
@@ -123,7 +125,7 @@ def test_counts_of_waiting_clients_differ_by_a_pool_and_a_step(
     shapes, live = {client: draw.choice(SHAPES) for client in "ab"}, {"a": 30, "b": 14}
 
     def send(run: BoundedRun) -> None:
-        now = Counter(one.options.client for one in run.live)
+        now = Counter(request.options.client for request in run.live)
         for client in "ab":
             for _ in range(live[client] - now[client]):
                 low, high, few, many = shapes[client]
@@ -153,5 +155,5 @@ def test_an_overdue_request_is_served_while_others_with_objectives_fit_better(
 
     more = {"max_seqs": 32, "fair_output_weight": WEIGHT if fair else None, "params": (("overdue_s", 0.5),)}
     run = BoundedRun(world_of("econoserve", pipeline, draw, **more), send, [ShortPrefixWaits()], shares)
-    run.run(lambda: len(old) == 2 and (all(one.progress.finish_reason for one in old) or run.now > 60))
-    assert [one.progress.finish_reason is not None for one in old] == [True] * 2
+    run.run(lambda: len(old) == 2 and (all(request.progress.finish_reason for request in old) or run.now > 60))
+    assert [request.progress.finish_reason is not None for request in old] == [True] * 2

@@ -151,9 +151,9 @@ def test_nesting_runs_requests_whose_kv_exceeds_the_pool_without_swapping() -> N
     assert max(alone.footprints) <= 1 < max(nesting.footprints)
     assert nesting.hosted >= 0.2
     assert alone.hosted == 0
-    for one in (nesting, alone):
-        assert one.record["kv"]["swapped_out_bytes"] == 0
-        assert set(one.preempted) == {Preemption.PAUSE}
+    for observed in (nesting, alone):
+        assert observed.record["kv"]["swapped_out_bytes"] == 0
+        assert set(observed.preempted) == {Preemption.PAUSE}
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,10 @@ def test_prompts_fill_steps_while_the_reserve_has_room(recipe: str) -> None:
         plan = stepper.start()
         room = core.kv.reservations.unused(PROMPTS) * core.kv.block_size
         waiting = [request for request in core.requests.values() if not request.progress.in_flight]
-        if any(phase_of(one, one.progress.known) is Phase.PROMPT and one.progress.known <= room for one in waiting):
+        if any(
+            phase_of(candidate, candidate.progress.known) is Phase.PROMPT and candidate.progress.known <= room
+            for candidate in waiting
+        ):
             assert sum(piece.tokens for piece in plan.slices) >= 0.9 * target
             full += 1
         stepper.finish()

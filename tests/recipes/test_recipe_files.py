@@ -34,7 +34,7 @@ def test_a_recipe_of_a_file_is_simulated_along_with_others(folder: Path) -> None
     run = CliRunner().invoke(app, ["simulate", "--recipe", "fcfs,./my_policy.py:edf", *options])
     assert run.exit_code == 0, run.output
     fcfs, edf = load_results([folder / "out.json"])
-    assert [one["recipe"] for one in (fcfs, edf)] == ["fcfs", "my_policy.py:edf"]
+    assert [record["recipe"] for record in (fcfs, edf)] == ["fcfs", "my_policy.py:edf"]
     assert edf["jct_s"]["p50"] < fcfs["jct_s"]["p50"]
 
 

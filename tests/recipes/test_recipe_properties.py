@@ -312,9 +312,9 @@ def is_refused(admission: AdmissionPolicy, request: Request, kv: KVLedger) -> bo
 @pytest.mark.parametrize(
     ("recipe", "seed"),
     [
-        pytest.param(*one.values, seed, marks=one.marks)
+        pytest.param(*param.values, seed, marks=param.marks)
         for seed in range(2)
-        for one in each_recipe("static", parts=2, begin=seed)
+        for param in each_recipe("static", parts=2, begin=seed)
     ],
 )
 def test_no_slot_stays_empty_while_a_request_could_use_it(recipe: str, seed: int) -> None:

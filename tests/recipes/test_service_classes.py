@@ -108,7 +108,7 @@ def in_burst(recipe: str, batch: list[Request]) -> tuple[float, Run]:
     for event in done.events:
         if isinstance(event, Token):
             first.setdefault(event.request, event.now)
-    return fmean(first[one] - one.arrival <= OBJECTIVES.ttft_s for one in chat), done
+    return fmean(first[request] - request.arrival <= OBJECTIVES.ttft_s for request in chat), done
 
 
 def batch_of(*, best_effort: bool) -> list[Request]:
@@ -143,7 +143,7 @@ def test_best_effort_requests_finish_under_constant_real_time_load(recipe: str) 
             stepper.add(make(next(numbers), 20, 20, arrival=stepper.now))
         if stepper.start() is not None:
             stepper.finish()
-        ends += [stepper.now for one in batch if one.progress.finish_reason is not None][len(ends) :]
+        ends += [stepper.now for request in batch if request.progress.finish_reason is not None][len(ends) :]
         assert stepper.now < 60, f"{len(ends)} have finished"
 
 

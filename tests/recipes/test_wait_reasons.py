@@ -34,9 +34,9 @@ class ToldCore(WatchedCore):
             request for request in self.requests.values() if request.progress.evictions > evictions.get(request, 0)
         }
         decision = Decision(self, plan, evicted)
-        wrong = {one.id: decision.waits[one] for one in decision.waiting if not decision.is_true(one)}
+        wrong = {request.id: decision.waits[request] for request in decision.waiting if not decision.is_true(request)}
         assert not wrong, decision
-        self.seen.update(decision.waits[one].reason for one in decision.waiting)
+        self.seen.update(decision.waits[request].reason for request in decision.waiting)
         policies = self.scheduler.policies
         for request in list(self.requests.values())[:3]:
             facts = policies.explain(request, now, self.kv)

@@ -257,7 +257,7 @@ def follows_a_leader(run: BoundedRun) -> None:
     The flood leaves one token of each step. The last request waits for the leader's prefix unless its turn has come.
     """
     world = run.world
-    flood, long = world.max_tokens - 1, [one for one in run.live if len(one.prompt) > world.max_tokens]
+    flood, long = world.max_tokens - 1, [request for request in run.live if len(request.prompt) > world.max_tokens]
     if not run.count or (len(long) == 1 and long[0].progress.computed >= 2):
         run.add([7] * 488, 4)
     while len(run.live) + (len(long) < 2) < 3:

@@ -308,7 +308,7 @@ def test_labels_contain_units() -> None:
 def test_line_styles_are_distinct() -> None:
     looks = [look(index) for index in range(len(COLORS) * len(MARKERS) * len(DASHES))]
     assert len(set(looks)) == len(looks)
-    assert len({(one.marker, one.dash) for one in looks[:40]}) == 40, "they must also differ without color"
+    assert len({(look.marker, look.dash) for look in looks[:40]}) == 40, "they must also differ without color"
 
 
 @given(positions=st.lists(st.floats(0, 10), min_size=1, max_size=8).map(sorted))

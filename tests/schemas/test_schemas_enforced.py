@@ -64,7 +64,7 @@ def sample(found: LLMatcher, draw: random.Random, limit: int = 60) -> str | None
         allowed = np.flatnonzero(bits[: grammars.vocab_size]).tolist()
         if found.is_accepting() and (len(allowed) == 1 or draw.random() < 0.3):
             break
-        token = draw.choice([one for one in allowed if one not in tokenizer.eos_token_ids])
+        token = draw.choice([token for token in allowed if token not in tokenizer.eos_token_ids])
         assert found.consume_token(token)
         tokens.append(token)
     assert not found.is_error(), found.get_error()
@@ -186,7 +186,7 @@ def is_valid(value: Any, schema: Any, root: Any) -> bool:
     if "$ref" in schema:
         return is_valid(value, root["$defs"]["n"], root)
     if "anyOf" in schema:
-        return any(is_valid(value, one, root) for one in schema["anyOf"])
+        return any(is_valid(value, branch, root) for branch in schema["anyOf"])
     options = schema.get("enum", [schema["const"]] if "const" in schema else [value])
     types = schema.get("type", [kind_of(value)])
     kinds = {kind_of(value)} | ({"number"} if kind_of(value) == "integer" else set())
@@ -269,7 +269,13 @@ def test_constants_come_out_as_they_are(value: Any) -> None:
 def test_bounds_of_64_bits_hold() -> None:
     low, high = -(2**63), 2**63 - 1
     found = matcher({"type": "integer", "format": "int64", "minimum": low, "maximum": high})
-    assert [allows(found, str(one)) for one in (low - 1, low, 0, high, high + 1)] == [False, True, True, True, False]
+    assert [allows(found, str(number)) for number in (low - 1, low, 0, high, high + 1)] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(

@@ -52,4 +52,4 @@ def answers(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
 
 
 def ids(found: list[dict[str, Any]]) -> list[str]:
-    return [one["custom_id"] for one in found]
+    return [line["custom_id"] for line in found]

@@ -70,7 +70,7 @@ async def test_orders_that_cannot_be_carried_out_are_refused(api: Api, tmp_path:
         await order(api, "load", lora_name="x"),
         await order(api, "unload", lora_name="x"),
     ]
-    errors = [(one.status_code, one.json()["error"]["param"]) for one in refused]
+    errors = [(answer.status_code, answer.json()["error"]["param"]) for answer in refused]
     assert errors == [
         *[(400, "lora_path"), (400, "lora_name"), (400, "lora_name"), (400, "lora_name"), (400, "lora_path")],
         (404, "lora_name"),

@@ -59,7 +59,7 @@ def test_lines_have_the_format_of_their_endpoint(client: openai.OpenAI) -> None:
         done = wait_for(client, submit(client, [line("a", path, **asked, **body)], path))
         (found,) = answers(client, done.output_file_id)
         expected = client.post(path.removeprefix("/v1"), body=asked | body, cast_to=dict[str, Any])
-        (answer,), (same,) = (one.get("output", one.get("content")) for one in (found["response"]["body"], expected))
+        (answer,), (same,) = (body.get("output", body.get("content")) for body in (found["response"]["body"], expected))
         assert answer.get("text", answer.get("content")) == same.get("text", same.get("content"))
 
 
@@ -78,11 +78,11 @@ def test_batch_answers_match_direct_requests(client: openai.OpenAI) -> None:
     found = answers(client, done.output_file_id)
     assert ids(found) == list(chats)
     generated = cached = 0
-    for one in found:
-        direct = client.chat.completions.create(model="tally", messages=chats[one["custom_id"]], **asked)  # type: ignore[call-overload]
-        assert one["response"]["status_code"] == 200
-        assert one["error"] is None
-        body = one["response"]["body"]
+    for answer in found:
+        direct = client.chat.completions.create(model="tally", messages=chats[answer["custom_id"]], **asked)  # type: ignore[call-overload]
+        assert answer["response"]["status_code"] == 200
+        assert answer["error"] is None
+        body = answer["response"]["body"]
         assert body["choices"][0]["message"]["content"] == direct.choices[0].message.content
         generated += body["usage"]["completion_tokens"]
         cached += body["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -144,13 +144,13 @@ def test_expired_batch_reports_every_line(client: openai.OpenAI, server: ServerP
     assert late
     assert sorted(ids(good + late)) == sorted(["short", *map(str, range(300))])
     assert all(
-        one["response"] is None
-        and one["error"]
+        batch["response"] is None
+        and batch["error"]
         == {
             "code": "batch_expired",
             "message": "This request could not be executed before the completion window expired.",
         }
-        for one in late
+        for batch in late
     )
     wait_until_idle(server)
 
@@ -202,8 +202,8 @@ def test_batches_and_files_are_hidden_from_other_keys(client: openai.OpenAI, oth
     batch = client.batches.create(input_file_id=file_id, endpoint=COMPLETIONS, completion_window="24h")
     done = wait_for(client, batch)
     assert done.output_file_id is not None
-    assert not {done.id} & {one.id for one in other.batches.list()}
-    assert not {file_id, done.output_file_id} & {one.id for one in other.files.list()}
+    assert not {done.id} & {batch.id for batch in other.batches.list()}
+    assert not {file_id, done.output_file_id} & {file.id for file in other.files.list()}
     for foreign in (
         lambda: other.batches.retrieve(done.id),
         lambda: other.batches.cancel(done.id),
@@ -248,7 +248,7 @@ def test_pagination_and_idempotency_keys(client: openai.OpenAI) -> None:
     made = [client.batches.create(**asked, extra_headers={"Idempotency-Key": key}) for key in "abca"]  # type: ignore[arg-type]
     assert made[3].id == made[0].id
     first = client.batches.list(limit=2)
-    assert [one.id for one in first.data] == [made[2].id, made[1].id]
+    assert [batch.id for batch in first.data] == [made[2].id, made[1].id]
     assert first.has_more
     assert client.batches.list(limit=2, after=made[1].id).data[0].id == made[0].id
     for batch in made[:3]:

@@ -72,12 +72,12 @@ def check(server: ServerProcess, batch: Batch, count: int = LINES, tokens: int =
         assert ids(found) == [f"{n:03}" for n in range(count)]
         assert done.error_file_id is None
         assert done.usage.output_tokens == count * tokens
-        for one in random.Random(SEED).sample(found, 3):
-            prompt = f"line {int(one['custom_id'])}"
+        for line in random.Random(SEED).sample(found, 3):
+            prompt = f"line {int(line['custom_id'])}"
             direct = client.completions.create(
                 model="tiny", prompt=prompt, max_tokens=tokens, extra_body={"ignore_eos": True}
             )
-            assert one["response"]["body"]["choices"][0]["text"] == direct.choices[0].text
+            assert line["response"]["body"]["choices"][0]["text"] == direct.choices[0].text
 
 
 def test_batch_survives_sigkill_of_api_and_engine(start: Start, tmp_path: Path) -> None:

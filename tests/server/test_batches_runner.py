@@ -72,8 +72,8 @@ class World:
             return {}
         text = (await self.api.http.get(f"/v1/files/{file_id}/content")).text
         found = [json.loads(line) for line in text.splitlines()]
-        assert len({one["custom_id"] for one in found}) == len(found)
-        return {one["custom_id"]: one for one in found}
+        assert len({line["custom_id"] for line in found}) == len(found)
+        return {line["custom_id"]: line for line in found}
 
     def metric(self, name: str) -> float:
         text = self.api.metrics.render().decode()
@@ -335,8 +335,8 @@ async def test_unwritten_outputs_count_against_quota(open_world: Callable[..., A
         assert done["status"] == "completed"
         good, bad = await world.answers(done["output_file_id"]), await world.answers(done["error_file_id"])
         assert len(good) + len(bad) == count
-        assert {one["response"]["body"]["error"]["code"] for one in bad.values()} == {"quota_exceeded"}
-        assert {one["response"]["status_code"] for one in bad.values()} == {429}
+        assert {line["response"]["body"]["error"]["code"] for line in bad.values()} == {"quota_exceeded"}
+        assert {line["response"]["status_code"] for line in bad.values()} == {429}
         assert done["request_counts"] == {"total": count, "completed": len(good), "failed": len(bad)}
         assert 10 < len(good) < len(engine.added) < count
         assert world.metric('batch_lines_ended_total{state="done"}') == len(good)
@@ -384,9 +384,9 @@ async def test_batch_cancelled_during_validation_reports_every_line(
             assert done["in_progress_at"] is None
             assert done["output_file_id"] is None
             bad = await world.answers(done["error_file_id"])
-            assert {one["error"]["code"] for one in bad.values()} == codes
+            assert {line["error"]["code"] for line in bad.values()} == codes
             assert len(bad) == done["request_counts"]["total"] == (0 if wrong else len(lines))
-            assert (done["errors"] and [one["line"] for one in done["errors"]["data"]]) == wrong
+            assert (done["errors"] and [error["line"] for error in done["errors"]["data"]]) == wrong
         assert not world.api.engine.added
 
 

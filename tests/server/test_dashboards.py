@@ -53,7 +53,7 @@ def test_every_query_finds_its_metrics_and_labels_in_a_loaded_server(server: Ser
         assert names or query.startswith("up{"), query
         assert set(names) <= samples, query
         used = re.findall(r"(\w+)=~?\"", query) + [
-            one.strip() for group in re.findall(r"by \(([^)]*)\)", query) for one in group.split(",")
+            label.strip() for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(",")
         ]
         assert set(used) <= labels, query
 

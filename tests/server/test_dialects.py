@@ -55,7 +55,7 @@ async def stream(api: Api, path: str, **body: Any) -> list[dict[str, Any]]:
 
 def without_ids(value: Any) -> Any:
     if isinstance(value, list):
-        return [without_ids(one) for one in value]
+        return [without_ids(inner) for inner in value]
     if not isinstance(value, dict):
         return value
     hidden = ("id", "call_id", "item_id", "created_at", "completed_at")
@@ -71,7 +71,7 @@ def parts_of_chat(answer: dict[str, Any]) -> tuple[Any, ...]:
 def parts_of_response(answer: dict[str, Any]) -> tuple[Any, ...]:
     reasoning, message, *calls = answer["output"]
     named = [(call["name"], call["arguments"]) for call in calls]
-    texts = (one["content"][0]["text"] for one in (reasoning, message))
+    texts = (item["content"][0]["text"] for item in (reasoning, message))
     return *texts, named, answer["usage"]["output_tokens"]
 
 
@@ -188,8 +188,8 @@ async def test_stream_of_a_response_ends_with_the_whole_one(echo: Api) -> None:
         *[[added[0], *call, done[1]]] * 2,
     ]
     text = whole["output"][1]["content"][0]
-    assert deltas == ["Two calls.", text["text"], *(one["arguments"] for one in whole["output"][2:])]
-    assert "".join(one["token"] for one in scored) == text["text"]
+    assert deltas == ["Two calls.", text["text"], *(call["arguments"] for call in whole["output"][2:])]
+    assert "".join(score["token"] for score in scored) == text["text"]
     assert scored == text["logprobs"]
     assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": len("Two calls.")}
 
@@ -210,11 +210,11 @@ async def test_stream_of_a_message_adds_up_to_the_whole_one(echo: Api) -> None:
             (text,) = (value for name, value in event["delta"].items() if name != "type")
             blocks[-1]["text"] += text
     shown = [
-        {"thinking": one.get("thinking"), "text": one.get("text"), "tool_use": one.get("input")}[one["type"]]
-        for one in whole["content"]
+        {"thinking": block.get("thinking"), "text": block.get("text"), "tool_use": block.get("input")}[block["type"]]
+        for block in whole["content"]
     ]
     assert [json.loads(block["text"]) if block["type"] == "tool_use" else block["text"] for block in blocks] == shown
-    assert [block["type"] for block in blocks] == [one["type"] for one in whole["content"]]
+    assert [block["type"] for block in blocks] == [content["type"] for content in whole["content"]]
     usage = message["usage"] | events[-2]["usage"]
     assert without_ids(message | events[-2]["delta"] | {"usage": usage, "content": []}) == without_ids(
         whole | {"content": []}
@@ -516,8 +516,8 @@ async def test_ollama_has_the_same_conversation_in_lines(echo: Api) -> None:
     for name in ("thinking", "content"):
         assert "".join(line["message"].get(name, "") for line in found) == message[name]
     assert [call for line in found for call in line["message"].get("tool_calls", ())] == message["tool_calls"]
-    for one in (last, whole):
-        assert (one["done"], one["done_reason"], one["prompt_eval_count"]) == (True, "stop", len(prompt))
+    for body in (last, whole):
+        assert (body["done"], body["done_reason"], body["prompt_eval_count"]) == (True, "stop", len(prompt))
     asked = {"prompt": "One, two.", "options": {"num_predict": 3, "stop": "x"}, "logprobs": True}
     generated = await lines(echo, "/api/generate", **asked)
     assert "".join(line["response"] for line in generated) == "One"

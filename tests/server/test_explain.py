@@ -40,7 +40,7 @@ def test_request_is_explained_while_it_waits_and_after_its_end(start_server: Sta
         for thread in threads:
             thread.start()
             time.sleep(0.02)
-        seen = _until(lambda: _explained(client, "job/3"), lambda one: one["state"] not in ("running", "not_examined"))
+        seen = _until(lambda: _explained(client, "job/3"), lambda row: row["state"] not in ("running", "not_examined"))
         live = _explained(client, "job/3")
         assert not live["is_finished"]
         assert live["intervals"][-1]["is_current"]
@@ -129,7 +129,7 @@ def test_index_is_bounded_in_age_and_number_and_keeps_live_requests() -> None:
     for request in ended:
         index.ended(request)
         index.ended(request)
-    assert [index.find(one.response_id, None) for one in ended] == [None, None, *ended[2:]]
+    assert [index.find(request.response_id, None) for request in ended] == [None, None, *ended[2:]]
     now = 11.0
     assert index.find("again", None) is index.of_number(4) is None
     assert index.find("live", None) is live
@@ -139,16 +139,16 @@ def test_index_is_bounded_in_age_and_number_and_keeps_live_requests() -> None:
 def test_every_reason_has_words_and_names_only_options_that_exist(recipe: str) -> None:
     found = reasons_of(msgspec.structs.replace(READY, recipe=recipe))
     assert set(found) >= set(WaitReason)
-    assert all(one.short and one.text.endswith(".") for one in found.values())
+    assert all(reason.short and reason.text.endswith(".") for reason in found.values())
     flags = {
         flag
         for source in (EngineConfig, ServerConfig)
         for setting in settings_of(source).values()
         for flag in flags_of(setting)
     }
-    for one in found.values():
-        assert set(re.findall(r"--[\w-]+", one.remedy)) <= flags
-        for names in re.findall(r"--set with ([\w, ]+)\) or another", one.remedy):
+    for reason in found.values():
+        assert set(re.findall(r"--[\w-]+", reason.remedy)) <= flags
+        for names in re.findall(r"--set with ([\w, ]+)\) or another", reason.remedy):
             assert names.split(", ") == list(find(recipe).parameters)
     assert ("--set" in found[WaitReason.HELD_BY_BATCHER].remedy) == bool(find(recipe).parameters)
 

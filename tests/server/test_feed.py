@@ -114,7 +114,7 @@ async def test_viewers_see_their_own_requests_and_operators_see_all(make_api: Ma
 
 def figures(part: Any) -> list[float]:
     if isinstance(part, dict | list):
-        return [number for one in (part.values() if isinstance(part, dict) else part) for number in figures(one)]
+        return [number for inner in (part.values() if isinstance(part, dict) else part) for number in figures(inner)]
     return [part] if isinstance(part, int | float) else []
 
 

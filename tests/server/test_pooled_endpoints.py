@@ -47,16 +47,16 @@ async def test_official_client_gets_the_engines_floats(open_api: Any) -> None:
         texts = ["ab", "cab" * 30, "b"]
         answer = await client.embeddings.create(model="tiny", input=texts)  # the client asks for base64
         expected = [list(struct.unpack(f"<{DIMENSIONS}f", scripted_vector(add))) for add in api.engine.added]
-        assert [one.embedding for one in answer.data] == expected
-        assert [one.index for one in answer.data] == [0, 1, 2]
+        assert [row.embedding for row in answer.data] == expected
+        assert [row.index for row in answer.data] == [0, 1, 2]
         assert (answer.usage.prompt_tokens, answer.usage.total_tokens, answer.model) == (93, 93, "tiny")
         floats = await client.embeddings.create(model="tiny", input=texts, encoding_format="float")
-        assert [one.embedding for one in floats.data] == expected
+        assert [row.embedding for row in floats.data] == expected
         ids = [[int(byte) for byte in api.engine.added[at].prompt] for at in range(3)]
         for given, count in (ids, 3), (ids[1], 1):
             found = await client.embeddings.create(model="tiny", input=given, dimensions=5)  # type: ignore[arg-type]
-            assert [one.embedding for one in found.data] == [
-                one[:5] for one in (expected if count == 3 else expected[1:2])
+            assert [row.embedding for row in found.data] == [
+                vector[:5] for vector in (expected if count == 3 else expected[1:2])
             ]
         assert {add.params.max_tokens for add in api.engine.added} == {1}
 
@@ -66,7 +66,7 @@ async def test_ollamas_format_has_the_same_floats(open_api: Any) -> None:
         texts = {"model": "tiny:latest", "input": ["ab", "cab"], "options": {"num_ctx": 8}, "keep_alive": "5m"}
         found = (await api.http.post("/api/embed", content=json.dumps(texts))).json()
         same = (await api.http.post(EMBEDDINGS, json={"input": ["ab", "cab"]})).json()
-        assert found["embeddings"] == [one["embedding"] for one in same["data"]]
+        assert found["embeddings"] == [row["embedding"] for row in same["data"]]
         assert (found["model"], found["prompt_eval_count"]) == ("tiny", 5)
         refused = await api.http.post("/api/embed", json={"input": "ab", "truncate": True})
         assert "truncate" in refused.json()["error"]
@@ -100,9 +100,9 @@ async def test_a_model_of_scores_reads_pairs(open_api: Any, monkeypatch: pytest.
         )
         pairs = {"text_1": ["a", "bcd"], "text_2": ["bcd", "a"]}
         answer = (await api.http.post(SCORE, json=pairs)).json()
-        assert [one["score"] for one in answer["data"]] == [0.25, 0.75]
+        assert [row["score"] for row in answer["data"]] == [0.25, 0.75]
         many = (await api.http.post("/v1/score", json={"text_1": "a", "text_2": ["b", "bcd"]})).json()
-        assert [one["score"] for one in many["data"]] == [0.5, 0.25]
+        assert [row["score"] for row in many["data"]] == [0.5, 0.25]
         ranked = await api.http.post(RERANK, json={"query": "a", "documents": ["bcd", "b"], "return_documents": False})
         assert ranked.json()["results"] == [{"index": 1, "relevance_score": 0.5}, {"index": 0, "relevance_score": 0.25}]
         refused = await api.http.post(EMBEDDINGS, json={"input": "a"})
@@ -183,6 +183,6 @@ async def test_lines_of_a_batch_may_ask_for_embeddings(open_world: Callable[...,
         done = await world.until(await world.submit(*lines, endpoint=EMBEDDINGS))
         assert done["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
         found = await world.answers(done["output_file_id"])
-        (vector,) = {one["response"]["body"]["data"][0]["embedding"] for one in found.values()}
+        (vector,) = {line["response"]["body"]["data"][0]["embedding"] for line in found.values()}
         assert base64.b64decode(vector) == scripted_vector(world.api.engine.added[0])
         assert done["usage"]["input_tokens"] == 9

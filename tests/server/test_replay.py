@@ -78,8 +78,8 @@ def test_arrivals_are_kept_for_an_hour_and_in_order() -> None:
     log = ArrivalLog(clock=lambda: 5000.0)
     for at in (4999.0, 1000.0, 2000.0):
         log.add(Arrival(at, 1, 1, ServiceClass.REAL_TIME, None, 1.0, "me"))
-    assert [one.at for one in log.since(3600.0, None)] == [2000.0, 4999.0]
-    assert [one.at for one in log.since(100.0, "me")] == [4999.0]
+    assert [entry.at for entry in log.since(3600.0, None)] == [2000.0, 4999.0]
+    assert [entry.at for entry in log.since(100.0, "me")] == [4999.0]
     assert log.since(3600.0, "you") == []
 
 

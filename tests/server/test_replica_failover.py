@@ -376,7 +376,7 @@ def choices_of(response: httpx.Response) -> list[Any]:
         return [body["choices"], body["usage"]]
     events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
     assert response.text.rstrip().endswith("[DONE]")
-    return sorted((event["choices"] for event in events), key=lambda found: [one["index"] for one in found])
+    return sorted((event["choices"] for event in events), key=lambda found: [choice["index"] for choice in found])
 
 
 BODIES: list[dict[str, Any]] = [

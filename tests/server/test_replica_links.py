@@ -217,7 +217,7 @@ async def test_links_are_encrypted_at_both_ends() -> None:
 
 async def test_engine_exits_without_api_process(tokenizer_folder: Path) -> None:
     """Its exit code says that the listener does not answer."""
-    listener = EngineListener("127.0.0.1", lambda one: None)
+    listener = EngineListener("127.0.0.1", lambda link: None)
     listener.close()
     program = (
         "import sys; import skipjoin.server.engines.link as link; link.CONNECT_S = 0.3\n"

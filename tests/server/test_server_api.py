@@ -621,7 +621,7 @@ def test_fields_without_effect_are_documented() -> None:
 async def test_seed_of_minus_one_is_no_seed(api: Api) -> None:
     for seed, expected in ((-1, None), (None, None), (-2, -2), (7, 7)):
         assert (await api.complete(seed=seed, n=2)).status_code == 200
-        given = [one.params.seed for one in list(api.engine.added)[-2:]]
+        given = [request.params.seed for request in list(api.engine.added)[-2:]]
         assert (given == [expected, given[1]]) if expected is not None else -1 not in given
     assert SamplingParams(seed=-1).seed is None
     assert [SamplingParams(seed=-3).with_seed_of(copy).seed for copy in range(4)] == [-3, -2, 0, 1]
@@ -821,7 +821,7 @@ async def test_disconnect_during_tokenization_leaves_nothing(
                 assert api.is_clean()
             go.set()
             await asyncio.wait([task])
-            assert [one["status"] for one in sent if "status" in one] == ([] if is_cancelled else [499])
+            assert [message["status"] for message in sent if "status" in message] == ([] if is_cancelled else [499])
             assert api.is_clean()
         assert api.engine.aborted == [add.id for add in api.engine.added]
 

@@ -46,7 +46,7 @@ def test_request_states_and_order() -> None:
     stepper.add(make(0, max_tokens=30, priority=5), *(make(number, max_tokens=30) for number in (1, 2, 3)))
     stepper.step()
     found = describe(core, stepper.now)
-    assert [one.number for one in found] == [1, 2, 3, 0]
+    assert [row.number for row in found] == [1, 2, 3, 0]
     rest = {"max_tokens": 30, "age_s": stepper.now}
     assert found[0] == state(1, state="running", output_tokens=1, computed_tokens=8, device_blocks=blocks(8), **rest)
     assert found[3] == state(0, priority=5, place=3, wait_reason="no_slot", wait_s=stepper.now, **rest)
@@ -55,7 +55,7 @@ def test_request_states_and_order() -> None:
     stepper.step()
     eviction.out = [core.requests[3]]
     stepper.step()
-    rows = {one.number: one for one in describe(core, stepper.now)}
+    rows = {row.number: row for row in describe(core, stepper.now)}
     assert [(row.number, row.state, row.wait_reason) for row in rows.values()] == [
         (4, "running", None),
         (5, "running", None),
@@ -123,7 +123,7 @@ def test_forecasts_arrive_with_and_after_requests() -> None:
 
     def expected(message: ToEngine) -> list[tuple[float | None, str | None]]:
         server._handle(loop, msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ToEngine))
-        return [(one.predicted_tokens, one.forecast_source) for one in describe(loop.core, 0.0)]
+        return [(row.predicted_tokens, row.forecast_source) for row in describe(loop.core, 0.0)]
 
     params, mass = SamplingParams(max_tokens=4), (0.5, 0.5)
     assert expected(Add(1, [5], params)) == [(None, None)]

@@ -350,7 +350,7 @@ def test_metrics_agree_with_client_measurements(recorded: tuple[ServerProcess, P
         by_class = ((*ours, ("class", "real-time")), (*ours, ("class", "best-effort")))
         plain = found.get((f"skipjoin:{name}", ours))
         assert theirs == (
-            sum(found[f"skipjoin:{name}", tuple(sorted(one))] for one in by_class) if plain is None else plain
+            sum(found[f"skipjoin:{name}", tuple(sorted(labels))] for labels in by_class) if plain is None else plain
         )
         return theirs
 

@@ -79,4 +79,6 @@ def test_outputs_are_valid_and_unchanged_by_kill(folder: Path, tmp_path: Path) -
     with serving(folder, tmp_path) as (_, client):
         batch = wait_for(client, batch)
         found = answers(client, batch.output_file_id)
-    assert {one["custom_id"]: one["response"]["body"]["choices"][0]["message"]["content"] for one in found} == expected
+    assert {
+        line["custom_id"]: line["response"]["body"]["choices"][0]["message"]["content"] for line in found
+    } == expected

@@ -118,7 +118,7 @@ def test_a_plan_that_only_waits_does_not_overtake_a_step() -> None:
 
 def test_failed_moves_are_reported_separately_in_order() -> None:
     moves = [move(OUT, 1, number) for number in range(4)]
-    executor = SimulatedExecutor(COST, fails=lambda one: one.source[0] % 2 == 1)
+    executor = SimulatedExecutor(COST, fails=lambda moved: moved.source[0] % 2 == 1)
     result = executor.submit(plan(0, blocking=tuple(moves)), 0.0).result()
     assert (result.completed, result.failed) == ([moves[0], moves[2]], [moves[1], moves[3]])
     assert result.seconds == 5.0, "failed moves take as long"
@@ -154,13 +154,17 @@ def test_every_move_finishes_once_and_no_earlier_than_the_link_allows(
         now += gap
         result_of = executor.submit(plan(number, *overlapped, blocking=tuple(blocking), works=works), now)
         result = result_of.result()
-        assert [one for one in result.completed if fails(one)] == [one for one in result.failed if not fails(one)] == []
+        assert (
+            [moved for moved in result.completed if fails(moved)]
+            == [moved for moved in result.failed if not fails(moved)]
+            == []
+        )
         own = [*result.completed, *result.failed]
-        assert all(any(one is other for other in own) for one in blocking), "a blocking move is in its own result"
+        assert all(any(moved is other for other in own) for moved in blocking), "a blocking move is in its own result"
         started += [*blocking, *overlapped]
         finished += own
-        for one in (*blocking, *overlapped):
-            busy[one.direction] += FAST.block * len(one.source) / stages
+        for moved in (*blocking, *overlapped):
+            busy[moved.direction] += FAST.block * len(moved.source) / stages
         now = max(now, result_of.ready_at)
     for number in range(5000):
         if len(finished) == len(started):

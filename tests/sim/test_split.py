@@ -99,8 +99,8 @@ def split(
         recorded.observe(replica, events)
 
     simulate_traffic(replicas, traffic, on_events=observe)
-    for one in cores:
-        kv = one.kv
+    for used in cores:
+        kv = used.kv
         assert (kv.device_free, kv.tiers.cpu_free) == (kv.device_total, kv.tiers.cpu_total)
         assert not list(kv.holders())
     return recorded
@@ -138,12 +138,12 @@ def test_transfers_take_the_time_of_their_bytes_and_never_share_a_link() -> None
     multi_token = [request for request in requests if request.max_tokens > 1]
     assert sum(handover.size for handover in recorded.handovers) == TOKEN_BYTES * prompt_tokens_of(multi_token)
     spans: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
-    for one in recorded.handovers:
-        assert one.ready <= one.pulled <= one.begun
-        ended = one.begun + one.size / BYTES_PER_S
-        assert one.completed == pytest.approx(ended + NETWORK_LATENCY_S)
-        spans["out", one.source].append((one.begun, ended))
-        spans["in", one.target].append((one.begun, ended))
+    for handover in recorded.handovers:
+        assert handover.ready <= handover.pulled <= handover.begun
+        ended = handover.begun + handover.size / BYTES_PER_S
+        assert handover.completed == pytest.approx(ended + NETWORK_LATENCY_S)
+        spans["out", handover.source].append((handover.begun, ended))
+        spans["in", handover.target].append((handover.begun, ended))
     assert len(spans) == 5
     for link in spans.values():
         assert all(one[1] <= other[0] + 1e-9 for one, other in pairwise(sorted(link)))

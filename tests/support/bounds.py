@@ -86,7 +86,7 @@ def is_past_first_token(slice_: Slice) -> bool:
 def lacks_more_than_later_ones_hold(run: BoundedRun) -> bool:
     """Return whether the first request without KV would lack some if all that rank after it had none."""
     kv, rank = run.core.kv, run.core.scheduler.policies.ordering.rank
-    waiting = [one for one in run.live if kv.blocks_of(one) is None]
+    waiting = [request for request in run.live if kv.blocks_of(request) is None]
     if not waiting:
         return False
     first = min(waiting, key=rank)
@@ -112,9 +112,9 @@ class Overtaking:
 
     def check(self, run: BoundedRun, plan: StepPlan, begin: float, events: Sequence[Event]) -> None:
         latest: dict[object, float] = {}
-        for one in filter(is_past_first_token, plan.slices):
-            band = one.request.progress.band
-            latest[band] = max(latest.get(band, -math.inf), one.request.arrival)
+        for slice_ in filter(is_past_first_token, plan.slices):
+            band = slice_.request.progress.band
+            latest[band] = max(latest.get(band, -math.inf), slice_.request.arrival)
         running = {slice_.request for slice_ in plan.slices}
         if latest and lacks_more_than_later_ones_hold(run):
             return
@@ -154,10 +154,12 @@ class SharedSteps:
 
     def check(self, run: BoundedRun, plan: StepPlan, begin: float, events: Sequence[Event]) -> None:
         real_time = [slice_ for slice_ in plan.slices if not slice_.request.is_best_effort]
-        if not real_time or any(one.is_best_effort for one in run.live):
+        if not real_time or any(request.is_best_effort for request in run.live):
             return
-        clients = {one.options.client for one in run.live} | {one.request.options.client for one in real_time}
-        first = [one for one in real_time if one.request.options.client == real_time[0].request.options.client]
+        clients = {request.options.client for request in run.live} | {
+            slice_.request.options.client for slice_ in real_time
+        }
+        first = [slice_ for slice_ in real_time if slice_.request.options.client == real_time[0].request.options.client]
         cost = run.world.cost
         alone, together = cost.step(StepShape.of(first)), cost.step(StepShape.of(real_time))
         assert together <= len(clients) * alone + 1e-9, f"plan {plan.id} takes {together / alone:.2f} times as long"
@@ -177,7 +179,11 @@ class ShortPrefixWaits:
                     self.spent[event.request] += event.now - since
                 if event.reason is WaitReason.BEHIND_PREFIX:
                     self.since[event.request] = event.now
-        for request in [one for one in self.since if one.progress.finish_reason or one not in run.core.scheduler.waits]:
+        for request in [
+            waiting
+            for waiting in self.since
+            if waiting.progress.finish_reason or waiting not in run.core.scheduler.waits
+        ]:
             del self.since[request]
         for request, since in self.since.items():
             assert self.spent[request] + begin - since <= MAX_BEHIND_S + 2 * (run.now - begin)

@@ -21,7 +21,10 @@ class Watched:
         page.on("console", self._heard)
         page.on("pageerror", lambda error: self.problems.append(str(error)))
         page.on("dialog", lambda dialog: (self.problems.append(dialog.message), dialog.dismiss()))
-        page.on("request", lambda one: one.url.startswith((url, "blob:", "data:")) or self.problems.append(one.url))
+        page.on(
+            "request",
+            lambda request: request.url.startswith((url, "blob:", "data:")) or self.problems.append(request.url),
+        )
 
     def _heard(self, message: Any) -> None:
         if message.type in ("error", "warning"):
@@ -32,7 +35,9 @@ class Watched:
 
         found = Axe().run(self.page).response["violations"]
         return [
-            f"{one['id']}: {one['nodes'][0]['html'][:120]}" for one in found if one["impact"] in ("serious", "critical")
+            f"{violation['id']}: {violation['nodes'][0]['html'][:120]}"
+            for violation in found
+            if violation["impact"] in ("serious", "critical")
         ]
 
 

@@ -24,7 +24,7 @@ for command in json.loads(sys.argv[1]):
     results.append(CliRunner().invoke(app, command))
     for name in (None, *logging.root.manager.loggerDict):  # handlers keep the stream of their command
         logging.getLogger(name).handlers.clear()
-print(json.dumps([(one.exit_code, one.stdout, one.stderr) for one in results]))
+print(json.dumps([(result.exit_code, result.stdout, result.stderr) for result in results]))
 """
 
 

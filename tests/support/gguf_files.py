@@ -313,7 +313,7 @@ def _add_delta_rule(writer: gguf.GGUFWriter, name: str, parameter: torch.nn.Para
     elif part == "in_proj_qkvz":
         values = count // keys * config.linear_value_head_dim
         sizes = [config.linear_key_head_dim, config.linear_key_head_dim, values, values]
-        q, k, v, z = (one.flatten(0, 1) for one in weight.unflatten(0, (keys, sum(sizes))).split(sizes, dim=1))
+        q, k, v, z = (part.flatten(0, 1) for part in weight.unflatten(0, (keys, sum(sizes))).split(sizes, dim=1))
         add("attn_qkv.weight", torch.cat([q, k, v]))
         add("attn_gate.weight", z)
     elif part == "out_proj":
@@ -335,7 +335,7 @@ def _add_hybrid(writer: gguf.GGUFWriter, name: str, parameter: torch.nn.Paramete
     weight, suffix = parameter.detach(), "_shexp" if config.num_local_experts else ""
     names = {"input_linear": ("ffn_gate", "ffn_up"), "output_linear": ("ffn_down",)}
     if part in names:
-        found = [f"{one}{suffix}.weight" for one in names[part]]
+        found = [f"{name}{suffix}.weight" for name in names[part]]
     else:
         others = {"dt_bias": "ssm_dt.bias", "A_log": "ssm_a", "D": "ssm_d", "conv1d.bias": "ssm_conv1d.bias"}
         others |= {"conv1d": "ssm_conv1d.weight", "in_proj": "ssm_in.weight", "out_proj": "ssm_out.weight"}

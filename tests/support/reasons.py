@@ -46,7 +46,7 @@ class Decision:
         self._without_kv = len(plan.waiting_for_kv)
         if isinstance(batcher, Packing):  # it may choose requests before KV, or the time of other clients, runs short
             ran = {slice_.request for slice_ in plan.slices}
-            self._without_kv += len(evicted) + sum(self.waits[one].reason in _CHOSEN for one in self.waiting)
+            self._without_kv += len(evicted) + sum(self.waits[request].reason in _CHOSEN for request in self.waiting)
             self._without_kv += sum(
                 request.progress.in_flight and request not in ran for request in core.requests.values()
             )
@@ -85,7 +85,7 @@ class Decision:
 
     def _before(self, request: Request) -> list[Request]:
         rank = self._core.scheduler.policies.ordering.rank
-        return [one for one in self._core.requests.values() if rank(one) < rank(request)]
+        return [other for other in self._core.requests.values() if rank(other) < rank(request)]
 
     def _lacks_memory(self, request: Request) -> bool:
         is_behind_plans = request.progress.in_flight and all(

@@ -29,4 +29,4 @@ def open_sockets(processes: Iterable[psutil.Process]) -> dict[str, bool]:
 def assert_only_local(processes: Iterable[psutil.Process], *names: str) -> None:
     found = open_sockets(processes)
     assert not (reachable := [one for one, is_local in found.items() if not is_local]), reachable
-    assert all(any(one.startswith(name) for one in found) for name in names), found
+    assert all(any(address.startswith(name) for address in found) for name in names), found

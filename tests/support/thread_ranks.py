@@ -78,7 +78,7 @@ class ThreadGroup:
         table[self.shard.tp_rank] = x.clone()
         try:
             barrier.wait(TIMEOUT_S)
-            found = [one for one in table if one is not None]
+            found = [entry for entry in table if entry is not None]
             barrier.wait(TIMEOUT_S)
         except threading.BrokenBarrierError:
             raise GroupError(f"{self.shard.name}: another rank of the stage is gone") from None

@@ -372,10 +372,10 @@ class ShadowWorld:
             drafts = self.shadow.draft(output.num_scheduled_tokens, self.setup.drafts, self.draw)
             self.scheduler.update_draft_token_ids(drafts)
         for outputs in outputs_of.values():
-            for one in outputs.outputs:
-                self.got.setdefault(one.request_id, []).extend(one.new_token_ids)
-                if one.finish_reason is not None:
-                    self.ends.append(one.request_id)
+            for answer in outputs.outputs:
+                self.got.setdefault(answer.request_id, []).extend(answer.new_token_ids)
+                if answer.finish_reason is not None:
+                    self.ends.append(answer.request_id)
 
     def _check_mirrors(self, output: Any) -> None:
         """Assert that the planner counts the tokens of each scheduled request as vLLM does."""

@@ -135,11 +135,11 @@ def test_the_shadow_runner_finds_wrong_kv(model: Path) -> None:
 def finished(scheduler: Any, shadow: ShadowRunner) -> list[Any]:
     output = scheduler.schedule()
     results = scheduler.update_from_output(output, shadow.run(output)).values()
-    return [one for outputs in results for one in outputs.outputs if one.finish_reason is not None]
+    return [ended for outputs in results for ended in outputs.outputs if ended.finish_reason is not None]
 
 
 def turn(scheduler: Any, shadow: ShadowRunner) -> list[str]:
-    return [one.request_id for one in finished(scheduler, shadow)]
+    return [output.request_id for output in finished(scheduler, shadow)]
 
 
 def test_fcfs_takes_the_steps_and_the_order_of_vllm(model: Path) -> None:
@@ -187,7 +187,7 @@ def test_parked_requests_that_hold_all_blocks_give_one_up(model: Path) -> None:
     scheduler.kv_cache_manager.allocate_slots = lambda *args, **kwargs: None
     turn(scheduler, shadow)
     scheduler.kv_cache_manager.allocate_slots = allocate
-    assert sorted(one.num_preemptions for one in scheduler.requests.values()) == [0, 1]
+    assert sorted(request.num_preemptions for request in scheduler.requests.values()) == [0, 1]
     ended: list[str] = []
     while scheduler.has_unfinished_requests():
         ended += turn(scheduler, shadow)
@@ -202,7 +202,7 @@ def test_streaming_input_ends_with_an_error_and_nothing_else(model: Path) -> Non
     ended: list[Any] = []
     while scheduler.has_unfinished_requests():
         ended += finished(scheduler, shadow)
-    assert [one.request_id for one in ended] == ["session", "other"]
+    assert [output.request_id for output in ended] == ["session", "other"]
     if hasattr(ended[0], "error"):  # of newer releases
         assert "does not support streaming input" in ended[0].error.message
         assert ended[1].error is None
@@ -216,7 +216,7 @@ def test_an_abort_of_a_parked_request_frees_its_blocks(model: Path) -> None:
         turn(scheduler, shadow)
     scheduler.add_request(make_request("short", [30] * 8, 30))
     turn(scheduler, shadow)
-    assert [one.request_id for one in scheduler.kv_holding_waiting] == ["long"]
+    assert [request.request_id for request in scheduler.kv_holding_waiting] == ["long"]
     scheduler.finish_requests("long", RequestStatus.FINISHED_ABORTED)
     pool = scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 2

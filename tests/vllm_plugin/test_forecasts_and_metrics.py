@@ -147,12 +147,14 @@ def test_a_request_is_explained_by_each_of_its_ids_with_what_it_waited_for() -> 
     for name in ("chatcmpl-me-7", "me-7"):
         found = histories.explain(name)
         choices = found["choices"]
-        assert [(one["number"], one["replica"]) for one in choices] == [(1, 2), (0, 2)]
+        assert [(choice["number"], choice["replica"]) for choice in choices] == [(1, 2), (0, 2)]
         assert (choices[0]["state"], choices[0]["first_token_s"], choices[0]["total_s"]) == ("stop", 4.0, 5.0)
         assert choices[0]["seconds"] == {"not_examined": 1.0, "no_kv": 3.0, "running": 1.0}
         assert "--kv-cache-memory-bytes (now 30 blocks of 16 tokens)" in choices[0]["advice"]
-        assert [(one["id"], one["seconds"]) for one in choices[0]["competitors"]] == [("cmpl-you-0", 3.0)]
-    assert [one["number"] for one in (histories.explain("you") or {})["choices"]] == [3]
+        assert [(competitor["id"], competitor["seconds"]) for competitor in choices[0]["competitors"]] == [
+            ("cmpl-you-0", 3.0)
+        ]
+    assert [choice["number"] for choice in (histories.explain("you") or {})["choices"]] == [3]
     assert histories.explain("me") is histories.explain("7") is None
 
 
@@ -168,7 +170,7 @@ def test_live_request_is_explained_by_the_policies_in_the_next_step_of_the_engin
             histories.answer(policies, kv)
     (choice,) = (found.result() or {})["choices"]
     assert (choice["place"], choice["live_requests"]) == (1, 2)
-    assert [(one["label"], one["value"]) for one in choice["facts"]] == [("age", 1.0)]
+    assert [(fact["label"], fact["value"]) for fact in choice["facts"]] == [("age", 1.0)]
 
 
 def test_names_of_old_requests_are_forgotten() -> None:

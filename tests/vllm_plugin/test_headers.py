@@ -38,7 +38,7 @@ def send(headers: dict[str, str], body: bytes, path: str = "/v1/completions") ->
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "path": path, "headers": [*encoded, (b"content-length", str(len(body)).encode())]}
     asyncio.run(RequestHeaders(app)(scope, receive, reply))
-    return sent[0]["status"], b"".join(seen) or b"".join(one.get("body", b"") for one in sent[1:])
+    return sent[0]["status"], b"".join(seen) or b"".join(message.get("body", b"") for message in sent[1:])
 
 
 def test_headers_become_arguments_of_the_body() -> None:

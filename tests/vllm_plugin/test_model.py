@@ -115,7 +115,7 @@ def run(engine: LLMEngine, jobs: list[tuple[int, str, Any, SamplingParams]]) -> 
 
 
 def tokens_of(output: Any) -> list[list[int]]:
-    return [list(one.token_ids) for one in output.outputs]
+    return [list(completion.token_ids) for completion in output.outputs]
 
 
 @pytest.mark.parametrize(

@@ -73,5 +73,5 @@ def test_programs_recompute_little_and_end_earlier_when_their_calls_are_schedule
     assert run(cell("adaptive"))["programs"] == found
     alone, fcfs = (run(cell(recipe))["programs"] for recipe in ("adaptive[programs=off]", "fcfs"))
     assert found["ended"] == alone["ended"] == fcfs["ended"] == 25
-    assert found["recomputed_tokens"] < 0.9 * min(one["recomputed_tokens"] for one in (alone, fcfs))
-    assert found["completion_s"]["mean"] < 0.9 * min(one["completion_s"]["mean"] for one in (alone, fcfs))
+    assert found["recomputed_tokens"] < 0.9 * min(cell["recomputed_tokens"] for cell in (alone, fcfs))
+    assert found["completion_s"]["mean"] < 0.9 * min(cell["completion_s"]["mean"] for cell in (alone, fcfs))

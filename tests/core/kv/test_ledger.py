@@ -323,9 +323,9 @@ class LedgerMachine(RuleBasedStateMachine):
         assert kv.is_moving == bool(self.transit or self.copied)
         kv.check()
         held = [kv.blocks_of(request) for request in kv.holders()]
-        assert kv.device_free + len({block for one in held if one for block in one.device}) == DEVICE
+        assert kv.device_free + len({block for entry in held if entry for block in entry.device}) == DEVICE
         copied = len(self.copied.target) if self.copied else 0
-        assert kv.tiers.cpu_free + sum(len(one.cpu) for one in held if one) + copied == CPU
+        assert kv.tiers.cpu_free + sum(len(entry.cpu) for entry in held if entry) + copied == CPU
         top = sum(self.size(holder) for holder in kv.holders() if kv.reservations.parent_of(holder) is None)
         account = max(kv.reservations.find(ACCOUNT).promised, sum(map(self.size, nested_in(kv, ACCOUNT))))
         assert kv.available == DEVICE - top - account

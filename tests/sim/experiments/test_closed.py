@@ -88,8 +88,8 @@ def test_the_lengths_of_a_job_depend_on_its_number_and_seed_only() -> None:
         return [(fact.prompt_tokens, fact.output_limit) for fact in sorted(closed_facts(one), key=lambda fact: fact.id)]
 
     expected = [(job.prompt_tokens, job.output_tokens) for job, _ in zip(STREAM.jobs(3, 0), range(500), strict=False)]
-    for one in (cell(), cell(replace(SYSTEM, recipe=SPELLED["orca"]), mode=REFILL), cell(rate_rps=12.0, size=20)):
-        found = lengths(one)
+    for tried in (cell(), cell(replace(SYSTEM, recipe=SPELLED["orca"]), mode=REFILL), cell(rate_rps=12.0, size=20)):
+        found = lengths(tried)
         assert found == expected[: len(found)]
     assert lengths(cell(seed=4))[:SIZE] != expected[:SIZE]
 

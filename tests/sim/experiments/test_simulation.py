@@ -90,8 +90,8 @@ def test_a_run_that_ends_early_counts_every_request() -> None:
     assert record["duration_s"] == 7.0
     # An unfinished request counts as if it reached its true length now, whatever its `max_tokens`.
     asked = [run(replace(cut, system=replace(SYSTEM, max_tokens=tokens))) for tokens in ("exact", 500)]
-    for one in asked:
-        assert one["normalized_latency_s"] == record["normalized_latency_s"]
+    for unfinished in asked:
+        assert unfinished["normalized_latency_s"] == record["normalized_latency_s"]
 
 
 def test_trace_rows_have_their_own_deadlines_and_objectives(tmp_path: Path) -> None:
@@ -141,9 +141,11 @@ def test_scaled_objectives_use_forecasts_in_policies_and_the_truth_in_records(
         return 1.5 * (prefill_s + decode_s * tokens)
 
     expected = bound_s(32) if predictor else math.inf
-    (found,) = {one.request.progress.target.jct_s for one in finished}
+    (found,) = {event.request.progress.target.jct_s for event in finished}
     assert found == pytest.approx(expected)
-    attained = sum(one.now - one.request.arrival <= bound_s(len(one.request.progress.output)) for one in finished)
+    attained = sum(
+        event.now - event.request.arrival <= bound_s(len(event.request.progress.output)) for event in finished
+    )
     assert 0 < attained < len(finished) == len(jobs)
     assert slo["jct_attained"] == slo["all_attained"] == pytest.approx(attained / len(jobs), rel=1e-5)
     assert slo["goodput_rps"] == pytest.approx(attained / record["duration_s"], rel=1e-4)
@@ -335,7 +337,7 @@ def test_the_default_cpu_tier_is_half_of_the_ram_per_gpu(hardware: str, gib: int
 
 def test_the_cpu_tier_has_the_requested_size() -> None:
     described = [settings_of(Machine(hardware="a100-40gb", model="opt-13b", swap_gib=gib)) for gib in (0, 8.0)]
-    assert [one["cpu_blocks"] for one in described] == [0, 8 * GIB // (16 * 4 * 40 * 5120)]
+    assert [settings["cpu_blocks"] for settings in described] == [0, 8 * GIB // (16 * 4 * 40 * 5120)]
     for wrong in (-1.0, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match=r"swap_gib must be in \[0, 1e\+06\], got"):
             settings_of(Machine(hardware="a100-40gb", model="opt-13b", swap_gib=wrong))
@@ -349,9 +351,9 @@ def test_int8_kv_takes_less_of_the_cpu_tier_and_the_link(block_size: int, ratio:
     )
     assert small.cpu_blocks == pytest.approx(plain.cpu_blocks / ratio, abs=2)
     assert small.kv_blocks == plain.kv_blocks
-    seconds = [one.cost.transfer(101) - one.cost.transfer(1) for one in (small, plain)]
+    seconds = [system.cost.transfer(101) - system.cost.transfer(1) for system in (small, plain)]
     assert seconds[0] == pytest.approx(ratio * seconds[1])
-    records = [run(Cell(one, WORKLOAD, Extent(20.0, 8.0, 3))) for one in (small, plain)]
+    records = [run(Cell(system, WORKLOAD, Extent(20.0, 8.0, 3))) for system in (small, plain)]
     assert [record["settings"]["swap_dtype"] for record in records] == ["int8", "auto"]
     assert records[0]["settings"]["swap_gib"] == pytest.approx(8, abs=0.02)
 
@@ -364,9 +366,9 @@ def test_int8_kv_of_both_tiers_takes_half_of_the_memory_and_the_time() -> None:
         assert one == pytest.approx(other / ratio, abs=2)
     assert small.moved_bytes == small.block_bytes == ratio * plain.block_bytes
     long, short = StepShape(0, 0, 4, 9000), StepShape(0, 0, 4, 1000)
-    seconds = [one.cost.step(long) - one.cost.step(short) for one in (small, plain)]
+    seconds = [system.cost.step(long) - system.cost.step(short) for system in (small, plain)]
     assert seconds[0] == pytest.approx(ratio * seconds[1])
-    assert [one.describe().get("kv_cache_dtype") for one in (small, plain)] == ["int8", None]
+    assert [system.describe().get("kv_cache_dtype") for system in (small, plain)] == ["int8", None]
     with pytest.raises(ConfigError, match="swap_dtype must be auto with kv_cache_dtype int8"):
         replace(machine, kv_cache_dtype="int8", swap_dtype="int8")
 

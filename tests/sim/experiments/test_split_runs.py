@@ -97,7 +97,7 @@ def test_prefill_replicas_may_have_other_hardware() -> None:
     machine = Machine(model="opt-13b", kv_gib=4)
     settings: dict[str, Any] = {"replicas": 2, "prefill_replicas": 1}
     (same,), (other,) = (
-        one.systems("fcfs", **settings) for one in (machine, replace(machine, prefill_hardware="h100-80gb"))
+        built.systems("fcfs", **settings) for built in (machine, replace(machine, prefill_hardware="h100-80gb"))
     )
     records = [run(Cell(system, WORKLOAD, Extent(8.0, 10.0, 3))) for system in (same, other)]
     assert records[1]["ttft_s"]["mean"] < 0.8 * records[0]["ttft_s"]["mean"]

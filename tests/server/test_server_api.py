@@ -492,6 +492,7 @@ BAD_COMPLETIONS = [
     ({"no_such_field": 1}, "no_such_field"),
 ]
 BAD_CHATS = [
+    ({"add_special_tokens": True}, "add_special_tokens"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
     ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages.0.tool_call_id"),
@@ -566,6 +567,7 @@ NEUTRAL_CHATS: list[dict[str, Any]] = [
     {"tools": None, "tool_choice": "auto", "modalities": ["text"], "logprobs": False, "reasoning_effort": None},
     {"chat_template_kwargs": {"enable_thinking": False}, "max_completion_tokens": 5, "reasoning_effort": "high"},
     {"store": True, "verbosity": "low", "safety_identifier": "a", "prompt_cache_key": "b", "metadata": {"a": "b"}},
+    {"add_special_tokens": False, "echo": False},
     {"prediction": {"type": "content", "content": "x"}, "prompt_cache_retention": "24h", "priority": 7},
     {"messages": [{"role": "user", "content": "a", "type": "text"}]},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"} | MARKED]} | MARKED]} | MARKED,

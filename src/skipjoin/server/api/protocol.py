@@ -344,6 +344,7 @@ class ChatRequest(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    add_special_tokens: Annotated[Any, Only(None, False, why="the chat template writes them")] = None
     chat_template_kwargs: TemplateOptions | None = None
     reasoning_effort: Effort | None = None
     include_reasoning: bool | None = None

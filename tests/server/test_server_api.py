@@ -907,14 +907,18 @@ async def test_api_keys_have_their_own_priority_range_and_tiers(make_api: MakeAp
         assert error["message"].endswith("this API key has no tier priority (--priority-tier)")
 
 
-async def test_engine_handle_creates_no_folder_before_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    handle = EngineHandle(EngineClient(Metrics()), command=("false",))
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(EngineStartError):
-        await handle.start(EngineConfig())
-    await handle.stop()
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize(
+    ("name", "reason"), [("short", "code 1"), ("long" * 25, "set TMPDIR to a folder with a shorter")]
+)
+async def test_engine_handle_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, name: str, reason: str) -> None:
+    with tempfile.TemporaryDirectory(prefix=name) as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        handle = EngineHandle(EngineClient(Metrics()), command=("false",))
+        assert not list(Path(folder).iterdir())
+        with pytest.raises(EngineStartError, match=reason):
+            await handle.start(EngineConfig())
+        await handle.stop()
+        assert not list(Path(folder).iterdir())
 
 
 async def test_engine_can_be_killed_during_process_creation() -> None:

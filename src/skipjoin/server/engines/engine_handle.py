@@ -70,7 +70,13 @@ class EngineHandle:
         loop = asyncio.get_running_loop()
         # Only this user can open the folder.
         self._folder = OwnFolder("skipjoin-engine-")
-        endpoint = f"ipc://{self._folder.path / 'engine'}"
+        socket_path = self._folder.path / "engine"
+        if len(os.fsencode(socket_path)) > zmq.IPC_PATH_MAX_LEN:
+            raise EngineStartError(
+                f"the path of the engine's socket, {socket_path}, exceeds {zmq.IPC_PATH_MAX_LEN} bytes, the limit of "
+                "this system: set TMPDIR to a folder with a shorter path"
+            )
+        endpoint = f"ipc://{socket_path}"
         zmq_socket = self._context.socket(zmq.PAIR)
         zmq_socket.set_hwm(0)  # messages in transit are bounded by the queue's limits
         zmq_socket.bind(endpoint)

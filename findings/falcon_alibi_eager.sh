@@ -1,9 +1,15 @@
 #!/usr/bin/env bash
-# Finding: transformers adds Falcon's linear biases (ALiBi) twice with eager attention and once with sdpa, and rounds them to bfloat16 in a float32 model.
+# Finding: transformers adds Falcon's linear biases (ALiBi) twice with eager attention and once with sdpa, and rounds
+#   them to bfloat16 in a float32 model.
 # Version: transformers 5.23.0, torch 2.13.0
-# Guess: attention implementations compute the same logits but for rounding, and biases of a float32 model are float32.
-# What happens: FalconModel joins the biases with the mask, which sdpa adds; the eager branch adds them to the scores before it adds that mask. The logits of a model like falcon-rw-1b differ by about 1 % of their spread between both, and without biases by less than 0.001 %. build_alibi_tensor multiplies in bfloat16, so that several neighbors have one bias from position 257 on.
-# Why it matters: "eager" is what people compare other implementations with. Skipjoin compares Falcon with sdpa, and rounds its biases as transformers does.
+# Guess: attention implementations compute the same logits but for rounding, and biases of a float32 model are
+#   float32.
+# What happens: FalconModel joins the biases with the mask, which sdpa adds; the eager branch adds them to the scores
+#   before it adds that mask. The logits of a model like falcon-rw-1b differ by about 1 % of their spread between
+#   both, and without biases by less than 0.001 %. build_alibi_tensor multiplies in bfloat16, so that several
+#   neighbors have one bias from position 257 on.
+# Why it matters: "eager" is what people compare other implementations with. Skipjoin compares Falcon with sdpa, and
+#   rounds its biases as transformers does.
 source "$(dirname "$0")/support.bash"
 packages transformers==5.23.0 torch==2.13.0
 "$PYTHON" - 2>/dev/null <<'PY' | expect "without biases: equal

@@ -1,9 +1,15 @@
 #!/usr/bin/env bash
-# Finding: torch's activations on a CPU give one number different bits by its place in a tensor, and exact GELU by whether its input is contiguous.
+# Finding: torch's activations on a CPU give one number different bits by its place in a tensor, and exact GELU by
+#   whether its input is contiguous.
 # Version: torch 2.13.0, on an x86 CPU with AVX2
-# Guess: a function of single numbers gives a row the same bits whether it stands alone or among others, since nothing is summed.
-# What happens: silu, sigmoid, softplus and GELU compute whole vectors by vector instructions, and what is left at the end of a tensor by others, so that rows whose length is no multiple of a vector have other bits in a batch than alone; exp and tanh do not. F.gelu calls oneDNN for contiguous float32 tensors and torch's own loop for others, which differs even in rows of 96 numbers, such as the gates in a half of a joined projection.
-# Why it matters: a server that recomputes the tokens of a preempted request in other batches may sample others. Skipjoin pads such rows to whole vectors, and copies inputs of GELU, for models that run through transformers.
+# Guess: a function of single numbers gives a row the same bits whether it stands alone or among others, since nothing
+#   is summed.
+# What happens: silu, sigmoid, softplus and GELU compute whole vectors by vector instructions, and what is left at the
+#   end of a tensor by others, so that rows whose length is no multiple of a vector have other bits in a batch than
+#   alone; exp and tanh do not. F.gelu calls oneDNN for contiguous float32 tensors and torch's own loop for others,
+#   which differs even in rows of 96 numbers, such as the gates in a half of a joined projection.
+# Why it matters: a server that recomputes the tokens of a preempted request in other batches may sample others.
+#   Skipjoin pads such rows to whole vectors, and copies inputs of GELU, for models that run through transformers.
 source "$(dirname "$0")/support.bash"
 packages torch==2.13.0
 "$PYTHON" - 2>/dev/null <<'PY' | expect "rows of 50: silu differs, sigmoid differs, softplus differs, gelu with tanh differs, exp equal, tanh equal

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import threading
 import time
@@ -144,6 +145,17 @@ def test_engine_death_is_an_api_error_in_a_stream(small: ServerProcess) -> None:
             client.completions.create(model="tiny", prompt="x")
 
 
+def whole_request(connection: socket.socket) -> bytes:
+    """Return a request with its body. What is left unread would reset the connection when it is closed."""
+    request, missing = b"", 1
+    while missing > 0 and (part := connection.recv(1 << 16)):
+        request += part
+        head, end, body = request.partition(b"\r\n\r\n")
+        length = re.search(rb"(?i)^content-length: *(\d+)", head, re.MULTILINE)
+        missing = (int(length[1]) if length else 0) - len(body) if end else 1
+    return request
+
+
 @contextlib.contextmanager
 def canned(*answers: bytes) -> Iterator[tuple[openai.OpenAI, list[bytes]]]:
     """Yield a client of a server that gives each connection the next answer, and the requests that it got."""
@@ -153,7 +165,7 @@ def canned(*answers: bytes) -> Iterator[tuple[openai.OpenAI, list[bytes]]]:
         for answer in answers:
             connection, _ = listener.accept()
             with connection:
-                requests.append(connection.recv(1 << 16))
+                requests.append(whole_request(connection))
                 connection.sendall(answer)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:

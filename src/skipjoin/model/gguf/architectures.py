@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from skipjoin.model.gguf.file import Gguf, GgufError, StoredTensor
+from skipjoin.model.gguf.file import Gguf, GgufError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,9 +38,9 @@ _POST_NORMS = {
 }
 _QK_NORMS = {f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"}
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_QKV = frozenset({"attn_q", "attn_k", "attn_v"})
+QKV = frozenset({"attn_q", "attn_k", "attn_v"})
 # Queries, keys and values in one tensor, as some files have those of models whose checkpoints have three.
-_JOINED_QKV = "attn_qkv"
+JOINED_QKV = "attn_qkv"
 _RMS_EPSILON = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
 _EPSILON = "attention.layer_norm_epsilon"
 
@@ -191,7 +191,7 @@ _LLAMA = Architecture(
     "LlamaForCausalLM",
     _ATTENTION | _NORMS | _GATED,
     _RMS_EPSILON,
-    {"attention_bias": _QKV | {"attn_output"}, "mlp_bias": frozenset(_GATED.values())},
+    {"attention_bias": QKV | {"attn_output"}, "mlp_bias": frozenset(_GATED.values())},
     has_paired_rows=True,
 )
 _MIXTRAL = Architecture(
@@ -236,9 +236,9 @@ _OLMO2 = Architecture(
     "Olmo2ForCausalLM",
     _ATTENTION | _QK_NORMS | _POST_NORMS | _GATED,
     _RMS_EPSILON,
-    {"attention_bias": _QKV | {"attn_output"}},
+    {"attention_bias": QKV | {"attn_output"}},
 )
-_GLM = Architecture("GlmForCausalLM", _ATTENTION | _NORMS | _JOINED_GATE, _RMS_EPSILON, {"attention_bias": _QKV})
+_GLM = Architecture("GlmForCausalLM", _ATTENTION | _NORMS | _JOINED_GATE, _RMS_EPSILON, {"attention_bias": QKV})
 _COHERE = Architecture(
     "CohereForCausalLM",
     _ATTENTION | _QK_NORMS | _GATED | {"input_layernorm": "attn_norm"},
@@ -321,7 +321,7 @@ _BERT = Architecture(
     | {"intermediate.dense": "ffn_up", "output.dense": "ffn_down", "output.LayerNorm": "layer_output_norm"},
     ("layer_norm_eps", _EPSILON),
     {},
-    _QKV | _ENCODER_NORMS | {"attn_output", "ffn_up", "ffn_down"},
+    QKV | _ENCODER_NORMS | {"attn_output", "ffn_up", "ffn_down"},
     "bert.encoder.",
     {
         "bert.embeddings.word_embeddings": "token_embd",
@@ -385,18 +385,18 @@ ARCHITECTURES = {
         layers={**_GEMMA2.layers, **_QK_NORMS},
         numbers={"rope_local_base_freq": "rope.freq_base_swa"},
     ),
-    "qwen2": Architecture("Qwen2ForCausalLM", _LLAMA.layers, _RMS_EPSILON, {}, _QKV),
+    "qwen2": Architecture("Qwen2ForCausalLM", _LLAMA.layers, _RMS_EPSILON, {}, QKV),
     "qwen3": Architecture(
         "Qwen3ForCausalLM",
         {**_LLAMA.layers, **_QK_NORMS},
         _RMS_EPSILON,
-        {"attention_bias": _QKV | {"attn_output"}},
+        {"attention_bias": QKV | {"attn_output"}},
     ),
     "qwen3moe": Architecture(
         "Qwen3MoeForCausalLM",
         {**_ATTENTION, **_NORMS, **_QK_NORMS, **_EXPERTS, "mlp.gate": "ffn_gate_inp"},
         _RMS_EPSILON,
-        {"attention_bias": _QKV | {"attn_output"}},
+        {"attention_bias": QKV | {"attn_output"}},
         fixed={"norm_topk_prob": True},
         numbers=_EXPERT_NUMBERS,
     ),
@@ -427,7 +427,7 @@ ARCHITECTURES = {
         | {"self_attn.sinks": "attn_sinks", "mlp.router": "ffn_gate_inp"}
         | {"mlp.experts.gate_up_proj": _JOINED_EXPERTS, "mlp.experts.down_proj": "ffn_down_exps"},
         _RMS_EPSILON,
-        {"attention_bias": _QKV | {"attn_output"}},
+        {"attention_bias": QKV | {"attn_output"}},
         frozenset({"ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"}),
         # Files do not have it. llama.cpp rounds the bounds of YaRN's ramp, and so computes others than the model has.
         yarn={"truncate": False},
@@ -481,7 +481,7 @@ ARCHITECTURES = {
         "Starcoder2ForCausalLM",
         _ATTENTION | _NORMS | {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
         ("norm_epsilon", _EPSILON),
-        {"use_bias": _QKV | {"attn_output", "ffn_up", "ffn_down"}},
+        {"use_bias": QKV | {"attn_output", "ffn_up", "ffn_down"}},
         frozenset({"attn_norm", "ffn_norm"}),
         fixed={"hidden_act": "gelu_pytorch_tanh"},
     ),
@@ -520,12 +520,11 @@ def architecture_of(file: Gguf) -> Architecture:
         inner = _IN_LAYER.fullmatch(name)
         if inner and last is not None and int(inner[1]) >= last:
             continue
-        base = name.rpartition(".")[0]
-        if not (
-            known.issuperset(_stands_for(inner[2], known))
-            if inner
-            else base in found.outer.values() or name in _OF_POSITIONS
-        ):
+        if inner:
+            is_known = known.issuperset(_stands_for(inner[2], known))
+        else:
+            is_known = name.rpartition(".")[0] in found.outer.values() or name in _OF_POSITIONS
+        if not is_known:
             raise GgufError(
                 f"{file.path} has a tensor {name[:80]!r}, which {found.name} lacks: it is of a variant that is not "
                 "supported"
@@ -535,40 +534,10 @@ def architecture_of(file: Gguf) -> Architecture:
 
 def _stands_for(stored_part: str, known: frozenset[str]) -> frozenset[str]:
     """Return the names of tensors in a layer that a tensor of a file is: several if it joins them."""
-    if stored_part == _JOINED_QKV and stored_part not in known:
-        return _QKV
+    if stored_part == JOINED_QKV and stored_part not in known:
+        return QKV
     expert = _ONE_EXPERT.fullmatch(stored_part)
     return frozenset({f"{expert[1]}_exps" if expert else stored_part})
-
-
-class Place(NamedTuple):
-    """Where a file has a tensor.
-
-    Attributes:
-        lead: Dimensions of the stored tensor before those of a matrix.
-        first: Row of the stored matrix, or number of a vector, at which it begins; `rows` as many are its own.
-    """
-
-    tensor: StoredTensor
-    lead: tuple[int, ...]
-    first: int = 0
-    rows: int | None = None
-
-
-def place_of(file: Gguf, name: str, lead: tuple[int, ...], expert: int, heads: Heads) -> Place | None:
-    """Return where a file has a tensor: alone, in one that joins queries, keys and values, or for each expert."""
-    if (tensor := file.tensors.get(name)) is not None:
-        return Place(tensor, lead)
-    part, kind = name.rpartition(".")[::2]
-    if lead and (tensor := file.tensors.get(f"{part.removesuffix('_exps')}.{expert}.{kind}")) is not None:
-        return Place(tensor, ())
-    layer, _, inner = part.rpartition(".")
-    if inner not in _QKV or (tensor := file.tensors.get(f"{layer}.{_JOINED_QKV}.{kind}")) is None:
-        return None
-    size = tensor.shape[0] // (heads.queries + 2 * heads.keys)
-    counts = {"attn_q": heads.queries, "attn_k": heads.keys, "attn_v": heads.keys}
-    before = {"attn_q": 0, "attn_k": heads.queries, "attn_v": heads.queries + heads.keys}
-    return Place(tensor, (), before[inner] * size, counts[inner] * size)
 
 
 def layers_of(file: Gguf) -> Any:

@@ -13,9 +13,10 @@ import torch
 
 from skipjoin.model import groups
 from skipjoin.model.config import ModelError
-from skipjoin.model.gguf.architectures import Heads, Recurrence, architecture_of, place_of
+from skipjoin.model.gguf.architectures import Heads, Recurrence, architecture_of
 from skipjoin.model.gguf.file import Gguf, GgufError, StoredTensor, read_gguf
 from skipjoin.model.gguf.groups import LAYOUTS, Layout
+from skipjoin.model.gguf.places import place_of
 from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.ops.base import LayerOps, Linear
 from skipjoin.model.weight_files import Source

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from model_zoo import CONFIGS, PagedRunner, make_reference, save_reference
 from safetensors.torch import load_file, save_file
 
@@ -22,6 +23,7 @@ from skipjoin.model.layers import Rotary
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, random_model
 from skipjoin.model.ops.build import load_library
+from skipjoin.model.weight_files import INDEX
 
 IDS = [[5, 9, 33, 2, 71, 8]]
 
@@ -590,16 +592,40 @@ def test_dummy_weights_are_generated_on_the_device(folder):
     assert outcome[0].std() > 0.01
 
 
-def test_dummy_models_download_no_weights(monkeypatch):
-    requested = []
-    monkeypatch.setattr(
-        "huggingface_hub.snapshot_download", lambda name, allow_patterns: requested.append(allow_patterns)
-    )
-    for weights in (True, False):
-        with pytest.raises(TypeError):  # the fake hub returns nothing
-            resolve_folder("some/model", weights=weights)
-    assert ["*.safetensors" in patterns for patterns in requested] == [True, False]
-    assert all("*.json" in patterns for patterns in requested)
+@pytest.mark.parametrize(
+    ("weights", "in_index", "fetched"),
+    [
+        (("model.safetensors", "consolidated.safetensors", "onnx/model.safetensors"), (), ["model.safetensors"]),
+        (("a-1.safetensors", "b.safetensors", "original/b.safetensors"), ("a-1.safetensors",), ["a-1.safetensors"]),
+        (("parts/a.safetensors", "a.safetensors"), ("parts/a.safetensors",), ["parts/a.safetensors"]),
+        (("a.safetensors", "b.safetensors", "original/a.safetensors"), (), ["a.safetensors", "b.safetensors"]),
+        (("pytorch_model.bin", "model.gguf"), (), []),
+    ],
+)
+def test_only_weights_that_are_read_are_downloaded(tmp_path, monkeypatch, weights, in_index, fetched):
+    others = ["config.json", "1_Pooling/config.json", "tokenizer.model"]
+
+    def download(name, **patterns):
+        for file in filter_repo_objects([*others, *weights, *([INDEX] if in_index else [])], **patterns):
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).write_text(json.dumps({"weight_map": dict(enumerate(in_index))}))
+        return str(tmp_path)
+
+    def there(pattern):
+        return sorted(str(file.relative_to(tmp_path)) for file in tmp_path.rglob(pattern))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    resolve_folder("some/model", weights=False)
+    assert [*there("*.safetensors"), *there("*.bin")] == []
+    assert resolve_folder("some/model") == tmp_path
+    assert [*there("*.safetensors"), *there("*.bin")] == fetched
+    assert {*others} <= {*there("*.*")}
+
+
+def test_copies_of_weights_for_other_programs_are_not_read(folder):
+    save_file({"layers.0.attention.wq.weight": torch.zeros(2, 2)}, folder / "consolidated.safetensors")
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    assert load_model(folder).weight_bytes > 0
 
 
 def test_resolve_folder(tmp_path):

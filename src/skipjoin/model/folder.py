@@ -17,7 +17,15 @@ from skipjoin.model.config import ModelError
 from skipjoin.model.gguf.file import SUFFIX, GgufError, first_part, is_gguf, model_stem
 from skipjoin.model.gguf.hub import HubFile, cached, download, models_in, tags_of
 from skipjoin.model.load_spec import LoadSpec
-from skipjoin.model.weight_files import ModelFiles, check_inside, check_tokenizer_files, read_weight_map
+from skipjoin.model.weight_files import (
+    INDEX,
+    SINGLE,
+    ModelFiles,
+    check_inside,
+    check_tokenizer_files,
+    indexed_files,
+    read_weight_map,
+)
 from skipjoin.model.weight_format import format_of, weight_patterns, why_file, why_refused
 
 _HUB_IDS = (
@@ -138,13 +146,13 @@ def resolve_folder(name_or_path: str | Path, *, weights: bool = True, from_hub: 
     if (why := _no_model(name, path, from_hub=from_hub)) is not None:
         raise ModelError(why)
     # Imported lazily: only a hub name needs the hub's client.
-    from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415
+    from huggingface_hub import HfApi  # noqa: PLC0415
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
     try:
         if (wanted := HubFile.of(name)) is not None:
             return download(wanted)
-        folder = Path(snapshot_download(name, allow_patterns=_OTHER_FILES + (weight_patterns() if weights else [])))
+        folder = _fetch(name, weights=weights)
         if not (folder / "config.json").is_file() and (tags := tags_of(HfApi().list_repo_files(name))):
             raise ModelError(f"{name} has GGUF files: choose one with {' or '.join(f'{name}:{tag}' for tag in tags)}")
         return folder
@@ -154,6 +162,24 @@ def resolve_folder(name_or_path: str | Path, *, weights: bool = True, from_hub: 
         why = " ".join(str(error).split()).rstrip(".")
         hint = _similar(path) or ("" if "/" in name else f". {_HUB_IDS}")
         raise ModelError(f"{name} is neither a folder nor a model that can be fetched: {why}{hint}") from error
+
+
+def _fetch(name: str, *, weights: bool) -> Path:
+    """Return the folder of a model on the hub, which has no weights that only other programs read."""
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
+
+    folder = Path(snapshot_download(name, allow_patterns=_OTHER_FILES))
+    if not weights:
+        return folder
+    files = indexed_files(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
+    snapshot_download(name, allow_patterns=files)
+    patterns = weight_patterns()
+    if (folder / files[0]).is_file():
+        patterns.remove("*.safetensors")
+    if patterns:
+        # A pattern's * stands for slashes, too, and folders such as `original` and `onnx` have the weights again.
+        snapshot_download(name, allow_patterns=patterns, ignore_patterns=[f"*/{pattern}" for pattern in patterns])
+    return folder
 
 
 def _gguf_in(folder: Path) -> Path | None:

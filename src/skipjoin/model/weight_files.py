@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import torch
 
 INDEX = "model.safetensors.index.json"
+# The only file with weights where a repository has it. Others beside it, such as consolidated.safetensors, are copies
+# for other programs.
+SINGLE = "model.safetensors"
 # Maximum length of a file name in most file systems, which raise an error beyond it.
 _MAX_NAME = 255
 
@@ -57,20 +60,31 @@ class Source(NamedTuple):
     reads_codes: bool = False
 
 
+def indexed_files(index: Path) -> list[str]:
+    """Return the names of the files with weights, of which the folder may lack some."""
+    return sorted({*_read_weight_map(index).values()})
+
+
 def read_weight_map(index: Path) -> dict[str, str]:
-    weight_map: Any = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise ModelError(f"weight_map in {index} must give the name of a file for each tensor")
-    names = sorted(set(weight_map.values()))
-    for name in names:
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or "\0" in name or len(name) > _MAX_NAME:
-            raise ModelError(f"weight_map in {index} must name files inside its folder, got {name!r}")
+    """Return the name of the file of each tensor."""
+    weight_map = _read_weight_map(index)
     folder = index.parent
+    names = sorted({*weight_map.values()})
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise ModelError(f"{folder} lacks {', '.join(missing)}, named in its index")
     for name in names:
         check_inside(folder, name)
+    return weight_map
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    weight_map: Any = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ModelError(f"weight_map in {index} must give the name of a file for each tensor")
+    for name in {*weight_map.values()}:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or "\0" in name or len(name) > _MAX_NAME:
+            raise ModelError(f"weight_map in {index} must name files inside its folder, got {name!r}")
     return weight_map
 
 
@@ -87,7 +101,9 @@ def check_inside(folder: Path, name: str) -> None:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
+    """Return the files with the weights of a folder without an index."""
+    single = folder / SINGLE
+    files = [single] if single.is_file() else sorted(file for file in folder.glob("*.safetensors") if file.is_file())
     for file in files:
         check_inside(folder, file.name)
     return files

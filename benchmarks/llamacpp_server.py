@@ -22,6 +22,8 @@ import torch
 import xllamacpp
 from safetensors.torch import load_file
 
+from gguf_words import add_words
+
 # Maximum tokens of one request.
 CONTEXT = 1024
 # Names of the tensors of a layer in llama.cpp and in transformers.
@@ -65,7 +67,7 @@ def convert(folder: Path, target: Path) -> None:
     writer.add_rope_dimension_count(config.get("head_dim") or config["hidden_size"] // heads)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    add_words(writer, config)
+    add_words(writer, config["vocab_size"])
     add(writer, "token_embd.weight", weights["model.embed_tokens.weight"])
     add(writer, "output_norm.weight", weights["model.norm.weight"])
     add(writer, "output.weight", weights["lm_head.weight"])
@@ -95,18 +97,6 @@ def interleaved(tensor: torch.Tensor, heads: int) -> torch.Tensor:
     """Permute rows for llama.cpp, which rotates adjacent elements of a head where transformers rotates its halves."""
     out, width = tensor.shape
     return tensor.view(heads, 2, out // heads // 2, width).transpose(1, 2).reshape(out, width).contiguous()
-
-
-def add_words(writer: gguf.GGUFWriter, config: dict[str, int]) -> None:
-    """Add one word per id, beginning with the special tokens that llama.cpp expects."""
-    words = ["<unk>", "<s>", "</s>", *(f"w{number}" for number in range(3, config["vocab_size"]))]
-    kinds = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL]
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(words)
-    writer.add_token_scores([-float(number) for number in range(len(words))])
-    writer.add_token_types([*kinds, *[gguf.TokenType.NORMAL] * (len(words) - 3)])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
 
 
 def main() -> None:

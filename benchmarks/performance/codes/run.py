@@ -1,6 +1,7 @@
 """Measure products of quantized weights on a model in a GGUF file.
 
     python benchmarks/performance/codes/run.py FILE.gguf --out result.json [--parts quality,steps,served]
+    python benchmarks/performance/codes/run.py FILE.gguf --parts steps,served    # of random_gguf.py
     python benchmarks/performance/codes/run.py FOLDER --parts served    # of random_model.py, also with experts
 
 - `quality`: logits on the repository's documents, 400 tokens at a time, against float32 of the widened weights by

@@ -362,7 +362,7 @@ def _schemas() -> Iterator[str]:
         f"Enforced: {_codes([*COMPILED_FORMATS, *PATTERN_FORMATS])}.",
         "",
         f"Ignored, because they say nothing about the text: {_codes(IGNORED_FORMATS)}. Formats of other types than",
-        "strings are ignored. Other formats are refused.",
+        "strings are ignored, and so are unknown ones beside a pattern. Others are refused.",
         "",
     )
 

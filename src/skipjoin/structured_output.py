@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -13,6 +14,10 @@ MAX_CHOICES = 1024
 # Maximum tokens that end the unconstrained part of an output.
 MAX_AFTER_TOKENS = 16
 _FIELDS = (*KINDS, "json_object", "whitespace_pattern")
+# Fields of vLLM's that ask for what is so here: no white space by itself, and no other backend.
+_AS_IT_IS = ("disable_any_whitespace", "disable_fallback")
+# Regular expressions of nothing but white space.
+_WHITESPACE = re.compile(r"(?:[ \t\n\r?*+|()]|\\[nrts]|\(\?:|\{\d+(?:,\d*)?\}|\[(?:[ \t\n\r]|\\[nrts])+\])*")
 
 
 class GrammarError(ValueError):
@@ -50,6 +55,11 @@ class StructuredOutput:
                 raise GrammarError(f"must have at most {MAX_GRAMMAR_BYTES} bytes, got {size}")
         if not self.text:
             raise GrammarError("must not be empty")
+        if self.whitespace is not None and not _WHITESPACE.fullmatch(self.whitespace):
+            raise GrammarError(
+                'whitespace_pattern must allow nothing but white space of JSON, for example "[ \\n\\t]*"'
+            )
+        object.__setattr__(self, "whitespace", self.whitespace and _of_json(self.whitespace))
         if len(self.after) > MAX_AFTER_TOKENS:
             raise GrammarError(f"must begin after at most {MAX_AFTER_TOKENS} tokens, got {len(self.after)}")
 
@@ -73,7 +83,13 @@ class StructuredOutput:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> StructuredOutput:
         """Return the constraint in vLLM's notation: one of json, json_object, regex, choice and grammar."""
-        values = {name: value for name, value in given.items() if value is not None and value is not False}
+        values = {
+            name: value
+            for name, value in given.items()
+            if value is not None and value is not False and not (name in _AS_IT_IS and value is True)
+        }
+        if given.get("disable_any_whitespace") is True and "whitespace_pattern" in values:
+            raise GrammarError("whitespace_pattern must be null with disable_any_whitespace")
         if unknown := sorted(set(values) - set(_FIELDS)):
             raise GrammarError(f"has no field {unknown[0]}: fields are {', '.join(_FIELDS)}")
         whitespace = values.pop("whitespace_pattern", None)
@@ -91,6 +107,11 @@ class StructuredOutput:
         if not isinstance(value, str):
             raise GrammarError(f"{name} must be a string, got {type(value).__name__}")
         return cls(kind="regex" if name == "regex" else "grammar", text=value)
+
+
+def _of_json(whitespace: str) -> str:
+    """Write out the class for any white space as the characters that JSON allows."""
+    return re.sub(r"\[.+?\]|\\s", lambda part: f"[{part[0].strip('[]')}]".replace(r"\s", r" \t\n\r"), whitespace)
 
 
 def _size_of(text: str) -> int:

@@ -115,6 +115,9 @@ def test_formats_are_enforced_ignored_or_refused() -> None:
     assert [v for v in range(1, 9) if allows(matcher({"format": f"uuid{v}"}), f'"{uuid}"')] == [4]
     for name in IGNORED_FORMATS:
         assert allows(matcher({"type": "string", "format": name}), '"-"')
+    # zod names the function that wrote a pattern.
+    found = matcher({"type": "string", "format": "ends_with", "allOf": [{"pattern": "^a"}, {"pattern": "b$"}]})
+    assert [allows(found, f'"{text}"') for text in ("ab", "a", "b")] == [True, False, False]
     with pytest.raises(GrammarError, match=r'the format "color" is unknown: .*\(at #/items\)'):
         matcher({"type": "array", "items": {"type": "string", "format": "color"}})
     assert allows(matcher({"type": "integer", "format": "color"}), "1")
@@ -294,6 +297,9 @@ def test_bounds_of_64_bits_hold() -> None:
         ({"type": "object", "minProperties": 2}, "additional properties may repeat"),
         ({"oneOf": [{"type": "number"}, INTEGER]}, "must exclude each other"),
         ({"type": "dict"}, 'the type "dict" is unknown: use one of null, boolean'),
+        ({"type": "object", "properties": {"n": {"$ref": "#/properties/p"}}, "required": ["n"]}, "no value ends"),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, 'each needs another one by the reference to "#"'),
+        ({"anyOf": [{"$ref": "#/properties/p"}]}, "no value ends"),
         ({"type": "array", "items": 3}, "it must be an object or a boolean, got int"),
     ],
 )
@@ -387,6 +393,55 @@ def test_decimals_of_pydantic_are_numbers(bounds: dict[str, int], pattern: str) 
             assert not allows(found, json.dumps(text)), text
         else:
             assert allows(found, json.dumps(text)), text
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        # Passwords, hostnames and e-mail addresses of zod, and its durations.
+        ({"pattern": r"^(?=.*[a-z])(?=.*\d)[a-z\d]{3,}$"}, ["ab1", "1ab"], ["abc", "123", "a1"]),
+        ({"pattern": r"^(?=.{1,4}\.?$)[a-z]+(?:\.[a-z]+)*\.?$"}, ["a.b", "a.bc."], ["a.bcd", ".a"]),
+        (
+            {
+                "format": "email",
+                "pattern": r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)"
+                r"+[A-Za-z]{2,}$",
+            },
+            ["a.b+c@example.com", "_@a.io"],
+            [".a@example.com", "a..b@example.com", "a.@example.com", "a@b"],
+        ),
+        (
+            {
+                "format": "duration",
+                "pattern": r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?"
+                r"(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$",
+            },
+            ["P2W", "P1Y2M3DT4H5M6S", "PT1M"],
+            ["P", "PT", "P1DT", "1D"],
+        ),
+        ({"$ref": "#/$defs/Page[a]", "$defs": {"Page[a]": {"const": "x"}}}, ["x"], ["y"]),
+        ({"anyOf": [{"not": {}}, {"const": "x"}]}, ["x"], ["y"]),
+    ],
+)
+def test_what_generators_of_schemas_write_is_enforced(schema: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    found = matcher({"type": "string", **schema})
+    assert [text for text in good if not allows(found, json.dumps(text))] == []
+    assert [text for text in bad if allows(found, json.dumps(text))] == []
+
+
+def test_records_of_names_may_require_them() -> None:
+    names = {"type": "string", "enum": ["a", "b"]}
+    found = matcher({"type": "object", "propertyNames": names, "required": ["a", "b"]})
+    assert [allows(found, text) for text in ('{"a":1,"b":2}', '{"a":1}')] == [True, False]
+
+
+@pytest.mark.parametrize("pattern", ["[ ]?", "\\s*", "[\n\t ]*", "(?:\n {2})?"])
+def test_white_space_of_a_pattern_is_white_space_of_json(pattern: str) -> None:
+    found = matcher({"type": "array"}, pattern)
+    assert all(allows(found, text) == text.isascii() for text in ("[1,2]", "[\u00a01]"))
+    for wrong in ("x?", "[^ ]", ".*", "[ -~]"):
+        with pytest.raises(GrammarError, match="nothing but white space of JSON"):
+            matcher({}, wrong)
 
 
 def test_alternatives_that_exclude_each_other_are_compared_through_references() -> None:

@@ -39,7 +39,10 @@ GOOD: list[tuple[dict[str, Any], StructuredOutput | None]] = [
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, StructuredOutput.json("{}")),
     ({"structured_outputs": {"json": SCHEMA, "regex": None}}, StructuredOutput.json(TEXT)),
     ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " ?"}}, StructuredOutput.json(TEXT, " ?")),
-    ({"structured_outputs": {"json_object": True}}, StructuredOutput.json({"type": "object"})),
+    (
+        {"structured_outputs": {"json_object": True, "disable_any_whitespace": True, "disable_fallback": True}},
+        StructuredOutput.json({"type": "object"}),
+    ),
     ({"guided_json": TEXT}, StructuredOutput.json(TEXT)),
     ({"guided_regex": "a+"}, StructuredOutput(kind="regex", text="a+")),
     ({"guided_choice": ["é", "b"]}, StructuredOutput(kind="choice", text='["é","b"]')),
@@ -48,9 +51,17 @@ GOOD: list[tuple[dict[str, Any], StructuredOutput | None]] = [
 
 
 BAD = [
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}}, '"not"'),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"const": 1}}}}},
+        '"not"',
+    ),
     ({"structured_outputs": {"json": {"$ref": "https://example.com/a.json"}}}, "does not fetch resources"),
-    ({"structured_outputs": {"json": {"$ref": "#"}}}, "cannot be enforced"),
+    ({"structured_outputs": {"json": {"$ref": "#"}}}, "no value ends"),
+    ({"structured_outputs": {"json": {}, "whitespace_pattern": "x*"}}, "nothing but white space of JSON"),
+    (
+        {"structured_outputs": {"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True}},
+        "must be null with disable_any_whitespace",
+    ),
     ({"structured_outputs": {"json": json.dumps(DEEP)}}, "recursion limit"),
     ({"structured_outputs": {"json": WIDE}}, "must have at most"),
     ({"structured_outputs": {"json": "[1, 2"}}, "must be a JSON schema"),

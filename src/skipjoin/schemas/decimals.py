@@ -9,7 +9,7 @@ _BOUND = re.compile(r"\{([01]),(\d+)\}")
 _MAX_DIGITS = 64
 
 
-def without_look_ahead(pattern: str) -> str:
+def plain_decimal(pattern: str) -> str:
     """Return a pattern of decimal numbers that the pattern of pydantic's `Decimal` allows, or any other unchanged.
 
     pydantic's pattern with `max_digits` and `decimal_places` allows any text, because one alternative may be empty

@@ -92,7 +92,8 @@ ENFORCED = (
     ),
     Enforced(
         ("minLength", "maxLength", "pattern"),
-        "a regular expression without look-around and back-references; it cannot exclude the quote or the backslash",
+        "a regular expression without back-references, and with look-ahead at its beginning only; it cannot exclude "
+        "the quote or the backslash",
         {"type": "string", "pattern": "^a", "maxLength": 2},
         "ab",
         "abc",
@@ -164,7 +165,7 @@ REFUSED = (
         "no grammar expresses it; list what is allowed instead",
         {"not": {"type": "string"}},
         lambda node: node["not"] is False,
-        "`false`",
+        "`false`; `{}` allows nothing",
         {"not": False},
     ),
     Refused(

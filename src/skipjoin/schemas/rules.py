@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from skipjoin.schemas.keywords import TYPES, types_of
 from skipjoin.schemas.notation import Notation
 from skipjoin.schemas.numbers import NumberRange, is_number
+from skipjoin.schemas.pointers import target_of, unescaped
 from skipjoin.schemas.reasons import reason
-from skipjoin.schemas.simplify import LITERALS, NUMBER, Simplified, simplify, target_of, unescaped
+from skipjoin.schemas.simplify import LITERALS, NUMBER, Simplified, simplify
 from skipjoin.structured_output import GrammarError
 
 # Notation of strings in which each has one spelling: control characters only have the shortest escape.

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from skipjoin.schemas.decimals import without_look_ahead
 from skipjoin.schemas.disjoint import are_disjoint
+from skipjoin.schemas.endless import endless_reference
 from skipjoin.schemas.keys import one_spelling
 from skipjoin.schemas.keywords import (
     ANNOTATIONS,
@@ -19,9 +19,12 @@ from skipjoin.schemas.keywords import (
     PATTERN_FORMATS,
     REFUSED,
     TYPES,
+    is_anything,
     types_of,
 )
+from skipjoin.schemas.look_ahead import without_look_ahead
 from skipjoin.schemas.numbers import NumberRange, exact, is_inexact, is_number
+from skipjoin.schemas.pointers import quoted, target_of, unescaped
 from skipjoin.structured_output import GrammarError
 
 # Keys of values that the compiler cannot have. A simplified schema with one of them is written as rules.
@@ -65,6 +68,11 @@ class _Simplifier:
         schema = self._schema(given, "#", 0)
         while self._refs:
             self._referred(schema, self._refs.pop())
+        if (ref := endless_reference(schema)) is not None:
+            raise GrammarError(
+                f'cannot be enforced: no value ends, because each needs another one by the reference to "{ref}": leave '
+                "a property of that cycle out of required, or allow null"
+            )
         return Simplified(schema, one_spelling(self._objects, self._refuse), self._impossible)
 
     def _error(self, path: str, text: str) -> GrammarError:
@@ -79,12 +87,14 @@ class _Simplifier:
         if depth > _MAX_DEPTH:
             raise GrammarError(f"cannot be enforced: the recursion limit of {_MAX_DEPTH} nested schemas was exceeded")
         self._seen.add(path)
+        if "not" in node and is_anything(node["not"]):  # how zod writes `never`
+            return False
         out = self._parts(node, path, depth)
         self._drop_refused(node, out, path)
         if "oneOf" in out and "anyOf" not in out and isinstance(out["oneOf"], list):
             out = self._one_of(node, out)
         if isinstance(out.get("pattern"), str):
-            out["pattern"] = without_look_ahead(out["pattern"])
+            _pattern(out)
         _format(out, lambda text: self._refuse(path, text))
         types = types_of(out)
         if unknown := sorted(types - set(TYPES)):
@@ -118,7 +128,8 @@ class _Simplifier:
             else:
                 out[key] = value if isinstance(value, str | int | float) else copy.deepcopy(value)
             if key == "$ref" and isinstance(value, str):
-                self._refs.append(value)
+                out[key] = quoted(value)
+                self._refs.append(out[key])
         return out
 
     def _referred(self, schema: Any, ref: str) -> None:
@@ -168,7 +179,10 @@ class _Simplifier:
             names = target_of(self._given, names["$ref"])
         if not isinstance(names, dict) or names.keys() - ANNOTATIONS - {"type"} != {"enum"}:
             return
-        if out.keys() & {"properties", "patternProperties", "required"} or not isinstance(names["enum"], list):
+        if out.keys() & {"properties", "patternProperties"} or not isinstance(names["enum"], list):
+            return
+        # zod requires each name of a record of an enum.
+        if not all(name in names["enum"] for name in out.get("required") or ()):
             return
         value = out.get("additionalProperties", True)
         out["properties"] = {name: copy.deepcopy(value) for name in names["enum"] if isinstance(name, str)}
@@ -263,6 +277,13 @@ def _type_of(value: Any) -> set[str]:
     return {"array"} if isinstance(value, list) else {"object"}
 
 
+def _pattern(out: dict[str, Any]) -> None:
+    first, *others = without_look_ahead(out["pattern"])
+    out["pattern"] = first
+    if others:
+        out["allOf"] = [*out.get("allOf", []), *({"pattern": pattern} for pattern in others)]
+
+
 def _format(out: dict[str, Any], refuse: Callable[[str], None]) -> None:
     name = out.get("format")
     if not isinstance(name, str) or name in COMPILED_FORMATS:
@@ -271,6 +292,9 @@ def _format(out: dict[str, Any], refuse: Callable[[str], None]) -> None:
     if "string" not in types_of(out) or name in IGNORED_FORMATS:
         return
     if (pattern := PATTERN_FORMATS.get(name)) is None:
+        # zod names the function that wrote a pattern, such as "cuid" or "ends_with".
+        if any("pattern" in part for part in (out, *out.get("allOf", ())) if isinstance(part, dict)):
+            return None
         return refuse(f'the format "{name}" is unknown: remove it, or use pattern')
     if "pattern" in out:
         out["allOf"] = [*out.get("allOf", []), {"pattern": pattern}]
@@ -317,22 +341,6 @@ def _check_finite(value: Any, path: str) -> None:
         _check_finite(item, path)
     if isinstance(value, float) and not math.isfinite(value):
         raise GrammarError(f"must be a JSON schema: its numbers must be finite, got {value} (at {path})")
-
-
-def target_of(schema: Any, ref: str) -> Any:
-    found = schema
-    for step in ref.removeprefix("#").split("/")[1:]:
-        if isinstance(found, dict):
-            found = found.get(unescaped(step))
-        elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-            found = found[int(step)]
-        else:
-            return None
-    return found
-
-
-def unescaped(step: str) -> str:
-    return step.replace("~1", "/").replace("~0", "~")
 
 
 def _escaped(key: str) -> str:

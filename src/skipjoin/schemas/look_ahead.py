@@ -1,0 +1,59 @@
+"""Patterns without look-ahead, which no grammar has."""
+
+from __future__ import annotations
+
+import re
+
+from skipjoin.schemas.decimals import plain_decimal
+
+# Patterns of zod 4 by what they mean. Those of email are of different releases.
+_EMAIL = r"^(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@(?:[A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+_SECONDS = r"\d+(?:[.,]\d+)?S"
+_TIME = rf"T(?:\d+H(?:\d+M)?(?:{_SECONDS})?|\d+M(?:{_SECONDS})?|{_SECONDS})"
+_DATE = r"(?:\d+Y(?:\d+M)?(?:\d+D)?|\d+M(?:\d+D)?|\d+D)"
+_DURATION = rf"^P(?:\d+W|{_DATE}(?:{_TIME})?|{_TIME})$"
+_OF_ZOD = {
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": _EMAIL,
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": _DURATION,
+}
+_AHEAD = re.compile(r"\^\(\?=")
+# One part of a regular expression: an escape, a class of characters, the beginning or the end of a group, or an "|".
+_PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\\\]])*\]|[(|)]", re.DOTALL)
+
+
+def without_look_ahead(pattern: str) -> list[str]:
+    """Return patterns that match the texts that `pattern` matches, all of them together.
+
+    A look-ahead at the very beginning is a pattern of its own, as in passwords: `^(?=.*[0-9]).{8,}$`. Patterns with
+    others are returned unchanged.
+    """
+    pattern = plain_decimal(_OF_ZOD.get(pattern, pattern))
+    found = []
+    rest = pattern
+    while _AHEAD.match(rest):
+        if (end := _end_of_group(rest, 1)) is None:
+            return [pattern]
+        found.append(f"^(?:{rest[4:end]})")
+        rest = "^" + rest[end + 1 :]
+    if not found or _has_alternatives(rest) or re.match(r"\^[*+?{]", rest):
+        return [pattern]
+    return [rest, *found]
+
+
+def _end_of_group(pattern: str, begin: int) -> int | None:
+    depth = 0
+    for part in _PART.finditer(pattern, begin):
+        depth += (part[0] == "(") - (part[0] == ")")
+        if not depth and part[0] == ")":
+            return part.start()
+    return None
+
+
+def _has_alternatives(pattern: str) -> bool:
+    """Return whether "^" belongs to the first of several alternatives only."""
+    depth = 0
+    for part in _PART.finditer(pattern):
+        depth += (part[0] == "(") - (part[0] == ")")
+        if not depth and part[0] == "|":
+            return True
+    return False

@@ -382,10 +382,12 @@ async def test_chat_accepts_developer_role_content_parts_and_returned_messages(a
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None, "annotations": []},
+        {"role": "assistant", "content": None, "refusal": "d"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "e"}]},
     ]
     assert (await api.chat(messages=messages)).status_code == 200
     text = api.service.tokenizer.decode(api.engine.added[0].prompt, skip_special_tokens=False)
-    assert text == "<|system|>be brief<|user|>ab<|assistant|>c<|assistant|>"
+    assert text == "<|system|>be brief<|user|>ab<|assistant|>c<|assistant|>d<|assistant|>e<|assistant|>"
 
 
 async def test_chat_stream_begins_with_the_role(api: Api) -> None:

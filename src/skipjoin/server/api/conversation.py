@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, Tag, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from skipjoin.formats.conversation import TOOL_NAME
@@ -19,6 +19,14 @@ class TextPart(Body):
     text: str
     cache_control: Ignored = None
     prompt_cache_breakpoint: Ignored = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_refusal(cls, given: Any) -> Any:
+        """Read a refusal, which OpenAI's models answer instead of a text, as the text that the assistant wrote."""
+        if isinstance(given, dict) and given.get("type") == "refusal" and "refusal" in given and "text" not in given:
+            return {("text" if key == "refusal" else key): value for key, value in given.items()} | {"type": "text"}
+        return given
 
 
 Content = Annotated[
@@ -63,8 +71,9 @@ class Message(Body):
     """Message of a conversation. "developer" means "system"."""
 
     role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_check_role)]
-    # Before the content, which messages with calls may lack.
+    # Before the content, which messages with calls or a refusal may lack.
     tool_calls: ToolCalls | None = None
+    refusal: str | None = None
     function_call: Annotated[Null, BeforeValidator(_check_no_function)] = None
     content: Annotated[Content | None, Field(validate_default=True)] = None
     tool_call_id: Annotated[Label, Field(validate_default=True)] = None
@@ -72,7 +81,6 @@ class Message(Body):
     reasoning: str | None = None
     reasoning_content: str | None = None
     reasoning_details: Ignored = None  # of OpenRouter, beside the text
-    refusal: Annotated[Any, Only(None, "")] = None
     annotations: Ignored = None
     audio: Null = None
     parsed: Ignored = None
@@ -93,7 +101,7 @@ class Message(Body):
     @field_validator("content")
     @classmethod
     def _may_be_missing(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is None and not info.data.get("tool_calls"):
+        if value is None and not info.data.get("tool_calls") and not info.data.get("refusal"):
             raise ValueError("must be a string or a list of text parts, unless the message has tool_calls")
         return value
 
@@ -109,7 +117,7 @@ class Message(Body):
 
     @property
     def plain_content(self) -> str | list[dict[str, str]]:
-        content = self.content or ""
+        content = self.content or self.refusal or ""
         return content if isinstance(content, str) else [{"type": "text", "text": part.text} for part in content]
 
     @property

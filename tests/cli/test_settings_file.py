@@ -81,6 +81,8 @@ def test_environment_sets_model_and_parameters(served: list[dict[str, Any]], mon
         ("\nport: 5\nport: 6\n", ", line 3: port is given twice"),
         ("scheduling-policy: fcfs\nrecipe: fcfs\n", ", line 2: recipe is given twice"),
         ("port:\n", ", line 1: port must have a value"),
+        ("api-key: null\n", ", line 1: api-key must have a value"),
+        ("api-key: [a, ~]\n", ", line 1: api-key must have a value"),
         ("set: {a: [1]}\n", ", line 1: set must have one value, not several"),
         ("port: [1, 2]\n", ", line 1: port must have one value, not several"),
         ("config: other.yaml\n", ", line 1: there is no setting 'config'"),

@@ -41,10 +41,12 @@ def test_failed_line_is_named_and_the_exit_code_says_so(server: ServerProcess, l
     server.wait_idle()
 
 
-def test_missing_server_is_one_line() -> None:
-    shown = chat("http://127.0.0.1:9", "abc")
-    assert (shown.exit_code, shown.stderr.count("\n")) == (1, 1)
+@pytest.mark.parametrize("lines", [["abc"], [], ["/quit"]])
+def test_missing_server_is_one_line(lines: list[str]) -> None:
+    shown = chat("http://127.0.0.1:9", *lines)
+    assert (shown.exit_code, shown.stdout, shown.stderr.count("\n")) == (1, "", 1)
     assert "cannot be reached" in shown.stderr
+    assert "--url" in shown.stderr
 
 
 def test_text_of_a_model_cannot_control_the_terminal() -> None:

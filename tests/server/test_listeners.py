@@ -32,6 +32,16 @@ def test_port_in_use_error_names_option_and_closes_other_socket() -> None:
         listen("127.0.0.1", free).close()
 
 
+def test_unknown_host_error_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    def getaddrinfo(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    expected = "cannot listen on host 'no', port 8000: Name or service not known; --host takes an address"
+    with pytest.raises(ConfigError, match=expected):
+        open_listeners(ServerConfig(host="no"))
+
+
 def test_metrics_listener_exists_only_with_metrics_port() -> None:
     for metrics_port in (None, 0):
         listeners = open_listeners(ServerConfig(host="127.0.0.1", port=0, metrics_port=metrics_port))

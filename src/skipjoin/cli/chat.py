@@ -11,7 +11,7 @@ from urllib.parse import quote
 import typer
 from rich.console import Console
 
-from skipjoin.cli.connection import FAILED, Connection
+from skipjoin.cli.connection import FAILED, Connection, call
 from skipjoin.cli.explain import report
 from skipjoin.cli.options import Section, Values, takes
 from skipjoin.extras import require
@@ -43,10 +43,14 @@ def chat(
 ) -> None:
     """Chat with a running server. Each line is a message; Ctrl-C stops an answer, Ctrl-D ends the chat."""
     require("skipjoin chat", "bench")
+    from skipjoin.cli.server_client import ServerClient  # noqa: PLC0415
+
     connection = Connection(**server)
     sampling = {"model": model, "temperature": temperature, "top_p": top_p, "max_tokens": max_tokens}
     conversation = Conversation({name: value for name, value in sampling.items() if value is not None}, system)
     is_typed = sys.stdin.isatty()
+    # A missing server or a wrong key is an error before the first message, and without one.
+    call(ServerClient, connection, lambda client: client.json("GET", "/v1/models"))
     if is_typed:
         print(_HELP)
     failed = False

@@ -58,7 +58,8 @@ class ServerClient:
         except TimeoutError as error:
             raise ServerClientError(f"{self._base} does not answer", is_lost=True) from error
         except (aiohttp.ClientError, ConnectionError) as error:
-            raise ServerClientError(f"{self._base} cannot be reached: {_reason(error)}", is_lost=True) from error
+            text = f"{self._base} cannot be reached: {_reason(error)}; skipjoin serve starts a server, --url names one"
+            raise ServerClientError(text, is_lost=True) from error
 
     async def events(self, path: str, method: str = "GET", **body: Any) -> AsyncIterator[tuple[str, str]]:
         async with self._answer(method, path, **body) as response:

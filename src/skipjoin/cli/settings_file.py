@@ -14,6 +14,8 @@ from skipjoin.options import ConfigError, nearest
 PREFIX = "SKIPJOIN_"
 # Variables that are not options of a command.
 _OTHERS = ("KERNEL_CACHE", "PROFILE_CACHE", "FORECAST_API_KEY", "TRACES")
+# How YAML writes no value. As texts these would be names of files, or API keys.
+_NULLS = ("~", "null", "Null", "NULL")
 # Value in a file: one text or several.
 Texts = str | list[str]
 
@@ -74,6 +76,6 @@ def _texts(where: str, value: Any) -> list[str]:
 def _text(where: str, node: Any) -> str:
     if not isinstance(node, yaml.ScalarNode):
         raise ConfigError(f"{where} must have one value, not several")
-    if not node.value:
-        raise ConfigError(f"{where} must have a value")
+    if not node.value or (node.style is None and node.value in _NULLS):
+        raise ConfigError(f"{where} must have a value; without the line it has its default")
     return str(node.value)

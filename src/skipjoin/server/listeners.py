@@ -34,7 +34,9 @@ def open_listeners(config: ServerConfig) -> list[socket.socket]:
                 listener.close()
             if error.errno == errno.EADDRINUSE:
                 raise ConfigError(f"port {port} on {config.host} is in use; choose another with {flag}") from error
-            raise ConfigError(f"cannot listen on {config.host} port {port}: {error.strerror or error}") from error
+            remedy = "; --host takes an address of this machine" if isinstance(error, socket.gaierror) else ""
+            why = f"{error.strerror or error}{remedy}"
+            raise ConfigError(f"cannot listen on host {config.host!r}, port {port}: {why}") from error
     return listeners
 
 

@@ -27,6 +27,8 @@ _ASSETS = (
 PAGES = {"/": "chat.html", "/console": "console.html", **{f"/console/{name}": name for name in _ASSETS}}
 # The servers that the pages show, as JSON.
 SERVERS_PATH = "/console/servers.json"
+# Names the program of a call.
+PROGRAM_HEADER = "x-program-id"
 # Bytes of an upload besides the file, mostly boundaries of the form.
 FORM_BYTES = 64 << 10
 
@@ -160,7 +162,11 @@ CHAT = _generation(
 )
 COMPLETIONS = _generation("/v1/completions", f"{_API}.completions:CompletionEndpoint", load_name="completions")
 RESPONSES = _generation(
-    "/v1/responses", f"{_API}.dialects.responses:ResponsesEndpoint", prompt="input", frames=SERVER_SENT
+    "/v1/responses",
+    f"{_API}.dialects.responses:ResponsesEndpoint",
+    load_name="responses",
+    prompt="input",
+    frames=SERVER_SENT,
 )
 
 
@@ -173,7 +179,12 @@ def _responses(path: str, name: str, **more: Any) -> Route:
 _MESSAGES = f"{_API}.dialects.messages"
 _ANTHROPIC: dict[str, Any] = {"error_body": f"{_MESSAGES}:error_body", "error_status": f"{_MESSAGES}:error_status"}
 MESSAGES = _generation(
-    "/v1/messages", f"{_MESSAGES}:MessagesEndpoint", prompt="messages", frames=SERVER_SENT, **_ANTHROPIC
+    "/v1/messages",
+    f"{_MESSAGES}:MessagesEndpoint",
+    load_name="messages",
+    prompt="messages",
+    frames=SERVER_SENT,
+    **_ANTHROPIC,
 )
 _POOLED = f"{_API}.pooled"
 

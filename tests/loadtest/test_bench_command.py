@@ -265,3 +265,15 @@ def test_a_server_serves_a_closed_stream_alongside_chat(server: str, tmp_path: P
     for service in services.values():
         assert service["requests"]["finished"] == service["requests"]["submitted"] > 0
     assert services["best-effort"]["requests"]["finished"] % 4 == 0
+
+
+@pytest.mark.parametrize("endpoint", ["responses", "messages"])
+def test_formats_of_agents_and_their_programs_are_measured(server: str, tmp_path: Path, endpoint: str) -> None:
+    out, trace = tmp_path / "out.json", tmp_path / "calls.csv"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens,program,pause_s\n0,9,5,a,\n0,9,5,,\n0,12,4,a,0.05\n")
+    result = run(server, "--endpoint", endpoint, "--trace", trace, "--warmup", "0", "--out", out)
+    assert result.exit_code == 0, result.output
+    (record,) = load_results([out])
+    assert record["requests"]["finished"] == 3
+    assert record["settings"]["endpoint"] == endpoint
+    assert record["programs"]["ended"] == 1

@@ -23,6 +23,7 @@ from skipjoin.loadtest.http_request import Bodies
 from skipjoin.loadtest.runs import figures
 from skipjoin.loadtest.targets import Target, parse_extra, parse_prompt_ids
 from skipjoin.observe.record import Slo
+from skipjoin.routes import MESSAGES, RESPONSES, Route
 from skipjoin.workload.prefixes import PromptParts
 from skipjoin.workload.request import WorkloadRequest
 from support.openai_stub import DONE, OpenAiStub, complete, event, stream, token, usage, whole
@@ -67,6 +68,37 @@ def test_a_response_has_the_times_of_its_tokens() -> None:
     assert (answer.first_token, answer.last_token, answer.ended) == (2.0, 3.0, 5.0)
     assert (answer.prompt_tokens, answer.output_tokens, answer.finish_reason) == (7, 2, "length")
     assert answer.problem(2, may_stop=False) is None
+
+
+def test_answers_of_other_formats_have_the_same_figures() -> None:
+    counts = {"input_tokens": 7, "output_tokens": 2}
+    streams: dict[Route, list[dict[str, Any]]] = {
+        RESPONSES: [
+            {"type": "response.created", "response": {"status": "in_progress", "usage": None}},
+            {"type": "response.output_text.delta", "delta": "a"},
+            {"type": "response.reasoning_text.delta", "delta": "b"},
+            {"type": "response.incomplete", "response": {"status": "incomplete", "usage": counts}},
+        ],
+        MESSAGES: [
+            {"type": "message_start", "message": {"usage": {"input_tokens": 3, "cache_read_input_tokens": 4}}},
+            {"type": "content_block_delta", "delta": {"type": "text_delta", "text": "a"}},
+            {"type": "content_block_delta", "delta": {"type": "thinking_delta", "thinking": "b"}},
+            {"type": "message_delta", "delta": {"stop_reason": "max_tokens"}, "usage": {"output_tokens": 2}},
+            {"type": "message_stop"},
+        ],
+    }
+    for route, events in streams.items():
+        answer = Answer(route)
+        for now, data in enumerate(events):
+            assert answer.problem(2, may_stop=False) is not None
+            answer.feed(b"event: " + data["type"].encode() + b"\n" + event(**data), float(now))
+        answer.close(9.0)
+        assert answer.problem(2, may_stop=False) is None
+        assert (answer.text, answer.first_token, answer.last_token, answer.ended) == ("ab", 1.0, 2.0, len(events) - 1.0)
+        assert (answer.prompt_tokens, answer.output_tokens, answer.finish_reason) == (7, 2, "length")
+        failed, message = Answer(route), {"message": "engine died"}
+        failed.feed(event(type="error", **message if route is RESPONSES else {"error": message}), 1.0)
+        assert failed.problem(2, may_stop=False) == ("error_event", "engine died")
 
 
 @given(
@@ -226,6 +258,30 @@ def test_times_count_from_the_due_time() -> None:
         assert facts.ended is not None
         assert exchange.job.at <= exchange.sent <= facts.first_token <= facts.last_token <= facts.ended <= seconds
         assert (facts.prompt_tokens, facts.output_tokens, facts.reason) == (7, 3, "length")
+
+
+def test_calls_of_a_program_follow_each_other_under_its_name() -> None:
+    asked: list[tuple[str | None, int]] = []
+
+    async def note(stub: OpenAiStub, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        asked.append((request.headers.get("x-program-id"), body["priority"]))
+        return await complete(stub, request, body)
+
+    names = ["a", "a", "b", "", "a"]
+    calls = [
+        job._replace(program=name, pause_s=0.05 if name == "a" and number else None, priority=number + 1)
+        for number, (job, name) in enumerate(zip(jobs(5), names, strict=True))
+    ]
+    with OpenAiStub(note) as stub:
+        run, seconds = go(stub.url, calls)
+    assert {number: name for name, number in asked} == {number: name or None for number, name in enumerate(names, 1)}
+    first, second, *_, third = [exchange.facts for exchange in run.exchanges]
+    for before, after in ((first, second), (second, third)):
+        assert before.ended is not None
+        assert before.ended + 0.05 <= after.arrival < before.ended + 1.0
+    programs = figures(run.exchanges, seconds, Slo())["programs"]
+    assert (programs["ended"], programs["calls"], programs["recomputed_tokens"]) == (2, 4, None)
+    assert programs["completion_s"]["p99"] > 0.1
 
 
 def test_requests_are_sent_although_the_server_answers_none() -> None:

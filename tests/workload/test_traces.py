@@ -15,8 +15,10 @@ from skipjoin.config import ConfigError
 from skipjoin.core.request import RequestOptions, ServiceClass, Target
 from skipjoin.workload.arrivals import parse_arrivals
 from skipjoin.workload.prefixes import PromptParts
+from skipjoin.workload.request import chains_of
+from skipjoin.workload.streams import parse_closed
 from skipjoin.workload.traces import Trace, TraceRow, read_trace
-from skipjoin.workload.workload import Replay, Workload
+from skipjoin.workload.workload import Replay, Workload, with_closed
 
 TRACES = os.environ.get("SKIPJOIN_TRACES")
 HEADER = "arrival_s,prompt_tokens,output_tokens\n"
@@ -327,6 +329,32 @@ def test_request_options_of_rows_are_read(tmp_path: Path) -> None:
 def test_invalid_request_options_are_refused(tmp_path: Path, column: str, cell: str, error: str) -> None:
     text = f"prompt_tokens,output_tokens,{column}\n10,5,{cell}\n"
     assert error_of(tmp_path, text) == f"trace.csv line 2, column 6 ({column}): {error}"
+
+
+def test_calls_of_programs_follow_each_other_after_pauses(tmp_path: Path) -> None:
+    names = "arrival_s,prompt_tokens,output_tokens,program,pause_s\n"
+    trace = read(tmp_path, names + "0,9,5,a,\n1,9,5,b,\n2,9,5,a,0.5\n3,9,5,,\n4,9,5,a,0\n5,9,5,b,\n6,9,5,b,2\n")
+    jobs = Replay(trace).draw(None, None, 0)
+    assert [(job.program, job.pause_s) for job in jobs[2:5]] == [("a", 0.5), ("", None), ("a", 0.0)]
+    # A call without a pause is sent at its own time, and begins another chain.
+    assert chains_of(jobs) == [[0, 2, 4], [1], [3], [5, 6]]
+    with pytest.raises(ConfigError, match=r"closed and the column pause_s of trace\.csv exclude each other"):
+        with_closed(Replay(trace), [parse_closed("name=be,lengths=fixed:8,8,size=2")])
+
+
+@pytest.mark.parametrize(
+    ("cells", "error"),
+    [
+        ("0,9,5,a,1", "column 9 (pause_s): must be empty, because no row before is of its program, got '1'"),
+        ("0,9,5,,1", "column 8 (pause_s): must be a number of seconds of at least 0, of a row with a program, got '1'"),
+        ("0,9,5,a,-1", "column 9 (pause_s): must be a number of seconds of at least 0, of a row with a program, got"),
+        ("0,9,5,\u00e9,", "column 7 (program): must be 1 to 512 printable characters of ASCII, got"),
+        (",9,5,a,", "column 6 (program): needs arrival_s: rows without it are drawn one by one, got 'a'"),
+    ],
+)
+def test_invalid_calls_are_refused(tmp_path: Path, cells: str, error: str) -> None:
+    text = f"arrival_s,prompt_tokens,output_tokens,program,pause_s\n{cells}\n"
+    assert error_of(tmp_path, text).startswith(f"trace.csv line 2, {error}")
 
 
 def test_a_best_effort_row_may_not_have_a_tpot_objective(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from skipjoin.cli.workload import LoadOptions, has_own_times, parse_rates, parse
 from skipjoin.config import ConfigError
 from skipjoin.core.request import NO_TARGET
 from skipjoin.observe.record import NO_SLO, Slo
-from skipjoin.options import Option, check, settings_of
+from skipjoin.options import Option, check
 from skipjoin.recipes import DEFAULT, find, names_in, read_assignments
 from skipjoin.report.bound import OBJECTIVES_HINT, Bounds, needs_objectives, parse_bound
 from skipjoin.report.results import ResultsFile
@@ -28,7 +28,6 @@ from skipjoin.sim.experiments.machines import Machine
 from skipjoin.sim.experiments.predictors import columns_of
 from skipjoin.sim.experiments.sweep import Grid, RateSearch, ReplicaSearch, sweep
 from skipjoin.sim.experiments.system import System
-from skipjoin.workload.agents import AGENTS, Agents
 from skipjoin.workload.workload import Replay, Workload, keys_of
 
 _START_RPS = 1.0  # initial rate of a search
@@ -176,7 +175,7 @@ def simulate(*, runs: Values, machine: Values, system: Values, load: Values) -> 
         )
     systems = Machine(**machine).systems(wanted.recipes, **system, **wanted.system_values())
     reads = columns_of(system["predictor"])
-    workload = _agents(options) if options.lengths == AGENTS else options.workload(reads=reads)
+    workload = options.workload(reads=reads)
     if wanted.slo_jct_scale is not None and isinstance(workload, Replay) and workload.trace.has_any("jct_s"):
         raise ConfigError(f"slo_jct_scale and the column jct_s of {workload.trace.name} exclude each other")
     if system["fair_by"] == "key" and len(keys_of(workload)) < 2:
@@ -198,13 +197,6 @@ def simulate(*, runs: Values, machine: Values, system: Values, load: Values) -> 
     results = ResultsFile(options.out, existing=options.existing) if options.out else None
     requests = RequestsFile(wanted.record_requests, options.existing) if wanted.record_requests else None
     _run(cells, SimulationReport(results, goal), goal, wanted, requests)
-
-
-def _agents(options: LoadOptions) -> Agents:
-    for name in ("arrivals", "trace", "prefix", "stream", "closed", "best_effort_share"):
-        if getattr(options, name) != settings_of(LoadOptions)[name].default:
-            raise ConfigError(f"{name} and lengths {AGENTS} exclude each other")
-    return Agents()
 
 
 def _check_objectives(goal: Goal | None, cell: Cell) -> None:

@@ -12,6 +12,7 @@ from typing import Annotated
 from skipjoin.observe.record import Slo
 from skipjoin.options import ConfigError, Option, check, settings_of
 from skipjoin.report.results import Existing
+from skipjoin.workload.agents import AGENTS, Agents
 from skipjoin.workload.arrivals import parse_arrivals
 from skipjoin.workload.fields import number
 from skipjoin.workload.streams import parse_closed
@@ -36,8 +37,8 @@ class LoadOptions:
         str,
         _load(
             "Prompt and output lengths: sharegpt, alpaca, lmsys, bookcorpus, uniform:64-128,16-32, fixed:128,64 or "
-            "trace:FILE (its rows at random); *0.5 or *0.5,0.25 scales them. agents, in a simulation, is programs of 2 "
-            "to 40 calls, of which --rates are programs per second.",
+            "trace:FILE (its rows at random); *0.5 or *0.5,0.25 scales them. agents is programs of 2 to 40 calls, of "
+            "which --rates are programs per second.",
             metavar="LENGTHS",
         ),
     ] = "sharegpt"
@@ -52,8 +53,8 @@ class LoadOptions:
         Path | None,
         _load(
             "Trace instead of --lengths: CSV or JSONL with prompt_tokens, output_tokens and optionally arrival_s, "
-            "deadline_s, priority, class, ttft_s, tpot_s and jct_s; JSONL with the texts prompt and output; or "
-            "Mooncake's JSONL.",
+            "deadline_s, priority, class, ttft_s, tpot_s, jct_s, program and pause_s; JSONL with the texts prompt and "
+            "output; or Mooncake's JSONL.",
             metavar="FILE",
         ),
     ] = None
@@ -134,7 +135,9 @@ class LoadOptions:
     def existing(self) -> Existing:
         return "replace" if self.overwrite else "extend" if self.append else "refuse"
 
-    def workload(self, *, reads: Collection[str] = ()) -> Synthetic | Replay:
+    def workload(self, *, reads: Collection[str] = ()) -> Synthetic | Replay | Agents:
+        if self.lengths == AGENTS:
+            return self._agents()
         if self.trace is not None:
             if self.stream:
                 raise ConfigError("stream goes with lengths, not with trace")
@@ -149,6 +152,12 @@ class LoadOptions:
             if getattr(self, name) != settings_of(LoadOptions)[name].default:
                 raise ConfigError(f"{name} goes with trace")
         return self._beside(synthetic(self.lengths, self.arrivals, self.stream, self.prefix))
+
+    def _agents(self) -> Agents:
+        for name in ("arrivals", "trace", "prefix", "stream", "closed", "best_effort_share"):
+            if getattr(self, name) != settings_of(LoadOptions)[name].default:
+                raise ConfigError(f"{name} and lengths {AGENTS} exclude each other")
+        return Agents()
 
     def _beside(self, workload: Classed) -> Classed:
         if self.best_effort_share is not None:

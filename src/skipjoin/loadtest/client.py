@@ -19,8 +19,8 @@ from skipjoin.loadtest.http_answer import Answer, Failure, failure
 from skipjoin.loadtest.http_request import Bodies
 from skipjoin.loadtest.targets import Target
 from skipjoin.observe.requests import RequestFacts
-from skipjoin.routes import OPENAI_EVENTS
-from skipjoin.workload.request import WorkloadRequest
+from skipjoin.routes import PROGRAM_HEADER
+from skipjoin.workload.request import WorkloadRequest, chains_of
 from skipjoin.workload.streams import Closed, ClosedMode
 
 # A run is aborted after this time and number of failures without any data from the server.
@@ -149,10 +149,11 @@ class Client:
         self, exchange: Exchange, body: bytes, clock: Callable[[], float], on_sign: Callable[[], None] = lambda: None
     ) -> None:
         facts = exchange.facts
-        answer = Answer(self.target.route.frames or OPENAI_EVENTS)
+        answer = Answer(self.target.route)
         exchange.sent = clock()
         try:
-            async with self._session.post(self.target.url, data=body) as response:
+            headers = {PROGRAM_HEADER: exchange.job.program} if exchange.job.program else None
+            async with self._session.post(self.target.url, data=body, headers=headers) as response:
                 on_sign()
                 if response.status == 200:
                     while data := await response.content.readany():
@@ -228,12 +229,23 @@ class ClientRun:
         return time.monotonic() - self._start
 
     async def _pace(self, group: asyncio.TaskGroup, exchanges: Sequence[Exchange]) -> None:
-        for exchange in exchanges:
+        for first, *others in chains_of(exchange.job for exchange in exchanges):
+            exchange, calls = exchanges[first], [exchanges[index] for index in others]
             # Created ahead of time, because generating a long prompt takes longer than sending it.
             body = self._bodies.make(exchange.job)
             while (wait := exchange.job.at - self._now()) > 0:
                 await asyncio.sleep(max(0.0, wait - _TIMER_S))
-            group.create_task(self._ask(exchange, body))
+            group.create_task(self._ask_chain(exchange, body, calls))
+
+    async def _ask_chain(self, exchange: Exchange, body: bytes, calls: Sequence[Exchange]) -> None:
+        await self._ask(exchange, body)
+        for call in calls:
+            due = self._now() + (call.job.pause_s or 0.0)
+            body = self._bodies.make(call.job)
+            await asyncio.sleep(due - self._now())
+            call.job = call.job._replace(at=due)
+            call.facts.arrival = due
+            await self._ask(call, body)
 
     def _keep_going(self, group: asyncio.TaskGroup, load: ClosedLoad) -> None:
         together = load.stream.mode is ClosedMode.BATCH

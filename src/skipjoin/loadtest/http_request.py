@@ -9,10 +9,13 @@ import msgspec
 
 from skipjoin.core.request import ServiceClass
 from skipjoin.loadtest.targets import Target
+from skipjoin.routes import CHAT, COMPLETIONS, RESPONSES
 from skipjoin.workload.request import WorkloadRequest
 
 # Ordinary words that are one token in most vocabularies.
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "history", "child", "world", "school")
+# Fields with the maximum number of output tokens, where they have another name.
+_LIMITS = {RESPONSES: "max_output_tokens"}
 _Token = TypeVar("_Token", int, str)
 _encode = msgspec.json.Encoder().encode
 
@@ -42,12 +45,13 @@ class Bodies:
         body: dict[str, Any] = {
             "model": target.model,
             **(self._prompt(job) if job.prompt is None else self._text(job.prompt)),
-            "max_tokens": max_tokens,
+            _LIMITS.get(target.route, "max_tokens"): max_tokens,
             "ignore_eos": None if max_tokens is None else True,
             "temperature": 0,
             "stream": True,
-            "stream_options": {"include_usage": True},
         }
+        if target.route in (CHAT, COMPLETIONS):  # streams of others always end with the usage
+            body["stream_options"] = {"include_usage": True}
         if job.priority:
             body["priority"] = job.priority
         if job.service is ServiceClass.BEST_EFFORT:
@@ -61,7 +65,7 @@ class Bodies:
         return _encode({name: value for name, value in body.items() if value is not None})
 
     def _prompt(self, job: WorkloadRequest) -> dict[str, Any]:
-        if self._target.route.prompt == "messages":
+        if self._target.route is not COMPLETIONS:
             return self._text(" ".join(self._drawn(job, f"{self._count}", _WORDS)))
         return {self._target.route.prompt: self._drawn(job, self._ids[self._count % len(self._ids)], self._ids)}
 

@@ -6,7 +6,7 @@ import os
 import platform
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -28,7 +28,8 @@ from skipjoin.loadtest.client import (
 from skipjoin.loadtest.http_request import Bodies
 from skipjoin.loadtest.plan import LoadPlan
 from skipjoin.loadtest.targets import Target
-from skipjoin.observe.record import Record, Slo, percentile, summarize
+from skipjoin.observe.programs import ProgramFacts
+from skipjoin.observe.record import Record, Slo, percentile, summarize, summarize_programs
 from skipjoin.system.machine import cpu_name
 from skipjoin.version import VERSION
 
@@ -167,9 +168,26 @@ def figures(exchanges: Sequence[Exchange], seconds: float, slo: Slo, *, window_s
         part["breakdown_s"] = part["wait_s"] = None
     record["quantiles"]["queue_s"] = []
     record |= dict.fromkeys(("kv", "steps", "batch_mean", "forward", "groups", "series"))
+    if programs := _programs(exchanges):
+        record["programs"] = summarize_programs(programs) | {"recomputed_tokens": None}
     kinds = Counter(kind for _, kind in failures)
     record["client"] = {**_lags(exchanges), "errors_by_kind": dict(kinds.most_common())}
     return record
+
+
+def _programs(exchanges: Iterable[Exchange]) -> list[ProgramFacts]:
+    """Return the programs; one of which a call failed or was not sent counts as unfinished."""
+    programs: dict[str, ProgramFacts] = {}
+    for exchange in exchanges:
+        if name := exchange.job.program:
+            facts = exchange.facts
+            program = programs.setdefault(name, ProgramFacts(facts.arrival, facts.arrival))
+            program.calls += 1
+            program.live += exchange.failure is not None
+            if facts.ended is not None:
+                program.ended = max(program.ended, facts.ended)
+                program.calls_s += facts.ended - facts.arrival
+    return list(programs.values())
 
 
 def _lags(exchanges: Sequence[Exchange]) -> dict[str, float | None]:

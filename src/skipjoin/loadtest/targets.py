@@ -21,7 +21,8 @@ class Target:
     endpoint: Annotated[
         str,
         _target(
-            "Endpoint: completions (with token ids, or a trace's texts) or chat (with words, or a trace's texts).",
+            "Endpoint: completions (with token ids, or a trace's texts), or chat, responses or messages (with words, "
+            "or a trace's texts).",
             metavar="NAME",
         ),
     ] = "completions"

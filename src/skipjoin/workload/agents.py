@@ -103,7 +103,8 @@ class Agents:
         chance, (low, high) = generator(seed, number, "agent"), self.calls
         calls = int(math.exp(chance.uniform(math.log(low), math.log(high + 1))))
         template = int(chance.random() * self.templates)
-        prompt, pause_s = self.template_tokens + round(self.task.draw(chance)), 0.0
+        prompt = self.template_tokens + round(self.task.draw(chance))
+        pause_s: float | None = None
         for _ in range(min(calls, high)):
             output = max(1, round(self.output.draw(chance)))
             parts = PromptParts(tuple(self._names(template, number, prompt + output)), _PART_TOKENS)

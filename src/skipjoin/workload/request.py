@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from skipjoin.core.request import NO_TARGET, ServiceClass, Target
@@ -12,8 +13,9 @@ class WorkloadRequest(NamedTuple):
     """Request to send, `at` seconds from the start; `deadline_s` counts from there.
 
     Attributes:
-        program: Name of its program; empty for none. Of the calls of a program, only the first one is sent at its
-            time. The others follow `pause_s` seconds after the one before has finished.
+        program: Name of its program; empty for none.
+        pause_s: Seconds after which the call follows the end of its program's call before. None, as for each first
+            call, if it is sent at its own time.
     """
 
     at: float
@@ -29,7 +31,7 @@ class WorkloadRequest(NamedTuple):
     key: str = ""
     parts: PromptParts | None = None
     program: str = ""
-    pause_s: float = 0.0
+    pause_s: float | None = None
 
     def after(self, prefix: SharedPrefix | None, chance: random.Random) -> WorkloadRequest:
         if prefix is None:
@@ -39,3 +41,17 @@ class WorkloadRequest(NamedTuple):
     @property
     def kind(self) -> Kind:
         return Kind(self.stream, self.service)
+
+
+def chains_of(jobs: Iterable[WorkloadRequest]) -> list[list[int]]:
+    """Return the indices of the jobs in chains: the first job is sent at its time, each other one after a pause."""
+    chains: list[list[int]] = []
+    latest: dict[str, list[int]] = {}  # of each program
+    for index, job in enumerate(jobs):
+        if job.pause_s is not None and (chain := latest.get(job.program)) is not None:
+            chain.append(index)
+            continue
+        chains.append([index])
+        if job.program:
+            latest[job.program] = chains[-1]
+    return chains

@@ -31,6 +31,10 @@ _WORD_OR_MARK = re.compile(r"\w+|[^\w\s]")
 TARGET_COLUMNS = Target._fields
 # Columns of scheduling options.
 OPTION_COLUMNS = ("deadline_s", "priority", "class", *TARGET_COLUMNS)
+# Program of a call, and the pause after which it follows the one before.
+PROGRAM_COLUMNS = ("program", "pause_s")
+# Longest id of a program that servers accept.
+MAX_PROGRAM = 512
 # Columns that only describe a row's origin.
 LABEL_COLUMNS = ("chat_id", "client", "conv", "id", "model", "parent_chat_id", "split", "src", "turn", "type")
 KNOWN_COLUMNS = (
@@ -39,6 +43,7 @@ KNOWN_COLUMNS = (
     "context_tokens",
     *TEXT_COLUMNS,
     HASH_IDS,
+    *PROGRAM_COLUMNS,
     *OPTION_COLUMNS,
     *LABEL_COLUMNS,
 )
@@ -53,6 +58,8 @@ class TraceRow(NamedTuple):
     prompt: str | None = None
     options: RequestOptions = DEFAULT_OPTIONS
     parts: PromptParts | None = None
+    program: str = ""
+    pause_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -171,9 +178,13 @@ def _lines(path: Path, file: TextIO) -> Iterator[Line]:
 def _read(lines: Iterable[Line], units: TraceUnits) -> tuple[tuple[TraceRow, ...], dict[str, Column], bool]:
     rows: list[TraceRow] = []
     columns: dict[str, Column] = {}
-    names, is_timed = _Names(units.hash_tokens), False
+    names, is_timed, programs = _Names(units.hash_tokens), False, set[str]()
     for line in lines:
-        rows.append(_row(line, rows[-1] if rows else None, names, units.per_s))
+        row = _row(line, rows[-1] if rows else None, names, units.per_s)
+        if row.pause_s is not None and row.program not in programs:
+            raise line.error("pause_s", "must be empty, because no row before is of its program")
+        programs.add(row.program)
+        rows.append(row)
         _add_numbers(columns, line, first=len(rows) == 1)
         is_timed = is_timed or line.has_timestamp
     return tuple(rows), columns, is_timed
@@ -190,7 +201,24 @@ def _row(line: Line, previous: TraceRow | None, names: _Names, per_s: int) -> Tr
     parts = names.parts(line, tokens)
     if previous is not None and (previous.parts is None) != (parts is None):
         raise line.error(HASH_IDS, f"either every row has {HASH_IDS} or none; the row before differs")
-    return TraceRow(_arrival(line, previous, per_s), tokens, output, prompt, _options(line), parts)
+    arrival, options, (program, pause_s) = _arrival(line, previous, per_s), _options(line), _call(line)
+    if program and arrival is None:
+        raise line.error("program", "needs arrival_s: rows without it are drawn one by one")
+    return TraceRow(arrival, tokens, output, prompt, options, parts, program, pause_s)
+
+
+def _call(line: Line) -> tuple[str, float | None]:
+    """Return the program of a call, empty for none, and the pause before it."""
+    name, pause = line.cell("program"), line.cell("pause_s")
+    program = "" if name is None else str(name)
+    if name is not None and not (program.isascii() and program.isprintable() and 1 <= len(program) <= MAX_PROGRAM):
+        raise line.error("program", f"must be 1 to {MAX_PROGRAM} printable characters of ASCII")
+    if pause is None:
+        return program, None
+    seconds = _number(pause)
+    if not program or not 0 <= seconds < math.inf:
+        raise line.error("pause_s", "must be a number of seconds of at least 0, of a row with a program")
+    return program, seconds
 
 
 def _options(line: Line) -> RequestOptions:

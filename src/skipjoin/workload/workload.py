@@ -109,6 +109,8 @@ class Replay:
             raise ConfigError(f"best_effort and the column class of {self.trace.name} exclude each other")
         _check_best_effort(self.best_effort)
         _check_names(self, [DEFAULT])
+        if self.closed and self.trace.has_any("pause_s"):
+            raise ConfigError(f"closed and the column pause_s of {self.trace.name} exclude each other")
         if not self.trace.has_arrivals and self.arrivals is None:
             raise ConfigError(f"{self.trace.name} has no arrival times: give a pattern of arrivals")
         if not self.trace.has_arrivals and self.speedup != 1:
@@ -144,7 +146,7 @@ class Replay:
             row = (row + 1) % rows
 
     def _job(self, row: int, at: float) -> WorkloadRequest:
-        _, prompt, output, text, asked, parts = self.trace.rows[row]
+        _, prompt, output, text, asked, parts, program, pause_s = self.trace.rows[row]
         return WorkloadRequest(
             at,
             prompt,
@@ -157,6 +159,8 @@ class Replay:
             asked.deadline_s,
             asked.target,
             parts=parts,
+            program=program,
+            pause_s=pause_s,
         )
 
     def describe(

@@ -135,7 +135,7 @@ class Fixed:
         self._requests = requests
 
     def draw(self, *extent: object) -> list[SimpleNamespace]:
-        return [SimpleNamespace(parts=None)] * self._requests
+        return [SimpleNamespace(parts=None, pause_s=None)] * self._requests
 
     def describe(self, *extent: object) -> dict[str, Any]:
         return {}

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from skipjoin.config import MAX_DEADLINE_MS, ServerConfig
 from skipjoin.config.key_files import ANY_LATER, AS_ALL
 from skipjoin.core.request import ProgramId, RequestOptions, ServiceClass, Target, Trace
+from skipjoin.routes import PROGRAM_HEADER
 from skipjoin.server.api.auth import ANONYMOUS
 from skipjoin.server.api.errors import bad_request
 from skipjoin.server.api.fields import MAX_LABEL
 from skipjoin.server.api.protocol import RequestBody, ServiceTier, Slo
 
 _DEADLINE_HEADER = "x-request-deadline-ms"
-_PROGRAM_HEADER = "x-program-id"
 # Header by which gateways of llm-d tell flows apart.
 _FLOW_HEADER = "x-llm-d-inference-fairness-id"
 _NO_SLO = Slo()
@@ -49,9 +49,9 @@ def program_of(
     """
     if config.program_by == "none":
         return None
-    if (stated := headers.get(_PROGRAM_HEADER)) is not None:
+    if (stated := headers.get(PROGRAM_HEADER)) is not None:
         if not (0 < len(stated) <= MAX_LABEL and stated.isascii() and stated.isprintable()):
-            raise bad_request(f"{_PROGRAM_HEADER} must be 1 to {MAX_LABEL} printable characters", _PROGRAM_HEADER)
+            raise bad_request(f"{PROGRAM_HEADER} must be 1 to {MAX_LABEL} printable characters", PROGRAM_HEADER)
         return ProgramId(owner, stated)
     if config.program_by == "header":
         return None

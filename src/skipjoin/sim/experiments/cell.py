@@ -8,7 +8,6 @@ from skipjoin.config import ConfigError
 from skipjoin.observe.record import NO_SLO, Slo
 from skipjoin.sim.experiments.predictors import Predictor, parse_predictor
 from skipjoin.sim.experiments.system import System
-from skipjoin.workload.agents import AGENTS, Agents
 from skipjoin.workload.request import WorkloadRequest
 from skipjoin.workload.streams import ClosedMode
 from skipjoin.workload.workload import Workload
@@ -46,11 +45,12 @@ class Cell:
                 f"closed: mode=batch needs one shard, at most {REPLICAS_PER_SHARD} replicas, got {self.shards} shards: "
                 "use mode=refill"
             )
-        if self.shards > 1 and isinstance(self.workload, Agents):
-            raise ConfigError(
-                f"lengths {AGENTS} need one shard, at most {REPLICAS_PER_SHARD} replicas, got {self.shards} shards"
-            )
         jobs = self.workload.draw(extent.rate_rps, extent.duration_s, extent.seed, extent.limit)
+        if self.shards > 1 and any(job.pause_s is not None for job in jobs):
+            raise ConfigError(
+                "calls that follow others of their program need one shard, at most "
+                f"{REPLICAS_PER_SHARD} replicas, got {self.shards} shards"
+            )
         for job in jobs:
             self.system.check_parts(job)
         return jobs

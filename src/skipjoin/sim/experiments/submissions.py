@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count, islice
 
@@ -14,7 +14,7 @@ from skipjoin.sim.driver import Arrivals
 from skipjoin.sim.experiments.predictors import Predictor
 from skipjoin.sim.experiments.system import System
 from skipjoin.sim.programs import Calls, ProgramArrivals
-from skipjoin.workload.request import WorkloadRequest
+from skipjoin.workload.request import WorkloadRequest, chains_of
 from skipjoin.workload.streams import Closed, ClosedMode
 
 # Stop token that ends a request at its true length. Only the number of tokens matters.
@@ -42,22 +42,19 @@ class Submissions:
         # A generator, so that finished requests can be garbage collected.
         requests = (self._request(number, self.jobs[number].at) for number in taken)
         streams, taken = list(closed), list(taken)
-        if any(self.jobs[number].program for number in taken):
+        if any(self.jobs[number].pause_s is not None for number in taken):
             return self._programs(taken)
         return ClosedArrivals(requests, streams) if streams else Arrivals(requests)
 
-    def _programs(self, taken: Iterable[int]) -> Arrivals:
-        programs: dict[str, list[int]] = {}
-        for number in taken:
-            programs.setdefault(self.jobs[number].program, []).append(number)
-        alone = programs.pop("", [])
-        calls = {
-            name: (self.jobs[numbers[0]].at, Calls((number, self.jobs[number].pause_s) for number in numbers))
-            for name, numbers in programs.items()
-        }
-        return ProgramArrivals(
-            (self._request(number, self.jobs[number].at) for number in alone), calls.values(), self._request
-        )
+    def _programs(self, taken: Sequence[int]) -> Arrivals:
+        chains = [[taken[index] for index in chain] for chain in chains_of(self.jobs[number] for number in taken)]
+        alone = (self._request(first, self.jobs[first].at) for first, *others in chains if not others)
+        programs = [
+            (self.jobs[chain[0]].at, Calls((number, self.jobs[number].pause_s or 0.0) for number in chain))
+            for chain in chains
+            if len(chain) > 1
+        ]
+        return ProgramArrivals(alone, programs, self._request)
 
     def closed_stream(
         self, closed: Closed, jobs: Iterator[WorkloadRequest], size: int, duration_s: float | None

@@ -209,8 +209,10 @@ def save_reference(name: str, folder: Path) -> transformers.PreTrainedModel:
 def poisoned_kv(model: CausalLM, num_blocks: int, block_size: int, sequences: int = 1) -> PagedKV:
     """Return a cache full of NaN, which reveals reads of unwritten slots."""
     config, shard = model.config, model.shard
-    kv = PagedKV(num_blocks, block_size, config, model.dtype, model.device, shard=shard, state_slots=sequences)
-    kv.tensor.fill_(torch.nan)
+    kv = PagedKV(
+        num_blocks, block_size, config, model.dtype, model.device, of=model.kv_format, shard=shard, state_slots=sequences
+    )
+    kv.tensor.view(torch.uint8).fill_(255)  # NaN of each type, and as the scale of codes
     if kv.states is not None:
         kv.states.tensor.fill_(255)
     return kv
@@ -277,7 +279,7 @@ class PagedRunner:
         old, new = table[i], self.free.pop(0)
         rows = self.kv.block_view()
         rows[new] = rows[old]
-        rows[old] = torch.nan
+        rows[old].view(torch.uint8).fill_(255)
         table[i] = new
         self.free.append(old)
 

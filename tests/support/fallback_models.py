@@ -82,5 +82,9 @@ FURTHER: dict[str, dict[str, Any]] = {
         **{"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_multiple_size": 2},
         **{"max_position_embeddings": 256, "eos_token_id": None},
     },
+    # Routers that transformers keeps in float32.
+    "ernie_moe": _SHAPE
+    | {"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32}
+    | {"moe_layer_start_index": 0},
     "hrm": _SHAPE | {"architectures": ["HrmTextForCausalLM"], "num_hidden_layers": 4},
 }

@@ -95,7 +95,10 @@ class Packer:
         builder.weight_bytes += sum(buffer.nbytes for buffer in model.buffers())
 
     def _packed(self, module: Any, name: str, weight: torch.Tensor) -> PackedWeight:
-        is_wide = name in self._traced.widened and weight.dtype != torch.float32
+        # Also of weights that transformers keeps in float32 in any case, such as those of routers.
+        is_wide = self._builder.dtype != torch.float32 and (
+            name in self._traced.widened or weight.dtype == torch.float32
+        )
         bias = getattr(module, "bias", None) if name.endswith(".weight") else None
         if is_wide or name in self._traced.left or not isinstance(bias, torch.Tensor) or bias.dim() != 1:
             bias = None

@@ -39,6 +39,10 @@ _MAMBA = {
     **{"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 24, "shared_intermediate_size": 64},
     "layer_types": ["linear_attention", "full_attention"],
 }
+_GRANITE_MOE = {
+    **{"num_local_experts": 4, "embedding_multiplier": 2.0, "attention_multiplier": 0.2},
+    **{"residual_multiplier": 0.5, "logits_scaling": 4.0},
+}
 _LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -83,15 +87,8 @@ CONFIGS = {
     "qwen3-moe-dense": _config("Qwen3MoeConfig", **_GATED, **_EXPERTS, mlp_only_layers=[0], attention_bias=True),
     "mixtral": _config("MixtralConfig", **_GATED, num_local_experts=4, sliding_window=9),
     "olmoe": _config("OlmoeConfig", **_GATED, num_experts=4, num_experts_per_tok=2),
-    "granite-moe": _config(
-        "GraniteMoeConfig",
-        **_GATED,
-        num_local_experts=4,
-        embedding_multiplier=2.0,
-        attention_multiplier=0.2,
-        residual_multiplier=0.5,
-        logits_scaling=4.0,
-    ),
+    "granite-moe": _config("GraniteMoeConfig", **_GATED, **_GRANITE_MOE),
+    "granite-moe-shared": _config("GraniteMoeSharedConfig", **_GATED, **_GRANITE_MOE, shared_intermediate_size=64),
     "gpt-oss": _config(
         "GptOssConfig",
         **_GATED | {"intermediate_size": 64},
@@ -210,7 +207,14 @@ def poisoned_kv(model: CausalLM, num_blocks: int, block_size: int, sequences: in
     """Return a cache full of NaN, which reveals reads of unwritten slots."""
     config, shard = model.config, model.shard
     kv = PagedKV(
-        num_blocks, block_size, config, model.dtype, model.device, of=model.kv_format, shard=shard, state_slots=sequences
+        num_blocks,
+        block_size,
+        config,
+        model.dtype,
+        model.device,
+        of=model.kv_format,
+        shard=shard,
+        state_slots=sequences,
     )
     kv.tensor.view(torch.uint8).fill_(255)  # NaN of each type, and as the scale of codes
     if kv.states is not None:

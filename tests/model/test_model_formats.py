@@ -28,14 +28,25 @@ RECORD = Path(__file__).with_name("model_formats.json")
 FAMILIES = [
     *("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "smollm3"),
     *("olmo2", "olmo3", "granite", "glm", "glm4", "exaone4", "cohere", "cohere2", "gpt-neox", "starcoder2", "opt"),
-    *("qwen3-moe", "mixtral", "olmoe", "granite-moe", "gpt-oss", "lfm2", "qwen3-next", "qwen3.5", "granite-hybrid"),
+    *("qwen3-moe", "mixtral", "olmoe", "granite-moe", "granite-moe-shared"),
+    *("gpt-oss", "lfm2", "qwen3-next", "qwen3.5", "granite-hybrid"),
 ]
 HYBRID = {"lfm2", "qwen3-next", "qwen3.5", "granite-hybrid"}
 # llama.cpp has no such architecture, so no file can be made, or it is not read.
 NOT_IN_GGUF = {"opt", "ministral"}
 # Those that are made of the same parts as others, or of which test_recurrent.py runs most.
 ALIKE = {"ministral", "ministral3", "gemma", "gemma2", "smollm3", "olmo2", "olmo3", "granite", "glm", "glm4", "exaone4"}
-ALIKE |= {"cohere", "cohere2", "olmoe", "granite-moe", "mistral", "qwen2", "phi3", "mixtral"} | HYBRID
+ALIKE |= {
+    "cohere",
+    "cohere2",
+    "olmoe",
+    "granite-moe",
+    "granite-moe-shared",
+    "mistral",
+    "qwen2",
+    "phi3",
+    "mixtral",
+} | HYBRID
 OPERATIONS = {"compiled": "auto", "torch": "torch"}
 NATIVE, WIDENED, REFUSED = "native", "widened", "refused"
 # Memory of weights over that in the file, from which they count as widened.

@@ -20,7 +20,7 @@ _ARCHITECTURES = {
     **{"mistral": "llama", "mixtral": "llama", "ministral3": "mistral3", "gpt_oss": "gpt-oss", "gpt_neox": "gptneox"},
     **{"qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"},
     **{
-        "granitemoehybrid": "granitehybrid",
+        **{"granitemoehybrid": "granitehybrid", "granitemoeshared": "granitemoe"},
         "gemma3_text": "gemma3",
         "qwen3_moe": "qwen3moe",
         "glm": "chatglm",
@@ -29,7 +29,7 @@ _ARCHITECTURES = {
     },
 }
 _PERMUTED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granitemoe")
-_PERMUTED += ("granitemoehybrid",)
+_PERMUTED += ("granitemoehybrid", "granitemoeshared")
 # Names of parameters that the package knows only by those in checkpoints.
 _IN_CHECKPOINTS = {
     "self_attn.sinks": "self_attn.sinks.weight",
@@ -147,8 +147,9 @@ def _add_settings(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_ssm_group_count(config.mamba_n_groups)
         writer.add_ssm_time_step_rank(config.mamba_n_heads)
         writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
-        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
         writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+    if config.model_type in ("granitemoehybrid", "granitemoeshared"):
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
     if (keys := getattr(config, "linear_num_key_heads", 0)) > 0:
         values = config.linear_num_value_heads
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)

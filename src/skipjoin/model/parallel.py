@@ -132,7 +132,7 @@ def check_shards(config: ModelConfig, tp_size: int, pp_size: int) -> None:
             "tensor_parallel_size and pipeline_parallel_size to 1"
         )
     heads, kv_heads, width, of = config.num_heads, config.num_kv_heads, config.intermediate_size, config.experts
-    has_mlp = of is None or len(of.layers) < config.num_layers
+    has_mlp = of is None or len(of.layers) < config.num_layers or config.shared_width > 0
     rules: list[tuple[Callable[[int], bool], str]] = [
         (lambda size: 1 <= size <= heads, f"be in [1, {heads}], the number of the model's attention heads"),
         (lambda size: heads % size == 0, f"divide the model's {heads} attention heads"),

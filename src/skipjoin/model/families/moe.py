@@ -1,4 +1,4 @@
-"""Models with Llama's attention and experts: Qwen3-MoE, Mixtral, OLMoE, GraniteMoE."""
+"""Models with Llama's attention and experts: Qwen3-MoE, Mixtral, OLMoE, GraniteMoE with and without shared ones."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 
 from skipjoin.model.config import ExpertSettings, ModelError, every
 from skipjoin.model.experts import ExpertLayer, MakeExperts, expert_mlp, separate_experts, stacked_experts
-from skipjoin.model.families.gated import gated_attention, gated_fields, gated_mlp, granite_scales
+from skipjoin.model.families.gated import gated_attention, gated_fields, gated_mlp, granite_scales, residual_scale
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
-from skipjoin.model.layers import Builder, Layer, Rotary, SequentialLayer
+from skipjoin.model.layers import Adjusted, Builder, Layer, Rotary, SequentialLayer
 from skipjoin.model.ops.base import GATED
+from skipjoin.model.recurrent import MixedLayer, SharedExperts
 from skipjoin.model.weights import Stack
 
 
@@ -37,6 +38,7 @@ class _Kind(NamedTuple):
 _SEPARATE = ("gate_proj", "up_proj", "down_proj")
 _QWEN3 = {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1}
 _MIXTRAL = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_local_experts": 8}
+_GRANITE = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _KINDS = {
     "Qwen3MoeForCausalLM": _Kind(
         "qwen3_moe", "moe_intermediate_size", "num_experts", "mlp", "gate", _SEPARATE,
@@ -52,7 +54,11 @@ _KINDS = {
     ),
     "GraniteMoeForCausalLM": _Kind(
         "granitemoe", "intermediate_size", "num_local_experts", "block_sparse_moe", "router.layer", None,
-        {"num_local_experts": 8, "num_experts_per_tok": 2},
+        _GRANITE,
+    ),
+    "GraniteMoeSharedForCausalLM": _Kind(
+        "granitemoeshared", "intermediate_size", "num_local_experts", "block_sparse_moe", "router.layer", None,
+        _GRANITE | {"shared_intermediate_size": 0},
     ),
 }  # fmt: skip
 
@@ -73,17 +79,20 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         window = window if raw.get("use_sliding_window") else 0
         dense, is_skipped = raw.get("mlp_only_layers") or (), every(raw["decoder_sparse_step"])
         is_sparse = [layer not in dense and not is_skipped(layer) for layer in range(layers)]
-    if kind.model_type == "granitemoe":
+    is_granite, width = kind.names is None, fields["intermediate_size"]
+    if is_granite:
         fields |= granite_scales(raw)
+    if shared := int(raw.get("shared_intermediate_size") or 0) if kind.model_type == "granitemoeshared" else 0:
+        fields |= {"intermediate_size": shared, "shared_width": shared}
     return fields | {
         "windows": (window,) * layers if kind.model_type in ("qwen3_moe", "mixtral") else (0,) * layers,
         "qk_norm": kind.model_type in ("qwen3_moe", "olmoe"),
         "experts": ExpertSettings(
             count=int(count),
             per_token=int(raw["num_experts_per_tok"]),
-            width=int(raw[kind.width]),
+            width=width if kind.width == "intermediate_size" else int(raw[kind.width]),
             # In OLMoE and Qwen3-MoE, config.json chooses.
-            among_chosen=kind.model_type in ("mixtral", "granitemoe") or bool(raw.get("norm_topk_prob", False)),
+            among_chosen=is_granite or kind.model_type == "mixtral" or bool(raw.get("norm_topk_prob", False)),
             layers=tuple(layer for layer in range(layers) if is_sparse[layer]),
         ),
     }
@@ -94,7 +103,7 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     architectures={name: kind.model_type for name, kind in _KINDS.items()},
     fields=_fields,
     prefix="model.",
-    sizes={"decoder_sparse_step": 1 << 14},
+    sizes={"decoder_sparse_step": 1 << 14, "shared_intermediate_size": 1 << 24},
 )
 class ExpertDecoder(RotaryDecoder):
     @staticmethod
@@ -109,7 +118,12 @@ class ExpertDecoder(RotaryDecoder):
         if index not in config.experts.layers:
             return SequentialLayer(norm, attention, mlp_norm, *gated_mlp(builder, f"{name}.{kind.mlp}"))
         mlp = expert_mlp(builder, f"{name}.{kind.mlp}.{kind.router}", _experts(builder, f"{name}.{kind.mlp}", kind))
-        return ExpertLayer(norm, attention, mlp_norm, mlp)
+        if not config.shared_width:
+            return ExpertLayer(norm, attention, mlp_norm, mlp)
+        part, adjust = f"{name}.shared_mlp", residual_scale(builder)
+        up, down = builder.mlp(f"{part}.input_linear", f"{part}.output_linear", GATED, is_joined=True)
+        down = down if adjust is None else Adjusted(down, adjust)
+        return MixedLayer(norm, attention, mlp_norm, SharedExperts(builder, mlp, (up, down), None))
 
 
 def _experts(builder: Builder, name: str, kind: _Kind) -> MakeExperts:

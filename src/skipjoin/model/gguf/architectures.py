@@ -212,12 +212,22 @@ _GRANITE_EXPERTS: dict[str, str | tuple[str, ...]] = {
     "block_sparse_moe.input_linear": _JOINED_EXPERTS,
     "block_sparse_moe.output_linear": "ffn_down_exps",
 }
+_GRANITE_SHARED: dict[str, str | tuple[str, ...]] = {
+    "shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp"),
+    "shared_mlp.output_linear": "ffn_down_shexp",
+}
 _SCALES = {
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
 }
+_GRANITE_MOE = _LLAMA._replace(
+    name="GraniteMoeForCausalLM",
+    layers=_GRANITE_EXPERTS,
+    biases={},
+    numbers={**_SCALES, **_MIXTRAL.numbers},
+)
 _GEMMA = Architecture(
     "GemmaForCausalLM",
     _LLAMA.layers,
@@ -356,12 +366,7 @@ ARCHITECTURES = {
     ),
     "smollm3": _LLAMA._replace(name="SmolLM3ForCausalLM"),
     "granite": _LLAMA._replace(name="GraniteForCausalLM", numbers=_SCALES),
-    "granitemoe": _LLAMA._replace(
-        name="GraniteMoeForCausalLM",
-        layers=_GRANITE_EXPERTS,
-        biases={},
-        numbers={**_SCALES, **_MIXTRAL.numbers},
-    ),
+    "granitemoe": _GRANITE_MOE,
     "granitehybrid": _GRANITE_HYBRID,
     "olmo2": _OLMO2,
     "olmoe": _OLMO2._replace(
@@ -489,14 +494,21 @@ ARCHITECTURES = {
 # Others that files of an architecture may have, by the number in the metadata that is above 0 in those.
 VARIANTS = {
     "llama": ("expert_count", _MIXTRAL),
+    "granitemoe": (
+        "expert_shared_feed_forward_length",
+        _GRANITE_MOE._replace(
+            name="GraniteMoeSharedForCausalLM",
+            layers={**_GRANITE_EXPERTS, **_GRANITE_SHARED},
+            numbers={**_GRANITE_MOE.numbers, "shared_intermediate_size": "expert_shared_feed_forward_length"},
+        ),
+    ),
     "granitehybrid": (
         "expert_count",
         _GRANITE_HYBRID._replace(
             layers={
                 **_GRANITE_HYBRID.layers,
                 **{name: part for name, part in _GRANITE_EXPERTS.items() if name.startswith("block_sparse_moe.")},
-                "shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp"),
-                "shared_mlp.output_linear": "ffn_down_shexp",
+                **_GRANITE_SHARED,
             }
         ),
     ),

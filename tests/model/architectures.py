@@ -1,6 +1,6 @@
 """Which causal decoders of transformers run, and how; docs/reference/models.md is made of the record.
 
-PYTHONPATH=tests:tests/model python tests/model/architectures.py    # writes it in two minutes; then: make reference
+PYTHONPATH=tests:tests/model python tests/model/architectures.py    # writes it in five minutes; then: make reference
 
 With names of architectures, it renews their rows.
 """
@@ -66,6 +66,12 @@ KINDS = {
     "Llama4ForCausalLM": ("chunked_attention", "full_attention"),
     "MiniMaxM3VLForCausalLM": ("full_attention", "minimax_m3_sparse"),
 }
+# Language models of those that also see or hear, where their names are others.
+TEXTS = {
+    "FuyuForCausalLM": "PersimmonForCausalLM",
+    "GotOcr2ForConditionalGeneration": "Qwen2ForCausalLM",
+    "MossTranscribeDiarizeForConditionalGeneration": "Qwen3ForCausalLM",
+}
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 # Further fields of some, whose default sizes are large or do not fit the others.
 FIELDS: dict[str, dict[str, Any]] = {
@@ -79,6 +85,11 @@ FIELDS: dict[str, dict[str, Any]] = {
     "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
     "ZambaForCausalLM": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
     "JetMoeForCausalLM": {"kv_channels": 24},
+    "CohereCompassForCausalLM": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _ROPE)},
+    "Phi4MultimodalForCausalLM": {
+        "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 1, "num_attention_heads": 2},
+    },
     "Lfm2MoeForCausalLM": {"num_dense_layers": 1, "norm_eps": 1e-5},
 }
 # A larger model has fields that are not above.
@@ -86,6 +97,13 @@ MAX_PARAMETERS = 20_000_000
 # As tests of native families have it, relative to the spread of the logits.
 TOLERANCE = 1e-3
 LENGTHS = (1, 18, 40)
+# Settings with which rows must have the same bits in the batches and chunks of both seeds.
+SPECS = {
+    "dtype float32": LoadSpec(dtype="float32"),
+    "dtype bfloat16": LoadSpec(dtype="bfloat16"),
+    "kv_cache_dtype int8": LoadSpec(dtype="float32", kv_cache_dtype="int8"),
+}
+SEEDS = (5, 6)
 
 
 def configurations(kind: type[Any]) -> Iterator[Any]:
@@ -124,17 +142,17 @@ def small_model(kind: type[Any]) -> Any:
 
 
 def outcome(name: str, folder: Path) -> tuple[str, str]:
-    """Return how an architecture runs, and why not."""
+    """Return how an architecture runs, and what is refused."""
     family._register_own()
     if any(name in builder.architectures for builder in family._families.values()):
         return NATIVE, ""
-    text = name.replace("ForConditionalGeneration", "ForCausalLM")
+    text = TEXTS.get(name, name.replace("ForConditionalGeneration", "ForCausalLM"))
     kind = getattr(transformers, text if text in architectures() else name)
     try:
         model = small_model(kind)
     except Exception as error:
         try:  # what is refused needs no weights
-            ModelConfig.from_dict(json.loads(kind.config_class(architectures=[name]).to_json_string(use_diff=False)))
+            ModelConfig.from_dict({"architectures": [name]})
         except ModelError as refused:
             return REFUSED, why(refused)
         except Exception:
@@ -159,7 +177,24 @@ def outcome(name: str, folder: Path) -> tuple[str, str]:
         distance = float((logits - expected).norm() / (expected - expected.mean(-1, keepdim=True)).norm())
         if not distance <= TOLERANCE:
             raise AssertionError(f"{name} was loaded, and its logits differ by {distance:.2g}")
-    return RUNS, ""
+    how = RUNS if ours.config.family == "transformers" else f"{NATIVE}, as `{kind.__name__}`"
+    return how, limits(name, folder, [tokens[0].tolist() for tokens in sequences])
+
+
+def limits(name: str, folder: Path, sequences: list[list[int]]) -> str:
+    """Return what is refused; raise AssertionError if the bits of a row depend on the others of its batch."""
+    refused = []
+    for label, spec in SPECS.items():
+        try:
+            model = load_model(folder, spec)
+        except ModelError as error:
+            reason = str(error).partition(": ")[0].partition(f"{label} ")[2].replace(f"those of {name}", "its own")
+            refused.append(f"without `{label}`, which {reason}")
+            continue
+        some, others = (PagedRunner(model, sequences, 4, seed).run() for seed in SEEDS)
+        if not all(map(torch.equal, some, others)):
+            raise AssertionError(f"{name} with {label} was loaded, and its logits depend on the batch")
+    return "; ".join(refused)
 
 
 def nest(folder: Path, name: str) -> None:

@@ -28,6 +28,16 @@ _CHANGING = {"longrope": "original_max_position_embeddings", "dynamic": "max_pos
 _UNBOUNDED = {"bloom": 2048, "mamba": 2048, "mamba2": 2048, "falcon_mamba": 8192}
 # Heads, key-value heads and length of a head in the KV of models without attention, whose blocks only count tokens.
 _NO_ATTENTION = (1, 1, 64)
+# Language models of those with another name.
+_TEXT_OF = {"FuyuForCausalLM": "PersimmonForCausalLM"}
+# Classes that are no decoder of texts of their own.
+_NEEDS = {
+    "Gemma4AssistantForCausalLM": "it drafts for another model, whose KV it reads",
+    "Gemma4UnifiedAssistantForCausalLM": "it drafts for another model, whose KV it reads",
+    "BltForCausalLM": "its layers work on patches of bytes, whose lengths depend on the text",
+    "ReformerModelWithLMHead": "its attention cannot be replaced",
+    "WhisperForCausalLM": "it needs an encoder",
+}
 
 
 class Settings(NamedTuple):
@@ -50,8 +60,9 @@ def find(names: list[Any], model_type: str | None) -> str | None:
     known = {
         kind: known if isinstance(known, str) else known[0] for kind, known in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
     }
-    texts = [str(name).replace("ForConditionalGeneration", "ForCausalLM") for name in names]
-    found = next((name for name in (*texts, *names) if name in known.values()), None)
+    # Others that also see or hear have a language model of another architecture, which their `text_config` names.
+    texts = [_TEXT_OF.get(name, str(name).replace("ForConditionalGeneration", "ForCausalLM")) for name in names]
+    found = next((name for name in texts if name in known.values()), None)
     return found if names else known.get(model_type or "")
 
 
@@ -101,6 +112,8 @@ def settings_of(source: str) -> Settings:
     raw = json.loads(source)
     (architecture,) = raw["architectures"]
     try:
+        if (why := _NEEDS.get(architecture)) is not None:
+            raise ModelError(why)
         kind = getattr(transformers, architecture)
         usual = kind.config_class.attribute_map.items()
         check_sizes(raw, {theirs: LARGEST[name] for name, theirs in usual if name in LARGEST})
@@ -114,7 +127,10 @@ def settings_of(source: str) -> Settings:
 
 
 def refusal(architecture: str, error: Exception) -> ModelError:
-    why = error if isinstance(error, ModelError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, KeyError):
+        why: object = f"its code finds no {error} in config.json"
+    else:
+        why = error if isinstance(error, ModelError) else f"its code fails with {type(error).__name__}: {error}"
     return ModelError(
         f"{architecture} has no family of Skipjoin's own, and cannot run through transformers {version()}: "
         f"{' '.join(str(why).split()):.300}"

@@ -67,7 +67,7 @@ def test_shards_in_processes_give_the_same_records() -> None:
 
 def test_a_search_brackets_the_bound() -> None:
     bound = parse_bound("ttft_s.mean<=0.5")
-    search = RateSearch([Cell(SYSTEM, WORKLOAD, Extent(1.0, 3.0, seed)) for seed in (0, 1)], bound)
+    search = RateSearch([Cell(SYSTEM, WORKLOAD, Extent(1.0, 1.5, seed)) for seed in (0, 1)], bound)
     cells, means = list(search.first()), {}
     while cells:
         rate = cells[0].extent.rate_rps

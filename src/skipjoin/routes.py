@@ -260,6 +260,7 @@ _ROWS = (
     _ollama("show", "show_model", method="POST", body=f"{_OLLAMA}_body:ShowRequest"),
     Route(path="/api/version", handler=f"{_API}.status:show_version", error_body=f"{_OLLAMA}:error_body"),
     Route(path="/v1/requests/{name:path}", handler=f"{_API}.replies:cancel_request", method="DELETE"),
+    Route(path="/tokenizer_info", handler=f"{_API}.tokens:show_tokenizer"),
     Route(path="/tokenize", handler=f"{_API}.tokens:tokenize", method="POST", body=f"{_API}.protocol:TokenizeRequest"),
     Route(
         path="/detokenize",

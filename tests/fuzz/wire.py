@@ -32,7 +32,7 @@ TARGETS = (
     *("/debug/requests/cmpl-0", "/debug/histories", "/debug/arrivals", "/debug/replay", "/console/servers.json"),
     *("/v1/files", "/v1/files/file-0", "/v1/files/file-0/content", "/v1/batches", "/v1/batches/batch_0"),
     *("/v1/batches/batch_0/cancel", COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/v1/requests/cmpl-0"),
-    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/tokenizer_info"),
     *("/v1/responses", "/v1/responses/resp_0", "/v1/responses/resp_0/input_items", "/v1/responses/input_tokens"),
     *("/v1/messages", "/v1/messages/count_tokens"),
     *("/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score"),

@@ -1025,6 +1025,17 @@ async def test_tokenize_and_detokenize(api: Api) -> None:
     assert error_of(await api.http.post("/detokenize", json={"tokens": [tiny.VOCAB]}), 400)["param"] == "tokens"
 
 
+async def test_tokenizer_info_has_what_evaluations_tokenize_with(api: Api) -> None:
+    info = (await api.http.get("/tokenizer_info")).json()
+    assert info["model_max_length"] == tiny.CONTEXT
+    assert "messages" in info["chat_template"]
+    tokens = {name: text for name, text in info.items() if name.endswith("_token")}
+    assert "eos_token" in tokens
+    for text in tokens.values():
+        body = {"prompt": text, "add_special_tokens": False}
+        assert (await api.http.post("/tokenize", json=body)).json()["count"] == 1
+
+
 async def test_endpoints_return_503_until_engine_is_ready() -> None:
     metrics = Metrics()
     service = Service(ServerConfig(), EngineClient(metrics), metrics)

@@ -58,7 +58,15 @@ def read_template(file: Path) -> str:
 
 
 class ChatTemplate:
+    """A model's chat template.
+
+    Attributes:
+        default: Text of the template for conversations without tools.
+        source: Text of it and of the one with tools.
+    """
+
     def __init__(self, source: str, special: Mapping[str, str], with_tools: str | None = None) -> None:
+        self.default = source
         self.source = source if with_tools is None else f"{source}\n{with_tools}"
         self._special = dict(special)
         self._failures: set[str] = set()  # failures that were logged

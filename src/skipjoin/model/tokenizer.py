@@ -99,6 +99,7 @@ def load_tokenizer(folder: str | Path, *, chat_template: str | Path | None = Non
     return Tokenizer(
         backend,
         eos_token_ids=tuple(dict.fromkeys(i for i in eos if i is not None)),
+        named=named,
         chat_template=None if sources is None else ChatTemplate(sources.default, named, sources.tool_use),
         response_template=settings.get("response_template"),
     )
@@ -138,16 +139,24 @@ class TooManyTokensError(ValueError):
 
 
 class Tokenizer:
+    """A model's tokenizer.
+
+    Attributes:
+        named: Special tokens by the names that chat templates have for them, such as "bos_token".
+    """
+
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
         *,
         eos_token_ids: tuple[int, ...] = (),
+        named: Mapping[str, str] | None = None,
         chat_template: ChatTemplate | None = None,
         response_template: Any = None,
     ) -> None:
         self.backend = backend
         self.eos_token_ids = eos_token_ids
+        self.named = dict(named or {})
         self.chat_template = chat_template
         self.response_template = response_template
         added = backend.get_added_tokens_decoder()

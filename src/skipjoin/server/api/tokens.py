@@ -45,6 +45,15 @@ async def detokenize(request: Request) -> Response:
     return await counted(service, request, len(body.tokens), "tokens", lambda: _detokenize(service, body))
 
 
+async def show_tokenizer(request: Request) -> Response:
+    """Return the special tokens and the chat template, under vLLM's names, by which lm-evaluation-harness tokenizes."""
+    service = service_of(request)
+    tokenizer = service.tokenizer
+    template = None if tokenizer.chat_template is None else tokenizer.chat_template.default
+    found = {"model_max_length": service.info.max_model_len, "chat_template": template, **tokenizer.named}
+    return JsonReply(encode(found))
+
+
 async def counted(
     service: Service, request: Request, tokens: int, param: str, work: Callable[[], Awaitable[bytes]]
 ) -> Response:

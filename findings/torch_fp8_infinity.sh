@@ -9,7 +9,7 @@
 # Why it matters: an infinite weight or KV entry is invisible after the conversion, so that a check for overflow must
 #   come before it. In Skipjoin a row's scale comes from its largest magnitude, so that one with an infinity gives NaN.
 source "$(dirname "$0")/support.bash"
-packages torch==2.13.0 ml_dtypes==0.5.4 numpy
+packages torch==2.13.0 ml_dtypes==0.5.4 numpy==2.3.5
 "$PYTHON" - 2>/dev/null <<'PY' | expect "torch float8_e4m3fn: 448.0 448.0 448.0 nan
 torch float8_e5m2: 57344.0 inf inf nan
 ml_dtypes float8_e4m3fn: nan nan nan nan"

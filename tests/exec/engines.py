@@ -325,13 +325,9 @@ COMMON = (7, 5, 3, 2, 11, 13, 17, 19, 23)
 # Constraints under which outputs do not end within the requests' tokens.
 _NUMBERS = StructuredOutput.json({"type": "array", "items": {"type": "integer"}, "minItems": 20})
 _WORDS = StructuredOutput(kind="regex", text="[a-z]{2}([0-9]{1,3}[A-Z .]+){9}")
+_RECORD = {"type": "object", "properties": {"n": {"type": "number"}}, "required": ["n"], "additionalProperties": False}
 _RECORDS = StructuredOutput.json(
-    {
-        "type": "object",
-        "properties": {"n": {"type": "number"}, "next": {"$ref": "#"}},
-        "required": ["n", "next"],
-        "additionalProperties": False,
-    }
+    {"type": "array", "items": {"$ref": "#/$defs/record"}, "minItems": 20, "$defs": {"record": _RECORD}}
 )
 
 

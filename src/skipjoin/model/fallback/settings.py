@@ -61,7 +61,8 @@ def find(names: list[Any], model_type: str | None) -> str | None:
         kind: known if isinstance(known, str) else known[0] for kind, known in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
     }
     # Others that also see or hear have a language model of another architecture, which their `text_config` names.
-    texts = [_TEXT_OF.get(name, str(name).replace("ForConditionalGeneration", "ForCausalLM")) for name in names]
+    texts = [str(name).replace("ForConditionalGeneration", "ForCausalLM") for name in names]
+    texts = [_TEXT_OF.get(name, name) for name in texts]
     found = next((name for name in texts if name in known.values()), None)
     return found if names else known.get(model_type or "")
 

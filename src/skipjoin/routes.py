@@ -207,6 +207,9 @@ def _ollama(path: str, name: str, **more: Any) -> Route:
 OLLAMA_CHAT = _ollama("chat", "OllamaChatEndpoint", method="POST", prompt="messages", frames=NDJSON)
 OLLAMA_GENERATE = _ollama("generate", "OllamaGenerateEndpoint", method="POST", frames=NDJSON)
 OLLAMA_EMBED = _ollama("embed", "OllamaEmbedEndpoint", method="POST", prompt="input")
+OLLAMA_EMBEDDINGS = _ollama("embeddings", "OllamaEmbeddingsEndpoint", method="POST")
+# Whose errors have the paths below that are no endpoints.
+_DIALECTS = {"/api/": OLLAMA_CHAT, "/v1/messages": MESSAGES}
 
 _ROWS = (
     Route(path="/health", handler=f"{_API}.status:health", access=Access.PROBE),
@@ -255,6 +258,7 @@ _ROWS = (
     OLLAMA_CHAT,
     OLLAMA_GENERATE,
     OLLAMA_EMBED,
+    OLLAMA_EMBEDDINGS,
     _ollama("tags", "list_models"),
     _ollama("ps", "list_running"),
     _ollama("show", "show_model", method="POST", body=f"{_OLLAMA}_body:ShowRequest"),
@@ -289,6 +293,12 @@ _ROWS = (
     _batches("/{batch_id}/cancel", "cancel_batch", method="POST"),
 )
 ROUTES: dict[tuple[str, str], Route] = {route.key: route for route in _ROWS}
+
+
+def dialect_of(method: str, path: str) -> Route | None:
+    """Return the endpoint that a request is for, or one whose errors have the form that the client expects."""
+    found = ROUTES.get((method, path))
+    return found or next((route for begin, route in _DIALECTS.items() if path.startswith(begin)), None)
 
 
 def paths(*access: Access) -> frozenset[str]:

@@ -504,7 +504,9 @@ async def test_ollama_has_the_same_conversation_in_lines(echo: Api) -> None:
         "model": "tiny:latest",
         "messages": messages,
         "tools": [ADD, NOW],
-        "options": {"num_ctx": 8, "num_predict": -1},
+        "options": {"num_ctx": 8, "num_predict": -1.0, "f16_kv": True},
+        "truncate": True,
+        "shift": False,
     }
     whole = await post(echo, "/api/chat", **asked, stream=False)
     assert echo.engine.added[-1].prompt == prompt

@@ -68,8 +68,14 @@ async def test_ollamas_format_has_the_same_floats(open_api: Any) -> None:
         same = (await api.http.post(EMBEDDINGS, json={"input": ["ab", "cab"]})).json()
         assert found["embeddings"] == [row["embedding"] for row in same["data"]]
         assert (found["model"], found["prompt_eval_count"]) == ("tiny", 5)
-        refused = await api.http.post("/api/embed", json={"input": "ab", "truncate": True})
-        assert "truncate" in refused.json()["error"]
+        older = {"model": "tiny", "prompt": "cab", "keep_alive": "5m"}
+        assert (await api.http.post("/api/embeddings", json=older)).json() == {"embedding": found["embeddings"][1]}
+        for length, status in (3, 200), (2 * tiny.CONTEXT, 400):
+            answer = await api.http.post("/api/embed", json={"input": "ab " * length, "truncate": True})
+            assert answer.status_code == status
+            assert (status == 200) or "maximum context length" in answer.json()["error"]
+        refused = await api.http.post("/api/embeddings", json={"prompt": "ab " * 2 * tiny.CONTEXT})
+        assert "maximum context length" in refused.json()["error"]
         (running,) = (await api.http.get("/api/ps")).json()["models"]
         assert (running["name"], running["context_length"]) == ("tiny", tiny.CONTEXT)
 

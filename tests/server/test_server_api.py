@@ -561,6 +561,7 @@ NEUTRAL: list[dict[str, Any]] = [
     {"response_format": {"type": "text"}, "service_tier": "auto", "user": "u", "metadata": {"a": "b"}},
     {"logit_bias": {}, "seed": None, "stream_options": None, "use_beam_search": False, "temperature": 0},
     {"top_k": -1, "min_p": 0.0, "priority": 0, "stop": [], "stop_token_ids": [], "length_penalty": 1},
+    {"seed": 42.0, "max_tokens": 5.0, "n": 1.0, "top_k": -1.0, "logprobs": 2.0, "priority": -0.0, "min_tokens": 1e0},
     {"early_stopping": False, "bad_words": [], "kv_transfer_params": None, "prompt_cache_options": {"mode": "auto"}},
 ]
 MARKED = {"cache_control": {"type": "ephemeral"}}
@@ -714,12 +715,22 @@ async def test_tokens_that_the_model_does_not_have_are_refused(api: Api, stream:
         b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}",
         b'{"prompt": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
         b'{"prompt": "a", "metadata": ' + b'{"a":' * 20_000 + b"1" + b"}" * 20_000 + b"}",
+        b'{"prompt": "a", "max_tokens": 1.5}',
+        b'{"prompt": "a", "max_tokens": true}',
+        b'{"prompt": "a", "max_tokens": "1"}',
+        b'{"prompt": "a", "max_tokens": 1e300}',
     ],
-    ids=range(12),
+    ids=range(16),
 )
 async def test_malformed_bodies_are_400(api: Api, body: bytes) -> None:
     error_of(await api.http.post("/v1/completions", content=body, headers=JSON), 400)
     assert not api.engine.added
+
+
+@pytest.mark.parametrize("code", ["utf-8-sig", "utf-16"])
+async def test_byte_order_marks_are_named(api: Api, code: str) -> None:
+    refused = await api.http.post("/v1/completions", content='{"prompt": "a"}'.encode(code), headers=JSON)
+    assert "byte-order mark" in error_of(refused, 400)["message"]
 
 
 async def test_unknown_paths_methods_and_models(api: Api) -> None:
@@ -732,6 +743,12 @@ async def test_unknown_paths_methods_and_models(api: Api) -> None:
     refused = await api.http.put("/v1/responses/x")
     assert refused.headers["allow"] == "DELETE, GET, HEAD"
     assert "use DELETE, GET, HEAD" in error_of(refused, 405)["message"]
+    refused = await api.http.post("/v1/responses/compact", json={"model": "tiny", "input": "a"})
+    assert "does not offer POST /v1/responses/compact" in error_of(refused, 404)["message"]
+    for method, path, status in (("GET", "/api/pull", 404), ("POST", "/api/create", 404), ("GET", "/api/chat", 405)):
+        refused = await api.http.request(method, path)
+        assert (refused.status_code, type(refused.json()["error"])) == (status, str)
+    assert (await api.http.post("/v1/messages/batches")).json()["type"] == "error"
     for response in (await api.complete(model="gpt"), await api.http.get("/v1/models/gpt")):
         error = error_of(response, 404)
         assert (error["code"], error["type"]) == ("model_not_found", "not_found_error")

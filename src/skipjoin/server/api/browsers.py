@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import ipaddress
 import re
 import socket
@@ -14,13 +15,15 @@ from starlette.types import ASGIApp
 
 from skipjoin.config import ServerConfig
 from skipjoin.config.access import ANY, is_loopback
-from skipjoin.server.api.errors import ApiError
+from skipjoin.server.api.errors import ApiError, bad_request
 
 Headers = Iterable[tuple[bytes, bytes]]
 
 _LOCAL = "localhost"
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]/?#@\s]+?)\.?(:\d{1,5})?")
 _JSON = re.compile(r"application/([\w.+-]+\+)?json")
+# Byte-order marks, which some editors and shells write.
+_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 # Time for which browsers cache a CORS preflight.
 _MAX_AGE_S = 600
 
@@ -108,7 +111,10 @@ async def json_body(request: Request, *, has_any_type: bool = False) -> bytes:
             code="unsupported_media_type",
             headers={"Accept-Encoding": "identity"},
         )
-    return await request.body()
+    body = await request.body()
+    if body.startswith(_MARKS):
+        raise bad_request("the body is not valid JSON: it must be UTF-8 without a byte-order mark, and begins with one")
+    return body
 
 
 def is_local(host: str) -> bool:

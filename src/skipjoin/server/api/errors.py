@@ -17,7 +17,7 @@ from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from skipjoin.adapters import unknown_model
-from skipjoin.routes import ROUTES, resolved
+from skipjoin.routes import dialect_of, resolved
 from skipjoin.sampling import ContextLengthError, ParameterError
 from skipjoin.server.api.notes import note_of
 from skipjoin.server.engines.errors import EngineError, EngineHungError, LostRequestError, NoReplicaError, RefusedError
@@ -72,7 +72,7 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": clean})
 
     def response(self, scope: Scope) -> Response:
-        route = ROUTES.get((scope["method"], scope["path"]))
+        route = dialect_of(scope["method"], scope["path"])
         shaped, status = self.body, self.status
         if route is not None and route.error_body is not None:
             shaped = partial(resolved(route.error_body), self)
@@ -223,12 +223,10 @@ def _no_route(app: FastAPI, request: Request) -> str:
     return f"no such path: {request.method} {path[:128]}{hint} There are {', '.join(routes)}"
 
 
-def _methods(app: FastAPI, request: Request) -> list[str]:
-    """Return the methods of a path, which several routes may have."""
-    found = (route for route in app.routes if isinstance(route, Route))
-    return sorted(
-        {m for route in found if route.matches(request.scope)[0] is not Match.NONE for m in route.methods or ()}
-    )
+def _routes_at(app: FastAPI, request: Request) -> list[Route]:
+    """Return the routes of a path, which have other methods."""
+    routes = (route for route in app.routes if isinstance(route, Route))
+    return [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
 
 
 def install(app: FastAPI) -> None:
@@ -243,14 +241,18 @@ def install(app: FastAPI) -> None:
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message, headers = str(error.detail), error.headers
-        if error.status_code == 404:
+        status, message, headers = error.status_code, str(error.detail), error.headers
+        if status == 404:
             message = _no_route(app, request)
-        elif error.status_code == 405:
-            methods = ", ".join(_methods(app, request))
-            message = f"{request.url.path[:128]} has no method {request.method[:16]}: use {methods}"
-            headers = {"Allow": methods}
-        return ApiError(error.status_code, message, headers=headers).response(request.scope)
+        elif status == 405:
+            found, path = _routes_at(app, request), request.url.path[:128]
+            methods = ", ".join(sorted({method for route in found for method in route.methods or ()}))
+            if request.method == "POST" and all("{" in route.path for route in found):
+                # An operation, such as `compact`, where only the id of an object would have other methods.
+                status, message = 404, f"this server does not offer POST {path}"
+            else:
+                message, headers = f"{path} has no method {request.method[:16]}: use {methods}", {"Allow": methods}
+        return ApiError(status, message, headers=headers).response(request.scope)
 
     async def on_disconnect(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # never sent, but ASGI needs a response

@@ -47,6 +47,21 @@ Label = Annotated[str, Field(max_length=MAX_LABEL)] | None
 Text = Annotated[str, Field(min_length=1)]
 
 
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+class Integer:
+    """Bounds of an integer, which may be written as 16.0, as clients do that have only doubles."""
+
+    def __init__(self, low: Any, high: Any) -> None:
+        self._low, self._high = low, high
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        exact = core_schema.int_schema(ge=self._low, le=self._high)
+        return core_schema.no_info_before_validator_function(_whole, exact)
+
+
 class Body(BaseModel):
     """JSON body with exact types, finite numbers and no undeclared fields."""
 
@@ -108,6 +123,8 @@ def _type_of(row: Row) -> Any:
             return items
         union = Annotated[StopText, Tag("~text")] | Annotated[items, Tag("~list")]
         return Annotated[union, one_of(text_or_list, "must be a string or a list of strings")]
+    if kind is int:
+        return Annotated[int, Integer(low, parameter.high)]
     return kind if kind is bool else Annotated[kind, bounds]
 
 

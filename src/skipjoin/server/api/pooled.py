@@ -25,7 +25,14 @@ from skipjoin.server.api.errors import ApiError, bad_request, from_parameter
 from skipjoin.server.api.forecasting import Expectation
 from skipjoin.server.api.generation import Endpoint, Prompt
 from skipjoin.server.api.limits import estimate_tokens
-from skipjoin.server.api.pooled_bodies import EmbeddingRequest, PairsBody, PooledBody, RerankRequest, ScoreRequest
+from skipjoin.server.api.pooled_bodies import (
+    EmbeddedBody,
+    EmbeddingRequest,
+    PairsBody,
+    PooledBody,
+    RerankRequest,
+    ScoreRequest,
+)
 from skipjoin.server.api.responses import Usage, encode
 from skipjoin.server.api.service import Service
 
@@ -142,17 +149,17 @@ class PooledEndpoint(Endpoint[PooledT]):
             self.service.check_prompt(ids, param)
 
 
-class EmbeddingEndpoint(PooledEndpoint[EmbeddingRequest]):
+class EmbeddingEndpoint(PooledEndpoint[EmbeddedBody]):
     """Embed texts."""
 
     route = EMBEDDINGS
     tasks = (Task.EMBED,)
-    body_type = EmbeddingRequest
+    body_type: type[EmbeddedBody] = EmbeddingRequest
 
-    def estimates(self, body: EmbeddingRequest) -> list[int]:
+    def estimates(self, body: EmbeddedBody) -> list[int]:
         return [estimate_tokens(text) for text in body.inputs]
 
-    async def tokenize(self, body: EmbeddingRequest, client: str) -> list[Prompt]:
+    async def tokenize(self, body: EmbeddedBody, client: str) -> list[Prompt]:
         largest = self.service.info.dimensions
         if body.dimensions is not None and body.dimensions > largest:
             raise bad_request(f"dimensions must be in [1, {largest}], got {body.dimensions}", "dimensions")
@@ -160,12 +167,12 @@ class EmbeddingEndpoint(PooledEndpoint[EmbeddingRequest]):
         texts = [text for text in inputs if isinstance(text, str)]
         found = [text for text in inputs if not isinstance(text, str)]
         if texts:
-            found = await self.encode(texts, "input")
+            found = await self.encode(texts, self.route.prompt)
         else:
-            self.check_ids(found, "input")
+            self.check_ids(found, self.route.prompt)
         return [Prompt(ids, None, params) for ids in found]
 
-    def format(self, body: EmbeddingRequest, options: RequestOptions) -> PooledFormat:
+    def format(self, body: EmbeddedBody, options: RequestOptions) -> PooledFormat:
         return EmbeddingFormat(self.service, body)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag, ValidationInfo, field_validator
 
 from skipjoin.sampling import INT32
-from skipjoin.server.api.fields import Body, Label, Null, Only, Text, one_of, text_or_list
+from skipjoin.server.api.fields import Body, Integer, Label, Null, Only, Text, one_of, text_or_list
 from skipjoin.server.api.protocol import RequestBody, TokenIds, prompt_kind
 
 MAX_INPUTS = 2048  # as in OpenAI's API
@@ -32,13 +32,23 @@ class PooledBody(RequestBody):
     truncate_prompt_tokens: Null = None
 
 
-class EmbeddingRequest(PooledBody):
+class EmbeddedBody(PooledBody):
+    """Body with texts to embed."""
+
+    dimensions: Annotated[int, Integer(1, INT32)] | None = None
+
+    @property
+    @abstractmethod
+    def inputs(self) -> list[str | list[int]]:
+        """Texts, or token ids."""
+
+
+class EmbeddingRequest(EmbeddedBody):
     """Body of POST /v1/embeddings."""
 
     large_fields: ClassVar[Mapping[str, str]] = {"input": "inputs"}
     input: Input
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1, le=INT32)] | None = None
 
     @property
     def inputs(self) -> list[str | list[int]]:
@@ -92,7 +102,7 @@ class RerankRequest(PairsBody):
         Field(min_length=1, max_length=MAX_INPUTS),
         Field(fail_fast=True),
     ]
-    top_n: Annotated[int, Field(ge=1, le=INT32)] | None = None
+    top_n: Annotated[int, Integer(1, INT32)] | None = None
     return_documents: bool | None = None
     max_tokens_per_doc: Null = None
     rank_fields: Null = None

@@ -30,6 +30,7 @@ from skipjoin.server.api.fields import (
     MAX_LABEL,
     Body,
     Ignored,
+    Integer,
     Label,
     Null,
     Off,
@@ -60,7 +61,7 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = None
 
 
-Deadline = Annotated[int, Field(ge=1, le=MAX_DEADLINE_MS)]
+Deadline = Annotated[int, Integer(1, MAX_DEADLINE_MS)]
 Objective = Annotated[float, Field(gt=0, le=MAX_DEADLINE_MS)]
 
 
@@ -130,7 +131,7 @@ class RequestBody(Body):
     """Fields that all endpoints of the queue share."""
 
     model: Label = None
-    priority: Annotated[int, Field(ge=-INT64 - 1, le=INT64)] | None = None
+    priority: Annotated[int, Integer(-INT64 - 1, INT64)] | None = None
     deadline_ms: Deadline | None = None
     slo: Slo | None = None
     service_tier: ServiceTier | None = None
@@ -174,7 +175,7 @@ SamplingFields: Any = create_model("SamplingFields", __base__=Body, **sampling_f
 class GenerationBody(SamplingFields, RequestBody):  # type: ignore[misc]
     """Fields that all generation endpoints share."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    n: Annotated[int, Integer(1, MAX_N)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
@@ -195,7 +196,7 @@ class GenerationBody(SamplingFields, RequestBody):  # type: ignore[misc]
         | None
     ) = None
     add_special_tokens: Annotated[Any, Only(None, True)] = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    best_of: Annotated[int, Integer(1, MAX_N)] | None = None
     use_beam_search: Off = None
     length_penalty: Annotated[Any, Only(None, 1)] = None
     early_stopping: Off = None
@@ -206,7 +207,7 @@ class GenerationBody(SamplingFields, RequestBody):  # type: ignore[misc]
     mm_processor_kwargs: Annotated[Any, Only(None, {})] = None
     prompt_embeds: Null = None
     moderation: Null = None
-    thinking_token_budget: Annotated[int, Field(ge=0, le=INT32)] | None = None
+    thinking_token_budget: Annotated[int, Integer(0, INT32)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: TextOrObject | None = None
@@ -216,7 +217,7 @@ class GenerationBody(SamplingFields, RequestBody):  # type: ignore[misc]
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: Label = None
     spaces_between_special_tokens: Annotated[Any, Only(None, True)] = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Integer(0, _MAX_LOGPROBS)] | None = None
     truncate_prompt_tokens: Null = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: Off = None
@@ -284,8 +285,8 @@ class CompletionRequest(GenerationBody):
 
     prompt: Prompt
     echo: bool | None = None
-    max_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
+    max_tokens: Annotated[int, Integer(0, INT32)] | None = None
+    logprobs: Annotated[int, Integer(0, _MAX_LOGPROBS)] | None = None
     suffix: Annotated[Any, Only(None, "")] = None
     thinking_token_budget: Null = None
 
@@ -316,7 +317,7 @@ class ReasoningSettings(Body):
 
     effort: Effort | None = None
     enabled: bool | None = None
-    max_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
+    max_tokens: Annotated[int, Integer(0, INT32)] | None = None
     exclude: bool | None = None
     summary: Ignored = None
 
@@ -325,7 +326,7 @@ class ThinkingSettings(Body):
     """The same as the servers of GLM, DeepSeek and Kimi have them."""
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
-    budget_tokens: Annotated[int, Field(ge=0, le=INT32)] | None = None
+    budget_tokens: Annotated[int, Integer(0, INT32)] | None = None
     clear_thinking: Ignored = None
 
 
@@ -338,10 +339,10 @@ class ChatRequest(GenerationBody):
 
     messages: Messages
     # Clients of LM Studio and llama.cpp write no limit as -1.
-    max_tokens: Annotated[Annotated[int, Field(ge=1, le=INT32)] | None, BeforeValidator(_unless_unlimited)] = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
+    max_tokens: Annotated[Annotated[int, Integer(1, INT32)] | None, BeforeValidator(_unless_unlimited)] = None
+    max_completion_tokens: Annotated[int, Integer(1, INT32)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Integer(0, _MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: Annotated[Any, Only(None, False, why="the chat template writes them")] = None
@@ -352,7 +353,7 @@ class ChatRequest(GenerationBody):
     reasoning: ReasoningSettings | None = None
     thinking: ThinkingSettings | None = None
     enable_thinking: bool | None = None
-    thinking_budget: Annotated[int, Field(ge=0, le=INT32)] | None = None
+    thinking_budget: Annotated[int, Integer(0, INT32)] | None = None
     tools: Tools | None = None
     tool_choice: Annotated[ToolChoice | None, Field(validate_default=True)] = None
     parallel_tool_calls: bool | None = None

@@ -9,7 +9,7 @@ from pydantic import Field
 from skipjoin.routes import ROUTES
 from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.errors import ApiError, bad_request
-from skipjoin.server.api.fields import Body
+from skipjoin.server.api.fields import Body, Integer
 from skipjoin.server.api.replies import json_response, service_of
 from skipjoin.server.api.service import Service
 from skipjoin.server.batches.context import context_of, owner_of
@@ -31,7 +31,7 @@ class ExpiresAfter(Body):
     """Expiry of output and error files."""
 
     anchor: Literal["created_at"]
-    seconds: Annotated[int, Field(ge=_SHORTEST_S, le=_LONGEST_S)]
+    seconds: Annotated[int, Integer(_SHORTEST_S, _LONGEST_S)]
 
 
 class BatchRequest(Body):

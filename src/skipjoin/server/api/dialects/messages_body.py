@@ -29,7 +29,19 @@ from skipjoin.server.api.dialects.bodies import (
     text_parts,
     tools_of,
 )
-from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Label, Null, Off, Only, StopText, one_of, text_or_list
+from skipjoin.server.api.fields import (
+    MAX_LABEL,
+    Body,
+    Ignored,
+    Integer,
+    Label,
+    Null,
+    Off,
+    Only,
+    StopText,
+    one_of,
+    text_or_list,
+)
 from skipjoin.server.api.protocol import ChatRequest
 
 Id = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
@@ -178,7 +190,7 @@ class ThinkingOptions(Body):
     """Reasoning. Without a budget, or with an adaptive one, the model decides how long it is."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
+    budget_tokens: Annotated[int, Integer(1, INT32)] | None = None
     display: Ignored = None
 
 
@@ -204,7 +216,7 @@ class MessagesRequest(ConvertedBody):
 
     messages: Annotated[list[MessagesTurn], Field(min_length=1, max_length=MAX_MESSAGES), Field(fail_fast=True)]
     system: Words | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
+    max_tokens: Annotated[int, Integer(1, INT32)] | None = None
     stop_sequences: Annotated[list[StopText], Field(max_length=16), Field(fail_fast=True)] | None = None
     tools: Annotated[list[InputTool], Field(max_length=MAX_TOOLS), Field(fail_fast=True)] | None = None
     tool_choice: Annotated[InputChoice | None, Field(validate_default=True)] = None

@@ -1,4 +1,4 @@
-"""POST /api/chat, /api/generate and /api/embed, and what clients of Ollama ask of a server."""
+"""Ollama's endpoints that generate and embed, and what its clients ask of a server."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from skipjoin.engine.text import Choice
 from skipjoin.formats.calls import PartKind
 from skipjoin.formats.message import MessageReader
 from skipjoin.pooling import values_of
-from skipjoin.routes import NDJSON, OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_GENERATE
+from skipjoin.routes import NDJSON, OLLAMA_CHAT, OLLAMA_EMBED, OLLAMA_EMBEDDINGS, OLLAMA_GENERATE
 from skipjoin.server.api.browsers import json_body
 from skipjoin.server.api.dialects.endpoint import ConvertedEndpoint, ConvertedFormat, renamed
 from skipjoin.server.api.dialects.ollama_body import (
     OllamaChatRequest,
+    OllamaEmbeddingRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
     ShowRequest,
@@ -29,7 +30,7 @@ from skipjoin.server.api.dialects.segments import Segment
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.generation import Endpoint, Prompt
 from skipjoin.server.api.pooled import EmbeddingEndpoint, PooledFormat, PooledUsage
-from skipjoin.server.api.pooled_bodies import EmbeddingRequest
+from skipjoin.server.api.pooled_bodies import EmbeddedBody
 from skipjoin.server.api.protocol import RequestBody
 from skipjoin.server.api.replies import json_response, service_of
 from skipjoin.server.api.responses import Usage, encode
@@ -114,14 +115,14 @@ class OllamaEmbedEndpoint(EmbeddingEndpoint):
     route = OLLAMA_EMBED
     body_type = OllamaEmbedRequest
 
-    def format(self, body: EmbeddingRequest, options: RequestOptions) -> OllamaEmbedFormat:
+    def format(self, body: EmbeddedBody, options: RequestOptions) -> OllamaEmbedFormat:
         return OllamaEmbedFormat(self.service, body)
 
 
 class OllamaEmbedFormat(PooledFormat):
     prefix = "ollama"
 
-    def __init__(self, service: Service, body: EmbeddingRequest) -> None:
+    def __init__(self, service: Service, body: EmbeddedBody) -> None:
         super().__init__(service, body)
         self._began = time.monotonic_ns()
 
@@ -133,6 +134,23 @@ class OllamaEmbedFormat(PooledFormat):
             "load_duration": 0,
             "prompt_eval_count": usage.prompt_tokens,
         }
+
+
+class OllamaEmbeddingsEndpoint(EmbeddingEndpoint):
+    """Embed a text in the older of Ollama's formats."""
+
+    route = OLLAMA_EMBEDDINGS
+    body_type = OllamaEmbeddingRequest
+
+    def format(self, body: EmbeddedBody, options: RequestOptions) -> OllamaEmbeddingFormat:
+        return OllamaEmbeddingFormat(self.service, body)
+
+
+class OllamaEmbeddingFormat(PooledFormat):
+    prefix = "ollama"
+
+    def made(self, vectors: Sequence[bytes], usage: PooledUsage) -> dict[str, Any]:
+        return {"embedding": values_of(vectors[0]).tolist()}
 
 
 class OllamaFormat(ConvertedFormat):

@@ -1,4 +1,4 @@
-"""Bodies of POST /api/chat, /api/generate and /api/embed, Ollama's format."""
+"""Bodies of Ollama's format."""
 
 from __future__ import annotations
 
@@ -11,8 +11,19 @@ from pydantic import AfterValidator, BeforeValidator, Field, Tag, field_validato
 from skipjoin.sampling import INT32
 from skipjoin.server.api.conversation import MAX_MESSAGES, MAX_TOOLS, Tool, Tools, check_names
 from skipjoin.server.api.dialects.bodies import ConvertedBody, Turns, call_of, format_of
-from skipjoin.server.api.fields import MAX_LABEL, Body, Ignored, Label, Null, Off, Only, one_of, text_or_object
-from skipjoin.server.api.pooled_bodies import EmbeddingRequest
+from skipjoin.server.api.fields import (
+    MAX_LABEL,
+    Body,
+    Ignored,
+    Integer,
+    Label,
+    Null,
+    Only,
+    Text,
+    one_of,
+    text_or_object,
+)
+from skipjoin.server.api.pooled_bodies import EmbeddedBody, EmbeddingRequest
 from skipjoin.server.api.protocol import ChatRequest, SamplingFields
 
 # Names of other servers' models may have a tag.
@@ -25,7 +36,7 @@ Penalty = Annotated[float, Field(ge=0.01, le=10)]
 class OllamaOptions(SamplingFields):  # type: ignore[misc]
     """Sampling parameters, also under Ollama's names. Settings of its runner have no effect."""
 
-    num_predict: Annotated[int, Field(ge=-2, le=INT32)] | None = None
+    num_predict: Annotated[int, Integer(-2, INT32)] | None = None
     repeat_penalty: Penalty | None = None
     repeat_last_n: Annotated[Any, Only(None, -1, why="the penalty counts all tokens")] = None
     tfs_z: Annotated[Any, Only(None, 1)] = None
@@ -42,6 +53,8 @@ class OllamaOptions(SamplingFields):  # type: ignore[misc]
     main_gpu: Ignored = None
     low_vram: Ignored = None
     numa: Ignored = None
+    f16_kv: Ignored = None
+    vocab_only: Ignored = None
     use_mmap: Ignored = None
     use_mlock: Ignored = None
 
@@ -78,13 +91,26 @@ class OllamaMessage(Body):
 
 
 class OllamaEmbedRequest(EmbeddingRequest):
-    """Body of POST /api/embed. Texts are never cut."""
+    """Body of POST /api/embed. Texts are never cut: with `truncate`, too, one that is too long is an error."""
 
     model: Model = None
-    truncate: Off = None
+    truncate: Ignored = None
     options: dict[str, Any] | None = None
     keep_alive: Ignored = None
     encoding_format: Null = None
+
+
+class OllamaEmbeddingRequest(EmbeddedBody):
+    """Body of POST /api/embeddings, which /api/embed has replaced: one text."""
+
+    model: Model = None
+    prompt: Text
+    options: dict[str, Any] | None = None
+    keep_alive: Ignored = None
+
+    @property
+    def inputs(self) -> list[str | list[int]]:
+        return [self.prompt]
 
 
 def _switch_or_text(value: Any) -> str | None:
@@ -116,8 +142,11 @@ class _Body(ConvertedBody):
         | None
     ) = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Integer(0, 20)] | None = None
     keep_alive: Ignored = None
+    # Conversations that exceed the context are an error, whatever these say.
+    truncate: Ignored = None
+    shift: Ignored = None
     template: Annotated[Any, Only(None, "", why="--chat-template sets it")] = None
 
     def chat_fields(self, messages: Any) -> dict[str, Any]:

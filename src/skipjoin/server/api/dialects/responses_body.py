@@ -45,7 +45,7 @@ from skipjoin.server.api.dialects.responses_tools import (
     full_name,
     functions_of,
 )
-from skipjoin.server.api.fields import Body, Ignored, Null, Only
+from skipjoin.server.api.fields import Body, Ignored, Integer, Null, Only
 from skipjoin.server.api.protocol import ChatRequest, ResponseFormat
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -109,8 +109,8 @@ class ResponsesRequest(ConvertedBody):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=INT32)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=parameters_of(SamplingParams)["logprobs"].parameter.high)] | None = None
+    max_output_tokens: Annotated[int, Integer(1, INT32)] | None = None
+    top_logprobs: Annotated[int, Integer(0, parameters_of(SamplingParams)["logprobs"].parameter.high)] | None = None
     include: Annotated[list[Include], Field(max_length=16)] | None = None
 
     store: bool | None = None

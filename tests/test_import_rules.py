@@ -134,7 +134,7 @@ WITHOUT_HTTP = {
 # light, the command line, whose help must start quickly, code that needs Ray, SGLang or vLLM, the engine process, which
 # imports torch without garbage collection, and the database of batches.
 LAZY = (
-    *("exec", "model", "forecast", "formats", "__init__.py", "cli", "engine", "kv_format.py"),
+    *("exec", "model", "forecast", "formats", "__init__.py", "__main__.py", "cli", "engine", "kv_format.py"),
     *("server/lifecycle.py", "server/settings.py", "server/batches/database.py"),
     *("server/engines/engine_process.py", "server/engines/engine_server.py"),
     *("sglang/plugin.py", "vllm/__init__.py", "vllm/plugin.py"),

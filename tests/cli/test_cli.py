@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -18,6 +19,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from skipjoin import recipes
+from skipjoin.__main__ import main
 from skipjoin.builtin import builtin_model_path
 from skipjoin.cli import app
 from skipjoin.cli.options import Section, takes, with_flags
@@ -103,6 +105,12 @@ def test_generate_agrees_with_transformers_on_a_saved_folder(tmp_path: Path) -> 
         (("serve", "--forecaster", "magic"), "forecaster must be one of learned, alise, prior, none, got 'magic'"),
         (("serve", "--forecast-entries", "0"), "--forecast-entries must be in [1,"),
         (("convert", "/no/such/folder", "/tmp/target"), "/no/such/folder"),
+        (("profile", "tally", "--out", "/dev/null/x"), "/dev/null/x cannot be written: /dev/null is not a folder"),
+        (("profile", "tally", "--out", "/"), "profile / cannot be written: it is a folder; name a file"),
+        (("simulate", "--rates", "1"), "--model must be given for hardware a100-40gb, such as opt-13b"),
+        (("demo", "--out", "/dev/null"), "--out: /dev/null: /dev/null is not a folder"),
+        (("plot", "/dev/null"), "/dev/null: the file is empty"),
+        (("batch", "submit", "/no/such/file"), "/no/such/file: No such file"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(args: tuple[str, ...], names: str) -> None:
@@ -118,6 +126,13 @@ def test_program_exits_with_the_code_of_its_command() -> None:
     assert run.returncode == 2
     assert run.stderr == "error: --port must be in [0, 65535], got 99999\n"
     assert run.stdout == ""
+
+
+def test_interrupt_during_imports_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skipjoin.cli.app", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
 
 
 def test_unsupported_architecture_error_lists_supported_ones(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ('[\n{"recipe": "fcfs",}\n]', r"r\.json line 2, column \d+: "),
-        ("", r"r\.json line 1, column 1: "),
+        ("", r"r\.json: the file is empty"),
         ('{"recipe": "fcfs"}', "must be an array of result records, got an object"),
         ("[1]", "record 1: must be an object, got a number"),
         ("[NaN]", "NaN is not a JSON number"),

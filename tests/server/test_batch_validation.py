@@ -59,6 +59,7 @@ async def test_line_offsets_and_numbers(tmp_path: Path) -> None:
     [
         (b'{"custom_id": "a", ', "invalid_json_line", "not valid JSON", None),
         (b"[1]", "invalid_json_line", "must be a JSON object, got list", None),
+        ("{}".encode("utf-16"), "invalid_json_line", "begins with the mark of UTF-16", None),
         (b"[" * 3_000, "invalid_json_line", "not valid JSON", None),
         (b'{"custom_id": "\xff"}', "invalid_json_line", "not valid JSON", None),
         (b'{"custom_id": "\\ud800"}', "invalid_json_line", "not valid JSON", None),

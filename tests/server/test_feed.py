@@ -189,7 +189,7 @@ async def test_number_of_listeners_is_bounded(make_api: MakeApi, monkeypatch: py
 
 def test_top_shows_a_running_server_and_its_end_is_not_delayed(start_server: StartServer) -> None:
     server = start_server()
-    shown = CliRunner().invoke(app, ["top", "--once", "--url", server.url])
+    shown = CliRunner().invoke(app, ["top", "--url", server.url])
     assert shown.exit_code == 0, shown.output
     assert f"tiny, recipe {DEFAULT}" in shown.output
     assert "0 running, 0 waiting" in shown.output

@@ -38,6 +38,9 @@ def test_recent_load_is_simulated_under_other_recipes_and_limits(start_server: S
     refused = CliRunner().invoke(app, ["replay", "--url", server.url])
     assert (refused.exit_code, "at least 2 requests" in refused.stderr) == (2, True)
     asyncio.run(load())
+    for path, why in ((tmp_path / "ttft.txt", "must end in .png or .svg"), (tmp_path / "no/ttft.svg", "no folder")):
+        refused = CliRunner().invoke(app, ["replay", "--url", server.url, "--plot", str(path)])
+        assert (refused.exit_code, why in refused.stderr) == (2, True)
     picture = tmp_path / "ttft.svg"
     options = ["--recipes", "fcfs,srpt", "--max-num-seqs", "1", "--url", server.url]
     shown = CliRunner().invoke(app, ["replay", *options, "--plot", str(picture)])

@@ -7,7 +7,8 @@ from urllib.parse import quote
 
 import aiohttp
 
-from skipjoin.cli.server_client import ServerClient, ServerClientError
+from skipjoin.cli.server_client import ServerClient
+from skipjoin.options import ConfigError
 
 _CHUNK_BYTES = 1 << 20
 
@@ -22,7 +23,7 @@ class BatchClient(ServerClient):
                 # With expect100, a server can refuse the file before it is sent.
                 answer = await self.json("POST", "/v1/files", data=form, expect100=True)
         except OSError as error:
-            raise ServerClientError(f"{path}: {error.strerror or error}") from error
+            raise ConfigError(f"{path}: {error.strerror or error}") from error
         return str(answer["id"])
 
     async def create(self, file_id: str, endpoint: str, window: str) -> dict[str, Any]:

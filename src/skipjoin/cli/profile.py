@@ -11,7 +11,7 @@ from rich.table import Table
 from skipjoin.cli.options import Section, Values, takes
 from skipjoin.cli.progress import Bars, stage_bars
 from skipjoin.config import ConfigError, EngineConfig
-from skipjoin.config.profile import Profile, Transfer, cache_path, write_profile
+from skipjoin.config.profile import Profile, Transfer, cache_path, check_writable, write_profile
 from skipjoin.kv_format import SWAP_FORMATS, types_text
 from skipjoin.system.folders import why_untrusted
 
@@ -60,6 +60,8 @@ def profile(
 
     if not 1 <= seconds <= 1e5:
         raise ConfigError(f"seconds must be in [1, 100000], got {seconds}")
+    if out is not None:
+        check_writable(out)
     # Transfers are measured between separate pools. Only the conversion of KV requires the engine's CPU pool.
     space = 0 if SWAP_FORMATS[engine["swap_dtype"]].is_exact else None
     found = _measure(EngineConfig(**engine, swap_space_gib=space), Effort(seconds, THOROUGH_PRECISION))

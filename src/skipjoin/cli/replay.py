@@ -38,6 +38,9 @@ def replay(
 
     if plot is not None:
         require("--plot", "plot")
+        from skipjoin.report.plot import check_picture  # noqa: PLC0415
+
+        check_picture(plot)
     wanted = Limits(**limits)
     path = f"/debug/arrivals?since_s={since_s:g}"
     found = call(ServerClient, Connection(**server), lambda client: client.json("GET", path))

@@ -43,7 +43,7 @@ _STATE_STYLES = {"running": "green", "swapped": "cyan", "preempted": "yellow", "
 @takes(server=Section(Connection))
 def top(
     *,
-    once: Annotated[bool, typer.Option("--once", help="Print the state once and exit.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the state once and exit, as without a terminal.")] = False,
     server: Values,
 ) -> None:
     """Show a server's requests live: which run, which wait and why, and how full the KV cache is."""
@@ -52,9 +52,9 @@ def top(
     async def watch(client: ServerClient) -> None:
         screen = _Screen()
         console = Console(highlight=False)
-        if once and not console.is_terminal:
+        if not console.is_terminal:
             console.width = _FILE_WIDTH
-        live = None if once else Live(console=console, screen=console.is_terminal, auto_refresh=False)
+        live = Live(console=console, screen=True, auto_refresh=False) if console.is_terminal and not once else None
         if live is not None:
             live.start()
         try:

@@ -169,6 +169,18 @@ def _is_cache_trusted(key: ProfileKey) -> bool:
     return is_trusted(cache_path(key), "the cached profile")
 
 
+def check_writable(path: Path) -> None:
+    """Raise `ConfigError` if no profile can be written there."""
+    try:
+        make_private(path.parent)
+    except OSError as error:
+        raise ConfigError(f"profile {path} cannot be written: {why_not_written(error, path)}") from error
+    if path.is_dir():
+        raise ConfigError(f"profile {path} cannot be written: it is a folder; name a file")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"profile {path} cannot be written: nor can other files in its folder")
+
+
 def write_profile(profile: Profile, path: Path) -> None:
     try:
         make_private(path.parent)

@@ -15,7 +15,6 @@ from skipjoin.report.plots.curves import draw_latency, draw_ttft_tpot
 from skipjoin.report.plots.lines import Line, NothingToDrawError, Warn, lines_of, same_rate
 from skipjoin.report.plots.snapshots import draw_breakdown, draw_cdf, draw_kv
 from skipjoin.report.results import Record, basis_text, rate_of
-from skipjoin.system.disk import why_not_written
 
 METRIC = "normalized_latency_s.mean"
 SUFFIXES: tuple[str, ...] = (".png", ".svg")
@@ -125,11 +124,16 @@ def _paths(out: Path, kind: str, *, prefix: bool) -> list[Path]:
     return [base.with_name(base.name + suffix) for suffix in suffixes]
 
 
+def check_picture(path: Path) -> None:
+    """Raise `ConfigError` if no single picture can be written there."""
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"{path} must end in {' or '.join(SUFFIXES)}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path}: there is no folder {path.parent}")
+
+
 def _save(figure: Figure, paths: Sequence[Path]) -> list[Path]:
     with style.styled():
         for path in paths:
-            try:
-                style.save(figure, path)
-            except OSError as error:
-                raise ConfigError(f"out: {path}: {why_not_written(error, path)}") from error
+            style.save(figure, path)
     return list(paths)

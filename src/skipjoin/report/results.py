@@ -125,12 +125,14 @@ def _line(record: Record) -> str:
 
 def _load(path: Path) -> list[Record]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        found = json.loads(text := path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not a text file (byte {error.start} is not UTF-8)") from error
     except json.JSONDecodeError as error:
+        if not text.strip():
+            raise ConfigError(f"{path}: the file is empty") from error
         raise ConfigError(f"{path} line {error.lineno}, column {error.colno}: {error.msg}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from error

@@ -26,4 +26,6 @@ def no_space(folder: Path) -> str:
 
 
 def why_not_written(error: OSError, path: Path) -> str:
+    if isinstance(error, FileExistsError):  # of `mkdir`
+        return f"{error.filename} is not a folder"
     return no_space(path.absolute().parent) if is_full_error(error) else error.strerror or str(error)

@@ -18,6 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from skipjoin.config import ConfigError
+from skipjoin.system.disk import why_not_written
+
 # Okabe and Ito, "Color Universal Design", without yellow, which is hard to see on white paper.
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000",
@@ -97,7 +100,10 @@ def new_figure(width_in: float, height_in: float) -> Figure:
 def save(figure: Figure, path: Path) -> None:
     """Write a PNG or SVG without date or program name."""
     metadata = {"Date": None, "Creator": None} if path.suffix == ".svg" else {"Software": None}
-    figure.savefig(path, dpi=PNG_DPI, metadata=metadata)
+    try:
+        figure.savefig(path, dpi=PNG_DPI, metadata=metadata)
+    except OSError as error:
+        raise ConfigError(f"{path}: {why_not_written(error, path)}") from error
 
 
 def legend(figure: Figure, handles: Sequence[Artist], labels: Sequence[str], title: str | None = None) -> None:

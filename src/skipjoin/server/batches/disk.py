@@ -6,7 +6,7 @@ from pathlib import Path
 
 from skipjoin.config import NOWHERE, ServerConfig
 from skipjoin.server.batches.records import FolderLocked, NoSpace, StoreError, StoreUnavailable
-from skipjoin.system.disk import has_space, is_full_error
+from skipjoin.system.disk import has_space, is_full_error, why_not_written
 from skipjoin.system.folders import cache_folder
 from skipjoin.system.locks import HAS_LOCKS, lock_file
 
@@ -94,7 +94,9 @@ class FolderLock:
         except OSError as error:
             if isinstance(full := as_store_error(error, folder), NoSpace):
                 raise full from error
-            raise StoreError(f"the batches' folder {folder} cannot be used: {error.strerror}") from error
+            raise StoreError(
+                f"the batches' folder {folder} cannot be used: {why_not_written(error, folder)}"
+            ) from error
         try:
             is_locked = lock_file(self._file, is_shared=shared, waits=False)
         except OSError as error:

@@ -5,6 +5,7 @@ RULES is `Rules` as JSON. Each line of the output is a `Report` as JSON.
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 from collections.abc import Iterator
@@ -132,6 +133,8 @@ class _Check:
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
+    if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise LineFaultError("invalid_json_line", "the file must be UTF-8, and begins with the mark of UTF-16")
     try:
         line = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -26,6 +26,7 @@ from skipjoin.server.batches.records import NoSpace, StoreError
 from skipjoin.server.batches.response_rows import ResponseRows
 from skipjoin.server.batches.session import LEASE_S, Session, SteadyClock
 from skipjoin.server.batches.tables import batches, files, folder, lines, responses, servers
+from skipjoin.system.disk import why_not_written
 
 FOLDER_FILE = "folder-id"
 
@@ -178,4 +179,4 @@ async def _claim(connection: AsyncConnection, place: Path) -> None:
     except OSError as error:
         if isinstance(full := as_store_error(error, place), NoSpace):
             raise full from error
-        raise StoreError(f"the batches' folder {place} cannot be used: {error.strerror}") from error
+        raise StoreError(f"the batches' folder {place} cannot be used: {why_not_written(error, place)}") from error

@@ -166,7 +166,7 @@ class Machine:
     def _from_catalog(self) -> dict[str, Any]:
         group = parse_hardware(self.hardware)
         if self.model is None:
-            raise ConfigError(f"a model must be given for hardware {group.name}")
+            raise ConfigError(f"model must be given for hardware {group.name}, such as opt-13b")
         shape = replace(shape_of(self.model), kv_cache_dtype=self.kv_cache_dtype)
         size = 16 if self.block_size is None else self.block_size
         blocks = kv_blocks(shape, group, size, self.kv_gib)

@@ -109,6 +109,7 @@ def test_generate_agrees_with_transformers_on_a_saved_folder(tmp_path: Path) -> 
         (("profile", "tally", "--out", "/"), "profile / cannot be written: it is a folder; name a file"),
         (("simulate", "--rates", "1"), "--model must be given for hardware a100-40gb, such as opt-13b"),
         (("demo", "--out", "/dev/null"), "--out: /dev/null: /dev/null is not a folder"),
+        (("predict", "train", "--trace", "x", "--out", "/dev/null"), "--out: /dev/null is not a folder"),
         (("plot", "/dev/null"), "/dev/null: the file is empty"),
         (("batch", "submit", "/no/such/file"), "/no/such/file: No such file"),
     ],

@@ -44,6 +44,8 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.out.exists() and not self.out.is_dir():
+            raise ConfigError(f"out: {self.out} is not a folder")
 
 
 @predict.command()

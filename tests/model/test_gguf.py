@@ -22,6 +22,7 @@ from skipjoin.model.folder import check_model, model_files, model_id
 from skipjoin.model.generation_config import sampling_defaults
 from skipjoin.model.gguf.file import read_gguf
 from skipjoin.model.gguf.groups import LAYOUTS
+from skipjoin.model.gguf.tokenizer import gguf_tokenizer
 from skipjoin.model.gguf.weights import GgufWeights
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, planned_model, read_config
@@ -32,7 +33,7 @@ from skipjoin.model.weight_files import Source
 from skipjoin.model.weight_format import format_of
 from skipjoin.model.weights import Matrix, Stack, Weights
 from skipjoin.sampling import SamplingParams
-from support.gguf_files import Kind, described, small_llama, write_model
+from support.gguf_files import Kind, described, plain_tokens, small_llama, write_model
 from support.worlds import exhaustive
 
 WRITTEN = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.MXFP4, Kind.TQ2_0]
@@ -317,6 +318,13 @@ def _llama() -> Backend:
     )
 
 
+def _deepseek_coder() -> Backend:
+    words = ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+")
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in words]
+    digits, plain = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False, use_regex=False)
+    return _byte_level(pre_tokenizers.Sequence([*splits, digits, plain]))
+
+
 TOKENIZERS = {
     "gpt-2": lambda: _byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False)),
     "smollm": _smollm,
@@ -324,6 +332,7 @@ TOKENIZERS = {
     "qwen2": _qwen,
     "llama-bpe": _llama,
     "gpt-4o": _gpt4o,
+    "deepseek-coder": _deepseek_coder,
 }
 
 
@@ -373,6 +382,25 @@ def test_sentencepiece_tokenizer_gives_the_ids_of_its_source(has_prefix: bool, t
         assert ours.decode(ids) == source.decode(ids), text
 
 
+def test_special_tokens_of_phi3_take_the_spaces_after_them(tmp_path: Path) -> None:
+    words = plain_tokens(101)
+    tokens, file, kind = [*words["tokens"]], tmp_path / "m.gguf", gguf.GGUFValueType.STRING
+    tokens[:5] = ["<unk>", "<s>", "<|end|>", "\u2581", "\n"]
+    given = words | {
+        "model": "llama",
+        "tokens": tokens,
+        "types": [2, 3, 3, *[1] * 98],
+        "scores": [0.0] * 101,
+        "ids": {},
+    }
+    for architecture, (after_end, after_bos) in {"phi3": (1, 3), "llama": (4, 3)}.items():
+        metadata = {"general.architecture": (architecture, kind)}
+        write_model(file, small_llama(hidden_size=32), tokenizer=given, metadata=metadata)
+        ours = gguf_tokenizer(file)
+        assert len(ours.encode("<|end|> \n", add_special_tokens=False)) == after_end
+        assert len(ours.encode("<s>\n", add_special_tokens=False)) == after_bos
+
+
 def test_tokens_are_those_of_the_numbers_whatever_is_preempted(tmp_path: Path) -> None:
     source = _smollm()
     ids, template = {"eos": 0, "bos": 1}, "{{ messages[0].content }}<|user|>"
@@ -419,6 +447,36 @@ def test_parts_are_read_as_one_model(tmp_path: Path) -> None:
     parts[1].rename(tmp_path / "moved")
     with pytest.raises(ModelError, match=r"is one of 3 parts, and .* lacks m-00002-of-00003\.gguf: download"):
         check_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_factor_without_a_kind_is_that_of_linear_scaling(key: str, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    write_model(file, small_llama(hidden_size=32), metadata={f"llama.{key}": (4.0, gguf.GGUFValueType.FLOAT32)})
+    assert (rope := ModelConfig.from_folder(file).rope) is not None
+    assert (rope.scaling, rope.factor) == ("linear", 4.0)
+
+
+@pytest.mark.parametrize(("pattern", "windows"), [(0, (9, 9, 9)), (1, (0, 0, 0)), (2, (9, 0, 9)), (3, (9, 9, 0))])
+def test_pattern_of_windows_may_be_a_number(pattern: int, windows: tuple[int, ...], tmp_path: Path) -> None:
+    file, kind = tmp_path / "m.gguf", gguf.GGUFValueType.UINT32
+    numbers = {"block_count": 3, "attention.sliding_window": 9, "attention.sliding_window_pattern": pattern}
+    metadata = {f"gemma3.{key}": (value, kind) for key, value in numbers.items()}
+    write_model(file, small_llama(hidden_size=32), metadata=metadata, architecture="gemma3")
+    assert ModelConfig.from_folder(file).windows == windows
+
+
+def test_weights_of_experts_add_up_to_one_if_the_file_says_so(tmp_path: Path) -> None:
+    file, kind = tmp_path / "m.gguf", gguf.GGUFValueType.BOOL
+    for name, usual in (("olmoe", False), ("qwen3-moe", True)):
+        for given in (None, False, True):
+            model = reference_of(name)
+            architecture = {"olmoe": "olmoe", "qwen3-moe": "qwen3moe"}[name]
+            metadata = {} if given is None else {f"{architecture}.expert_weights_norm": (given, kind)}
+            write_model(file, model, metadata=metadata)
+            experts = ModelConfig.from_folder(file).experts
+            assert experts is not None
+            assert experts.among_chosen is (usual if given is None else given)
 
 
 def test_settings_are_those_of_the_metadata(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

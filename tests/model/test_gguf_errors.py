@@ -95,7 +95,62 @@ def test_models_that_are_not_supported_are_refused(tmp_path: Path) -> None:
     refused("no token for tokenizer.ggml.cls_token_id", load_tokenizer, tokenizer=words | {"model": "bert"})
     refused("by the scheme 'x' (tokenizer.ggml.pre)", load_tokenizer, tokenizer=words | {"pre": "x"})
     refused("a tokenizer that cannot be built", load_tokenizer, tokenizer=words | {"merges": ["q z"]})
+    changing = words | {"model": "llama", "scores": [0.0] * 101, "flags": {"remove_extra_whitespaces": True}}
+    refused("that changes texts first (tokenizer.ggml.remove_extra", load_tokenizer, tokenizer=changing)
     refused("for each of its 101 tokens", load_tokenizer, tokenizer=words | {"types": [1]})
+
+
+# Of the architecture "llama" with 4 heads of 8 numbers: a number that is not supported, and one that changes nothing.
+NUMBERS = {
+    "attention.causal": (False, True),
+    "attention.clamp_kqv": (8.0, 0.0),
+    "attention.key_length_swa": (16, 8),
+    "attention.max_alibi_bias": (8.0, 0.0),
+    "attention.scale": (0.25, 8**-0.5),
+    "attention.sliding_window": (9, 128),
+    "attention.temperature_scale": (0.1, 0.0),
+    "embedding_scale": (12.0, 1.0),
+    "expert_gating_func": (2, 1),
+    "expert_group_count": (4, 1),
+    "expert_weights_norm": (False, True),
+    "expert_weights_scale": (2.5, 1.0),
+    "final_logit_softcapping": (30.0, 0.0),
+    "logit_scale": (0.0625, 1.0),
+    "residual_scale": (0.22, 1.0),
+    "rope.dimension_count_swa": (4, 8),
+    "rope.freq_base_swa": (1e6, 1e4),
+    "rope.scaling.alpha": (1000.0, 0.0),
+    "rope.scaling.yarn_log_multiplier": (0.1, 0.0),
+    "swiglu_clamp_exp": ([7.0], [0.0]),
+}
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_numbers_that_change_what_is_computed_are_not_ignored(key: str, tmp_path: Path) -> None:
+    kinds, model = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32}, small_llama(hidden_size=32)
+    file = tmp_path / "m.gguf"
+    for value, is_refused in zip(NUMBERS[key], (True, False), strict=True):
+        if isinstance(value, list):
+            kind = gguf.GGUFValueType.ARRAY
+        else:
+            kind = kinds.get(type(value), gguf.GGUFValueType.FLOAT32)
+        write_model(file, model, metadata={f"llama.{key}": (value, kind)})
+        if is_refused:
+            with pytest.raises(ModelError, match="the folder or hub id of the model that it was made from"):
+                ModelConfig.from_folder(file)
+        else:
+            ModelConfig.from_folder(file)
+
+
+def test_files_of_adapters_and_factors_of_two_kinds_are_refused(tmp_path: Path) -> None:
+    file, number = tmp_path / "m.gguf", gguf.GGUFValueType.FLOAT32
+    write_model(file, small_llama(hidden_size=32), metadata={"general.type": ("adapter", gguf.GGUFValueType.STRING)})
+    with pytest.raises(ModelError, match="'adapter', and is no model of its own"):
+        ModelConfig.from_folder(file)
+    metadata = {"llama.rope.scaling.factor": (4.0, number)}
+    write_model(file, small_llama(hidden_size=32), metadata=metadata, extra={"rope_freqs.weight": 4})
+    with pytest.raises(ModelError, match=r"scaling.factor 4 besides a tensor 'rope_freqs.weight'"):
+        ModelConfig.from_folder(file)
 
 
 def test_mutated_and_cut_files_are_read_or_refused_quickly(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from skipjoin.model.gguf.architectures import (
     layers_of,
 )
 from skipjoin.model.gguf.file import Gguf, GgufError, read_gguf
+from skipjoin.model.gguf.unread import refuse_unread
 
 # Metadata of newer files, and the fields of generation_config.json.
 _SAMPLING = {
@@ -34,6 +35,8 @@ _ENDS_OF_PARTS = ("<|return|>", "<|call|>", "<|endoftext|>")
 CONTROL = 3
 # How vectors are made of a text's hidden states, by `pooling_type`; the first kind is none.
 _POOLINGS = (None, "mean", "cls", "last")
+# More are refused when the whole configuration is checked.
+_MOST_LAYERS = 1 << 14
 # Layers of the largest models.
 _LARGEST = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}
 
@@ -88,14 +91,7 @@ def _config(file: Gguf) -> dict[str, Any]:
     config |= _numbers(file, of.numbers)
     if kinds is not None:
         config["layer_types"] = kinds
-    window = _number(file, "attention.sliding_window", 0)
-    if window > 0 and of.has_windows:
-        config |= {"sliding_window": window, "layer_types": _kinds(file)}
-    elif window > 0:
-        raise GgufError(
-            f"{file.path} has a sliding window of {window} tokens, and GGUF does not say of which layers: give the "
-            "folder or hub id of the model that it was made from"
-        )
+    config |= _windows(file, of, config)
     if of.name in _LARGEST:
         config["query_pre_attn_scalar"] = _query_scalar(of, config)
     if "linear_num_value_heads" in config:
@@ -114,7 +110,22 @@ def _config(file: Gguf) -> dict[str, Any]:
         config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
     if of.name == "GPTNeoXForCausalLM":
         config["use_parallel_residual"] = bool(_metadata(file, "use_parallel_residual", True))
+    if isinstance(sums_to_one := _metadata(file, "expert_weights_norm"), bool) and "norm_topk_prob" in of.fixed:
+        config["norm_topk_prob"] = sums_to_one
+    refuse_unread(file, of, config)
     return config
+
+
+def _windows(file: Gguf, of: Architecture, config: Mapping[str, Any]) -> dict[str, Any]:
+    window = _number(file, "attention.sliding_window", 0)
+    if window > 0 and of.has_windows:
+        return {"sliding_window": window, "layer_types": _kinds(file, config["num_hidden_layers"])}
+    if 0 < window < config["max_position_embeddings"]:
+        raise GgufError(
+            f"{file.path} has a sliding window of {window} tokens, and GGUF does not say of which layers: give the "
+            "folder or hub id of the model that it was made from"
+        )
+    return {}
 
 
 def _pooling(file: Gguf) -> str | None:
@@ -144,15 +155,26 @@ def _kv_heads(file: Gguf, of: Architecture, heads: int) -> tuple[Any, list[str] 
     return some[0], [of.state_kind if count == 0 else "full_attention" for count in found]
 
 
-def _kinds(file: Gguf) -> list[str] | None:
+def _kinds(file: Gguf, layers: int) -> list[str] | None:
     pattern = _metadata(file, "attention.sliding_window_pattern")
-    if not isinstance(pattern, list):
+    if pattern is None:
         return None
+    if not isinstance(pattern, list):  # the last of each so many layers has no window; with 0, all have one
+        every = _number(file, "attention.sliding_window_pattern")
+        pattern = [every == 0 or layer % every < every - 1 for layer in range(min(layers, _MOST_LAYERS))]
     return ["sliding_attention" if slides else "full_attention" for slides in pattern]
 
 
 def _rope(file: Gguf, of: Architecture, rotated: int) -> dict[str, Any]:
-    kind = _metadata(file, "rope.scaling.type", "none")
+    # Without a kind, a factor is that of linear scaling, also under its older name.
+    older = _number(file, "rope.scale_linear", 0)
+    factor = _number(file, "rope.scaling.factor", older)
+    kind = _metadata(file, "rope.scaling.type", "none" if factor in (0, 1) else "linear")
+    if ROPE_FACTORS in file.tensors and kind != "none" and factor not in (0, 1):
+        raise GgufError(
+            f"{file.path} has {file.architecture}.rope.scaling.factor {factor:g} besides a tensor {ROPE_FACTORS!r}, "
+            "which is not supported: give the folder or hub id of the model that it was made from"
+        )
     if (factors := _factors(file, ROPE_FACTORS, rotated)) is not None:
         return {"rope_type": "factors", "factors": factors}
     if (factors := _factors(file, SHORT_FACTORS, rotated)) is not None:
@@ -164,7 +186,11 @@ def _rope(file: Gguf, of: Architecture, rotated: int) -> dict[str, Any]:
         }
     if kind == "none":
         return {"rope_type": "default"}
-    given = {"rope_type": kind, "factor": _number(file, "rope.scaling.factor")}
+    if factor == 0:
+        raise GgufError(
+            f"{file.path} has no {file.architecture}.rope.scaling.factor in its metadata: convert the model again"
+        )
+    given = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         names = {
             "original_max_position_embeddings": "original_context_length",

@@ -17,6 +17,8 @@ from skipjoin.model.gguf.file import Gguf, GgufError, read_gguf
 from skipjoin.model.gguf.settings import CONTROL, tokens_of
 
 _UNKNOWN, _USER_DEFINED = 2, 4
+# Special tokens of Phi-3 that leave the spaces after them.
+_NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
 _SPACE = "\u2581"
 # Bound of the work to find the merges of SentencePiece, a hundred times that of the largest vocabularies.
 _MAX_CUTS = 1 << 30
@@ -54,6 +56,13 @@ def _by_digit() -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _as_gpt2()])
 
 
+def _as_deepseek_coder() -> pre_tokenizers.PreTokenizer:
+    patterns = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+")
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([*splits, pre_tokenizers.Digits(individual_digits=True), plain])
+
+
 class _Scheme:
     """How a byte-level tokenizer (`tokenizer.ggml.pre`) splits text before it merges bytes.
 
@@ -78,12 +87,13 @@ _QWEN = _Scheme(lambda: _by_regex(_QWEN2), composes=True)
 _LLAMA = _Scheme(lambda: _by_regex(_LLAMA3), keeps_words=True, adds_bos=True)
 SCHEMES = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"), _LLAMA),
-    **dict.fromkeys(("dbrx", "chatglm-bpe", "glm4"), _Scheme(lambda: _by_regex(_LLAMA3))),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _Scheme(lambda: _by_regex(_LLAMA3))),
     "gpt-4o": _Scheme(lambda: _by_regex(_GPT4O)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN),
     "qwen35": _Scheme(lambda: _by_regex(_QWEN35), composes=True),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "exaone", "codeshell"), _DIGITS),
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4"), _GPT2),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "mellum", "a.x-4.0"), _GPT2),
+    "deepseek-coder": _Scheme(_as_deepseek_coder),
     "tekken": _Scheme(lambda: _by_regex(_TEKKEN), keeps_words=True, adds_bos=True),
 }
 
@@ -128,6 +138,12 @@ def _byte_level(file: Gguf, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer
 def _sentencepiece(file: Gguf, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, bool]:
     if sum(len(text) ** 2 for text in tokens) > _MAX_CUTS:
         raise GgufError(f"{file.path} has tokens of {max(map(len, tokens))} characters: download it again")
+    for key in ("remove_extra_whitespaces", "precompiled_charsmap"):
+        if file.metadata.get(f"tokenizer.ggml.{key}"):
+            raise GgufError(
+                f"{file.path} has a tokenizer that changes texts first (tokenizer.ggml.{key}), which is not supported: "
+                "give the folder or hub id of the model that it was made from"
+            )
     vocabulary = _vocabulary(tokens)
     scores = _list(file, "scores", float, len(tokens))
     ordered = sorted(_merges(vocabulary), key=lambda found: (-scores[vocabulary["".join(found)]], *map(len, found)))
@@ -210,9 +226,15 @@ def _add_special(backend: tokenizers.Tokenizer, file: Gguf) -> None:
     tokens = tokens_of(file)
     kinds = _list(file, "token_type", int, len(tokens))
     found = [(text, kind) for text, kind in zip(tokens, kinds, strict=True) if text and kind]
-    special = [text for text, kind in found if kind in (CONTROL, _UNKNOWN)]
-    backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in special])
-    backend.add_tokens([AddedToken(text, normalized=False) for text, kind in found if kind == _USER_DEFINED])
+    # Files do not say which tokens take the spaces after them. Those of Phi-3 do, and of its successors not.
+    strips = file.architecture == "phi3" and file.metadata.get("tokenizer.ggml.model") == "llama"
+    added = [
+        AddedToken(text, normalized=False, special=kind != _USER_DEFINED, rstrip=strips and text not in _NOT_STRIPPING)
+        for text, kind in found
+        if kind in (CONTROL, _UNKNOWN, _USER_DEFINED)
+    ]
+    backend.add_special_tokens([token for token in added if token.special])
+    backend.add_tokens([token for token in added if not token.special])
 
 
 def _surround(backend: tokenizers.Tokenizer, file: Gguf, adds_bos: bool) -> None:

@@ -91,6 +91,13 @@ FIELDS: dict[str, dict[str, Any]] = {
         "audio_config": {"hidden_size": 32, "intermediate_size": 32, "num_blocks": 1, "num_attention_heads": 2},
     },
     "Lfm2MoeForCausalLM": {"num_dense_layers": 1, "norm_eps": 1e-5},
+    "DbrxForCausalLM": {
+        "d_model": 64,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    # Lengths of heads are rounded up to a multiple of 64 for all of them together.
+    "xLSTMForCausalLM": {"hidden_size": 128, "embedding_dim": 128},
 }
 # A larger model has fields that are not above.
 MAX_PARAMETERS = 20_000_000
@@ -159,7 +166,7 @@ def outcome(name: str, folder: Path) -> tuple[str, str]:
             pass
         return UNTRIED, f"{error}"[:120]
     for label, parameter in model.named_parameters():
-        is_norm = "norm" in label and "weight" in label
+        is_norm = "norm" in ".".join(label.split(".")[-3:]) and "weight" in label
         torch.nn.init.normal_(parameter, mean=float(is_norm), std=0.12 if parameter.dim() > 1 else 0.3)
     model.save_pretrained(folder)
     if kind.__name__ != name:

@@ -86,5 +86,12 @@ FURTHER: dict[str, dict[str, Any]] = {
     "ernie_moe": _SHAPE
     | {"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 32}
     | {"moe_layer_start_index": 0},
+    # Experts that are cut from one matrix, and a base of rotary positions that transformers does not read.
+    "dbrx": {
+        "architectures": ["DbrxForCausalLM"],
+        **{"vocab_size": 96, "d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256, "eos_token_id": None},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 5e5},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 6, "moe_top_k": 2},
+    },
     "hrm": _SHAPE | {"architectures": ["HrmTextForCausalLM"], "num_hidden_layers": 4},
 }

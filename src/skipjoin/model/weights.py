@@ -406,7 +406,9 @@ class RandomWeights(Weights):
         # A GPU generates in the weights' type, since float32 would need twice the memory of the largest tensor.
         drawn_as = torch.float32 if self._device.type == "cpu" else self._dtype
         drawn = torch.randn(shape, generator=generator, device=self._device, dtype=drawn_as).mul_(0.02)
-        if ("norm" in name.lower() or "_ln." in name) and name.endswith("weight"):
+        # Not of a module that has a norm among others.
+        inner = ".".join(name.lower().split(".")[-3:])
+        if ("norm" in inner or "_ln." in name) and name.endswith("weight"):
             drawn += 1
         if (wanted := _wanted(shape, rows, columns)) is not None:
             drawn = drawn[wanted].contiguous()

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from skipjoin.model.config import ModelError
 from skipjoin.model.fallback.interfaces import PAGED, hook
-from skipjoin.model.fallback.older import adapt
+from skipjoin.model.fallback.older import adapt, cut_experts
 from skipjoin.model.fallback.products import Experts, PackedWeight
 from skipjoin.model.fallback.settings import Settings
 from skipjoin.model.fallback.trace import build, prepare, settle
@@ -85,6 +85,7 @@ class Packer:
         self.products: list[tuple[Linear, int, torch.dtype]] = []
         for prefix, module in model.named_modules():
             if getattr(module, "has_gate", None) is not None and hasattr(module, "_apply_gate"):
+                cut_experts(module)
                 hook(module, experts=self._experts(module))
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if f"{prefix}.{name}" in self._traced.products:
@@ -119,7 +120,7 @@ class Packer:
             weights, biases = module._parameters.pop(name), module._parameters.get(f"{name}_bias")
             linears = []
             for at, weight in enumerate(weights.detach()):
-                matrix = weight.t().contiguous() if module.is_transposed else weight
+                matrix = weight.t().contiguous() if module.is_transposed else weight.contiguous()
                 bias = None if biases is None else biases[at].detach()
                 linears.append(self._builder.finish_linear(matrix, bias))
             both.append(linears)

@@ -27,6 +27,7 @@ _CLASSES = {
 }
 
 _PLAIN_EXPERTS = "Llama4TextExperts"
+_ONE_MATRIX = "DbrxExperts"
 
 # Called with the module, and then as its method.
 Call = Callable[..., Any]
@@ -35,8 +36,6 @@ Call = Callable[..., Any]
 def register(config: Any) -> None:
     """Add our names to a table that classes of this type choose their module of attention from."""
     model_type = config.model_type
-    if model_type == "dbrx":
-        raise ModelError("its experts are one matrix, of which its code cuts those of the batch")
     if model_type == "doge" and config.is_moe:
         raise ModelError("its code chooses the experts of a token by scores of other tokens of the batch")
     if model_type == "falcon" and config.alibi and (config.multi_query or config.new_decoder_architecture):
@@ -77,6 +76,9 @@ def adapt(model: Any) -> None:
         if type(module).__name__ == _PLAIN_EXPERTS:  # as modules with a choice of functions for experts
             module.has_gate = module.is_transposed = True
             module._apply_gate = partial(_gated, module.act_fn)
+        if type(module).__name__ == _ONE_MATRIX:
+            module.has_gate, module.is_transposed = True, False
+            module._apply_gate = partial(_gated, module.mlp.activation_fn)
 
 
 class _Parts:
@@ -276,6 +278,21 @@ def _llama4_experts(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, to
     return total, logits
 
 
+def _dbrx_experts(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Replace the experts of Dbrx, which are cut from one matrix."""
+    return apply_experts(module, hidden.reshape(-1, module.hidden_size), chosen, weights).view(hidden.shape)
+
+
+def cut_experts(module: Any) -> None:
+    """Give the experts of Dbrx a matrix each, as others have, instead of one of all, [experts * inner, hidden]."""
+    if type(module).__name__ != _ONE_MATRIX:
+        return
+    shape = (module.num_experts, module.ffn_hidden_size, module.hidden_size)
+    gate, up, down = (module.mlp._parameters.pop(name).detach().view(shape) for name in ("w1", "v1", "w2"))
+    for name, matrices in (("gate_up_proj", torch.cat((gate, up), dim=1)), ("down_proj", down.transpose(1, 2))):
+        module.register_parameter(name, torch.nn.Parameter(matrices, requires_grad=False))
+
+
 def _gated(activation: Callable[[torch.Tensor], torch.Tensor], joined: torch.Tensor) -> torch.Tensor:
     gate, up = joined.chunk(2, dim=-1)
     return up * activation(gate)
@@ -334,4 +351,5 @@ _TABLE: dict[str, tuple[str, Call]] = {
     "JetMoeTopKGating": ("forward", _sorted_by_experts),
     "Llama4TextAttention": ("forward", _llama4),
     "Llama4TextMoe": ("forward", _llama4_experts),
+    "DbrxExperts": ("forward", _dbrx_experts),
 }

@@ -119,12 +119,22 @@ def settings_of(source: str) -> Settings:
         usual = kind.config_class.attribute_map.items()
         check_sizes(raw, {theirs: LARGEST[name] for name, theirs in usual if name in LARGEST})
         _check_counts(raw)
-        config = kind.config_class.from_dict(_floats_in(raw))
+        config = kind.config_class.from_dict(_floats_in(_with_rope_of_attention(raw)))
         if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
             raise ModelError("it needs an encoder")
         return Settings(kind, config, trace(kind, copy.deepcopy(config)))
     except Exception as error:  # transformers raises anything for a config.json that it cannot use
         raise refusal(architecture, error) from error
+
+
+def _with_rope_of_attention(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a configuration with the base of rotary positions that Dbrx has in `attn_config`.
+
+    transformers would compute with its default of 10,000 instead, without saying so.
+    """
+    theta = raw["attn_config"].get("rope_theta") if raw["architectures"] == ["DbrxForCausalLM"] else None
+    given = {"rope_type": "default", **(raw.get("rope_parameters") or {}), "rope_theta": theta}
+    return raw if theta is None else {**raw, "rope_parameters": given}
 
 
 def refusal(architecture: str, error: Exception) -> ModelError:

@@ -70,7 +70,7 @@ OLDER = {
 }
 
 
-@pytest.mark.parametrize("name", [*OLDER, "falcon_rw", "doge", exhaustive("jetmoe")])
+@pytest.mark.parametrize("name", [*OLDER, "falcon_rw", "doge", "dbrx", exhaustive("jetmoe")])
 def test_older_code_attends_to_paged_kv(name: str, tmp_path: Path) -> None:
     import transformers  # noqa: PLC0415 - takes seconds
 
@@ -80,8 +80,14 @@ def test_older_code_attends_to_paged_kv(name: str, tmp_path: Path) -> None:
     # Falcon's eager attention adds linear biases twice.
     attention = "sdpa" if "alibi" in raw else "eager"
     config = kind.config_class.from_dict(raw | {"vocab_size": 96})
+    theta = raw.get("attn_config", {}).get("rope_theta")
+    if theta is not None:  # which transformers does not read
+        config.rope_parameters = {"rope_type": "default", "rope_theta": theta}
     model = kind._from_config(config, attn_implementation=attention).eval()
     model.save_pretrained(tmp_path)
+    if theta is not None:
+        saved = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps(saved | {"rope_parameters": None}))
     ours = load_model(tmp_path, LoadSpec(dtype="float32"))
     if "keep_window_size" in raw:  # keys are left out of longer texts
         assert ours.config.max_positions == raw["keep_window_size"]

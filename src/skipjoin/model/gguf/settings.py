@@ -36,7 +36,7 @@ CONTROL = 3
 # How vectors are made of a text's hidden states, by `pooling_type`; the first kind is none.
 _POOLINGS = (None, "mean", "cls", "last")
 # More are refused when the whole configuration is checked.
-_MOST_LAYERS = 1 << 14
+_MAX_LAYERS = 1 << 14
 # Layers of the largest models.
 _LARGEST = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}
 
@@ -159,9 +159,9 @@ def _kinds(file: Gguf, layers: int) -> list[str] | None:
     pattern = _metadata(file, "attention.sliding_window_pattern")
     if pattern is None:
         return None
-    if not isinstance(pattern, list):  # the last of each so many layers has no window; with 0, all have one
+    if not isinstance(pattern, list):  # the last of each group of n has no window; with 0, all have one
         every = _number(file, "attention.sliding_window_pattern")
-        pattern = [every == 0 or layer % every < every - 1 for layer in range(min(layers, _MOST_LAYERS))]
+        pattern = [every == 0 or layer % every < every - 1 for layer in range(min(layers, _MAX_LAYERS))]
     return ["sliding_attention" if slides else "full_attention" for slides in pattern]
 
 

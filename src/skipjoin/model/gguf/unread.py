@@ -37,11 +37,11 @@ def refuse_unread(file: Gguf, of: Architecture, config: Mapping[str, Any]) -> No
         value = file.metadata.get(f"{file.architecture}.{key}")
         if value is None or key in read:
             continue
-        if not all(_is_one_of(one, wanted) for one in (value if isinstance(value, list) else [value])):
-            usual = " or ".join(f"{one:.6g}" for one in wanted)
+        if not all(_is_one_of(number, wanted) for number in (value if isinstance(value, list) else [value])):
+            known = " or ".join(f"{usual:.6g}" for usual in wanted)
             raise GgufError(
                 f"{file.path} has {file.architecture}.{key} {value!r:.80}, and {of.name} is only supported with "
-                f"{usual}: give the folder or hub id of the model that it was made from"
+                f"{known}: give the folder or hub id of the model that it was made from"
             )
 
 
@@ -70,4 +70,4 @@ def _following(file: Gguf, of: Architecture, config: Mapping[str, Any]) -> dict[
 
 
 def _is_one_of(value: object, wanted: Collection[float]) -> bool:
-    return isinstance(value, int | float) and any(math.isclose(value, one, rel_tol=_ROUNDING) for one in wanted)
+    return isinstance(value, int | float) and any(math.isclose(value, usual, rel_tol=_ROUNDING) for usual in wanted)

@@ -124,7 +124,9 @@ def test_masks_remove_the_same_tokens_from_any_rows() -> None:
 def test_a_failing_grammar_ends_its_request_alone(depth: int) -> None:
     run(*engine(tiny_model("llama"), Recompute(), device_blocks=60, slots=3, depth=depth), others := mixed_requests())
     expected = outputs(others)
-    params = SamplingParams(max_tokens=20, temperature=0, structured_outputs=StructuredOutput.json({"not": {"const": 1}}))
+    params = SamplingParams(
+        max_tokens=20, temperature=0, structured_outputs=StructuredOutput.json({"not": {"const": 1}})
+    )
     bad = Request(7, 0.0, [1, 2, 3], 20, sampling=Sampling(params, 1, (EOS,)))
     requests = mixed_requests()
     events = run(*engine(tiny_model("llama"), Recompute(), device_blocks=60, slots=3, depth=depth), [*requests, bad])

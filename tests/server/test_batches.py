@@ -104,7 +104,9 @@ def test_lines_may_have_constraints_and_tools(client: openai.OpenAI) -> None:
     bodies = {
         "call": {"tools": [pick], "tool_choice": "required", "parallel_tool_calls": False},
         "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": colors}}},
-        "bad": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"const": 1}}}}},
+        "bad": {
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {"const": 1}}}}
+        },
     }
     done = wait_for(client, submit(client, [line(name, CHAT, **asked, **body) for name, body in bodies.items()], CHAT))
     call, schema = (answer["response"]["body"]["choices"][0] for answer in answers(client, done.output_file_id))

@@ -36,6 +36,7 @@ TARGETS = (
     *("/v1/responses", "/v1/responses/resp_0", "/v1/responses/resp_0/input_items", "/v1/responses/input_tokens"),
     *("/v1/messages", "/v1/messages/count_tokens"),
     *("/v1/embeddings", "/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score"),
+    *("/api/embeddings", "/v1/responses/compact"),
     *("/api/chat", "/api/generate", "/api/embed", "/api/show", "/api/tags", "/api/ps", "/api/version"),
 )
 _ODD_TARGETS = (

@@ -316,14 +316,14 @@ def test_batch_command(server: ServerProcess, tmp_path: Path) -> None:
     run = CliRunner().invoke(app, ["batch", "submit", str(requests), "--endpoint", COMPLETIONS, "--watch", *target])
     assert run.exit_code == 1
     assert "  line 1: it is not valid JSON" in run.stdout
-    for arguments, message in (
-        (["watch", "batch_none", *target], "there is no batch 'batch_none' (HTTP status 404)"),
-        (["list", "--url", server.url], "API key"),
-        (["list", "--url", "http://127.0.0.1:9"], "cannot be reached: connection refused"),
-        (["submit", str(tmp_path / "none"), *target], "No such file"),
+    for arguments, message, code in (
+        (["watch", "batch_none", *target], "there is no batch 'batch_none' (HTTP status 404)", 1),
+        (["list", "--url", server.url], "API key", 1),
+        (["list", "--url", "http://127.0.0.1:9"], "cannot be reached: connection refused", 1),
+        (["submit", str(tmp_path / "none"), *target], "No such file", 2),
     ):
         run = CliRunner().invoke(app, ["batch", *arguments])
-        assert (run.exit_code, message in run.stderr) == (1, True), run.stderr
+        assert (run.exit_code, message in run.stderr) == (code, True), run.stderr
 
 
 def test_watch_output_fits_80_columns() -> None:

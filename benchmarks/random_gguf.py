@@ -28,7 +28,7 @@ SCALES = {
     Kind.Q4_K: {0: 2 * LARGEST / (15 * 63), 2: LARGEST / 63},
     Kind.Q6_K: {208: LARGEST / (32 * 128)},
 }
-ARCHITECTURES = {"qwen3": "qwen3"}
+ARCHITECTURES = ("qwen3",)
 
 
 def blocks(rows: int, columns: int, kind: Kind, random: np.random.Generator) -> np.ndarray:
@@ -58,7 +58,7 @@ def write(file: Path, shape: str, seed: int = 0) -> None:
     random = np.random.default_rng(seed)
     hidden, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
     heads, kv_heads, width = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
-    writer = gguf.GGUFWriter(file, ARCHITECTURES[config["model_type"]])
+    writer = gguf.GGUFWriter(file, config["model_type"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(hidden)
     writer.add_block_count(layers)

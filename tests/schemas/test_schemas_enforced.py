@@ -435,6 +435,12 @@ def test_records_of_names_may_require_them() -> None:
     assert [allows(found, text) for text in ('{"a":1,"b":2}', '{"a":1}')] == [True, False]
 
 
+def test_names_that_a_pattern_matches_end_a_schema_of_itself() -> None:
+    schema = {"patternProperties": {"^x$": INTEGER}, "additionalProperties": {"$ref": "#"}, "required": ["x"]}
+    found = matcher({"type": "object", **schema})
+    assert [allows(found, text) for text in ('{"x":1}', '{"x":1,"y":{"x":2}}', '{"x":"a"}')] == [True, True, False]
+
+
 @pytest.mark.parametrize("pattern", ["[ ]?", "\\s*", "[\n\t ]*", "(?:\n {2})?"])
 def test_white_space_of_a_pattern_is_white_space_of_json(pattern: str) -> None:
     found = matcher({"type": "array"}, pattern)

@@ -178,7 +178,7 @@ def check_writable(path: Path) -> None:
     if path.is_dir():
         raise ConfigError(f"profile {path} cannot be written: it is a folder; name a file")
     if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"profile {path} cannot be written: nor can other files in its folder")
+        raise ConfigError(f"profile {path} cannot be written: its folder allows no new files")
 
 
 def write_profile(profile: Profile, path: Path) -> None:

@@ -85,7 +85,8 @@ class _Search:
     def _object_ends(self, node: dict[str, Any]) -> bool:
         properties = node.get("properties")
         properties = properties if isinstance(properties, dict) else {}
-        others = node.get("additionalProperties")
+        # Whether a pattern matches a name is the compiler's to find.
+        others = None if node.get("patternProperties") else node.get("additionalProperties")
         return all(self._ends(properties.get(name, others)) for name in _list(node, "required"))
 
     def _array_ends(self, node: dict[str, Any]) -> bool:

@@ -6,7 +6,7 @@ import re
 
 from skipjoin.schemas.decimals import plain_decimal
 
-# Patterns of zod 4 by what they mean. Those of email are of different releases.
+# Patterns with look-ahead that zod 4.0 to 4.3 writes for e-mail addresses and durations, and equal ones without.
 _EMAIL = r"^(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@(?:[A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
 _SECONDS = r"\d+(?:[.,]\d+)?S"
 _TIME = rf"T(?:\d+H(?:\d+M)?(?:{_SECONDS})?|\d+M(?:{_SECONDS})?|{_SECONDS})"

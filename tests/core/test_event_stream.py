@@ -30,9 +30,9 @@ from support.load import load, make
 from support.policies import EVICTIONS, SOME_SYSTEMS
 from support.recipes import RECIPES
 from support.watch import Run, Stepper, World, run
-from support.worlds import PIPELINES, worlds
+from support.worlds import PIPELINES, checkered, worlds
 
-RUNS = worlds(SOME_SYSTEMS, PIPELINES[:3], parts=2)
+RUNS = worlds(SOME_SYSTEMS, PIPELINES[:3], parts=4)
 
 
 @cache
@@ -99,12 +99,14 @@ def test_events_of_a_request_are_in_order_and_agree_with_the_plans(world: World)
         assert reasons == [request.progress.finish_reason] == [FinishReason.LENGTH]
 
 
-@pytest.mark.parametrize("eviction", ["swap", "spill", "proactive", "chaos"])
-@pytest.mark.parametrize(("depth", "overlap"), [(1, False), (2, False), (2, True)])
-def test_events_of_a_request_are_in_order_when_moves_fail(eviction: str, depth: int, overlap: bool) -> None:
+@pytest.mark.parametrize(
+    ("eviction", "pipeline"),
+    checkered(["swap", "spill", "proactive", "chaos"], [(1, False), (2, False), (2, True)], colors=3),
+)
+def test_events_of_a_request_are_in_order_when_moves_fail(eviction: str, pipeline: tuple[int, bool]) -> None:
     """A failed move is part of the story, and a request that lost KV by it is preempted at that moment."""
     draw = random.Random(7)
-    world = World("fastserve", depth, overlap, EVICTIONS[eviction])
+    world = World("fastserve", *pipeline, EVICTIONS[eviction])
     done = run(world, load(5, 20), fails=lambda move: draw.random() < 0.5)
     failures = 0
     for request, story in stories(done).items():

@@ -40,7 +40,7 @@ def disturbed(world: World, probability: float) -> Stepper:
 
 
 # All KV is lost, whatever evicted it before, so each recipe has half of the eviction policies.
-@pytest.mark.parametrize("world", worlds(SYSTEMS, PIPELINES, parts=4))
+@pytest.mark.parametrize("world", worlds(SYSTEMS, PIPELINES, parts=6))
 def test_requests_get_the_same_tokens_whenever_the_executor_restarts(world: World) -> None:
     stepper = disturbed(world, 0.05)
     stepper.core.assert_all_free()
@@ -51,7 +51,7 @@ def test_requests_get_the_same_tokens_whenever_the_executor_restarts(world: Worl
         assert stepper.tokens[request.id] == list(range(len(request.prompt), request.max_total_tokens))
 
 
-@pytest.mark.parametrize("world", worlds(SOME_SYSTEMS, PIPELINES, parts=2))
+@pytest.mark.parametrize("world", worlds(SOME_SYSTEMS, PIPELINES, parts=4))
 def test_observers_follow_restarts(world: World) -> None:
     stepper = disturbed(world, 0.05)
     restarts = sum(isinstance(event, Restarted) for event in stepper.events)

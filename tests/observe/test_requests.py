@@ -68,7 +68,7 @@ def test_the_current_gap_between_tokens_counts() -> None:
     assert facts.tpot(99.0) == 10.0
 
 
-@pytest.mark.parametrize("recipe", each_recipe(parts=2))
+@pytest.mark.parametrize("recipe", each_recipe(parts=4))
 @settings(max_examples=2, deadline=None)
 @given(seed=st.integers(0, 1000), depth=st.sampled_from([1, 2]), eviction=st.sampled_from([None, *sorted(EVICTIONS)]))
 def test_figures_agree_with_the_events(recipe: str, seed: int, depth: int, eviction: str | None) -> None:
@@ -128,7 +128,7 @@ def seconds(spans: list[Span], name: str) -> float | None:
     return found[0] if found else None
 
 
-@pytest.mark.parametrize("recipe", each_recipe(parts=2, begin=1))
+@pytest.mark.parametrize("recipe", each_recipe(parts=4, begin=1))
 @settings(max_examples=2, deadline=None)
 @given(seed=st.integers(0, 1000), depth=st.sampled_from([1, 2]), eviction=st.sampled_from([None, *sorted(EVICTIONS)]))
 def test_spans_agree_with_the_record(recipe: str, seed: int, depth: int, eviction: str | None) -> None:

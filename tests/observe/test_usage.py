@@ -51,7 +51,7 @@ def on_device(kv: KVLedger, request: Request) -> int:
     [
         pytest.param(*values, marks=marks)
         for values, marks in combinations(
-            SOME_SYSTEMS, [*sorted(EVICTIONS), "patchwork"], list(product([1, 2], [0.0, 0.5, 1.0])), parts=2
+            SOME_SYSTEMS, [*sorted(EVICTIONS), "patchwork"], list(product([1, 2], [0.0, 0.5, 1.0])), parts=4
         )
     ],
 )

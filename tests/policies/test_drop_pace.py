@@ -87,6 +87,7 @@ def test_a_drop_share_that_is_not_positive_is_refused(share: float) -> None:
         Swap(COST, drop_share=share)
 
 
+@pytest.mark.exhaustive  # a result; other tests have what pacing decides
 @pytest.mark.parametrize(("recipe", "depth"), [exhaustive("mlfq", 1), ("fastserve", 2)])
 def test_pacing_saves_work_and_time_above_capacity_with_a_full_cpu_tier(recipe: str, depth: int) -> None:
     drops, ends = {}, {}

@@ -20,6 +20,7 @@ from support.load import load, make
 from support.policies import COST, SYSTEMS, SwapAll
 from support.recipes import RECIPES
 from support.watch import Stepper, World
+from support.worlds import checkered, halved
 
 ROOMY = World(device_blocks=1000, cpu_blocks=0, block_size=16, max_seqs=200, max_tokens=4096)
 # These recipes compute whole prompts or reserve KV, so the load alone does not determine what runs.
@@ -50,7 +51,7 @@ def largest(cost: CostModel, plans: list[StepPlan]) -> float:
     return max(added(cost, StepPlan(0, (piece,))) for plan in plans for piece in plan.slices)
 
 
-@pytest.mark.parametrize("recipe", SYSTEMS)  # without memory pressure, as the others differ in eviction only
+@pytest.mark.parametrize("recipe", halved(SYSTEMS, 1))  # without memory pressure, as the others differ in eviction only
 @given(stages=st.integers(2, 5), more=st.integers(0, 20), seed=st.integers(0, 10**6))
 @settings(max_examples=3, deadline=None)
 def test_running_requests_spread_over_all_stages(recipe: str, stages: int, more: int, seed: int) -> None:
@@ -82,8 +83,7 @@ def test_slices_without_cost_are_balanced_by_number() -> None:
     assert [len(plan.slices) for plan in fill(stepper)] == [3, 3, 3]
 
 
-@pytest.mark.parametrize("recipe", CUTTING)
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize(("recipe", "stages"), checkered([*CUTTING], [2, 3, 4], colors=3))
 def test_a_lone_long_prompt_is_cut_into_successive_chunks(recipe: str, stages: int) -> None:
     """The next chunk begins when the previous one has left the first stage, not the last."""
     stepper = staged(recipe, stages)
@@ -141,7 +141,9 @@ def test_prompts_are_not_held_back_while_a_static_batch_forms() -> None:
 
 
 # Recipes that pack are left out: they delay requests whose next token is not due yet.
-@pytest.mark.parametrize("recipe", sorted(name for name in SYSTEMS if name != "static" and not name.startswith("bros")))
+@pytest.mark.parametrize(
+    "recipe", halved(sorted(name for name in SYSTEMS if name != "static" and not name.startswith("bros")))
+)
 @given(
     stages=st.integers(2, 4),
     seed=st.integers(0, 10**6),
@@ -214,7 +216,7 @@ def test_a_preempted_request_resumes_alongside_full_plans(recipe: str, stages: i
     stages=st.integers(2, 4),
     recipe=st.sampled_from(sorted(set(RECIPES) - {"static"} - CLAIMING)),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_a_plan_has_its_share_of_the_work_or_all_of_it(seed: int, stages: int, recipe: str) -> None:
     """Without memory pressure, a plan has at least the mean of the plans in flight, itself and the remaining requests,
     or all that can run, or enough that every free stage gets a request. It has at most the mean and one slice."""

@@ -172,6 +172,7 @@ def test_nesting_reduces_latency(order: dict[str, str], share: float) -> None:
     assert nesting <= share * alone, f"{nesting / alone:.3f} of the latency without nesting"
 
 
+@pytest.mark.exhaustive  # test_random_worlds_keep_all_invariants hosts, too
 def test_hosted_requests_that_exceed_their_forecast_are_evicted_and_finish() -> None:
     """`seen` compares the lengths of all outputs with the true ones."""
     wrong = seen("econoserve", predictor="noise:.5", cpu_blocks=1200)
@@ -180,6 +181,7 @@ def test_hosted_requests_that_exceed_their_forecast_are_evicted_and_finish() -> 
     assert wrong.record["kv"]["swapped_in_bytes"] == wrong.record["kv"]["swapped_out_bytes"] > 0
 
 
+@pytest.mark.exhaustive  # a result; test_recorded_plans.py has what gated admission decides
 def test_gated_admission_forms_larger_groups() -> None:
     """Decodes then accumulate until a group completes, instead of being admitted one by one."""
     workload, extent = synthetic("uniform:4-16,8-128", "poisson"), Extent(200.0, None, 1, limit=240)
@@ -190,7 +192,7 @@ def test_gated_admission_forms_larger_groups() -> None:
     assert sizes["gated"] > 1.3 * sizes["continuous"], sizes
 
 
-@pytest.mark.parametrize("recipe", ["econoserve", "econoserve-sd", exhaustive("econoserve-d")])
+@pytest.mark.parametrize("recipe", ["econoserve", *map(exhaustive, ("econoserve-sd", "econoserve-d"))])
 def test_members_of_a_group_begin_and_end_together(recipe: str) -> None:
     """There are groups if lengths are equal, and hardly any if not; `econoserve-d` has none."""
     extent = Extent(24.0, None, 1, limit=72)
@@ -282,6 +284,7 @@ def test_order_by_objectives_meets_more_of_them_and_reserves_most_of_the_kv() ->
         assert kv["allocated_mean"] >= 0.88, (name, kv)
 
 
+@pytest.mark.exhaustive  # a result; test_documented_bounds.py serves overdue requests
 def test_overdue_requests_make_few_others_miss_their_objectives() -> None:
     overload, slo = Extent(12.0, 20.0, 1), Slo(jct_scale=2.0)
     runs = [seen("econoserve", SHAREGPT, overload, slo=slo, overdue_s=age_s) for age_s in (4.0, 1e8)]

@@ -37,8 +37,8 @@ def trace(recipe: str, factor: float) -> Trace:
         best_effort_wait_s=4.0 * factor,
         params=params,
     )
-    requests = load(5, 36, rate=40.0 / factor, prompts=(1, 90))
-    for number in range(0, 36, 2):
+    requests = load(5, 24, rate=40.0 / factor, prompts=(1, 90))
+    for number in range(0, 24, 2):
         requests[number] = changed(requests[number], target=Target(jct_s=factor * (0.5 + number % 5)))
     for request in requests:
         request.progress.expect(Forecast(request.max_tokens * (0.5 + request.id % 3), "test"))

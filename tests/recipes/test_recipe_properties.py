@@ -34,9 +34,9 @@ from support.load import load, make
 from support.policies import COST, EVICTIONS, SYSTEMS, Patchwork
 from support.recipes import RECIPES, build
 from support.watch import Run, Stepper, World, run
-from support.worlds import PIPELINES, checkered, combinations, each_recipe, halved, world_of, worlds
+from support.worlds import PIPELINES, checkered, combinations, each_recipe, exhaustive, one_in, world_of, worlds
 
-every_world = pytest.mark.parametrize("world", worlds(SYSTEMS, PIPELINES, parts=2))
+every_world = pytest.mark.parametrize("world", worlds(SYSTEMS, PIPELINES, parts=4))
 # These reserve their maximum or expected need, so that they evict only where a policy looks ahead.
 ROOMY = ("static", "orca", "orca-exact", "srtf")
 # Plans in flight change the reasons for their few evictions, so that these are counted with one plan in flight.
@@ -89,7 +89,7 @@ def test_admission_policies_may_be_asked_about_any_request(
 ) -> None:
     """No plan changes, because `AdmissionPolicy.reserve` is pure."""
     world = World(recipe, params=params, device_blocks=30)
-    before = run(world, load(3, 25, rate=100)).trace
+    before = run(world, load(3, 16, rate=100)).trace
     core, ask = world.core(), Placer.ask
     answers = Counter[type]()
 
@@ -100,7 +100,7 @@ def test_admission_policies_may_be_asked_about_any_request(
         return ask(self, request, target)
 
     monkeypatch.setattr(Placer, "ask", asked_about_all)
-    assert run(world, load(3, 25, rate=100), core=core).trace == before
+    assert run(world, load(3, 16, rate=100), core=core).trace == before
     assert answers[Allocation] > 20
 
 
@@ -165,7 +165,9 @@ def test_a_later_arrival_changes_no_earlier_plan(world: World) -> None:
     assert core.trace[: len(past)] == past
 
 
-@pytest.mark.parametrize("recipe", halved(name for name, one in RECIPES.items() if one.forecasts is not Forecasts.TRUE))
+@pytest.mark.parametrize(
+    "recipe", one_in(4, (name for name, one in RECIPES.items() if one.forecasts is not Forecasts.TRUE))
+)
 def test_plans_do_not_depend_on_lengths_that_are_not_known_yet(recipe: str) -> None:
     """Requests stop before their `max_tokens`. A longer output of one changes no plan before the shorter one ended."""
 
@@ -268,7 +270,7 @@ def test_forecasts_may_change_at_any_time(
     assert_tokens_between_evictions(done)
 
 
-@pytest.mark.parametrize("eviction", ["proactive", "chaos"])
+@pytest.mark.parametrize("eviction", ["proactive", exhaustive("chaos")])
 def test_other_requests_run_during_slow_moves(eviction: str) -> None:
     """Every move takes a hundred steps, and half of them fail."""
     slow = replace(COST, block=0.5, transfer_floor=0.0)

@@ -56,7 +56,7 @@ def drawn(seed: int) -> Iterator[Request]:
 
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(
     pipeline=st.sampled_from(PIPELINES),
     sizes=st.fixed_dictionaries({"device_blocks": st.sampled_from([40, 90]), "max_seqs": st.sampled_from([3, 8])}),

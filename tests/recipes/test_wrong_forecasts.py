@@ -65,7 +65,7 @@ def figures(recipe: str, forecasts: str) -> Figures:
 
 
 @pytest.mark.parametrize(
-    ("forecasts", "recipe"), checkered([*FORECASTS], ["adaptive", "alise", "synccoupled", "econoserve"])
+    ("forecasts", "recipe"), checkered([*FORECASTS], ["adaptive", "alise", "synccoupled", "econoserve"], colors=4)
 )
 def test_no_forecast_makes_a_recipe_twice_as_slow_as_fcfs(recipe: str, forecasts: str) -> None:
     found, base = figures(recipe, forecasts), figures("fcfs", "none")

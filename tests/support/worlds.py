@@ -62,10 +62,13 @@ def one_in(parts: int, cases: Iterable[Any], begin: int = 0) -> list[Any]:
     return [exhaustive(case) if (number + begin) % parts else pytest.param(case) for number, case in enumerate(cases)]
 
 
-def checkered(one: Sequence[Any], other: Sequence[Any]) -> list[Any]:
-    """Return a test parameter for each pair. Every value is unmarked with half of the others' values."""
+def checkered(one: Sequence[Any], other: Sequence[Any], colors: int = 2) -> list[Any]:
+    """Return a test parameter for each pair. Every value is unmarked with one in `colors` of the others' values.
+
+    Neither sequence may be shorter than `colors`, or some values would be unmarked with none.
+    """
     return [
-        exhaustive(*pair) if sum(places) % 2 else pytest.param(*pair)
+        exhaustive(*pair) if sum(places) % colors else pytest.param(*pair)
         for places, pair in zip(product(range(len(one)), range(len(other))), product(one, other), strict=True)
     ]
 

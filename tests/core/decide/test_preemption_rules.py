@@ -92,7 +92,7 @@ def test_a_victim_takes_the_cpu_blocks_of_a_lower_ranked_request_if_they_suffice
     "recipe",
     [
         "adaptive",
-        "mlfq",
+        exhaustive("mlfq"),
         "fixed-priority",
         exhaustive("srpt"),
         exhaustive("round-robin"),
@@ -298,7 +298,7 @@ def test_paused_requests_keep_their_blocks() -> None:
     stepper.drain()
 
 
-@pytest.mark.parametrize(("depth", "overlap"), [(2, False), (2, True), (3, False)])
+@pytest.mark.parametrize(("depth", "overlap"), [exhaustive(2, False), (2, True), (3, False)])
 def test_an_eviction_is_delayed_by_at_most_the_pipeline_depth(depth: int, overlap: bool) -> None:
     world = World("fcfs", depth, overlap, device_blocks=12)
     stepper = Stepper(world.core())

@@ -23,6 +23,7 @@ def test_regression_reports_its_fit(tmp_path: Path) -> None:
     assert (tmp_path / "times.png").stat().st_size > 0
 
 
+@pytest.mark.exhaustive  # test_benchmarks_fastserve.py runs the same harness
 def test_short_runs_contain_every_variant_and_its_settings(tmp_path: Path) -> None:
     result = run("correlation", tmp_path, "--quick", "--duration", "5", "--jobs", "1")
     assert result["settings"]["duration_s"] == 2

@@ -65,9 +65,10 @@ def test_rivals_finish_all_requests(recipe: str) -> None:
     assert 0 < found["mean"] <= found["longest_jct"] < 100
 
 
+@pytest.mark.exhaustive  # test_benchmarks_fastserve.py keeps records, and tests above compute summaries
 def test_an_interrupted_run_continues_and_draws_all_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "record.json"
-    cells = [ArenaCell(name, FIRST, 1.3, 0, duration_s=12.0) for name in ("equal", "sharegpt")]
+    cells = [ArenaCell(name, FIRST, 1.3, 0, duration_s=6.0) for name in ("equal", "sharegpt")]
     monkeypatch.setattr(arena, "capacity", float)  # a run must not measure what the record has
     record = {"capacities": {cell.saturated().name: 5.0 for cell in cells}, "cells": {}}
     out.write_text(json.dumps(record))

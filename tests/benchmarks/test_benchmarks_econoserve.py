@@ -60,6 +60,7 @@ def test_watching_no_requests_yields_figures() -> None:
     assert figures["max_reserved"] == 0
 
 
+@pytest.mark.exhaustive  # test_benchmarks_fastserve.py runs the same harness
 def test_short_runs_tabulate_every_variant(tmp_path: Path) -> None:
     result = run("figure13", tmp_path, "--quick", "--duration", "3", "--jobs", "1")
     found = {row[2] for row in result["tables"][0]["rows"] if row[1] == "sharegpt"}

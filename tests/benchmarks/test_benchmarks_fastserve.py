@@ -13,6 +13,7 @@ from papers.figures.shapes import Spread, held
 from skipjoin.report.bound import MaximumRate
 from skipjoin.sim.experiments.simulation import run as simulate
 from support.figures import BENCHMARKS, figure_module, run_figure
+from support.worlds import exhaustive
 
 FOLDER = BENCHMARKS / "papers" / "fastserve"
 run, module_of = partial(run_figure, "fastserve"), partial(figure_module, "fastserve")
@@ -40,9 +41,9 @@ def test_only_the_first_iteration_grows_with_the_prompt() -> None:
 
 
 def test_short_runs_of_figure_15_contain_settings_records_and_ratios(tmp_path: Path) -> None:
-    result = run("figure15", tmp_path, "--quick", "--duration", "2", "--jobs", "1")
+    result = run("figure15", tmp_path, "--quick", "--duration", "1", "--jobs", "1")
     assert result["quick"] is True
-    assert result["settings"]["duration_s"] == 2
+    assert result["settings"]["duration_s"] == 1
     assert result["settings"]["seeds"] == [0]
     (system,) = result["settings"]["systems"].values()
     wanted = {"max_num_seqs": 256, "block_size": 16, "max_tokens": "exact"}
@@ -60,11 +61,12 @@ def test_short_runs_of_figure_15_contain_settings_records_and_ratios(tmp_path: P
     assert {path.name for path in tmp_path.iterdir()} == {"result.json", "kv-modes.png", "breakdown.png"}
 
 
+@pytest.mark.exhaustive  # the test above and the one below run the parts
 def test_figure_11_derives_rates_from_its_curves_and_plots_each(monkeypatch: pytest.MonkeyPatch) -> None:
     figure11 = module_of("figure11")
     for key, rates in figure11.RATES.items():
         monkeypatch.setitem(figure11.RATES, key, rates[:1])
-    plans = figure11.curves_of(runs.Options(out=FOLDER, quick=True, duration_s=2.0))
+    plans = figure11.curves_of(runs.Options(out=FOLDER, quick=True, duration_s=1.0))
     records = []
     for plan in plans:
         (cell,) = plan.first()
@@ -89,7 +91,7 @@ def test_searches_keep_their_records_and_find_the_rate() -> None:
     assert holds <= search.rate.rate_rps <= breaks <= 1.02 * holds
 
 
-@pytest.mark.parametrize("cv", [0.0, 0.5, 1.0, 2.0])
+@pytest.mark.parametrize("cv", [0.0, *map(exhaustive, (0.5, 1.0)), 2.0])
 def test_output_lengths_have_the_named_mean_and_variation(cv: float) -> None:
     lengths = Spread("outputs", 128, 128.0, cv, 8, 1800)
     chance = random.Random("outputs")

@@ -17,6 +17,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "performance" / "g
 RUN, FLOOR = load("benchmarks/performance/gpu/run.py"), load("benchmarks/performance/gpu/floor.py")
 
 
+@pytest.mark.exhaustive  # as of the other parts; each takes 10 s
 def test_rehearsals_are_marked_and_report_their_measurements(tmp_path: Path) -> None:
     result = rehearsal(tmp_path, "decode")
     assert "--parts machine,decode --minutes 3 --rehearse" in result["command"]

@@ -158,7 +158,7 @@ def test_most_held_out_prompts_are_answered_exactly(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     for family in tasks.FAMILIES:
-        chosen = [task for task in held_out(family, 40) if len(task.answer) <= 120][:8]
+        chosen = [task for task in held_out(family, 40) if len(task.answer) <= 120][:5]
         got = answers(model, tokenizer, [task.prompt for task in chosen], room=128)
         wrong = [(task.prompt, answer) for task, answer in zip(chosen, got, strict=True) if answer != task.answer]
         assert len(wrong) <= 1, wrong

@@ -60,6 +60,7 @@ def test_demo_sends_the_same_load_to_each_recipe_and_to_a_peer(tmp_path: Path, m
     assert table["peer"] == ["-", "0"]
 
 
+@pytest.mark.exhaustive  # the test above has stub servers, and test_bench_command.py loads a real one
 def test_demo_runs_a_server_that_preempts_background_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(server._CONFIG, "num_hidden_layers", 1)
     monkeypatch.setattr(load, "_JOB_S", 1.0)

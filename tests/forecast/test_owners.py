@@ -15,6 +15,7 @@ from skipjoin.forecast.config import make_owner_forecasters
 from skipjoin.forecast.encode import HashedTokens
 from skipjoin.forecast.owners import OwnerForecasters
 from skipjoin.forecast.prior import first_guess
+from support.worlds import exhaustive
 
 PROMPT, OTHER = words("Tell me about the sea"), words("Count from one to ten")
 KINDS = ("learned", "alise", "prior")
@@ -59,7 +60,9 @@ def total_variation(before: np.ndarray, after: np.ndarray) -> float:
     return float(np.abs(before - after).sum() / 2)
 
 
-@pytest.mark.parametrize(("others", "tokens"), [(0, 1), (0, 4000), (1, 4000), (3, 1), (8, 4000)])
+@pytest.mark.parametrize(
+    ("others", "tokens"), [exhaustive(0, 1), (0, 4000), (1, 4000), exhaustive(3, 1), exhaustive(8, 4000)]
+)
 def test_one_owner_has_a_bounded_effect_on_the_shared_forecasts(others: int, tokens: int) -> None:
     forecasters = make("prior")
     for number in range(others):

@@ -290,7 +290,7 @@ def test_the_suffix_selects_the_format_and_kind_all_adds_prefixes(tmp_path: Path
         names("latency", "nowhere/one.png")
 
 
-@pytest.mark.parametrize("kind", SINGLE)
+@pytest.mark.parametrize("kind", one_in(2, SINGLE, 1))
 def test_all_text_has_a_readable_size(kind: str) -> None:
     figure = draw(make_records(), kind, View(bound=BOUND), no_warnings)
     sizes = [float(text.get_fontsize()) for text in figure.findobj(Text) if isinstance(text, Text) and text.get_text()]

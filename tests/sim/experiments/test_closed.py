@@ -108,6 +108,7 @@ def test_the_same_arguments_give_the_same_record(recipe: str, mode: ClosedMode) 
     )
 
 
+@pytest.mark.exhaustive  # test_simulation.py has shards of open streams
 def test_shards_share_the_size_and_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     one = cell(replace(SYSTEM, replicas=7), mode=REFILL, size=20)
     monkeypatch.setattr("skipjoin.sim.experiments.cell.REPLICAS_PER_SHARD", 3)

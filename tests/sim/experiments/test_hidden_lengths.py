@@ -59,7 +59,7 @@ def observed(system: System, output: int, slo: Slo = NO_SLO) -> list[str]:
 def cases() -> list[Any]:
     """Return test parameters. Variants of a recipe with another eviction policy run with a pipeline only."""
     found = []
-    for values, marks in combinations(sorted(set(RECIPES) - ORACLES), (1, 2), (NO_SLO, SCALED)):
+    for values, marks in combinations(sorted(set(RECIPES) - ORACLES), (1, 2), (NO_SLO, SCALED), parts=2):
         recipe, stages, slo = values
         name = "-".join((recipe, str(stages), *["deadlines"] * (slo is SCALED)))
         # Deadlines are read where targets are, whatever evicts.

@@ -31,7 +31,7 @@ def test_bottleneck_is_named_and_a_tie_is_called_one(tmp_path: Path) -> None:
 
 def test_repeated_bounds_combine_and_need_objectives() -> None:
     loose, tight = "jct_s.mean<=100", "ttft_s.p95<=0.5"
-    options = ("--rates", "4", "--duration", "3", "--max-num-seqs", "2")
+    options = ("--rates", "4", "--duration", "2", "--max-num-seqs", "2")
     alone = simulate(*options, "--find-min-replicas", tight)
     both = simulate(*options, "--find-min-replicas", loose, "--find-min-replicas", tight)
     assert both.exit_code == 0, both.output

@@ -24,7 +24,7 @@ from skipjoin.workload.traces import read_trace
 from skipjoin.workload.workload import Replay, with_best_effort
 from support.recipes import SPELLED
 from support.simulated import CELL, COST, SYSTEM, WORKLOAD, repeatable
-from support.worlds import checkered, combinations, each_recipe
+from support.worlds import checkered, combinations, each_recipe, exhaustive
 
 
 def test_another_seed_gives_another_record() -> None:
@@ -161,7 +161,7 @@ def test_service_classes_are_reported_separately_and_prioritized() -> None:
 
 
 def test_replicas_share_the_load() -> None:
-    busy = Cell(replace(SYSTEM, max_num_seqs=4), WORKLOAD, Extent(12.0, 12.0, 0))
+    busy = Cell(replace(SYSTEM, max_num_seqs=4), WORKLOAD, Extent(12.0, 6.0, 0))
     one = run(busy)
     for rule in ("round-robin", "least-work"):
         four = run(replace(busy, system=replace(busy.system, replicas=4, dispatch=rule)))
@@ -188,6 +188,7 @@ def test_shards_give_the_record_of_the_whole(monkeypatch: pytest.MonkeyPatch, re
     assert 0 < shares[-1] <= 1
 
 
+@pytest.mark.exhaustive  # test_virtual_clock.py has the rules, and tests above the shards
 def test_dispatch_rules_choose_within_a_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss is small if a shard has many replicas; here there are four."""
     system = replace(SYSTEM, replicas=12, max_num_seqs=4, dispatch="least-work")
@@ -212,7 +213,9 @@ def approximate(value: Any) -> Any:
     ("recipe", "rate_rps", "until_s"),
     [
         pytest.param(*values, marks=marks)
-        for values, marks in combinations(["econoserve", "fcfs", "orca", "sarathi"], [2.0, 10.0, 30.0], [math.inf, 5.0])
+        for values, marks in combinations(
+            ["econoserve", "fcfs", "orca", "sarathi"], [2.0, 10.0, 30.0], [math.inf, 5.0], parts=2
+        )
     ],
 )
 def test_batched_simulation_of_steps_gives_the_record_of_single_steps(
@@ -233,7 +236,7 @@ def test_batched_simulation_of_steps_gives_the_record_of_single_steps(
     assert rate_rps > 2.0 or sum(batched) > 0.3 * single["steps"]
 
 
-@pytest.mark.parametrize("recipe", each_recipe(parts=2))
+@pytest.mark.parametrize("recipe", each_recipe(parts=4))
 def test_batched_simulation_of_steps_changes_no_recipe(recipe: str) -> None:
     cell = cramped(recipe, 10.0, math.inf)
     assert repeatable(run(cell)) == approximate(repeatable(run(cell, on_events=lambda events: None)))
@@ -254,7 +257,7 @@ def cramped(recipe: str, rate_rps: float, until_s: float) -> Cell:
 
 def test_pipeline_stages_overlap() -> None:
     # Two stages hold two batches of two and serve more than one device with batches of two.
-    busy = Cell(replace(SYSTEM, max_num_seqs=2), WORKLOAD, Extent(12.0, 12.0, 0))
+    busy = Cell(replace(SYSTEM, max_num_seqs=2), WORKLOAD, Extent(12.0, 6.0, 0))
     piped = replace(busy, system=replace(busy.system, stages=2))
     assert run(piped)["throughput_rps"] > 1.5 * run(busy)["throughput_rps"]
 
@@ -343,7 +346,7 @@ def test_the_cpu_tier_has_the_requested_size() -> None:
             settings_of(Machine(hardware="a100-40gb", model="opt-13b", swap_gib=wrong))
 
 
-@pytest.mark.parametrize(("block_size", "ratio"), [(16, 0.625), (32, 0.5625)])
+@pytest.mark.parametrize(("block_size", "ratio"), [(16, 0.625), exhaustive(32, 0.5625)])
 def test_int8_kv_takes_less_of_the_cpu_tier_and_the_link(block_size: int, ratio: float) -> None:
     machine = Machine(hardware="a100-40gb", model="opt-13b", kv_gib=4, swap_gib=8, block_size=block_size)
     (plain,), (small,) = (

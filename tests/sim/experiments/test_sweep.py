@@ -48,14 +48,14 @@ class Collector:
 
 
 def test_parallel_processes_give_the_same_records() -> None:
-    cells = [replace(CELL, extent=replace(CELL.extent, seed=seed)) for seed in range(3)]
+    cells = [replace(CELL, extent=replace(CELL.extent, seed=seed)) for seed in range(2)]
     collected = Collector()
     sweep([Grid(cells)], 2, collected)
-    assert [repeatable(collected.records[number]) for number in range(3)] == [repeatable(run(cell)) for cell in cells]
+    assert [repeatable(collected.records[number]) for number in range(2)] == [repeatable(run(cell)) for cell in cells]
 
 
 def test_shards_in_processes_give_the_same_records() -> None:
-    cell = Cell(replace(SYSTEM, replicas=130, recipe="fcfs"), WORKLOAD, Extent(150.0, 1.5, 0))
+    cell = Cell(replace(SYSTEM, replicas=130, recipe="fcfs"), WORKLOAD, Extent(150.0, 1.0, 0))
     assert cell.shards == 3
     collected = Collector()
     sweep([Grid([cell, CELL])], 2, collected)
@@ -67,7 +67,7 @@ def test_shards_in_processes_give_the_same_records() -> None:
 
 def test_a_search_brackets_the_bound() -> None:
     bound = parse_bound("ttft_s.mean<=0.5")
-    search = RateSearch([Cell(SYSTEM, WORKLOAD, Extent(1.0, 1.5, seed)) for seed in (0, 1)], bound)
+    search = RateSearch([Cell(SYSTEM, WORKLOAD, Extent(1.0, 1.0, seed)) for seed in (0, 1)], bound)
     cells, means = list(search.first()), {}
     while cells:
         rate = cells[0].extent.rate_rps
@@ -148,9 +148,10 @@ def simulate(*options: str) -> Result:
     return done
 
 
+@pytest.mark.exhaustive  # test_a_search_brackets_the_bound searches, too
 def test_the_command_finds_the_largest_rate(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    options = ["--duration", "2.5", "--find-max-rate", "normalized_latency_s.mean<=0.1"]
+    options = ["--duration", "1.5", "--find-max-rate", "normalized_latency_s.mean<=0.1"]
     done = simulate("--recipes", "fcfs", *options, "--out", str(out))
     assert "largest req/s with normalized_latency_s.mean<=0.1" in done.stdout
     assert len(load_results([out])) > 5
@@ -159,7 +160,7 @@ def test_the_command_finds_the_largest_rate(tmp_path: Path) -> None:
 def test_the_command_finds_the_fewest_replicas(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     bound = "normalized_latency_s.mean<=0.05"
-    options = ["--recipes", "fcfs,srpt", "--rates", "60,90", "--duration", "2.5", "--max-num-seqs", "8"]
+    options = ["--recipes", "srpt", "--rates", "60,90", "--duration", "2", "--max-num-seqs", "8"]
     done = simulate(*options, "--find-min-replicas", bound, "--out", str(out))
     assert f"fewest replicas with {bound}" in done.stdout
     sizes: dict[tuple[str, float], dict[int, bool]] = {}
@@ -169,7 +170,7 @@ def test_the_command_finds_the_fewest_replicas(tmp_path: Path) -> None:
     for tried in sizes.values():
         fewest = min(replicas for replicas, holds in tried.items() if holds)
         assert fewest == 1 or tried[fewest - 1] is False
-    assert len(sizes) == 4
+    assert len(sizes) == 2
 
 
 def test_the_command_writes_a_timeline(tmp_path: Path) -> None:

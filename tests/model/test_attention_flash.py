@@ -92,7 +92,7 @@ def half(mix=MIX, **options) -> Case:
     return Case(4, 2, 40, mix, dtype=torch.bfloat16, rotary=40, block_size=16, **options)
 
 
-@pytest.mark.parametrize("window", [0, 11])
+@pytest.mark.parametrize("window", [exhaustive(0), 11])
 def test_pages_are_passed_without_copies(library, window):
     case = half(window=window)
     case.check(FlashAttention(), 1e-2)
@@ -105,7 +105,7 @@ def test_pages_are_passed_without_copies(library, window):
 
 @pytest.mark.parametrize(
     ("mix", "window"),
-    [exhaustive(MIX, 0), (MIX[::-1], 11), ([(30, 1), (9, 1), (17, 1)], 0), exhaustive([(0, 20), (3, 9)], 11)],
+    [exhaustive(MIX, 0), (MIX[::-1], 11), exhaustive([(30, 1), (9, 1), (17, 1)], 0), exhaustive([(0, 20), (3, 9)], 11)],
 )
 def test_triton_serves_only_the_segments_of_shared_blocks(library, mix, window):
     case = half(mix, ends="mixed", window=window)
@@ -123,7 +123,7 @@ def test_triton_serves_only_the_segments_of_shared_blocks(library, mix, window):
     assert torch.equal(*outputs), "the library gives the other segments the same bits as alone"
 
 
-@pytest.mark.parametrize("options", [{"ends": "reversed"}, {"dtype": torch.float32}, exhaustive({"cap": 2.0})])
+@pytest.mark.parametrize("options", [{"ends": "reversed"}, *map(exhaustive, ({"dtype": torch.float32}, {"cap": 2.0}))])
 def test_triton_serves_unsupported_batches(library, options):
     case = Case(4, 2, 40, MIX, rotary=40) if "dtype" in options else half(**options)
     case.check(FlashAttention(), 1e-2)

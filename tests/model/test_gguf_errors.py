@@ -23,7 +23,7 @@ from skipjoin.model.gguf.weights import widened
 from skipjoin.model.tokenizer import load_tokenizer
 from support.gguf_files import Kind, plain_tokens, small_llama, write_model
 
-SEEDS = 400
+SEEDS = 200
 
 
 def header(tensors: int = 0, metadata: int = 1, version: int = 3) -> bytes:

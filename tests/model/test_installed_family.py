@@ -20,6 +20,7 @@ from skipjoin.model.loader import load_model
 from skipjoin.sampling import SamplingParams
 from support.installed_package import importable, install, project
 from support.thread_ranks import on_ranks
+from support.worlds import exhaustive
 
 GUIDE = Path(__file__).parents[2] / "docs" / "add-a-model-family.md"
 SHAPE = {
@@ -123,7 +124,7 @@ def broken_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
             r"entry point raises = skipjoin_raises:Decoder in group skipjoin.families of skipjoin-broken 1.0 "
             r"cannot be loaded: ModuleNotFoundError: No module named 'a_module_that_is_not_installed'",
         ),
-        (
+        exhaustive(
             "other = skipjoin_other:Decoder",
             r"entry point other = skipjoin_other:Decoder in group skipjoin.families of skipjoin-broken 1.0 must name a "
             r"decoder class with the decorator",

@@ -46,6 +46,10 @@ ALIKE |= {
     "qwen2",
     "phi3",
     "mixtral",
+    "qwen3",
+    "qwen3-moe",
+    "gemma3",
+    "starcoder2",
 } | HYBRID
 OPERATIONS = {"compiled": "auto", "torch": "torch"}
 NATIVE, WIDENED, REFUSED = "native", "widened", "refused"

@@ -45,6 +45,7 @@ from skipjoin.model.ops.base import GATED
 from skipjoin.model.ops.check import check_ops, rows_are_independent
 from skipjoin.model.ops.cpp_ops import CppOps
 from skipjoin.model.ops.threads import share_between, threads_here
+from support.worlds import exhaustive
 
 needs_bf16 = pytest.mark.skipif(not build.cpu_features() >= BF16_NEEDS, reason="this CPU lacks AVX-512 BF16")
 # A processor with AMX executes the instructions that configure tiles even in a process without permission.
@@ -157,7 +158,9 @@ def output_of(program: Path, *arguments: str) -> subprocess.CompletedProcess[str
     return subprocess.run([program, *arguments], capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("has_stand_in", [False, True], ids=["this processor", "simulated processor with AMX"])
+@pytest.mark.parametrize(
+    "has_stand_in", [False, exhaustive(True)], ids=["this processor", "simulated processor with AMX"]
+)
 def test_emulator_follows_the_manual(check_amx, has_stand_in):
     if has_stand_in and CONFIGURES_ITSELF:
         pytest.skip("this processor needs no simulation")

@@ -199,7 +199,7 @@ def test_float_products_are_bit_identical_without_bfloat16_pairs():
 GROUPED_ROWS = (1, 2, 3, 5, 8, 9, 17, 150)
 
 
-@pytest.mark.parametrize(("dtype", "kind"), checkered(CPP_DTYPES, KINDS), ids=str)
+@pytest.mark.parametrize(("dtype", "kind"), checkered(CPP_DTYPES, KINDS, colors=3), ids=str)
 def test_products_of_codes_are_right_and_bit_identical_in_every_batch(library, dtype, kind):
     if not has_dtype(library, dtype):
         pytest.skip("this processor does not convert the type")
@@ -319,7 +319,9 @@ CUTS = {
     ("dtype", "window", "int8", "heads"),
     [
         pytest.param(dtype, *kind, heads, id=f"{dtype}-{kind}-{heads}", marks=marks)
-        for (dtype, kind, heads), marks in combinations(CPP_DTYPES, [(0, False), (37, False), (37, True)], HEADS)
+        for (dtype, kind, heads), marks in combinations(
+            CPP_DTYPES, [(0, False), (37, False), (37, True)], HEADS, parts=2
+        )
     ],
 )
 def test_tokens_are_bit_identical_for_any_chunking(library, dtype, heads, window, int8):

@@ -29,12 +29,13 @@ from skipjoin.model.ops.cpp_ops import CppOps
 from skipjoin.model.ops.scaled import rounded_rows, scaled_kind
 from skipjoin.model.ops.torch_ops import ACTIVATIONS, TorchLayerNorm, TorchOps, TorchRMSNorm, activated
 from skipjoin.model.ops.triton_ops import TritonExperts, TritonNorm, TritonOps
-from support.worlds import exhaustive
+from support.worlds import combinations, exhaustive
 
 ON_CARD = torch.cuda.is_available()
 DEVICE = "cuda" if ON_CARD else "cpu"
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not ON_CARD, reason="no CUDA device")]
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 LIMIT = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
@@ -85,9 +86,16 @@ def exercise_norms(dtype: torch.dtype, rows: int, width: int, center: bool, affi
     assert framed[-1].isnan().all()
 
 
-@dtypes
-@pytest.mark.parametrize("center", [False, True])
-@pytest.mark.parametrize(("rows", "width", "affine"), [(3, 1, True), (5, 17, False), (2, 100, True), (1, 1400, True)])
+@pytest.mark.parametrize(
+    ("dtype", "center", "rows", "width", "affine"),
+    [
+        pytest.param(dtype, center, *size, marks=marks)
+        for (dtype, center, size), marks in combinations(
+            DTYPES, [False, True], [(3, 1, True), (5, 17, False), (2, 100, True), (1, 1400, True)]
+        )
+    ],
+    ids=str,
+)
 def test_norms(dtype, center, rows, width, affine):
     exercise_norms(dtype, rows, width, center, affine)
 
@@ -164,9 +172,14 @@ def exercise_activation(dtype: torch.dtype, rows: int, width: int, name: str) ->
         assert bias_and_activation(x, bias, name).isnan().all()
 
 
-@dtypes
-@pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize(("rows", "width"), [(2, 1), (3, 70), (2, 1030)])
+@pytest.mark.parametrize(
+    ("dtype", "name", "rows", "width"),
+    [
+        pytest.param(dtype, name, *size, marks=marks)
+        for (dtype, name, size), marks in combinations(DTYPES, [*ACTIVATIONS], [(2, 1), (3, 70), (2, 1030)])
+    ],
+    ids=str,
+)
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 def test_bias_and_activation(dtype, name, rows, width):
     exercise_activation(dtype, rows, width, name)
@@ -224,7 +237,7 @@ def test_number_of_warps_follows_the_row_width():
 
 @pytest.mark.parametrize(
     "name",
-    ["llama-biases", "qwen3", "gpt-neox", "opt-after", *map(exhaustive, ("gpt-neox-serial", "opt", "starcoder2"))],
+    ["qwen3", *map(exhaustive, ("gpt-neox", "llama-biases", "opt-after", "gpt-neox-serial", "opt", "starcoder2"))],
 )
 def test_models_with_triton_ops_equal_torch(name, tmp_path, monkeypatch):
     reference = save_reference(name, tmp_path).to(DEVICE)

@@ -28,7 +28,7 @@ def rows(count: int, kind: str) -> torch.Tensor:
     return logits - logits.amax(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("kind", ["smooth", "equals", exhaustive("peaked"), exhaustive("forbidden")])
+@pytest.mark.parametrize("kind", ["smooth", *map(exhaustive, ("equals", "peaked", "forbidden"))])
 def test_thresholds_keep_the_tokens_of_the_sorted_row(kind):
     ks = [1, 2, 50, 300, VOCAB, VOCAB, VOCAB, 20]
     ps = [1.0, 0.5, 0.9, 0.3, 0.9, 1.0, 0.999, 1.0]

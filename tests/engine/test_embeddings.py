@@ -18,6 +18,7 @@ from skipjoin import LLM, AsyncLLM
 from skipjoin.core.events import Token
 from skipjoin.model.config import ModelError
 from skipjoin.sampling import ContextLengthError, ParameterError
+from support.worlds import halved
 
 SETTINGS: dict[str, Any] = {"progress": False, "threads": 1, "profile": "off"}
 EMBEDDING = [name for name in MODELS if "-score" not in name and "yes" not in name]
@@ -78,7 +79,7 @@ def test_embeddings_are_those_of_transformers(name: str, tmp_path: Path) -> None
         asyncio.run(_check_async(tmp_path, prompts, found, context))
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name.endswith("score")])
+@pytest.mark.parametrize("name", halved(name for name in MODELS if name.endswith("score")))
 def test_scores_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model, documents = write(name, tmp_path), ["a river", "c", "the river bank is far away"]
     with LLM(str(tmp_path), max_num_batched_tokens=24, **SETTINGS) as llm:

@@ -24,6 +24,7 @@ from skipjoin.model.weights import RandomWeights
 from skipjoin.policies.eviction import Recompute
 from support.adapters import write_adapter
 from support.load import changed
+from support.worlds import halved
 
 _HIDDEN, _KV, _WIDTH = 48, 24, 80
 _PARTS = {
@@ -92,7 +93,7 @@ def base_model():
     return model_of({})
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", halved(CASES))
 def test_preemption_of_requests_with_adapters_is_invisible(adapters, expected, case):
     options = dict(FORCED[case])
     core, executor = engine(base_model(), options.pop("eviction")(), **options)

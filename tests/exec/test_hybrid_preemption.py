@@ -42,7 +42,7 @@ CASES = list(FORCED)
 CHANGES = {"prompts in chunks of 3": {"states": STATES._replace(device=7)}, "shared, host too small": {"chunk": None}}
 
 
-@pytest.mark.parametrize("case", one_in(3, CASES))
+@pytest.mark.parametrize("case", one_in(4, CASES))
 def test_preemption_changes_no_tokens_of_models_with_states(case: str) -> None:
     number = CASES.index(case)
     check(case, list(HYBRIDS)[number // 3 % len(HYBRIDS)], ("auto", "int8")[number % 5 == 0])

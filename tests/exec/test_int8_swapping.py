@@ -28,7 +28,7 @@ from skipjoin.model.loader import load_model, random_model
 from skipjoin.model.ops.build import load_library
 from skipjoin.sampling import SamplingParams, TokenDetail
 from support.policies import SpillAll
-from support.worlds import checkered
+from support.worlds import checkered, exhaustive, halved
 
 # The output of each request: tokens with their log-probabilities.
 Scores = dict[int, list[tuple[int, float]]]
@@ -116,7 +116,7 @@ FORCED = {
 }
 
 
-@pytest.mark.parametrize("case", FORCED)
+@pytest.mark.parametrize("case", halved(FORCED))
 def test_int8_changes_only_swapped_requests_and_only_slightly(case: str) -> None:
     options = FORCED[case]
     alone, _ = served(tally(), SwapAll, "auto", device_blocks=90, slots=8)
@@ -134,7 +134,7 @@ def test_int8_changes_only_swapped_requests_and_only_slightly(case: str) -> None
 
 
 @pytest.mark.skipif(load_library() is None, reason="no compiler")
-@pytest.mark.parametrize("case", ["overlapped", "blocking, in parts", "blocking, copies fail"])
+@pytest.mark.parametrize("case", ["overlapped", exhaustive("blocking, in parts"), "blocking, copies fail"])
 def test_int8_kv_of_both_tiers_moves_without_any_change(case: str) -> None:
     model = load_model(builtin_model_path(), LoadSpec(dtype="float32", device="cpu", kv_cache_dtype="int8"))
     alone, _ = served(model, SwapAll, "auto", device_blocks=90, slots=8)

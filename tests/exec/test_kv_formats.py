@@ -17,6 +17,7 @@ from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model
 from skipjoin.sampling import SamplingParams
 from skipjoin.sim.models import model_shape
+from support.worlds import exhaustive
 
 PROMPTS = [f"Count from {first} to {first + 9}" for first in range(2, 8)]
 # Six blocks of float32 numbers, too few for all prompts, so that requests are swapped out.
@@ -81,7 +82,7 @@ def generated(**settings: object) -> tuple[list[list[int]], LLM]:
 
 
 @pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("field", ["kv_cache_dtype", "swap_dtype"])
+@pytest.mark.parametrize("field", ["kv_cache_dtype", exhaustive("swap_dtype")])
 def test_a_registered_format_serves_the_same_tokens(field: str, expected: list[list[int]]) -> None:
     found, llm = generated(**{field: "half"})
     assert found == expected

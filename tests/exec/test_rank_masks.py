@@ -24,6 +24,7 @@ from skipjoin.policies.cost import LearningCost, LinearCost
 from skipjoin.policies.eviction import Recompute
 from skipjoin.sampling import SamplingParams
 from skipjoin.structured_output import StructuredOutput
+from support.worlds import exhaustive
 
 COST = LinearCost(floor=0.01, prefill_token=1e-5, decode=1e-3)
 FREE = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -81,7 +82,7 @@ class Late:
         monkeypatch.setattr(GrammarMask, "compute_ahead", compute_late)
 
 
-@pytest.mark.parametrize(("tp", "pp", "depth"), [(2, 1, 1), (2, 1, 2), (1, 2, 2), (2, 2, 2)])
+@pytest.mark.parametrize(("tp", "pp", "depth"), [(2, 1, 1), exhaustive(2, 1, 2), exhaustive(1, 2, 2), (2, 2, 2)])
 def test_masks_outside_of_steps_change_no_tokens(tp: int, pp: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     executor, computed = ranks(tp, pp), list[int]()
     try:

@@ -19,6 +19,7 @@ from skipjoin.core.events import Restarted
 from skipjoin.engine.build import assemble
 from skipjoin.exec.ranks.cluster import Cluster
 from support.waiting import wait_until
+from support.worlds import exhaustive
 
 pytestmark = pytest.mark.ray
 pytest.importorskip("ray")
@@ -59,7 +60,11 @@ def test_other_users_cannot_enter_the_cluster_folder(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize(
     ("stated", "joins"),
-    [({}, True), ({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": ""}, False), ({"RAY_AUTH_TOKEN": "other"}, False)],
+    [
+        ({}, True),
+        exhaustive({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": ""}, False),
+        ({"RAY_AUTH_TOKEN": "other"}, False),
+    ],
 )
 def test_processes_without_the_token_are_rejected(cluster: Cluster, stated: dict[str, str], joins: bool) -> None:
     program = (

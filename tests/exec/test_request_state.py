@@ -25,7 +25,7 @@ from skipjoin.model.grammars import Grammars
 from skipjoin.model.logits_processors import Asked, ProcessorState, default_processors
 from skipjoin.model.sampler import Sampler
 from skipjoin.sampling import SamplingParams
-from support.worlds import checkered
+from support.worlds import checkered, halved
 
 
 class _Accepted(ProcessorState):
@@ -156,7 +156,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case in FORCED])
+@pytest.mark.parametrize("case", halved(case for case in CASES if case in FORCED))
 def test_preemption_keeps_request_states(case: str, probes: list[Probe]) -> None:
     requests = mixed_requests()
     core, executor = forced(case, "llama")
@@ -187,7 +187,9 @@ def test_choices_of_one_prompt_have_separate_states(depth: int, probes: list[Pro
 @pytest.mark.parametrize(
     ("case", "layout"),
     checkered(
-        ["dropped", "swapped, copies fail", "shared"], [(2, 1, False), (2, 1, True), (1, 2, False), (2, 2, False)]
+        ["dropped", "swapped, copies fail", "shared"],
+        [(2, 1, False), (2, 1, True), (1, 2, False), (2, 2, False)],
+        colors=3,
     ),
 )
 def test_each_rank_that_samples_has_its_own_states(
@@ -206,9 +208,9 @@ def test_each_rank_that_samples_has_its_own_states(
         assert len(probe.freed) == len(requests)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
-@pytest.mark.parametrize("after", [1, 6, 28])
-def test_states_are_recreated_after_a_restart(after: int, tp: int, pp: int, probes: list[Probe]) -> None:
+@pytest.mark.parametrize(("after", "layout"), checkered([1, 6, 28], [(1, 1), (2, 1), (1, 2)], colors=3))
+def test_states_are_recreated_after_a_restart(after: int, layout: tuple[int, int], probes: list[Probe]) -> None:
+    tp, pp = layout
     requests = mixed_requests()
     core = make_core(SwapAll(), device_blocks=16, cpu_blocks=60, slots=2, depth=pp)
     lost = thread_executor(tp, pp, "llama", device_blocks=16, cpu_blocks=60)

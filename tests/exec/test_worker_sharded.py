@@ -45,7 +45,7 @@ from skipjoin.model.parallel import Shard
 from skipjoin.policies.eviction import Recompute
 from skipjoin.sampling import SamplingParams
 from support.policies import ShareAll, SpillAll
-from support.worlds import exhaustive, halved
+from support.worlds import exhaustive, halved, one_in
 
 LAYOUTS = ((2, 1), (1, 2), (2, 2), (1, 3))
 _RESTLESS = dict(eviction=lambda: Restless(5), device_blocks=40, cpu_blocks=40, slots=2, chunk=5)
@@ -140,17 +140,18 @@ class Replays:
         return again
 
 
-def test_ranks_replay_decode_graphs() -> None:
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), exhaustive(2, 2)])
+def test_ranks_replay_decode_graphs(tp: int, pp: int) -> None:
     """Graphs of three rows replay two requests, so that stages also exchange padding."""
     pytest.importorskip("triton")
     requests, recorder = shortened(mixed_requests()[:2], 6), Replays()
     core = make_core(Recompute(), device_blocks=16, slots=2, depth=2)
-    run(core, thread_executor(2, 2, "llama", device_blocks=16, recorder=recorder), requests)
+    run(core, thread_executor(tp, pp, "llama", device_blocks=16, recorder=recorder), requests)
     assert outputs(requests) == [output[:6] for output in outputs_alone("llama")[:2]]
-    assert recorder.count >= 4 * 4
+    assert recorder.count >= 4 * tp * pp
 
 
-@pytest.mark.parametrize("case", halved(FORCED, 1))
+@pytest.mark.parametrize("case", one_in(4, FORCED, 1))
 def test_ranks_produce_the_tokens_of_one_rank_with_overlapped_steps(case: str) -> None:
     requests = mixed_requests()
     run(*sharded(case, "qwen3", 2, 1, overlap=True), requests)

@@ -21,7 +21,7 @@ from skipjoin.vllm.ledger import CountingLedger, GroupedLedger
 from skipjoin.vllm.requests import FoundByEngine
 from support.load import load, make
 from support.watch import World
-from support.worlds import checkered
+from support.worlds import checkered, exhaustive
 
 
 @dataclass
@@ -72,7 +72,15 @@ def events_of(world: World, ledger: BlockLedger) -> list[tuple[object, ...]]:
 
 @pytest.mark.parametrize(
     ("recipe", "depth"),
-    [("fcfs", 1), ("fastserve", 2), ("alise", 1), ("bros", 2), ("econoserve", 1), ("econoserve", 2), ("sarathi", 2)],
+    [
+        ("fcfs", 1),
+        ("fastserve", 2),
+        exhaustive("alise", 1),
+        ("bros", 2),
+        exhaustive("econoserve", 1),
+        ("econoserve", 2),
+        exhaustive("sarathi", 2),
+    ],
 )
 def test_plans_equal_those_of_the_own_ledger_without_a_cpu_tier(recipe: str, depth: int) -> None:
     world = replace(World(recipe, depth=depth, overlap=depth == 2), cpu_blocks=0)

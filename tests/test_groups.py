@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from support.groups import Groups, order
 
 CONFTEST = """
@@ -26,6 +28,7 @@ def test_one(number):
 """
 
 
+@pytest.mark.exhaustive  # it is about the run of these tests; those below have the groups
 def test_run_ends_and_reports_each_crash_once(tmp_path: Path) -> None:
     (tmp_path / "core").mkdir()
     (tmp_path / "conftest.py").write_text(CONFTEST)

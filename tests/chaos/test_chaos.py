@@ -15,7 +15,6 @@ from chaos.driver import possible_worlds, run_rounds
 from chaos.faults import FAULTS
 from chaos.plan import WORLDS, Ask, Round, plan
 from chaos.soak import MAX_GROWTH_MIB, Memory, growth, slope, verdict
-from support.worlds import exhaustive
 
 SEED = 20
 # In this order the server restarts only after each kill and for the small disk.
@@ -33,10 +32,11 @@ def cut(pairs: Sequence[tuple[str, str]]) -> list[Round]:
     ]
 
 
-# test_replica_links.py pauses an engine, and test_batch_disk.py fills the disk of a server, too.
-@pytest.mark.parametrize("pairs", [CUT[:1], exhaustive(CUT)], ids=len)
-def test_short_chaos_run_finds_nothing(pairs: Sequence[tuple[str, str]]) -> None:
-    found = asyncio.run(run_rounds(cut(pairs)))
+# Otherwise test_replica_links.py kills and pauses engines, test_server_processes.py and test_batches_killed.py kill
+# servers, and test_batch_disk.py fills the disk of one.
+@pytest.mark.exhaustive
+def test_short_chaos_run_finds_nothing() -> None:
+    found = asyncio.run(run_rounds(cut(CUT)))
     assert not found, "\n".join(found)
 
 

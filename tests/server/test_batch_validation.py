@@ -111,6 +111,11 @@ async def test_at_most_100_errors_are_reported(tmp_path: Path) -> None:
     assert [error.line for error in caught.value.errors] == list(range(2, 102))
 
 
+@pytest.mark.parametrize(
+    "location",
+    ["sqlite", pytest.param("postgres", marks=[pytest.mark.postgres, pytest.mark.exhaustive])],
+    indirect=True,
+)
 async def test_validating_20001_lines_does_not_block_event_loop(tmp_path: Path, location: StoreLocation) -> None:
     """This includes writing the lines to the database and rejecting the batch."""
     file = tmp_path / "input"

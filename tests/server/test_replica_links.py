@@ -64,6 +64,7 @@ async def test_engine_death_is_detected_immediately_and_requests_move(tokenizer_
         assert not replicas.died.is_set()
 
 
+@pytest.mark.exhaustive  # the next but one replaces an engine that falls silent
 async def test_hung_engine_is_replaced(tokenizer_folder: Path) -> None:
     async with local_replicas(tokenizer_folder, 2, hang_timeout_s=1) as replicas:
         request = asyncio.create_task(generate(replicas, 400))
@@ -127,6 +128,7 @@ async def test_server_stops_when_no_engine_restarts(tokenizer_folder: Path, tmp_
         assert replicas.client.dead
 
 
+@pytest.mark.exhaustive  # the test above counts failures, and others restart an engine
 async def test_failed_starts_are_tolerated_while_one_engine_lives(tokenizer_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tokenizer_folder, folder)

@@ -61,7 +61,6 @@ def test_prompts_and_special_ids_are_those_of_transformers(llm: LLM) -> None:
     assert (llm.default_params.temperature, llm.default_params.top_p) == (0.2, 0.9)
 
 
-@pytest.mark.exhaustive  # small models of each family are compared with transformers
 def test_answers_of_widened_weights_are_those_of_transformers_in_float32() -> None:
     params = SamplingParams(temperature=0, max_tokens=8)
     with LLM(PACKAGED_NAME, attention="torch", kv_cache_gib=0.2, swap_space_gib=0, **SETTINGS) as widened:
@@ -90,7 +89,6 @@ def evictions(llm: LLM) -> Counter[Preemption]:
     return seen
 
 
-@pytest.mark.exhaustive  # test_invisible_preemption.py forces more with small models
 def test_preemption_on_both_tiers_changes_no_answer(answers: list[Generation]) -> None:
     """The pool holds two of seven requests, and the CPU tier one more."""
     expected = [one.token_ids for at, one in enumerate(answers) if at != 6]

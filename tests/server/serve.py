@@ -4,7 +4,7 @@ python serve.py simulated TOKENIZER_FOLDER STEP_SECONDS BLOCKS CONTEXT [SETTING=
 python serve.py model FOLDER [SETTING=VALUE ...]
 python serve.py command ARGUMENT ...                  # of the command `skipjoin`
 
-`descriptors` is not a setting: it limits the number of open files.
+`descriptors` is not a setting: it limits the number of open files. Plus signs separate several values of a setting.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from skipjoin.cli import app
 from skipjoin.config import EngineConfig, ForecastConfig, ServerConfig
@@ -23,42 +23,17 @@ from skipjoin.server.engines.replicas import ReplicaSet
 from skipjoin.server.lifecycle import MakeEngines, one_engine, run_server
 
 NO_FORECASTS = ForecastConfig()
-_READ = {
-    "port": int,
-    "descriptors": int,
-    **dict.fromkeys(("max_connections", "max_connections_per_address", "max_connections_per_key"), int),
-    "forwarded_allow_ips": lambda value: tuple(value.split("+")),
-    "max_prompt_scores": int,
-    "max_queued_requests": int,
-    "max_queued_tokens": int,
-    "max_body_bytes": int,
-    "metrics_compat": str,
-    "priority_range": str,
-    "fair_by": str,
-    "served_model_name": str,
-    "priority_tier": str,
-    "timeline": str,
-    **dict.fromkeys(("otlp_traces_endpoint", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"), str),
-    "replicas": int,
-    "forecaster": str,
-    "forecast_dir": str,
-    "forecast_encoder": str,
-    "forecast_url": str,
-    "chat_template": str,
-    "log_format": str,
-    "console": lambda value: value == "True",
-    **dict.fromkeys(("api_keys", "metrics_keys"), lambda value: tuple(value.split("+"))),
-    "metrics_port": int,
-    "batch_dir": str,
-    "batch_db": str,
-    **dict.fromkeys(("batch_inflight", "batch_max_lines", "batch_max_file_bytes", "batch_max_active_per_key"), int),
-}
+_SETTINGS = {**settings_of(EngineConfig), **settings_of(ForecastConfig), **settings_of(ServerConfig)}
 
 
 def _settings(words: list[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"port": 0}
-    for name, _, value in (word.partition("=") for word in words):
-        found[name] = _READ.get(name, float)(value)
+    for name, _, text in (word.partition("=") for word in words):
+        setting = _SETTINGS.get(name)
+        if setting is None:
+            found[name] = int(text)
+        else:
+            found[name] = tuple(text.split("+")) if get_origin(setting.kind) is tuple else setting.read(text)
     return found
 
 

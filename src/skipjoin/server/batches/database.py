@@ -19,6 +19,7 @@ from sqlalchemy.pool import ConnectionPoolEntry
 
 from skipjoin.server.batches.disk import as_store_error, is_full, no_space
 from skipjoin.server.batches.records import NoSpace, StoreDamaged, StoreError, StoreUnavailable
+from skipjoin.server.batches.tables import metadata
 from skipjoin.version import needs
 
 DATABASE_FILE = "batches.sqlite3"
@@ -195,7 +196,11 @@ def _migrate(connection: sa.Connection) -> None:
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
     config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    if sa.inspect(connection).has_table("alembic_version"):
+        command.upgrade(config, "head")
+    else:
+        metadata.create_all(connection)
+        command.stamp(config, "head")
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""Tables for queries. Every change here needs a script in `migrations`."""
+"""Tables, as a new database gets them. Every change here needs a script in `migrations` for databases that exist."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ import random
 import shutil
 import statistics
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -35,7 +34,7 @@ from served import serve
 import harness
 from builtin_tasks import Task, draw_task
 from papers.recipes import SPELLED
-from servers import NO_REFUSALS, Skipjoin
+from servers import NO_REFUSALS, Skipjoin, bench_requests
 from skipjoin.observe.record import percentile
 
 Record = dict[str, Any]
@@ -49,9 +48,6 @@ SHORT_SHARE, MAX_SHORT, MIN_LONG = 0.8, 60, 300
 # Multiples of the capacity of `fcfs`.
 LOADS = (1.2, 1.8)
 TEACHING_SEED, PROFILE_S = 1000, 10
-RUN_TIMEOUT_S = 280
-# Seconds between reads of /metrics, and requests per point of the learning curve.
-POLL_S, BLOCK = 0.5, 50
 COUNTERS = {
     "preemptions": "num_preemptions_total",
     "swapped_out_bytes": "swap_out_bytes_total",
@@ -153,54 +149,23 @@ class Work:
         return serve(*options, "--forecast-dir", state)
 
 
-def bench(
+def send(
     server: Skipjoin, trace: Path, rate: float, seed: int, *, is_oracle: bool = False
 ) -> tuple[Record, list[Record]]:
     body = {"ignore_eos": True} if is_oracle else {"max_tokens": MAX_TOKENS}
     requests = len(trace.read_text().splitlines())
-    with harness.scratch() as folder:
-        lines = folder / "requests.jsonl"
-        options = ("--base-url", server.url, "--endpoint", "chat", "--trace", trace, "--rates", rate, "--seeds", seed)
-        options += ("--requests", requests, "--warmup", 0, "--extra-body", json.dumps(body))
-        (record,) = harness.records_of("bench", *options, "--record-requests", lines, timeout_s=RUN_TIMEOUT_S)
-        return record, [json.loads(line) for line in lines.read_text().splitlines()]
+    options = ("--endpoint", "chat", "--trace", trace, "--rates", rate, "--seeds", seed, "--requests", requests)
+    return bench_requests(server, *options, "--warmup", 0, "--extra-body", json.dumps(body))
 
 
-class Watch:
-    """Thread that reads a server's `/metrics` periodically, for the learning curve of the forecasts."""
-
-    def __init__(self, server: Skipjoin) -> None:
-        self._server = server
-        self._samples: list[Counter[str]] = []
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._read)
-        self._thread.start()
-
-    def _read(self) -> None:
-        while not self._over.wait(POLL_S):
-            self._samples.append(self._server.metrics())
-
-    def end(self, requests: int) -> Counter[str]:
-        self._over.set()
-        self._thread.join()
-        until = time.monotonic() + 10
-        while sum((last := self._server.metrics())[name] for name in ENDED) < requests:
-            if time.monotonic() > until:
-                raise RuntimeError(f"the server counted fewer than {requests} requests")
-            time.sleep(0.1)
-        self._samples.append(last)
-        return last
-
-    def curve(self) -> list[Record]:
-        """Return the mean error of the forecasts in octaves, by blocks of finished requests."""
-        found, before = [], Counter[str]()
-        for sample in self._samples:
-            judged = sample[JUDGED] - before[JUDGED]
-            if judged >= BLOCK or (sample is self._samples[-1] and judged):
-                error = (sample[ERROR] - before[ERROR]) / judged
-                found.append({"requests": int(sample[JUDGED]), "error_octaves": round(error, 3)})
-                before = sample
-        return found
+def metrics_at_end(server: Skipjoin, requests: int) -> Counter[str]:
+    """Return the server's metrics once it has counted the finished requests."""
+    until = time.monotonic() + 10
+    while sum((numbers := server.metrics())[name] for name in ENDED) < requests:
+        if time.monotonic() > until:
+            raise RuntimeError(f"the server counted fewer than {requests} requests")
+        time.sleep(0.1)
+    return numbers
 
 
 JUDGED, ERROR = "forecast_error_octaves_count", "forecast_error_octaves_sum"
@@ -214,10 +179,12 @@ def measure(work: Work, entry: Entry, rate: float, seed: int) -> Record:
         if entry.taught:
             shutil.copytree(work.taught, state)
         with work.server(entry, state) as server:
-            watch = Watch(server)
-            record, lines = bench(server, chats.trace, rate, seed, is_oracle=entry.is_oracle)
-            numbers = watch.end(record["requests"]["finished"])
-    found: Record = {name: round_all(record[name]) for name in ("normalized_latency_s", "ttft_s", "jct_s")}
+            record, lines = send(server, chats.trace, rate, seed, is_oracle=entry.is_oracle)
+            numbers = metrics_at_end(server, record["requests"]["finished"])
+    found: Record = {
+        name: {key: round(record[name][key], 4) for key in ("mean", "p95")}
+        for name in ("normalized_latency_s", "ttft_s", "jct_s")
+    }
     found |= by_length(chats, lines)
     found |= {name: total(numbers, metric) for name, metric in COUNTERS.items()}
     found |= {
@@ -227,10 +194,10 @@ def measure(work: Work, entry: Entry, rate: float, seed: int) -> Record:
         "output_tokens": sum(line["output_tokens"] for line in lines),
         "other_texts": sum(line["output"] != chats.outputs[line["row"]] for line in lines),
     }
-    return found | forecasts(numbers, watch)
+    return found | forecasts(numbers)
 
 
-def forecasts(numbers: Counter[str], watch: Watch) -> Record:
+def forecasts(numbers: Counter[str]) -> Record:
     if not numbers[JUDGED]:
         return {}
     return {
@@ -239,7 +206,6 @@ def forecasts(numbers: Counter[str], watch: Watch) -> Record:
             "coverage": round(numbers["forecast_interval_total inside"] / numbers[JUDGED], 3),
             "late": int(numbers["forecasts_late_total"]),
             "mean_ms": round(1e3 * numbers["forecast_seconds_sum"] / numbers["forecast_seconds_count"], 3),
-            "curve": watch.curve(),
         }
     }
 
@@ -258,10 +224,6 @@ def by_length(chats: Chats, lines: list[Record]) -> Record:
 
 def summary(values: list[float]) -> Record:
     return {"mean": round(statistics.fmean(values), 4), "p95": round(percentile(sorted(values), 95), 4)}
-
-
-def round_all(figures: Record) -> Record:
-    return {key: round(figures[key], 4) for key in ("mean", "p95")}
 
 
 # -- preparation ------------------------------------------------------------------------------------------
@@ -285,7 +247,7 @@ def answer_alone(work: Work, requests: int, seed: int) -> None:
     rows = tasks(requests, seed)
     write_trace(work.trace(seed), rows, [1] * requests)
     with work.server(ENTRIES["fcfs"]) as server:
-        record, lines = bench(server, work.trace(seed), 1e4, seed)
+        record, lines = send(server, work.trace(seed), 1e4, seed)
     lines.sort(key=lambda line: line["row"])
     outputs, lengths = ([line[name] for line in lines] for name in ("output", "output_tokens"))
     write_trace(work.trace(seed), rows, lengths)
@@ -304,7 +266,7 @@ def teach(work: Work, requests: int) -> None:
     partial = work.folder / "taught.partial"
     shutil.rmtree(partial, ignore_errors=True)
     with work.server(ENTRIES["alise"], partial) as server:
-        bench(server, trace, 1e4, TEACHING_SEED)
+        send(server, trace, 1e4, TEACHING_SEED)
     partial.rename(work.taught)
     harness.show(f"the forecasts are trained on {len(rows)} other chats")
 

@@ -19,7 +19,7 @@ sys.path.extend(str(Path(__file__).parents[level]) for level in (1, 3))
 from served import serve
 
 import harness
-from servers import Skipjoin
+from servers import Skipjoin, bench
 from skipjoin.config import ForecastConfig
 from skipjoin.forecast import make_forecaster
 
@@ -40,19 +40,14 @@ def fill(folder: Path) -> None:
         raise SystemExit(f"the index cannot be saved in {folder}")
 
 
-def bench(server: Skipjoin, load: tuple[str, ...], seed: int) -> Record:
-    (record,) = harness.records_of("bench", "--base-url", server.url, *load, "--seeds", seed)
-    return dict(record)
-
-
 def pair(servers: dict[str, Skipjoin], number: int) -> dict[str, Record]:
     names = harness.in_turn(servers, number)
     found: dict[str, Record] = {name: {} for name in names}
     for name in names:
-        light = bench(servers[name], LIGHT, number)["ttft_s"]
+        light = bench(servers[name], *LIGHT, "--seeds", number)["ttft_s"]
         found[name] |= {"ttft_p50_ms": 1e3 * light["p50"], "ttft_p95_ms": 1e3 * light["p95"]}
     for name in names:
-        found[name]["tokens_per_s"] = bench(servers[name], HEAVY, number)["throughput_tps"]
+        found[name]["tokens_per_s"] = bench(servers[name], *HEAVY, "--seeds", number)["throughput_tps"]
     harness.show(found)
     return found
 

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 import harness
 from papers.recipes import SPELLED
 from random_model import make_model
-from servers import NO_REFUSALS, Skipjoin
+from servers import NO_REFUSALS, Skipjoin, bench
 from skipjoin.config.profile import read_profile
 from skipjoin.core.step import StepShape
 from skipjoin.observe.record import Record, preempted
@@ -63,8 +63,6 @@ LOADS = {
 }
 QUICK_LOADS: dict[str, tuple[float, ...]] = {"fcfs": (1.4,), "fastserve": (1.4,)}
 QUICK_S = 8.0
-
-RUN_TIMEOUT_S = 400.0
 # Single requests that measure the decode iteration; each finishes before the next one arrives.
 LIGHT_LENGTHS, LIGHT_RATE, LIGHT_REQUESTS = "fixed:40,30", 0.4, 4
 COUNTERS = {
@@ -125,11 +123,6 @@ def capacity(setup: Setup) -> float:
     return rate
 
 
-def light_iteration(profile: Path) -> float:
-    """Return the seconds of a decode step of one request in the profile."""
-    return read_profile(profile).cost.step(StepShape(decodes=1, context=70))
-
-
 # -- the server and the client ----------------------------------------------------------------------------
 
 
@@ -143,17 +136,10 @@ def start(setup: Setup, recipe: str) -> Skipjoin:
     return Skipjoin(setup.model, *options)
 
 
-def load(server: Skipjoin, lengths: str, *options: object) -> Record:
-    common = ("--base-url", server.url, "--lengths", lengths)
-    (record,) = harness.records_of("bench", *common, *options, timeout_s=RUN_TIMEOUT_S)
-    found: Record = record
-    return found
-
-
 def light_load(server: Skipjoin) -> float:
     """Return the seconds of a decode iteration of a single request."""
     options = ("--arrivals", "constant", "--rates", LIGHT_RATE, "--requests", LIGHT_REQUESTS, "--warmup", 1)
-    seconds: float = load(server, LIGHT_LENGTHS, *options)["tpot_s"]["p50"]
+    seconds: float = bench(server, "--lengths", LIGHT_LENGTHS, *options)["tpot_s"]["p50"]
     return seconds
 
 
@@ -182,7 +168,7 @@ def predicted(one: Cell) -> dict[str, Any]:
 def measured(server: Skipjoin, one: Cell) -> dict[str, Any]:
     extent, before = one.extent, counters(server)
     options = ("--rates", extent.rate_rps, "--duration", extent.duration_s, "--seeds", extent.seed, "--warmup", 0)
-    record = load(server, LENGTHS, *options)
+    record = bench(server, "--lengths", LENGTHS, *options)
     time.sleep(1.0)  # the engine reports its counters periodically
     engine: dict[str, Any] = {name: total - before[name] for name, total in counters(server).items()}
     engine["wanted_tokens"] = sum(job.output_tokens for job in one.jobs())
@@ -255,7 +241,8 @@ def prepare(folder: Path, args: argparse.Namespace, duration_s: float) -> Setup:
         limits += ("--max-num-seqs", MAX_NUM_SEQS, "--max-num-batched-tokens", MAX_TOKENS)
         seconds = 6 if args.quick else PROFILE_S
         harness.run_skipjoin("profile", model, "--out", profile, "--seconds", seconds, *limits)
-    setup = Setup(model, profile, duration_s, light_iteration(profile))
+    light_s = read_profile(profile).cost.step(StepShape(decodes=1, context=70))
+    setup = Setup(model, profile, duration_s, light_s)
     if args.predict:
         return setup
     with start(setup, "fcfs") as server:

@@ -1,9 +1,4 @@
-"""Effect of aging on latencies with a stream of long requests.
-
-OPT-13B on one A100 with 40 GB and 11 GiB of KV, near-true forecasts. ShareGPT's lengths and 2 % of requests with 1,200
-to 1,800 output tokens arrive for 15 minutes at about the capacity. `aging_s` seconds of age equal e times less
-remaining work; 0 disables aging.
-"""
+"""Effect of aging on latencies with a stream of long requests."""
 
 from __future__ import annotations
 

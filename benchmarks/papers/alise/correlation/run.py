@@ -1,8 +1,4 @@
-"""ALISE and `fastserve` by the accuracy of forecasts, and with outputs of equal length.
-
-OPT-13B on one A100 with 40 GB and 11 GiB of KV, 4.5 requests per second for 120 s, two seeds. Forecasts correlate with
-the truth by rho (logarithms). Then all outputs have the mean length of ShareGPT, at 3.5 requests per second.
-"""
+"""ALISE and `fastserve` by the accuracy of forecasts, and with outputs of equal length."""
 
 from __future__ import annotations
 

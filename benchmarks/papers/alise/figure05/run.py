@@ -1,8 +1,4 @@
-"""ALISE figure 5: prefill and decode time by length, and the linear model of execution time (equations 3 to 5).
-
-OPT-2.7B, 6.7B and 13B on a V100 with 32 GB: the simulator's cost model of a single request, and its regression, which
-records of runs with forecasts have as `prediction.execution`. Nothing runs.
-"""
+"""ALISE figure 5: prefill and decode time by length, and the linear model of execution time (equations 3 to 5)."""
 
 from __future__ import annotations
 

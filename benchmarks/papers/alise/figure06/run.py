@@ -1,10 +1,4 @@
-"""ALISE figure 6 (and figure 2, its panel of OPT-13B on ShareGPT): mean normalized latency by rate.
-
-OPT-2.7B, 6.7B and 13B on a V100 with 32 GB, ShareGPT and Alpaca, three seeds, traces of 30 s to 10 minutes (the paper:
-30 minutes). `orca` stands for ORCA, `orca-exact` for one that knows output lengths and reserves no more, and `fcfs` for
-vLLM. Rates rise until the bound breaks. `alise` has near-true forecasts, and forecasts of three correlations with the
-truth. The largest rates are read off the curves at a mean normalized latency of 0.2 s per token.
-"""
+"""ALISE figure 6 (and figure 2, its panel of OPT-13B on ShareGPT): mean normalized latency by rate."""
 
 from __future__ import annotations
 

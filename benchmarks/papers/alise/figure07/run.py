@@ -1,7 +1,4 @@
-"""ALISE figure 7: distributions of input and output lengths of Alpaca and ShareGPT.
-
-The script draws 20,000 requests from the simulator's built-in quantile tables, which all figures here use.
-"""
+"""ALISE figure 7: distributions of input and output lengths of Alpaca and ShareGPT."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""ALISE figure 9: latency of 200 consecutive requests under `fcfs` and `alise`.
-
-OPT-13B on ShareGPT. The paper's 2 requests per second are more than twice the capacity of a V100 with 32 GB and leave
-an A100 with 40 GB without a queue. Both are shown, and the V100 just above its capacity. The 200 requests are in the
-middle of 300 s of arrivals, for three seeds. The picture has those of the first.
-"""
+"""ALISE figure 9: latency of 200 consecutive requests under `fcfs` and `alise`."""
 
 from __future__ import annotations
 

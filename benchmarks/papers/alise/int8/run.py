@@ -1,10 +1,4 @@
-"""Gains of int8 KV and of scheduling, measured separately.
-
-ALISE keeps its KV in int8 and compares itself with 16 bits (section 4.1). OPT-13B on one A100 with 40 GB and 11 GiB of
-KV, ShareGPT for 300 s and Alpaca for 60 s, three seeds, `fcfs` and `alise` with near-true forecasts. KV has 16 bits,
-int8 on the CPU tier (`--swap-dtype int8`; `fcfs` does not use that tier), or int8 on both tiers (`--kv-cache-dtype
-int8`), where attention reads half the bytes as well.
-"""
+"""Gains of int8 KV and of scheduling, measured separately."""
 
 from __future__ import annotations
 

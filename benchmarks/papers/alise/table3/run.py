@@ -1,9 +1,4 @@
-"""ALISE table 3: more models, LLaMA-7B, LLaMA-13B and Pythia-12B.
-
-On a V100 with 32 GB. The paper has 12 to 165 "processed requests per second" at arrival rates of 30 and 2, which no
-system can finish. The script measures the requests finished per second until the last arrival at these rates (300 s of
-ShareGPT, 60 s of Alpaca), and the largest rate with a mean normalized latency of 0.2 s per token, read off curves.
-"""
+"""ALISE table 3: more models, LLaMA-7B, LLaMA-13B and Pythia-12B."""
 
 from __future__ import annotations
 

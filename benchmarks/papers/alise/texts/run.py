@@ -1,14 +1,7 @@
-"""Forecasts learned from prompts during the run: latency by rate, and accuracy.
-
-The folder has texts that are not in the repository: `alpaca_vicuna7b_lengths.jsonl.gz` (prompts of Alpaca with the
-lengths of Vicuna-7B's answers), `alpaca_text.jsonl.gz` (with those of the reference answers) and
-`sharegpt_text.jsonl.gz` (turns of conversations; the prompt is the last message, and its length that of the
-conversation). OPT-13B on one A100 with 40 GB and 11 GiB of KV. Forecasters begin empty, and no run uses a row twice.
-"""
+"""Forecasts learned from prompts during the run: latency by rate, and accuracy."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from matplotlib.figure import Figure
 
+from papers.alise import parts
 from papers.alise.setting import A100, KEPT, alise
 from papers.figures.pictures import curves, legend_of
 from papers.figures.report import latencies, main, settings_of, table
@@ -36,17 +30,9 @@ LASTING = {"alpaca_vicuna7b_lengths": 0.8, "alpaca_text": 0.4, "sharegpt_text": 
 QUALITY = ("r_log", "mae", "within_25", "coverage_80")
 
 
-def folder() -> Path:
-    if "SKIPJOIN_TRACES" not in os.environ:
-        sys.exit(
-            "texts: SKIPJOIN_TRACES must name the folder of the traces with texts, which are not in the repository"
-        )
-    return Path(os.environ["SKIPJOIN_TRACES"])
-
-
 def workload(name: str) -> Replay:
     """Return the requests of a trace with Poisson arrivals."""
-    return Replay(read_trace(folder() / f"{name}.jsonl.gz"), arrivals=parse_arrivals("poisson"))
+    return Replay(read_trace(parts.folder() / f"{name}.jsonl.gz"), arrivals=parse_arrivals("poisson"))
 
 
 def measure(options: Options) -> Result:

@@ -1,9 +1,4 @@
-"""Effect of the number of best-effort requests in flight, which the paper does not name, and of the batch size.
-
-OPT-13B on two A100s at 8 real-time requests per second of ShareGPT, with 32, 128 and 512 best-effort requests in
-batches, and with 128 that are replaced one by one. Then Llama-3-70B on eight A100s, whose KV has room for many more
-requests than a step, with 128, 256 and 512 slots (`max_num_seqs`).
-"""
+"""Effect of the number of best-effort requests in flight, which the paper does not name, and of the batch size."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Check the targets of BROS at 8 real-time requests per second of ShareGPT.
-
-OPT-13B on two A100s, 128 best-effort requests in flight, 120 s with five seeds, and the paper's ten minutes with three,
-a cell of figures 10 and 11 at full length. The command fails if `bros-swap` or `bros` meets the TTFT objective of less
-than 95 % of the real-time requests.
-"""
+"""Check the targets of BROS at 8 real-time requests per second of ShareGPT."""
 
 from __future__ import annotations
 

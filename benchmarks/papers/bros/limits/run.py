@@ -1,9 +1,4 @@
-"""What overlapped swap-ins gain, and what overlapped checkpoints and empty slots of real-time blocks could gain.
-
-The last two are parts of the paper that `bros` lacks. With free transfers, no step waits for a move: overlapping cannot
-gain more. With blocks of one slot, no slot of a block stays empty, so that best effort can have all that real-time
-requests leave (FindBlock, section 5.2). OPT-13B on two A100s and OPT-30B on four, ShareGPT.
-"""
+"""What overlapped swap-ins gain, and what overlapped checkpoints and empty slots of real-time blocks could gain."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""EconoServe figure 11: use of KV and of the GPU in the runs of figure 9.
-
-KV is used by tokens and allocated to requests. The use of the GPU is the mean forward size relative to the size that
-saturates it.
-"""
+"""EconoServe figure 11: use of KV and of the GPU in the runs of figure 9."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""EconoServe figure 15: scale of objectives, padding, reserve and buffer.
-
-`econoserve` with the trace's noise, OPT-13B on one A100, 1.2 times the capacity of `fcfs`; one factor changes at a
-time.
-"""
+"""EconoServe figure 15: scale of objectives, padding, reserve and buffer."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""EconoServe in overload: throughput, attainment, and the order within ranges.
-
-OPT-13B on one A100 with known lengths. Throughput of 3,000, 1,000 and 300 requests at once in the first 30 s (Alpaca),
-100 s (ShareGPT) and 400 s (BookCorpus), and of an overload until the last request finishes, which does not depend on
-the order of the queue. Attainment at 1.2 and 2 times the capacity of `fcfs`.
-"""
+"""EconoServe in overload: throughput, attainment, and the order within ranges."""
 
 from __future__ import annotations
 

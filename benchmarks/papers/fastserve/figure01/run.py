@@ -1,9 +1,4 @@
-"""FastServe figure 1: share of queueing in the latency, by the lengths that vary.
-
-OPT-13B under `fcfs` at 0.9 and 1 of the capacity with the same lengths: all requests equal (the means of the dataset),
-or prompts, outputs or both vary as in the dataset. The paper's only setting is "load near 1". Batch caps of 256 and 16
-are shown, because the cap decides the share.
-"""
+"""FastServe figure 1: share of queueing in the latency, by the lengths that vary."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""FastServe figure 5: the first four iterations of a request by prompt length.
-
-OPT-2.7B on an A100-40GB, a single request in the simulator's cost model (`skipjoin.sim.roofline`). Nothing runs.
-"""
+"""FastServe figure 5: the first four iterations of a request by prompt length."""
 
 from __future__ import annotations
 

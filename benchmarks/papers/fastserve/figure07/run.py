@@ -1,9 +1,4 @@
-"""FastServe figure 7: worked example of three jobs, one at a time, under four schedulers.
-
-The paper shows the jobs in a picture only and prints the means 4.23, 5, 3.3 and 3. No three such completions have the
-mean 4.23; 13/3 is the nearest. The jobs here arrive at time 0 and give 13/3, 5, 10/3 and 3: in units of half a second
-J1 takes 5 to prefill and 1 to decode, J2 2 and 1, J3 1 and 1.
-"""
+"""FastServe figure 7: worked example of three jobs, one at a time, under four schedulers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""FastServe figure 8: KV over time under `fcfs` and skip-join MLFQ with unlimited memory.
-
-OPT-2.7B on an A100-40GB, 64 requests per second with gamma gaps of CV 4, and at most 20 output tokens, as in the
-paper's caption, which names neither prompts nor the batch cap. Here prompts are uniform over 1 to 512 tokens and
-outputs over 1 to 20. Several caps are shown, because the cap limits the KV under `fcfs` (section 4.2).
-"""
+"""FastServe figure 8: KV over time under `fcfs` and skip-join MLFQ with unlimited memory."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""FastServe figure 11: mean normalized latency by rate for three models on two datasets.
-
-OPT-13B on one A100-40GB, OPT-66B on four (the minimum) and OPT-175B on sixteen, as in the paper; ShareGPT with three
-seeds for OPT-13B, otherwise one. The largest rate with a mean normalized latency of at most 0.3 s per token is searched
-to 2 % for OPT-13B on ShareGPT, at batch caps of 256 and 16, and read off the curves for the others. `fcfs` stands for
-vLLM and FastServe-FCFS, which schedule like it. Figure 12 draws the tail of the same runs.
-"""
+"""FastServe figure 11: mean normalized latency by rate for three models on two datasets."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""FastServe figure 12: P95 normalized latency by rate in the runs of figure 11.
-
-The largest rate with a P95 normalized latency of at most 0.3 s per token is searched for OPT-13B on ShareGPT, at batch
-caps of 256 and 16, and read off the curves of figure 11 for the others.
-"""
+"""FastServe figure 12: P95 normalized latency by rate in the runs of figure 11."""
 
 from __future__ import annotations
 

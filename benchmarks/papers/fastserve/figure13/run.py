@@ -1,10 +1,4 @@
-"""FastServe figure 13: P95 goodput, the largest rate at which 95 % of the requests meet their objectives.
-
-OPT-13B on ShareGPT. The objectives are 5, 10 and 20 times "the latency in the corresponding phase under light load". A
-request must meet both the time to first token and the time per output token. Two readings of that latency are shown:
-that of a single request of mean lengths, and the mean over single requests. Prompts are skewed, so the second allows
-more time for the first token.
-"""
+"""FastServe figure 13: P95 goodput, the largest rate at which 95 % of the requests meet their objectives."""
 
 from __future__ import annotations
 

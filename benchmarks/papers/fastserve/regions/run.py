@@ -1,9 +1,4 @@
-"""Grid of mean normalized latency of `fcfs` relative to `fastserve` by load, batch cap, KV and output spread.
-
-OPT-13B on an A100-40GB; some KV pools exceed the card's memory. Prompts have 128 tokens. Outputs are log-normal with a
-mean of 128 tokens and a coefficient of variation of 0 (all equal) to 2, clipped to 8 and 1,800. The load is the arrival
-rate relative to the capacity of `fcfs` with the same lengths, batch cap and KV. Above 1 `fastserve` is faster.
-"""
+"""Grid of mean normalized latency of `fcfs` relative to `fastserve` by load, batch cap, KV and output spread."""
 
 from __future__ import annotations
 

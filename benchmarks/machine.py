@@ -31,7 +31,7 @@ def describe_machine() -> dict[str, object]:
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
         "limits": {name: re.sub(r"\S*/", "", os.environ[name]) for name in _LIMITS if name in os.environ},
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("skipjoin", "torch", "transformers")},
+        "versions": {name: version_of(name) for name in ("skipjoin", "torch", "transformers")},
     }
 
 
@@ -45,7 +45,7 @@ def instructions() -> list[str] | None:
     return [name for name in _INSTRUCTIONS if name in flags]
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -109,10 +109,10 @@ class ArenaCell:
         made: Synthetic = synthetic(main, self.arrivals, streams)
         return replace(made, best_effort=self.best_effort) if self.best_effort else made
 
-    def system_of(self, recipe: str, *, predictor: str | None = None) -> System:
+    def system_of(self, recipe: str) -> System:
         machine, slots = SYSTEMS[self.system]
         (found,) = Machine(**machine).systems(  # type: ignore[arg-type]
-            recipe, predictor=predictor or self.predictor, max_num_seqs=slots
+            recipe, predictor=self.predictor, max_num_seqs=slots
         )
         return found
 

@@ -60,9 +60,9 @@ class PromptCell(ArenaCell):
         lengths, streams, prefix = LENGTHS[self.lengths]
         return synthetic(lengths, self.arrivals, streams, prefix)
 
-    def system_of(self, recipe: str, *, predictor: str | None = None) -> System:
+    def system_of(self, recipe: str) -> System:
         machine = Machine(model="qwen3-8b", hardware="h100-80gb")
-        (found,) = machine.systems(recipe, predictor=predictor or self.predictor, max_num_seqs=256)
+        (found,) = machine.systems(recipe, predictor=self.predictor, max_num_seqs=256)
         return found
 
     @property

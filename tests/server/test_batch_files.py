@@ -5,7 +5,7 @@ import contextlib
 import errno
 import gc
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from skipjoin.server.batches.records import BlobMissing, NoSpace, StoreError, St
 from skipjoin.server.batches.store import Store
 from skipjoin.server.listeners import listen
 from support.pace import max_stall_s
+from support.waiting import until
 from support.worlds import exhaustive
 
 pytestmark = pytest.mark.anyio
@@ -369,11 +370,3 @@ async def test_descriptor_stays_open_while_a_thread_reads_it(tmp_path: Path) -> 
     await until(lambda: process.num_fds() == before + 1)
     os.close(end)
     blobs.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("the condition does not become true")

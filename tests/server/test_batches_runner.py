@@ -26,6 +26,7 @@ from skipjoin.server.batches.service import Batches
 from skipjoin.server.batches.store import Store
 from skipjoin.server.engines.errors import EngineDeadError
 from support.pace import max_stall_s
+from support.waiting import until
 from support.worlds import exhaustive
 
 pytestmark = pytest.mark.anyio
@@ -78,12 +79,6 @@ class World:
     def metric(self, name: str) -> float:
         text = self.api.metrics.render().decode()
         return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"skipjoin:{name} "))
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture

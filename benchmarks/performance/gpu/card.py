@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import subprocess
 from typing import Any
 
 import torch
 from common import Figures, Task, seconds_of, significant, spread
 
-from machine import describe_machine
+from machine import describe_machine, version_of
 
 # Bytes of the copy, several times the size of caches, and the side of the matrices; small in a rehearsal.
 _COPY_BYTES, _SIDE = {"cuda": 4 << 30, "cpu": 1 << 22}, {"cuda": 8192, "cpu": 128}
@@ -62,7 +61,7 @@ def matmul_rate(task: Task) -> Figures:
 
 
 def _card(task: Task) -> dict[str, Any]:
-    versions = {name: _version(name) for name in ("triton", "numpy", "transformers", "accelerate")}
+    versions = {name: version_of(name) for name in ("triton", "numpy", "transformers", "accelerate")}
     if task.is_rehearsal:
         return {"gpu": None, "libraries": versions}
     if not torch.cuda.is_available():
@@ -84,11 +83,4 @@ def _driver() -> str | None:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
         return None

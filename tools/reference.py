@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from markdown_tables import codes, table
+from reference_models import gguf, models
 from skipjoin.cli import app
 from skipjoin.cli.options import flags_of
 from skipjoin.config import EngineConfig, ForecastConfig, ServerConfig
-from skipjoin.model.families.encoder import Encoder
-from skipjoin.model.family import _families, _register_own
-from skipjoin.model.gguf.architectures import ARCHITECTURES, VARIANTS
-from skipjoin.model.gguf.file import TENSOR_TYPES, TensorType
-from skipjoin.model.gguf.groups import LAYOUTS
-from skipjoin.model.gguf.tokenizer import SCHEMES
 from skipjoin.observe.metric_definition import Metric
 from skipjoin.observe.metric_table import API_METRICS, ENGINE_METRICS
 from skipjoin.options import Setting, settings_of
@@ -31,8 +27,6 @@ from skipjoin.sampling import SamplingParams, parameters_of
 from skipjoin.schemas.keywords import COMPILED_FORMATS, ENFORCED, IGNORED, IGNORED_FORMATS, PATTERN_FORMATS, REFUSED
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
-ARCHITECTURE_RECORD = FOLDER.parents[1] / "tests" / "model" / "architectures.json"
-MODEL_FORMATS = FOLDER.parents[1] / "tests" / "model" / "model_formats.json"
 NOTE = "<!-- Written by `make reference` from the source. Do not edit. -->"
 UNITS = {"SECONDS": "seconds", "MILLISECONDS": "ms", "MS": "ms", "GIB": "GiB", "BYTES": "bytes", "GBPS": "Gb/s"}
 # Larger upper bounds only reject nonsense.
@@ -63,25 +57,14 @@ def pages() -> dict[str, str]:
     makers = {
         "cli.md": _cli,
         "configuration.md": _configuration,
-        "gguf.md": _gguf,
+        "gguf.md": gguf,
         "metrics.md": _metrics,
-        "models.md": _models,
+        "models.md": models,
         "recipes.md": _recipes,
         "sampling.md": _sampling,
         "schemas.md": _schemas,
     }
     return {name: "\n".join([NOTE, "", *make()]).rstrip() + "\n" for name, make in makers.items()}
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in line) + " |" for line in lines] + [
-        ""
-    ]
-
-
-def _codes(texts: Iterable[object]) -> str:
-    return ", ".join(f"`{text}`" for text in texts)
 
 
 # -- options ------------------------------------------------------------------------------------------------------
@@ -101,7 +84,7 @@ def _sentence(text: str) -> str:
 def _values(setting: Setting) -> str:
     option = setting.option
     if option.choices:
-        return _codes(option.choices)
+        return codes(option.choices)
     low, high = option.low if option.above is None else option.above, option.high
     start = "" if low is None else f"{'at least' if option.above is None else 'above'} {_number(low)}"
     if high is not None and high < UNLIMITED:
@@ -153,13 +136,13 @@ def _configuration() -> Iterator[str]:
             name, *aliases = sorted(flags_of(setting), key=lambda flag: not flag.startswith("--"))
             name = setting.name if setting.option.is_positional else name.partition("/")[0].lstrip("-")
             values, default, meaning = _described(setting)
-            meaning += f" Also {_codes(aliases)}." if aliases else ""
+            meaning += f" Also {codes(aliases)}." if aliases else ""
             is_shown = setting.option.is_common or setting.option.is_positional
             python = f"`{setting.name}`" if setting in in_python else ""
             rows.append([f"**`{name}`**" if is_shown else f"`{name}`", values, default, meaning, python])
         yield f"## {group}"
         yield ""
-        yield from _table(["setting", "values", "default", "meaning", "`LLM`"], rows)
+        yield from table(["setting", "values", "default", "meaning", "`LLM`"], rows)
 
 
 def _configured() -> list[Setting]:
@@ -226,15 +209,15 @@ def _cli() -> Iterator[str]:
         for group, rows in groups.items():
             if group and len(groups) > 1:
                 yield from (f"{group}:", "")
-            yield from _table(["option", "values", "default", "meaning"], rows)
+            yield from table(["option", "values", "default", "meaning"], rows)
         for page, flags in elsewhere.items():
-            yield from (f"As in {page}: {_codes(flags)}.", "")
+            yield from (f"As in {page}: {codes(flags)}.", "")
 
 
 def _flags(parameter: Any) -> str:
     value = "" if getattr(parameter, "is_flag", True) or not parameter.metavar else f" {parameter.metavar}"
     names = [_flag(parameter)] if parameter.param_type_name == "argument" else parameter.opts
-    return _codes(f"{name}{value}" for name in names)
+    return codes(f"{name}{value}" for name in names)
 
 
 def _flag(parameter: Any) -> str:
@@ -267,7 +250,7 @@ def _metrics() -> Iterator[str]:
     for group, metrics in reversed(groups.items()):
         yield f"## {group}"
         yield ""
-        yield from _table(["metric", "type", "labels", "meaning"], map(_metric_row, metrics))
+        yield from table(["metric", "type", "labels", "meaning"], map(_metric_row, metrics))
 
 
 def _metric_row(metric: Metric) -> list[str]:
@@ -295,15 +278,15 @@ def _recipes() -> Iterator[str]:
         ]
         for one in ordered
     ]
-    yield from _table(["recipe", "what it does", "forecasts"], rows)
+    yield from table(["recipe", "what it does", "forecasts"], rows)
     alike: dict[tuple[str, ...], list[str]] = {}
     for one in ordered:
         for name, setting in one.parameters.items():
             alike.setdefault((name, *_described(setting)), []).append(one.name)
     yield from ("## Parameters", "")
-    yield from _table(
+    yield from table(
         ["parameter", "recipes", "values", "default", "meaning"],
-        ([f"`{name}`", _codes(recipes), *cells] for (name, *cells), recipes in sorted(alike.items())),
+        ([f"`{name}`", codes(recipes), *cells] for (name, *cells), recipes in sorted(alike.items())),
     )
 
 
@@ -323,12 +306,12 @@ def _sampling() -> Iterator[str]:
     for name, row in parameters_of(SamplingParams).items():
         parameter = row.parameter
         shown = f"**`{name}`**" if parameter.is_openai else f"`{name}`"
-        own = _codes(parameter.own)
+        own = codes(parameter.own)
         items = "" if parameter.max_items is None else f"at most {parameter.max_items}"
         bounds = ", ".join(part for part in (items, parameter.bounds) if part)
         star = "\\*" if parameter.is_of_model else ""
         rows.append([shown + star, bounds, own, _default(row.default, ""), _sentence(parameter.help)])
-    yield from _table(["parameter", "values", "fields of bodies", "default", "meaning"], rows)
+    yield from table(["parameter", "values", "fields of bodies", "default", "meaning"], rows)
 
 
 def _schemas() -> Iterator[str]:
@@ -342,142 +325,26 @@ def _schemas() -> Iterator[str]:
         "## Enforced",
         "",
     )
-    yield from _table(
+    yield from table(
         ["keywords", "how", "example", "allowed", "not allowed"],
-        (
-            [_codes(row.names), _sentence(row.meaning), *map(_json, (row.example, row.good, row.bad))]
-            for row in ENFORCED
-        ),
+        ([codes(row.names), _sentence(row.meaning), *map(_json, (row.example, row.good, row.bad))] for row in ENFORCED),
     )
     yield from ("## Ignored", "", "Unknown keywords are ignored too.", "")
-    yield from _table(["keywords", "what they do"], ([_codes(row.names), _sentence(row.meaning)] for row in IGNORED))
+    yield from table(["keywords", "what they do"], ([codes(row.names), _sentence(row.meaning)] for row in IGNORED))
     yield from ("## Refused", "", "A keyword that constrains nothing is ignored.", "")
-    yield from _table(
+    yield from table(
         ["keyword", "remedy", "constrains nothing"],
         ([f"`{row.name}`", _sentence(row.remedy), _sentence(row.idle) if row.idle else ""] for row in REFUSED),
     )
     yield from (
         "## Formats",
         "",
-        f"Enforced: {_codes([*COMPILED_FORMATS, *PATTERN_FORMATS])}.",
+        f"Enforced: {codes([*COMPILED_FORMATS, *PATTERN_FORMATS])}.",
         "",
-        f"Ignored, because they say nothing about the text: {_codes(IGNORED_FORMATS)}. Formats of other types than",
+        f"Ignored, because they say nothing about the text: {codes(IGNORED_FORMATS)}. Formats of other types than",
         "strings are ignored, and so are unknown ones beside a pattern. Others are refused.",
         "",
     )
-
-
-def _models() -> Iterator[str]:
-    yield from (
-        "# Models",
-        "",
-        "Which family runs from which format of weights on a CPU, as `tests/model/test_model_formats.py` ran it:",
-        "*native* weights keep their bits, *widened* ones take those of `--dtype`, by default `bfloat16`, and",
-        "others are *refused* with a sentence that has a remedy. [GGUF files](gguf.md) has all types of those.",
-        "",
-    )
-    record = json.loads(MODEL_FORMATS.read_text(encoding="utf-8"))
-    rows = [[family, *map(_outcome, formats.values())] for family, formats in record.items()]
-    yield from _table(["family", *next(iter(record.values()))], rows)
-    yield (
-        "An NVIDIA GPU runs what torch's operations run. `quantization int8` needs the compiled operations of a CPU. "
-        "`skipjoin convert` makes safetensors of `.bin` files. GGUF files of Mistral and Mixtral have the architecture "
-        "`llama`, and those of OLMo 3 `olmo2`. Of models that also see or hear, such as Gemma 3 and "
-        "4, LLaVA, Llama 4 and Qwen-VL, the language model is served. Of other families, GGUF files are refused."
-    )
-    yield from _architectures()
-    yield from _encoders()
-
-
-def _encoders() -> Iterator[str]:
-    _register_own()
-    names = [name for one in _families.values() if issubclass(one.decoder, Encoder) for name in one.architectures]
-    yield from (
-        "",
-        "## Encoders",
-        "",
-        "Models of [embeddings and scores](../api.md#embeddings-and-scores), which `tests/engine/test_embeddings.py`",
-        f"compares with transformers: {_codes(names)}.",
-        "Decoders with files of sentence-transformers embed, too.",
-    )
-
-
-def _architectures() -> Iterator[str]:
-    record = json.loads(ARCHITECTURE_RECORD.read_text(encoding="utf-8"))
-    names: dict[str, list[str]] = {}
-    for name, (outcome, why) in record["architectures"].items():
-        names.setdefault(f"{outcome}: {why}" if why else outcome, []).append(name)
-    yield from (
-        "",
-        "## Architectures",
-        "",
-        f"The causal decoders of transformers {record['transformers']} with small random weights, as",
-        "`tests/model/architectures.py` ran them on a CPU, and compared logits of chunked prompts with those of",
-        "transformers. Rows of all that run had the same bits in each batch and chunking, with `dtype float32`,",
-        "`dtype bfloat16` and `kv_cache_dtype int8`. What runs through transformers is compared again when it is",
-        "loaded; see [Serve](../serve.md#through-transformers).",
-        "",
-    )
-    order = sorted(names, key=lambda how: (how.startswith("not tried"), how.startswith("refused"), how != "native"))
-    yield from _table(["how", "architectures"], [[how.replace("|", " "), _codes(names[how])] for how in order])
-
-
-def _outcome(by_operations: Mapping[str, str]) -> str:
-    compiled, torch = by_operations["compiled"], by_operations["torch"]
-    return compiled if compiled == torch else f"{compiled}; torch: {torch}"
-
-
-def _gguf() -> Iterator[str]:
-    yield "# GGUF files"
-    yield ""
-    yield (
-        "`skipjoin serve FILE.gguf` reads a model with its tokenizer, chat template and sampling defaults. Headers are "
-        "checked against the size of the file before anything is allocated."
-    )
-    yield ""
-    served = [(name, [of, *(VARIANTS[name][1:] if name in VARIANTS else ())]) for name, of in ARCHITECTURES.items()]
-    rows = [
-        [f"`{name}`", ", ".join(dict.fromkeys(of.name.removesuffix("ForCausalLM") for of in found))]
-        for name, found in served
-    ]
-    yield from _table(["`general.architecture`", "served as"], rows)
-    yield (
-        "Mistral's files have the architecture `llama`. Others are refused. Of gpt-oss and Phi-3, our logits are those "
-        "of their own settings, and not those of llama.cpp, which rounds the ramp of YaRN and ignores the window."
-    )
-    yield ""
-    kinds = [[kind.name, f"{8 * kind.size / kind.elements:g}", _kept(kind)] for kind in TENSOR_TYPES.values()]
-    yield from _table(["type", "bits per weight", "in memory"], kinds)
-    yield (
-        "Compiled CPU code multiplies the codes of a file; see [CPUs](../cpu.md#weights-in-codes). Codes of 5 "
-        "bits take 6, and scales of K and XS types are rounded to float16. Elsewhere, and where the table says so, "
-        "numbers are those of llama.cpp's package `gguf`, and the log says what was widened."
-    )
-    yield ""
-    yield f"Tokenizers of SentencePiece (`llama`), and byte-level ones (`gpt2`) that split text by {_codes(SCHEMES)}."
-    yield ""
-    yield "## Quantized safetensors"
-    yield ""
-    rows = [
-        ["`awq`", "4 bits, version gemm", "codes"],
-        ["`gptq`", "4 and 8 bits, zero points of both versions, act-order", "codes"],
-        ["`compressed-tensors`", "pack-quantized and int-quantized, 4 and 8 bits", "codes"],
-        ["`compressed-tensors`", "mxfp4-pack-quantized", "codes"],
-        ["`compressed-tensors`", "float-quantized (fp8)", "widened"],
-        ["`fp8`", "with a scale per block or matrix", "widened"],
-    ]
-    yield from _table(["`quant_method`", "layouts", "in compiled CPU code"], rows)
-    yield "Elsewhere weights are widened to `--dtype`. Scales of inputs are ignored."
-
-
-def _kept(kind: TensorType) -> str:
-    if kind.elements == 1:
-        return "as stored, or in `--dtype`"
-    layout = LAYOUTS.get(kind.name)
-    if layout is None:
-        return "widened to `--dtype`, by default `bfloat16`"
-    scales = 8 * layout.scale_bytes * (1 + layout.has_minimums) / layout.group
-    return f"codes of {layout.bits} bits, {layout.bits + scales:g} per weight"
 
 
 def _json(value: Any) -> str:

@@ -127,8 +127,8 @@ PARTS = ("shared_blocks", "prefix_cache", "cpu_cache", "request_blocks", "transf
 LEDGER = {f"skipjoin.core.kv.{name}" for name in ("ledger", *PARTS)}
 # Modules of `server.api` that prepare and run requests for any transport, such as HTTP or batch files.
 WITHOUT_HTTP = {
-    *("chat", "completions", "forecasting", "generation", "limits", "openai_format", "options", "protocol"),
-    *("responses", "service"),
+    *("chat", "chat_body", "completions", "forecasting", "generation", "jobs", "limits", "openai_format", "options"),
+    *("protocol", "responses", "service"),
 }
 # Paths in which marked imports may be inside functions: optional back ends, the package itself, whose import must stay
 # light, the command line, whose help must start quickly, code that needs Ray, SGLang or vLLM, the engine process, which

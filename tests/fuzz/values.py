@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fuzz.case import BODIES, CHAT, CLIENTS, COMPLETIONS, JSON, Case, chunked, head, post
-from skipjoin.server.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from skipjoin.server.api.chat_body import ChatRequest, DetokenizeRequest, TokenizeRequest
+from skipjoin.server.api.protocol import CompletionRequest
 from skipjoin.server.batches.routes import BatchRequest
 
 MODELS = {

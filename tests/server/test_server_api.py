@@ -20,12 +20,13 @@ from skipjoin.config.access import with_keys_of_files
 from skipjoin.core.request import NO_TARGET, FinishReason, RequestOptions, ServiceClass, Target
 from skipjoin.sampling import SamplingParams
 from skipjoin.server.api.app import build_app
+from skipjoin.server.api.chat_body import ChatRequest
 from skipjoin.server.api.conversation import CalledFunction, Message, TextPart, Tool, ToolCall
 from skipjoin.server.api.dialects.messages_body import MessagesRequest
 from skipjoin.server.api.dialects.ollama_body import OllamaChatRequest
 from skipjoin.server.api.dialects.responses_body import ResponsesRequest
 from skipjoin.server.api.fields import NO_EFFECT
-from skipjoin.server.api.protocol import ChatRequest, CompletionRequest
+from skipjoin.server.api.protocol import CompletionRequest
 from skipjoin.server.api.service import Service
 from skipjoin.server.engines.engine_client import EngineClient
 from skipjoin.server.engines.engine_handle import EngineHandle, EngineStartError

@@ -13,12 +13,12 @@ from skipjoin.formats.message import MessageReader
 from skipjoin.model.tokenizer import Tokenizer
 from skipjoin.routes import CHAT, OPENAI_EVENTS
 from skipjoin.sampling import ParameterError, TokenLogprob
+from skipjoin.server.api.chat_body import ChatRequest
 from skipjoin.server.api.chat_prompt import chat_constraint, estimate_chat, render_chat
 from skipjoin.server.api.errors import from_parameter
 from skipjoin.server.api.generation import Endpoint, Prompt
 from skipjoin.server.api.openai_format import OpenAiFormat, prompt_scores
 from skipjoin.server.api.options import served_tier
-from skipjoin.server.api.protocol import ChatRequest
 from skipjoin.server.api.responses import (
     LOWEST_LOGPROB,
     ChatChoice,

@@ -6,10 +6,10 @@ from skipjoin.chat import ToolUse
 from skipjoin.model.config import ModelError
 from skipjoin.model.tokenizer import Tokenizer
 from skipjoin.sampling import ParameterError
+from skipjoin.server.api.chat_body import ChatRequest, TokenizeRequest
 from skipjoin.server.api.conversation import Message
 from skipjoin.server.api.errors import ApiError, bad_request, from_parameter
 from skipjoin.server.api.limits import estimate_tokens
-from skipjoin.server.api.protocol import ChatRequest, TokenizeRequest
 from skipjoin.server.api.service import Service
 from skipjoin.server.api.structured import structured_output
 from skipjoin.structured_output import StructuredOutput

@@ -7,11 +7,11 @@ from fastapi import Request, Response
 from msgspec import Raw
 
 from skipjoin.server.api.browsers import json_body
+from skipjoin.server.api.chat_body import DetokenizeRequest, TokenizeRequest
 from skipjoin.server.api.chat_prompt import estimate_chat, render_chat
 from skipjoin.server.api.errors import bad_request
 from skipjoin.server.api.limits import estimate_tokens
 from skipjoin.server.api.options import client_of
-from skipjoin.server.api.protocol import DetokenizeRequest, TokenizeRequest
 from skipjoin.server.api.replies import JsonReply, service_of
 from skipjoin.server.api.responses import encode
 from skipjoin.server.api.service import Service

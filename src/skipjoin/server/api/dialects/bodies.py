@@ -10,6 +10,7 @@ from typing import Annotated, Any, Protocol
 from pydantic import BeforeValidator, model_validator
 from pydantic_core import PydanticCustomError
 
+from skipjoin.server.api.chat_body import ChatRequest
 from skipjoin.server.api.conversation import (
     CalledFunction,
     ChosenFunction,
@@ -21,7 +22,7 @@ from skipjoin.server.api.conversation import (
     ToolCall,
 )
 from skipjoin.server.api.fields import Body, Null, Off, Only
-from skipjoin.server.api.protocol import ChatRequest, GenerationBody, JsonSchema, ResponseFormat
+from skipjoin.server.api.protocol import GenerationBody, JsonSchema, ResponseFormat
 
 
 class ConvertedBody(GenerationBody):

@@ -9,12 +9,12 @@ from typing import Any, ClassVar, TypeVar
 from skipjoin.engine.text import Choice, TextRules
 from skipjoin.formats.message import MessageReader
 from skipjoin.server.api.chat import ChatEndpoint, chat_logprob
+from skipjoin.server.api.chat_body import ChatRequest
 from skipjoin.server.api.chat_prompt import render_chat
 from skipjoin.server.api.dialects.bodies import ConvertedBody
 from skipjoin.server.api.dialects.segments import Segments, whole_of
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.generation import Endpoint, Prompt
-from skipjoin.server.api.protocol import ChatRequest
 from skipjoin.server.api.responses import ChatTokenLogprob, Usage, encode
 from skipjoin.server.api.service import Service
 from skipjoin.server.api.tokens import MAX_TOKENS

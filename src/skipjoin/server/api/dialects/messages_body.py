@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from skipjoin.formats.conversation import TOOL_NAME
 from skipjoin.sampling import INT32
+from skipjoin.server.api.chat_body import ChatRequest
 from skipjoin.server.api.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -42,7 +43,6 @@ from skipjoin.server.api.fields import (
     one_of,
     text_or_list,
 )
-from skipjoin.server.api.protocol import ChatRequest
 
 Id = Annotated[str, Field(min_length=1, max_length=MAX_LABEL)]
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, Tag, field_validator
 
 from skipjoin.sampling import INT32
+from skipjoin.server.api.chat_body import ChatRequest
 from skipjoin.server.api.conversation import MAX_MESSAGES, MAX_TOOLS, Tool, Tools, check_names
 from skipjoin.server.api.dialects.bodies import ConvertedBody, Turns, call_of, format_of
 from skipjoin.server.api.fields import (
@@ -24,7 +25,7 @@ from skipjoin.server.api.fields import (
     text_or_object,
 )
 from skipjoin.server.api.pooled_bodies import EmbeddedBody, EmbeddingRequest
-from skipjoin.server.api.protocol import ChatRequest, SamplingFields
+from skipjoin.server.api.protocol import SamplingFields
 
 # Names of other servers' models may have a tag.
 _TAG = ":latest"

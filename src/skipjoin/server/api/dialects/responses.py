@@ -24,7 +24,8 @@ from skipjoin.server.api.dialects.responses_tools import custom_input
 from skipjoin.server.api.dialects.segments import Change, Segment
 from skipjoin.server.api.errors import CONTEXT_LENGTH, ApiError, bad_request
 from skipjoin.server.api.fields import Body
-from skipjoin.server.api.generation import Job, Origin, Prompt
+from skipjoin.server.api.generation import Origin, Prompt
+from skipjoin.server.api.jobs import Job
 from skipjoin.server.api.options import served_tier
 from skipjoin.server.api.replies import service_of
 from skipjoin.server.api.responses import ChatTokenLogprob, Usage, encode

@@ -10,6 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from skipjoin.sampling import INT32, SamplingParams, parameters_of
+from skipjoin.server.api.chat_body import ChatRequest
 from skipjoin.server.api.conversation import (
     MAX_TOOLS,
     check_unique,
@@ -46,7 +47,7 @@ from skipjoin.server.api.dialects.responses_tools import (
     functions_of,
 )
 from skipjoin.server.api.fields import Body, Ignored, Integer, Null, Only
-from skipjoin.server.api.protocol import ChatRequest, ResponseFormat
+from skipjoin.server.api.protocol import ResponseFormat
 
 _LOGPROBS = "message.output_text.logprobs"
 _SYSTEM = ("system", "developer")

@@ -47,7 +47,7 @@ config.access: config.key_files options
 config.key_files: options
 config.profile: config policies.cost system.disk system.durable system.folders
 observe: core core.kv.reservations observe
-workload: config core observe options workload
+workload: config core observe options routes workload
 report: config report system.disk
 sim: config core exec.base exec.simulated kv_format observe policies recipes sim
 sim.experiments: builtin config config.profile core core.decide.scheduler core.kv.ledger exec.simulated forecast

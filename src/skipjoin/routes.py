@@ -27,10 +27,14 @@ _ASSETS = (
 PAGES = {"/": "chat.html", "/console": "console.html", **{f"/console/{name}": name for name in _ASSETS}}
 # The servers that the pages show, as JSON.
 SERVERS_PATH = "/console/servers.json"
-# Names the program of a call.
-PROGRAM_HEADER = "x-program-id"
+# Names the program of a call, in at most `MAX_PROGRAM` printable characters of ASCII.
+PROGRAM_HEADER, MAX_PROGRAM = "x-program-id", 512
 # Bytes of an upload besides the file, mostly boundaries of the form.
 FORM_BYTES = 64 << 10
+
+
+def is_program_name(text: str) -> bool:
+    return 0 < len(text) <= MAX_PROGRAM and text.isascii() and text.isprintable()
 
 
 class Access(Enum):

@@ -14,6 +14,7 @@ from typing import NamedTuple, TextIO, cast
 from skipjoin.config import ConfigError
 from skipjoin.core.request import DEFAULT_OPTIONS, RequestOptions, ServiceClass, Target
 from skipjoin.options import nearest
+from skipjoin.routes import MAX_PROGRAM, is_program_name
 from skipjoin.workload.prefixes import PromptParts
 from skipjoin.workload.trace_lines import (
     HASH_IDS,
@@ -33,8 +34,6 @@ TARGET_COLUMNS = Target._fields
 OPTION_COLUMNS = ("deadline_s", "priority", "class", *TARGET_COLUMNS)
 # Program of a call, and the pause after which it follows the one before.
 PROGRAM_COLUMNS = ("program", "pause_s")
-# Longest id of a program that servers accept.
-MAX_PROGRAM = 512
 # Columns that only describe a row's origin.
 LABEL_COLUMNS = ("chat_id", "client", "conv", "id", "model", "parent_chat_id", "split", "src", "turn", "type")
 KNOWN_COLUMNS = (
@@ -211,7 +210,7 @@ def _call(line: Line) -> tuple[str, float | None]:
     """Return the program of a call, empty for none, and the pause before it."""
     name, pause = line.cell("program"), line.cell("pause_s")
     program = "" if name is None else str(name)
-    if name is not None and not (program.isascii() and program.isprintable() and 1 <= len(program) <= MAX_PROGRAM):
+    if name is not None and not is_program_name(program):
         raise line.error("program", f"must be 1 to {MAX_PROGRAM} printable characters of ASCII")
     if pause is None:
         return program, None

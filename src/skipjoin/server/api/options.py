@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from skipjoin.config import MAX_DEADLINE_MS, ServerConfig
 from skipjoin.config.key_files import ANY_LATER, AS_ALL
 from skipjoin.core.request import ProgramId, RequestOptions, ServiceClass, Target, Trace
-from skipjoin.routes import PROGRAM_HEADER
+from skipjoin.routes import MAX_PROGRAM, PROGRAM_HEADER, is_program_name
 from skipjoin.server.api.auth import ANONYMOUS
 from skipjoin.server.api.errors import bad_request
-from skipjoin.server.api.fields import MAX_LABEL
 from skipjoin.server.api.protocol import RequestBody, ServiceTier, Slo
 
 _DEADLINE_HEADER = "x-request-deadline-ms"
@@ -50,12 +49,12 @@ def program_of(
     if config.program_by == "none":
         return None
     if (stated := headers.get(PROGRAM_HEADER)) is not None:
-        if not (0 < len(stated) <= MAX_LABEL and stated.isascii() and stated.isprintable()):
-            raise bad_request(f"{PROGRAM_HEADER} must be 1 to {MAX_LABEL} printable characters", PROGRAM_HEADER)
+        if not is_program_name(stated):
+            raise bad_request(f"{PROGRAM_HEADER} must be 1 to {MAX_PROGRAM} printable characters", PROGRAM_HEADER)
         return ProgramId(owner, stated)
     if config.program_by == "header":
         return None
-    name = body.session or headers.get(_FLOW_HEADER, "")[:MAX_LABEL]
+    name = body.session or headers.get(_FLOW_HEADER, "")[:MAX_PROGRAM]
     if not name and config.program_by == "user":
         name = body.user or ""
     return ProgramId(owner, name, is_stated=False) if name else None

@@ -130,10 +130,30 @@ def test_program_exits_with_the_code_of_its_command() -> None:
 
 
 def test_interrupt_during_imports_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whatever is imported at the time: an interrupt there may become another exception.
+    script = (
+        "import builtins, os, signal, sys; from skipjoin.__main__ import main; real = builtins.__import__\n"
+        "def interrupted(name, *args, **more):\n"
+        "    try:\n"
+        "        'typer' in name and os.kill(os.getpid(), signal.SIGINT)\n"
+        "        return real(name, *args, **more)\n"
+        "    except BaseException as error: raise ImportError from error\n"
+        "builtins.__import__ = interrupted; main()"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (130, "", "")
     monkeypatch.setattr("skipjoin.cli.app", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 130
+
+
+def test_package_imports_its_names_when_they_are_asked_for() -> None:
+    script = (
+        "import sys, skipjoin; print(*(name for name in sys.modules if name.startswith('skipjoin')), skipjoin.Target)"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout == "skipjoin <class 'skipjoin.core.request.Target'>\n"
 
 
 def test_unsupported_architecture_error_lists_supported_ones(tmp_path: Path) -> None:

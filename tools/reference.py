@@ -24,7 +24,8 @@ from skipjoin.observe.metric_table import API_METRICS, ENGINE_METRICS
 from skipjoin.options import Setting, settings_of
 from skipjoin.recipes import DEFAULT, RECIPES, Forecasts
 from skipjoin.sampling import SamplingParams, parameters_of
-from skipjoin.schemas.keywords import COMPILED_FORMATS, ENFORCED, IGNORED, IGNORED_FORMATS, PATTERN_FORMATS, REFUSED
+from skipjoin.schemas.formats import COMPILED_FORMATS, IGNORED_FORMATS, PATTERN_FORMATS
+from skipjoin.schemas.keywords import ENFORCED, IGNORED, REFUSED
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 NOTE = "<!-- Written by `make reference` from the source. Do not edit. -->"
@@ -341,8 +342,9 @@ def _schemas() -> Iterator[str]:
         "",
         f"Enforced: {codes([*COMPILED_FORMATS, *PATTERN_FORMATS])}.",
         "",
-        f"Ignored, because they say nothing about the text: {codes(IGNORED_FORMATS)}. Formats of other types than",
-        "strings are ignored, and so are unknown ones beside a pattern. Others are refused.",
+        f"Ignored, because they say nothing about the text or no grammar expresses them: {codes(IGNORED_FORMATS)}.",
+        "Formats of other types than strings are ignored, and so are unknown ones beside a pattern. Others are",
+        "refused.",
         "",
     )
 

@@ -19,16 +19,8 @@ from pydantic import Field, TypeAdapter, ValidationError
 import skipjoin
 from skipjoin.model.grammars import Grammars
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
-from skipjoin.schemas.keywords import (
-    COMPILED_FORMATS,
-    ENFORCED,
-    IGNORED,
-    IGNORED_FORMATS,
-    PATTERN_FORMATS,
-    REFUSED,
-    Enforced,
-    Refused,
-)
+from skipjoin.schemas.formats import COMPILED_FORMATS, IGNORED_FORMATS, PATTERN_FORMATS
+from skipjoin.schemas.keywords import ENFORCED, IGNORED, REFUSED, Enforced, Refused
 from skipjoin.schemas.numbers import exact
 from skipjoin.structured_output import GrammarError, StructuredOutput
 
@@ -104,13 +96,45 @@ def test_ignored_keywords_change_nothing() -> None:
             assert not allows(found, '"a"')
 
 
+# Texts of formats, and texts that are not.
+_TEXTS = {
+    "jwt": (["eyJh.eyJz.SflK-_"], ["eyJh.eyJz", "eyJh..a", "a.b.c=", "a.b.c.d"]),
+    "relative-json-pointer": (["0", "1/a~0", "2#", "0+1/x", "10"], ["", "01", "-1", "0a", "/a", "0+0"]),
+    "uri-reference": (
+        ["", "a", "../a?b#c", "//h:1/p", "http://u@[::1]:80/%20", "/a:b", "?q", "mailto:x@y.z", "a/b:c"],
+        [" ", "%2", ":a", "a b", "#a#b", "é", "//h:x", "http://[::1", "1:a"],
+    ),
+    "iri": (["https://exämple.org/ß?é", "urn:a:ü"], ["a", "//a", "", "http://a b", "http://a<"]),
+    "iri-reference": (["ü/é#ö", ""], ["ü ", "<"]),
+    "uri-template": (["/a{/b*}{?c,d:3}", "{+x}", "{a.b}", ""], ["{", "a}", "{}", "{a,}", "{a:0}", "{a:12345}", " "]),
+    "idn-email": (["jörg@exämple.de", "a.b@c"], ["@a", "a@", "a@b@c", "a..b@c", "a b@c", "a@-b"]),
+    "idn-hostname": (["bücher.example", "a-b"], ["", "-a", "a-", "a..b", "a b", "a_b"]),
+    "name-email": (["Ada B <a@example.com>"], ["a@example.com", "<a@example.com>", "Ada <a>"]),
+    "multi-host-uri": (["postgresql://a:b@h1:1,h2:2/d"], ["postgresql:", "h1,h2", "a:// b"]),
+    "ipvanyaddress": (
+        ["192.0.2.1", "2001:db8::1", "::", "1::", "::1", "1:2:3:4:5:6:7:8"],
+        ["256.0.0.1", "1::2::3", "1"],
+    ),
+    "ipv4network": (["10.0.0.0/8"], ["10.0.0.0", "10.0.0.0/33"]),
+    "ipv6interface": (["fe80::1/64"], ["fe80::1", "fe80::/129"]),
+}
+
+
+@pytest.mark.parametrize("name", _TEXTS)
+def test_formats_with_a_pattern_have_their_texts(name: str) -> None:
+    good, bad = _TEXTS[name]
+    found = matcher({"type": "string", "format": name})
+    assert [text for text in good if not allows(found, json.dumps(text, ensure_ascii=False))] == []
+    assert [text for text in bad if allows(found, json.dumps(text, ensure_ascii=False))] == []
+
+
 def test_formats_are_enforced_ignored_or_refused() -> None:
     for name, text in COMPILED_FORMATS.items():
         found = matcher({"type": "string", "format": name})
         assert allows(found, json.dumps(text))
         assert not allows(found, '"-"')
     for name in PATTERN_FORMATS:
-        assert not allows(matcher({"type": "string", "format": name}), '"-"')
+        assert not allows(matcher({"type": "string", "format": name}), '" -"')
     uuid = COMPILED_FORMATS["uuid"]
     assert [v for v in range(1, 9) if allows(matcher({"format": f"uuid{v}"}), f'"{uuid}"')] == [4]
     for name in IGNORED_FORMATS:

@@ -1,4 +1,4 @@
-"""Keywords and formats of JSON Schema: which are enforced, ignored and refused. `make reference` writes their table."""
+"""Keywords of JSON Schema: which are enforced, ignored and refused. `make reference` writes their table."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ Schema = Mapping[str, Any]
 
 # Types of JSON values that the keywords of the groups below concern.
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-_HEX = "[0-9a-fA-F]"
-_BASE64 = "(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?"
 _REMOVE = "no grammar expresses it; remove it"
 
 
@@ -275,33 +273,3 @@ REFUSED = (
     Refused("$dynamicRef", "use $ref", {"$dynamicRef": "#a", "$dynamicAnchor": "a"}, lambda _: False, "", {}),
     Refused("$recursiveRef", "use $ref", {"$recursiveRef": "#"}, lambda _: False, "", {}),
 )
-
-# Formats that the compiler has, with an example of a text.
-COMPILED_FORMATS = {
-    "date-time": "2024-02-29T12:00:00Z",
-    "date": "2024-02-29",
-    "time": "12:00:00Z",
-    "duration": "P1D",
-    "email": "a@example.com",
-    "hostname": "example.com",
-    "ipv4": "192.0.2.1",
-    "ipv6": "2001:db8::1",
-    "uuid": "6f2c0b9e-8d0c-4a54-9f0a-2b1f6f9f3a11",
-    "uri": "https://example.com/",
-}
-# Formats that are enforced as patterns.
-PATTERN_FORMATS = {
-    **{
-        f"uuid{version}": f"^{_HEX}{{8}}-{_HEX}{{4}}-{version}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}$"
-        for version in range(1, 9)
-    },
-    "base64": f"^{_BASE64}$",
-    "byte": f"^{_BASE64}$",
-    "base64url": f"^{_BASE64}$".replace("+/", "_-"),
-    "json-pointer": "^(?:/(?:[^~/]|~[01])*)*$",
-}
-# Formats that say nothing about the text.
-IGNORED_FORMATS = (
-    "path", "file-path", "directory-path", "binary", "password", "int32", "int64", "float", "double", "decimal",
-    "multi-line", "textarea", "markdown", "html",
-)  # fmt: skip

@@ -11,17 +11,9 @@ from typing import Any, NamedTuple
 
 from skipjoin.schemas.disjoint import are_disjoint
 from skipjoin.schemas.endless import endless_reference
+from skipjoin.schemas.formats import COMPILED_FORMATS, IGNORED_FORMATS, PATTERN_FORMATS
 from skipjoin.schemas.keys import one_spelling
-from skipjoin.schemas.keywords import (
-    ANNOTATIONS,
-    COMPILED_FORMATS,
-    IGNORED_FORMATS,
-    PATTERN_FORMATS,
-    REFUSED,
-    TYPES,
-    is_anything,
-    types_of,
-)
+from skipjoin.schemas.keywords import ANNOTATIONS, REFUSED, TYPES, is_anything, types_of
 from skipjoin.schemas.look_ahead import without_look_ahead
 from skipjoin.schemas.numbers import NumberRange, exact, is_inexact, is_number
 from skipjoin.schemas.pointers import quoted, target_of, unescaped

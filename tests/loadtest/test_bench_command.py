@@ -37,7 +37,7 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(url: str, *args: object) -> Result:
-    return CliRunner().invoke(app, ["--base-url", url, *map(str, args)])
+    return CliRunner().invoke(app, ["--url", url, *map(str, args)])
 
 
 def test_bench_writes_a_record_for_every_rate_and_seed(tmp_path: Path) -> None:

@@ -17,7 +17,10 @@ _target = partial(Option, group=_GROUP, is_common=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    base_url: Annotated[str, _target("URL of the server, such as http://127.0.0.1:8000.", metavar="URL")]
+    base_url: Annotated[
+        str,
+        _target("URL of the server, such as http://127.0.0.1:8000.", metavar="URL", flags=("--url", "--base-url")),
+    ]
     endpoint: Annotated[
         str,
         _target(

@@ -123,6 +123,15 @@ async def test_files_of_another_key_are_not_found(world: Files) -> None:
         assert (await world.http.get(path)).status_code == 404
 
 
+async def test_cursor_is_the_id_of_a_file_even_of_one_that_is_gone(world: Files) -> None:
+    ids = [(await world.upload()).json()["id"] for _ in range(3)]
+    for cursor in ("nope", "", ids[0].upper(), "file-nope"):
+        refused = await world.http.get("/v1/files", params={"after": cursor})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (404, "after")
+    client = openai.AsyncOpenAI(api_key="first", base_url="http://test/v1", http_client=world.http)
+    assert [(await client.files.delete(file.id)).id async for file in client.files.list(limit=1)] == ids[::-1]
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [

@@ -54,7 +54,7 @@ class FileRows:
     ) -> tuple[list[FileRow], bool]:
         """Return a page of files in order of creation, and whether there are more.
 
-        An unknown `after` gives the first page, so that a client may delete files page by page.
+        An `after` of a file that is gone gives the first page, so that a client may delete files page by page.
         """
         shown = self._is_visible(owner)
         if purpose is not None:

@@ -22,6 +22,7 @@ from skipjoin.server.batches.records import (
     Quota,
     QuotaExceeded,
     StoreError,
+    is_file_id,
     new_file_id,
 )
 from skipjoin.server.batches.store import Store
@@ -45,10 +46,12 @@ async def upload_file(request: Request) -> Response:
 async def list_files(request: Request) -> Response:
     """List the files of this API key. Query: purpose, after, limit and order."""
     query = request.query_params
+    if (after := query.get("after")) is not None and not is_file_id(after):
+        _found(None, after, "after")
     found, has_more = await context_of(request).store.files.page(
         owner_of(request),
         purpose=one_of(query, "purpose", PURPOSES, None),
-        after=query.get("after"),
+        after=after,
         limit=limit_of(query, most=_MAX_LISTED, default=_MAX_LISTED),
         order=one_of(query, "order", ("asc", "desc"), "desc") or "desc",
     )
@@ -199,7 +202,7 @@ async def find(store: Store, request: Request, file_id: str, param: str = "file_
 
 def _found(row: FileRow | None, file_id: str, param: str = "file_id") -> FileRow:
     if row is None:
-        raise ApiError(404, f"there is no file {file_id!r}", param=param)
+        raise ApiError(404, f"there is no file {file_id[:64]!r}", param=param)
     return row
 
 

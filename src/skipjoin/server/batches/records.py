@@ -16,6 +16,7 @@ INPUT, OUTPUT = "batch", "batch_output"
 PURPOSES = (INPUT, OUTPUT)
 # Excludes paths, and NUL, which PostgreSQL does not accept in text.
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 
 
 class BatchStatus(StrEnum):
@@ -220,6 +221,11 @@ def is_id(text: str) -> bool:
 
 def new_file_id() -> str:
     return f"file-{uuid.uuid4().hex}"
+
+
+def is_file_id(text: str) -> bool:
+    """Return whether `new_file_id` could have given an id, of a file that may be gone."""
+    return _FILE_ID.fullmatch(text) is not None
 
 
 def new_batch_id() -> str:

@@ -167,7 +167,7 @@ def _check_same(asked: BatchRow, made: BatchRow) -> None:
 
 def _found(row: BatchRow | None, batch_id: str, param: str | None = None) -> BatchRow:
     if row is None:
-        raise ApiError(404, f"there is no batch {batch_id!r}", param=param)
+        raise ApiError(404, f"there is no batch {batch_id[:64]!r}", param=param)
     return row
 
 

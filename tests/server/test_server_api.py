@@ -1037,6 +1037,8 @@ async def test_tokenize_and_detokenize(api: Api) -> None:
     assert body["token_strs"][0] == "h"
     text = (await api.http.post("/detokenize", json={"tokens": body["tokens"]})).json()
     assert text == {"prompt": "hé"}
+    refused = await api.http.post("/tokenize", json={"prompt": [{"role": "user", "content": "h"}]})
+    assert refused.json()["error"]["message"] == "prompt: must be a text; send a conversation as messages"
     chat = (await api.http.post("/tokenize", json={"messages": [{"role": "user", "content": "h"}]})).json()
     assert chat["count"] == 3
     assert error_of(await api.http.post("/tokenize", json={}), 400)["param"] == "prompt"

@@ -156,11 +156,18 @@ class ChatRequest(GenerationBody):
         return ToolUse(functions, frozenset(names), must_call, is_parallel)
 
 
+def _text_only(value: Any) -> Any:
+    # What lm-evaluation-harness sends with a remote tokenizer and `--apply_chat_template`.
+    if isinstance(value, list):
+        raise ValueError("must be a text; send a conversation as messages")
+    return value
+
+
 class TokenizeRequest(Body):
     """Body of POST /tokenize with a text or a conversation."""
 
     model: Label = None
-    prompt: str | None = None
+    prompt: Annotated[str | None, BeforeValidator(_text_only)] = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None

@@ -44,6 +44,14 @@ async def test_unknown_host_names_are_rejected(make_api: MakeApi, host: str, is_
         assert api.is_clean()
 
 
+async def test_requests_without_a_host_are_from_no_browser(make_api: MakeApi) -> None:
+    async with make_api() as api:
+        for more, code in ((), 200), (((b"Host", b"evil.com"), (b"Host", b"localhost")), 403):
+            request = httpx.Request("GET", "http://test/v1/models")
+            request.headers = httpx.Headers(list(more))
+            assert (await api.http.send(request)).status_code == code
+
+
 @pytest.mark.parametrize(
     ("settings", "is_allowed"),
     [

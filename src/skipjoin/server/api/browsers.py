@@ -55,7 +55,8 @@ class SiteRules(NamedTuple):
     def check(self, headers: Headers) -> None:
         hosts = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
         host = hosts[0] if len(hosts) == 1 else ""
-        if self.hosts is not None and not _is_known(host, self.hosts):
+        # Browsers always name a host; checks of HAProxy and other programs of HTTP/1.0 need not.
+        if self.hosts is not None and hosts and not _is_known(host, self.hosts):
             raise _refused(
                 f"this server does not answer to the Host header {host!r}: it must be localhost, an IP address, or a "
                 "name that --allowed-hosts gives",

@@ -71,7 +71,6 @@ class Message(Body):
     """Message of a conversation. "developer" means "system"."""
 
     role: Annotated[Literal["system", "developer", "user", "assistant", "tool"], BeforeValidator(_check_role)]
-    # Before the content, which messages with calls or a refusal may lack.
     tool_calls: ToolCalls | None = None
     refusal: str | None = None
     function_call: Annotated[Null, BeforeValidator(_check_no_function)] = None
@@ -101,8 +100,9 @@ class Message(Body):
     @field_validator("content")
     @classmethod
     def _may_be_missing(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is None and not info.data.get("tool_calls") and not info.data.get("refusal"):
-            raise ValueError("must be a string or a list of text parts, unless the message has tool_calls")
+        # The assistant's may be empty: an answer that was cut in its reasoning has none.
+        if value is None and info.data.get("role") != "assistant":
+            raise ValueError("must be a string or a list of text parts")
         return value
 
     @field_validator("tool_call_id")

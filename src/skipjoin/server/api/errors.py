@@ -192,6 +192,8 @@ def unknown_field(param: str) -> ApiError:
 
 def from_validation(error: ValidationError) -> ApiError:
     found = error.errors(include_url=False, include_context=False)
+    if found[0]["type"] == "missing":  # a body of another endpoint is known by what it has
+        found.sort(key=lambda entry: entry["type"] != "extra_forbidden")
     param = _path(found[0]["loc"])
     if found[0]["type"] == "extra_forbidden":
         return unknown_field(param or "")

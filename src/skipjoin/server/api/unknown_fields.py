@@ -14,6 +14,13 @@ logger = logging.getLogger(__name__)
 UNKNOWN = "unknown_parameter"
 # Undeclared fields of one body that may pass. Each costs another validation.
 MAX_PASSED = 32
+# Fields of bodies that clients mistake for others.
+_ELSEWHERE = {
+    "messages": "send messages to /v1/chat/completions",
+    "prompt": "send a prompt to /v1/completions",
+    "input": "send an input to /v1/responses",
+    "extra_body": "an argument of OpenAI's Python client; in JSON its fields stand beside the others",
+}
 # Names of which only the first occurrence is logged.
 _MAX_LOGGED = 1024
 
@@ -42,9 +49,12 @@ class UnknownFields:
 def with_suggestion(error: ApiError, kind: type[BaseModel]) -> ApiError:
     parts = (error.param or "").split(".")
     similar = difflib.get_close_matches(parts[-1][:64], sorted(_fields_at(kind, parts[:-1])), 1)
-    if not similar:
+    hint = f"did you mean {similar[0]!r}?" if similar else None
+    if error.param in _ELSEWHERE:
+        hint = _ELSEWHERE[error.param]
+    if hint is None:
         return error
-    return ApiError(error.status, f"{error.message}: did you mean {similar[0]!r}?", code=error.code, param=error.param)
+    return ApiError(error.status, f"{error.message}: {hint}", code=error.code, param=error.param)
 
 
 def _fields_at(kind: type[BaseModel], path: list[str]) -> set[str]:

@@ -80,7 +80,8 @@ class ContextLengthError(ParameterError):
     @classmethod
     def of_prompt(cls, param: str, context: int, found: object) -> ContextLengthError:
         what = _prompt_name(param)
-        remedy = f"the {what}: {param} must have at most {context - 1} tokens, so that one can be generated"
+        # LangChain knows the error of a client that hides its code by Anthropic's words, "prompt is too long".
+        remedy = f"the {what}. The prompt is too long: {param} must have at most {context - 1} tokens to generate one"
         return cls(param, context, f"your {what} resulted in {found} tokens", remedy)
 
     @classmethod

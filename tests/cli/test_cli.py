@@ -344,6 +344,7 @@ STREAM = "name=other,lengths=alpaca,share=0.5,key=other"
             [*SIMULATE, "--hardware", "a100-40gb:pp2", "--pipeline-depth", "2"],
             "--pipeline-depth must be 1 with several",
         ),
+        (["serve", "tally", "--served-model-name", " "], "--served-model-name must not be empty"),
         (["serve", "--slo", "0"], "--slo must be in (0, 1e+06], got 0"),
         (["serve", "--slo-ttft-ms", "0"], "--slo-ttft-ms must be in (0, 604800000], got 0"),
         (["serve", "--slo-tpot-ms", "-3"], "--slo-tpot-ms must be in (0, 604800000], got -3"),

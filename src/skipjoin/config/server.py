@@ -323,6 +323,8 @@ class ServerConfig(BatchConfig):
 
     def __post_init__(self) -> None:
         check(self)
+        if self.served_model_name is not None and not self.served_model_name.strip():
+            raise ConfigError("served_model_name must not be empty")
         self.check_access()
         if self.fair_by == "key" and not (self.api_keys or self.api_key_file):
             raise ConfigError("fair_by key needs API keys, which tell clients apart: set api_keys or api_key_file")

@@ -17,6 +17,7 @@ from skipjoin.core.policy import (
     PROMPTS_ARE_FULL,
     BatchBuilder,
     Batcher,
+    CountingBuilder,
     Refusal,
     Scope,
 )
@@ -112,6 +113,24 @@ def test_an_offer_that_is_not_taken_uses_no_budget(batcher: Callable[[], Batcher
     for number, tokens in enumerate(pending):
         packing.offer(make(number, tokens), tokens)
     assert fill(packing, pending) == fill(batcher().open(StepContext()), pending)
+
+
+@every_batcher
+@given(pending=st.lists(st.sampled_from([1, 1, 1, 2, 7, 40]), max_size=12))
+def test_decodes_that_are_taken_by_their_number_count_as_those_that_were_offered(
+    batcher: Callable[[], Batcher], pending: list[int]
+) -> None:
+    asked, counted = batcher().open(StepContext()), batcher().open(StepContext())
+    if not isinstance(counted, CountingBuilder):
+        return
+    for tokens in pending:
+        if tokens == 1 and counted.decodes:
+            counted.take_decodes(1)
+            assert fill(asked, [1]) == [1]
+        else:
+            verdicts = fill(counted, [tokens])
+            assert verdicts == fill(asked, [tokens])
+            assert tokens > 1 or isinstance(verdicts[0], Refusal)
 
 
 @every_batcher

@@ -205,6 +205,20 @@ class BatchBuilder(Protocol):
     def take(self, request: Request, tokens: int) -> None: ...
 
 
+class CountingBuilder:
+    """Base of a batch builder for which all decodes are alike, so that it is not asked about each of them."""
+
+    __slots__ = ()
+
+    @property
+    def decodes(self) -> int:
+        """Number of slices of one token that it would accept next, of whichever requests."""
+        raise NotImplementedError
+
+    def take_decodes(self, count: int) -> None:
+        raise NotImplementedError
+
+
 class Batcher(Protocol):
     @property
     def cap(self) -> int:

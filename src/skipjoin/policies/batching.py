@@ -12,6 +12,7 @@ from skipjoin.core.policy import (
     BatchBuilder,
     Callbacks,
     CostModel,
+    CountingBuilder,
     Refusal,
 )
 from skipjoin.core.request import Request
@@ -49,11 +50,19 @@ class Greedy:
         return kind(self.max_seqs, self.max_tokens)
 
 
-class ChunkedBuilder:
+class ChunkedBuilder(CountingBuilder):
     __slots__ = ("_seqs", "_tokens")
 
     def __init__(self, seqs: int, tokens: int) -> None:
         self._seqs, self._tokens = seqs, tokens
+
+    @property
+    def decodes(self) -> int:
+        return max(0, min(self._seqs, self._tokens))
+
+    def take_decodes(self, count: int) -> None:
+        self._seqs -= count
+        self._tokens -= count
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
         if self._seqs <= 0:
@@ -67,12 +76,19 @@ class ChunkedBuilder:
         self._tokens -= tokens
 
 
-class WholeBuilder:
+class WholeBuilder(CountingBuilder):
     __slots__ = ("_prompts", "_seqs", "_tokens")
 
     def __init__(self, seqs: int, tokens: int) -> None:
         self._seqs, self._tokens = seqs, tokens
         self._prompts = 0
+
+    @property
+    def decodes(self) -> int:
+        return max(0, self._seqs)
+
+    def take_decodes(self, count: int) -> None:
+        self._seqs -= count
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
         if self._seqs <= 0:
@@ -131,7 +147,7 @@ class Yielding(Callbacks):
         return YieldingBuilder(self, last)
 
 
-class YieldingBuilder:
+class YieldingBuilder(CountingBuilder):
     __slots__ = ("_beyond", "_chunks", "_kept", "_last", "_least", "_limit_s", "_load", "_rules", "_seqs")
 
     def __init__(self, rules: Yielding, last: Sequence[Slice]) -> None:
@@ -144,6 +160,13 @@ class YieldingBuilder:
         self._chunks = 0
         self._kept: int | None = None  # tokens for decodes; None until a prompt is offered
         self._load, self._limit_s = StepLoad(), inf
+
+    @property
+    def decodes(self) -> int:
+        return max(0, self._seqs - self._least)
+
+    def take_decodes(self, count: int) -> None:
+        self._seqs -= count
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
         if self._seqs <= self._least:
@@ -216,7 +239,7 @@ class TargetForward:
         return saturating_tokens(self._cost, self.max_tokens) if self._fixed is None else self._fixed
 
 
-class TargetBuilder:
+class TargetBuilder(CountingBuilder):
     __slots__ = ("_beyond", "_seqs")
 
     def __init__(self, seqs: int, tokens: int) -> None:
@@ -227,6 +250,13 @@ class TargetBuilder:
     @property
     def tokens_left(self) -> int:
         return self._seqs + self._beyond
+
+    @property
+    def decodes(self) -> int:
+        return max(0, self._seqs)
+
+    def take_decodes(self, count: int) -> None:
+        self._seqs -= count
 
     def offer(self, request: Request, pending: int) -> int | Refusal:
         if self._seqs <= 0:

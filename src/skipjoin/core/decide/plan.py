@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from skipjoin.core.context import StepContext, eligible_tokens
 from skipjoin.core.decide.candidates import comes_soon, find_candidates
@@ -11,7 +12,7 @@ from skipjoin.core.decide.lazy import LazySequence
 from skipjoin.core.decide.place import Blocked, Placer
 from skipjoin.core.events import Started, Waited
 from skipjoin.core.kv.interface import BlockLedger, Tiered
-from skipjoin.core.policy import BatchBuilder, Deferral, Policies, Refusal, Scope
+from skipjoin.core.policy import BatchBuilder, CountingBuilder, Deferral, Policies, Refusal, Scope
 from skipjoin.core.request import Request
 from skipjoin.core.selective import passing
 from skipjoin.core.step import Slice, StepPlan
@@ -97,6 +98,9 @@ class StepPlanner:
         found = find_candidates(
             self._policies, self._kv, self._placer, self._evictor, context, led_since=self._draft.led_since
         )
+        tiers = self._kv.tiers
+        if tiers is None or not tiers.cpu_total:  # no request has swapped-out blocks
+            return replace(context, candidates=found)
         return replace(context, candidates=found, blocks_swapped_out=self._blocks_awaited)
 
     def _blocks_awaited(self, request: Request) -> int:
@@ -152,8 +156,9 @@ class StepPlanner:
         offer, take, add = builder.offer, builder.take, self._draft.slices.append
         plan_id, latest = context.plan_id, context.latest
         new = tuple.__new__  # `Slice(...)` takes twice as long, and each step makes one for each request
-        closed, is_selective = self._closed, self._is_selective
-        for request in queue:
+        closed, is_selective, rest = self._closed, self._is_selective, iter(queue)
+        others = iter(partial(self._decode, rest, builder), None) if isinstance(builder, CountingBuilder) else rest
+        for request in others:
             held = blocks_of(request)
             is_credited = held is None and request.prefix is not None and closed is None
             tokens = self._credit_prefix(request) if is_credited else eligible_tokens(request, context)
@@ -189,6 +194,39 @@ class StepPlanner:
                 self.tail = self._closed or WaitReason.BEHIND_MEMORY
                 return request
         return None
+
+    def _decode(self, queue: Iterator[Request], builder: CountingBuilder) -> Request | None:
+        """Add the next requests of the queue that go on decoding within their blocks, as the loop of `_fill` would.
+
+        Returns:
+            The first other request, if there is one.
+        """
+        context, blocks_of, add = self._context, self._kv.blocks_of, self._draft.slices.append
+        plan_id, latest, overlap, pausing = context.plan_id, context.latest, context.overlap, context.pausing
+        new = tuple.__new__
+        left = most = builder.decodes
+        other = None
+        for request in queue:
+            held, progress = blocks_of(request), request.progress
+            start, samples = progress.planned, progress.pending_samples
+            target = start + 1
+            if (
+                held is None
+                or target > held.room
+                or target != progress.known + samples
+                or (samples and (not overlap or target >= request.max_total_tokens))
+                or progress.awaits_grammar
+                or progress.last_plan < latest
+                or request in pausing
+                or not left
+            ):
+                other = request
+                break
+            left -= 1
+            add(new(Slice, (request, start, 1, True, target > progress.known, held.table)))
+            progress.begin(target, True, plan_id)
+        builder.take_decodes(most - left)
+        return other
 
     def _credit_prefix(self, request: Request) -> int:
         """Credit prefix-cache hits; return the eligible tokens, 0 if it waits for a prefix."""

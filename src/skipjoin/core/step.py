@@ -26,8 +26,11 @@ class Slice(NamedTuple):
     blocks: tuple[int, ...]
 
 
-# Requests of slices, read without bytecode for each of them.
+# Parts of slices, read without bytecode for each of them.
 REQUEST_OF: Callable[[Slice], Request] = itemgetter(0)
+START_OF: Callable[[Slice], int] = itemgetter(1)
+TOKENS_OF: Callable[[Slice], int] = itemgetter(2)
+SAMPLES_OF: Callable[[Slice], bool] = itemgetter(3)
 
 
 class Direction(Enum):
@@ -135,6 +138,8 @@ class StepShape(NamedTuple):
 
     @classmethod
     def of(cls, slices: Sequence[Slice]) -> StepShape:
+        if sum(map(TOKENS_OF, slices)) == len(slices):  # decodes only, as most steps
+            return cls(decodes=len(slices), context=sum(map(START_OF, slices)) + len(slices))
         prefill = attention = decodes = context = 0
         for slice_ in slices:
             n = slice_.tokens

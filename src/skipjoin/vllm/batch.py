@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from vllm.v1.request import RequestStatus
 
 from skipjoin.core.request import Request
-from skipjoin.core.step import Slice, StepPlan
+from skipjoin.core.step import REQUEST_OF, SAMPLES_OF, TOKENS_OF, Slice, StepPlan
 
 _RUNNING = RequestStatus.RUNNING
 
@@ -19,17 +19,30 @@ class Batch:
         cuts: The same of requests that stop before their last known token.
     """
 
-    __slots__ = ("_ends", "cuts", "joining", "plan", "running", "tokens")
+    running: list[Any]
+    tokens: dict[str, int]
+    _ran: list[Any]
+    __slots__ = ("_decodes", "_ends", "_mirrors", "_ran", "cuts", "joining", "plan", "running", "tokens")
 
-    def __init__(self, plan: StepPlan, left: Collection[Any]) -> None:
+    def __init__(self, plan: StepPlan, left: Collection[Any], running: list[Any], before: Batch | None) -> None:
+        """Divide the requests of a plan without those `left`.
+
+        Args:
+            running: Requests that vLLM runs.
+            before: Batch of an earlier step. Most steps decode the same requests again, which need no look at each.
+        """
         self.plan, slices = plan, plan.slices
         if left:
             slices = tuple(slice_ for slice_ in slices if slice_.request.sampling not in left)
-        self.running: list[Any] = []
         self.joining: list[Any] = []
         self._ends: list[int] = []  # of the joining ones, in tokens
-        self.tokens: dict[str, int] = {}
         self.cuts: dict[str, int] = {}
+        self._mirrors = [*map(REQUEST_OF, slices)]
+        self._decodes = sum(map(TOKENS_OF, slices)) == len(slices) and all(map(SAMPLES_OF, slices))
+        if before is not None and self._decodes and before.is_followed_by(self._mirrors, running):
+            self.running, self._ran, self.tokens = running, before._ran, before.tokens
+            return
+        self.running, self.tokens = [], {}
         for mirror, start, tokens, samples, _, _ in slices:
             request: Any = mirror.sampling
             self.tokens[request.request_id] = tokens
@@ -40,6 +53,11 @@ class Batch:
                 self._ends.append(start + tokens)
             if not samples:
                 self.cuts[request.request_id] = tokens
+        self._ran = [*self.running]  # vLLM changes its own list
+
+    def is_followed_by(self, mirrors: Sequence[Request], running: Sequence[Any]) -> bool:
+        """Return whether a batch that decodes these requests, while vLLM runs those, is the same as this one."""
+        return self._decodes and not self.joining and mirrors == self._mirrors and running == self._ran
 
     def is_run_by(self, scheduled: Mapping[str, int]) -> bool:
         if scheduled != self.tokens or len(self.tokens) < len(self.plan.slices):

@@ -65,9 +65,9 @@ class Mirrors(dict[str, Request]):
             for output in client.outputs:
                 if (mirror := self.get(output.request_id)) is None:
                     continue
-                progress, new = mirror.progress, output.new_token_ids
-                is_first = not progress.output
-                progress.extend(new)
+                new = output.new_token_ids
+                is_first = histories is not None and not mirror.progress.output
+                mirror.progress.extend(new)
                 if is_first and new and histories is not None:
                     histories.generated(mirror, now)
                 if output.finish_reason is not None:

@@ -67,6 +67,7 @@ class Scheduler(AnyScheduler):
         self.defer_block_free = False
         self._compiling: set[VllmRequest] = set()  # their grammar is not ready
         self._flights: deque[Flight] = deque()
+        self._batch: Batch | None = None  # the latest one
         self._cuts: dict[str, int] = {}  # see `Batch`
         self._max_tokens = self.max_num_scheduled_tokens
         self._is_in_schedule = False
@@ -176,7 +177,8 @@ class Scheduler(AnyScheduler):
         super()._preempt_request(request, now)
 
     def _enact(self, plan: StepPlan, now: float) -> Batch:
-        batch = Batch(plan, self._moves.begin(plan, now) if self._moves is not None else ())
+        left = self._moves.begin(plan, now) if self._moves is not None else ()
+        batch = self._batch = Batch(plan, left, self.running, self._batch)
         if len(batch.running) < len(self.running):
             kept = set(batch.running)
             for request in self.running:

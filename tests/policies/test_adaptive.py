@@ -301,11 +301,9 @@ def test_requests_of_cells_are_sorted_however_far_they_are_read(seed: int) -> No
         cell = chance.choice(cells)
         request = make(number, 1, 1, arrival=chance.choice([1.0, chance.uniform(0, 30)]))
         kept.append((cell, (request.arrival, number, request)))
-        cell.add(kept[-1][1])
         order.add(*kept[-1])
         if chance.random() < 0.3:
             cell, entry = kept.pop(chance.randrange(len(kept)))
-            cell.remove(entry)
             order.remove(cell, entry)
         if chance.random() < 0.1:
             order.reset(cells)

@@ -162,12 +162,12 @@ class Adaptive(Callbacks):
                     self._advances.spend(prefill_s(slice_.tokens), now)
                 else:
                     self._advances.advance(request, prefill_s(slice_.tokens), now)
-            if not (is_begun or slice_.samples):
-                self._price(request, job)
             if slice_.samples:
                 self._dropped.discard(request)
                 if request.progress.known >= job.leaves_at:
                     self._advance(request, job)
+            elif not is_begun:
+                self._price(request, job)
         if prompts:
             self._pace.spend(prefill_s(prompts), now)
 
@@ -408,14 +408,12 @@ class Adaptive(Callbacks):
             self._rank_cell(cell)
             self._orders[cell.group].open(cell)
         job.cell = cell
-        cell.add(job.entry)
         self._orders[cell.group].add(cell, job.entry)
 
     def _leave(self, job: _Job) -> None:
         cell = job.cell
         if cell is None:
             return
-        cell.remove(job.entry)
         job.cell = None
         self._orders[cell.group].remove(cell, job.entry)
         if not cell.entries:

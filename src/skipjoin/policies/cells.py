@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from operator import itemgetter
 from typing import NamedTuple
@@ -17,6 +17,9 @@ Entry = tuple[float, int, Request]
 # Sort key: base and weighted age, arrival, id.
 Key = tuple[float, float, int]
 _BELOW_ALL: Key = (-math.inf, 0.0, 0)
+# Key and request: sorts by key, and never compares requests.
+Ranked = tuple[float, float, int, Request]
+_REQUEST_OF: Callable[[Ranked], Request] = itemgetter(3)
 
 
 class Standing(NamedTuple):
@@ -47,15 +50,6 @@ class Cell:
         self.group = 0
         self.entries: list[Entry] = []
 
-    def add(self, entry: Entry) -> None:
-        if not self.entries or self.entries[-1] < entry:
-            self.entries.append(entry)
-        else:
-            insort(self.entries, entry)
-
-    def remove(self, entry: Entry) -> None:
-        del self.entries[bisect_left(self.entries, entry)]
-
     def key(self, entry: Entry) -> Key:
         return (self.base + self.per_s * entry[0], entry[0], entry[1])
 
@@ -69,13 +63,12 @@ class SortedCells:
     def __init__(self) -> None:
         self._cells: list[Cell] = []
         # Sorted part: all requests with keys below `_limit`, which is None once there are no others.
-        self._keys: list[Key] = []
-        self._requests: list[Request] = []
+        self._sorted: list[Ranked] = []
         self._limit: Key | None = None
 
     def reset(self, cells: Iterable[Cell]) -> None:
         self._cells = list(cells)
-        self._keys, self._requests = [], []
+        self._sorted = []
         self._limit = _BELOW_ALL if self._cells else None
 
     def open(self, cell: Cell) -> None:
@@ -86,29 +79,30 @@ class SortedCells:
 
     # Both compute the key of `Cell.key` in place, because a call takes as long as the rest.
     def add(self, cell: Cell, entry: Entry) -> None:
+        """Add a request to one of the cells."""
+        insort(cell.entries, entry)
         arrival, number, request = entry
-        key, limit = (cell.base + cell.per_s * arrival, arrival, number), self._limit
-        if limit is None or key < limit:
-            at = bisect_left(self._keys, key)
-            self._keys.insert(at, key)
-            self._requests.insert(at, request)
+        ranked, limit = (cell.base + cell.per_s * arrival, arrival, number, request), self._limit
+        if limit is None or ranked < limit:
+            insort(self._sorted, ranked)
 
     def remove(self, cell: Cell, entry: Entry) -> None:
-        arrival, number, _ = entry
-        key, limit = (cell.base + cell.per_s * arrival, arrival, number), self._limit
-        if limit is None or key < limit:
-            at = bisect_left(self._keys, key)
-            del self._keys[at], self._requests[at]
+        entries = cell.entries
+        del entries[bisect_left(entries, entry)]
+        arrival, number, request = entry
+        ranked, limit = (cell.base + cell.per_s * arrival, arrival, number, request), self._limit
+        if limit is None or ranked < limit:
+            del self._sorted[bisect_left(self._sorted, ranked)]
 
     def __iter__(self) -> Iterator[Request]:
-        return chain(self._requests, self._unread())
+        return chain(map(_REQUEST_OF, self._sorted), self._unread())
 
     def _unread(self) -> Iterator[Request]:
         count = _FIRST_READ
         while self._limit is not None:
-            at = len(self._requests)
+            at = len(self._sorted)
             self._read(self._limit, count)
-            yield from islice(self._requests, at, None)
+            yield from map(_REQUEST_OF, islice(self._sorted, at, None))
             count *= 2
 
     def _read(self, start: Key, count: int) -> None:
@@ -116,12 +110,11 @@ class SortedCells:
         unread = [(cell, 0 if start is _BELOW_ALL else cell.find(start)) for cell in self._cells]
         next_keys = (cell.key(cell.entries[at + count]) for cell, at in unread if at + count < len(cell.entries))
         limit = self._limit = min(next_keys, default=None)
-        found: list[tuple[Key, Request]] = []
+        found: list[Ranked] = []
         for cell, at in unread:
             end = len(cell.entries) if limit is None else cell.find(limit, at)
             base, per_s = cell.base, cell.per_s
             entries = cell.entries[at:end]
-            found += [((base + per_s * arrival, arrival, number), request) for arrival, number, request in entries]
-        found.sort(key=itemgetter(0))
-        self._keys += [key for key, _ in found]
-        self._requests += [request for _, request in found]
+            found += [(base + per_s * arrival, arrival, number, request) for arrival, number, request in entries]
+        found.sort()
+        self._sorted += found

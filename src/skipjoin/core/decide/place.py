@@ -283,9 +283,10 @@ class Placer:
         return Blocked(choice.reason, short, Deferral.INCOMING) if choice.reason is not None else None
 
     def _make_room_within(self, request: Request, target: int, *, grows: bool) -> Blocked | None:
-        kv, reservations, rank = self._kv, self._reservations, self._policies.ordering.rank
+        kv = self._kv
         if (short := kv.shortfall(request, target)) <= 0:
             return None
+        reservations, rank = self._reservations, self._policies.ordering.rank
         grows, evictions = grows or self._is_forced, len(self._draft.evicted)
         is_flat = not (kv.sharing and kv.sharing.bidirectional_blocks) and (
             reservations is None or reservations.is_flat

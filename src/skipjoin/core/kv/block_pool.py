@@ -17,12 +17,13 @@ class BlockPool:
     then cached ones in LRU order, then those that are leased to programs, and those that waiting requests want last.
 
     Attributes:
+        free: Number of blocks that are not allocated.
         changes: Number of times that KV which requests wait for was lost, allocated or freed.
         reused: Number of times that a cached block was allocated, and its KV lost.
     """
 
     def __init__(self, total: int) -> None:
-        self.total = total
+        self.total = self.free = total
         self.changes = self.reused = 0
         # Popped from the end, so the lowest block numbers go first.
         self._empty = list(range(total - 1, -1, -1))
@@ -34,10 +35,6 @@ class BlockPool:
         self._waiting: Counter[Key] = Counter()
         self._leases: Counter[Key] = Counter()
         self._read: set[int] = set()  # being copied, and not reused since the copy began
-
-    @property
-    def free(self) -> int:
-        return len(self._empty) + len(self._cached) + len(self._leased) + len(self._wanted)
 
     @property
     def cached(self) -> int:
@@ -58,10 +55,12 @@ class BlockPool:
     def take(self, count: int) -> list[int]:
         """Allocate blocks, whose old KV is lost. Check `free` first."""
         empty = self._empty
+        self.free -= count
         return [empty.pop() if empty else self._take_cached() for _ in range(count)]
 
     def put(self, blocks: Sequence[int]) -> None:
         """Free blocks, given in token order. Of cached ones, the last is reused first."""
+        self.free += len(blocks)
         if not self._keys:
             self._empty.extend(reversed(blocks))
             return
@@ -78,6 +77,7 @@ class BlockPool:
             if block in self._keys:
                 self.unname(block)
         self._empty += lost
+        self.free += len(lost)
         return lost
 
     # -- keys ---------------------------------------------------------------------------------------------
@@ -122,8 +122,14 @@ class BlockPool:
         if block in self._wanted:
             del self._wanted[block]
             self.changes += 1
-            return True
-        return self._leased.pop(block, False) is None or self._cached.pop(block, False) is None
+        elif block in self._leased:
+            del self._leased[block]
+        elif block in self._cached:
+            del self._cached[block]
+        else:
+            return False
+        self.free -= 1
+        return True
 
     def _class_of(self, key: Key) -> dict[int, None]:
         if key in self._waiting:
@@ -180,7 +186,8 @@ class BlockPool:
     # -- consistency check --------------------------------------------------------------------------------
 
     def check(self, held: Iterable[int]) -> None:
-        if sorted(chain(self.free_blocks(), held)) != list(range(self.total)):
+        free = [*self.free_blocks()]
+        if sorted(chain(free, held)) != list(range(self.total)) or len(free) != self.free:
             raise LedgerError("a block leaked or doubled")
         if self._blocks != {key: block for block, key in self._keys.items()}:
             raise LedgerError("a key leads to another block than to its own")

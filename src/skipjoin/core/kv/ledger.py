@@ -176,7 +176,7 @@ class KVLedger:
         held.refresh_room()
 
     def grow(self, request: Request, tokens: int) -> RequestBlocks:
-        held = self._hold(request)
+        held = self.held.get(request) or self._hold(request)
         missing = self.blocks_for(tokens) - len(held.device)
         if held.moving is Direction.OUT or (held.swapped_out and held.moving is None):
             raise LedgerError(f"request {request.id} grows while its KV is not on the device")

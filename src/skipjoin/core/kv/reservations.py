@@ -155,7 +155,7 @@ class Reservations:
         return reservation.unused if reservation is not None else 0
 
     def with_unused(self, least: int) -> list[tuple[int, int, Request]]:
-        # `Reservation.unused` in place, because a call takes as long as the rest.
+        # `Reservation.unused` in place, as in `unused_in_all`, because a call takes as long as the rest.
         return [
             (unused, owner.id, owner)
             for owner, this in self._of.items()
@@ -189,10 +189,10 @@ class Reservations:
         return True
 
     def unused_in_all(self, reservation: Reservation) -> int:
-        unused = 0
-        while reservation.parent is not None:
-            unused += reservation.unused
-            reservation = reservation.parent
+        unused, this = 0, reservation
+        while (parent := this.parent) is not None:
+            unused += this.size + this.adopted - len(this.held) - this.nested_blocks
+            this = parent
         return unused
 
     def _freed(self, this: Reservation, parent: Reservation) -> int:

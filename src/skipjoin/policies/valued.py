@@ -3,12 +3,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress, repeat
+from operator import le, sub
 from typing import Any, Protocol
 
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.policy import Fact, explanation
 from skipjoin.core.request import Request
-from skipjoin.core.step import Slice
+from skipjoin.core.step import REQUEST_OF, START_OF, TOKENS_OF, Slice
 from skipjoin.policies.ranking import Ranked
 
 _NEVER = math.inf
@@ -89,6 +91,9 @@ class Valued(Ranked):
     def _changing(self, slices: Sequence[Slice]) -> list[Slice]:
         changes_at = self._changes.get
         # The slice of a decode begins one token before the last known one, and another one is sampled.
+        if sum(map(TOKENS_OF, slices)) == len(slices):  # as in most steps, which need no bytecode for each
+            ends = map(changes_at, map(REQUEST_OF, slices), repeat(0))
+            return [*compress(slices, map(le, map(sub, ends, repeat(2)), map(START_OF, slices)))]
         return [slice_ for slice_ in slices if changes_at(slice_[0], 0) <= slice_[1] + 2 or slice_[2] > 1]
 
     def on_preempted(self, request: Request, now: float) -> None:

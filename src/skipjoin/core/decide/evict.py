@@ -250,6 +250,8 @@ class Evictor:
         return move
 
     def _holders_ranked(self) -> list[tuple[Any, Request]]:
+        if self._holders is None and len(self._draft.slices) == len(self._kv.holders()):
+            self._holders = []  # all of them run
         if self._holders is None:
             rank, blocks_of = self._rank, self._kv.blocks_of
             returns_overlapped = self._policies.eviction.returns_overlapped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
@@ -100,6 +101,25 @@ def test_the_limit_follows_the_least_patient_live_request() -> None:
     batcher.on_finished(long, 3.0)
     batcher.on_arrived(make(102, 400), 4.0)
     assert batcher.patience.limit_s == short_s
+
+
+def test_the_limit_is_the_least_patience_of_many_live_requests() -> None:
+    draw, patience = random.Random(0), Patience(COST)
+    live = {make(1000, 1, target=Target(tpot_s=0.5)): 0.5}  # stays
+    for request in live:
+        patience.begin(request, 0.0)
+    for number in range(3000):
+        if draw.random() < 0.5:
+            tpot_s = draw.choice([0.3, draw.uniform(0.1, 0.9)])
+            request = make(number, 1, target=Target(tpot_s=tpot_s))
+            live[request] = tpot_s
+            patience.begin(request, 0.0)
+        elif len(live) > 1:
+            gone = draw.choice(list(live)[1:])
+            del live[gone]
+            patience.end(gone, 0.0)
+        assert patience.limit_s == min(live.values())
+    assert len(patience._values) <= 2 * len(live) + 256
 
 
 def test_the_batcher_rests_without_best_effort_requests() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import heapq
+from collections import Counter
 from collections.abc import Callable, Iterator
 from math import inf
 
@@ -48,6 +50,9 @@ class Patience:
         self.limit_s = 0.0  # maximum time of a step that real-time requests may wait for
         self.best_effort = 0  # unfinished best-effort requests
         self._of: dict[Request, float] = {}  # unfinished real-time requests
+        # Their number by patience, and a heap of its keys, among them some that no request has any more.
+        self._with: Counter[float] = Counter()
+        self._values: list[float] = []
         self._last = -inf  # time of the last arrival or finish of a real-time request
 
     def begin(self, request: Request, now: float) -> None:
@@ -56,7 +61,10 @@ class Patience:
             return
         self._last = now
         patience = self._of[request] = self._patience(request)
-        self.limit_s = min(self.limit_s, patience) if len(self._of) > 1 else patience
+        if patience not in self._with:
+            heapq.heappush(self._values, patience)
+        self._with[patience] += 1
+        self._follow_least()
 
     def end(self, request: Request, now: float) -> None:
         if request.is_best_effort:
@@ -64,8 +72,18 @@ class Patience:
             return
         patience = self._of.pop(request)
         self._last = now
-        if patience == self.limit_s and self._of:
-            self.limit_s = min(self._of.values())
+        self._with[patience] -= 1
+        self._follow_least()
+
+    def _follow_least(self) -> None:
+        values, count = self._values, self._with
+        while values and not count[values[0]]:
+            del count[heapq.heappop(values)]
+        if values:
+            self.limit_s = values[0]
+        if len(values) > 2 * len(self._of) + 256:
+            self._with = +count
+            self._values = sorted(self._with)
 
     def is_limiting(self, now: float) -> bool:
         return bool(self.best_effort and (self._of or now < self._last + QUIET_S))

@@ -316,8 +316,12 @@ class Adaptive(Callbacks):
             if job.place != NOT_BEGUN:
                 continue
             waiting[request] = None
-            if kv.blocks_of(request) is None:
-                job.cached = kv.hit(request).tokens
+            if kv.blocks_of(request) is not None:
+                continue
+            found = kv.hit(request).tokens
+            # Without an objective, the kind depends on nothing else that changes while the request waits.
+            if found != job.cached or job.kind.steps is not None:
+                job.cached = found
                 self._price(request, job)
 
     def _rank_cell(self, cell: Cell) -> None:

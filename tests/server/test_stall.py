@@ -30,7 +30,6 @@ class Stubborn(Callbacks, ChunkedBuilder):
     """Defective batcher that refuses all requests or those with KV."""
 
     cap = 8
-    decodes = 0
 
     def __init__(self, *, refuses_all: bool) -> None:
         super().__init__(8, 100)

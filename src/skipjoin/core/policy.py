@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from skipjoin.core.context import StepContext
 from skipjoin.core.events import Preemption
@@ -206,9 +206,19 @@ class BatchBuilder(Protocol):
 
 
 class CountingBuilder:
-    """Base of a batch builder for which all decodes are alike, so that it is not asked about each of them."""
+    """Base of a batch builder for which all decodes are alike, so that it is not asked about each of them.
+
+    Attributes:
+        counts_decodes: False for a subclass with its own `offer` or `take` but its base's `decodes`: it is always asked.
+    """
 
     __slots__ = ()
+    counts_decodes: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if not {"decodes", "offer", "take"}.isdisjoint(vars(cls)):
+            cls.counts_decodes = "decodes" in vars(cls)
 
     @property
     def decodes(self) -> int:

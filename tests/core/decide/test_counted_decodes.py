@@ -7,10 +7,11 @@ import pytest
 from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.policy import Batcher, Policies
+from skipjoin.core.policy import Batcher, Policies, Refusal
+from skipjoin.core.request import Request
 from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.policies.admission import OnDemand
-from skipjoin.policies.batching import Greedy
+from skipjoin.policies.batching import ChunkedBuilder, Greedy
 from skipjoin.policies.eviction import Recompute
 from skipjoin.policies.ordering import Fcfs
 from skipjoin.policies.whole_prompts import WholePrompts
@@ -50,3 +51,22 @@ def test_decodes_that_the_batcher_is_not_asked_about_are_planned_as_the_others(o
         asked = plans_of(WholePrompts(Greedy(6, 16, chunked=False)), seed, overlap=overlap)
         assert counted == asked
         assert len(counted) > 100
+
+
+def test_a_builder_with_an_offer_of_its_own_is_asked_about_decodes() -> None:
+    class Asked(ChunkedBuilder):
+        def offer(self, request: Request, tokens: int) -> int | Refusal:
+            return super().offer(request, tokens)
+
+    class Counted(ChunkedBuilder):
+        pass
+
+    assert Counted.counts_decodes
+    assert not Asked.counts_decodes
+
+    class Named(Asked):
+        @property
+        def decodes(self) -> int:
+            return 0
+
+    assert Named.counts_decodes

@@ -157,7 +157,9 @@ class StepPlanner:
         plan_id, latest = context.plan_id, context.latest
         new = tuple.__new__  # `Slice(...)` takes twice as long, and each step makes one for each request
         closed, is_selective, rest = self._closed, self._is_selective, iter(queue)
-        others = iter(partial(self._decode, rest, builder), None) if isinstance(builder, CountingBuilder) else rest
+        others: Iterator[Request] = rest
+        if isinstance(builder, CountingBuilder) and builder.counts_decodes:
+            others = iter(partial(self._decode, rest, builder), None)
         for request in others:
             held = blocks_of(request)
             is_credited = held is None and request.prefix is not None and closed is None

@@ -250,15 +250,14 @@ def test_random_weights_without_any_dtype_are_float32(folder, caplog):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["DebertaModel"]}, "DebertaModel is not supported; supported are LlamaForCausalLM"),
+        ({"architectures": ["DebertaModel"]}, "DebertaModel is not supported"),
         (
             {"architectures": None, "model_type": "xglm"},
             "XGLMForCausalLM has no family of Skipjoin's own, and cannot run",
         ),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "supported are default, linear, llama3, yarn"),
         (
-            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "without it, the model is the same up to max_position_em",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 1e3}},
+            "supported are default, linear, llama3, yarn, longrope: with alpha, its frequencies depend on the length",
         ),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "must have a factor for each of .* pairs, got None"),
         ({"rope_scaling": {"type": "ntk"}}, "'ntk' is not supported"),

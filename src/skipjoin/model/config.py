@@ -54,7 +54,7 @@ _MAY_BE_ZERO = (
     *("num_experts_per_tok", "type_vocab_size"),
 )
 # Of each layer, in decoders that transformers' code runs.
-_MAY_BE_LISTED = ("intermediate_size",)
+_MAY_BE_LISTED = ("intermediate_size", "moe_intermediate_size")
 # Bounds of the epsilon that is added to a variance: a smaller one is 0 in float32, and a larger one drowns the
 # variance.
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
@@ -132,7 +132,7 @@ class StateSettings:
     """State of a request in the layers `layers`, which have no KV; all have the same.
 
     Attributes:
-        kernel: Tokens that a causal convolution of `channels` channels reads.
+        kernel: Tokens that a causal convolution of `channels` channels reads; 1 and 0 without one.
         heads: Heads of a linear recurrence, each with a matrix of key_dim x value_dim; 0 without one.
         key_heads: Number of keys and queries, which divides `heads`.
     """
@@ -286,7 +286,7 @@ class ModelConfig:
 def _check_states(of: StateSettings, layers: int, least: int) -> None:
     if not 0 < len(of.layers) <= layers - least:
         raise ModelError(f"of {layers} layers, 1 to {layers - 1} must have attention, got {layers - len(of.layers)}")
-    if not 2 <= of.kernel <= MAX_KERNEL:
+    if not (2 <= of.kernel <= MAX_KERNEL or (of.heads and not of.channels)):
         raise ModelError(f"the convolutions in config.json must read 2 to {MAX_KERNEL} tokens, got {of.kernel}")
     if of.heads and (min(of.key_heads, of.key_dim, of.value_dim) < 1 or of.heads % of.key_heads):
         raise ModelError(f"{of.heads} heads of a recurrence cannot share {of.key_heads} keys evenly")

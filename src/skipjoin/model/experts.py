@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from skipjoin.model.layers import Builder, LayerInputs, SelfAttention
-from skipjoin.model.ops.base import Experts, LayerParts, Linear, Norm
+from skipjoin.model.ops.base import GATED, Experts, LayerParts, Linear, Norm
 from skipjoin.model.parallel import Group
 from skipjoin.model.weights import Matrix, Stack
 
@@ -66,6 +66,24 @@ def expert_mlp(builder: Builder, router: str, make: MakeExperts, *, has_bias: bo
         up, down, settings.per_token, among=settings.among_chosen, scale=builder.config.residual_scale
     )
     return ExpertMLP(routes, experts, builder.group, shard.expert_counts(builder.config))
+
+
+def gated_experts(builder: Builder, name: str) -> MakeExperts:
+    """Return what makes experts of tensors of their own, or of two of all, `name`.gate_up_proj and `name`.down_proj.
+
+    Those are [experts, out, in], or [experts, in, out] as in the files of Qwen3-VL.
+    """
+    of, hidden = builder.config.experts, builder.config.hidden_size
+    assert of is not None
+    shapes = [builder.weights.shape_of(f"{name}.{part}") for part in ("gate_up_proj", "down_proj")]
+    if None in shapes:
+        return separate_experts(builder, name, ("gate_proj", "up_proj"), "down_proj", GATED)
+    is_transposed = shapes == [(of.count, hidden, 2 * of.width), (of.count, of.width, hidden)]
+    own = builder.shard.expert_columns(builder.config)
+    rows = torch.cat([torch.arange(first + own.start, first + own.stop) for first in (0, of.width)])
+    up = Stack(f"{name}.gate_up_proj", of.count, 2 * of.width, hidden, is_transposed, rows=rows)
+    down = Stack(f"{name}.down_proj", of.count, hidden, of.width, is_transposed, columns=own)
+    return stacked_experts(builder, up, down, GATED)
 
 
 def separate_experts(builder: Builder, name: str, gate_up: Sequence[str], down: str, activation: str) -> MakeExperts:

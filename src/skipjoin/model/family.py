@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -28,6 +29,9 @@ _BUILT_IN = (
     "granite_hybrid",
 )
 
+# Decoders by the types of parts of models that see, for which transformers has no class of a decoder. The positions of
+# text are the same in all sections of theirs.
+_TEXT_PARTS = {"glm4v_text": "Glm4ForCausalLM", "glm4v_moe_text": "Glm4MoeForCausalLM"}
 CLASSIFIER = "ForSequenceClassification"
 # Maps a parsed config.json and the name of its architecture to fields of `ModelConfig`.
 ReadFields = Callable[[Mapping[str, Any], str], dict[str, Any]]
@@ -98,6 +102,8 @@ def family_named(name: str) -> Family:
 
 def find_architecture(names: list[Any], model_type: str | None) -> tuple[str, Family]:
     _register_own()
+    if not names and model_type in _TEXT_PARTS:
+        names = [_TEXT_PARTS[model_type]]
     if (found := _find(names, model_type)) is None:
         load_plugins(
             ENTRY_POINTS,
@@ -107,19 +113,33 @@ def find_architecture(names: list[Any], model_type: str | None) -> tuple[str, Fa
         found = _find(names, model_type)
     if found is None:  # the name of a decoder without an output, or with one for scores
         found = _find([_generating(name) for name in names], None) if names else None
+    native = [name for family in _families.values() for name in family.architectures]
+    if found is None and names:
+        usual = [same for name in names if (same := same_name(name, native)) is not None]
+        found = _find(usual, None) if usual else None
     if found is not None:
         return found
     # Imported lazily: transformers' modeling code takes seconds, and is needed for models without a family only.
-    from skipjoin.model.fallback.settings import find, version  # noqa: PLC0415
+    from skipjoin.model.fallback.settings import decoders, find, version  # noqa: PLC0415
 
     if (architecture := find(names, model_type)) is not None:
         return architecture, _fallback()
-    supported = ", ".join(name for family in _families.values() for name in family.architectures)
     asked = ", ".join(map(str, names or [model_type]))
+    near = get_close_matches(asked, [*native, *decoders()], n=1, cutoff=0.8)
     raise FamilyError(
-        f"architecture {asked} is not supported; supported are {supported}, and decoders in transformers {version()}; "
-        "code in a model's folder is never run"
+        f"architecture {asked} is not supported{f'; {near[0]} is' if near else ''}: {len(native)} are, and decoders in "
+        f"transformers {version()}. Code in a model's folder (auto_map) is never run, so that models with code of "
+        "their own need a version in the format of transformers (often ...-hf) or a GGUF file"
     )
+
+
+def same_name(name: Any, known: Iterable[str]) -> str | None:
+    """Return the known name that is written differently, as in files whose code was in their folder; None without."""
+    return next((other for other in known if _letters(other) == _letters(str(name))), None)
+
+
+def _letters(name: str) -> str:
+    return name.replace("_", "").lower()
 
 
 def _fallback() -> Family:

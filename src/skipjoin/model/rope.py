@@ -12,9 +12,7 @@ MAX_POSITIONS = 1 << 30
 # More than the rounding error of a factor that is a quotient of two lengths.
 _ROUNDING = 1e-6
 _VARIABLE = "its frequencies depend on the length of a request, so cached KV would not stay valid as the request grows"
-_REASONS = {
-    "dynamic": f"{_VARIABLE}; without it, the model is the same up to max_position_embeddings",
-}
+_REASONS = {"dynamic": f"with alpha, {_VARIABLE}"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +75,8 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, defaul
         return RopeSettings(
             theta=theta, rotary_dim=rotary_dim, scaling=scaling, factors=_factors(nested.get("factors"), rotary_dim)
         )
+    if scaling == "dynamic" and nested.get("alpha") is None:
+        scaling = "default"  # up to max_position_embeddings, where the context ends
     if scaling not in SCALINGS:
         reason = f": {_REASONS[scaling]}" if scaling in _REASONS else ""
         raise ValueError(f"RoPE scaling {scaling!r} is not supported; supported are {', '.join(SCALINGS)}{reason}")

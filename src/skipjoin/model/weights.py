@@ -83,6 +83,10 @@ class Weights(ABC):
         """Return a matrix in codes, or None if it has none that products of the chosen operations read."""
         return None
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a stored tensor, or None if there is none, or tensors are made by their names."""
+        return None
+
     def linear(
         self,
         ops: LayerOps,
@@ -215,6 +219,9 @@ class Int8Weights(Weights):
     def __init__(self, plain: Weights) -> None:
         self._plain = plain
         self.checkpoint = plain.checkpoint
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        return self._plain.shape_of(name)
 
     def take(self, name: str, *shape: int, rows: range | None = None, columns: range | None = None) -> torch.Tensor:
         return self._plain.take(name, *shape, rows=rows, columns=columns)
@@ -356,6 +363,10 @@ class FolderWeights(Weights):
 
     def has(self, name: str) -> bool:
         return self.named(name) is not None
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        stored = self.named(name)
+        return None if stored is None else tuple(self._files.opened(stored).get_shape())
 
     def named(self, name: str) -> str | None:
         """Return the name that a tensor has in the files, or None if they lack it."""

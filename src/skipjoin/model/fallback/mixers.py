@@ -41,7 +41,7 @@ _here = threading.local()
 class StateShape(NamedTuple):
     """State of a layer, as in `StateSettings`."""
 
-    kernel: int = 0
+    kernel: int = 1
     channels: int = 0
     heads: int = 0
     key_heads: int = 0
@@ -62,13 +62,17 @@ class Mixing(Protocol):
 
 
 def mixers(model: Any) -> dict[str, Any]:
-    """Return the modules with a convolution that take a cache, by name."""
+    """Return the modules with a state that take a cache, by name."""
     found = {}
     for name, module in model.named_modules():
-        has_convolution = any(isinstance(child, torch.nn.Conv1d) for child in module.children())
-        if has_convolution and not signature(type(module).forward).parameters.keys().isdisjoint(_CACHES):
+        has_state = has_convolution(module) or type(module).__name__ in _FORWARDS
+        if has_state and not signature(type(module).forward).parameters.keys().isdisjoint(_CACHES):
             found[name] = module
     return found
+
+
+def has_convolution(module: torch.nn.Module) -> bool:
+    return any(isinstance(child, torch.nn.Conv1d) for child in module.children())
 
 
 def mix(module: Any, by: Mixing) -> None:
@@ -79,7 +83,8 @@ def mix(module: Any, by: Mixing) -> None:
         if original is not None and not hasattr(original, "skipjoin"):
             setattr(code, name, _either(original, ours))
     # That of the class, since a module may be given to a recorder first, and to a decoder then.
-    module.forward = partial(_without_cache, partial(type(module).forward, module), by)
+    forward = _FORWARDS.get(type(module).__name__, type(module).forward)
+    module.forward = partial(_without_cache, partial(forward, module), by)
 
 
 def _either(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,6 +164,21 @@ def _scan(by: Mixing, x: torch.Tensor, *others: Any, **options: Any) -> torch.Te
     return out if gate is None else out * F.silu(gate)
 
 
+def _lightning(module: Any, hidden_states: torch.Tensor, *ignored: Any, **also: Any) -> tuple[torch.Tensor, None]:
+    """Replace the linear attention of MiniMax: the recurrence of Mamba-2 with steps of 1, and no convolution."""
+    heads, dim = module.num_attention_heads, module.head_dim
+    joined = module.act_fn(module.qkv_proj(hidden_states))[0].view(-1, heads, 3 * dim)
+    query, key, value = (part.flatten(1) for part in joined.split(dim, dim=-1))
+
+    def make() -> Recurrence:
+        slopes = module.slope_rate.detach().float().flatten()
+        return Recurrence(heads, slopes.log(), torch.zeros_like(slopes), least=1.0, most=1.0)
+
+    decay = value.new_zeros((len(value), heads))
+    out = _here.by.recur(RecurrenceInputs(query, key, value, decay), make)[None]
+    return module.out_proj(module.output_gate(hidden_states).sigmoid() * module.norm(out)), None
+
+
 def _check(options: Mapping[str, Any], **known: Any) -> None:
     for name, value in known.items():
         if options.get(name, value) != value:
@@ -185,6 +205,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "chunk_kimi_delta_attention": _learn,
     "mamba_selective_scan": _scan,
 }
+# Of modules that call no such function, by the names of their classes.
+_FORWARDS: dict[str, Callable[..., Any]] = {"MiniMaxLightningAttention": _lightning}
 
 
 class MixingRecorder:
@@ -199,7 +221,7 @@ class MixingRecorder:
 
     def convolve(self, inputs: ConvolutionInputs, make: Callable[[], Convolution]) -> torch.Tensor:
         kernel, channels = make().weights.shape
-        self._record(self.shape.kernel, kernel=kernel, channels=channels)
+        self._record(self.shape.channels, kernel=kernel, channels=channels)
         return torch.empty_like(inputs.x)
 
     def recur(self, inputs: RecurrenceInputs, make: Callable[[], Recurrence]) -> torch.Tensor:

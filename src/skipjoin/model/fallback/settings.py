@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from skipjoin.model.config import LARGEST, ModelError, StateSettings, check_sizes
 from skipjoin.model.fallback.trace import Traced, trace
+from skipjoin.model.family import same_name
 
 # Entries of config.json that are not the model's: they choose code and kernels, or types that `dtype` chooses.
 _NOT_READ = ("auto_map", "attn_implementation", "experts_implementation", "dtype", "torch_dtype")
@@ -57,14 +58,23 @@ def find(names: list[Any], model_type: str | None) -> str | None:
 
     Of a model that also sees or hears, it is the language model's, if transformers has that as a class of its own.
     """
-    known = {
-        kind: known if isinstance(known, str) else known[0] for kind, known in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
-    }
+    known = _known()
     # Others that also see or hear have a language model of another architecture, which their `text_config` names.
     texts = [str(name).replace("ForConditionalGeneration", "ForCausalLM") for name in names]
     texts = [_TEXT_OF.get(name, name) for name in texts]
     found = next((name for name in texts if name in known.values()), None)
+    found = found or next((same for name in texts if (same := same_name(name, known.values())) is not None), None)
     return found if names else known.get(model_type or "")
+
+
+def decoders() -> list[str]:
+    return [*_known().values()]
+
+
+def _known() -> dict[str, str]:
+    """Return the causal decoders of transformers by the types of their configurations."""
+    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    return {kind: name if isinstance(name, str) else name[0] for kind, name in found}
 
 
 def fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from skipjoin.model.config import ModelError
 from skipjoin.model.fallback import older
 from skipjoin.model.fallback.even import is_uneven
 from skipjoin.model.fallback.interfaces import OTHER_MASK, PAGED, SAMPLED, QueryKeyValue, hook, register
-from skipjoin.model.fallback.mixers import MixingRecorder, StateShape, mix, mixers
+from skipjoin.model.fallback.mixers import MixingRecorder, StateShape, has_convolution, mix, mixers
 from skipjoin.model.fallback.products import CASTS
 
 # Options of attention that change nothing here, or that `_Recorder` reads.
@@ -33,6 +34,8 @@ _KV_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer
 _STATE_LAYERS = frozenset(
     {"LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
 )
+# Caches of a class of their own, by the type of the model.
+_OWN_CACHE: dict[str, type[Any]] = {"minimax": MiniMaxCache}
 _STATE = "its layers keep a state that is no KV"
 
 
@@ -123,8 +126,8 @@ def trace(kind: type[Any], config: Any) -> Traced:
     recorder, uses = _Recorder(), _Uses()
     for module in model.modules():
         hook(module, attend=recorder, experts=_no_experts)
-    states = {}
-    for name, module in mixers(model).items():
+    states, with_state = {}, mixers(model)
+    for name, module in with_state.items():
         states[name] = MixingRecorder()
         mix(module, states[name])
     kept = sum(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
@@ -135,7 +138,8 @@ def trace(kind: type[Any], config: Any) -> Traced:
             ids, positions = torch.zeros((1, _TOKENS), dtype=torch.int64), torch.arange(_TOKENS)[None]
             # A cache of states only has no length, for which some ask.
             has_kv = any(isinstance(layer, CacheLayerMixin) for layer in cache.layers) or not cache.layers
-            given = {"past_key_values": cache, "use_cache": True} if has_kv else {"use_cache": False}
+            taken = _OWN_CACHE[config.model_type]() if config.model_type in _OWN_CACHE else cache
+            given = {"past_key_values": taken, "use_cache": True} if has_kv else {"use_cache": False}
             model(input_ids=ids, position_ids=positions, **given)
     except ModelError:
         raise
@@ -143,7 +147,8 @@ def trace(kind: type[Any], config: Any) -> Traced:
         raise ModelError(f"{_FIXED}, or it cannot run without data: {type(error).__name__}: {error}") from error
     _check_state(cache)
     used = {name: state.shape for name, state in states.items() if state.shape != StateShape()}
-    if len(set(used.values())) > 1 or any(not shape.kernel for shape in used.values()):
+    is_partial = any(has_convolution(with_state[name]) and not shape.channels for name, shape in used.items())
+    if len(set(used.values())) > 1 or is_partial:
         raise ModelError(f"{_STATE}, and differs between them")
     if kept != len(used) or (kind._is_stateful and not used):
         raise ModelError(f"{_STATE}, by functions of its own")

@@ -57,7 +57,7 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
 
 
 def _width(raw: Mapping[str, Any]) -> int:
-    width = int(raw.get("block_ff_dim", raw["intermediate_size"]))
+    width = int(raw["block_ff_dim"] if "block_ff_dim" in raw else raw["intermediate_size"])
     if raw["block_auto_adjust_ff_dim"]:
         width = 2 * width // 3
         if raw["block_ffn_dim_multiplier"] is not None:

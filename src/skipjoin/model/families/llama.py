@@ -31,6 +31,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+    "internlm3": {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5},
     "smollm3": {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
 }
 _ARCHITECTURES = {
@@ -46,15 +47,22 @@ _ARCHITECTURES = {
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "SmolLM3ForCausalLM": "smollm3",
     "GraniteForCausalLM": "granite",
+    "MiMoForCausalLM": "mimo",
+    "InternLM3ForCausalLM": "internlm3",
+    "IQuestCoderForCausalLM": "iquestcoder",
 }
 
 
 def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     kind = _ARCHITECTURES[architecture].removesuffix("_vl").removesuffix("_5")
+    kind = "qwen2" if kind == "mimo" else kind  # whose further layers predict later tokens
     if kind == "mistral3":  # its language model
         kind = "ministral3" if raw.get("model_type") == "ministral3" else "mistral"
     raw = {**_DEFAULTS.get(kind, {}), **raw}
     fields = gated_fields(raw)
+    if kind == "internlm3":
+        has_bias, has_qkv_bias = bool(raw.get("bias", False)), bool(raw.get("qkv_bias", False))
+        fields |= {"attention_bias": has_qkv_bias, "output_bias": has_bias, "mlp_bias": has_bias}
     layers, window = fields["num_layers"], int(raw.get("sliding_window") or 0)
     if kind in ("mistral", "ministral3"):
         fields["windows"] = (window,) * layers

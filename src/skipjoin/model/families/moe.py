@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from skipjoin.model.config import ExpertSettings, ModelError, every
-from skipjoin.model.experts import ExpertLayer, MakeExperts, expert_mlp, separate_experts, stacked_experts
+from skipjoin.model.experts import ExpertLayer, MakeExperts, expert_mlp, gated_experts, separate_experts, stacked_experts
 from skipjoin.model.families.gated import gated_attention, gated_fields, gated_mlp, granite_scales, residual_scale
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
@@ -44,6 +44,11 @@ _KINDS = {
         "qwen3_moe", "moe_intermediate_size", "num_experts", "mlp", "gate", _SEPARATE,
         {**_QWEN3, "moe_intermediate_size": 768},
     ),
+    "Qwen3VLMoeForConditionalGeneration": _Kind(
+        "qwen3_vl_moe", "moe_intermediate_size", "num_experts", "mlp", "gate", _SEPARATE,
+        _QWEN3 | {"num_experts": 60, "num_experts_per_tok": 4, "num_key_value_heads": 16, "norm_topk_prob": True}
+        | {"moe_intermediate_size": 1408},
+    ),
     "MixtralForCausalLM": _Kind(
         "mixtral", "intermediate_size", "num_local_experts", "block_sparse_moe", "gate", ("w1", "w3", "w2"),
         {**_MIXTRAL, "num_experts_per_tok": 2},
@@ -75,7 +80,8 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         raise ModelError(f"clip_qkv of {architecture} must be null, got {raw['clip_qkv']!r:.80}")
     layers, window = fields["num_layers"], int(raw.get("sliding_window") or 0)
     is_sparse = [True] * layers
-    if kind.model_type == "qwen3_moe":
+    is_qwen3 = kind.model_type in ("qwen3_moe", "qwen3_vl_moe")
+    if is_qwen3:
         window = window if raw.get("use_sliding_window") else 0
         dense, is_skipped = raw.get("mlp_only_layers") or (), every(raw["decoder_sparse_step"])
         is_sparse = [layer not in dense and not is_skipped(layer) for layer in range(layers)]
@@ -85,8 +91,8 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     if shared := int(raw.get("shared_intermediate_size") or 0) if kind.model_type == "granitemoeshared" else 0:
         fields |= {"intermediate_size": shared, "shared_width": shared}
     return fields | {
-        "windows": (window,) * layers if kind.model_type in ("qwen3_moe", "mixtral") else (0,) * layers,
-        "qk_norm": kind.model_type in ("qwen3_moe", "olmoe"),
+        "windows": (window,) * layers if is_qwen3 or kind.model_type == "mixtral" else (0,) * layers,
+        "qk_norm": is_qwen3 or kind.model_type == "olmoe",
         "experts": ExpertSettings(
             count=int(count),
             per_token=int(raw["num_experts_per_tok"]),
@@ -127,6 +133,8 @@ class ExpertDecoder(RotaryDecoder):
 
 
 def _experts(builder: Builder, name: str, kind: _Kind) -> MakeExperts:
+    if kind.names == _SEPARATE:
+        return gated_experts(builder, f"{name}.experts")
     if kind.names is not None:
         return separate_experts(builder, f"{name}.experts", kind.names[:2], kind.names[2], GATED)
     of, hidden, own = builder.config.experts, builder.config.hidden_size, builder.shard.expert_columns(builder.config)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from skipjoin.model.config import ExpertSettings, ModelError, StateSettings, every
-from skipjoin.model.experts import expert_mlp, separate_experts
+from skipjoin.model.experts import expert_mlp, gated_experts
 from skipjoin.model.families.gated import gated_fields, gated_mlp
 from skipjoin.model.families.lfm2 import mixed_kinds
 from skipjoin.model.families.rotary import RotaryDecoder
@@ -154,14 +154,13 @@ def _mlp(builder: Builder, index: int, name: str) -> Part:
     config, of = builder.config, builder.config.experts
     if of is None or index not in of.layers:
         return mlp_part(*gated_mlp(builder, name))
-    parts = ("gate_proj", "up_proj"), "down_proj"
-    experts = expert_mlp(builder, f"{name}.gate", separate_experts(builder, f"{name}.experts", *parts, GATED))
+    experts = expert_mlp(builder, f"{name}.gate", gated_experts(builder, f"{name}.experts"))
     return SharedExperts(
         builder,
         experts,
         (
             builder.linear(
-                [f"{name}.shared_expert.{part}" for part in parts[0]],
+                [f"{name}.shared_expert.{part}" for part in ("gate_proj", "up_proj")],
                 [config.shared_width] * 2,
                 config.hidden_size,
                 False,

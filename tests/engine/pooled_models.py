@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ _DISTIL |= {"max_position_embeddings": CONTEXT}
 _MODERN = {**_ENCODER, "num_hidden_layers": 3, "local_attention": 20, "bos_token_id": 0, "eos_token_id": 2}
 _MODERN |= {"cls_token_id": 0, "sep_token_id": 2}
 _BIASES = {"norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_bias": True}
+_WHOLE = {**_DECODER, "use_bidirectional_attention": True, "sliding_window": 20, "query_pre_attn_scalar": 32}
+_WHOLE |= {"layer_types": ["sliding_attention", "full_attention"]}
 _LAST = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
 # The class of the reference, its configuration, the pooling of sentence-transformers' files, and if they normalize.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, bool]] = {
@@ -47,6 +51,8 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, bool]] = {
     "nomic": ("NomicBertModel", _ENCODER, {"pooling_mode": "mean"}, True),
     "gte": ("GteModel", _ENCODER, {"pooling_mode_cls_token": True}, True),
     "gte-untyped": ("GteForMaskedLM", {**_ENCODER, "type_vocab_size": 0}, {"pooling_mode_cls_token": True}, True),
+    "gemma-whole": ("Gemma3TextModel", _WHOLE, {"pooling_mode": "mean"}, True),
+    "qwen2-whole": ("Qwen2Model", {**_DECODER, "is_causal": False}, _LAST, True),
     "bert-score": ("BertForSequenceClassification", {**_ENCODER, "num_labels": 1}, None, False),
     "xlm-roberta-score": ("XLMRobertaForSequenceClassification", {**_ROBERTA, "num_labels": 1}, None, False),
     "distilbert-score": ("DistilBertForSequenceClassification", {**_DISTIL, "num_labels": 1}, None, False),
@@ -64,6 +70,10 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, bool]] = {
     "qwen3-yes-no": ("Qwen3ForCausalLM", {**_DECODER, "max_position_embeddings": 512}, None, False),
     "qwen3-score": ("Qwen3ForSequenceClassification", {**_DECODER, "num_labels": 1}, None, False),
 }
+# Layers after the pooling, each with its activation, as in EmbeddingGemma.
+_DENSE = {
+    "gemma-whole": (torch.nn.Linear(WIDTH, 96, bias=False), torch.nn.Identity(), torch.nn.Linear(96, WIDTH), torch.nn.Tanh())
+}
 
 
 def write(name: str, folder: Path) -> transformers.PreTrainedModel:
@@ -78,9 +88,11 @@ def write(name: str, folder: Path) -> transformers.PreTrainedModel:
         is_norm, spread = "norm" in label.lower() and "weight" in label, 0.12 if parameter.dim() > 1 else 0.3
         torch.nn.init.normal_(parameter, mean=1.0 if is_norm else 0.0, std=spread)
     model.save_pretrained(folder)
-    _write_tokenizer(folder, has_pairs="qwen3" not in name)
+    _write_tokenizer(folder, has_pairs="qwen" not in name)
+    if name in _DENSE:
+        model.dense = torch.nn.Sequential(*_DENSE[name])
     if pooling is not None:
-        _write_modules(folder, pooling, normalizes=normalizes)
+        _write_modules(folder, pooling, _DENSE.get(name, ()), normalizes=normalizes)
     return model
 
 
@@ -103,8 +115,10 @@ def _write_tokenizer(folder: Path, *, has_pairs: bool) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
 
 
-def _write_modules(folder: Path, pooling: dict[str, Any], *, normalizes: bool) -> None:
-    kinds = ["Transformer", "Pooling", *(["Normalize"] if normalizes else [])]
+def _write_modules(
+    folder: Path, pooling: dict[str, Any], layers: Sequence[torch.nn.Module], *, normalizes: bool
+) -> None:
+    kinds = ["Transformer", "Pooling", *["Dense"] * (len(layers) // 2), *(["Normalize"] if normalizes else [])]
     parts = [
         {
             "idx": at,
@@ -115,6 +129,13 @@ def _write_modules(folder: Path, pooling: dict[str, Any], *, normalizes: bool) -
         for at, kind in enumerate(kinds)
     ]
     (folder / "modules.json").write_text(json.dumps(parts))
+    for at, layer in enumerate(layers[::2]):
+        path = folder / f"{2 + at}_Dense"
+        path.mkdir()
+        kind = f"torch.nn.modules.activation.{type(layers[2 * at + 1]).__name__}"
+        sizes = {"in_features": layer.in_features, "out_features": layer.out_features, "bias": layer.bias is not None}
+        (path / "config.json").write_text(json.dumps({**sizes, "activation_function": kind}))
+        save_file({f"linear.{label}": one.detach() for label, one in layer.named_parameters()}, path / "model.safetensors")
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": WIDTH, **pooling}))
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": CONTEXT // 2}))

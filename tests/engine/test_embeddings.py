@@ -38,6 +38,8 @@ def _expected(name: str, model: Any, ids: list[int], dimensions: int | None = No
         row = states[0]
     else:
         row = states[-1] if pooling is not None and pooling.get("pooling_mode_lasttoken") else states.mean(0)
+    if hasattr(model, "dense"):
+        row = model.dense(row.float()).detach().double()
     row = row[:dimensions]
     return row / row.norm() if normalizes else row
 
@@ -159,8 +161,10 @@ def test_models_and_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     refused("bert", "must have 1 label .* got 2", edit("config.json", **labels))
     mode = "1_Pooling/config.json"
     refused("qwen3-last", "one pooling mode of .* got last, max", edit(mode, pooling_mode_max_tokens=True))
-    refused("qwen3-last", "attend to later ones", edit("config.json", is_causal=False))
-    dense = json.dumps([{"type": "sentence_transformers.models.Dense", "path": "2_Dense"}])
-    refused("qwen3-last", "has a part Dense", lambda folder: (folder / "modules.json").write_text(dense))
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0, "layer_types": None}
+    refused("qwen3-last", "sliding_window must be null", edit("config.json", is_causal=False, **windows))
+    parts = [{"type": f"sentence_transformers.models.{kind}", "path": f"1_{kind}"} for kind in ("Dense", "Pooling")]
+    for listed, why in ([{"type": "a.Asym"}], "has a part Asym"), (parts, "parts in the order"), (parts[:1], "1_Dense"):
+        refused("qwen3-last", why, lambda folder, text=json.dumps(listed): (folder / "modules.json").write_text(text))
     outside = json.dumps([{"type": "a.Pooling", "path": "../.."}])
     refused("qwen3-last", "folders inside", lambda folder: (folder / "modules.json").write_text(outside))

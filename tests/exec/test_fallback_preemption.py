@@ -30,6 +30,7 @@ def _model(name: str, kv_cache_dtype: str) -> CausalLM:
         exhaustive("overlapped, swapped, chunks", "gpt2", "int8"),
         ("dropped at every step", "llama4", "auto"),
         ("overlapped, swapped, chunks", "falcon_rw", "auto"),
+        ("shared at every step", "minimax", "auto"),
         *(
             exhaustive(case, name, "auto")
             for case in ("dropped at every step", "shared at every step", "parts moved concurrently")

@@ -93,5 +93,9 @@ FURTHER: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 5e5},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 6, "moe_top_k": 2},
     },
+    # Linear attention: a state without a convolution.
+    "minimax": _SHAPE
+    | {"architectures": ["MiniMaxForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 16}
+    | {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "hrm": _SHAPE | {"architectures": ["HrmTextForCausalLM"], "num_hidden_layers": 4},
 }

@@ -128,7 +128,7 @@ def engine_around(loaded: Loaded, config: EngineConfig) -> Engine:
         weight_bytes=sum(spec.weight_bytes for spec in executor.rank_specs),
         cost=cost,
         task=Task.GENERATE if pooling is None else pooling.task,
-        dimensions=0 if pooling is None else loaded.config.hidden_size if pooling.task is Task.EMBED else 1,
+        dimensions=0 if pooling is None else loaded.config.vector_width,
         asks_pairs=pooling is not None and bool(pooling.answers),
     )
     adapter_bytes: Counter[int] = Counter()
@@ -140,7 +140,9 @@ def engine_around(loaded: Loaded, config: EngineConfig) -> Engine:
         info,
         config.seed,
         jct_scale=config.slo_jct_scale,
-        caches_prefixes=config.enable_prefix_caching and (pooling is None or pooling.how == "last"),
+        caches_prefixes=config.enable_prefix_caching
+        and not loaded.config.is_encoder
+        and (pooling is None or pooling.how == "last"),
         adapter_bytes=adapter_bytes,
         learned=keeper,
         calibration=calibration,

@@ -76,6 +76,8 @@ class Pooler:
         if (head := self._model.head) is not None:
             score = head(row[None])
             return (score.sigmoid() if self._settings.squashes else score).float()
+        for dense in self._model.dense:
+            row = dense(row)
         vector = row.double()[: asked.dimensions]
         return (vector / vector.norm().clamp_min(_TINY) if self._settings.normalize else vector).float()
 

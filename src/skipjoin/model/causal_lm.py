@@ -5,12 +5,13 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
 
 from skipjoin.kv_format import CacheFormat
 from skipjoin.model.adapters import Adapters
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.config import ModelConfig, PoolingSettings
+from skipjoin.model.config import DenseSettings, ModelConfig, ModelError, PoolingSettings
 from skipjoin.model.family import family_named
 from skipjoin.model.kv_cache import AUTO, PagedKV
 from skipjoin.model.layers import Builder, Embedding, LayerInputs
@@ -112,7 +113,34 @@ def make_head(builder: Builder, settings: PoolingSettings, output: str) -> Head:
     return Head(dense, weight, builder.tensor(f"{names.out}.bias", 1), builder.dtype)
 
 
+class Dense:
+    """Maps a pooled vector [inputs] to [outputs], in float32."""
+
+    def __init__(self, of: DenseSettings, device: torch.device) -> None:
+        try:
+            with safe_open(of.file, framework="pt") as file:
+                names = ["linear.weight", *(["linear.bias"] if of.has_bias else [])]
+                tensors = [file.get_tensor(name).float().to(device) for name in names]
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{of.file} cannot be read: {error}") from error
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        if shapes != [(of.outputs, of.inputs), (of.outputs,)][: len(shapes)]:
+            raise ModelError(f"{of.file} has a matrix of {shapes[0]}, and its config.json {of.outputs, of.inputs}")
+        self._tensors, self._activation = tensors, getattr(torch.nn, of.activation)()
+
+    def __call__(self, row: torch.Tensor) -> torch.Tensor:
+        # One row at a time, so that its bits do not depend on the batch.
+        found: torch.Tensor = self._activation(F.linear(row.float(), *self._tensors))
+        return found
+
+
 class CausalLM:
+    """
+    Attributes:
+        head: Maps hidden states to scores, or None.
+        dense: Layers of pooled vectors.
+    """
+
     def __init__(
         self,
         config: ModelConfig,
@@ -148,6 +176,7 @@ class CausalLM:
         self._vocabulary = self.shard.vocabulary_sizes(config)
         self._output: Linear | None = None
         self.head: Head | None = None
+        self.dense = [Dense(of, device) for of in config.pooling.dense] if config.pooling is not None else []
         if self.shard.is_last and config.pooling is None:
             self._output = self._make_output(builder)
         elif self.shard.is_last and config.pooling is not None and config.pooling.task is Task.SCORE:

@@ -54,7 +54,7 @@ _MAY_BE_ZERO = (
     *("num_experts_per_tok", "type_vocab_size"),
 )
 # Of each layer, in decoders that transformers' code runs.
-_MAY_BE_LISTED = ("intermediate_size", "moe_intermediate_size")
+_MAY_BE_LISTED = ("intermediate_size", "moe_intermediate_size", "moe_topk")
 # Bounds of the epsilon that is added to a variance: a smaller one is 0 in float32, and a larger one drowns the
 # variance.
 _EPSILONS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon")
@@ -104,6 +104,17 @@ class ExpertSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DenseSettings:
+    """A layer of a pooled vector, whose matrix [outputs, inputs] is `linear.weight` in the safetensors `file`."""
+
+    file: str
+    inputs: int
+    outputs: int
+    has_bias: bool
+    activation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingSettings:
     """How the last hidden states of a text become its vector, or the score of a pair.
 
@@ -115,6 +126,7 @@ class PoolingSettings:
         answers: Token ids of "yes" and "no", by whose logits a model that generates judges pairs; else empty.
         squashes: Whether a score is the sigmoid of the head's value.
         max_tokens: Tokens that the model was trained for, if fewer than its positions.
+        dense: Layers of the vector before it is normalized.
     """
 
     task: Task
@@ -125,6 +137,7 @@ class PoolingSettings:
     answers: tuple[int, ...] = ()
     squashes: bool = False
     max_tokens: int | None = None
+    dense: tuple[DenseSettings, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +236,14 @@ class ModelConfig:
     chunks: tuple[int, ...] = ()
     has_position_keys: bool = False
     source: str = ""
+
+    @property
+    def vector_width(self) -> int:
+        """Return the values of an embedding, or 1 for a score."""
+        of = self.pooling
+        if of is None or of.task is not Task.EMBED:
+            return 1
+        return of.dense[-1].outputs if of.dense else self.hidden_size
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:

@@ -127,9 +127,9 @@ def find_architecture(names: list[Any], model_type: str | None) -> tuple[str, Fa
     asked = ", ".join(map(str, names or [model_type]))
     near = get_close_matches(asked, [*native, *decoders()], n=1, cutoff=0.8)
     raise FamilyError(
-        f"architecture {asked} is not supported{f'; {near[0]} is' if near else ''}: {len(native)} are, and decoders in "
-        f"transformers {version()}. Code in a model's folder (auto_map) is never run, so that models with code of "
-        "their own need a version in the format of transformers (often ...-hf) or a GGUF file"
+        f"architecture {asked} is not supported: it is none of Skipjoin's own, nor of the decoders in transformers "
+        f"{version()}{f', which have {near[0]}' if near else ''}. Code in a model's folder (auto_map) is never run: "
+        "if there is a version of the model for transformers without it, often named -hf, or a GGUF file, give that"
     )
 
 
@@ -166,7 +166,7 @@ def _generating(name: Any) -> Any:
         return name
     if name.endswith(CLASSIFIER):
         return name.removesuffix(CLASSIFIER) + "ForCausalLM"
-    return name.removesuffix("Model") + "ForCausalLM" if is_bare(name) else name
+    return name.removesuffix("Model").removesuffix("Text") + "ForCausalLM" if is_bare(name) else name
 
 
 def is_bare(name: str) -> bool:

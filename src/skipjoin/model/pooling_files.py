@@ -7,15 +7,24 @@ a pooling. Others follow the architecture: the mean of an encoder, the last toke
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from skipjoin.model.config import ModelConfig, ModelError, PoolingSettings, read_json, read_settings
+from skipjoin.model.config import (
+    DenseSettings,
+    ModelConfig,
+    ModelError,
+    PoolingSettings,
+    check_sizes,
+    read_json,
+    read_settings,
+)
 from skipjoin.model.family import CLASSIFIER, is_bare
 from skipjoin.model.gguf.file import is_gguf
-from skipjoin.model.weight_files import ModelFiles
+from skipjoin.model.weight_files import SINGLE, ModelFiles, check_inside
 from skipjoin.pooling import Task
 
 # Older names, which are true or false each, and `pooling_mode`.
@@ -28,7 +37,10 @@ _MODES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
 }
 _NAMES = {"cls": "cls", "mean": "mean", "last": "last", "lasttoken": "last"}
-_SUPPORTED = ("Transformer", "Pooling", "Normalize")
+# Parts in their order; there may be several of the third.
+_SUPPORTED = ("Transformer", "Pooling", "Dense", "Normalize")
+_DENSE_ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
+_LARGEST_WIDTH = 1 << 20
 _ACTIVATIONS = {"Sigmoid": True, "Identity": False}
 
 
@@ -66,36 +78,67 @@ def _choose(name: str, config: ModelConfig, *, has_modules: bool) -> Task:
     return Task.EMBED if config.is_encoder or has_modules or is_bare(name) else Task.GENERATE
 
 
-def _modules(files: ModelFiles) -> dict[str, str]:
-    """Return the folder of each part of a model of sentence-transformers by the part's kind."""
+def _modules(files: ModelFiles) -> list[tuple[str, str]]:
+    """Return the kind and the folder of each part of a model of sentence-transformers."""
     file = files.folder / "modules.json"
     if is_gguf(files.folder) or not file.is_file():
-        return {}
+        return []
     try:
         parts = json.loads(file.read_text(encoding="utf-8"))
-        found = {part["type"].rpartition(".")[2]: str(part.get("path", "")) for part in parts}
+        found = [(part["type"].rpartition(".")[2], str(part.get("path", ""))) for part in parts]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file} must list parts with a type and a path: {error}") from error
-    if other := found.keys() - set(_SUPPORTED):
+    if other := {kind for kind, _ in found} - set(_SUPPORTED):
         raise ModelError(f"{file} has a part {sorted(other)[0]}; supported are {', '.join(_SUPPORTED)}")
+    order = [_SUPPORTED.index(kind) for kind, _ in found]
+    if order != sorted(order) or len(set(order) - {2}) + order.count(2) != len(order):
+        raise ModelError(f"{file} must have its parts in the order {', '.join(_SUPPORTED)}, with any number of Dense")
     return found
 
 
-def _embedding(files: ModelFiles, config: ModelConfig, modules: Mapping[str, str]) -> PoolingSettings:
+def _embedding(files: ModelFiles, config: ModelConfig, modules: Sequence[tuple[str, str]]) -> PoolingSettings:
     if not modules:
         return PoolingSettings(task=Task.EMBED, how="mean" if config.is_encoder else "last", normalize=True)
-    how = "mean"
-    if (path := modules.get("Pooling")) is not None:
+    how, dense, width = "mean", [], config.hidden_size
+    for kind, path in modules:
         folder = (files.folder / path).resolve()
         if not folder.is_relative_to(files.folder.resolve()):
             raise ModelError(f"modules.json in {files.folder} must name folders inside, got {path!r}")
-        how = _mode(read_json(folder / "config.json"), str(folder / "config.json"))
+        if kind == "Pooling":
+            how = _mode(read_json(folder / "config.json"), str(folder / "config.json"))
+        if kind == "Dense":
+            dense.append(_dense(folder, width))
+            width = dense[-1].outputs
     length = read_settings(files.folder, "sentence_bert_config.json", default={}).get("max_seq_length")
     return PoolingSettings(
         task=Task.EMBED,
         how=how,
-        normalize="Normalize" in modules,
+        normalize="Normalize" in dict(modules),
         max_tokens=length if isinstance(length, int) and length > 0 else None,
+        # Random weights have random vectors of the model's width.
+        dense=tuple(dense) if files.has_weights else (),
+    )
+
+
+def _dense(folder: Path, inputs: int) -> DenseSettings:
+    raw, file = read_json(folder / "config.json"), folder / SINGLE
+    check_sizes(raw, {"in_features": _LARGEST_WIDTH, "out_features": _LARGEST_WIDTH})
+    activation = str(raw.get("activation_function", "Tanh")).rpartition(".")[2]
+    if activation not in _DENSE_ACTIVATIONS or raw.get("in_features") != inputs or "out_features" not in raw:
+        raise ModelError(
+            f"{folder / 'config.json'} must have in_features {inputs}, out_features and an activation_function of "
+            f"{', '.join(_DENSE_ACTIVATIONS)}; got {raw.get('in_features')!r:.20}, {raw.get('out_features')!r:.20} and "
+            f"{activation:.80}"
+        )
+    if not file.is_file():
+        raise ModelError(f"{folder} has no {SINGLE}: load and save it once with sentence-transformers, which writes it")
+    check_inside(folder, SINGLE)
+    return DenseSettings(
+        file=str(file),
+        inputs=inputs,
+        outputs=int(raw["out_features"]),
+        has_bias=bool(raw.get("bias", True)),
+        activation=activation,
     )
 
 
@@ -124,6 +167,8 @@ def _answers(files: ModelFiles, config: ModelConfig) -> tuple[int, ...]:
 
 def _score(files: ModelFiles, config: ModelConfig, name: str) -> PoolingSettings:
     raw = files.config
+    if config.is_encoder and config.family in ("llama", "gemma"):
+        raise ModelError(f"task score needs a decoder or an encoder, and tokens of this {name} attend to later ones")
     if not (config.is_encoder or name.endswith(CLASSIFIER)):
         return PoolingSettings(task=Task.SCORE, how="last", answers=_answers(files, config), squashes=True)
     if not name.endswith(CLASSIFIER):

@@ -283,6 +283,15 @@ def _dbrx_experts(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weigh
     return apply_experts(module, hidden.reshape(-1, module.hidden_size), chosen, weights).view(hidden.shape)
 
 
+def _phimoe_rotary(module: Any, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Replace the rotary positions of Phi-3.5-MoE by those of contexts in which LongRoPE has its short factors."""
+    frequencies, scale = module.rope_init_fn(module.config)
+    scale = module.config.rope_parameters.get("short_mscale") or scale
+    angles = position_ids[..., None].float() * frequencies.to(device=x.device, dtype=torch.float32)
+    both = torch.cat((angles, angles), dim=-1)
+    return (both.cos() * scale).to(x.dtype), (both.sin() * scale).to(x.dtype)
+
+
 def cut_experts(module: Any) -> None:
     """Give the experts of Dbrx a matrix each, as others have, instead of one of all, [experts * inner, hidden]."""
     if type(module).__name__ != _ONE_MATRIX:
@@ -352,4 +361,5 @@ _TABLE: dict[str, tuple[str, Call]] = {
     "Llama4TextAttention": ("forward", _llama4),
     "Llama4TextMoe": ("forward", _llama4_experts),
     "DbrxExperts": ("forward", _dbrx_experts),
+    "PhimoeRotaryEmbedding": ("forward", _phimoe_rotary),
 }

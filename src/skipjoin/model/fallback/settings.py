@@ -16,7 +16,8 @@ from skipjoin.model.fallback.trace import Traced, trace
 from skipjoin.model.family import same_name
 
 # Entries of config.json that are not the model's: they choose code and kernels, or types that `dtype` chooses.
-_NOT_READ = ("auto_map", "attn_implementation", "experts_implementation", "dtype", "torch_dtype")
+# The type may be that of a part of another model.
+_NOT_READ = ("auto_map", "model_type", "attn_implementation", "experts_implementation", "dtype", "torch_dtype")
 # Upper bound of integers in config.json whose names begin so, since each unit may be a module.
 _COUNTS = ("num_", "n_")
 _LARGEST_COUNT = 1 << 20

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from skipjoin.model.attention.base import AttentionBackend, Call, Heads
+from skipjoin.model.attention.torch_backend import rotate
 from skipjoin.model.batch import PackedBatch
+from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.layers import Builder, Embedding, LayerInputs, Rotary
 from skipjoin.model.ops.base import GATES, Linear, Norm
 
@@ -209,6 +212,20 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
+class WholeAttention(AttentionBackend):
+    """Attention of decoders whose tokens also attend to later ones, which keep no KV."""
+
+    name = "whole"
+
+    def run(self, heads: Heads, kv: PagedKV, batch: PackedBatch, call: Call) -> torch.Tensor:
+        query, key, value = heads
+        if call.norms is not None:
+            query, key = call.norms(query, key)
+        if call.cos_sin is not None:
+            rotate(query, key, batch.positions, call.cos_sin)
+        return attend_whole(query, key, value, batch.lengths, call.softmax.scale, window=call.window)
+
+
 def attend_whole(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -224,7 +241,7 @@ def attend_whole(
     Segments run one by one, so that no padding is computed and a row's bits do not depend on the batch.
 
     Args:
-        query: Shape [T, heads, head_dim]. Likewise `key` and `value`.
+        query: Shape [T, heads, head_dim]. Likewise `key` and `value`, whose heads may be fewer.
         window: Largest distance of two tokens of which one attends to the other; 0 for any.
         bias: Added to the scores, without a window.
     """
@@ -236,7 +253,8 @@ def attend_whole(
             _attend_near(qkv, out, scale, window)
             continue
         mask = None if bias is None else bias(len(out))
-        out.copy_(F.scaled_dot_product_attention(q, k, v, mask, scale=scale)[0].transpose(0, 1))
+        shares = q.shape[1] != k.shape[1]
+        out.copy_(F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=shares)[0].transpose(0, 1))
     return output.flatten(1)
 
 
@@ -247,6 +265,11 @@ def _attend_near(qkv: Sequence[torch.Tensor], out: torch.Tensor, scale: float, w
         places = torch.arange(low, high, device=out.device)
         mask = (places[None] - torch.arange(first, end, device=out.device)[:, None]).abs() <= window
         found = F.scaled_dot_product_attention(
-            q[:, :, first:end], k[:, :, low:high], v[:, :, low:high], mask, scale=scale
+            q[:, :, first:end],
+            k[:, :, low:high],
+            v[:, :, low:high],
+            mask,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
         out[first:end].copy_(found[0].transpose(0, 1))

@@ -36,10 +36,9 @@ _NORMS = LayerNorms(
 def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     kind = _ARCHITECTURES[architecture].removesuffix("_text")
     raw = {**_DEFAULTS[kind], **raw}
-    if raw.get("use_bidirectional_attention"):
-        raise ModelError(
-            f"use_bidirectional_attention of this {architecture} must be false: only causal layers are known"
-        )
+    is_whole = bool(raw.get("use_bidirectional_attention"))
+    if is_whole and kind != "gemma3":
+        raise ModelError(f"use_bidirectional_attention of this {architecture} must be false, as of all but Gemma 3")
     # Early files of Gemma say gelu and mean its approximation.
     act = raw["hidden_act"] if kind == "gemma" and raw.get("hidden_act") else raw["hidden_activation"]
     flat = {**raw, "hidden_act": "gelu_pytorch_tanh" if act == "gelu" else act}
@@ -55,7 +54,12 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         return fields
     layers, interval = fields["num_layers"], raw.get("sliding_window_pattern", 6) if kind == "gemma3" else 2
     slides, window = layer_kinds(raw, layers, every(interval)), int(raw.get("sliding_window") or 0)
+    if is_whole:  # of EmbeddingGemma; a window is on both sides, and this half of it is that without the token itself
+        window //= 2
+        if cap(raw, "attn_logit_softcapping"):
+            raise ModelError(f"attn_logit_softcapping of this {architecture} must be null with tokens that look ahead")
     fields |= {
+        "is_encoder": is_whole,
         "attention_scale": factor(raw, "query_pre_attn_scalar", 256) ** -0.5,
         "attention_cap": cap(raw, "attn_logit_softcapping"),
         "logit_cap": cap(raw, "final_logit_softcapping"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from skipjoin.model.config import every, layer_kinds
+from skipjoin.model.config import ModelError, every, layer_kinds
 from skipjoin.model.families.gated import gated_fields, gated_layer, granite_scales
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
@@ -75,6 +75,9 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         fields |= _smollm3(raw, fields)
     elif kind == "granite":
         fields |= granite_scales(raw)
+    fields["is_encoder"] = raw.get("is_causal") is False or bool(raw.get("use_bidirectional_attention"))
+    if fields["is_encoder"] and any(fields.get("windows", ())):
+        raise ModelError(f"tokens of this {architecture} attend to later ones, for which sliding_window must be null")
     if kind == "qwen2":
         fields |= {"attention_bias": True, "output_bias": False}
     return fields

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 
 import torch
 
 from skipjoin.model.batch import PackedBatch
+from skipjoin.model.families.encoder import WholeAttention
 from skipjoin.model.layers import Builder, Layer, LayerInputs, Rotary, advance, fused
 from skipjoin.model.ops.base import Norm
 
@@ -25,7 +27,8 @@ class RotaryDecoder(ABC):
             self.layer(builder, index, None if (rope := config.ropes[index]) is None else tables[rope]) for index in own
         ]
         self._norm = self.final_norm(builder) if shard.is_last else None
-        self._fused = fused(builder, self._layers, self._norm)
+        self._whole = WholeAttention() if config.is_encoder else None
+        self._fused = None if self._whole is not None else fused(builder, self._layers, self._norm)
         self._adapters = builder.adapters
 
     @staticmethod
@@ -42,6 +45,8 @@ class RotaryDecoder(ABC):
         return self.embedding(batch.token_ids)
 
     def advance(self, x: torch.Tensor, step: LayerInputs) -> torch.Tensor:
+        if self._whole is not None:
+            step = replace(step, attention=self._whole)
         if self._fused is None:
             return advance(self._layers, x, step)
         if self._adapters.has_slices:

@@ -72,7 +72,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, bool]] = {
 }
 # Layers after the pooling, each with its activation, as in EmbeddingGemma.
 _DENSE = {
-    "gemma-whole": (torch.nn.Linear(WIDTH, 96, bias=False), torch.nn.Identity(), torch.nn.Linear(96, WIDTH), torch.nn.Tanh())
+    "gemma-whole": (
+        torch.nn.Linear(WIDTH, 96, bias=False),
+        torch.nn.Identity(),
+        torch.nn.Linear(96, WIDTH),
+        torch.nn.Tanh(),
+    )
 }
 
 
@@ -135,7 +140,9 @@ def _write_modules(
         kind = f"torch.nn.modules.activation.{type(layers[2 * at + 1]).__name__}"
         sizes = {"in_features": layer.in_features, "out_features": layer.out_features, "bias": layer.bias is not None}
         (path / "config.json").write_text(json.dumps({**sizes, "activation_function": kind}))
-        save_file({f"linear.{label}": one.detach() for label, one in layer.named_parameters()}, path / "model.safetensors")
+        save_file(
+            {f"linear.{label}": one.detach() for label, one in layer.named_parameters()}, path / "model.safetensors"
+        )
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": WIDTH, **pooling}))
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": CONTEXT // 2}))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,10 @@ def test_srpt_knows_the_work_of_every_request(
     assert order == (sorted(lengths) if is_sorted else lengths)
 
 
+def _write_text(text: str, folder: Path) -> None:
+    (folder / "modules.json").write_text(text)
+
+
 def test_models_and_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     def refused(name: str, why: str, change: Any, **settings: Any) -> None:
         folder = tmp_path / "changed"
@@ -165,6 +170,6 @@ def test_models_and_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     refused("qwen3-last", "sliding_window must be null", edit("config.json", is_causal=False, **windows))
     parts = [{"type": f"sentence_transformers.models.{kind}", "path": f"1_{kind}"} for kind in ("Dense", "Pooling")]
     for listed, why in ([{"type": "a.Asym"}], "has a part Asym"), (parts, "parts in the order"), (parts[:1], "1_Dense"):
-        refused("qwen3-last", why, lambda folder, text=json.dumps(listed): (folder / "modules.json").write_text(text))
+        refused("qwen3-last", why, partial(_write_text, json.dumps(listed)))
     outside = json.dumps([{"type": "a.Pooling", "path": "../.."}])
     refused("qwen3-last", "folders inside", lambda folder: (folder / "modules.json").write_text(outside))

@@ -28,14 +28,16 @@ RECORD = Path(__file__).with_name("model_formats.json")
 FAMILIES = [
     *("llama", "mistral", "ministral", "ministral3", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "smollm3"),
     *("olmo2", "olmo3", "granite", "glm", "glm4", "exaone4", "cohere", "cohere2", "gpt-neox", "starcoder2", "opt"),
-    *("qwen3-moe", "mixtral", "olmoe", "granite-moe", "granite-moe-shared"),
+    *("seed-oss", "ernie4.5", "helium", "cwm"),
+    *("qwen2-moe", "qwen3-moe", "mixtral", "olmoe", "granite-moe", "granite-moe-shared"),
     *("gpt-oss", "lfm2", "qwen3-next", "qwen3.5", "granite-hybrid"),
 ]
 HYBRID = {"lfm2", "qwen3-next", "qwen3.5", "granite-hybrid"}
 # llama.cpp has no such architecture, so no file can be made, or it is not read.
-NOT_IN_GGUF = {"opt", "ministral"}
+NOT_IN_GGUF = {"opt", "ministral", "helium", "cwm"}
 # Those that are made of the same parts as others, or of which test_recurrent.py runs most.
 ALIKE = {"ministral", "ministral3", "gemma", "gemma2", "smollm3", "olmo2", "olmo3", "granite", "glm", "glm4", "exaone4"}
+ALIKE |= {"seed-oss", "ernie4.5", "helium", "cwm", "qwen2-moe"}
 ALIKE |= {
     "cohere",
     "cohere2",

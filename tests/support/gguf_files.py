@@ -23,6 +23,7 @@ _ARCHITECTURES = {
         **{"granitemoehybrid": "granitehybrid", "granitemoeshared": "granitemoe"},
         "gemma3_text": "gemma3",
         "qwen3_moe": "qwen3moe",
+        "qwen2_moe": "qwen2moe",
         "glm": "chatglm",
         "cohere": "command-r",
         "olmo3": "olmo2",
@@ -160,7 +161,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
         if config.model_type != "qwen3_next":
             writer.add_rope_dimension_sections([2, 1, 1, 0])
-    if config.model_type in ("qwen3_next", "qwen3_5_moe_text"):
+    if config.model_type in ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text"):
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     writer.add_head_count_kv(kv_heads)
     writer.add_layer_norm_rms_eps(getattr(config, "rms_norm_eps", getattr(config, "norm_eps", 1e-6)))
@@ -194,7 +195,7 @@ def _add_settings_of_parts(writer: gguf.GGUFWriter, config: Any) -> None:
     if (experts := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)) is not None:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-    if config.model_type in ("qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"):
+    if config.model_type in ("qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text"):
         width = getattr(config, "moe_intermediate_size", config.intermediate_size)
         writer.add_expert_feed_forward_length(width)
 

@@ -135,10 +135,11 @@ class Dense:
 
 
 class CausalLM:
-    """
+    """Decoder or encoder with its output.
+
     Attributes:
-        head: Maps hidden states to scores, or None.
-        dense: Layers of pooled vectors.
+    head: Maps hidden states to scores, or None.
+    dense: Layers of pooled vectors.
     """
 
     def __init__(

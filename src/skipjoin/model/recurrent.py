@@ -10,7 +10,7 @@ import torch
 from skipjoin.model.config import StateSettings
 from skipjoin.model.experts import ExpertMLP
 from skipjoin.model.layers import Adjusted, Builder, LayerInputs, SelfAttention
-from skipjoin.model.ops.base import Linear, Norm
+from skipjoin.model.ops.base import GATED, Linear, Norm
 from skipjoin.model.ops.recurrent import Convolution, ConvolutionInputs, Gate, GateKind, Recurrence, RecurrenceInputs
 
 _SIGMOID = Gate(GateKind.SIGMOID)
@@ -206,3 +206,12 @@ class SharedExperts:
         product = self._down(self._up(x))
         self._ops.gate(product.view(len(x), 1, -1), self._gate(x), _SIGMOID)
         return total.add_(product) if then is None else then.after(product, total)
+
+
+def shared_experts(builder: Builder, name: str, experts: ExpertMLP) -> SharedExperts:
+    """Return `experts` beside the MLP `name`.shared_expert with its gate, which each rank has as a whole."""
+    width, hidden, part = builder.config.shared_width, builder.config.hidden_size, f"{name}.shared_expert"
+    gate_up = [f"{part}.gate_proj", f"{part}.up_proj"]
+    up = builder.linear(gate_up, [width] * 2, hidden, False, activation=GATED)
+    down = builder.linear(f"{part}.down_proj", (hidden,), width, False)
+    return SharedExperts(builder, experts, (up, down), builder.linear(f"{part}_gate", (1,), hidden, False))

@@ -1,4 +1,4 @@
-"""Llama and models of the same layers: Mistral and Ministral, Qwen2, Qwen3, SmolLM3, Granite."""
+"""Llama and models of the same layers: Mistral, Qwen2 and 3, SmolLM3, Granite, Seed-OSS, ERNIE 4.5, Helium, CWM."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from skipjoin.model.config import ModelError, every, layer_kinds
 from skipjoin.model.families.gated import gated_fields, gated_layer, granite_scales
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
+from skipjoin.model.layers import Builder, Rotary, SequentialLayer
 
 _MINISTRAL3_ROPE = {
     "rope_type": "yarn",
@@ -18,6 +19,14 @@ _MINISTRAL3_ROPE = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
+}
+_CWM_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
 }
 # Of missing entries: those of the configuration class in transformers.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -31,6 +40,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+    "seed_oss": {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+    "ernie4_5": {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
+    | {"tie_word_embeddings": True},
+    "helium": {"num_key_value_heads": 20, "head_dim": 128, "rms_norm_eps": 1e-8, "rope_theta": 1e5},
+    "cwm": {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 8192}
+    | {"rope_parameters": _CWM_ROPE},
     "internlm3": {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5},
     "smollm3": {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
 }
@@ -50,7 +65,14 @@ _ARCHITECTURES = {
     "MiMoForCausalLM": "mimo",
     "InternLM3ForCausalLM": "internlm3",
     "IQuestCoderForCausalLM": "iquestcoder",
+    "SeedOssForCausalLM": "seed_oss",
+    "Ernie4_5ForCausalLM": "ernie4_5",
+    "HeliumForCausalLM": "helium",
+    "CwmForCausalLM": "cwm",
 }
+
+# Those whose checkpoints rotate neighbors in a head.
+_PAIRED = ("ernie4_5", "helium")
 
 
 def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
@@ -60,14 +82,15 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         kind = "ministral3" if raw.get("model_type") == "ministral3" else "mistral"
     raw = {**_DEFAULTS.get(kind, {}), **raw}
     fields = gated_fields(raw)
-    if kind == "internlm3":
-        has_bias, has_qkv_bias = bool(raw.get("bias", False)), bool(raw.get("qkv_bias", False))
-        fields |= {"attention_bias": has_qkv_bias, "output_bias": has_bias, "mlp_bias": has_bias}
+    fields |= _biases(kind, raw)
     layers, window = fields["num_layers"], int(raw.get("sliding_window") or 0)
     if kind in ("mistral", "ministral3"):
         fields["windows"] = (window,) * layers
     elif kind == "ministral":
         fields["windows"] = tuple(window * slides for slides in layer_kinds(raw, layers, lambda _: True))
+    elif kind == "cwm":
+        slides = layer_kinds(raw, layers, lambda index: index % 4 != 0)
+        fields["windows"] = tuple(window * slide for slide in slides)
     elif kind in ("qwen2", "qwen3"):
         fields["windows"] = _qwen_windows(raw, layers)
         fields["qk_norm"] = kind == "qwen3"
@@ -78,9 +101,23 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     fields["is_encoder"] = raw.get("is_causal") is False or bool(raw.get("use_bidirectional_attention"))
     if fields["is_encoder"] and any(fields.get("windows", ())):
         raise ModelError(f"tokens of this {architecture} attend to later ones, for which sliding_window must be null")
-    if kind == "qwen2":
-        fields |= {"attention_bias": True, "output_bias": False}
     return fields
+
+
+def _biases(kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of biases where a family has other names or rules for them than most."""
+    if kind == "qwen2":
+        return {"attention_bias": True, "output_bias": False}
+    if kind == "seed_oss":
+        return {"output_bias": bool(raw.get("attention_out_bias", False))}
+    if kind == "helium":
+        return {"output_bias": False}
+    if kind == "ernie4_5":
+        return dict.fromkeys(("attention_bias", "output_bias", "mlp_bias"), bool(raw.get("use_bias", False)))
+    if kind == "internlm3":
+        has_bias = bool(raw.get("bias", False))
+        return {"attention_bias": bool(raw.get("qkv_bias", False)), "output_bias": has_bias, "mlp_bias": has_bias}
+    return {}
 
 
 def _qwen_windows(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
@@ -113,4 +150,6 @@ def _smollm3(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any
     sizes={"no_rope_layer_interval": 1 << 14},
 )
 class LlamaDecoder(RotaryDecoder):
-    layer = staticmethod(gated_layer)
+    @staticmethod
+    def layer(builder: Builder, index: int, rotary: Rotary | None) -> SequentialLayer:
+        return gated_layer(builder, index, rotary, is_paired=_ARCHITECTURES[builder.config.architecture] in _PAIRED)

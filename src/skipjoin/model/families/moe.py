@@ -1,4 +1,4 @@
-"""Models with Llama's attention and experts: Qwen3-MoE, Mixtral, OLMoE, GraniteMoE with and without shared ones."""
+"""Models with Llama's attention and experts: Qwen2- and Qwen3-MoE, Mixtral, OLMoE, GraniteMoE."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from skipjoin.model.config import ExpertSettings, ModelError, every
-from skipjoin.model.experts import ExpertLayer, MakeExperts, expert_mlp, gated_experts, separate_experts, stacked_experts
+from skipjoin.model.config import ExpertSettings, ModelError, every, layer_kinds
+from skipjoin.model.experts import (
+    ExpertLayer,
+    MakeExperts,
+    expert_mlp,
+    gated_experts,
+    separate_experts,
+    stacked_experts,
+)
 from skipjoin.model.families.gated import gated_attention, gated_fields, gated_mlp, granite_scales, residual_scale
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
 from skipjoin.model.layers import Adjusted, Builder, Layer, Rotary, SequentialLayer
 from skipjoin.model.ops.base import GATED
-from skipjoin.model.recurrent import MixedLayer, SharedExperts
+from skipjoin.model.recurrent import MixedLayer, SharedExperts, shared_experts
 from skipjoin.model.weights import Stack
 
 
@@ -43,6 +50,11 @@ _KINDS = {
     "Qwen3MoeForCausalLM": _Kind(
         "qwen3_moe", "moe_intermediate_size", "num_experts", "mlp", "gate", _SEPARATE,
         {**_QWEN3, "moe_intermediate_size": 768},
+    ),
+    "Qwen2MoeForCausalLM": _Kind(
+        "qwen2_moe", "moe_intermediate_size", "num_experts", "mlp", "gate", _SEPARATE,
+        _QWEN3 | {"num_experts": 60, "num_experts_per_tok": 4, "num_key_value_heads": 16, "sliding_window": 4096}
+        | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "max_window_layers": 28},
     ),
     "Qwen3VLMoeForConditionalGeneration": _Kind(
         "qwen3_vl_moe", "moe_intermediate_size", "num_experts", "mlp", "gate", _SEPARATE,
@@ -80,8 +92,8 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         raise ModelError(f"clip_qkv of {architecture} must be null, got {raw['clip_qkv']!r:.80}")
     layers, window = fields["num_layers"], int(raw.get("sliding_window") or 0)
     is_sparse = [True] * layers
-    is_qwen3 = kind.model_type in ("qwen3_moe", "qwen3_vl_moe")
-    if is_qwen3:
+    is_qwen2, is_qwen3 = kind.model_type == "qwen2_moe", kind.model_type in ("qwen3_moe", "qwen3_vl_moe")
+    if is_qwen2 or is_qwen3:
         window = window if raw.get("use_sliding_window") else 0
         dense, is_skipped = raw.get("mlp_only_layers") or (), every(raw["decoder_sparse_step"])
         is_sparse = [layer not in dense and not is_skipped(layer) for layer in range(layers)]
@@ -90,8 +102,15 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         fields |= granite_scales(raw)
     if shared := int(raw.get("shared_intermediate_size") or 0) if kind.model_type == "granitemoeshared" else 0:
         fields |= {"intermediate_size": shared, "shared_width": shared}
+    windows = (window,) * layers
+    if is_qwen2:
+        most = int(raw["max_window_layers"])
+        slides = layer_kinds(raw, layers, lambda index: index % 2 == 0 and index < most)
+        windows = tuple(window * slide for slide in slides)
+        fields |= {"attention_bias": bool(raw.get("qkv_bias", True)), "output_bias": False}
+        fields["shared_width"] = int(raw["shared_expert_intermediate_size"])
     return fields | {
-        "windows": (window,) * layers if is_qwen3 or kind.model_type == "mixtral" else (0,) * layers,
+        "windows": windows if is_qwen2 or is_qwen3 or kind.model_type == "mixtral" else (0,) * layers,
         "qk_norm": is_qwen3 or kind.model_type == "olmoe",
         "experts": ExpertSettings(
             count=int(count),
@@ -109,7 +128,8 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     architectures={name: kind.model_type for name, kind in _KINDS.items()},
     fields=_fields,
     prefix="model.",
-    sizes={"decoder_sparse_step": 1 << 14, "shared_intermediate_size": 1 << 24},
+    sizes={"decoder_sparse_step": 1 << 14}
+    | dict.fromkeys(("shared_intermediate_size", "shared_expert_intermediate_size"), 1 << 24),
 )
 class ExpertDecoder(RotaryDecoder):
     @staticmethod
@@ -126,6 +146,8 @@ class ExpertDecoder(RotaryDecoder):
         mlp = expert_mlp(builder, f"{name}.{kind.mlp}.{kind.router}", _experts(builder, f"{name}.{kind.mlp}", kind))
         if not config.shared_width:
             return ExpertLayer(norm, attention, mlp_norm, mlp)
+        if kind.model_type == "qwen2_moe":
+            return MixedLayer(norm, attention, mlp_norm, shared_experts(builder, f"{name}.mlp", mlp))
         part, adjust = f"{name}.shared_mlp", residual_scale(builder)
         up, down = builder.mlp(f"{part}.input_linear", f"{part}.output_linear", GATED, is_joined=True)
         down = down if adjust is None else Adjusted(down, adjust)

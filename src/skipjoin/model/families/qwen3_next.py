@@ -14,8 +14,8 @@ from skipjoin.model.families.lfm2 import mixed_kinds
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
 from skipjoin.model.layers import Builder, Layer, Rotary, SelfAttention
-from skipjoin.model.ops.base import GATED, Linear
-from skipjoin.model.recurrent import DeltaNet, GatedAttention, MixedLayer, Part, SharedExperts, mlp_part
+from skipjoin.model.ops.base import Linear
+from skipjoin.model.recurrent import DeltaNet, GatedAttention, MixedLayer, Part, mlp_part, shared_experts
 
 _ARCHITECTURES = {
     "Qwen3NextForCausalLM": "qwen3_next",
@@ -151,22 +151,8 @@ def _attention(builder: Builder, index: int, name: str, rotary: Rotary | None) -
 
 
 def _mlp(builder: Builder, index: int, name: str) -> Part:
-    config, of = builder.config, builder.config.experts
+    of = builder.config.experts
     if of is None or index not in of.layers:
         return mlp_part(*gated_mlp(builder, name))
     experts = expert_mlp(builder, f"{name}.gate", gated_experts(builder, f"{name}.experts"))
-    return SharedExperts(
-        builder,
-        experts,
-        (
-            builder.linear(
-                [f"{name}.shared_expert.{part}" for part in ("gate_proj", "up_proj")],
-                [config.shared_width] * 2,
-                config.hidden_size,
-                False,
-                activation=GATED,
-            ),
-            builder.linear(f"{name}.shared_expert.down_proj", (config.hidden_size,), config.shared_width, False),
-        ),
-        builder.linear(f"{name}.shared_expert_gate", (1,), config.hidden_size, False),
-    )
+    return shared_experts(builder, name, experts)

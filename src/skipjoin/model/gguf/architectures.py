@@ -391,6 +391,22 @@ ARCHITECTURES = {
         numbers={"rope_local_base_freq": "rope.freq_base_swa"},
     ),
     "qwen2": Architecture("Qwen2ForCausalLM", _LLAMA.layers, _RMS_EPSILON, {}, QKV),
+    "seed_oss": Architecture(
+        "SeedOssForCausalLM",
+        _ATTENTION | _GATED | {"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm"},
+        _RMS_EPSILON,
+        {"attention_bias": QKV, "attention_out_bias": frozenset({"attn_output"})},
+    ),
+    "ernie4_5": Architecture("Ernie4_5ForCausalLM", _LLAMA.layers, _RMS_EPSILON, {}),
+    "qwen2moe": Architecture(
+        "Qwen2MoeForCausalLM",
+        _ATTENTION | _NORMS | _SHARED_EXPERTS,
+        _RMS_EPSILON,
+        {},
+        QKV,
+        fixed={"norm_topk_prob": False},
+        numbers=_EXPERT_NUMBERS | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+    ),
     "qwen3": Architecture(
         "Qwen3ForCausalLM",
         {**_LLAMA.layers, **_QK_NORMS},

@@ -49,7 +49,7 @@ def _encoders() -> Iterator[str]:
         "",
         "Models of [embeddings and scores](../api.md#embeddings-and-scores), which `tests/engine/test_embeddings.py`",
         f"compares with transformers: {codes(names)}.",
-        "Decoders with files of sentence-transformers embed, too.",
+        "Decoders with files of sentence-transformers embed, too; EmbeddingGemma as an encoder.",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,3 +98,24 @@ def test_experts_count_as_far_as_tokens_use_them(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 7}))
     with pytest.raises(ModelError, match=r"num_experts_per_tok in config\.json must be in \[1, 6\].* got 7"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_experts_in_one_tensor_are_those_in_tensors_of_their_own(tmp_path: Path, is_transposed: bool) -> None:
+    """Files of Qwen3.5 have all experts of a layer in two tensors, and those of Qwen3-VL have these transposed."""
+    save_reference("qwen3-moe", tmp_path)
+    file, ids = tmp_path / "model.safetensors", [list(range(3, 20))]
+    (separate,) = PagedRunner(load_model(tmp_path, LoadSpec(dtype="float32")), ids, 4, seed=1).run()
+    tensors = load_file(file)
+    for layer in range(2):
+        name = f"model.layers.{layer}.mlp.experts"
+        parts = {
+            part: [tensors.pop(f"{name}.{expert}.{part}_proj.weight") for expert in range(6)]
+            for part in ("gate", "up", "down")
+        }
+        gate_up, down = torch.cat([torch.stack(parts["gate"]), torch.stack(parts["up"])], 1), torch.stack(parts["down"])
+        for part, stacked in (("gate_up", gate_up), ("down", down)):
+            tensors[f"{name}.{part}_proj"] = (stacked.transpose(1, 2) if is_transposed else stacked).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    (joined,) = PagedRunner(load_model(tmp_path, LoadSpec(dtype="float32")), ids, 4, seed=1).run()
+    assert torch.equal(joined, separate)

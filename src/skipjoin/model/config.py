@@ -386,7 +386,7 @@ def _text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(text, Mapping):
         raise ModelError(f"text_config in config.json must be an object, got {text!r:.80}")
     _check_numbers(text)
-    outer = ("eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
+    outer = ("eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
     return {**text, **{name: raw[name] for name in outer if raw.get(name) is not None}}
 
 

@@ -278,6 +278,9 @@ def why_unsupported(files: ModelFiles) -> str | None:
         return f"awq with bits {found.get('bits')!r:.20}, version {found.get('version')!r:.20}; 4 and gemm can be read"
     if method == "gptq" and found.get("bits") not in (4, 8):
         return f"gptq with bits {found.get('bits')!r:.20}; 4 and 8 can be read"
+    layout = found.get("checkpoint_format") or "gptq"
+    if method == "gptq" and layout not in ("gptq", "gptq_v2"):
+        return f"gptq with checkpoint_format {layout!r:.40}; gptq and gptq_v2 can be read"
     if method == "compressed-tensors":
         kind, groups = found.get("format"), found.get("config_groups")
         if kind not in _FORMATS:

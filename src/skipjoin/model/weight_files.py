@@ -16,6 +16,8 @@ INDEX = "model.safetensors.index.json"
 # The only file with weights where a repository has it. Others beside it, such as consolidated.safetensors, are copies
 # for other programs.
 SINGLE = "model.safetensors"
+# Names of settings of quantized weights in older files of compressed-tensors, and of the file of NVIDIA's ModelOpt.
+_OLDER_QUANTIZATION, _MODELOPT = "compression_config", "hf_quant_config.json"
 # Maximum length of a file name in most file systems, which raise an error beyond it.
 _MAX_NAME = 255
 
@@ -38,7 +40,15 @@ class ModelFiles:
 
     @property
     def quantization(self) -> Any:
-        return self.config.get("quantization_config")
+        """Settings of quantized weights: of the model, or of its part that is served, or those of another file."""
+        text = self.config.get("text_config")
+        for settings in (self.config, text if isinstance(text, Mapping) else {}):
+            if found := settings.get("quantization_config") or settings.get(_OLDER_QUANTIZATION):
+                return found
+        return {"quant_method": "modelopt"} if self.may_have_file(_MODELOPT) else None
+
+    def may_have_file(self, name: str) -> bool:
+        return self.has_weights and (self.folder / name).is_file()
 
     def names(self, *patterns: str) -> list[str]:
         return sorted(file.name for pattern in patterns for file in self.folder.glob(pattern) if file.is_file())

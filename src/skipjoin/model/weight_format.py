@@ -156,8 +156,8 @@ class Safetensors(WeightFormat):
     def check(self, files: ModelFiles) -> None:
         if (files.folder / INDEX).is_file():
             read_weight_map(files.folder / INDEX)
-        else:
-            safetensors_files(files.folder)
+        elif all(file.name.startswith("adapter_") for file in safetensors_files(files.folder)):
+            raise ModelError(_why_adapter(files) or f"{files.folder} has no weights but those of an adapter")
 
     def open(self, source: Source) -> Weights:
         from skipjoin.model.weights import FolderWeights  # noqa: PLC0415
@@ -311,7 +311,7 @@ def _why_bin(files: ModelFiles) -> str | None:
 def _why_quantized(files: ModelFiles) -> str | None:
     if not (found := files.quantization):
         return None
-    method = found.get("quant_method") if isinstance(found, Mapping) else found
+    method = found.get("quant_method", "no quant_method") if isinstance(found, Mapping) else found
     return (
         f"quantized weights of this kind are not supported: quantization_config in {files.folder / 'config.json'} "
         f"has {method!r:.80}, and {', '.join(_METHODS)} can be read. Give one of those, or the model that it was made "
@@ -325,8 +325,8 @@ def _why_adapter(files: ModelFiles) -> str | None:
     base = read_json(files.folder / "adapter_config.json").get("base_model_name_or_path")
     of = f" of {base}" if isinstance(base, str) and base else ""
     return (
-        f"{files.folder} is a LoRA adapter{of}, not a model: merge it into the model with peft's merge_and_unload, "
-        "save that with save_pretrained, and give the new folder"
+        f"{files.folder} is a LoRA adapter{of}, not a model: serve that model with --lora-modules NAME={files.folder}, "
+        "or give a copy of it that peft's merge_and_unload has made"
     )
 
 

@@ -192,7 +192,10 @@ class AsyncLLM(LocalEngine):
         options = replace(options_of(service, priority, target), cache_salt=salt_of(cache_salt))
         params = pooled(Pooling(dimensions=dimensions))
         async with AsyncExitStack() as stack:
-            opened = [self._opened(text, params, 1, options, ToolUse()) for text in prompts_of(texts)]
+            opened = [
+                self._opened(ids, params, 1, options, ToolUse())
+                for ids in self.tokenizer.encode_given(prompts_of(texts))
+            ]
             streams = [await stack.enter_async_context(stream) for stream in opened]
             return np.stack([await self._vector(stream) for stream in streams])
 

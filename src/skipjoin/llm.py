@@ -153,7 +153,7 @@ class LLM(LocalEngine):
         """
         self.engine.info.check_task((Task.EMBED,))
         given = prompts_of(texts)
-        ids = [self.tokenizer.encode(item) if isinstance(item, str) else item for item in given]
+        ids = self.tokenizer.encode_given(given)
         poolings = [Pooling(dimensions=dimensions)] * len(ids)
         return np.stack(self._pooled(ids, poolings, options_of(service, priority, target), cache_salt))
 

@@ -134,6 +134,9 @@ def _write_modules(
         for at, kind in enumerate(kinds)
     ]
     (folder / "modules.json").write_text(json.dumps(parts))
+    if layers:
+        prompts = {"prompts": {"query": "query: ", "document": ""}, "default_prompt_name": "query"}
+        (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     for at, layer in enumerate(layers[::2]):
         path = folder / f"{2 + at}_Dense"
         path.mkdir()

@@ -76,6 +76,11 @@ def test_embeddings_are_those_of_transformers(name: str, tmp_path: Path) -> None
         with pytest.raises(ParameterError, match=r"embeds texts, and does nothing else here: .* LLM\.embed"):
             llm.generate("text")
         first, second = llm.embed(["cat", "dog"])
+        prompt = llm.tokenizer.prompt
+        assert prompt == ("query: " if hasattr(model, "dense") else "")
+        llm.tokenizer.prompt += "c"
+        np.testing.assert_array_equal(llm.embed("at")[0], first)
+        llm.tokenizer.prompt = prompt
         cosine = float(first @ second / np.linalg.norm(first) / np.linalg.norm(second))
         assert llm.score("cat", ["dog", "cat"]) == pytest.approx([cosine, 1.0], abs=1e-6)
     if name == EMBEDDING[0]:

@@ -172,7 +172,7 @@ def _fetch(name: str, *, weights: bool) -> Path:
     if not weights:
         return folder
     files = indexed_files(folder / INDEX) if (folder / INDEX).is_file() else [SINGLE]
-    snapshot_download(name, allow_patterns=files)
+    snapshot_download(name, allow_patterns=[*files, f"*_Dense/{SINGLE}"])
     patterns = weight_patterns()
     if (folder / files[0]).is_file():
         patterns.remove("*.safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,7 +103,16 @@ def load_tokenizer(folder: str | Path, *, chat_template: str | Path | None = Non
         named=named,
         chat_template=None if sources is None else ChatTemplate(sources.default, named, sources.tool_use),
         response_template=settings.get("response_template"),
+        prompt=_default_prompt(folder),
     )
+
+
+def _default_prompt(folder: Path) -> str:
+    """Return the text that sentence-transformers puts before all others, unless a caller names another."""
+    settings = {} if is_gguf(folder) else read_settings(folder, "config_sentence_transformers.json", default={})
+    prompts, name = settings.get("prompts"), settings.get("default_prompt_name")
+    found = prompts.get(name) if isinstance(prompts, Mapping) and isinstance(name, str) else None
+    return found if isinstance(found, str) else ""
 
 
 def _load_backend(folder: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
@@ -143,6 +153,7 @@ class Tokenizer:
 
     Attributes:
         named: Special tokens by the names that chat templates have for them, such as "bos_token".
+        prompt: What stands before each text to embed.
     """
 
     def __init__(
@@ -153,7 +164,9 @@ class Tokenizer:
         named: Mapping[str, str] | None = None,
         chat_template: ChatTemplate | None = None,
         response_template: Any = None,
+        prompt: str = "",
     ) -> None:
+        self.prompt = prompt
         self.backend = backend
         self.eos_token_ids = eos_token_ids
         self.named = dict(named or {})
@@ -189,12 +202,19 @@ class Tokenizer:
         return encoding.ids
 
     def encode_many(self, texts: Sequence[str], most: int) -> list[list[int]]:
-        """Return the token ids of texts; raise `TooManyTokensError` for one beyond `most`."""
+        """Return the token ids of texts to embed; raise `TooManyTokensError` for one beyond `most`. Uses threads."""
+        texts = [self.prompt + text for text in texts]
         self._check_bytes(texts, most)
-        encodings = self.backend.encode_batch_fast(list(texts))
+        encodings = self.backend.encode_batch_fast(texts)
         if (longest := max(map(len, encodings))) > most:
             raise TooManyTokensError(str(longest))
         return [encoding.ids for encoding in encodings]
+
+    def encode_given(self, given: Sequence[str | list[int]]) -> list[list[int]]:
+        """Return the token ids of texts to embed, some of which may be token ids already."""
+        texts = [item for item in given if isinstance(item, str)]
+        found = iter(self.encode_many(texts, sys.maxsize) if texts else ())
+        return [next(found) if isinstance(item, str) else item for item in given]
 
     def encode_pair(self, first: str, second: str, most: int, *, asks: bool = False) -> tuple[list[int], int | None]:
         """Return the token ids of two texts, and where the second begins if the tokenizer marks its tokens.

@@ -159,7 +159,7 @@ def test_log_says_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"architectures": ["MiniMaxForCausalLM"]}, r"its layers keep a state that is no KV"),
+        ({"architectures": ["RecurrentGemmaForCausalLM"]}, r"its layers keep a state that is no KV"),
         ({"architectures": ["RwkvForCausalLM"]}, r"its layers keep a state that is no KV"),
         ({"architectures": ["XGLMForCausalLM"]}, r"cannot run through transformers .*: its attention cannot be rep"),
         ({"architectures": ["FalconForCausalLM"], "alibi": True}, "differ between heads that share keys"),

@@ -59,12 +59,20 @@ def test_folder_that_is_no_model_is_said_to_be_what_it_is(folder: Path) -> None:
             (made / file.replace("__", ".")).write_text(text)
         return made
 
-    whole = ("config.json", "tokenizer.json")
+    whole, nested = (
+        ("config.json", "tokenizer.json"),
+        '{"text_config": {"quantization_config": {"quant_method": "hqq"}}}',
+    )
     cases = {
         made("empty"): "is empty",
         made("gguf", m__gguf="GGUF"): "m.gguf is cut off in its header, at byte 4: download it again",
         made("two", *whole, m__gguf="", n__gguf="", mmproj__gguf=""): "several GGUF files: give one of m.gguf, n.gguf",
         made("lora", adapter_config__json='{"base_model_name_or_path": "org/base"}'): "is a LoRA adapter of org/base",
+        made(
+            "tuned", *whole, adapter_config__json="{}", adapter_model__safetensors=""
+        ): "is a LoRA adapter, not a model",
+        made("nvidia", *whole, "model.safetensors", hf_quant_config__json="{}"): "has 'modelopt'",
+        made("nested", tokenizer__json="", model__safetensors="", config__json=nested): "has 'hqq'",
         made("pickle", *whole, consolidated__pth=""): "has its weights only as consolidated.pth",
         made("bin", *whole, pytorch_model__bin=""): "skipjoin convert",
         made("bare", *whole): "has no .safetensors file",

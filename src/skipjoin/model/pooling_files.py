@@ -99,7 +99,8 @@ def _modules(files: ModelFiles) -> list[tuple[str, str]]:
 def _embedding(files: ModelFiles, config: ModelConfig, modules: Sequence[tuple[str, str]]) -> PoolingSettings:
     if not modules:
         return PoolingSettings(task=Task.EMBED, how="mean" if config.is_encoder else "last", normalize=True)
-    how, dense, width = "mean", [], config.hidden_size
+    dense: list[DenseSettings] = []
+    how, width = "mean", config.hidden_size
     for kind, path in modules:
         folder = (files.folder / path).resolve()
         if not folder.is_relative_to(files.folder.resolve()):

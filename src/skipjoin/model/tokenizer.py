@@ -213,7 +213,7 @@ class Tokenizer:
     def encode_given(self, given: Sequence[str | list[int]]) -> list[list[int]]:
         """Return the token ids of texts to embed, some of which may be token ids already."""
         texts = [item for item in given if isinstance(item, str)]
-        found = iter(self.encode_many(texts, sys.maxsize) if texts else ())
+        found = iter(self.encode_many(texts, sys.maxsize) if texts else [])
         return [next(found) if isinstance(item, str) else item for item in given]
 
     def encode_pair(self, first: str, second: str, most: int, *, asks: bool = False) -> tuple[list[int], int | None]:

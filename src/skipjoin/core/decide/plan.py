@@ -157,10 +157,7 @@ class StepPlanner:
         plan_id, latest = context.plan_id, context.latest
         new = tuple.__new__  # `Slice(...)` takes twice as long, and each step makes one for each request
         closed, is_selective, rest = self._closed, self._is_selective, iter(queue)
-        others: Iterator[Request] = rest
-        if isinstance(builder, CountingBuilder) and builder.counts_decodes:
-            others = iter(partial(self._decode, rest, builder), None)
-        for request in others:
+        for request in self._others(rest, builder):
             held = blocks_of(request)
             is_credited = held is None and request.prefix is not None and closed is None
             tokens = self._credit_prefix(request) if is_credited else eligible_tokens(request, context)
@@ -196,6 +193,12 @@ class StepPlanner:
                 self.tail = self._closed or WaitReason.BEHIND_MEMORY
                 return request
         return None
+
+    def _others(self, queue: Iterator[Request], builder: BatchBuilder) -> Iterator[Request]:
+        """Yield the requests about which the builder must be asked, and let the others decode."""
+        if isinstance(builder, CountingBuilder) and builder.counts_decodes:
+            return iter(partial(self._decode, queue, builder), None)
+        return queue
 
     def _decode(self, queue: Iterator[Request], builder: CountingBuilder) -> Request | None:
         """Add the next requests of the queue that go on decoding within their blocks, as the loop of `_fill` would.

@@ -61,7 +61,7 @@ constexpr bool is_small(Codes codes) { return codes == kNibbles || codes == kSix
 // The instructions multiply unsigned weights, so 128 is added to signed ones, and subtracted from the sums.
 constexpr int kAdded = 128;
 
-template <Codes> constexpr bool kInShorts = false;
+template <Codes> constexpr int kShortQuads = 0;
 
 template <Codes> SKIPJOIN_INLINE Ints add_quads(Ints sums, Words weights, Words inputs) {
 #ifdef SKIPJOIN_AVX512
@@ -72,8 +72,9 @@ template <Codes> SKIPJOIN_INLINE Ints add_quads(Ints sums, Words weights, Words 
 }
 #else
 constexpr int kAdded = 0;
-// Whether sums of pairs of products stay in 16 bits: those of a block's 8 quads with 4 bits, 16 * 15 * 128, fit.
-template <Codes CODES> constexpr bool kInShorts = kLanes >= 8 && CODES == kNibbles;
+// Number of quads whose sums of pairs of products fit 16 bits, or 0: of 4 bits 8, 16 * 15 * 127, of 6 bits 2, 4 * 63 *
+// 127.
+template <Codes CODES> constexpr int kShortQuads = kLanes < 8 || !is_small(CODES) ? 0 : CODES == kNibbles ? 8 : 2;
 
 template <Codes CODES> SKIPJOIN_INLINE Ints add_quads(Ints sums, Words weights, Words inputs) {
 #if defined(SKIPJOIN_AVX512)
@@ -83,13 +84,13 @@ template <Codes CODES> SKIPJOIN_INLINE Ints add_quads(Ints sums, Words weights, 
     w = _mm512_abs_epi8(w);
   }
   __m512i pairs = _mm512_maddubs_epi16(w, x);
-  if constexpr (kInShorts<CODES>) return (Ints)_mm512_add_epi16((__m512i)sums, pairs);
+  if constexpr (kShortQuads<CODES>) return (Ints)_mm512_add_epi16((__m512i)sums, pairs);
   return sums + (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
 #elif defined(SKIPJOIN_AVX2)
   __m256i w = (__m256i)weights, x = (__m256i)inputs;
   if constexpr (!is_small(CODES)) x = _mm256_sign_epi8(x, w), w = _mm256_abs_epi8(w);
   __m256i pairs = _mm256_maddubs_epi16(w, x);
-  if constexpr (kInShorts<CODES>)
+  if constexpr (kShortQuads<CODES>)
     sums = (Ints)_mm256_add_epi16((__m256i)sums, pairs);
   else
     sums += (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
@@ -109,9 +110,15 @@ template <Codes CODES> SKIPJOIN_INLINE Ints add_quads(Ints sums, Words weights, 
 }
 #endif
 
+// Returns whether sums of this many quads leave no space for another one.
+template <Codes CODES> constexpr bool fills(int quads) {
+  if constexpr (kShortQuads<CODES> == 0) return false;
+  return quads % std::max(kShortQuads<CODES>, 1) == 0;
+}
+
 // Returns the sums of `add_quads` per lane.
 template <Codes CODES> SKIPJOIN_INLINE Ints whole(Ints sums) {
-  if constexpr (kInShorts<CODES>) {
+  if constexpr (kShortQuads<CODES>) {
 #if defined(SKIPJOIN_AVX512)
     return (Ints)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1));
 #elif defined(SKIPJOIN_AVX2)
@@ -243,12 +250,11 @@ struct Inputs {
       }
       float top = largest(most), inverse = top > 1e-30f ? 127.0f / top : 0.0f;
       int32_t part[2] = {};
-      for (int v = 0; v < vectors; v++) {
-        // Adding a number whose last bit is worth 1 rounds to an integer.
-        Ints rounded = (Ints)(values[v] * inverse + splat(0x1.8p23f)) - (Ints)splat(0x1.8p23f);
-        store_bytes(to + v * kLanes, rounded);
-        part[v * kLanes / 16] += total_of(rounded);
-      }
+      Ints rounded[vectors];
+      // Adding a number whose last bit is worth 1 rounds to an integer.
+      for (int v = 0; v < vectors; v++)
+        rounded[v] = (Ints)(values[v] * inverse + splat(0x1.8p23f)) - (Ints)splat(0x1.8p23f);
+      store_block(to, rounded, part);
       float scale = top / 127.0f + sum_of(nothing);
       scales[index] = scale, sums[index] = scale * (float)(part[0] + part[1]);
       totals[pair] = part[0], totals[pair + kInputTile] = part[1];
@@ -258,22 +264,26 @@ struct Inputs {
 private:
   static int64_t padded(int64_t rows) { return (rows + kInputTile - 1) / kInputTile * kInputTile; }
 
-  static SKIPJOIN_INLINE void store_bytes(int8_t *to, Ints values) {
-#ifdef SKIPJOIN_AVX512
-    _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)values));
+  // Stores the codes of a block, and the sums of the first and last 16.
+  static SKIPJOIN_INLINE void store_block(int8_t *to, const Ints *values, int32_t *sums) {
+#if defined(SKIPJOIN_AVX512)
+    for (int part = 0; part < 2; part++) {
+      _mm_storeu_si128((__m128i *)(to + 16 * part), _mm512_cvtepi32_epi8((__m512i)values[part]));
+      sums[part] = _mm512_reduce_add_epi32((__m512i)values[part]);
+    }
+#elif defined(SKIPJOIN_AVX2)
+    auto *v = (const __m256i *)values;
+    __m256i codes = _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
+    codes = _mm256_permutevar8x32_epi32(codes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    _mm256_storeu_si256((__m256i *)to, codes);
+    __m256i fours = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), codes), _mm256_set1_epi16(1));
+    fours = _mm256_hadd_epi32(fours, fours), fours = _mm256_hadd_epi32(fours, fours);
+    sums[0] = _mm256_extract_epi32(fours, 0), sums[1] = _mm256_extract_epi32(fours, 4);
 #else
-    Bytes narrow = __builtin_convertvector(values, Bytes);
-    std::memcpy(to, &narrow, sizeof narrow);
-#endif
-  }
-
-  static SKIPJOIN_INLINE int32_t total_of(Ints values) {
-#ifdef SKIPJOIN_AVX512
-    return _mm512_reduce_add_epi32((__m512i)values);
-#else
-    int32_t total = 0;
-    for (int i = 0; i < kLanes; i++) total += values[i];
-    return total;
+    for (int i = 0; i < kBlock; i++) {
+      int32_t value = values[i / kLanes][i % kLanes];
+      to[i] = value, sums[i / 16] += value;
+    }
 #endif
   }
 };
@@ -310,11 +320,12 @@ __attribute__((noinline)) void multiply_rows(const Groups &g, const uint8_t *str
   int64_t until = per_scale;
   for (int64_t b = 0; b < in.blocks; b++, x += kInputTile * kBlock, strip += bytes) {
     ahead.fetch();
-    Ints found[parts][ROWS] = {};
+    Ints found[parts][ROWS] = {}, held[parts][ROWS] = {}; // held: what would not fit 16 bits
 #pragma GCC unroll 4
     for (int q = 0; q < 4; q++) {
       Words low, high;
       load_quads<CODES>(strip, q, table, flipped, low, high);
+      const bool is_full = q < 3 && fills<CODES>((q + 1) * (HALVES ? 1 : 2));
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++) {
         uint32_t first, second;
@@ -322,6 +333,10 @@ __attribute__((noinline)) void multiply_rows(const Groups &g, const uint8_t *str
         std::memcpy(&second, x + r * kBlock + 4 * q + 16, 4);
         found[0][r] = add_quads<CODES>(found[0][r], low, splat(first));
         found[parts - 1][r] = add_quads<CODES>(found[parts - 1][r], high, splat(second));
+        if (is_full)
+#pragma GCC unroll 2
+          for (int part = 0; part < parts; part++)
+            held[part][r] += whole<CODES>(found[part][r]), found[part][r] = Ints{};
       }
     }
 #pragma GCC unroll 2
@@ -329,7 +344,7 @@ __attribute__((noinline)) void multiply_rows(const Groups &g, const uint8_t *str
       Floats scale = load_scales(scales, are_floats);
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++) {
-        Ints sum = whole<CODES>(found[part][r]);
+        Ints sum = held[part][r] + whole<CODES>(found[part][r]);
         if (offset) {
           Words total = splat((uint32_t)totals[part * kInputTile + r]);
           if (!HALVES) total += splat((uint32_t)totals[kInputTile + r]);
@@ -375,6 +390,107 @@ template <typename Work> void with_codes(const Groups &g, Work &&work) {
   case kBytes: return with_halves(std::integral_constant<Codes, kBytes>());
   }
 }
+
+// -- more rows, by pairs of strips ------------------------------------------------------------------------------------
+
+// Elsewhere, no product was measured to gain by it.
+#if defined(SKIPJOIN_AVX2) && !defined(__AVXVNNI__)
+#define SKIPJOIN_PAIRS 1
+
+constexpr int64_t kMinPairRows = 8; // with fewer, unpacking codes takes longer than it saves
+
+// Returns whether `multiply_pair` has the codes of both strips of a task.
+bool are_pair(const Groups &g, const Groups &other) {
+  bool are_equal = g.bits == other.bits && g.group == other.group && g.offset == other.offset &&
+                   g.scale_bytes == other.scale_bytes && g.has_minimums == other.has_minimums;
+  return are_equal && is_small(codes_of(g)) && is_small(codes_of(other)) && !(g.has_minimums && g.offset);
+}
+
+// Unpacks the codes of a strip.
+template <Codes CODES> void unpack(const Groups &g, const uint8_t *strip, uint8_t *to) {
+  for (int64_t b = 0; b < blocks_of(g.inputs); b++, strip += block_bytes(g), to += kBlock * kLanes)
+    for (int q = 0; q < 4; q++) {
+      Words low, high;
+      load_quads<CODES>(strip, q, Words{}, 0, low, high);
+      std::memcpy(to + q * sizeof low, &low, sizeof low);
+      std::memcpy(to + (q + 4) * sizeof high, &high, sizeof high);
+    }
+}
+
+// Computes sums of kStripRows rows with both strips of a matrix, as `multiply_rows` does. An input is loaded once for
+// two products and a code for kStripRows of them: this is bound by the number of instructions.
+template <Codes CODES, bool HALVES, bool MINIMUMS>
+__attribute__((noinline)) void multiply_pair(const Groups &g, const uint8_t *const *strips,
+                                             const uint8_t *const *codes, const Inputs &in, int64_t row,
+                                             Floats (*sums)[kInputTile], Ahead *ahead) {
+  constexpr int rows = kStripRows, parts = HALVES ? 2 : 1, quads = kQuads / parts;
+  const uint32_t offset = g.offset;
+  const bool are_floats = g.scale_bytes == 4;
+  const int64_t step = kLanes * g.scale_bytes, to_minimums = scales_bytes(g);
+  const int64_t per_scale = HALVES ? 1 : g.group / kBlock;
+  const int8_t *x = in.codes + in.at(row) * kBlock;
+  const float *x_scales = in.scales + in.at(row), *x_sums = in.sums + in.at(row);
+  const int32_t *totals = in.totals + 2 * in.at(row) - row % kInputTile;
+  const uint8_t *from[2] = {codes[0], codes[1]}, *scales[2] = {strips[0] + codes_bytes(g), strips[1] + codes_bytes(g)};
+  Floats acc[rows][2] = {};
+  int64_t until = per_scale;
+  for (int64_t b = 0; b < in.blocks; b++, x += kInputTile * kBlock) {
+    ahead[0].fetch(), ahead[1].fetch();
+#pragma GCC unroll 2
+    for (int part = 0; part < parts; part++) {
+      Ints found[rows][2] = {}, held[rows][2] = {};
+#pragma GCC unroll 8
+      for (int q = 0; q < quads; q++) {
+        const bool is_full = q < quads - 1 && fills<CODES>(q + 1);
+        Words weights[2];
+#pragma GCC unroll 2
+        for (int s = 0; s < 2; s++) weights[s] = load_words(from[s] + (part * quads + q) * sizeof(Words));
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+          uint32_t inputs;
+          std::memcpy(&inputs, x + r * kBlock + 4 * (part * quads + q), 4);
+#pragma GCC unroll 2
+          for (int s = 0; s < 2; s++) {
+            found[r][s] = add_quads<CODES>(found[r][s], weights[s], splat(inputs));
+            if (is_full) held[r][s] += whole<CODES>(found[r][s]), found[r][s] = Ints{};
+          }
+        }
+      }
+      uint32_t shifts[kLanes];
+      if (!MINIMUMS) {
+        Words total = load_words(totals + part * kInputTile);
+        if (!HALVES) total += load_words(totals + kInputTile);
+        total *= offset;
+        std::memcpy(shifts, &total, sizeof shifts);
+      }
+      Floats scale[2], minimum[2];
+#pragma GCC unroll 2
+      for (int s = 0; s < 2; s++) {
+        scale[s] = load_scales(scales[s], are_floats);
+        if (MINIMUMS) minimum[s] = load_scales(scales[s] + to_minimums, are_floats);
+      }
+#pragma GCC unroll 8
+      for (int r = 0; r < rows; r++) {
+        Floats x_scale = splat(x_scales[r]), x_sum{};
+        if (MINIMUMS) x_sum = splat(HALVES ? x_scales[r] * (float)totals[part * kInputTile + r] : x_sums[r]);
+#pragma GCC unroll 2
+        for (int s = 0; s < 2; s++) {
+          Ints sum = held[r][s] + whole<CODES>(found[r][s]);
+          if (!MINIMUMS) sum -= (Ints)splat(shifts[r]);
+          acc[r][s] = fma(__builtin_convertvector(sum, Floats), scale[s] * x_scale, acc[r][s]);
+          if (MINIMUMS) acc[r][s] = fma(minimum[s], x_sum, acc[r][s]);
+        }
+      }
+      if (--until == 0) scales[0] += step, scales[1] += step, until = per_scale;
+    }
+    from[0] += kBlock * kLanes, from[1] += kBlock * kLanes;
+    x_scales += kInputTile, x_sums += kInputTile, totals += 2 * kInputTile;
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < rows; r++) sums[0][r] = acc[r][0], sums[1][r] = acc[r][1];
+}
+
+#endif
 
 // -- many rows, by tiles ----------------------------------------------------------------------------------------------
 
@@ -536,8 +652,12 @@ template <typename T> void linear(const Linear &c) {
   }
 #endif
   if (!by_tiles) per_block = std::min<int64_t>(c.rows, 8 * kInputTile);
+  bool by_pairs = by_tiles;
+#ifdef SKIPJOIN_PAIRS
+  by_pairs = c.rows >= kMinPairRows;
+#endif
   row_blocks = (c.rows + per_block - 1) / per_block;
-  int64_t count = tasks_of(c, by_tiles);
+  int64_t count = tasks_of(c, by_pairs);
   std::atomic<int64_t> counter{0};
   skipjoin::run_on_pool(c.threads, [&](int thread) {
     auto take = [&] { return counter.fetch_add(1, std::memory_order_relaxed); };
@@ -546,24 +666,26 @@ template <typename T> void linear(const Linear &c) {
     Inputs in(c, each_rounds ? thread : 0);
     if (each_rounds)
       for (int64_t r = 0; r < c.rows; r++) in.round_row<T>(c, r);
-#ifdef SKIPJOIN_TILES
-    thread_local std::vector<int8_t> memory;
-    int8_t *unpacked = nullptr;
-    int64_t depth = 0;
-    if (by_tiles) {
+#if defined(SKIPJOIN_TILES) || defined(SKIPJOIN_PAIRS)
+    thread_local std::vector<uint8_t> memory;
+    uint8_t *unpacked = nullptr;
+    if (by_pairs) {
       memory.resize(std::max<size_t>(memory.size(), 2 * in.width() * kLanes + 64));
-      unpacked = (int8_t *)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
+      unpacked = (uint8_t *)(((uintptr_t)memory.data() + 63) & ~(uintptr_t)63);
     }
+#endif
+#ifdef SKIPJOIN_TILES
+    int64_t depth = 0;
 #endif
     for (int64_t next; index < count * row_blocks; index = next) {
       next = take();
-      Task task = task_of(c, index % count, by_tiles);
+      Task task = task_of(c, index % count, by_pairs);
       int64_t begin = index / count * per_block, end = std::min(c.rows, begin + per_block);
       // The strips of the next task are fetched in as many parts as there are passes over blocks.
       const char *later[2] = {};
       int64_t bytes[2] = {};
       if (next < count * row_blocks) {
-        Task following = task_of(c, next % count, by_tiles);
+        Task following = task_of(c, next % count, by_pairs);
         for (int s = 0; s < following.size; s++)
           later[s] = (const char *)following.parts[s].strip, bytes[s] = following.parts[s].groups->strip_bytes;
       } else if (c.then) {
@@ -571,35 +693,61 @@ template <typename T> void linear(const Linear &c) {
           later[s] = (const char *)c.then + (thread * task.size + s) * c.then_bytes, bytes[s] = c.then_bytes;
       }
       Floats sums[2][kInputTile];
-      const int8_t *codes[2] = {};
+      const uint8_t *codes[2] = {};
       int64_t at_once = by_tiles ? kInputTile : kStripRows, passes = (end - begin + at_once - 1) / at_once;
 #ifdef SKIPJOIN_TILES
       if (by_tiles) {
         for (int s = 0; s < task.size; s++) {
           const Groups &g = *task.parts[s].groups;
-          codes[s] = (const int8_t *)task.parts[s].strip;
+          codes[s] = task.parts[s].strip;
           if (g.bits == 8 && g.offset == 0) continue;
-          int8_t *to = unpacked + s * in.width() * kLanes;
-          with_codes(g, [&](auto kind, auto) { unpack<kind>(g, task.parts[s].strip, to); });
+          uint8_t *to = unpacked + s * in.width() * kLanes;
+          with_codes(g, [&](auto kind, auto) { unpack<kind>(g, task.parts[s].strip, (int8_t *)to); });
           codes[s] = to;
         }
       }
 #endif
+#ifdef SKIPJOIN_PAIRS
+      const uint8_t *strips[2] = {task.parts[0].strip, task.parts[1].strip};
+      bool is_pair = by_pairs && task.size == 2 && are_pair(*task.parts[0].groups, *task.parts[1].groups);
+      for (int s = 0; is_pair && s < 2; s++)
+        with_codes(*task.parts[s].groups, [&](auto kind, auto) {
+          uint8_t *to = unpacked + s * in.width() * kLanes;
+          if constexpr (is_small(kind)) unpack<kind>(*task.parts[s].groups, strips[s], to), codes[s] = to;
+        });
+#endif
       for (int64_t row = begin; row < end; row += at_once) {
         int64_t rows = std::min(at_once, end - row), pass = (row - begin) / at_once;
+        Ahead aheads[2];
+        for (int s = 0; s < 2; s++) {
+          int64_t lines = (bytes[s] / 64 + blocks * passes - 1) / (blocks * passes), at = pass * blocks * lines * 64;
+          aheads[s] = {later[s] + at, at < bytes[s] ? lines : 0};
+        }
+#ifdef SKIPJOIN_PAIRS
+        if (is_pair && rows == kStripRows) {
+          with_codes(*task.parts[0].groups, [&](auto kind, auto halves) {
+            if constexpr (is_small(kind)) {
+              const Groups &g = *task.parts[0].groups;
+              (g.has_minimums ? multiply_pair<kind, halves, true> : multiply_pair<kind, halves, false>)(
+                  g, strips, codes, in, row, sums, aheads);
+            }
+          });
+          finish<T>(c, task, row, rows, sums);
+          continue;
+        }
+#endif
         for (int s = 0; s < task.size; s++) {
           const Groups &g = *task.parts[s].groups;
           const uint8_t *strip = task.parts[s].strip;
-          int64_t lines = (bytes[s] / 64 + blocks * passes - 1) / (blocks * passes);
-          Ahead ahead{later[s] + pass * blocks * lines * 64, pass * blocks * lines * 64 < bytes[s] ? lines : 0};
+          Ahead ahead = aheads[s];
 #ifdef SKIPJOIN_TILES
           if (by_tiles) {
             int64_t wanted = g.group < kBlock ? 16 : 32;
             if (depth != wanted) shape_tiles(TileShapes::of_bytes(depth = wanted));
             if (depth == 16)
-              multiply_tile<true>(g, strip, codes[s], in, row, sums[s], ahead);
+              multiply_tile<true>(g, strip, (const int8_t *)codes[s], in, row, sums[s], ahead);
             else
-              multiply_tile<false>(g, strip, codes[s], in, row, sums[s], ahead);
+              multiply_tile<false>(g, strip, (const int8_t *)codes[s], in, row, sums[s], ahead);
             continue;
           }
 #endif

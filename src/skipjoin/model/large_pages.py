@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 
 import torch
@@ -21,6 +22,12 @@ def large_page_bytes(size: int, *advice: str) -> torch.Tensor:
         with contextlib.suppress(AttributeError, OSError):
             memory.madvise(getattr(mmap, name))
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def return_freed_memory() -> None:
+    """Give the system memory that was freed, of which the C library keeps much where several threads used it."""
+    with contextlib.suppress(AttributeError, OSError):  # only glibc has the function
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Arena:

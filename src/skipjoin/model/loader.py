@@ -15,7 +15,9 @@ from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import DTYPES, ModelConfig, ModelError
 from skipjoin.model.cuda import check_dtype, choose_device, expand_segments, is_out_of_memory, use_device
 from skipjoin.model.folder import resolve_folder
+from skipjoin.model.gguf.file import forget_headers
 from skipjoin.model.kv_cache import cache_format_of
+from skipjoin.model.large_pages import return_freed_memory
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.ops.base import LayerOps
 from skipjoin.model.ops.torch_ops import TorchOps
@@ -52,8 +54,10 @@ def load_model(
     _log_limits(files, config)
     try:
         source = Source(files, spec, config, chosen.dtype, chosen.device, progress, reads_codes=chosen.ops.reads_codes)
-        weights = stored.open(source)
-        return CausalLM(config, weights, **chosen._asdict(), group=group or Alone())
+        model = CausalLM(config, stored.open(source), **chosen._asdict(), group=group or Alone())
+        forget_headers()
+        return_freed_memory()
+        return model
     except Exception as error:
         if chosen.device.type != "cuda" or not is_out_of_memory(error):
             raise

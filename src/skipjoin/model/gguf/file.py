@@ -155,7 +155,7 @@ def _parts(path: Path) -> list[Path]:
 
 
 def forget_headers() -> None:
-    """Free the header that is kept for the next reader: its vocabulary takes up to a tenth of a small model's memory."""
+    """Free the header that is kept for the next reader, whose vocabulary takes up to a tenth of a small model."""
     _read.cache_clear()
 
 

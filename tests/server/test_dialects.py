@@ -525,6 +525,9 @@ async def test_ollama_has_the_same_conversation_in_lines(echo: Api) -> None:
     assert "".join(line["response"] for line in generated) == "One"
     assert [scored["token"] for line in generated for scored in line["logprobs"]] == list("One")
     assert generated[-1]["done_reason"] == "length"
+    # Ollama's Python client ends a line also at these.
+    separated = await lines(echo, "/api/generate", prompt="a\u2028b\u2029c\x85d")
+    assert "".join(line["response"] for line in separated) == "a\u2028b\u2029c\x85d"
 
 
 async def test_raw_prompts_of_ollama_have_no_template(echo: Api) -> None:

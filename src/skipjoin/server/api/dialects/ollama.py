@@ -44,6 +44,16 @@ _NAMES = {
 }
 
 
+# Ollama's Python client splits a stream also at these, which JSON allows in a text: two separators and NEL.
+_BREAKS = {char.encode(): rf"\u{ord(char):04x}".encode() for char in "\u2028\u2029\x85"}
+
+
+def _framed(line: bytes) -> bytes:
+    for raw, escaped in _BREAKS.items():
+        line = line.replace(raw, escaped)
+    return NDJSON.frame(line)
+
+
 def error_body(error: ApiError) -> bytes:
     return encode({"error": error.message.encode("utf-8", "replace").decode()})
 
@@ -180,16 +190,16 @@ class OllamaFormat(ConvertedFormat):
     def end(self, usage: Usage) -> bytes:
         last = [change.segment for change in self.segments.close() if change.segment.kind is PartKind.CALL]
         found = self._line(last) if last else b""
-        return found + NDJSON.frame(encode(self._shown([]) | self._end(usage)))
+        return found + _framed(encode(self._shown([]) | self._end(usage)))
 
     def error(self, error: ApiError) -> bytes:
-        return NDJSON.frame(error_body(error))
+        return _framed(error_body(error))
 
     def complete(self, usage: Usage) -> dict[str, Any]:
         return self._shown(self.segments.found) | self._end(usage)
 
     def _line(self, segments: list[Segment]) -> bytes:
-        return NDJSON.frame(encode(self._shown(segments) | {"done": False}))
+        return _framed(encode(self._shown(segments) | {"done": False}))
 
     def _shown(self, segments: list[Segment]) -> dict[str, Any]:
         texts = {

@@ -459,8 +459,7 @@ def test_invalid_arguments_are_rejected(folder, arguments, message):
 def test_a_loaded_model_keeps_no_file_mapped(tmp_path):
     # Resident pages of the file would be a second copy of the weights.
     folder = tmp_path / "tied"
-    save_reference("qwen3", folder)
-    edit(folder, tie_word_embeddings=True)
+    make_reference("qwen3", tie_word_embeddings=True).save_pretrained(folder)
     model = load_model(folder)
     assert model.ops.name == "cpp"
     assert str(folder) not in Path("/proc/self/maps").read_text()
@@ -477,6 +476,19 @@ def test_sharded_folder(folder, tmp_path):
     next((tmp_path / "shards").glob("*.safetensors")).unlink()
     with pytest.raises(ModelError, match="named in its index"):
         load_model(tmp_path / "shards")
+
+
+def test_a_tied_model_has_the_output_of_its_files_as_in_transformers(tmp_path):
+    reference = save_reference("llama-tied-mha", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    for output in (table.clone(), table.flip(0)):
+        save_file(tensors | {"lm_head.weight": output}, tmp_path / "model.safetensors", {"format": "pt"})
+        loaded = load_model(tmp_path)
+        assert loaded.config.tie_embeddings == torch.equal(output, table)
+        with torch.no_grad():
+            expected = type(reference).from_pretrained(tmp_path)(input_ids=torch.tensor(IDS)).logits[0, -1]
+        torch.testing.assert_close(logits(loaded)[-1], expected, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "prefix"), [("opt", "model."), ("gpt-neox", "gpt_neox.")])

@@ -14,6 +14,7 @@ from skipjoin.model.backends import implementations
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import DTYPES, ModelConfig, ModelError
 from skipjoin.model.cuda import check_dtype, choose_device, expand_segments, is_out_of_memory, use_device
+from skipjoin.model.family import family_named
 from skipjoin.model.folder import resolve_folder
 from skipjoin.model.gguf.file import forget_headers
 from skipjoin.model.kv_cache import cache_format_of
@@ -25,6 +26,7 @@ from skipjoin.model.parallel import WHOLE, Alone, Group, Shard, Unconnected
 from skipjoin.model.pooling_files import pooling_of
 from skipjoin.model.weight_files import ModelFiles, Progress, Source
 from skipjoin.model.weight_format import WeightFormat, format_of
+from skipjoin.model.weights import has_own_output
 
 _log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -33,6 +35,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def read_config(files: ModelFiles, spec: LoadSpec) -> ModelConfig:
     config = ModelConfig.from_folder(files.folder)
     config = replace(config, pooling=pooling_of(files, config, spec.task))
+    if config.tie_embeddings and files.has_weights and files.names("*.safetensors"):
+        config = replace(config, tie_embeddings=not has_own_output(files.folder, family_named(config.family)))
     if config.dtype_name is not None:
         return config
     stored = format_of(files, replace(spec, quantization="none"))

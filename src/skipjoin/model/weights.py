@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from skipjoin.model.config import DTYPES, ModelError
-from skipjoin.model.family import family_named
+from skipjoin.model.family import Family, family_named
 from skipjoin.model.groups import GroupedMatrix, rounded, same_order
 from skipjoin.model.ops.base import LayerOps, Linear, LookedUp, Matrices, Norm, Product
 from skipjoin.model.ops.scaled import MULTIPLE, scaled_kind
@@ -333,6 +333,22 @@ def stored_dtype(folder: Path) -> str:
         tensor = files.opened(name)
         elements[STORED.get(tensor.get_dtype(), "")] += math.prod(tensor.get_shape())
     return max(DTYPES, key=lambda name: elements[name])
+
+
+def has_own_output(folder: Path, family: Family) -> bool:
+    """Return whether the files hold another output matrix than the embedding.
+
+    transformers 5 then unties them, whatever config.json says. It saves such a model with tie_word_embeddings true.
+    """
+    files = SafetensorsFiles(folder)
+    names = [
+        next((stored for stored in stored_names(name, family.prefix) if stored in files.where), "")
+        for name in (family.decoder.EMBEDDING, family.decoder.OUTPUT)
+    ]
+    if not all(names) or len({tuple(files.opened(name).get_shape()) for name in names}) > 1:
+        return False
+    embedding, output = (files.read(name, None) for name in names)
+    return not torch.equal(embedding, output.to(embedding.dtype))
 
 
 def stored_names(name: str, prefix: str) -> tuple[str, ...]:

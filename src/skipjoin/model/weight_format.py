@@ -326,7 +326,8 @@ def _why_adapter(files: ModelFiles) -> str | None:
     of = f" of {base}" if isinstance(base, str) and base else ""
     return (
         f"{files.folder} is a LoRA adapter{of}, not a model: serve that model with --lora-modules NAME={files.folder}, "
-        "or give a copy of it that peft's merge_and_unload has made"
+        "or give a copy of it that peft's merge_and_unload has made, unless the adapter changes the embedding or the "
+        "output of a model that ties them, because merging changes both"
     )
 
 

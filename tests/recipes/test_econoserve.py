@@ -292,33 +292,57 @@ def test_overdue_requests_make_few_others_miss_their_objectives() -> None:
     assert 0.8 * none <= some, (some, none)
 
 
-def test_blocks_are_collected_for_the_oldest_overdue_request() -> None:
-    """A younger one with a shorter prompt, which ranks first, would otherwise take them."""
-    params = (("overdue_s", 0.05), ("overdue_share", 1.0))
-    stepper = Stepper(World("econoserve", device_blocks=60, max_seqs=12, params=params).core())
-    ids = iter(range(10**6))
+class Crowded:
+    """EconoServe with always twelve short requests, for whose outputs the KV does not suffice."""
 
-    def send(prompt: int, outputs: int) -> Request:
-        request = make(next(ids), prompt, outputs, arrival=stepper.now, forecast=Forecast(outputs, "test"))
-        stepper.add(request)
+    def __init__(self, **params: float) -> None:
+        self.stepper = Stepper(World("econoserve", device_blocks=60, max_seqs=12, params=tuple(params.items())).core())
+        self._ids = iter(range(10**6))
+        for _ in range(5):
+            self.step()
+
+    def send(self, prompt: int, outputs: int) -> Request:
+        arrival, forecast = self.stepper.now, Forecast(outputs, "test")
+        request = make(next(self._ids), prompt, outputs, arrival=arrival, forecast=forecast)
+        self.stepper.add(request)
         return request
 
-    def keep_full() -> None:
-        while len(stepper.core.requests) < 12:
-            send(4, 40)
-        stepper.step()
+    def step(self) -> None:
+        for _ in range(12 - sum(len(request.prompt) == 4 for request in self.stepper.core.requests.values())):
+            self.send(4, 40)
+        self.stepper.step()
 
-    for _ in range(5):
-        keep_full()
-    old = send(140, 8)
-    keep_full()
-    young = send(90, 8)
+
+def test_blocks_are_collected_for_the_oldest_overdue_request() -> None:
+    """A younger one with a shorter prompt, which ranks first, would otherwise take them."""
+    crowd = Crowded(overdue_s=0.05, overdue_share=1.0)
+    old = crowd.send(140, 8)
+    crowd.step()
+    young = crowd.send(90, 8)
     for _ in range(400):
         if old.progress.planned or young.progress.planned:
             break
-        keep_full()
+        crowd.step()
     assert old.progress.planned
     assert not young.progress.planned
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2])
+def test_prompts_beyond_the_reserve_get_their_share_of_the_kv(share: float) -> None:
+    """They wait behind short requests without it, and have at most one reservation more."""
+    crowd = Crowded(prompt_share=share)
+    long = [crowd.send(100, 8) for _ in range(12)]
+    for _ in range(400):
+        crowd.step()
+    first: dict[Request, int] = {}  # blocks of the first reservations outside of others
+    for event in crowd.stepper.events:
+        if isinstance(event, Reserved) and event.parent is None:
+            first.setdefault(event.request, event.blocks)
+    of_long, of_short = (sum(first[request] for request in first if (request in long) is it) for it in (True, False))
+    if share:
+        assert share * of_short / 2 < of_long <= share * of_short + max(first.values()), (of_long, of_short)
+    else:
+        assert not of_long, (of_long, of_short)
 
 
 @pytest.mark.exhaustive

@@ -18,7 +18,7 @@ from skipjoin.policies.nesting import ParentRequests, parent_of, unused
 
 # Account of the KV that is set aside for prompts.
 PROMPTS = Account("prompts")
-# Account that collects free blocks for an overdue request, which others would take before enough of them are free.
+# Account that collects free blocks for a request, which others would take before enough of them are free.
 COLLECTED = Account("collected")
 
 
@@ -92,11 +92,13 @@ class ExactReservations(Callbacks):
     prompts' share, in this order. If none suffices it pauses with its KV in place (offload-free preemption). Other
     requests are evicted for a reservation only if nothing runs, they have a worse priority, or it must precede them.
 
-    Free blocks are collected for an overdue request. Otherwise a prompt larger than the share would starve behind
-    decodes, and a long output behind shorter ones.
+    Free blocks are collected for one request at a time: an overdue one or, for a share of the KV that is reserved, the
+    prompt that has waited longest for the KV and the time that it needs. Otherwise a prompt larger than the reserve
+    would starve behind decodes, and a long output behind shorter ones. The prompt reserves the KV of its output, too.
 
     Args:
         reserve: Share of the pool for prompts, which they exceed only while no decode waits.
+        collected: Blocks collected for prompts, as a share of those that other requests reserve first.
         gate: Decides when waiting decodes are admitted; None admits them whenever KV suffices.
         overdue: Requests that precede all others because of their age; the ordering adds and removes them.
     """
@@ -110,6 +112,7 @@ class ExactReservations(Callbacks):
         group: Callable[[Request, float], Hashable] | None,
         reserve: float,
         parents: ParentRequests | None,
+        collected: float = 0.0,
         gate: GroupGate | None = None,
         overdue: AbstractSet[Request] = frozenset(),
     ) -> None:
@@ -119,11 +122,16 @@ class ExactReservations(Callbacks):
         self._parents = parents
         self._gate = gate
         self._overdue = overdue
+        self._share = collected
+        self._owed = 0.0  # collected blocks of prompts minus the share of other reservations, at least 0
+        self._reserving: set[Request] = set()  # those with a reservation of their own before
         self._now = 0.0
         self._collector: Request | None = None  # request for which blocks are collected
         self._bands: Counter[Band] = Counter()  # of all requests, before any is lifted
         self._ordering: Ordering | None = None
         self._live: set[Request] = set()  # those that the ordering knows
+        self._prompts: dict[Request, None] = {}  # those without KV, and some that hold it again
+        self._was_refused = False  # whether a prompt was in the last step
         self._wanted: dict[Request, _Wanted] = {}  # of decodes that were refused or admitted
 
     def bind(self, ordering: Ordering) -> None:
@@ -142,24 +150,32 @@ class ExactReservations(Callbacks):
     def on_arrived(self, request: Request, now: float) -> None:
         self._bands[request.own_band] += 1
         self._live.add(request)
+        self._prompts[request] = None
 
     def on_reserved(self, request: Request, allocation: Allocation, now: float) -> None:
         self._change_parents()
+        self._prompts.pop(request, None)
+        self._pay(request, allocation)
         if self._gate is not None and phase_of(request, request.progress.known) is Phase.RUNNING:
             self._gate.join(request, allocation.group)
 
     def on_deferred(self, request: Request, now: float) -> None:
-        if self._gate is not None and request.progress.planned:  # a decode
+        if not request.progress.planned:
+            self._was_refused = True
+        elif self._gate is not None:  # a decode
             self._gate.refuse()
 
     def on_preempted(self, request: Request, now: float) -> None:
         self._change_parents()
+        self._prompts[request] = None
         if self._gate is not None:
             self._gate.leave(request)
 
     def on_finished(self, request: Request, now: float) -> None:
         self._change_parents()
         self._wanted.pop(request, None)
+        self._prompts.pop(request, None)
+        self._reserving.discard(request)
         if self._gate is not None:
             self._gate.leave(request)
         self._live.discard(request)
@@ -196,16 +212,58 @@ class ExactReservations(Callbacks):
         return Deferral.REQUEST
 
     def _blocks_to_collect(self, kv: KVAccounts) -> int:
-        """Return how many blocks the oldest overdue request needs besides its own, and make it the collector."""
+        """Return how many blocks a request needs besides its own, and make it the collector."""
         waiting = [request for request in self._overdue if request in self._live and _waits(request, kv)]
-        self._collector = request = min(waiting, key=lambda request: (request.arrival, request.id), default=None)
+        request = min(waiting, key=lambda request: (request.arrival, request.id), default=None)
+        self._collector = request = request if request is not None else self._waiting_longest(kv)
+        self._was_refused = False
         # While nothing runs, no blocks become free.
         if request is None or self._is_stuck(request, kv) or any(own < request.progress.band for own in self._bands):
             return 0
         if kv.blocks_of(request) is None:
-            return kv.blocks_for(request.progress.known)
+            return kv.blocks_for(self._tokens_collected(request))
         blocks = self._wanted[request].blocks if request in self._wanted else 0
         return max(0, kv.available + kv.shortfall_of_reservation(request, blocks, None))
+
+    def _pay(self, request: Request, allocation: Allocation) -> None:
+        if allocation.parent is not None or request in self._reserving:
+            return
+        self._reserving.add(request)
+        if request is not self._collector:
+            self._owed = max(0.0, self._owed - self._share * allocation.blocks)
+        elif request not in self._overdue:
+            self._owed += allocation.blocks
+
+    def _waiting_longest(self, kv: KVAccounts) -> Request | None:
+        """Return the prompt with the longest wait to the KV and the time that it needs, if it does not fit."""
+        if self._owed or not self._share or not self._prompts:
+            return None
+        before, best = self._collector, min(self._bands)
+
+        def waits(request: Request) -> bool:
+            return kv.blocks_of(request) is None and request.progress.band <= best
+
+        if before is not None and before in self._prompts and waits(before):
+            return before
+        if not self._was_refused:
+            return None
+        fits = self._room_for_prompts(kv)
+        return max(
+            (request for request in self._prompts if waits(request) and kv.blocks_for(request.progress.known) > fits),
+            key=lambda request: (self._slowdown(request), -request.id),
+            default=None,
+        )
+
+    def _slowdown(self, request: Request) -> float:
+        generated = request.progress.known - len(request.prompt)
+        return (self._now - request.arrival) / (self._tokens(request) * self._lengths.remaining(request, generated))
+
+    def _tokens_collected(self, request: Request) -> int:
+        """Return the tokens of the prompt and, unless it is overdue and keeps its precedence, of the output."""
+        return request.progress.known if request in self._overdue else self._tokens(request)
+
+    def _tokens(self, request: Request) -> int:
+        return self._lengths.kv_tokens(request, request.progress.known - len(request.prompt))
 
     def _want(self, request: Request, target: int, kv: KVAccounts) -> _Wanted:
         generated = max(0, target - len(request.prompt))
@@ -246,19 +304,21 @@ class ExactReservations(Callbacks):
 
     def limits(self, kv: KVAccounts) -> Sequence[int]:
         """Return the limits of `needs` for a request without KV now."""
-        prompt = unused(PROMPTS, kv)
-        if kv.available > prompt and not self._generation_waits(kv):
-            prompt = kv.available
-        prompt = max(prompt, self._collected(kv))
+        prompt = max(self._room_for_prompts(kv), self._collected(kv))
         return (prompt,) if self._parents is None else (prompt, self._parents.largest(kv))
 
+    def _room_for_prompts(self, kv: KVAccounts) -> int:
+        """Return the blocks that a prompt may have for which none are collected."""
+        prompt = unused(PROMPTS, kv)
+        return kv.available if kv.available > prompt and not self._generation_waits(kv) else prompt
+
     def _collected(self, kv: KVAccounts) -> int:
-        """Return the blocks of an overdue prompt if that many are collected, or 0."""
+        """Return the blocks of the collector's prompt if those of its reservation are collected, or 0."""
         request = self._collector
         if request is None or kv.blocks_of(request) is not None:
             return 0
-        blocks = kv.blocks_for(request.progress.known)
-        return blocks if blocks <= kv.available + unused(COLLECTED, kv) else 0
+        blocks = kv.blocks_for(self._tokens_collected(request))
+        return kv.blocks_for(request.progress.known) if blocks <= kv.available + unused(COLLECTED, kv) else 0
 
     def _first_reservation(self, request: Request, kv: KVAccounts) -> Allocation | Deferral:
         known = request.progress.known
@@ -275,7 +335,9 @@ class ExactReservations(Callbacks):
             return Allocation(now=blocks, blocks=blocks, tokens=known, draws=PROMPTS)
         collected = self._collected(kv)
         if collected and request is self._collector:
-            return Allocation(now=blocks, blocks=blocks, tokens=known, draws=COLLECTED)
+            tokens = self._tokens_collected(request)
+            blocks = kv.blocks_for(tokens)
+            return Allocation(now=blocks, blocks=blocks, tokens=tokens, draws=COLLECTED)
         has_room = spare or collected or (self._parents is not None and self._parents.largest(kv))
         return Deferral.REQUEST if has_room else Deferral.INCOMING
 

@@ -53,6 +53,16 @@ class ReservationParams(Params):
             high=1,
         ),
     ] = 0.02
+    prompt_share: Annotated[
+        float,
+        Option(
+            "KV collected for prompts that do not fit, as a share of what other requests reserve. The one that has "
+            "waited longest for its size and output comes first. More serves long prompts earlier and makes more "
+            "requests miss their objectives.",
+            low=0,
+            high=1,
+        ),
+    ] = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +145,7 @@ def decoupled(
         group=group if groups else None,
         reserve=p.reserve,
         parents=parents,
+        collected=p.prompt_share,
         gate=GroupGate() if gated else None,
         overdue=tasks.overdue,
     )

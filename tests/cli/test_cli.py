@@ -156,12 +156,12 @@ def test_package_imports_its_names_when_they_are_asked_for() -> None:
     assert run.stdout == "skipjoin <class 'skipjoin.core.request.Target'>\n"
 
 
-def test_unsupported_architecture_error_lists_supported_ones(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}')
+def test_unsupported_architecture_error_names_the_nearest_and_the_page_of_all(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Llama9ForCausalLM"], "model_type": "llama9"}')
     shutil.copy(builtin_model_path() / "tokenizer.json", tmp_path)
     run = invoke("generate", tmp_path, "--prompt", "x", "--load-format", "dummy")
     assert run.exit_code == 2
-    assert "LlamaForCausalLM" in run.stderr
+    assert "which have LlamaForCausalLM (docs/reference/models.md lists both)" in " ".join(run.stderr.split())
 
 
 def test_version_and_help() -> None:

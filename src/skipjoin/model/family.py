@@ -128,7 +128,8 @@ def find_architecture(names: list[Any], model_type: str | None) -> tuple[str, Fa
     near = get_close_matches(asked, [*native, *decoders()], n=1, cutoff=0.8)
     raise FamilyError(
         f"architecture {asked} is not supported: it is none of Skipjoin's own, nor of the decoders in transformers "
-        f"{version()}{f', which have {near[0]}' if near else ''}. Code in a model's folder (auto_map) is never run: "
+        f"{version()}{f', which have {near[0]}' if near else ''} (docs/reference/models.md lists both). "
+        "Code in a model's folder (auto_map) is never run: "
         "if there is a version of the model for transformers without it, often named -hf, or a GGUF file, give that"
     )
 

@@ -209,7 +209,8 @@ class CountingBuilder:
     """Base of a batch builder for which all decodes are alike, so that it is not asked about each of them.
 
     Attributes:
-        counts_decodes: False for a subclass with its own `offer` or `take` but its base's `decodes`, which is asked.
+        counts_decodes: False for a subclass that overrides `offer` or `take` but not `decodes`: the planner then asks
+            it about each decode.
     """
 
     __slots__ = ()

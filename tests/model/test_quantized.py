@@ -26,6 +26,13 @@ from support.gguf_files import small_llama
 
 Tensors = dict[str, torch.Tensor]
 GROUP = 64
+# Means of sixteen equally likely parts of a normal distribution, one of them zero (QLoRA, section 3).
+NF4 = torch.tensor(
+    [
+        -1.0, -0.69619280, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0,
+        0.07958030, 0.16093020, 0.24611230, 0.33791524, 0.44070983, 0.56261700, 0.72295684, 1.0,
+    ]
+)  # fmt: skip
 PLAIN = LoadSpec(dtype="float32", attention="torch")
 
 
@@ -129,11 +136,51 @@ def mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return stored, numbers.flatten(1)
 
 
+def bits_and_bytes(kind: str, *, has_codes: bool) -> Callable[..., tuple[Tensors, torch.Tensor]]:
+    """Return a writer of 4 bits; with `has_codes`, of scales in codes of their differences from the mean."""
+    values = NF4 if kind == "nf4" else torch.tensor([0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4])
+    values = values if len(values) == 16 else torch.cat([values, -values])
+
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        blocks = weight.view(-1, GROUP)
+        scale = blocks.abs().amax(1)
+        state: dict[str, Any] = {"quant_type": kind, "blocksize": GROUP, "dtype": "float32", "shape": [*weight.shape]}
+        tensors = {"weight.quant_map": values.clone(), "weight.absmax": scale}
+        if has_codes:
+            table, mean = torch.linspace(-1, 1, 256), float(scale.mean())
+            sizes = torch.nn.functional.pad(scale - mean, (0, -len(scale) % 256)).view(-1, 256).abs().amax(1)
+            spread = sizes.repeat_interleave(256)[: len(scale)]
+            chosen = ((scale - mean) / spread)[:, None].sub(table).abs().argmin(1)
+            scale = table[chosen] * spread + mean
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": mean}
+            tensors |= {
+                "weight.absmax": chosen.to(torch.uint8),
+                "weight.nested_absmax": sizes,
+                "weight.nested_quant_map": table,
+            }
+        codes = (blocks / scale[:, None])[..., None].sub(values).abs().argmin(-1).flatten()
+        tensors["weight"] = (codes[::2] << 4 | codes[1::2]).to(torch.uint8)[:, None]
+        tensors[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(
+            [*json.dumps(state).encode()], dtype=torch.uint8
+        )
+        return tensors, (values[codes].view(-1, GROUP) * scale[:, None]).view(weight.shape)
+
+    return write
+
+
+def bytes_per_output(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    scale = weight.abs().amax(1)
+    codes = (weight * 127 / scale[:, None]).round()
+    parts = {"weight": codes.to(torch.int8), "SCB": scale, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return parts, codes * scale[:, None] / 127
+
+
 def of_tensors(kind: str, **weights: Any) -> dict[str, Any]:
     groups = {"group_0": {"targets": ["Linear"], "weights": {"group_size": GROUP, **weights}}}
     return {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups, "ignore": ["lm_head"]}
 
 
+BITS_AND_BYTES = {"quant_method": "bitsandbytes"}
 GPTQ = {"quant_method": "gptq", "group_size": GROUP}
 # What writes a matrix, the settings, and whether products read its codes.
 CASES: dict[str, tuple[Callable[..., tuple[Tensors, torch.Tensor]], Mapping[str, Any], bool]] = {
@@ -146,6 +193,10 @@ CASES: dict[str, tuple[Callable[..., tuple[Tensors, torch.Tensor]], Mapping[str,
     "int4 with zeros": (pack_quantized(4, is_symmetric=False), of_tensors("pack-quantized", num_bits=4), True),
     "int8": (pack_quantized(8, is_symmetric=True), of_tensors("pack-quantized", num_bits=8), True),
     "int8 per output": (int_quantized, of_tensors("int-quantized", num_bits=8, type="int", group_size=None), True),
+    "nf4": (bits_and_bytes("nf4", has_codes=False), BITS_AND_BYTES, True),
+    "nf4, scales in codes": (bits_and_bytes("nf4", has_codes=True), BITS_AND_BYTES, True),
+    "fp4": (bits_and_bytes("fp4", has_codes=False), BITS_AND_BYTES, True),
+    "bytes per output": (bytes_per_output, BITS_AND_BYTES, True),
     "fp8 per output": (float_quantized, of_tensors("float-quantized", num_bits=8, type="float"), False),
     "fp8 in blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [32, 64]}, False),
     "mxfp4": (mxfp4, of_tensors("mxfp4-pack-quantized", num_bits=4), True),
@@ -245,6 +296,28 @@ def test_writers_agree_with_compressed_tensors(case: str) -> None:
     torch.testing.assert_close(found.float(), numbers, atol=2e-2 * float(numbers.abs().max()), rtol=1e-2)
 
 
+@pytest.mark.parametrize("case", ["nf4", "nf4, scales in codes", "fp4"])
+def test_writers_agree_with_bitsandbytes(case: str) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    parts, numbers = CASES[case][0](torch.randn(64, 256, generator=torch.Generator().manual_seed(1)))
+    stored = {name.removeprefix("weight."): tensor for name, tensor in parts.items() if name != "weight"}
+    state = functional.QuantState.from_dict(stored, device=torch.device("cpu"))
+    found = functional.dequantize_4bit(parts["weight"], state)
+    torch.testing.assert_close(found.float(), numbers, atol=1e-6, rtol=1e-6)
+
+
+def test_blocks_of_two_outputs_are_widened(reference: tuple[Path, Tensors], tmp_path: Path) -> None:
+    write_blocks = bits_and_bytes("nf4", has_codes=False)
+    parts, numbers = write_blocks(torch.randn(48, 96, generator=torch.Generator().manual_seed(1)))
+    name = "model.layers.0.self_attn.k_proj"
+    stored = {f"{name}.{part}": tensor for part, tensor in parts.items()}
+    files = model_files(str(write(tmp_path / "quantized", reference[1] | stored, BITS_AND_BYTES)))
+    source = Source(files, PLAIN, read_config(files, PLAIN), torch.float32, torch.device("cpu"), reads_codes=True)
+    weights = QuantizedWeights(source)
+    assert weights.grouped(Matrix(name, 48, range(48)), 96) is None
+    torch.testing.assert_close(weights.take(f"{name}.weight", 48, 96, rows=range(1, 9)), numbers[1:9])
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -254,8 +327,12 @@ def test_writers_agree_with_compressed_tensors(case: str) -> None:
         (of_tensors("pack-quantized", num_bits=2), "compressed-tensors with num_bits 2; 4 and 8 can be read"),
         ({**of_tensors("pack-quantized", num_bits=4), "config_groups": {}}, "several config_groups; one without"),
         (
-            {"quant_method": "bitsandbytes"},
-            "quantized weights of this kind are .* has 'bitsandbytes', and compressed-tensors, awq",
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"},
+            "bitsandbytes with bnb_4bit_quant_storage 'bfloat16'; uint8 can be read",
+        ),
+        (
+            {"quant_method": "quanto"},
+            "quantized weights of this kind are .* has 'quanto', and compressed-tensors, awq",
         ),
     ],
 )

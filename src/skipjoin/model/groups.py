@@ -27,7 +27,7 @@ class GroupedMatrix(NamedTuple):
     bits: int
     minimums: torch.Tensor | None = None
     offset: int = 0
-    values: tuple[int, ...] | None = None
+    values: tuple[float, ...] | None = None
     order: torch.Tensor | None = None
 
     def outputs(self, wanted: range | torch.Tensor) -> GroupedMatrix:
@@ -59,6 +59,21 @@ class GroupedMatrix(NamedTuple):
         if self.minimums is not None:
             weight += spread(self.minimums)
         return weight if self.order is None else weight[:, self.order.argsort()]
+
+
+def with_integers(matrix: GroupedMatrix) -> GroupedMatrix:
+    """Return the matrix with integers of 8 bits for `values`, those nearest to them at the best scale.
+
+    The error of NF4's is 0.2 % of a group's largest number, about that of inputs of 8 bits.
+    """
+    if matrix.values is None or all(isinstance(value, int) for value in matrix.values):
+        return matrix
+    numbers = torch.tensor(matrix.values, dtype=torch.float64)
+    factors = torch.linspace(64, 127, 1024, dtype=torch.float64)[:, None] / numbers.abs().max()
+    rounded_ = (numbers * factors).round()
+    best = int((rounded_ / factors - numbers).square().sum(1).argmin())
+    values = tuple(int(value) for value in rounded_[best])
+    return matrix._replace(values=values, scales=matrix.scales.float() / float(factors[best]))
 
 
 def same_order(matrices: Sequence[GroupedMatrix]) -> bool:

@@ -1,15 +1,16 @@
-"""Weights in the layouts of compressed-tensors, AWQ, GPTQ, fp8 and mxfp4 checkpoints."""
+"""Weights in the layouts of compressed-tensors, AWQ, GPTQ, bitsandbytes, fp8 and mxfp4 checkpoints."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from skipjoin.model.bitsandbytes import SCALES_4BIT, SCALES_8BIT, Blocks, read_4bit, read_8bit
 from skipjoin.model.config import ModelError
 from skipjoin.model.family import family_named
 from skipjoin.model.groups import GroupedMatrix
@@ -43,6 +44,9 @@ class Numbers(NamedTuple):
         return self.stored.float() * spread
 
 
+Stored = GroupedMatrix | Numbers | Blocks
+
+
 class QuantizedWeights(FolderWeights):
     """Weights of a folder, those of products in codes or widened to the model's type."""
 
@@ -56,7 +60,7 @@ class QuantizedWeights(FolderWeights):
     def grouped(self, matrix: Matrix, inputs: int, columns: range | None = None) -> GroupedMatrix | None:
         if not self._reads_codes:
             return None
-        found: GroupedMatrix | Numbers | None = self._decoded(matrix.name, matrix.out, inputs)
+        found: Stored | None = self._decoded(matrix.name, matrix.out, inputs)
         if not isinstance(found, GroupedMatrix):
             return None
         part = found.outputs(matrix.rows)
@@ -103,20 +107,22 @@ class QuantizedWeights(FolderWeights):
                 made.append(self.product(ops, weight.contiguous(), shift, activation))
         return made
 
-    def _decoded(self, name: str, outputs: int, inputs: int) -> GroupedMatrix | Numbers | None:
+    def _decoded(self, name: str, outputs: int, inputs: int) -> Stored | None:
         """Return a matrix, or None if it is stored as numbers of common types."""
         for suffix, read in self._layouts():
             if self.has(f"{name}.{suffix}"):
                 return read(name, outputs, inputs)
         return None
 
-    def _layouts(self) -> list[tuple[str, Callable[[str, int, int], GroupedMatrix | Numbers | None]]]:
+    def _layouts(self) -> list[tuple[str, Callable[[str, int, int], Stored]]]:
         by_method = self._awq if self._settings["quant_method"] == "awq" else self._gptq
         return [
             ("qweight", by_method),
             ("weight_packed", self._packed),
             ("weight_scale_inv", self._fp8_blocks),
             ("weight_scale", self._scaled),
+            (SCALES_4BIT, partial(read_4bit, self)),
+            (SCALES_8BIT, partial(read_8bit, self)),
         ]
 
     def _awq(self, name: str, outputs: int, inputs: int) -> GroupedMatrix:
@@ -257,7 +263,9 @@ def coded_bytes(source: Source, name: str, outputs: int, inputs: int) -> int | N
     settings = source.files.quantization
     groups = settings.get("config_groups") or {}
     weights = next((group["weights"] for group in groups.values()), settings)
-    kinds = ["qweight", "weight_packed", *(["weight_scale"] if weights.get("type") == "int" else [])]
+    kinds = ["qweight", "weight_packed", SCALES_4BIT, *(["weight_scale"] if weights.get("type") == "int" else [])]
+    if {f"{name}.{SCALES_8BIT}" for name in names} & stored:
+        return groups_bytes(outputs, inputs, group=inputs)
     if not {f"{name}.{kind}" for name in names for kind in kinds} & stored:
         return None
     bits, group = int(weights.get("num_bits", weights.get("bits", 4))), int(weights.get("group_size") or -1)
@@ -281,6 +289,8 @@ def why_unsupported(files: ModelFiles) -> str | None:
     layout = found.get("checkpoint_format") or "gptq"
     if method == "gptq" and layout not in ("gptq", "gptq_v2"):
         return f"gptq with checkpoint_format {layout!r:.40}; gptq and gptq_v2 can be read"
+    if method == "bitsandbytes" and (storage := found.get("bnb_4bit_quant_storage", "uint8")) != "uint8":
+        return f"bitsandbytes with bnb_4bit_quant_storage {storage!r:.20}; uint8 can be read"
     if method == "compressed-tensors":
         kind, groups = found.get("format"), found.get("config_groups")
         if kind not in _FORMATS:

@@ -27,7 +27,7 @@ ENTRY_POINTS = "skipjoin.weight_formats"
 # Types that a model runs in, of types in GGUF files. Others have fewer bits than bfloat16.
 _GGUF_DTYPES = {"F32": "float32", "F16": "float16"}
 # Values of quant_method in config.json.
-_METHODS = ("compressed-tensors", "awq", "gptq", "fp8", "mxfp4")
+_METHODS = ("compressed-tensors", "awq", "gptq", "bitsandbytes", "fp8", "mxfp4")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -172,7 +172,7 @@ class Safetensors(WeightFormat):
 
 @weight_format
 class Quantized(Safetensors):
-    """Safetensors in the layouts of compressed-tensors, AWQ, GPTQ, fp8 and mxfp4 checkpoints."""
+    """Safetensors in the layouts of compressed-tensors, AWQ, GPTQ, bitsandbytes, fp8 and mxfp4 checkpoints."""
 
     name = "quantized"
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from skipjoin.model.groups import GroupedMatrix
+from skipjoin.model.groups import GroupedMatrix, with_integers
 from skipjoin.model.ops.calls import GroupsCall
 from skipjoin.model.ops.compiled_linear import CompiledLinear, CompiledOps, check_ids
 from skipjoin.model.ops.threads import threads_here
@@ -31,6 +31,7 @@ class GroupedLinear(CompiledLinear):
         bias: torch.Tensor | None,
         activation: str | None,
     ) -> None:
+        matrices = [with_integers(matrix) for matrix in matrices]
         sizes = [len(matrix.codes) for matrix in matrices]
         super().__init__(ops, sum(sizes), matrices[0].codes.shape[1], activation)
         if self.is_gated and len(matrices) == 1:  # of one matrix, rows come in halves

@@ -114,8 +114,10 @@ def gguf() -> Iterator[str]:
         ["`gptq`", "4 and 8 bits, zero points of both versions, act-order", "codes"],
         ["`bitsandbytes`", "nf4, fp4 and int8, also with scales in codes", "codes"],
         ["`compressed-tensors`", "pack-quantized and int-quantized, 4 and 8 bits", "codes"],
-        ["`compressed-tensors`", "mxfp4-pack-quantized", "codes"],
+        ["`compressed-tensors`", "mxfp4-pack-quantized and nvfp4-pack-quantized", "codes"],
         ["`compressed-tensors`", "float-quantized (fp8)", "widened"],
+        ["`modelopt`", "NVFP4", "codes"],
+        ["`modelopt`", "FP8", "widened"],
         ["`fp8`", "with a scale per block or matrix", "widened"],
     ]
     yield from table(["`quant_method`", "layouts", "in compiled CPU code"], rows)

@@ -71,7 +71,7 @@ def test_folder_that_is_no_model_is_said_to_be_what_it_is(folder: Path) -> None:
         made(
             "tuned", *whole, adapter_config__json="{}", adapter_model__safetensors=""
         ): "is a LoRA adapter, not a model",
-        made("nvidia", *whole, "model.safetensors", hf_quant_config__json="{}"): "has 'modelopt'",
+        made("nvidia", *whole, "model.safetensors", hf_quant_config__json="{}"): "modelopt with quant_algo None",
         made("nested", tokenizer__json="", model__safetensors="", config__json=nested): "has 'hqq'",
         made("pickle", *whole, consolidated__pth=""): "has its weights only as consolidated.pth",
         made("bin", *whole, pytorch_model__bin=""): "skipjoin convert",

@@ -136,6 +136,30 @@ def mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return stored, numbers.flatten(1)
 
 
+def nvfp4(*, of_modelopt: bool) -> Callable[..., tuple[Tensors, torch.Tensor]]:
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        groups = weight.unflatten(1, (-1, 16))
+        factor = weight.abs().max() / (6 * 448)
+        scale = (groups.abs().amax(-1) / 6 / factor).to(torch.float8_e4m3fn)
+        spread = scale.float()[..., None] * factor
+        nearest = ((groups / spread).abs()[..., None] - values).abs().argmin(-1)
+        codes = (nearest + 8 * (groups < 0)).flatten(1).to(torch.uint8)
+        stored = codes[:, ::2] | codes[:, 1::2] << 4
+        tensors = {"weight": stored, "weight_scale": scale, "weight_scale_2": factor, "input_scale": torch.ones(())}
+        if not of_modelopt:
+            tensors = {"weight_packed": stored, "weight_scale": scale, "weight_global_scale": 1 / factor[None]}
+        return tensors, (values[nearest] * groups.sign() * spread).flatten(1)
+
+    return write
+
+
+def fp8_of_modelopt(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    scale = weight.abs().max() / 448
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale, "input_scale": torch.ones(())}, codes.float() * scale
+
+
 def bits_and_bytes(kind: str, *, has_codes: bool) -> Callable[..., tuple[Tensors, torch.Tensor]]:
     """Return a writer of 4 bits; with `has_codes`, of scales in codes of their differences from the mean."""
     values = NF4 if kind == "nf4" else torch.tensor([0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4])
@@ -193,6 +217,9 @@ CASES: dict[str, tuple[Callable[..., tuple[Tensors, torch.Tensor]], Mapping[str,
     "int4 with zeros": (pack_quantized(4, is_symmetric=False), of_tensors("pack-quantized", num_bits=4), True),
     "int8": (pack_quantized(8, is_symmetric=True), of_tensors("pack-quantized", num_bits=8), True),
     "int8 per output": (int_quantized, of_tensors("int-quantized", num_bits=8, type="int", group_size=None), True),
+    "nvfp4": (nvfp4(of_modelopt=False), of_tensors("nvfp4-pack-quantized", num_bits=4), True),
+    "nvfp4 of modelopt": (nvfp4(of_modelopt=True), {"quant_method": "modelopt", "quant_algo": "NVFP4"}, True),
+    "fp8 of modelopt": (fp8_of_modelopt, {"quant_method": "modelopt", "quant_algo": "FP8"}, False),
     "nf4": (bits_and_bytes("nf4", has_codes=False), BITS_AND_BYTES, True),
     "nf4, scales in codes": (bits_and_bytes("nf4", has_codes=True), BITS_AND_BYTES, True),
     "fp4": (bits_and_bytes("fp4", has_codes=False), BITS_AND_BYTES, True),
@@ -273,7 +300,9 @@ def test_checkpoints_become_products_of_eight_bit_floats(
     assert (found - plain).norm() <= 0.08 * plain.norm()
 
 
-@pytest.mark.parametrize("case", ["int4", "int4 with zeros", "int8", "int8 per output", "fp8 per output", "mxfp4"])
+@pytest.mark.parametrize(
+    "case", ["int4", "int4 with zeros", "int8", "int8 per output", "fp8 per output", "mxfp4", "nvfp4"]
+)
 def test_writers_agree_with_compressed_tensors(case: str) -> None:
     library = pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor  # noqa: PLC0415
@@ -285,10 +314,10 @@ def test_writers_agree_with_compressed_tensors(case: str) -> None:
     has_groups = "per output" not in case
     weights = {
         "num_bits": settings["config_groups"]["group_0"]["weights"]["num_bits"],
-        "type": "float" if case in ("mxfp4", "fp8 per output") else "int",
+        "type": "float" if "fp" in case else "int",
         "symmetric": "zeros" not in case,
-        "strategy": "group" if has_groups else "channel",
-        "group_size": (32 if case == "mxfp4" else GROUP) if has_groups else None,
+        "strategy": "tensor_group" if case == "nvfp4" else "group" if has_groups else "channel",
+        "group_size": {"mxfp4": 32, "nvfp4": 16}.get(case, GROUP) if has_groups else None,
     }
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     compressor = BaseCompressor.get_value_from_registry(settings["format"])
@@ -323,7 +352,8 @@ def test_blocks_of_two_outputs_are_widened(reference: tuple[Path, Tensors], tmp_
     [
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq with bits 4, version 'gemv'; 4 and gemm can be"),
         ({"quant_method": "gptq", "bits": 3}, "gptq with bits 3; 4 and 8 can be read"),
-        (of_tensors("nvfp4-pack-quantized", num_bits=4), "compressed-tensors with format 'nvfp4-pack-quantized'; "),
+        (of_tensors("marlin-24", num_bits=4), "compressed-tensors with format 'marlin-24'; "),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "modelopt with quant_algo 'W4A8_AWQ'; FP8, FP8_PER"),
         (of_tensors("pack-quantized", num_bits=2), "compressed-tensors with num_bits 2; 4 and 8 can be read"),
         ({**of_tensors("pack-quantized", num_bits=4), "config_groups": {}}, "several config_groups; one without"),
         (

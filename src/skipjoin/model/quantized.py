@@ -1,4 +1,4 @@
-"""Weights in the layouts of compressed-tensors, AWQ, GPTQ, bitsandbytes, fp8 and mxfp4 checkpoints."""
+"""Weights in the layouts of other libraries' quantized checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,18 @@ _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 # Where AWQ stores each eight outputs in a word.
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 # Formats of compressed-tensors.
-_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized")
+_FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "mxfp4-pack-quantized",
+    "nvfp4-pack-quantized",
+)
+# Values of quant_algo in files of ModelOpt, of which the last one has matrices of the others.
+_ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MIXED_PRECISION")
+# Inputs per scale in NVFP4.
+_NVFP4_GROUP = 16
 
 
 class Numbers(NamedTuple):
@@ -119,6 +130,7 @@ class QuantizedWeights(FolderWeights):
         return [
             ("qweight", by_method),
             ("weight_packed", self._packed),
+            ("weight_scale_2", self._nvfp4_of_modelopt),
             ("weight_scale_inv", self._fp8_blocks),
             ("weight_scale", self._scaled),
             (SCALES_4BIT, partial(read_4bit, self)),
@@ -177,9 +189,25 @@ class QuantizedWeights(FolderWeights):
         return _with_zeros(codes, scales, zeros, group, bits)._replace(order=order)
 
     def _fp4(self, name: str, outputs: int, inputs: int) -> GroupedMatrix:
+        if self.has(f"{name}.weight_global_scale"):
+            divisor = self._single(f"{name}.weight_global_scale")
+            return self._nvfp4(name, "weight_packed", outputs, inputs, 1 / divisor)
         packed = self.stored(f"{name}.weight_packed", outputs, inputs // 2, types=("U8",))
         exponents = self.stored(f"{name}.weight_scale", outputs, inputs // 32, types=("U8",))
         return _fp4_matrix(packed, exponents)
+
+    def _nvfp4_of_modelopt(self, name: str, outputs: int, inputs: int) -> GroupedMatrix:
+        return self._nvfp4(name, "weight", outputs, inputs, self._single(f"{name}.weight_scale_2"))
+
+    def _nvfp4(self, name: str, codes: str, outputs: int, inputs: int, factor: torch.Tensor) -> GroupedMatrix:
+        packed = self.stored(f"{name}.{codes}", outputs, inputs // 2, types=("U8",))
+        scales = self.stored(f"{name}.weight_scale", outputs, inputs // _NVFP4_GROUP, types=(_FP8,))
+        return GroupedMatrix(_nibbles(packed), scales.float() * (factor / 2), _NVFP4_GROUP, 4, values=_FP4)
+
+    def _single(self, name: str) -> torch.Tensor:
+        """Return a number that is stored as a tensor without dimensions, or with one."""
+        shape = self.shape_of(name)
+        return self.stored(name, *(shape if shape == () else (1,)), types=("F32",)).view(())
 
     def _scaled(self, name: str, outputs: int, inputs: int) -> GroupedMatrix | Numbers:
         stored = self.stored(f"{name}.weight", outputs, inputs, types=("I8", _FP8))
@@ -229,8 +257,12 @@ class QuantizedWeights(FolderWeights):
 
 
 def _fp4_matrix(packed: torch.Tensor, exponents: torch.Tensor) -> GroupedMatrix:
-    codes = torch.stack([packed & 15, packed >> 4], -1).flatten(1)
-    return GroupedMatrix(codes, 2.0 ** (exponents.float() - 128), 32, 4, values=_FP4)
+    return GroupedMatrix(_nibbles(packed), 2.0 ** (exponents.float() - 128), 32, 4, values=_FP4)
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Return the codes of bytes [out, in / 2], the low bits first."""
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(1)
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -263,7 +295,13 @@ def coded_bytes(source: Source, name: str, outputs: int, inputs: int) -> int | N
     settings = source.files.quantization
     groups = settings.get("config_groups") or {}
     weights = next((group["weights"] for group in groups.values()), settings)
-    kinds = ["qweight", "weight_packed", SCALES_4BIT, *(["weight_scale"] if weights.get("type") == "int" else [])]
+    kinds = [
+        "qweight",
+        "weight_packed",
+        "weight_scale_2",
+        SCALES_4BIT,
+        *(["weight_scale"] if weights.get("type") == "int" else []),
+    ]
     if {f"{name}.{SCALES_8BIT}" for name in names} & stored:
         return groups_bytes(outputs, inputs, group=inputs)
     if not {f"{name}.{kind}" for name in names for kind in kinds} & stored:
@@ -291,6 +329,8 @@ def why_unsupported(files: ModelFiles) -> str | None:
         return f"gptq with checkpoint_format {layout!r:.40}; gptq and gptq_v2 can be read"
     if method == "bitsandbytes" and (storage := found.get("bnb_4bit_quant_storage", "uint8")) != "uint8":
         return f"bitsandbytes with bnb_4bit_quant_storage {storage!r:.20}; uint8 can be read"
+    if method == "modelopt" and found.get("quant_algo") not in _ALGORITHMS:
+        return f"modelopt with quant_algo {found.get('quant_algo')!r:.40}; {', '.join(_ALGORITHMS)} can be read"
     if method == "compressed-tensors":
         kind, groups = found.get("format"), found.get("config_groups")
         if kind not in _FORMATS:

@@ -45,7 +45,10 @@ class ModelFiles:
         for settings in (self.config, text if isinstance(text, Mapping) else {}):
             if found := settings.get("quantization_config") or settings.get(_OLDER_QUANTIZATION):
                 return found
-        return {"quant_method": "modelopt"} if self.may_have_file(_MODELOPT) else None
+        if not self.may_have_file(_MODELOPT):
+            return None
+        settings = read_json(self.folder / _MODELOPT).get("quantization")
+        return {**(settings if isinstance(settings, Mapping) else {}), "quant_method": "modelopt"}
 
     def may_have_file(self, name: str) -> bool:
         return self.has_weights and (self.folder / name).is_file()

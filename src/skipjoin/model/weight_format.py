@@ -27,7 +27,7 @@ ENTRY_POINTS = "skipjoin.weight_formats"
 # Types that a model runs in, of types in GGUF files. Others have fewer bits than bfloat16.
 _GGUF_DTYPES = {"F32": "float32", "F16": "float16"}
 # Values of quant_method in config.json.
-_METHODS = ("compressed-tensors", "awq", "gptq", "bitsandbytes", "fp8", "mxfp4")
+_METHODS = ("compressed-tensors", "awq", "gptq", "bitsandbytes", "modelopt", "fp8", "mxfp4")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -172,7 +172,7 @@ class Safetensors(WeightFormat):
 
 @weight_format
 class Quantized(Safetensors):
-    """Safetensors in the layouts of compressed-tensors, AWQ, GPTQ, bitsandbytes, fp8 and mxfp4 checkpoints."""
+    """Safetensors in the layouts of other libraries' quantized checkpoints."""
 
     name = "quantized"
 
@@ -187,8 +187,8 @@ class Quantized(Safetensors):
         super().check(files)
         if (why := why_unsupported(files)) is not None:
             raise ModelError(
-                f"quantization_config in {files.folder / 'config.json'} says {why}: give another quantization, or the "
-                "model that it was made from"
+                f"the weights in {files.folder} are {why}: give another quantization, or the model that they were made "
+                "from"
             )
 
     def open(self, source: Source) -> Weights:

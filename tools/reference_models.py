@@ -116,6 +116,7 @@ def gguf() -> Iterator[str]:
         ["`compressed-tensors`", "pack-quantized and int-quantized, 4 and 8 bits", "codes"],
         ["`compressed-tensors`", "mxfp4-pack-quantized and nvfp4-pack-quantized", "codes"],
         ["`compressed-tensors`", "float-quantized (fp8)", "widened"],
+        ["none, of MLX", "affine, 4 and 8 bits", "codes"],
         ["`modelopt`", "NVFP4", "codes"],
         ["`modelopt`", "FP8", "widened"],
         ["`fp8`", "with a scale per block or matrix", "widened"],

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from model_zoo import VOCAB, PagedRunner
@@ -192,6 +193,15 @@ def bits_and_bytes(kind: str, *, has_codes: bool) -> Callable[..., tuple[Tensors
     return write
 
 
+def mlx(bits: int) -> Callable[..., tuple[Tensors, torch.Tensor]]:
+    def write(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        codes, scale, zero = with_zeros(weight, bits, GROUP)
+        tensors = {"weight": packed(codes, bits).view(torch.uint32), "scales": scale, "biases": -zero * scale}
+        return tensors, widened(codes, scale, zero, GROUP)
+
+    return write
+
+
 def bytes_per_output(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     scale = weight.abs().amax(1)
     codes = (weight * 127 / scale[:, None]).round()
@@ -217,6 +227,8 @@ CASES: dict[str, tuple[Callable[..., tuple[Tensors, torch.Tensor]], Mapping[str,
     "int4 with zeros": (pack_quantized(4, is_symmetric=False), of_tensors("pack-quantized", num_bits=4), True),
     "int8": (pack_quantized(8, is_symmetric=True), of_tensors("pack-quantized", num_bits=8), True),
     "int8 per output": (int_quantized, of_tensors("int-quantized", num_bits=8, type="int", group_size=None), True),
+    "mlx": (mlx(4), {"bits": 4, "group_size": GROUP}, True),
+    "mlx, 8 bits": (mlx(8), {"bits": 8, "group_size": GROUP}, True),
     "nvfp4": (nvfp4(of_modelopt=False), of_tensors("nvfp4-pack-quantized", num_bits=4), True),
     "nvfp4 of modelopt": (nvfp4(of_modelopt=True), {"quant_method": "modelopt", "quant_algo": "NVFP4"}, True),
     "fp8 of modelopt": (fp8_of_modelopt, {"quant_method": "modelopt", "quant_algo": "FP8"}, False),
@@ -240,7 +252,8 @@ def reference(tmp_path: Path) -> tuple[Path, Tensors]:
 def write(folder: Path, tensors: Tensors, settings: Mapping[str, Any]) -> Path:
     folder.mkdir()
     config = json.loads((folder.parent / "plain" / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    field = "quantization_config" if "quant_method" in settings else "quantization"
+    (folder / "config.json").write_text(json.dumps({**config, field: settings}))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return folder
 
@@ -335,6 +348,15 @@ def test_writers_agree_with_bitsandbytes(case: str) -> None:
     torch.testing.assert_close(found.float(), numbers, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_writers_agree_with_mlx(bits: int) -> None:
+    core = pytest.importorskip("mlx.core")
+    parts, numbers = CASES["mlx" if bits == 4 else "mlx, 8 bits"][0](torch.randn(64, 256))
+    arrays = [core.array(parts[name].numpy()) for name in ("weight", "scales", "biases")]
+    found = torch.from_numpy(np.array(core.dequantize(*arrays, group_size=GROUP, bits=bits)))
+    torch.testing.assert_close(found, numbers, atol=1e-5, rtol=1e-5)
+
+
 def test_blocks_of_two_outputs_are_widened(reference: tuple[Path, Tensors], tmp_path: Path) -> None:
     write_blocks = bits_and_bytes("nf4", has_codes=False)
     parts, numbers = write_blocks(torch.randn(48, 96, generator=torch.Generator().manual_seed(1)))
@@ -353,6 +375,7 @@ def test_blocks_of_two_outputs_are_widened(reference: tuple[Path, Tensors], tmp_
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq with bits 4, version 'gemv'; 4 and gemm can be"),
         ({"quant_method": "gptq", "bits": 3}, "gptq with bits 3; 4 and 8 can be read"),
         (of_tensors("marlin-24", num_bits=4), "compressed-tensors with format 'marlin-24'; "),
+        ({"bits": 4, "group_size": 32, "mode": "mxfp4"}, "those of MLX with mode 'mxfp4'; affine can be read"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "modelopt with quant_algo 'W4A8_AWQ'; FP8, FP8_PER"),
         (of_tensors("pack-quantized", num_bits=2), "compressed-tensors with num_bits 2; 4 and 8 can be read"),
         ({**of_tensors("pack-quantized", num_bits=4), "config_groups": {}}, "several config_groups; one without"),

@@ -37,6 +37,8 @@ _FORMATS = (
 )
 # Values of quant_algo in files of ModelOpt, of which the last one has matrices of the others.
 _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "MIXED_PRECISION")
+# Suffixes of tensors of matrices in codes of as many bits as the settings say, or of 4.
+_IN_4_OR_8_BITS = ("qweight", "weight_packed", "weight_scale_2", "biases", SCALES_4BIT)
 # Inputs per scale in NVFP4.
 _NVFP4_GROUP = 16
 
@@ -133,6 +135,7 @@ class QuantizedWeights(FolderWeights):
             ("weight_scale_2", self._nvfp4_of_modelopt),
             ("weight_scale_inv", self._fp8_blocks),
             ("weight_scale", self._scaled),
+            ("biases", self._mlx),
             (SCALES_4BIT, partial(read_4bit, self)),
             (SCALES_8BIT, partial(read_8bit, self)),
         ]
@@ -168,6 +171,23 @@ class QuantizedWeights(FolderWeights):
                     raise ModelError(f"{self._folder}: {name}.g_idx has groups of other than {group} inputs")
                 codes = codes[:, order]
         return _with_zeros(codes, scales.T, zeros.T, group, bits)._replace(order=order)
+
+    def _mlx(self, name: str, outputs: int, inputs: int) -> GroupedMatrix:
+        """Return weights `scale * code + bias`, whose bits may differ from those of other matrices."""
+        words = self._shape(f"{name}.weight")[-1]
+        bits = 32 * words // inputs
+        if bits not in (4, 8):
+            raise ModelError(f"{self._folder}: {name} has {32 * words / inputs:g} bits per weight; 4 and 8 can be read")
+        stored = self.stored(f"{name}.weight", outputs, words, types=("U32",)).view(torch.int32)
+        groups = self._shape(f"{name}.scales")[-1]
+        scales, biases = (
+            self.stored(f"{name}.{part}", outputs, groups, types=_NUMBERS).float() for part in ("scales", "biases")
+        )
+        codes, middle = _unpacked(stored, bits), 0 if bits == 4 else 128
+        return GroupedMatrix(
+            (codes - middle).to(torch.uint8 if bits == 4 else torch.int8),
+            scales, inputs // groups, bits, biases + middle * scales,
+        )  # fmt: skip
 
     def _packed(self, name: str, outputs: int, inputs: int) -> GroupedMatrix:
         if self._kind(f"{name}.weight_packed") == "U8":
@@ -295,13 +315,7 @@ def coded_bytes(source: Source, name: str, outputs: int, inputs: int) -> int | N
     settings = source.files.quantization
     groups = settings.get("config_groups") or {}
     weights = next((group["weights"] for group in groups.values()), settings)
-    kinds = [
-        "qweight",
-        "weight_packed",
-        "weight_scale_2",
-        SCALES_4BIT,
-        *(["weight_scale"] if weights.get("type") == "int" else []),
-    ]
+    kinds = {*_IN_4_OR_8_BITS, *(["weight_scale"] if weights.get("type") == "int" else [])}
     if {f"{name}.{SCALES_8BIT}" for name in names} & stored:
         return groups_bytes(outputs, inputs, group=inputs)
     if not {f"{name}.{kind}" for name in names for kind in kinds} & stored:
@@ -329,6 +343,8 @@ def why_unsupported(files: ModelFiles) -> str | None:
         return f"gptq with checkpoint_format {layout!r:.40}; gptq and gptq_v2 can be read"
     if method == "bitsandbytes" and (storage := found.get("bnb_4bit_quant_storage", "uint8")) != "uint8":
         return f"bitsandbytes with bnb_4bit_quant_storage {storage!r:.20}; uint8 can be read"
+    if method == "mlx" and (mode := found.get("mode", "affine")) != "affine":
+        return f"those of MLX with mode {mode!r:.20}; affine can be read"
     if method == "modelopt" and found.get("quant_algo") not in _ALGORITHMS:
         return f"modelopt with quant_algo {found.get('quant_algo')!r:.40}; {', '.join(_ALGORITHMS)} can be read"
     if method == "compressed-tensors":

@@ -16,8 +16,9 @@ INDEX = "model.safetensors.index.json"
 # The only file with weights where a repository has it. Others beside it, such as consolidated.safetensors, are copies
 # for other programs.
 SINGLE = "model.safetensors"
-# Names of settings of quantized weights in older files of compressed-tensors, and of the file of NVIDIA's ModelOpt.
-_OLDER_QUANTIZATION, _MODELOPT = "compression_config", "hf_quant_config.json"
+# Names of settings of quantized weights in older files of compressed-tensors, in those of MLX, and of the file of
+# NVIDIA's ModelOpt.
+_OLDER_QUANTIZATION, _OF_MLX, _MODELOPT = "compression_config", "quantization", "hf_quant_config.json"
 # Maximum length of a file name in most file systems, which raise an error beyond it.
 _MAX_NAME = 255
 
@@ -41,10 +42,8 @@ class ModelFiles:
     @property
     def quantization(self) -> Any:
         """Settings of quantized weights: of the model, or of its part that is served, or those of another file."""
-        text = self.config.get("text_config")
-        for settings in (self.config, text if isinstance(text, Mapping) else {}):
-            if found := settings.get("quantization_config") or settings.get(_OLDER_QUANTIZATION):
-                return found
+        if (found := quantization_of(self.config)) is not None:
+            return found
         if not self.may_have_file(_MODELOPT):
             return None
         settings = read_json(self.folder / _MODELOPT).get("quantization")
@@ -71,6 +70,18 @@ class Source(NamedTuple):
     progress: Progress | None = None
     seed: int = 0
     reads_codes: bool = False
+
+
+def quantization_of(config: Mapping[str, Any]) -> Any:
+    """Return the settings of quantized weights in config.json, or None. Those of MLX name no method there."""
+    text = config.get("text_config")
+    for settings in (config, text if isinstance(text, Mapping) else {}):
+        found = settings.get("quantization_config") or settings.get(_OLDER_QUANTIZATION) or settings.get(_OF_MLX)
+        if isinstance(found, Mapping) and "quant_method" not in found and isinstance(settings.get(_OF_MLX), Mapping):
+            return {**found, "quant_method": "mlx"}
+        if found:
+            return found
+    return None
 
 
 def indexed_files(index: Path) -> list[str]:

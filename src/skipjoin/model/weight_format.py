@@ -27,7 +27,7 @@ ENTRY_POINTS = "skipjoin.weight_formats"
 # Types that a model runs in, of types in GGUF files. Others have fewer bits than bfloat16.
 _GGUF_DTYPES = {"F32": "float32", "F16": "float16"}
 # Values of quant_method in config.json.
-_METHODS = ("compressed-tensors", "awq", "gptq", "bitsandbytes", "modelopt", "fp8", "mxfp4")
+_METHODS = ("compressed-tensors", "awq", "gptq", "bitsandbytes", "modelopt", "mlx", "fp8", "mxfp4")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 

@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from skipjoin.model.config import LARGEST, ModelError, StateSettings, check_sizes
 from skipjoin.model.fallback.trace import Traced, trace
 from skipjoin.model.family import same_name
+from skipjoin.model.weight_files import quantization_of
 
 # Entries of config.json that are not the model's: they choose code and kernels, or types that `dtype` chooses.
 # The type may be that of a part of another model.
@@ -80,9 +81,9 @@ def _known() -> dict[str, str]:
 
 def fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """Return fields of `ModelConfig`, found by a run without memory."""
-    if raw.get("quantization_config"):
+    if quantization_of(raw):
         raise ModelError(
-            f"quantization_config is not supported for {architecture}, which has no family of Skipjoin's own: give the "
+            f"quantized weights are not supported for {architecture}, which has no family of Skipjoin's own: give the "
             "model that it was made from; --quantization int8 stores that in 8 bits"
         )
     read = {name: value for name, value in raw.items() if name not in _NOT_READ and not name.startswith("_")}

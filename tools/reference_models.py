@@ -111,7 +111,8 @@ def gguf() -> Iterator[str]:
     yield ""
     rows = [
         ["`awq`", "4 bits, version gemm", "codes"],
-        ["`gptq`", "4 and 8 bits, zero points of both versions, act-order", "codes"],
+        ["`auto-round`", "those of `awq` and `gptq`", "codes"],
+        ["`gptq`", "4 and 8 bits, also by matrix, zero points of both versions, act-order", "codes"],
         ["`bitsandbytes`", "nf4, fp4 and int8, also with scales in codes", "codes"],
         ["`compressed-tensors`", "pack-quantized and int-quantized, 4 and 8 bits", "codes"],
         ["`compressed-tensors`", "mxfp4-pack-quantized and nvfp4-pack-quantized", "codes"],

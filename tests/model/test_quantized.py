@@ -215,6 +215,7 @@ def of_tensors(kind: str, **weights: Any) -> dict[str, Any]:
 
 
 BITS_AND_BYTES = {"quant_method": "bitsandbytes"}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP}
 GPTQ = {"quant_method": "gptq", "group_size": GROUP}
 # What writes a matrix, the settings, and whether products read its codes.
 CASES: dict[str, tuple[Callable[..., tuple[Tensors, torch.Tensor]], Mapping[str, Any], bool]] = {
@@ -223,6 +224,9 @@ CASES: dict[str, tuple[Callable[..., tuple[Tensors, torch.Tensor]], Mapping[str,
     "gptq, 8 bits": (gptq(8, 1), {**GPTQ, "bits": 8}, True),
     "gptq, version 2": (gptq(4, 0), {**GPTQ, "bits": 4, "checkpoint_format": "gptq_v2"}, True),
     "gptq, act-order": (gptq(4, 1, has_order=True), {**GPTQ, "bits": 4, "desc_act": True}, True),
+    "auto-round": (gptq(4, 1), {**AUTO_ROUND, "packing_format": "auto_round:auto_gptq"}, True),
+    "auto-round, matrices of other bits": (gptq(8, 0), {**AUTO_ROUND, "packing_format": "auto_round"}, True),
+    "auto-round, as awq": (awq, {**AUTO_ROUND, "packing_format": "auto_round:auto_awq"}, True),
     "int4": (pack_quantized(4, is_symmetric=True), of_tensors("pack-quantized", num_bits=4), True),
     "int4 with zeros": (pack_quantized(4, is_symmetric=False), of_tensors("pack-quantized", num_bits=4), True),
     "int8": (pack_quantized(8, is_symmetric=True), of_tensors("pack-quantized", num_bits=8), True),
@@ -376,6 +380,7 @@ def test_blocks_of_two_outputs_are_widened(reference: tuple[Path, Tensors], tmp_
         ({"quant_method": "gptq", "bits": 3}, "gptq with bits 3; 4 and 8 can be read"),
         (of_tensors("marlin-24", num_bits=4), "compressed-tensors with format 'marlin-24'; "),
         ({"bits": 4, "group_size": 32, "mode": "mxfp4"}, "those of MLX with mode 'mxfp4'; affine can be read"),
+        ({**AUTO_ROUND, "packing_format": "auto_round:fp8"}, "of this kind are .* has 'auto-round'"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "modelopt with quant_algo 'W4A8_AWQ'; FP8, FP8_PER"),
         (of_tensors("pack-quantized", num_bits=2), "compressed-tensors with num_bits 2; 4 and 8 can be read"),
         ({**of_tensors("pack-quantized", num_bits=4), "config_groups": {}}, "several config_groups; one without"),

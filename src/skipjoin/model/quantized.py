@@ -153,7 +153,7 @@ class QuantizedWeights(FolderWeights):
         return _with_zeros(words.T, scales.T, zeros.T, group, 4)
 
     def _gptq(self, name: str, outputs: int, inputs: int) -> GroupedMatrix:
-        bits, group = int(self._settings["bits"]), self._group(inputs)
+        bits, group = self._own_sizes(name, inputs)
         per_word, groups = 32 // bits, -(-inputs // group)
         words = self.stored(f"{name}.qweight", inputs // per_word, outputs, types=("I32",))
         codes = _unpacked(words.T.contiguous(), bits)
@@ -171,6 +171,14 @@ class QuantizedWeights(FolderWeights):
                     raise ModelError(f"{self._folder}: {name}.g_idx has groups of other than {group} inputs")
                 codes = codes[:, order]
         return _with_zeros(codes, scales.T, zeros.T, group, bits)._replace(order=order)
+
+    def _own_sizes(self, name: str, inputs: int) -> tuple[int, int]:
+        """Return the bits and the inputs of a group of a matrix, which may differ from those of the settings."""
+        words, scales = (self.shape_of(f"{name}.{part}") or (0,) for part in ("qweight", "scales"))
+        bits = next((bits for bits in (4, 8) if 32 * words[0] == bits * inputs), int(self._settings["bits"]))
+        group, groups = self._group(inputs), scales[0]
+        is_other = groups not in (0, -(-inputs // group)) and inputs % groups == 0
+        return bits, inputs // groups if is_other else group
 
     def _mlx(self, name: str, outputs: int, inputs: int) -> GroupedMatrix:
         """Return weights `scale * code + bias`, whose bits may differ from those of other matrices."""

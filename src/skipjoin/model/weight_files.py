@@ -19,6 +19,18 @@ SINGLE = "model.safetensors"
 # Names of settings of quantized weights in older files of compressed-tensors, in those of MLX, and of the file of
 # NVIDIA's ModelOpt.
 _OLDER_QUANTIZATION, _OF_MLX, _MODELOPT = "compression_config", "quantization", "hf_quant_config.json"
+# Layouts of AutoRound by their names there, in terms of those that it took from others.
+_GPTQ, _AWQ = {"quant_method": "gptq"}, {"quant_method": "awq"}
+_GPTQ_2 = {**_GPTQ, "checkpoint_format": "gptq_v2"}
+_AUTO_ROUND: Mapping[object, Mapping[str, str]] = {
+    "auto": _GPTQ,
+    "auto_round:gptq": _GPTQ,
+    "auto_round:auto_gptq": _GPTQ,
+    "auto_round": _GPTQ_2,
+    "auto_round:gptqmodel": _GPTQ_2,
+    "auto_round:awq": _AWQ,
+    "auto_round:auto_awq": _AWQ,
+}
 # Maximum length of a file name in most file systems, which raise an error beyond it.
 _MAX_NAME = 255
 
@@ -79,9 +91,16 @@ def quantization_of(config: Mapping[str, Any]) -> Any:
         found = settings.get("quantization_config") or settings.get(_OLDER_QUANTIZATION) or settings.get(_OF_MLX)
         if isinstance(found, Mapping) and "quant_method" not in found and isinstance(settings.get(_OF_MLX), Mapping):
             return {**found, "quant_method": "mlx"}
+        if isinstance(found, Mapping) and (layout := _AUTO_ROUND.get(_packing(found))) is not None:
+            return {**found, **layout}
         if found:
             return found
     return None
+
+
+def _packing(settings: Mapping[str, Any]) -> object:
+    is_auto_round = settings.get("quant_method") in ("auto-round", "intel/auto-round")
+    return settings.get("packing_format", "auto") if is_auto_round else None
 
 
 def indexed_files(index: Path) -> list[str]:

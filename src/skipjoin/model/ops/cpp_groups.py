@@ -68,7 +68,7 @@ def _halves(matrix: GroupedMatrix) -> list[GroupedMatrix]:
 def _pack(ops: CompiledOps, matrix: GroupedMatrix, bias: torch.Tensor | None) -> Packed:
     outputs, inputs = matrix.codes.shape
     library, has_minimums = ops.library, matrix.minimums is not None
-    values = None if matrix.values is None else (ctypes.c_int8 * 16)(*matrix.values)
+    values = None if matrix.values is None else (ctypes.c_int8 * 16)(*map(int, matrix.values))
     shift = None if bias is None else torch.nn.functional.pad(bias, (0, -outputs % library.skipjoin_strip_lanes()))
     call = GroupsCall(
         None, 0, outputs, inputs, matrix.bits, matrix.group, matrix.offset, matrix.scales.itemsize, has_minimums,

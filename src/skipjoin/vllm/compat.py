@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from skipjoin.options import ConfigError
 from skipjoin.vllm.tier_options import TierOptions, is_chosen
 
-# Releases for which the contract tests have passed; see docs/vllm.md.
+# Releases for which the contract tests have passed; see docs/reference/vllm.md.
 TESTED = ("0.27.1", "0.30.0", "0.32.0", "0.33.0")
 _MISSING = object()
 # Names of the scheduler in `--scheduler-cls`.

@@ -91,7 +91,7 @@ def _values(setting: Setting) -> str:
     if high is not None and high < UNLIMITED:
         start = f"{_number(low)} to {_number(high)}" if option.above is None else f"{start}, at most {_number(high)}"
     words = [f"or `{word}`" for word in setting.words]
-    return " ".join([", ".join(part for part in (UNITS.get(option.metavar or "", ""), start) if part), *words])
+    return " ".join([", ".join(part for part in (UNITS.get(setting.metavar or "", ""), start) if part), *words])
 
 
 def _number(value: float | None) -> str:

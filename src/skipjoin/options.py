@@ -29,6 +29,17 @@ _KINDS: Mapping[type, tuple[str, type]] = {
     bool: ("true or false", bool),
 }
 _BOOLS = {"true": True, "false": False, "on": True, "off": False}
+# Metavars of settings that have none, by the unit or kind at the end of their name.
+_METAVARS = {
+    "_s": "SECONDS",
+    "_ms": "MILLISECONDS",
+    "_gib": "GIB",
+    "_bytes": "BYTES",
+    "_gbps": "GBPS",
+    "_url": "URL",
+    "_dir": "DIR",
+    "_file": "FILE",
+}
 _FOUND: dict[type, Mapping[str, Setting]] = {}  # cache of `settings_of`
 
 
@@ -93,6 +104,10 @@ class Setting:
             return self.option.help
         *most, last = self.option.choices
         return f"{self.option.help.rstrip('.')}: {', '.join(most)} or {last}."
+
+    @property
+    def metavar(self) -> str | None:
+        return self.option.metavar or next((word for end, word in _METAVARS.items() if self.name.endswith(end)), None)
 
     @property
     def bounds(self) -> str:

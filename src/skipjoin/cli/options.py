@@ -197,7 +197,7 @@ def _option(setting: Setting, from_environment: bool) -> inspect.Parameter:
         info = typer.Option(
             *flags_of(setting),
             help=setting.help,
-            metavar=option.metavar,
+            metavar=setting.metavar,
             rich_help_panel=option.group,
             hidden=not option.is_common and default is not inspect.Parameter.empty,
             # Typer would split a variable's text at blanks, and treat an empty one as unset.

@@ -5,12 +5,13 @@ import re
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from skipjoin.config.key_files import AS_ALL, KeyRights, check_key, owner_of_key, read_keys
 from skipjoin.options import ConfigError, Option
 
-ACCESS = "Access"
+access_option = partial(Option, group="Access")
 # Matches all hosts or origins.
 ANY = "*"
 _HOST_NAME = re.compile(r"[\w.-]+")
@@ -29,100 +30,89 @@ class AccessConfig:
 
     api_keys: Annotated[
         tuple[str, ...],
-        Option(
+        access_option(
             "API key of clients; may be repeated. Other users of the machine can see it; --api-key-file and the "
             "variable SKIPJOIN_API_KEY hide it (default: none is required).",
             flags=("--api-key",),
             envvar="SKIPJOIN_API_KEY",
             metavar="KEY",
-            group=ACCESS,
             is_common=True,
         ),
     ] = ()
     api_key_file: Annotated[
         str | None,
-        Option(
+        access_option(
             "File with one API key per line, and comment lines that begin with #. A line like [priority-range=0:5 "
             "priority-tier=all operator=yes weight=3] applies to the keys below it.",
-            metavar="FILE",
-            group=ACCESS,
             is_common=True,
         ),
     ] = None
-    allow_no_key: Annotated[
-        bool,
-        Option("Serve without API keys on an address that other machines reach.", group=ACCESS),
-    ] = False
+    allow_no_key: Annotated[bool, access_option("Serve without API keys on an address that other machines reach.")] = (
+        False
+    )
     metrics_keys: Annotated[
         tuple[str, ...],
-        Option(
+        access_option(
             "API key for /metrics only; may be repeated (default: the variable SKIPJOIN_METRICS_KEY, or else an "
             "--api-key, if one is required).",
             flags=("--metrics-key",),
             envvar="SKIPJOIN_METRICS_KEY",
             metavar="KEY",
-            group=ACCESS,
         ),
     ] = ()
     metrics_key_file: Annotated[
-        str | None,
-        Option("File with keys for /metrics only, in the format of --api-key-file.", metavar="FILE", group=ACCESS),
+        str | None, access_option("File with keys for /metrics only, in the format of --api-key-file.")
     ] = None
     metrics_port: Annotated[
         int | None,
-        Option(
+        access_option(
             "Additional port that serves only /metrics and accepts only --metrics-key, if there is one; 0 picks a "
             "free port (default: none).",
             low=0,
             high=65535,
-            group=ACCESS,
         ),
     ] = None
     allowed_hosts: Annotated[
         tuple[str, ...],
-        Option(
+        access_option(
             "Host names of this server, separated by commas, or *. IP addresses and localhost are always allowed "
             "(default: * on a server with keys or a public address, else none).",
             separator=",",
             metavar="NAMES",
-            group=ACCESS,
         ),
     ] = ()
     cors_origins: Annotated[
         tuple[str, ...],
-        Option(
+        access_option(
             "Origins whose pages may use this server from a browser, such as https://chat.example.com, separated by "
             "commas, or * (default: none).",
             separator=",",
             metavar="ORIGINS",
-            group=ACCESS,
         ),
     ] = ()
     forwarded_allow_ips: Annotated[
         tuple[str, ...],
-        Option(
+        access_option(
             "Addresses and networks of trusted proxies, separated by commas, or *: connection limits apply to the "
             "client in their X-Forwarded-For (default: none).",
             separator=",",
             metavar="ADDRESSES",
-            group=ACCESS,
         ),
     ] = ()
 
     ssl_certfile: Annotated[
-        str | None, Option("Certificate chain for TLS, in PEM (default: plain HTTP).", metavar="FILE", group=ACCESS)
+        str | None, access_option("Certificate chain for TLS, in PEM (default: plain HTTP).", metavar="FILE")
     ] = None
     ssl_keyfile: Annotated[
         str | None,
-        Option("Private key of the certificate, in PEM (default: in --ssl-certfile).", metavar="FILE", group=ACCESS),
+        access_option("Private key of the certificate, in PEM (default: in --ssl-certfile).", metavar="FILE"),
     ] = None
     ssl_ca_certs: Annotated[
         str | None,
-        Option(
+        access_option(
             "Authorities, in PEM, one of which must have signed the certificate of every client (default: clients "
             "need none).",
             metavar="FILE",
-            group=ACCESS,
         ),
     ] = None
 

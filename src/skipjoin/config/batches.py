@@ -1,37 +1,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 from skipjoin.config.access import AccessConfig
-from skipjoin.config.shared import BATCHES
-from skipjoin.options import ConfigError, Option
+from skipjoin.config.shared import batch_option
+from skipjoin.options import ConfigError
 
 # Value of `batch_dir` that disables batches.
 NOWHERE = "none"
-
-
-def _limit(text: str, metavar: str, high: int) -> Option:
-    return Option(text, low=1, high=high, metavar=metavar, group=BATCHES)
+_limit = partial(batch_option, low=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchConfig(AccessConfig):
     batch_dir: Annotated[
         str | None,
-        Option(
-            "Folder of uploaded files and batches; none disables batches (default: in the user's cache folder).",
-            metavar="DIR",
-            group=BATCHES,
+        batch_option(
+            "Folder of uploaded files and batches; none disables batches (default: in the user's cache folder)."
         ),
     ] = None
     batch_db: Annotated[
         str | None,
-        Option(
+        batch_option(
             "PostgreSQL database of the batches, which servers may share if they also share the folder (default: "
             "SQLite in the folder).",
             metavar="postgresql://...",
-            group=BATCHES,
         ),
     ] = None
     batch_inflight: Annotated[
@@ -39,46 +34,57 @@ class BatchConfig(AccessConfig):
         _limit(
             "Maximum number of batch sequences in the engines, waiting and running (default: twice --max-num-seqs for "
             "each replica).",
-            "SEQUENCES",
-            1 << 20,
+            high=1 << 20,
+            metavar="SEQUENCES",
         ),
     ] = None
-    batch_max_lines: Annotated[int, _limit("Maximum number of lines of a batch.", "LINES", 10_000_000)] = 50_000
-    batch_max_file_bytes: Annotated[int, _limit("Maximum size of an uploaded file.", "BYTES", 1 << 40)] = 200_000_000
-    batch_max_line_bytes: Annotated[int, _limit("Maximum size of a batch's line.", "BYTES", 1 << 30)] = 4 << 20
+    batch_max_lines: Annotated[int, _limit("Maximum number of lines of a batch.", high=10_000_000, metavar="LINES")] = (
+        50_000
+    )
+    batch_max_file_bytes: Annotated[int, _limit("Maximum size of an uploaded file.", high=1 << 40)] = 200_000_000
+    batch_max_line_bytes: Annotated[int, _limit("Maximum size of a batch's line.", high=1 << 30)] = 4 << 20
     batch_max_bytes_per_key: Annotated[
         int,
         _limit(
             "Maximum total size of one key's files; uploads, batches and lines beyond it are refused with 429.",
-            "BYTES",
-            1 << 50,
+            high=1 << 50,
+            metavar="BYTES",
         ),
     ] = 10_000_000_000
     batch_max_files_per_key: Annotated[
         int,
-        _limit("Maximum number of one key's files; uploads beyond it are refused with 429.", "FILES", 1 << 40),
+        _limit(
+            "Maximum number of one key's files; uploads beyond it are refused with 429.", high=1 << 40, metavar="FILES"
+        ),
     ] = 10_000
     batch_max_active_per_key: Annotated[
         int,
-        _limit("Maximum number of one key's unfinished batches; more are refused with 429.", "BATCHES", 1 << 30),
+        _limit(
+            "Maximum number of one key's unfinished batches; more are refused with 429.",
+            high=1 << 30,
+            metavar="BATCHES",
+        ),
     ] = 100
 
     store_responses: Annotated[
         bool,
-        Option(
+        batch_option(
             "Store responses of /v1/responses for 30 days beside the files, for previous_response_id and "
-            "item_reference, unless a request has store: false.",
-            group=BATCHES,
+            "item_reference, unless a request has store: false."
         ),
     ] = False
     max_stored_responses_per_key: Annotated[
         int,
-        _limit("Maximum number of one key's stored responses; the oldest are deleted.", "RESPONSES", 1 << 40),
+        _limit(
+            "Maximum number of one key's stored responses; the oldest are deleted.", high=1 << 40, metavar="RESPONSES"
+        ),
     ] = 10_000
     max_stored_response_bytes_per_key: Annotated[
         int,
         _limit(
-            "Maximum total size of one key's stored responses, compressed; the oldest are deleted.", "BYTES", 1 << 50
+            "Maximum total size of one key's stored responses, compressed; the oldest are deleted.",
+            high=1 << 50,
+            metavar="BYTES",
         ),
     ] = 1_000_000_000
 

@@ -6,12 +6,6 @@ from typing import Annotated
 
 from skipjoin.config.shared import (
     MAX_NUM_SEQS,
-    MEASUREMENT,
-    MEMORY,
-    MODEL,
-    OBJECTIVES,
-    PARALLELISM,
-    SCHEDULING,
     BestEffortWait,
     KVType,
     MaxBatchedTokens,
@@ -23,6 +17,12 @@ from skipjoin.config.shared import (
     check_swap_bandwidth,
     check_swap_type,
     checked_adapters,
+    measurement_option,
+    memory_option,
+    model_option,
+    objective_option,
+    parallelism_option,
+    scheduling_option,
 )
 from skipjoin.options import ConfigError, Option, Value, check
 from skipjoin.recipes import BEST_EFFORT_WAIT_S, DEFAULT, absolute, check_recipe
@@ -34,120 +34,95 @@ class EngineConfig:
 
     model: Annotated[
         str,
-        Option(
-            "Hugging Face folder, GGUF file or hub id, or 'tally', the built-in model.", group=MODEL, is_positional=True
-        ),
+        model_option("Hugging Face folder, GGUF file or hub id, or 'tally', the built-in model.", is_positional=True),
     ] = "tally"
     dtype: Annotated[
         str,
-        Option(
-            "Data type of weights and KV",
-            choices=("auto", "float32", "bfloat16", "float16"),
-            group=MODEL,
-            is_common=True,
-        ),
+        model_option("Data type of weights and KV", choices=("auto", "float32", "bfloat16", "float16"), is_common=True),
     ] = "auto"
     device: Annotated[
-        str,
-        Option("Device of the model: auto, cpu, cuda, or cuda:N for one of several GPUs.", group=MODEL, is_common=True),
+        str, model_option("Device of the model: auto, cpu, cuda, or cuda:N for one of several GPUs.", is_common=True)
     ] = "auto"
     attention: Annotated[
         str,
-        Option(
+        model_option(
             "Backend of attention and kernels: cpp is for CPUs, triton and flash are for GPUs",
             choices=("auto", "torch", "cpp", "triton", "flash"),
-            group=MODEL,
         ),
     ] = "auto"
     task: Annotated[
         str,
-        Option(
+        model_option(
             "Generate text, embed texts, or score pairs of texts; auto is what the model's files are for",
             choices=("auto", "generate", "embed", "score"),
-            group=MODEL,
         ),
     ] = "auto"
     load_format: Annotated[
         str,
-        Option(
+        model_option(
             "Load the model's weights, or fill it with random ones, which needs only config.json",
             choices=("auto", "dummy"),
-            group=MODEL,
         ),
     ] = "auto"
     quantization: Annotated[
         str,
-        Option(
+        model_option(
             "Round the weights of linear layers to 8 bits, which speeds up decoding: int8 on a CPU, fp8 on a GPU",
             choices=("none", "int8", "fp8"),
-            group=MODEL,
             is_common=True,
         ),
     ] = "none"
     lora_modules: Annotated[
         dict[str, str],
-        Option(
+        model_option(
             "Low-rank adapter in a folder that PEFT wrote, which requests choose by its name as their model; may be "
             "repeated.",
             metavar="NAME=FOLDER",
-            group=MODEL,
             is_common=True,
         ),
     ] = field(default_factory=dict)
     max_model_len: Annotated[
         int | None,
-        Option(
-            "Maximum tokens of prompt and output together (default: the model's).",
-            low=1,
-            high=1 << 31,
-            group=MODEL,
-            is_common=True,
+        model_option(
+            "Maximum tokens of prompt and output together (default: the model's).", low=1, high=1 << 31, is_common=True
         ),
     ] = None
     generation_config: Annotated[
         str,
-        Option(
+        model_option(
             "Default sampling parameters: those of the model's generation_config.json, or Skipjoin's",
             choices=("auto", "none"),
-            group=MODEL,
         ),
     ] = "auto"
     enforce_eager: Annotated[
-        bool, Option("Launch the kernels of decode steps one by one, without CUDA graphs.", group=MODEL)
+        bool, model_option("Launch the kernels of decode steps one by one, without CUDA graphs.")
     ] = False
     batch_invariant: Annotated[
-        bool,
-        Option("Make outputs on a GPU independent of the rest of the batch, with slower matrix products.", group=MODEL),
+        bool, model_option("Make outputs on a GPU independent of the rest of the batch, with slower matrix products.")
     ] = False
     threads: Annotated[
         int | None,
-        Option(
-            "CPU threads of the model (default: as many as can run at once).",
-            low=1,
-            high=1 << 31,
-            group=MODEL,
-            is_common=True,
+        model_option(
+            "CPU threads of the model (default: as many as can run at once).", low=1, high=1 << 31, is_common=True
         ),
     ] = None
-    seed: Annotated[int, Option("Seed from which requests without their own seed derive one.", group=MODEL)] = 0
+    seed: Annotated[int, model_option("Seed from which requests without their own seed derive one.")] = 0
     recipe: Annotated[
         str,
-        Option(
+        scheduling_option(
             "Scheduler: a name that `skipjoin recipes` lists, or FILE.py:NAME for one of your own. "
             "NAME[PARAMETER=VALUE,...] sets parameters.",
             flags=("--recipe", "--scheduling-policy"),
             metavar="NAME",
-            group=SCHEDULING,
             is_common=True,
         ),
     ] = DEFAULT
     recipe_params: Annotated[
         dict[str, Value],
-        Option(
+        scheduling_option(
             "Parameter of the recipe; may be repeated. `skipjoin recipes` lists them.",
             flags=("--set",),
             metavar="NAME=VALUE",
-            group=SCHEDULING,
             is_common=True,
         ),
     ] = field(default_factory=dict)
@@ -166,22 +141,20 @@ class EngineConfig:
     ] = None
     slo_jct_scale: Annotated[
         float | None,
-        Option(
+        objective_option(
             "Time from arrival to the last token, as a multiple of the time of the request alone: its prefill and one "
             "decode step for each predicted token (default: none).",
             above=0,
             high=1e9,
-            group=OBJECTIVES,
         ),
     ] = None
     pipeline_depth: Annotated[
         int | None,
-        Option(
+        scheduling_option(
             "Plans in flight; 2 plans the next step while one runs (default: 2 on a GPU, else 1, because the model "
             "needs the CPU's cores).",
             low=1,
             high=2,
-            group=SCHEDULING,
         ),
     ] = None
     max_live_requests: Annotated[
@@ -200,39 +173,25 @@ class EngineConfig:
     otlp_traces_endpoint: Annotated[
         str | None, Option("Collector that gets the traces of requests.", is_internal=True)
     ] = None
-    block_size: Annotated[int, Option("Tokens per KV block.", low=1, high=1024, group=MEMORY)] = 16
+    block_size: Annotated[int, memory_option("Tokens per KV block.", low=1, high=1024)] = 16
     kv_cache_gib: Annotated[
         float | None,
-        Option(
-            "Size of the KV cache (default: a share of free memory).",
-            above=0,
-            high=1e6,
-            metavar="GIB",
-            group=MEMORY,
-            is_common=True,
-        ),
+        memory_option("Size of the KV cache (default: a share of free memory).", above=0, high=1e6, is_common=True),
     ] = None
     gpu_memory_utilization: Annotated[
         float,
-        Option(
-            "Share of GPU memory to use, weights included.",
-            above=0,
-            high=1,
-            metavar="SHARE",
-            group=MEMORY,
-            is_common=True,
+        memory_option(
+            "Share of GPU memory to use, weights included.", above=0, high=1, metavar="SHARE", is_common=True
         ),
     ] = 0.9
     swap_space_gib: Annotated[
         float | None,
-        Option(
+        memory_option(
             "Size of the KV cache's CPU tier; 0 disables swapping, so that evicted KV is recomputed (default: a share "
             "of free RAM).",
             low=0,
             high=1e6,
             flags=("--swap-space", "--kv-offloading-size"),
-            metavar="GIB",
-            group=MEMORY,
             is_common=True,
         ),
     ] = None
@@ -240,75 +199,65 @@ class EngineConfig:
     swap_dtype: SwapType = "auto"
     swap_bandwidth_gbps: SwapBandwidth = None
     enable_prefix_caching: Annotated[
-        bool, Option("Keep the KV of full blocks for later prompts with the same prefix.", group=MEMORY)
+        bool, memory_option("Keep the KV of full blocks for later prompts with the same prefix.")
     ] = True
     state_snapshots: Annotated[
         int,
-        Option(
+        memory_option(
             "Most states that the prefix cache keeps, for models with convolutions, linear attention or Mamba-2: their "
             "prompts use a cached prefix as far as there is one.",
             low=0,
             high=1 << 20,
-            group=MEMORY,
         ),
     ] = 64
     tensor_parallel_size: Annotated[
         int,
-        Option(
+        parallelism_option(
             "Ranks that share each layer.",
             low=1,
             high=1024,
             flags=("--tensor-parallel-size", "-tp"),
             metavar="RANKS",
-            group=PARALLELISM,
             is_common=True,
         ),
     ] = 1
     pipeline_parallel_size: Annotated[
         int,
-        Option(
+        parallelism_option(
             "Pipeline stages of consecutive layers; each has one plan in flight.",
             low=1,
             high=1024,
             flags=("--pipeline-parallel-size", "-pp"),
             metavar="STAGES",
-            group=PARALLELISM,
         ),
     ] = 1
     distributed_executor_backend: Annotated[
         str,
-        Option(
+        parallelism_option(
             "Start ranks as processes of this machine (auto: if there are several; mp: also a single one), or by Ray",
             choices=("auto", "mp", "ray"),
-            group=PARALLELISM,
         ),
     ] = "auto"
     ray_address: Annotated[
         str | None,
-        Option(
-            "Ray cluster of the ranks (default: a new one on this machine).", metavar="HOST:PORT", group=PARALLELISM
-        ),
+        parallelism_option("Ray cluster of the ranks (default: a new one on this machine).", metavar="HOST:PORT"),
     ] = None
     max_restarts: Annotated[
         int,
-        Option(
-            "Maximum number of restarts of lost ranks within ten minutes before the engine fails.",
-            low=0,
-            high=1000,
-            group=PARALLELISM,
+        parallelism_option(
+            "Maximum number of restarts of lost ranks within ten minutes before the engine fails.", low=0, high=1000
         ),
     ] = 5
     profile: Annotated[
         str,
-        Option(
+        measurement_option(
             "Step costs: measured while the first server idles and cached, estimated, or from a file of `skipjoin "
             "profile --out FILE`.",
             metavar="auto|off|FILE",
-            group=MEASUREMENT,
         ),
     ] = "auto"
     timeline: Annotated[
-        str | None, Option("Write a trace for Perfetto or chrome://tracing.", metavar="FILE", group=MEASUREMENT)
+        str | None, measurement_option("Write a trace for Perfetto or chrome://tracing.", metavar="FILE")
     ] = None
 
     def __post_init__(self) -> None:

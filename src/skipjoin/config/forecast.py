@@ -3,8 +3,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from skipjoin.config.shared import FORECASTS
-from skipjoin.options import ConfigError, Option, check
+from skipjoin.config.shared import forecast_option
+from skipjoin.options import ConfigError, check
 
 FORECASTERS = ("learned", "alise", "prior", "none")
 
@@ -13,44 +13,36 @@ FORECASTERS = ("learned", "alise", "prior", "none")
 class ForecastConfig:
     forecaster: Annotated[
         str | None,
-        Option(
+        forecast_option(
             "Predictor of output lengths (default: learned if the recipe reads forecasts, else none)",
             choices=FORECASTERS,
-            group=FORECASTS,
         ),
     ] = None
     forecast_encoder: Annotated[
         str,
-        Option(
+        forecast_option(
             "Representation by which prompts are compared: hashed tokens, the model's embeddings, the sentence encoder "
             "of the extra encoder, or a Hugging Face encoder in a folder.",
             metavar="hashed|embeddings|minilm|FOLDER",
-            group=FORECASTS,
         ),
     ] = "hashed"
     forecast_state: Annotated[
         str | None,
-        Option(
+        forecast_option(
             "Folder of a state that `skipjoin predict train` wrote, from which forecasts start. It sets forecaster and "
             "encoder.",
             metavar="DIR",
-            group=FORECASTS,
         ),
     ] = None
     forecast_dir: Annotated[
         str | None,
-        Option(
-            "Folder of the learned state; none discards it on exit (default: in the user's cache folder).",
-            metavar="DIR",
-            group=FORECASTS,
-        ),
+        forecast_option("Folder of the learned state; none discards it on exit (default: in the user's cache folder)."),
     ] = None
     forecast_entries: Annotated[
-        int, Option("Maximum number of past requests to predict from.", low=1, high=10_000_000, group=FORECASTS)
+        int, forecast_option("Maximum number of past requests to predict from.", low=1, high=10_000_000)
     ] = 10_000
     forecast_max_age_s: Annotated[
-        float,
-        Option("Age from which a past request is forgotten.", above=0, high=1e12, metavar="SECONDS", group=FORECASTS),
+        float, forecast_option("Age from which a past request is forgotten.", above=0, high=1e12)
     ] = 30 * 86400.0
 
     def __post_init__(self) -> None:

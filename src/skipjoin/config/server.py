@@ -1,21 +1,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, NamedTuple
 
 from skipjoin.config.batches import BatchConfig
 from skipjoin.config.key_files import ANY_LATER, AS_ALL, PRIORITY_TIERS, KeyRights, priority_bounds
 from skipjoin.config.shared import (
-    ASKED,
-    FORECASTS,
-    LIMITS,
-    MEASUREMENT,
-    OBJECTIVES,
-    PARALLELISM,
-    SCHEDULING,
-    SERVER,
     OutputWeight,
     base_url,
+    forecast_option,
+    limit_option,
+    measurement_option,
+    objective_option,
+    parallelism_option,
+    scheduling_option,
+    server_option,
 )
 from skipjoin.options import ConfigError, Option, check, settings_of
 from skipjoin.recipes import OUTPUT_WEIGHT
@@ -43,281 +43,237 @@ class HangLimits(NamedTuple):
 HANG_LIMITS = HangLimits()
 
 
-def _objective(what: str, default: str = "none", group: str = OBJECTIVES, *, is_common: bool = False) -> Option:
-    return Option(
-        f"{what} (default: {default}).",
-        above=0,
-        high=MAX_DEADLINE_MS,
-        metavar="MILLISECONDS",
-        group=group,
-        is_common=is_common,
-    )
+_objective = partial(objective_option, above=0, high=MAX_DEADLINE_MS)
+_asked = partial(Option, above=0, high=MAX_DEADLINE_MS, group="Objectives that requests may ask for")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig(BatchConfig):
-    host: Annotated[str, Option("Address to listen on.", group=SERVER, is_common=True)] = "127.0.0.1"
-    port: Annotated[
-        int, Option("Port to listen on; 0 picks a free one.", low=0, high=65535, group=SERVER, is_common=True)
-    ] = 8000
+    host: Annotated[str, server_option("Address to listen on.", is_common=True)] = "127.0.0.1"
+    port: Annotated[int, server_option("Port to listen on; 0 picks a free one.", low=0, high=65535, is_common=True)] = (
+        8000
+    )
     served_model_name: Annotated[
         str | None,
-        Option("Name of the model for clients (default: its own name).", metavar="NAME", group=SERVER, is_common=True),
+        server_option("Name of the model for clients (default: its own name).", metavar="NAME", is_common=True),
     ] = None
     chat_template: Annotated[
-        str | None, Option("Jinja chat template instead of the model's.", metavar="FILE", group=SERVER)
+        str | None, server_option("Jinja chat template instead of the model's.", metavar="FILE")
     ] = None
     tool_format: Annotated[
         str,
-        Option(
+        server_option(
             "Format of tool calls: that of the model's chat template (auto), or, where it has none that is known, JSON "
             "that the prompt describes and a grammar enforces (json)",
             choices=TOOL_FORMATS,
-            group=SERVER,
         ),
     ] = "auto"
     max_queued_requests: Annotated[
         int,
-        Option(
+        limit_option(
             "Maximum number of requests in the server, waiting and running; more are refused with 429.",
             low=1,
             high=1 << 40,
             flags=("--max-num-queued-reqs",),
             metavar="REQUESTS",
-            group=LIMITS,
             is_common=True,
         ),
     ] = 1024
     max_queued_tokens: Annotated[
         int,
-        Option(
+        limit_option(
             "Maximum number of prompt tokens of waiting requests; more are refused with 429.",
             low=1,
             high=1 << 40,
             flags=("--max-num-queued-tokens",),
             metavar="TOKENS",
-            group=LIMITS,
         ),
     ] = 1 << 20
     default_deadline_s: Annotated[
         float | None,
-        Option(
-            "Time after which a request without its own deadline is aborted (default: never).",
-            above=0,
-            high=1e9,
-            metavar="SECONDS",
-            group=LIMITS,
+        limit_option(
+            "Time after which a request without its own deadline is aborted (default: never).", above=0, high=1e9
         ),
     ] = None
     priority_range: Annotated[
         str | None,
-        Option(
-            "Priorities that clients may set, besides 0; lower is earlier (default: 0 and higher).",
-            metavar="LOW:HIGH",
-            group=LIMITS,
+        limit_option(
+            "Priorities that clients may set, besides 0; lower is earlier (default: 0 and higher).", metavar="LOW:HIGH"
         ),
     ] = None
     priority_tier: Annotated[
         str,
-        Option(
+        limit_option(
             "Clients that may use service_tier priority, whose requests preempt those of other tiers",
             choices=PRIORITY_TIERS,
-            group=LIMITS,
         ),
     ] = "none"
     fair_by: Annotated[
         str,
-        Option(
+        scheduling_option(
             "Clients between which the service is shared fairly: API keys, adapters, or values of the field user, "
             "which clients must then not choose themselves",
             choices=("none", "key", "user", "adapter"),
-            group=SCHEDULING,
         ),
     ] = "none"
     program_by: Annotated[
         str,
-        Option(
+        scheduling_option(
             "What names the program of a request, such as an agent's run: the header x-program-id; or without it a "
             "session that clients send (prompt_cache_key, metadata.session_id, x-llm-d-inference-fairness-id); or "
             "without these the field user",
             choices=("none", "header", "session", "user"),
-            group=SCHEDULING,
         ),
     ] = "session"
     unknown_fields: Annotated[
         str,
-        Option(
+        server_option(
             "What happens to unknown fields of requests: a 400 that names them, or a line in the log for each name",
             choices=("refuse", "warn"),
-            group=SERVER,
         ),
     ] = "refuse"
     fair_output_weight: OutputWeight = OUTPUT_WEIGHT
-    slo_ttft_ms: Annotated[float | None, _objective("Time to the first token", is_common=True)] = None
-    slo_tpot_ms: Annotated[float | None, _objective("Time per token after the first", is_common=True)] = None
-    slo_jct_ms: Annotated[float | None, _objective("Time from arrival to the last token")] = None
+    slo_ttft_ms: Annotated[float | None, _objective("Time to the first token (default: none).", is_common=True)] = None
+    slo_tpot_ms: Annotated[
+        float | None, _objective("Time per token after the first (default: none).", is_common=True)
+    ] = None
+    slo_jct_ms: Annotated[float | None, _objective("Time from arrival to the last token (default: none).")] = None
     priority_ttft_ms: Annotated[
-        float | None, _objective("Time to the first token with service_tier priority", "half of --slo-ttft-ms")
+        float | None, _objective("Time to the first token with service_tier priority (default: half of --slo-ttft-ms).")
     ] = None
     priority_tpot_ms: Annotated[
-        float | None, _objective("Time per token after the first with service_tier priority", "half of --slo-tpot-ms")
+        float | None,
+        _objective("Time per token after the first with service_tier priority (default: half of --slo-tpot-ms)."),
     ] = None
     min_slo_ttft_ms: Annotated[
-        float | None, _objective("Minimum time to the first token that a request may ask for", "any above 0", ASKED)
+        float | None, _asked("Minimum time to the first token that a request may ask for (default: any above 0).")
     ] = None
     max_slo_ttft_ms: Annotated[
-        float | None, _objective("Maximum time to the first token that a request may ask for", "a week", ASKED)
+        float | None, _asked("Maximum time to the first token that a request may ask for (default: a week).")
     ] = None
     min_slo_tpot_ms: Annotated[
         float | None,
-        _objective("Minimum time per token after the first that a request may ask for", "any above 0", ASKED),
+        _asked("Minimum time per token after the first that a request may ask for (default: any above 0)."),
     ] = None
     max_slo_tpot_ms: Annotated[
-        float | None, _objective("Maximum time per token after the first that a request may ask for", "a week", ASKED)
+        float | None, _asked("Maximum time per token after the first that a request may ask for (default: a week).")
     ] = None
     shutdown_timeout_s: Annotated[
         float,
-        Option(
-            "Time for running requests to finish after SIGTERM.",
-            above=0,
-            high=1e9,
-            flags=("--shutdown-timeout",),
-            metavar="SECONDS",
-            group=LIMITS,
+        limit_option(
+            "Time for running requests to finish after SIGTERM.", above=0, high=1e9, flags=("--shutdown-timeout",)
         ),
     ] = 30.0
     step_timeout_s: Annotated[
         float,
-        Option(
+        limit_option(
             "Maximum time of a step; an engine whose step takes longer counts as hung (--hang-timeout).",
             above=0,
             high=1e9,
             flags=("--step-timeout",),
-            metavar="SECONDS",
-            group=LIMITS,
         ),
     ] = HANG_LIMITS.step_s
     hang_timeout_s: Annotated[
         float,
-        Option(
+        limit_option(
             "Time without a heartbeat after which an engine process prints its stacks and is killed.",
             low=1,
             high=1e9,
             flags=("--hang-timeout",),
-            metavar="SECONDS",
-            group=LIMITS,
         ),
     ] = HANG_LIMITS.hang_s
-    max_body_bytes: Annotated[
-        int, Option("Maximum size of a request's body.", low=1, high=1 << 40, metavar="BYTES", group=LIMITS)
-    ] = 4 << 20
-    max_header_bytes: Annotated[
-        int, Option("Maximum size of a request's headers.", low=1, high=1 << 40, metavar="BYTES", group=LIMITS)
-    ] = 64 << 10
+    max_body_bytes: Annotated[int, limit_option("Maximum size of a request's body.", low=1, high=1 << 40)] = 4 << 20
+    max_header_bytes: Annotated[int, limit_option("Maximum size of a request's headers.", low=1, high=1 << 40)] = (
+        64 << 10
+    )
     max_connections: Annotated[
         int,
-        Option(
+        limit_option(
             "Maximum number of connections; another one closes an idle one. The limit of open files may allow fewer.",
             low=1,
             high=1 << 20,
             metavar="CONNECTIONS",
-            group=LIMITS,
         ),
     ] = 4096
     max_connections_per_address: Annotated[
         int | None,
-        Option(
+        limit_option(
             "Maximum number of connections of one client address without a valid key (default: an eighth of "
             "--max-connections, or three quarters if no key is required).",
             low=1,
             high=1 << 20,
             metavar="CONNECTIONS",
-            group=LIMITS,
         ),
     ] = None
     max_connections_per_key: Annotated[
         int | None,
-        Option(
+        limit_option(
             "Maximum number of connections of one API key (default: three quarters of --max-connections).",
             low=1,
             high=1 << 20,
             metavar="CONNECTIONS",
-            group=LIMITS,
         ),
     ] = None
     write_timeout_s: Annotated[
         float,
-        Option(
-            "Time after which a client that does not read its response is disconnected.",
-            above=0,
-            high=1e9,
-            metavar="SECONDS",
-            group=LIMITS,
-        ),
+        limit_option("Time after which a client that does not read its response is disconnected.", above=0, high=1e9),
     ] = 60.0
     max_prompt_scores: Annotated[
         int,
-        Option(
+        limit_option(
             "Maximum number of prompt log-probabilities in one response: tokens, times 1 + logprobs, times n.",
             low=1,
             high=1 << 30,
             metavar="SCORES",
-            group=LIMITS,
         ),
     ] = 1 << 18
     forecast_url: Annotated[
         str | None,
-        Option(
+        forecast_option(
             "OpenAI-compatible server that predicts output lengths, such as http://127.0.0.1:9000. Requests do not "
-            "wait for it.",
-            metavar="URL",
-            group=FORECASTS,
+            "wait for it."
         ),
     ] = None
     forecast_model: Annotated[
-        str | None, Option("Model of that server (default: the one that it serves).", metavar="NAME", group=FORECASTS)
+        str | None, forecast_option("Model of that server (default: the one that it serves).", metavar="NAME")
     ] = None
     forecast_timeout_s: Annotated[
-        float, Option("Timeout of a prediction by that server.", above=0, high=600, metavar="SECONDS", group=FORECASTS)
+        float, forecast_option("Timeout of a prediction by that server.", above=0, high=600)
     ] = 5.0
     metrics_compat: Annotated[
-        str, Option("Also export metrics under vLLM's names", choices=METRICS_COMPAT, group=MEASUREMENT)
+        str, measurement_option("Also export metrics under vLLM's names", choices=METRICS_COMPAT)
     ] = "none"
     otlp_traces_endpoint: Annotated[
         str | None,
-        Option(
+        measurement_option(
             "OpenTelemetry collector for the traces of requests, such as http://127.0.0.1:4318/v1/traces (default: "
             "requests are not traced).",
             metavar="URL",
-            group=MEASUREMENT,
         ),
     ] = None
     replicas: Annotated[
         int,
-        Option(
+        parallelism_option(
             "Engines behind this server, placed by Ray, each with its own model and KV cache.",
             low=1,
             high=4096,
-            group=PARALLELISM,
             is_common=True,
         ),
     ] = 1
     log_level: Annotated[
         str,
-        Option(
+        server_option(
             "Minimum level of the log; info logs each request except successful GETs",
             choices=LOG_LEVELS,
-            group=SERVER,
             is_common=True,
         ),
     ] = "info"
-    log_format: Annotated[str, Option("Format of log lines", choices=LOG_FORMATS, group=SERVER)] = "text"
+    log_format: Annotated[str, server_option("Format of log lines", choices=LOG_FORMATS)] = "text"
     console: Annotated[
         bool,
-        Option(
+        server_option(
             "Serve /debug, the states and histories of requests without their texts: all of them for keys with "
-            "operator=yes in the key file, own ones for other keys.",
-            group=SERVER,
+            "operator=yes in the key file, own ones for other keys."
         ),
     ] = True
 

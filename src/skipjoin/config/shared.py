@@ -2,93 +2,89 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from skipjoin.kv_format import CACHE_FORMATS, SWAP_FORMATS
 from skipjoin.options import ConfigError, Option
 
-# Groups in the order of the help.
-MODEL, SCHEDULING, MEMORY, PARALLELISM = "Model", "Scheduling", "Memory", "Parallelism"
-MEASUREMENT = "Measurement"
-SERVER, LIMITS, FORECASTS, BATCHES = "HTTP server", "Limits", "Forecasts", "Files and batches"
-OBJECTIVES = "Objectives of requests without their own"
-ASKED = "Objectives that requests may ask for"
+# Options by their groups, in the order of the help.
+model_option = partial(Option, group="Model")
+scheduling_option = partial(Option, group="Scheduling")
+memory_option = partial(Option, group="Memory")
+parallelism_option = partial(Option, group="Parallelism")
+measurement_option = partial(Option, group="Measurement")
+server_option = partial(Option, group="HTTP server")
+limit_option = partial(Option, group="Limits")
+forecast_option = partial(Option, group="Forecasts")
+batch_option = partial(Option, group="Files and batches")
+objective_option = partial(Option, group="Objectives of requests without their own")
 
 MAX_ADAPTER_NAME = 256
 # Fields shared with simulated systems, and a default.
 MAX_NUM_SEQS = 256
 MaxNumSeqs = Annotated[
-    int, Option("Maximum number of requests in a step.", low=1, high=65536, group=SCHEDULING, is_common=True)
+    int, scheduling_option("Maximum number of requests in a step.", low=1, high=65536, is_common=True)
 ]
 MaxBatchedTokens = Annotated[
-    int, Option("Maximum number of tokens in a step.", low=1, high=1 << 20, group=SCHEDULING, is_common=True)
+    int, scheduling_option("Maximum number of tokens in a step.", low=1, high=1 << 20, is_common=True)
 ]
 Objective = Annotated[
     float | None,
-    Option(
+    scheduling_option(
         "Acceptable time per output token, from which recipes derive their parameters. It is not an objective of a "
         "request (default: derived from step times, about ten of the shortest).",
         above=0,
         high=1e6,
         flags=("--slo",),
         metavar="SECONDS",
-        group=SCHEDULING,
     ),
 ]
 BestEffortWait = Annotated[
     float,
-    Option(
+    scheduling_option(
         "Time after which the oldest best-effort request is served as a real-time one until it finishes, one at a "
         "time.",
         above=0,
         high=1e9,
         metavar="SECONDS",
-        group=SCHEDULING,
     ),
 ]
 # See `docs/scheduling.md`.
 FairBy = Annotated[
-    str, Option("Clients between which the service is shared fairly", choices=("none", "key"), group=SCHEDULING)
+    str, scheduling_option("Clients between which the service is shared fairly", choices=("none", "key"))
 ]
 OutputWeight = Annotated[
     float,
-    Option(
-        "Weight of a generated token relative to a prompt token, with --fair-by.",
-        above=0,
-        high=1000,
-        group=SCHEDULING,
-    ),
+    scheduling_option("Weight of a generated token relative to a prompt token, with --fair-by.", above=0, high=1000),
 ]
 KVType = Annotated[
     str,
-    Option(
+    memory_option(
         "Type of the KV cache: that of the model, or 8-bit codes with a scale per token and head, in both tiers",
         choices=CACHE_FORMATS,
-        group=MEMORY,
     ),
 ]
 SwapType = Annotated[
     str,
-    Option(
+    memory_option(
         "Type of swapped-out KV: unchanged, or rounded to 8 bits, which fits 1.6 to 1.8 times as much but may change "
         "outputs of swapped requests",
         choices=SWAP_FORMATS,
-        group=MEMORY,
     ),
 ]
 
 
 SwapBandwidth = Annotated[
     float | None,
-    Option(
+    memory_option(
         "Limit of the bandwidth of swaps in Gb/s, per rank and direction, for machines that share a bus (default: "
         "none).",
         above=0,
         high=1e6,
         flags=("--swap-bandwidth-gbps",),
         metavar="GBPS",
-        group=MEMORY,
     ),
 ]
 

@@ -28,14 +28,9 @@ class LoadPlan:
         int,
         _runs("Number of sequential requests before the first run, which are not recorded.", low=0, metavar="REQUESTS"),
     ] = 4
-    settle_s: Annotated[float, _runs("Time between runs.", low=0, high=1e6, flags=("--settle",), metavar="SECONDS")] = (
-        1.0
-    )
+    settle_s: Annotated[float, _runs("Time between runs.", low=0, high=1e6, flags=("--settle",))] = 1.0
     timeout_s: Annotated[
-        float | None,
-        _runs(
-            "Time after which a request is aborted (default: never).", above=0, flags=("--timeout",), metavar="SECONDS"
-        ),
+        float | None, _runs("Time after which a request is aborted (default: never).", above=0, flags=("--timeout",))
     ] = None
     label: Annotated[
         str | None,

@@ -18,8 +18,7 @@ _target = partial(Option, group=_GROUP, is_common=True)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
     base_url: Annotated[
-        str,
-        _target("URL of the server, such as http://127.0.0.1:8000.", metavar="URL", flags=("--url", "--base-url")),
+        str, _target("URL of the server, such as http://127.0.0.1:8000.", flags=("--url", "--base-url"))
     ]
     endpoint: Annotated[
         str,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +33,7 @@ _GIB = 1 << 30
 _SWAP_SHARE = 0.5
 # Snapshots of states, as many as a server keeps by default.
 _SNAPSHOTS = 64
-_GROUP = "System"
+_machine = partial(Option, group="System")
 # Families whose MLP has two matrices.
 _UNGATED = ("opt", "gpt_neox", "starcoder2")
 # Fields of a system that concern the cluster, not a replica.
@@ -82,59 +83,50 @@ def _states_of(config: ModelConfig, bytes_each: int) -> StateShape | None:
 class Machine:
     hardware: Annotated[
         str,
-        Option(
+        _machine(
             "GPUs of the catalog, such as a100-40gb or a100-40gb:tp8pp2, or the JSON file of `skipjoin profile`.",
             metavar="NAME",
-            group=_GROUP,
             is_common=True,
         ),
     ] = "a100-40gb"
     prefill_hardware: Annotated[
-        str | None,
-        Option("Hardware of the replicas of --prefill-replicas (default: --hardware).", metavar="NAME", group=_GROUP),
+        str | None, _machine("Hardware of the replicas of --prefill-replicas (default: --hardware).", metavar="NAME")
     ] = None
     model: Annotated[
         str | None,
-        Option(
+        _machine(
             "Model of the catalog, such as opt-13b, folder, GGUF file or hub id (default: the profile's).",
             metavar="NAME",
-            group=_GROUP,
             is_common=True,
         ),
     ] = None
     kv_gib: Annotated[
         float | None,
-        Option(
+        _machine(
             "Size of the KV cache over all GPUs (default: the memory that the weights leave; required for a profile).",
             above=0,
             high=1e6,
             flags=("--kv-gib", "--kv-cache-gib"),
-            metavar="GIB",
-            group=_GROUP,
             is_common=True,
         ),
     ] = None
     swap_gib: Annotated[
         float | None,
-        Option(
+        _machine(
             "Size of the KV cache's CPU tier; 0 disables swapping (default: half of the GPUs' share of RAM, or for a "
             "profile as the KV cache).",
             low=0,
             high=1e6,
             flags=("--swap-space", "--kv-offloading-size"),
-            metavar="GIB",
-            group=_GROUP,
             is_common=True,
         ),
     ] = None
     kv_cache_dtype: KVType = "auto"
     swap_dtype: SwapType = "auto"
     swap_bandwidth_gbps: SwapBandwidth = None
-    block_size: Annotated[
-        int | None, Option("Tokens per KV block (default: 16, or the profile's).", low=1, group=_GROUP)
-    ] = None
+    block_size: Annotated[int | None, _machine("Tokens per KV block (default: 16, or the profile's).", low=1)] = None
     max_model_len: Annotated[
-        int | None, Option("Maximum tokens of prompt and output together (default: the model's).", group=_GROUP)
+        int | None, _machine("Maximum tokens of prompt and output together (default: the model's).")
     ] = None
 
     def __post_init__(self) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 from skipjoin.config.shared import (
@@ -35,6 +36,9 @@ from skipjoin.sim.hardware import SPLIT_NETWORK_GBPS
 from skipjoin.workload.request import WorkloadRequest
 from skipjoin.workload.workload import Workload
 
+_system = partial(Option, group="System")
+_workload = partial(Option, group="Workload")
+_scheduling = partial(Option, group="Scheduling")
 # Fields that require prefill replicas, and their options.
 _SPLIT_OPTIONS = {"network_gbps": "network_gbps", "prefill": "prefill_hardware"}
 
@@ -81,31 +85,28 @@ class System:
     fair_output_weight: OutputWeight = OUTPUT_WEIGHT
     max_tokens: Annotated[
         int | Literal["room", "exact"],
-        Option(
+        _workload(
             "max_tokens of requests: the rest of the context, the exact output length (which reveals it to policies), "
             "or N, raised to the output length if that is longer.",
             low=1,
             metavar="room|exact|N",
-            group="Workload",
         ),
     ] = "room"
     predictor: Annotated[
         str | None,
-        Option(
+        _workload(
             "Forecasts for recipes that read them: a forecaster that learns (learned, alise, prior, or state:DIR of "
             "`skipjoin predict train`), or the true length with an error: oracle, noise:SIGMA, regress:CORRELATION, "
             "shuffled, constant:TOKENS, column:NAME of the trace (default: learned if the trace has texts, otherwise "
             "prior).",
             metavar="NAME",
-            group="Workload",
         ),
     ] = None
     enable_prefix_caching: Annotated[
         bool,
-        Option(
+        _scheduling(
             "Reuse the KV of common prefixes, which the workload defines by hash_ids of a trace or by a prefix.",
             flags=("--enable-prefix-caching/--no-enable-prefix-caching",),
-            group="Scheduling",
         ),
     ] = True
     states: StateSizes | None = None
@@ -113,53 +114,45 @@ class System:
     stage_shares: tuple[float, ...] = ()
     pipeline_depth: Annotated[
         int,
-        Option(
+        _scheduling(
             "Plans in flight of a single stage, as in the server: 2 plans the next step while one runs, the server's "
             "default on a GPU. It takes longer to simulate.",
             low=1,
             high=2,
-            group="Scheduling",
         ),
     ] = 1
     decision_s: Annotated[float, Option("CPU time of each scheduling decision.", low=0, high=1e6)] = 0.0
     step_noise: Annotated[
         float,
-        Option(
+        _system(
             "How much steps vary around their modeled times, which policies see: standard deviation of the logarithm.",
             low=0,
             high=2,
-            group="System",
         ),
     ] = 0.0
-    replicas: Annotated[
-        int, Option("Number of replicas behind one dispatcher.", low=1, group="System", is_common=True)
-    ] = 1
+    replicas: Annotated[int, _system("Number of replicas behind one dispatcher.", low=1, is_common=True)] = 1
     dispatch: Annotated[
         str,
-        Option(
+        _system(
             "Dispatch of requests to replicas; prefix-aware, as in the server, and least-work learn output lengths",
             choices=tuple(DISPATCH_RULES),
-            group="System",
         ),
     ] = "round-robin"
     prefill_replicas: Annotated[
         int,
-        Option(
+        _system(
             "Number of replicas that only prefill, as in DistServe. The others generate all tokens after the first. "
             "0 lets every replica do both.",
             low=0,
-            group="System",
         ),
     ] = 0
     network_gbps: Annotated[
         float | None,
-        Option(
+        _system(
             "Bandwidth of each replica's link in either direction, with --prefill-replicas "
             f"(default: {SPLIT_NETWORK_GBPS:g}).",
             above=0,
             high=1e6,
-            metavar="GBPS",
-            group="System",
         ),
     ] = None
     basis: ProfileBasis | None = None

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from engines import BLOCK_SIZE, CONFIGS, tiny_model
 from rank_links import thread_executor
 
-from skipjoin.config.profile import Transfer
+from skipjoin.config.profile import Profile, Transfer
 from skipjoin.core.step import Direction, StageTime, StepPlan, StepShape
 from skipjoin.engine.profiling.cases import Limits, cases
 from skipjoin.engine.profiling.guess import guess_cost
@@ -69,19 +69,20 @@ def executor() -> Iterator[RecordingExecutor]:
     watched.close()
 
 
+def measured(
+    executor: RecordingExecutor, effort: Effort, on_share: Callable[[float], object] = lambda share: None
+) -> Profile:
+    config = executor.model.config
+    key = profile_key("some/model", config, executor.rank_specs, "1.2.3")
+    return measure_profile(
+        executor, config, key, LIMITS, effort, host_s=1e-4, on_progress=lambda what, share: on_share(share)
+    )
+
+
 def test_profile_reports_measured_times_and_fit_errors(executor: RecordingExecutor) -> None:
     executor.first_run_factor = 50.0  # the warm-up must not count
-    key = profile_key("some/model", executor.model.config, executor.rank_specs, "1.2.3")
     shares: list[float] = []
-    profile = measure_profile(
-        executor,
-        executor.model.config,
-        key,
-        LIMITS,
-        Effort(60.0, 0.05),
-        host_s=1e-4,
-        on_progress=lambda what, share: shares.append(share),
-    )
+    profile = measured(executor, Effort(60.0, 0.05), shares.append)
     for name in STEP_TERMS:
         assert getattr(profile.cost, name) == pytest.approx(getattr(STEP_TIMES, name), rel=1e-3)
     assert profile.errors.median < 1e-3
@@ -93,22 +94,13 @@ def test_profile_reports_measured_times_and_fit_errors(executor: RecordingExecut
     assert len(profile.samples) == len(cases(LIMITS, 12))
     assert all(0 <= share <= 1 for share in shares)
     assert shares[-1] == 1
-    assert profile.key == key
+    assert profile.key == profile_key("some/model", executor.model.config, executor.rank_specs, "1.2.3")
     assert profile.block_size == BLOCK_SIZE
     assert profile.kv_bytes_per_block == executor.store.device.block_bytes
 
 
 def test_transfer_cost_is_the_slower_direction(executor: RecordingExecutor) -> None:
-    key = profile_key("some/model", executor.model.config, executor.rank_specs, "1.2.3")
-    profile = measure_profile(
-        executor,
-        executor.model.config,
-        key,
-        LIMITS,
-        Effort(1.0, 1.0),
-        host_s=1e-4,
-        on_progress=lambda what, share: None,
-    )
+    profile = measured(executor, Effort(1.0, 1.0))
     both = [profile.transfer_out.floor + 16 * profile.transfer_out.block]
     both.append(profile.transfer_in.floor + 16 * profile.transfer_in.block)
     assert min(both) > 0
@@ -116,16 +108,7 @@ def test_transfer_cost_is_the_slower_direction(executor: RecordingExecutor) -> N
 
 
 def test_short_measurement_scales_the_default_cost(executor: RecordingExecutor) -> None:
-    key = profile_key("some/model", executor.model.config, executor.rank_specs, "1.2.3")
-    profile = measure_profile(
-        executor,
-        executor.model.config,
-        key,
-        LIMITS,
-        Effort(1e-9, 0.0),
-        host_s=1e-4,
-        on_progress=lambda what, share: None,
-    )
+    profile = measured(executor, Effort(1e-9, 0.0))
     assert [StepShape.of(plan.slices) for plan in executor.plans] == [StepShape(decodes=1, context=1)]
     assert profile.errors.held_out == 0
     smallest = StepShape(decodes=1, context=1)
@@ -141,16 +124,7 @@ def test_steps_that_exceed_the_remaining_time_are_skipped(
     """With half a second per token, prompts are not measured within two seconds."""
     slow = LinearCost(floor=0.01, prefill_token=0.5, decode=0.5)
     monkeypatch.setattr("test_profiler.STEP_TIMES", slow)
-    key = profile_key("some/model", executor.model.config, executor.rank_specs, "1.2.3")
-    profile = measure_profile(
-        executor,
-        executor.model.config,
-        key,
-        LIMITS,
-        Effort(2.0, 0.3),
-        host_s=1e-4,
-        on_progress=lambda what, share: None,
-    )
+    profile = measured(executor, Effort(2.0, 0.3))
     assert executor.plans
     assert {sum(piece.tokens for piece in plan.slices) for plan in executor.plans} == {1}
     assert profile.cost.step(StepShape(decodes=1, context=1)) == pytest.approx(0.51, rel=0.1)

@@ -104,6 +104,16 @@ def test_half_types_stay_close(saved, dtype):
 SEEING = {"Gemma3": "gemma3", "Mistral3": "ministral3", "Qwen2_5_VL": "qwen2", "Qwen3VL": "qwen3"}
 
 
+def check_saved(kind, config, folder) -> None:
+    """Compare the language model of a model that sees, in a folder, with transformers'."""
+    torch.manual_seed(0)
+    reference = kind(config).eval()
+    reference.save_pretrained(folder)
+    ids = sequences(11)[3]
+    (ours,) = PagedRunner(load_model(folder, LoadSpec(dtype="float32")), [ids], 4, seed=1).run()
+    torch.testing.assert_close(ours, expected_logits(reference, ids), atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("name", SEEING)
 def test_language_models_of_models_with_images(name, tmp_path):
     import transformers  # noqa: PLC0415 - takes seconds
@@ -115,12 +125,7 @@ def test_language_models_of_models_with_images(name, tmp_path):
         sections = {"mrope_section": [4, 2, 2] if name == "Qwen2_5_VL" else [8, 4, 4], "mrope_interleaved": True}
         text = {**text, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **sections}}
     config = getattr(transformers, f"{name}Config")(text_config=text, vision_config={**vision, **more})
-    torch.manual_seed(0)
-    reference = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
-    reference.save_pretrained(tmp_path)
-    ids = sequences(11)[3]
-    (ours,) = PagedRunner(load_model(tmp_path, LoadSpec(dtype="float32")), [ids], 4, seed=1).run()
-    torch.testing.assert_close(ours, expected_logits(reference, ids), atol=1e-4, rtol=0)
+    check_saved(getattr(transformers, f"{name}ForConditionalGeneration"), config, tmp_path)
 
 
 # Models without a class of their own for their language model, and a type of their part that sees.
@@ -136,12 +141,7 @@ def test_language_models_that_are_a_part_of_any_other(name, tmp_path):
     vision |= {"image_size": 28, "patch_size": 14, **({"model_type": kind} if kind else {})}
     vision |= {"image_size": [28, 28], "patch_size": [14, 14]} if name == "InternVL" else {}
     config = getattr(transformers, f"{name}Config")(text_config=CONFIGS[text]().to_dict(), vision_config=vision)
-    torch.manual_seed(0)
-    reference = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
-    reference.save_pretrained(tmp_path)
-    ids = sequences(11)[3]
-    (ours,) = PagedRunner(load_model(tmp_path, LoadSpec(dtype="float32")), [ids], 4, seed=1).run()
-    torch.testing.assert_close(ours, expected_logits(reference, ids), atol=1e-4, rtol=0)
+    check_saved(getattr(transformers, f"{name}ForConditionalGeneration"), config, tmp_path)
 
 
 def test_language_models_whose_sizes_are_the_defaults_of_their_type():

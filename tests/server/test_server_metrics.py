@@ -242,15 +242,25 @@ class Wire:
             self._inbox.append(Shutdown())
 
 
-def test_stats_are_sent_before_the_last_output() -> None:
-    """A client that has its response must find it counted."""
-    wire = Wire(Add(1, [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True)))
-    loop = SimulatedLoop(Setup(EngineConfig(), "", 0), 0.0, BLOCKS, 100)
-    EngineServer(wire, os.getppid()).run(loop, EngineMetrics(device_blocks=BLOCKS, block_size=16, block_bytes=1))  # type: ignore[arg-type]
+REQUEST = Add(1, [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True))
+SETUP = Setup(EngineConfig(), "", 0)
+
+
+def stats_of(wire: Wire, loop: SimulatedLoop) -> Stats:
+    """Run the request of a wire, and return the numbers that are sent before its last output."""
+    metrics = EngineMetrics(device_blocks=BLOCKS, block_size=16, block_bytes=1)
+    EngineServer(wire, os.getppid()).run(loop, metrics)  # type: ignore[arg-type]
     *_, numbers, last = wire.sent
     assert isinstance(last, StepOutputs)
     assert last.ended == [(1, "length")]
     assert isinstance(numbers, Stats)
+    return numbers
+
+
+def test_stats_are_sent_before_the_last_output() -> None:
+    """A client that has its response must find it counted."""
+    wire = Wire(REQUEST)
+    numbers = stats_of(wire, SimulatedLoop(SETUP, 0.0, BLOCKS, 100))
     assert numbers.metrics.row("generation_tokens_total") == [4, 0]
     assert (numbers.running, numbers.waiting, numbers.blocks_used) == (0, 0, 0)
     started = [message.started for message in wire.sent if isinstance(message, StepOutputs) and message.started]
@@ -267,13 +277,7 @@ class LeakyLoop(SimulatedLoop):
 
 
 def test_leaked_blocks_are_counted_and_freed(caplog: pytest.LogCaptureFixture) -> None:
-    wire = Wire(Add(1, [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True)))
-    loop = LeakyLoop(Setup(EngineConfig(), "", 0), 0.0, BLOCKS, 100)
-    EngineServer(wire, os.getppid()).run(loop, EngineMetrics(device_blocks=BLOCKS, block_size=16, block_bytes=1))  # type: ignore[arg-type]
-    *_, numbers, last = wire.sent
-    assert isinstance(last, StepOutputs)
-    assert last.ended == [(1, "length")]
-    assert isinstance(numbers, Stats)
+    numbers = stats_of(Wire(REQUEST), LeakyLoop(SETUP, 0.0, BLOCKS, 100))
     assert numbers.metrics.row("kv_blocks_recovered_total") == [3]
     assert numbers.blocks_used == 0
     assert "3 KV blocks were neither free nor held" in caplog.text
@@ -307,9 +311,8 @@ def test_outputs_are_sent_before_the_next_step_is_planned() -> None:
             if isinstance(message, StepOutputs) and message.tokens:
                 latest.append(loop.core.scheduler.latest_plan)
 
-    wire = Watching(Add(1, [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True)))
-    loop = SimulatedLoop(Setup(EngineConfig(), "", 0), 0.0, BLOCKS, 100)
-    EngineServer(wire, os.getppid()).run(loop, EngineMetrics(device_blocks=BLOCKS, block_size=16, block_bytes=1))  # type: ignore[arg-type]
+    loop = SimulatedLoop(SETUP, 0.0, BLOCKS, 100)
+    stats_of(Watching(REQUEST), loop)
     assert latest == [0, 1, 2, 3]
 
 

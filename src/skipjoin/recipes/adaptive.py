@@ -20,7 +20,7 @@ from skipjoin.recipes.registry import Forecasts, Params, Settings, recipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BoundParams(Params):
+class AdaptiveParams(Params):
     """Bounds on what later requests may take from earlier ones. Everything else is learned."""
 
     overtaking_s: Annotated[
@@ -48,10 +48,6 @@ class BoundParams(Params):
             high=1e6,
         ),
     ] = 400.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptiveParams(BoundParams):
     programs: Annotated[
         bool, Option("Schedule the calls of a program as one, and keep its KV while it calls a tool.")
     ] = True

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from skipjoin.config import ConfigError
-from skipjoin.config.profile import FitErrors, Profile, ProfileKey, Transfer, write_profile
+from skipjoin.config.profile import write_profile
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Finished
 from skipjoin.core.step import StepShape
 from skipjoin.observe.record import Slo
-from skipjoin.policies.cost import LinearCost
 from skipjoin.report.results import ResultsFile, load_results
 from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.machines import Machine
 from skipjoin.sim.experiments.simulation import run
 from skipjoin.workload.traces import read_trace
 from skipjoin.workload.workload import Replay, with_best_effort
+from support.profiles import KEY, PROFILE
 from support.recipes import SPELLED
 from support.simulated import CELL, COST, SYSTEM, WORKLOAD, repeatable
 from support.worlds import checkered, combinations, each_recipe, exhaustive
@@ -386,30 +386,8 @@ def test_int8_kv_needs_a_cpu_tier() -> None:
 
 
 def test_the_default_cpu_tier_of_a_profile_equals_its_kv_pool(tmp_path: Path) -> None:
-    profile = Profile(
-        key=ProfileKey(
-            "a/model", "0123", "cpu", "Some CPU", 2, "float32", "auto", "auto", "torch", "torch", 1, 1, "0.1.0"
-        ),
-        cost=LinearCost(1e-3, 2e-5),
-        transfer_out=Transfer(7e-5, 6e-6),
-        transfer_in=Transfer(5e-5, 4e-6),
-        unrest=1.0,
-        host_s=0.0,
-        block_size=16,
-        kv_bytes_per_block=65536,
-        cpu_bytes_per_block=65536,
-        weight_bytes=3_000_000,
-        state_bytes=0,
-        vocab_size=500,
-        max_positions=1024,
-        stage_shares=(1.0,),
-        errors=FitErrors(0.0, 0.0, 1, 0),
-        samples=(),
-        machine={},
-        date="2030-01-02T03:04:05+00:00",
-    )
     path = tmp_path / "profile.json"
-    write_profile(profile, path)
+    write_profile(PROFILE, path)
     described = settings_of(Machine(hardware=str(path), kv_gib=0.5))
     assert described["cpu_blocks"] == described["kv_blocks"] == GIB // 2 // 65536
     described = settings_of(Machine(hardware=str(path), kv_gib=0.5, swap_gib=0.25))
@@ -417,7 +395,7 @@ def test_the_default_cpu_tier_of_a_profile_equals_its_kv_pool(tmp_path: Path) ->
     for name in ("swap_dtype", "kv_cache_dtype"):
         with pytest.raises(ConfigError, match=f"was measured with {name} auto, not int8"):
             settings_of(Machine(hardware=str(path), kv_gib=0.5, **{name: "int8"}))
-    write_profile(replace(profile, key=replace(profile.key, swap_dtype="int8"), cpu_bytes_per_block=32768), path)
+    write_profile(replace(PROFILE, key=replace(KEY, swap_dtype="int8"), cpu_bytes_per_block=32768), path)
     described = settings_of(Machine(hardware=str(path), kv_gib=0.5, swap_dtype="int8"))
     assert described["cpu_blocks"] == 2 * described["kv_blocks"]
     with pytest.raises(ConfigError, match=r"kv_gib must be in \(0,"):

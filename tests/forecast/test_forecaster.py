@@ -64,8 +64,6 @@ def test_forecasters_learn_lengths_by_kind_of_prompt(kind) -> None:
     short, long = (forecaster.forecast(prompt, 4096).forecast.tokens for prompt in (SHORT, LONG))
     assert abs(short - 11) < before / 2
     assert 400 < long < 800
-    assert forecaster.stats.error < 200
-    assert sum(forecaster.stats.forecasts.values()) == 153
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Sized
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,47 +14,6 @@ from skipjoin.forecast.mass import Array, capped, position
 from skipjoin.forecast.models import Guess, Model, Prompt, part_of, prefixed
 from skipjoin.forecast.prior import Prior
 from skipjoin.forecast.store import Identity, load_state, save_state
-
-# Decay per request: the last few hundred count.
-_KEPT = 0.995
-
-
-@dataclass(slots=True)
-class Stats:
-    """Total counts and recent averages. Lengths are `known` of requests that ended by themselves or at max_tokens."""
-
-    forecasts: Counter[str] = field(default_factory=Counter)
-    requests: int = 0
-    known: int = 0
-    covered: int = 0
-    error_tokens: float = 0.0
-    _weight: float = 0.0
-    _error: float = 0.0
-    _covered: float = 0.0
-
-    def made(self, source: str) -> None:
-        self.forecasts[source] += 1
-
-    def learned(self, expected: float, interval: tuple[float, float], tokens: int, known: bool) -> None:
-        self.requests += 1
-        if not known:
-            return
-        error, inside = abs(expected - tokens), interval[0] <= tokens <= interval[1]
-        self.known += 1
-        self.covered += inside
-        self.error_tokens += error
-        self._weight = self._weight * _KEPT + 1
-        self._error = self._error * _KEPT + error
-        self._covered = self._covered * _KEPT + inside
-
-    @property
-    def error(self) -> float:
-        return self._error / max(self._weight, 1.0)
-
-    @property
-    def coverage(self) -> float:
-        return self._covered / max(self._weight, 1.0)
-
 
 # Quantiles that bound the 80 % interval of a forecast.
 LOW, HIGH = 0.1, 0.9
@@ -92,7 +49,7 @@ class Forecaster:
         read: Callable[[Sequence[int]], Sequence[int]] | None = None,
     ) -> None:
         self.encoder, self.model = encoder, model
-        self.stats = Stats()
+        self._requests = 0
         self._served, self._owner, self._base = served, owner, ""
         self._read = read
         self._prior, self._calibrator = Prior(first), Calibrator()
@@ -125,15 +82,12 @@ class Forecaster:
             guess = self.model.guess(prompt, self._prior)
             mass = self._calibrator.apply(guess.mass, prompt.tokens)
             forecast = capped(mass, max_tokens, guess.source, guess.tokens)
-        with self._brief_lock:
-            self.stats.made(forecast.source)
         return Predicted(forecast, _interval(mass, max_tokens), max_tokens, prompt, guess)
 
     def prior(self, max_tokens: int) -> Forecast:
         """Return the forecast without the prompt. Takes microseconds, even while another thread learns."""
         with self._brief_lock:
             mass = self._prior.mass()
-            self.stats.made("prior")
         return capped(mass, max_tokens, "prior")
 
     def lengths(self) -> tuple[Array, float]:
@@ -144,7 +98,7 @@ class Forecaster:
         """Learn from a request that finished after `tokens` >= 1 output tokens; not `exact` if it was cut off."""
         end = length_bin(tokens)
         with self._lock:
-            self.stats.learned(predicted.forecast.tokens, predicted.interval, tokens, exact or tokens >= predicted.most)
+            self._requests += 1
             self._calibrator.learn(predicted.prompt.tokens, position(predicted.guess.mass, tokens), exact)
             self.model.learn(predicted.prompt, predicted.guess, tokens, end, exact)
             with self._brief_lock:
@@ -162,7 +116,7 @@ class Forecaster:
     def save(self, folder: str | Path, *, quiet: bool = False) -> bool:
         with self._lock:
             arrays = self._state()
-        return save_state(Path(folder), self.identity, arrays, {"requests": self.stats.requests}, quiet=quiet)
+        return save_state(Path(folder), self.identity, arrays, {"requests": self._requests}, quiet=quiet)
 
     def load(self, folder: str | Path) -> bool:
         with self._lock:

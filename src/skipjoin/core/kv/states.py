@@ -37,9 +37,6 @@ class StateSlots:
     def slot_of(self, request: Request) -> int | None:
         return self._of.get(request)
 
-    def is_swapped_out(self, request: Request) -> bool:
-        return request in self._cpu_of
-
     def reserve(self, request: Request) -> None:
         self._of[request] = self._take(Direction.IN, request)
 

@@ -258,7 +258,7 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
 
 @pytest.mark.anyio
 async def test_sixteen_choices_of_one_key_leave_slots_for_another(make_api: MakeApi) -> None:
-    async with make_api(api_keys=("noisy", "quiet"), fair_by="key") as api:
+    async with make_api(api_keys=("noisy", "quiet")) as api:
         api.engine.paused = True
 
         async def flood() -> int:
@@ -286,7 +286,7 @@ async def test_sixteen_choices_of_one_key_leave_slots_for_another(make_api: Make
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("settings", [{}, {"api_keys": ("a", "b")}, {"api_keys": ("a",), "fair_by": "key"}])
+@pytest.mark.parametrize("settings", [{}, {"api_keys": ("a", "b"), "fair_by": "none"}, {"api_keys": ("a",)}])
 async def test_queue_is_undivided_unless_several_keys_share_it(make_api: MakeApi, settings: dict[str, Any]) -> None:
     async with make_api(max_queued_requests=8, **settings) as api:
         answer = await api.http.post("/v1/completions", json={**FLOOD, "n": 8}, **key("a"))

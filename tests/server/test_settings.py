@@ -52,6 +52,26 @@ def test_key_files_and_output_weight_are_applied(tmp_path: Path) -> None:
     assert settings.forecasts is None
 
 
+@pytest.mark.parametrize(
+    ("keys", "fair_by", "params", "is_shared"),
+    [
+        (("a", "b"), "auto", {}, True),
+        (("a", "a"), "auto", {}, False),
+        (("a", "b"), "none", {}, False),
+        (("a", "b"), "auto", {"starvation_bound_s": 60.0}, False),
+    ],
+)
+def test_several_keys_share_the_service_unless_the_operator_or_a_bound_forbids_it(
+    caplog: pytest.LogCaptureFixture, keys: tuple[str, ...], fair_by: str, params: dict[str, float], is_shared: bool
+) -> None:
+    caplog.set_level("INFO")
+    engine = EngineConfig(recipe="fastserve", recipe_params=params)
+    found = check_settings(engine, ServerConfig(api_keys=keys, fair_by=fair_by), NO_FORECASTS)
+    assert found.engine.fair_output_weight == (2.0 if is_shared else None)
+    assert (found.server.sharing == "key") == is_shared
+    assert ("starvation_bound_s must not be set together with fair_by" in caplog.text) == bool(params)
+
+
 def test_missing_model_is_refused_before_the_engine_starts(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="typo is not a folder"):
         check_files(EngineConfig(model=str(tmp_path / "typo")), ServerConfig())

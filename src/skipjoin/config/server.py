@@ -112,10 +112,11 @@ class ServerConfig(BatchConfig):
         str,
         scheduling_option(
             "Clients between which the service is shared fairly: API keys, adapters, or values of the field user, "
-            "which clients must then not choose themselves",
-            choices=("none", "key", "user", "adapter"),
+            "which clients must then not choose themselves; auto shares it between API keys if there are several and "
+            "the recipe's bound on waiting allows it",
+            choices=("auto", "none", "key", "user", "adapter"),
         ),
-    ] = "none"
+    ] = "auto"
     program_by: Annotated[
         str,
         scheduling_option(
@@ -284,7 +285,7 @@ class ServerConfig(BatchConfig):
         self.check_access()
         if self.fair_by == "key" and not (self.api_keys or self.api_key_file):
             raise ConfigError("fair_by key needs API keys, which tell clients apart: set api_keys or api_key_file")
-        if self.fair_by == "none" and any(rights.weight != 1 for rights in self.key_rights.values()):
+        if self.sharing == "none" and any(rights.weight != 1 for rights in self.key_rights.values()):
             raise ConfigError("weight of API keys needs fair_by key or user, by which they share the service")
         _ = self.priorities
         for name in ("priority_ttft_ms", "priority_tpot_ms"):
@@ -300,6 +301,13 @@ class ServerConfig(BatchConfig):
         else:
             self._check_unasked("forecast_model", "forecast_timeout_s")
         self.check_batches()
+
+    @property
+    def sharing(self) -> str:
+        """What tells clients apart that share the service fairly: none, key, user or adapter."""
+        if self.fair_by == "auto":
+            return "key" if len(set(self.api_keys)) > 1 else "none"
+        return self.fair_by
 
     @property
     def _may_have_priority_tier(self) -> bool:

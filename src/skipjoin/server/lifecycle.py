@@ -142,6 +142,9 @@ def _prepare(
             "let a firewall protect it",
             listeners[-1].getsockname()[1],
         )
+    if config.fair_by == "auto" and config.sharing == "key":
+        count = len(set(config.api_keys))
+        logger.info("%d API keys share the service fairly; --fair-by none turns this off", count)
     if not (settings.server.api_keys or is_loopback(listeners[0].getsockname()[0])):
         why = _OPEN % settings.server.host
         if not settings.server.allow_no_key:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,8 @@ from skipjoin.model.folder import check_model
 from skipjoin.model.generation_config import sampling_defaults
 from skipjoin.server.batches.disk import FolderLock, batch_folder, is_named
 from skipjoin.server.batches.records import NoSpace, StoreError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +37,7 @@ def check_settings(engine: EngineConfig, server: ServerConfig, forecasts: Foreca
             raise ConfigError("distributed_executor_backend must be auto or ray with replicas, which Ray places")
     if engine.slo_jct_scale is not None and server.slo_jct_ms is not None:
         raise ConfigError("slo_jct_scale and slo_jct_ms exclude each other: both are for requests without an objective")
-    if server.fair_by != "none":
-        engine = replace(engine, fair_output_weight=server.fair_output_weight)
+    engine, server = _shared(engine, server)
     engine = replace(engine, otlp_traces_endpoint=server.otlp_traces_endpoint)
     chosen = chosen_forecasts(forecasts, engine, url=server.forecast_url)
     if engine.timeline is not None:
@@ -44,6 +46,19 @@ def check_settings(engine: EngineConfig, server: ServerConfig, forecasts: Foreca
         except OSError as error:
             raise ConfigError(f"timeline {engine.timeline} cannot be written: {error.strerror}") from error
     return Settings(engine, server, chosen)
+
+
+def _shared(engine: EngineConfig, server: ServerConfig) -> tuple[EngineConfig, ServerConfig]:
+    """Return the settings with the engine's part of fairness, or without fairness that only `auto` asks for."""
+    if server.sharing == "none":
+        return engine, server
+    try:
+        return replace(engine, fair_output_weight=server.fair_output_weight), server
+    except ConfigError as error:
+        if server.fair_by != "auto":
+            raise
+        logger.info("API keys do not share the service fairly, because %s", error)
+        return engine, replace(server, fair_by="none")
 
 
 def check_files(engine: EngineConfig, server: ServerConfig) -> None:

@@ -89,7 +89,7 @@ class Endpoint(ABC, Generic[BodyT]):
         service.check_task(self.tasks)
         if found is not None:
             options = replace(options, adapter=found.number)
-        if service.config.fair_by == "adapter":
+        if service.config.sharing == "adapter":
             options = replace(options, client=service.shown_model(body.model))
         slots = self._reserve(body, origin, options)
         adapter = None if found is None else service.adapters.use(found)

@@ -62,9 +62,9 @@ def program_of(
 
 def client_of(owner: str, config: ServerConfig, user: str | None = None) -> str:
     """Return the client by which capacity is shared, or "" if it is not. Equal users of two keys are two clients."""
-    if config.fair_by == "user":
+    if config.sharing == "user":
         return f"{owner}:{user or ''}"
-    return owner if config.fair_by == "key" else ""
+    return owner if config.sharing == "key" else ""
 
 
 def cache_salt(body: RequestBody, owner: str) -> str:

@@ -56,7 +56,7 @@ from skipjoin.structured_output import GrammarError, StructuredOutput
 # Longer texts and bodies are processed in a thread, so that streams do not stall.
 _LARGE = 8192
 
-# Values of fair_by that share between others than API keys, and what errors call these.
+# Values of sharing that share between others than API keys, and what errors call these.
 CLIENT_KINDS = {"user": "user", "adapter": "adapter"}
 
 BodyT = TypeVar("BodyT", bound=Body)
@@ -87,8 +87,8 @@ class Service:
             config.max_queued_tokens,
             metrics,
             steps=lambda: client.steps,
-            is_shared=config.fair_by in CLIENT_KINDS or (config.fair_by == "key" and len(set(config.api_keys)) > 1),
-            client_kind=CLIENT_KINDS.get(config.fair_by, "API key"),
+            is_shared=config.sharing in CLIENT_KINDS or (config.sharing == "key" and len(set(config.api_keys)) > 1),
+            client_kind=CLIENT_KINDS.get(config.sharing, "API key"),
         )
         self.adapters = AdapterNames(lora_modules, client.unload_adapter)
         metrics.set("adapters", len(lora_modules))

@@ -306,6 +306,35 @@ def test_bounds_of_64_bits_hold() -> None:
 
 
 @pytest.mark.parametrize(
+    ("names", "ref"),
+    [
+        ({"$anchor": "foo"}, "#foo"),
+        ({"$id": "#foo"}, "#foo"),
+        ({"$id": "x"}, "x"),
+        ({"$id": "x"}, "https://example.com/x#"),
+        ({"$id": "x", "$anchor": "foo"}, "x#foo"),
+        ({}, "https://example.com/s#/$defs/x"),
+        ({}, "s#/$defs/x"),
+    ],
+)
+@pytest.mark.parametrize("number", [4, BIG])
+def test_references_by_name_lead_to_what_bears_it(names: dict[str, str], ref: str, number: int) -> None:
+    """In the schema that bears it, a reference begins at its own root."""
+    inner = {"$defs": {"y": {"const": number}}, "$ref": "#/$defs/y"}
+    target = inner if names.get("$id") == "x" else {"const": number}
+    schema = {
+        "$id": "https://example.com/s",
+        "$defs": {"x": names | target, "y": {"const": 5}},
+        "type": "object",
+        "properties": {"p": {"$ref": ref}},
+        "required": ["p"],
+    }
+    found = matcher(schema)
+    assert allows(found, f'{{"p":{number}}}')
+    assert not allows(found, '{"p":5}')
+
+
+@pytest.mark.parametrize(
     ("schema", "part"),
     [
         ({"type": "integer", "minimum": 5, "maximum": 3}, "#/properties/p allows no number: minimum 5, maximum 3"),
@@ -324,6 +353,8 @@ def test_bounds_of_64_bits_hold() -> None:
         ({"type": "object", "properties": {"n": {"$ref": "#/properties/p"}}, "required": ["n"]}, "no value ends"),
         ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, 'each needs another one by the reference to "#"'),
         ({"anyOf": [{"$ref": "#/properties/p"}]}, "no value ends"),
+        ({"$ref": "#nope"}, 'the reference to "#nope" has no target in the schema'),
+        ({"$ref": "other#/$defs/x"}, 'the reference to "other" leaves the schema'),
         ({"type": "array", "items": 3}, "it must be an object or a boolean, got int"),
     ],
 )

@@ -22,9 +22,10 @@ _MEANINGS = (
         r'the keyword "patternProperties": the patterns \1 and \2 must exclude each other',
     ),
     (
-        r"Resource '(.*?)' is not present in a registry and retrieving it failed: .*",
+        r"Resource '(?:json-schema:///)?(.*?)' is not present in a registry and retrieving it failed: .*",
         r'the reference to "\1" leaves the schema, and Skipjoin does not fetch resources: put it in $defs',
     ),
+    (r"Anchor '(.*?)' does not exist", r'the reference to "#\1" has no target in the schema'),
     (r"Pointer '(.*?)' does not exist", r'the reference to "#\1" has no target in the schema'),
     (r"Unimplemented keys: \[(.*)\]", r"the keyword \1: no grammar expresses it; remove it"),
     (r"Unknown format: (.*)", r'the format "\1" is unknown: remove it, or use pattern'),

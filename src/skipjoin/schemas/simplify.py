@@ -16,7 +16,7 @@ from skipjoin.schemas.keys import one_spelling
 from skipjoin.schemas.keywords import ANNOTATIONS, REFUSED, TYPES, is_anything, types_of
 from skipjoin.schemas.look_ahead import without_look_ahead
 from skipjoin.schemas.numbers import NumberRange, exact, is_inexact, is_number
-from skipjoin.schemas.pointers import quoted, target_of, unescaped
+from skipjoin.schemas.pointers import Names, quoted, target_of, unescaped
 from skipjoin.structured_output import GrammarError
 
 # Keys of values that the compiler cannot have. A simplified schema with one of them is written as rules.
@@ -54,9 +54,10 @@ class _Simplifier:
         self._seen: set[str] = set()
         self._refs: list[str] = []
         self._given: Any = None
+        self._names = Names(True, _inner)
 
     def run(self, given: Any) -> Simplified:
-        self._given = given
+        self._given, self._names = given, Names(given, _inner)
         schema = self._schema(given, "#", 0)
         while self._refs:
             self._referred(schema, self._refs.pop())
@@ -109,6 +110,8 @@ class _Simplifier:
             at = f"{path}/{_escaped(key)}"
             if key in ANNOTATIONS or key in (NUMBER, LITERALS):
                 continue
+            if key in ("$id", "$anchor") and isinstance(value, str):
+                continue  # references are pointers from the root, which another base would change
             if key in _MAPS and isinstance(value, dict):
                 out[key] = {
                     name: self._schema(item, f"{at}/{_escaped(name)}", depth + 1) for name, item in value.items()
@@ -120,7 +123,7 @@ class _Simplifier:
             else:
                 out[key] = value if isinstance(value, str | int | float) else copy.deepcopy(value)
             if key == "$ref" and isinstance(value, str):
-                out[key] = quoted(value)
+                out[key] = quoted(self._names.pointer(value, path))
                 self._refs.append(out[key])
         return out
 
@@ -333,6 +336,17 @@ def _check_finite(value: Any, path: str) -> None:
         _check_finite(item, path)
     if isinstance(value, float) and not math.isfinite(value):
         raise GrammarError(f"must be a JSON schema: its numbers must be finite, got {value} (at {path})")
+
+
+def _inner(node: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the schemas directly within one, with the steps from it to them."""
+    for key, value in node.items() if isinstance(node, dict) else ():
+        if key in _MAPS and isinstance(value, dict):
+            yield from ((f"{_escaped(key)}/{_escaped(name)}", item) for name, item in value.items())
+        elif key in _LISTS and isinstance(value, list):
+            yield from ((f"{_escaped(key)}/{number}", item) for number, item in enumerate(value))
+        elif key in _ONE:
+            yield _escaped(key), value
 
 
 def _escaped(key: str) -> str:

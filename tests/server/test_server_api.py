@@ -480,6 +480,7 @@ BAD_COMPLETIONS = [
     ({"response_format": {"type": "json"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format"),
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
@@ -587,6 +588,7 @@ NEUTRAL_CHATS: list[dict[str, Any]] = [
                 "id": "m",
             },
             {"role": "assistant", "content": "c", "tool_calls": [], "provider_specific_fields": {"refusal": None}},
+            {"role": "assistant", "content": "c", "reasoning_content": "d", "thinking_blocks": [{"thinking": "d"}]},
             {"role": "user", "content": "a"},
         ]
     },
@@ -1066,6 +1068,9 @@ async def test_endpoints_return_503_until_engine_is_ready() -> None:
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
         for path in ("/health", "/ready", "/v1/models", "/load"):
             assert error_of(await http.get(path), 503)["code"] == "starting"
+        for path in ("/api/tags", "/api/ps"):  # which name the model, too
+            assert (await http.get(path)).status_code == 503
+        assert (await http.post("/api/show", json={"model": "some"})).status_code == 503
         assert error_of(await http.post("/v1/completions", json={"prompt": "a"}), 503)["code"] == "starting"
         assert (await http.get("/live")).status_code == 200
     service.close()

@@ -35,6 +35,7 @@ def nested(rule: str) -> str:
 GOOD: list[tuple[dict[str, Any], StructuredOutput | None]] = [
     ({"response_format": {"type": "text"}}, None),
     ({"response_format": {"type": "json_object"}}, StructuredOutput.json({"type": "object"})),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, StructuredOutput.json(TEXT)),
     ({"response_format": {"type": "json_schema", "json_schema": NAMED}}, StructuredOutput.json(TEXT)),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, StructuredOutput.json("{}")),
     ({"structured_outputs": {"json": SCHEMA, "regex": None}}, StructuredOutput.json(TEXT)),

@@ -79,7 +79,9 @@ class Message(Body):
     name: Label = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    reasoning_details: Ignored = None  # of OpenRouter, beside the text
+    # Of OpenRouter and LiteLLM, beside the text.
+    reasoning_details: Ignored = None
+    thinking_blocks: Ignored = None
     annotations: Ignored = None
     audio: Null = None
     parsed: Ignored = None

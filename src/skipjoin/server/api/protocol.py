@@ -93,10 +93,11 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's format of a response."""
+    """OpenAI's format of a response. `schema` beside json_object is how llama.cpp and others take a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
     @field_validator("json_schema")
     @classmethod
@@ -107,6 +108,8 @@ class ResponseFormat(Body):
 
     @model_validator(mode="after")
     def _has_schema(self) -> ResponseFormat:
+        if self.type != "json_object" and self.schema_ is not None:
+            raise ValueError("schema must be null unless the type is json_object")
         if self.type == "json_schema" and self.json_schema is None:
             raise ValueError("json_schema must not be null with the type json_schema")
         return self

@@ -194,6 +194,7 @@ class Service:
 
     def check_model(self, name: str | None) -> Adapter | None:
         """Return the adapter that a body names as its model; raise 404 for an unknown model."""
+        _ = self.info  # until the model is loaded, no name is known
         if (adapter := self.adapters.find(name)) is None and name is not None and name not in self.names:
             raise model_not_found(name, self.served_names)
         return adapter

@@ -45,6 +45,6 @@ def structured_output(body: GenerationBody) -> tuple[StructuredOutput | None, st
 
 def _of_format(given: ResponseFormat) -> StructuredOutput:
     if given.type == "json_object":
-        return StructuredOutput.json_object()
+        return StructuredOutput.json_object() if given.schema_ is None else StructuredOutput.json(given.schema_)
     assert given.json_schema is not None
     return StructuredOutput.json({} if given.json_schema.schema_ is None else given.json_schema.schema_)

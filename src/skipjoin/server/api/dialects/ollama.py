@@ -246,6 +246,7 @@ def _now() -> str:
 async def list_models(request: Request) -> Response:
     """Return the served model and its adapters in Ollama's format."""
     service = service_of(request)
+    _ = service.info  # until the model is loaded, it has no name
     same = {"modified_at": _time(service), "size": 0, "digest": ""}
     names = [service.name, *(adapter.name for adapter in service.adapters.all)]
     return json_response({"models": [{"name": name, "model": name, **same, "details": _details()} for name in names]})

@@ -34,10 +34,8 @@ class Names:
         """Return the pointer of a reference in the schema at `path`, or the reference if nothing has that name."""
         while (base := self._bases.get(path)) is None:
             path = path.rpartition("/")[0] or "#"
-        try:
-            whole = urljoin(base, ref)
-        except ValueError:
-            return ref
+        # Not all schemes of URIs can be joined, such as urn.
+        whole = base + ref if ref.startswith("#") else _joined(base, ref)
         if whole in self._places:
             return self._places[whole]
         document, fragment = urldefrag(whole)
@@ -64,7 +62,7 @@ def _joined(base: str, name: str) -> str:
     try:
         return urljoin(base, name)
     except ValueError:  # not a URI
-        return base
+        return name
 
 
 def target_of(schema: Any, ref: str) -> Any:

@@ -90,13 +90,13 @@ async def test_invalid_ids_are_refused(api: Api, name: str) -> None:
 async def test_keys_have_weights_where_they_share_the_service(make_api: MakeApi, tmp_path: Any) -> None:
     file = tmp_path / "keys"
     file.write_text("one\n[weight=3]\ntwo\n")
-    config = with_keys_of_files(ServerConfig(api_key_file=str(file), fair_by="key"))
-    async with make_api(api_keys=config.api_keys, fair_by="key", key_rights=config.key_rights) as api:
+    config = with_keys_of_files(ServerConfig(api_key_file=str(file)))
+    async with make_api(api_keys=config.api_keys, key_rights=config.key_rights) as api:
         for key in ("one", "two"):
             await program_of(api, "/v1/completions", {"authorization": f"Bearer {key}"})
     assert [add.options.weight for add in api.engine.added] == [1.0, 3.0]
     with pytest.raises(ConfigError, match="weight of API keys needs fair_by"):
-        ServerConfig(api_keys=config.api_keys, key_rights=config.key_rights)
+        ServerConfig(api_keys=config.api_keys, key_rights=config.key_rights, fair_by="none")
     file.write_text("[weight=0]\none\n")
     with pytest.raises(ConfigError, match=r"line 1: weight must be a number in \(0, 1000\], got '0'"):
         with_keys_of_files(ServerConfig(api_key_file=str(file), fair_by="key"))

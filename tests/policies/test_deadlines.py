@@ -29,8 +29,7 @@ def test_ttft_counts_from_the_arrival_and_tpot_from_the_last_token() -> None:
     for request in (plain, strict):
         tokens.begin(request, 1.5)
     assert [tokens.due(request) for request in (plain, strict)] == [1.4, 1.1]
-    for request in (plain, strict):
-        tokens.sampled(request, 2.0)
+    assert tokens.sampled([plain, strict], 2.0) == [2.2, 2.05]
     assert [tokens.due(request) for request in (plain, strict)] == [2.2, 2.05]
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -211,10 +211,12 @@ class CountingBuilder:
     Attributes:
         counts_decodes: False for a subclass that overrides `offer` or `take` but not `decodes`: the planner then asks
             it about each decode.
+        decoding: Requests whose decodes are alike, if not those of all. It is asked about the others.
     """
 
     __slots__ = ()
     counts_decodes: ClassVar[bool] = True
+    decoding: Container[Request] | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

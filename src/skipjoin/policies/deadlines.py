@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
+from itertools import chain, compress
 from math import inf
+from operator import attrgetter
 from typing import Any
 
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.policy import Callbacks, CostModel, Fact
 from skipjoin.core.request import Request, Target
-from skipjoin.core.step import Slice, StepShape
+from skipjoin.core.step import REQUEST_OF, SAMPLES_OF, Slice, StepShape
 from skipjoin.policies.ranking import Ranked, Ranking
 
 
@@ -23,16 +24,21 @@ class NextTokens:
     def __init__(self, default: Target, *, counts_lead: bool = False) -> None:
         self.default = default
         self.counts_lead = counts_lead
+        self._tpot_s: dict[Request, float] = {}
         self._due: dict[Request, float] = {}
         self._schedule: dict[Request, float] = {} if counts_lead else self._due
 
-    def __contains__(self, request: Request) -> bool:
-        return request in self._due
+    @property
+    def requests(self) -> KeysView[Request]:
+        return self._due.keys()
 
     def due(self, request: Request) -> float:
         """Return when the token is due that the next plan samples, behind those that plans in flight sample."""
-        due, pending = self._due[request], request.progress.pending_samples
-        return due + pending * self._tpot_s(request) if pending else due
+        return self._due[request] + request.progress.pending_samples * self._tpot_s[request]
+
+    def dues(self, requests: Iterable[Request], *, in_flight: bool) -> Iterator[float]:
+        """Iterate over `due` of the requests, which no plan samples unless some are `in_flight`."""
+        return map(self.due if in_flight else self._due.__getitem__, requests)
 
     def schedule(self, request: Request) -> float:
         return self._schedule[request]
@@ -42,30 +48,31 @@ class NextTokens:
         return {"deadline_requests": [len(self._due) - late, late]}
 
     def begin(self, request: Request, now: float) -> None:
+        target = request.progress.target.with_default(self.default)
+        self._tpot_s[request] = target.tpot_s
         if request.progress.output:
-            self.sampled(request, now)
+            self.sampled((request,), now)
             return
         since = now if request.is_best_effort else request.arrival
-        due = since + request.progress.target.with_default(self.default).ttft_s
-        self._due[request] = self._schedule[request] = due
+        self._due[request] = self._schedule[request] = since + target.ttft_s
 
-    def sampled(self, request: Request, now: float) -> float:
-        """Note a token, and return the schedule of the next one."""
-        tpot_s = self._tpot_s(request)
-        due = self._due[request] = now + tpot_s
+    def sampled(self, requests: Sequence[Request], now: float) -> list[float]:
+        """Note a token of each request, and return the schedules of the next ones."""
+        dues = [now + tpot_s for tpot_s in map(self._tpot_s.__getitem__, requests)]
+        self._due.update(zip(requests, dues, strict=True))
         if self.counts_lead:
-            # The lead of a first token, and delays, do not count.
-            since = max(now, self._schedule.get(request, now)) if request.progress.output else now
-            due = self._schedule[request] = since + tpot_s
-        return due
+            dues = [self._after(request, now) + self._tpot_s[request] for request in requests]
+            self._schedule.update(zip(requests, dues, strict=True))
+        return dues
+
+    def _after(self, request: Request, now: float) -> float:
+        # The lead of a first token, and delays, do not count.
+        return max(now, self._schedule.get(request, now)) if request.progress.output else now
 
     def end(self, request: Request) -> None:
+        self._tpot_s.pop(request, None)
         self._due.pop(request, None)
         self._schedule.pop(request, None)
-
-    def _tpot_s(self, request: Request) -> float:
-        own = request.progress.target.tpot_s
-        return own if own != inf else self.default.tpot_s
 
 
 # Maximum share of the time for overdue requests. If all of them came first, an overload would make every request late.
@@ -97,17 +104,19 @@ class ByDeadline(Callbacks):
         self._put(request, _WINNABLE)
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
-        sampled, tier, put = self._next.sampled, self._tier, self._winnable.set_volatile
-        for slice_ in slices:
-            request = slice_.request
-            if slice_.samples:
-                due = sampled(request, now)
-                if tier[request] != _WINNABLE:
-                    self._take(request)
-                    tier[request] = _WINNABLE
-                put(request, (due, due, request.id))
-            elif tier[request] == _LATE:
-                self._put(request, _LATE)
+        # Most slices sample for requests whose last token came in time, which needs no bytecode for each.
+        tier, requests = self._tier, [*map(REQUEST_OF, slices)]
+        sampled = [*compress(requests, map(SAMPLES_OF, slices))]
+        if len(sampled) < len(requests):
+            for request in {*requests}.difference(sampled):
+                if tier[request] == _LATE:
+                    self._put(request, _LATE)
+        for request in compress(sampled, map(_WINNABLE.__ne__, map(tier.__getitem__, sampled))):
+            self._take(request)
+            tier[request] = _WINNABLE
+        dues = self._next.sampled(sampled, now)
+        keys = zip(dues, dues, map(_ID_OF, sampled), strict=True)
+        self._winnable.set_all_volatile(dict(zip(sampled, keys, strict=True)))
 
     def on_preempted(self, request: Request, now: float) -> None:
         self._put(request, self._tier[request])
@@ -190,6 +199,7 @@ class ByDeadline(Callbacks):
         return (request.progress.known - request.progress.reached if tier == _LATE else due, due, request.id)
 
 
+_ID_OF: Callable[[Request], int] = attrgetter("id")
 _OVERDUE, _WINNABLE, _LATE = range(3)
 _TIERS = (
     ("overdue", "It is so late that it runs before all others of its class."),

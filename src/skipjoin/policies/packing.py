@@ -1,14 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from enum import Enum
 from heapq import heapify, heappop
 from itertools import chain, islice
 from math import inf
+from operator import attrgetter, itemgetter
 
 from skipjoin.core.context import StepContext
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.policy import BatchBuilder, CostModel, Fact, Refusal, Scope
+from skipjoin.core.policy import BatchBuilder, CostModel, CountingBuilder, Fact, Refusal, Scope
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepShape
 from skipjoin.core.waits import WaitReason
@@ -16,6 +17,11 @@ from skipjoin.policies.best_effort import Patience
 from skipjoin.policies.deadlines import NextTokens
 from skipjoin.policies.step_load import MIN_CHUNK, StepLoad, fitting_tokens
 
+# Request that finds blocks, and its tokens to compute.
+Candidate = tuple[Request, int]
+_REQUEST_OF: Callable[[Candidate], Request] = itemgetter(0)
+_PENDING_OF: Callable[[Candidate], int] = itemgetter(1)
+_PLANNED_OF: Callable[[Request], int] = attrgetter("progress.planned")
 # Weight of the latest step in the mean step time.
 _MEAN_RATE = 0.1
 # Time that a step may take in any case, in times of its real-time decodes and a small chunk of a prompt.
@@ -60,22 +66,23 @@ class Packing:
         self.mean_s = cost.step(StepShape())  # modeled time of recent steps
 
     def open(self, context: StepContext) -> BatchBuilder:
-        candidates = iter(context.candidates)
-        urgent: list[tuple[Request, int]] = []
+        candidates, real_time = iter(context.candidates), self.next_tokens.requests
+        urgent: list[Candidate] = []
         others = candidates
         for candidate in candidates:
-            if candidate[0] not in self.next_tokens:
+            if candidate[0] not in real_time:
                 others = chain((candidate,), candidates)
                 break
             urgent.append(candidate)
-        limit = self._limit(urgent, context)
+        load = _load_of(urgent, context)
+        limit = self._limit(urgent, load, context)
         pack = Pack(self, context, limit)
-        has_all = pack.add_all(urgent, real_time=True)
+        has_all = pack.add_all(urgent, load, real_time=True)
         is_late = bool(urgent) and (limit == inf or not has_all)
         self.cap = self.base if is_late else min(2 * self.cap, self.max_seqs)
         if has_all or pack.add_real_time(urgent):
             first = list(islice(others, max(0, pack.slots_left)))
-            if not pack.add_all(first, real_time=False):
+            if not pack.add_all(first, _load_of(first, context), real_time=False):
                 others = chain(first, others)
             for request, pending in others:
                 is_small = pending == 1 or not request.progress.planned
@@ -86,42 +93,58 @@ class Packing:
         return pack
 
     def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterator[Fact]:
-        if request not in self.next_tokens:
+        if request not in self.next_tokens.requests:
             meaning = "A step takes best-effort requests until it has as many requests in all."
             yield Fact("batch cap", self.cap, "requests", meaning)
 
-    def _limit(self, urgent: Sequence[tuple[Request, int]], context: StepContext) -> float:
+    def _limit(self, urgent: Sequence[Candidate], load: StepLoad, context: StepContext) -> float:
         """Return the slack of the most urgent request that can still meet its deadline, inf if none can.
 
         All real-time decodes and a chunk of a prompt may join in any case. If one urgent request kept the others out,
         each step would serve one, and all would become late on a machine with steps about as long as an objective.
         """
-        due, cost = self.next_tokens.due, self.cost
-        start, margin = self.start_of(context), cost.margin
+        cost, start, margin = self.cost, self.start_of(context), self.cost.margin
         # A heap, as the first is nearly always taken.
-        by_due = [(due(request), place) for place, (request, _) in enumerate(urgent)]
+        dues = self.next_tokens.dues(map(_REQUEST_OF, urgent), in_flight=bool(context.in_flight))
+        by_due = [*zip(dues, range(len(urgent)), strict=True)]
         heapify(by_due)
         while by_due:
             when, place = heappop(by_due)
             request, pending = urgent[place]
             left = (when - start) / margin
             if left > 0 and StepLoad.of(request.progress.planned, pending).seconds(cost) <= left:
-                held = [request.progress.planned + 1 for request, pending in urgent if pending == 1]
-                chunk = (
-                    2 * MIN_CHUNK if len(held) < len(urgent) else 0
-                )  # with which `fitting_tokens` finds a fitting one
-                load = StepLoad(chunk, 0, len(held), sum(held))
-                return max(left, _MIN_OVER_DECODES * load.seconds(cost))
+                # A chunk of twice the size, with which `fitting_tokens` finds a fitting one.
+                least = StepLoad(2 * MIN_CHUNK if load.prefill else 0, 0, load.decodes, load.context)
+                return max(left, _MIN_OVER_DECODES * least.seconds(cost))
         return inf
 
     def start_of(self, context: StepContext) -> float:
         return context.now + len(context.in_flight) * self.mean_s * self.cost.margin
 
 
-class Pack:
+def _load_of(candidates: Sequence[Candidate], context: StepContext) -> StepLoad:
+    swapped_out = sum(map(context.blocks_swapped_out, map(_REQUEST_OF, candidates)))
+    if sum(map(_PENDING_OF, candidates)) == len(candidates):  # decodes only, as in most steps
+        read = sum(map(_PLANNED_OF, map(_REQUEST_OF, candidates)))
+        return StepLoad(0, 0, len(candidates), read + len(candidates), swapped_out)
+    load = StepLoad(swapped_out=swapped_out)
+    for request, pending in candidates:
+        load = load.plus(StepLoad.of(request.progress.planned, pending))
+    return load
+
+
+class Pack(CountingBuilder):
+    """Batch of chosen requests.
+
+    Attributes:
+        chosen: Tokens of the requests that it was built with.
+    """
+
     def __init__(self, rules: Packing, context: StepContext, limit: float) -> None:
         self.chosen: dict[Request, int] = {}
+        self._left = 0  # chosen requests that were not taken
         self._rules = rules
+        self._real_time_requests = rules.next_tokens.requests
         self._context = context
         self._limit = limit
         self._slots = 0  # chosen and taken requests
@@ -142,40 +165,43 @@ class Pack:
     def slots_left(self) -> int:
         return self._rules.cap - self._slots
 
-    def add_all(self, candidates: Sequence[tuple[Request, int]], *, real_time: bool) -> bool:
+    @property
+    def decoding(self) -> Container[Request]:  # type: ignore[override]
+        return self.chosen
+
+    @property
+    def decodes(self) -> int:
+        return self._left
+
+    def take_decodes(self, count: int) -> None:
+        self._left -= count
+
+    def add_all(self, candidates: Sequence[Candidate], added: StepLoad, *, real_time: bool) -> bool:
+        """Choose all candidates, whose load is `added`, if they fit."""
         if not candidates:
             return True
         if len(candidates) > (self._rules.max_seqs if real_time else self.slots_left):
             return False
-        prefill = attention = decodes = context = swapped_out = 0
-        swapped_out_of = self._context.blocks_swapped_out
-        for request, pending in candidates:
-            start = request.progress.planned
-            if pending == 1:
-                decodes += 1
-                context += start + 1
-            else:
-                prefill += pending
-                attention += pending * start + pending * (pending + 1) // 2
-            swapped_out += swapped_out_of(request)
-        load = self._load.plus(StepLoad(prefill, attention, decodes, context, swapped_out))
-        limit = self._limit if real_time else self._limit_for(decodes=not prefill)
-        if prefill + decodes > self._tokens or load.seconds(self._rules.cost) > limit:
+        load, tokens = self._load.plus(added), added.prefill + added.decodes
+        limit = self._limit if real_time else self._limit_for(decodes=not added.prefill)
+        if tokens > self._tokens or load.seconds(self._rules.cost) > limit:
             return False
         self._load = load
         self._slots += len(candidates)
-        self._tokens -= prefill + decodes
+        self._tokens -= tokens
         self.chosen.update(candidates)
+        self._left = len(self.chosen)
         if real_time:
-            self._last = [request for request, _ in candidates]
+            self._last = [*map(_REQUEST_OF, candidates)]
             self._urgent = set(self._last)
             self._real_time = load
             self._limits.clear()
         return True
 
-    def add_real_time(self, urgent: Sequence[tuple[Request, int]]) -> bool:
-        seqs = self._rules.max_seqs
-        is_full = len(urgent) > seqs and self.add_all(urgent[:seqs], real_time=True)  # often only slots are short
+    def add_real_time(self, urgent: Sequence[Candidate]) -> bool:
+        first = urgent[: self._rules.max_seqs]
+        # Often only slots are short.
+        is_full = len(first) < len(urgent) and self.add_all(first, _load_of(first, self._context), real_time=True)
         self._urgent.update(request for request, _ in urgent)
         if is_full:
             return True
@@ -199,6 +225,7 @@ class Pack:
             return False
         replaced = self._last.pop()
         given = self.chosen.pop(replaced)
+        self._left -= 1
         self._join(replaced, given, -1)
         if tokens := self._room_for(request, pending):
             self._choose(request, tokens)
@@ -211,14 +238,15 @@ class Pack:
             return tokens
         if not self._slots:  # no candidates: every request needs memory of others
             return min(pending, self._tokens)
-        if not self.chosen:
+        if not self._left:
             return Refusal(Scope.ALL, self._reason(request, pending))
-        if request in self._rules.next_tokens and request not in self._urgent:  # it, too, needs memory of others
+        if request in self._real_time_requests and request not in self._urgent:  # it, too, needs memory of others
             return self._room_for(request, pending) or Refusal(Scope.REQUEST, self._reason(request, pending))
         return Refusal(Scope.REQUEST, self._reason(request, pending))
 
     def take(self, request: Request, tokens: int) -> None:
         if (given := self.chosen.pop(request, None)) is not None:
+            self._left -= 1
             if given <= tokens:
                 return
             self._join(request, given, -1)  # another batcher cut it
@@ -229,7 +257,7 @@ class Pack:
             return WaitReason.NO_SLOT
         if self._tokens <= 0:
             return WaitReason.TOKEN_BUDGET
-        is_real_time = request in self._rules.next_tokens
+        is_real_time = request in self._real_time_requests
         if (is_real_time or self.slots_left > 0) and self._room_for(request, pending):
             return WaitReason.NO_KV  # others with KV, or with room for it, came first
         return WaitReason.STEP_TIME if is_real_time else WaitReason.BEHIND_REAL_TIME
@@ -240,7 +268,7 @@ class Pack:
 
     def _fit(self, request: Request, most: int) -> int:
         swapped_out = self._context.blocks_swapped_out(request)
-        limit = self._limit if request in self._rules.next_tokens else self._limit_for(decodes=most == 1)
+        limit = self._limit if request in self._real_time_requests else self._limit_for(decodes=most == 1)
         return fitting_tokens(
             self._load, request.progress.planned, most, swapped_out=swapped_out, cost=self._rules.cost, limit=limit
         )
@@ -266,13 +294,14 @@ class Pack:
 
     def _choose(self, request: Request, tokens: int) -> None:
         self.chosen[request] = tokens
+        self._left += 1
         self._join(request, tokens)
 
     def _join(self, request: Request, tokens: int, sign: int = 1) -> None:
         swapped_out = self._context.blocks_swapped_out(request)
         load = StepLoad.of(request.progress.planned, tokens, swapped_out)
         self._load = self._load.plus(load, sign)
-        if request in self._rules.next_tokens:
+        if request in self._real_time_requests:
             self._real_time = self._real_time.plus(load, sign)
             self._limits.clear()
         self._slots += sign

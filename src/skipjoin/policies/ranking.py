@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from operator import itemgetter
 from typing import Any
@@ -43,6 +43,12 @@ class Ranking:
         if request not in self._volatile:
             self.discard(request)
         self._keys[request] = self._volatile[request] = key
+
+    def set_all_volatile(self, keys: Mapping[Request, Any]) -> None:
+        for request in keys.keys() - self._volatile.keys():
+            self.discard(request)
+        self._volatile.update(keys)
+        self._keys.update(keys)
 
     def discard(self, request: Request) -> None:
         if request in self._volatile:

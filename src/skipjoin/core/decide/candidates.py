@@ -25,19 +25,24 @@ def find_candidates(
 ) -> Iterator[tuple[Request, int]]:
     """Iterate over the requests that find blocks: a dry run of the placer's rules on a count of blocks."""
     blocks_of, supply, holders = kv.blocks_of, _Supply(kv, evictor), 0
+    donors, pausing = supply.donors, context.pausing
     for request in policies.ordering.ranked(context.now):
-        held = blocks_of(request)
+        held, progress = blocks_of(request), request.progress
         holders += held is not None
-        if not (tokens := eligible_tokens(request, context)) or request in supply.donors:
+        tokens = progress.known - progress.planned
+        # Most requests decode, of which `eligible_tokens` would say the same.
+        if tokens != 1 or progress.pending_samples or progress.awaits_grammar or (pausing and request in pausing):
+            tokens = eligible_tokens(request, context)
+        if not tokens or (donors and request in donors):
             continue
-        target = request.progress.planned + tokens
+        target = progress.planned + tokens
         if held is not None and target <= held.room and held.is_settled:  # most requests
             yield request, tokens
             continue
         hit = MISS if held is not None else kv.hit(request)
         if held is None and comes_soon(request, hit, context, policies.ordering, led_since):
             continue
-        is_covered = held is not None and target <= request.progress.reserved_tokens
+        is_covered = held is not None and target <= progress.reserved_tokens
         allocation = None if is_covered else placer.ask(request, target)
         if isinstance(allocation, Blocked) and (held is not None or allocation.closes is Deferral.REQUEST):
             continue

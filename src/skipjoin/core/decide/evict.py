@@ -3,7 +3,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from skipjoin.core.context import StepContext
@@ -13,9 +13,11 @@ from skipjoin.core.events import Preempted, Preemption
 from skipjoin.core.kv.interface import BlockLedger
 from skipjoin.core.kv.reservations import Owner
 from skipjoin.core.policy import Eviction, Policies
-from skipjoin.core.request import Request
+from skipjoin.core.request import Band, Request
 from skipjoin.core.step import Move
 from skipjoin.core.waits import WaitReason
+
+_BAND_OF: Callable[[Request], Band] = attrgetter("progress.band")
 
 
 class Need(NamedTuple):
@@ -82,7 +84,7 @@ class Evictor:
         return [request for rank, request in self._holders_ranked() if rank > floor]
 
     def best_effort_below(self, request: Request) -> list[Request]:
-        if not any(holder.progress.band[0] for holder in self._kv.holders()):
+        if not any(band[0] for band in {*map(_BAND_OF, self._kv.holders())}):
             return []  # ranking all holders takes longer
         below = self._evictable(request, None, grows=False)
         able = [victim for victim in below if victim.progress.band[0] and not victim.progress.in_flight]

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 from skipjoin.core.context import StepContext, eligible_tokens
 from skipjoin.core.decide.candidates import comes_soon, find_candidates
@@ -206,12 +207,10 @@ class StepPlanner:
         Returns:
             The first other request, if there is one.
         """
-        context, blocks_of, add = self._context, self._kv.blocks_of, self._draft.slices.append
+        context, blocks_of, slices = self._context, self._kv.blocks_of, self._draft.slices
         plan_id, latest, overlap, pausing = context.plan_id, context.latest, context.overlap, context.pausing
-        new = tuple.__new__
-        left = most = builder.decodes
-        other = None
-        for request in queue:
+        new, add, before, decoding = tuple.__new__, slices.append, len(slices), builder.decoding
+        for request in islice(queue, builder.decodes):
             held, progress = blocks_of(request), request.progress
             start, samples = progress.planned, progress.pending_samples
             target = start + 1
@@ -223,14 +222,15 @@ class StepPlanner:
                 or progress.awaits_grammar
                 or progress.last_plan < latest
                 or request in pausing
-                or not left
+                or (decoding is not None and request not in decoding)
             ):
-                other = request
+                other: Request | None = request
                 break
-            left -= 1
             add(new(Slice, (request, start, 1, True, target > progress.known, held.table)))
             progress.begin(target, True, plan_id)
-        builder.take_decodes(most - left)
+        else:
+            other = next(queue, None)
+        builder.take_decodes(len(slices) - before)
         return other
 
     def _credit_prefix(self, request: Request) -> int:

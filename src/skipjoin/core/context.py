@@ -37,6 +37,26 @@ class StepContext:
     blocks_swapped_out: Callable[[Request], int] = _none_swapped_out
     pausing: set[Request] = field(default_factory=set)
 
+    def with_candidates(
+        self,
+        candidates: Iterable[tuple[Request, int]],
+        blocks_swapped_out: Callable[[Request], int] = _none_swapped_out,
+    ) -> StepContext:
+        """Return a context that shares all else; `dataclasses.replace` takes four times as long."""
+        return StepContext(
+            self.now,
+            self.plan_id,
+            self.latest,
+            self.depth,
+            self.overlap,
+            self.may_leave,
+            self.decision,
+            self.in_flight,
+            candidates,
+            blocks_swapped_out,
+            self.pausing,
+        )
+
 
 def eligible_tokens(request: Request, context: StepContext) -> int:
     """Return how many tokens of the request a plan may compute now."""

@@ -151,6 +151,15 @@ class CountingLedger(BlockLedger):
         self.resize(request, max(len(held.device), self.blocks_for(self._ahead(tokens))))
         return held
 
+    def try_grow(self, request: Request, tokens: int) -> bool:
+        held = self._held[request]
+        if held.cpu or held.moving is not None:
+            return False
+        if tokens > request.progress.reserved_tokens or self.shortfall(request, tokens) > 0:
+            return False
+        self.grow(request, tokens)
+        return True
+
     def trim(self, request: Request) -> None:
         held = self._held[request]
         held.reservation.hand_over()

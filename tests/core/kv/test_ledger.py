@@ -146,6 +146,17 @@ class LedgerMachine(RuleBasedStateMachine):
             with pytest.raises(LedgerError, match="are free"):
                 self.kv.grow(request, tokens)
 
+    @rule(request=requests, tokens=st.integers(1, DEVICE * BLOCK))
+    def try_grow(self, request: Request, tokens: int) -> None:
+        if (held := self.kv.blocks_of(request)) is None:
+            return
+        before, short = (held.table, self.kv.available), self.kv.shortfall(request, tokens)
+        if self.kv.try_grow(request, tokens):
+            assert not short
+            assert held.room >= tokens
+        else:
+            assert (held.table, self.kv.available) == before
+
     @rule(request=requests, share=st.floats(0, 1), offers=st.booleans())
     def compute(self, request: Request, share: float, offers: bool) -> None:
         held = self.kv.blocks_of(request)

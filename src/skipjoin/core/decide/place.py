@@ -143,8 +143,11 @@ class Placer:
         # requests could evict each other endlessly.
         progress = request.progress
         grows = not held.swapped_out and progress.planned >= held.tokens_before_drop
-        if target > progress.reserved_tokens and (blocked := self._renew(request, target, grows=grows)) is not None:
-            return blocked
+        if target > progress.reserved_tokens:
+            if (blocked := self._renew(request, target, grows=grows)) is not None:
+                return blocked
+            if target <= held.room:
+                return held
         return (self._return if held.swapped_out else self._grow)(request, target, grows=grows)
 
     def waits_for_move(self, request: Request, held: HeldBlocks) -> WaitReason | None:
@@ -166,10 +169,14 @@ class Placer:
             of_reservation = kv.shortfall_of_reservation(request, blocks, allocation.parent) + allocation.spare
             return max(of_reservation, kv.shortfall_of_blocks(request, target))
 
-        need = self._need(request, allocation, target, missing, grows=grows)
-        if (blocked := self._make_room(need)) is None:
-            self._reserve(request, allocation, need.drawn)
-        return blocked
+        drawn = 0
+        if missing() > 0:
+            need = self._need(request, allocation, target, missing, grows=grows)
+            if (blocked := self._make_room(need)) is not None:
+                return blocked
+            drawn = need.drawn
+        self._reserve(request, allocation, drawn)
+        return None
 
     def _grow(self, request: Request, target: int, *, grows: bool) -> HeldBlocks | Blocked:
         kv, evictor = self._kv, self._evictor

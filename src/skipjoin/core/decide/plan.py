@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -26,6 +25,10 @@ def begin_decision(policies: Policies, kv: BlockLedger, now: float) -> None:
         for account, blocks in begin(now, kv):
             if reservations is not None:
                 reservations.fund(account, blocks)
+
+
+def _grows_not(request: Request, tokens: int) -> bool:
+    return False
 
 
 class StepPlanner:
@@ -101,8 +104,8 @@ class StepPlanner:
         )
         tiers = self._kv.tiers
         if tiers is None or not tiers.cpu_total:  # no request has swapped-out blocks
-            return replace(context, candidates=found)
-        return replace(context, candidates=found, blocks_swapped_out=self._blocks_awaited)
+            return context.with_candidates(found)
+        return context.with_candidates(found, self._blocks_awaited)
 
     def _blocks_awaited(self, request: Request) -> int:
         held = self._kv.blocks_of(request)
@@ -202,7 +205,7 @@ class StepPlanner:
         return queue
 
     def _decode(self, queue: Iterator[Request], builder: CountingBuilder) -> Request | None:
-        """Add the next requests of the queue that go on decoding within their blocks, as the loop of `_fill` would.
+        """Add the next requests of the queue that go on decoding without another's blocks, as `_fill` would.
 
         Returns:
             The first other request, if there is one.
@@ -210,19 +213,21 @@ class StepPlanner:
         context, blocks_of, slices = self._context, self._kv.blocks_of, self._draft.slices
         plan_id, latest, overlap, pausing = context.plan_id, context.latest, context.overlap, context.pausing
         new, add, before, decoding = tuple.__new__, slices.append, len(slices), builder.decoding
+        # After an eviction, some requests get no blocks.
+        grow = self._kv.try_grow if not self._draft.evicted else _grows_not
         for request in islice(queue, builder.decodes):
             held, progress = blocks_of(request), request.progress
             start, samples = progress.planned, progress.pending_samples
             target = start + 1
             if (
                 held is None
-                or target > held.room
                 or target != progress.known + samples
                 or (samples and (not overlap or target >= request.max_total_tokens))
                 or progress.awaits_grammar
                 or progress.last_plan < latest
                 or request in pausing
                 or (decoding is not None and request not in decoding)
+                or (target > held.room and not grow(request, target))
             ):
                 other: Request | None = request
                 break

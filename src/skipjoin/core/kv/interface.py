@@ -352,6 +352,13 @@ class BlockLedger(KVAccounts, Protocol):
     def grow(self, request: Request, tokens: int) -> HeldBlocks:
         """Allocate device blocks for `tokens` tokens in total. Check `shortfall` first."""
 
+    def try_grow(self, request: Request, tokens: int) -> bool:
+        """Call `grow` for a holder if nothing else is needed: no eviction, reservation, move or slots of others.
+
+        Returns:
+            False if nothing has changed.
+        """
+
     def trim(self, request: Request) -> None:
         """Cancel the reservation and free the device blocks without KV."""
 

@@ -133,7 +133,10 @@ class KVLedger:
 
     def shortfall_of_blocks(self, request: Request, tokens: int) -> int:
         held, need = self.held.get(request), self.blocks_for(tokens) - self.device.free
-        return need if held is None else need - len(held.device) + self._shared.extra(held, tokens)
+        if held is None:
+            return need
+        need -= len(held.device)
+        return need + self._shared.extra(held, tokens) if held.sharing.owned else need
 
     def shortfall_of_reservation(self, request: Request, blocks: int, parent: Owner = None) -> int:
         return self.reservations.shortfall(request, blocks, parent)
@@ -186,6 +189,15 @@ class KVLedger:
             held.device += self.device.take(missing)
             held.refresh()
         return held
+
+    def try_grow(self, request: Request, tokens: int) -> bool:
+        held = self.held[request]
+        if held.swapped_out or not held.is_settled or held.sharing.owned or held.sharing.borrowed:
+            return False
+        if tokens > request.progress.reserved_tokens or self.shortfall(request, tokens) > 0:
+            return False
+        self.grow(request, tokens)
+        return True
 
     def trim(self, request: Request) -> None:
         self.cut(self.held[request], self.filled(request))

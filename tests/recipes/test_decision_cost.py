@@ -66,7 +66,7 @@ def min_cost(recipe: str, limit: str) -> float:
 
 @pytest.mark.parametrize(
     ("recipe", "limit", "most"),
-    [("adaptive", "slots", 1.06), ("adaptive", "memory", 1.06), ("bros", "slots", 5.7), ("bros", "memory", 3.7)],
+    [("adaptive", "slots", 1.06), ("adaptive", "memory", 1.06), ("bros", "slots", 4.7), ("bros", "memory", 2.25)],
 )
 def test_a_decision_in_which_nothing_changes_costs_little_more_than_fcfs(recipe: str, limit: str, most: float) -> None:
     assert min_cost(recipe, limit) <= most * min_cost("fcfs", limit)

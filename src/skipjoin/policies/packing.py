@@ -127,10 +127,16 @@ def _load_of(candidates: Sequence[Candidate], context: StepContext) -> StepLoad:
     if sum(map(_PENDING_OF, candidates)) == len(candidates):  # decodes only, as in most steps
         read = sum(map(_PLANNED_OF, map(_REQUEST_OF, candidates)))
         return StepLoad(0, 0, len(candidates), read + len(candidates), swapped_out)
-    load = StepLoad(swapped_out=swapped_out)
+    prefill = attention = decodes = read = 0
     for request, pending in candidates:
-        load = load.plus(StepLoad.of(request.progress.planned, pending))
-    return load
+        start = request.progress.planned
+        if pending == 1:
+            decodes += 1
+            read += start + 1
+        else:
+            prefill += pending
+            attention += pending * start + pending * (pending + 1) // 2
+    return StepLoad(prefill, attention, decodes, read, swapped_out)
 
 
 class Pack(CountingBuilder):

@@ -9,6 +9,7 @@ from skipjoin.model.attention.base import AttentionBackend, Call, Heads
 from skipjoin.model.attention.check import agrees, cuts_change_nothing
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.kv_cache import PagedKV
+from skipjoin.model.ops.base import WholeText, longest
 from skipjoin.model.ops.build import declare
 from skipjoin.model.ops.calls import CPP_DTYPES, AttentionCall, HeadsCall, cache_arguments, check_sizes
 from skipjoin.model.ops.threads import threads_here
@@ -42,6 +43,27 @@ class CppAttention(AttentionBackend):
             None if softmax.sinks is None else softmax.sinks.data_ptr(),
         )  # fmt: skip
         self._run(CPP_DTYPES.index(query.dtype), arguments, threads_here())
+        return out
+
+    def attend_whole(self, heads: Heads, batch: PackedBatch, how: WholeText) -> torch.Tensor:
+        """Attend as `LayerOps.attend_whole`."""
+        query, key, value = heads
+        if how.cos_sin is not None:
+            self.rotate(query, key, batch.positions, how.cos_sin)
+        if key.stride() != value.stride():
+            key, value = key.contiguous(), value.contiguous()
+        tokens, count, dim = query.shape
+        out = torch.empty((tokens, count * dim), dtype=query.dtype)
+        bias = how.by_distance
+        call = AttentionCall(
+            query=query.data_ptr(), query_token=query.stride(0), query_head=query.stride(1), keys=key.data_ptr(),
+            values=value.data_ptr(), out=out.data_ptr(), slot_stride=key.stride(0), head_stride=key.stride(1),
+            query_start=batch.query_start.data_ptr(), segments=len(batch.lengths), heads=count, kv_heads=key.shape[1],
+            dim=dim, window=how.window, scale=how.scale, whole=1,
+        )  # fmt: skip
+        if bias is not None:
+            call.bias, call.bias_stride, call.bias_middle = bias.data_ptr(), bias.stride(0), longest(bias) - 1
+        self._run(CPP_DTYPES.index(query.dtype), call, threads_here())
         return out
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from skipjoin.model.config import ModelError, activation
-from skipjoin.model.families.encoder import Bias, Encoder, Layout
+from skipjoin.model.families.encoder import Encoder, Layout
 from skipjoin.model.family import family
 from skipjoin.model.layers import Builder
+from skipjoin.model.ops.base import by_distance
 
 _OUTPUTS = ("Model", "ForMaskedLM", "ForSequenceClassification")
 # Of missing entries: those of the configuration classes in transformers.
@@ -152,17 +153,10 @@ class MPNetEncoder(Encoder):
         super().__init__(builder, device)
         config, own = builder.config, builder.shard.heads(builder.config)
         table = builder.tensor("mpnet.encoder.relative_attention_bias.weight", _BUCKETS, config.num_heads)
-        # Of distances from -(max_positions - 1), the key's position less the query's.
-        distances = torch.arange(1 - config.max_positions, config.max_positions)
-        self._by_distance = table[:, own.start : own.stop].t()[:, _bucket(distances).to(table.device)]
-        self._middle = config.max_positions - 1
-
-    def bias(self, lengths: Sequence[int]) -> Bias | None:
-        return {length: self._bias(length) for length in set(lengths)}.__getitem__
-
-    def _bias(self, length: int) -> torch.Tensor:
-        at = torch.arange(length, device=self._by_distance.device)
-        return self._by_distance[:, at[None] - at[:, None] + self._middle]
+        # Of the key's position less the query's, the largest first.
+        distances = torch.arange(config.max_positions - 1, -config.max_positions, -1)
+        added = table[:, own.start : own.stop].t()[:, _bucket(distances).to(table.device)]
+        self.by_distance = by_distance(added, config.head_dim**-0.5)
 
 
 def _bucket(distances: torch.Tensor) -> torch.Tensor:

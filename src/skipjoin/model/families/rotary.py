@@ -27,7 +27,7 @@ class RotaryDecoder(ABC):
             self.layer(builder, index, None if (rope := config.ropes[index]) is None else tables[rope]) for index in own
         ]
         self._norm = self.final_norm(builder) if shard.is_last else None
-        self._whole = WholeAttention() if config.is_encoder else None
+        self._whole = WholeAttention(builder.ops) if config.is_encoder else None
         self._fused = None if self._whole is not None else fused(builder, self._layers, self._norm)
         self._adapters = builder.adapters
 

@@ -74,6 +74,9 @@ def bias_and_activation_kernel(
         values += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     if ACTIVATION == "relu":
         values = tl.maximum(values, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACTIVATION == "relu2":
+        values = tl.maximum(values, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        values *= values
     elif ACTIVATION == "silu":
         values = values / (1.0 + tl.exp(-values))
     elif ACTIVATION == "gelu_tanh":

@@ -102,6 +102,13 @@ void add_products(int64_t rows, const In *inputs, int64_t row_step, int64_t unit
   }
 }
 
+// Computes scores of `count` keys as `score_many` does, but adds units in order: no decode has to find the same bits.
+template <typename U>
+void score_whole(const U *keys, int64_t pitch, int64_t count, const U *queries, int64_t units, Lanes *scores) {
+  std::memset(scores, 0, count * sizeof(Lanes));
+  add_products(count, keys, pitch, 1, queries, units, scores);
+}
+
 // Copy of a block's keys and values for `attend_many`: keys [kKeys][key_row] units, values [kKeys][value_row] floats,
 // or [value_row][kPairRow] pairs of neighboring keys where inputs are in pairs. Those of int8 are codes, with the scales
 // of keys and values.
@@ -151,6 +158,14 @@ template <typename C> struct Copies {
     }
   }
 };
+
+// Adds the bias of distances to products of the block's keys [from, to) and a panel of queries from `query` on.
+inline void add_bias(const Call &c, int64_t head, int64_t query, int64_t block, int64_t from, int64_t to,
+                     Lanes *scores) {
+  const float *bias = c.bias + head * c.bias_stride + c.bias_middle + query - block;
+  for (int64_t t = from; t < to; t++)
+    for (int v = 0; v < kVectors; v++) scores[t][v] += load(bias - t + v * kLanes);
+}
 
 // Converts the scores of a block's keys [from, to) to weights in place, as the values need them. Weights after them are
 // 0 up to a whole step of keys.
@@ -321,7 +336,11 @@ template <typename T, typename C> void attend_many(const Call &c, const Task &ta
       if constexpr (kInputs<C> == 2)
         if (by_tiles) score_by_tiles(some_keys, copies.key_row, to - from, query[p], units, scores + from);
 #endif
-      if (!by_tiles) score_many(some_keys, copies.key_row, to - from, query[p], units, scores + from);
+      if (!by_tiles && c.whole)
+        score_whole(some_keys, copies.key_row, to - from, query[p], units, scores + from);
+      else if (!by_tiles)
+        score_many(some_keys, copies.key_row, to - from, query[p], units, scores + from);
+      if (c.bias) add_bias(c, task.head, task.first + p * kPanel, block, from, to, scores);
       weigh(known[p], block, from, to, scale, copies, scores);
       auto *weights = (const Unit<C> *)(scores + from / kInputs<C>);
       int64_t steps = (to - from + kInputs<C> - 1) / kInputs<C>;

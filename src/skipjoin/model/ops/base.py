@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from skipjoin.model.attention.base import AttentionBackend, HeadWeights
+from skipjoin.model.attention.base import AttentionBackend, Heads, HeadWeights
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.kv_cache import PagedKV
@@ -115,6 +115,39 @@ class LayerParts(NamedTuple):
 FusedLayers = Callable[[torch.Tensor, PackedBatch, PagedKV], torch.Tensor]
 
 
+class WholeText(NamedTuple):
+    """How all tokens of a text attend to each other.
+
+    Attributes:
+        window: Largest distance of two tokens of which one attends to the other; 0 for any.
+        cos_sin: As of `AttentionBackend.attend`.
+        by_distance: From the function of this name.
+    """
+
+    scale: float
+    window: int = 0
+    cos_sin: torch.Tensor | None = None
+    by_distance: torch.Tensor | None = None
+
+
+# Lanes of queries that a compiled operation reads at once, at most.
+_MOST_LANES = 64
+
+
+def by_distance(added: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return float32 [heads, 2 * positions - 1 + lanes] for `WholeText`, of what is added to scores.
+
+    Args:
+        added: Shape [heads, 2 * positions - 1]; that of query i and key j is at positions - 1 + i - j.
+    """
+    return torch.nn.functional.pad(added.float() / scale, (0, _MOST_LANES))
+
+
+def longest(by_distance: torch.Tensor) -> int:
+    """Return the number of positions."""
+    return (by_distance.shape[1] - _MOST_LANES + 1) // 2
+
+
 class LayerOps(Protocol):
     """Operations on [tokens, features]. Inputs are not changed unless stated."""
 
@@ -160,6 +193,14 @@ class LayerOps(Protocol):
         ...
 
     def layer_norm(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Norm: ...
+
+    def attend_whole(self, heads: Heads, batch: PackedBatch, how: WholeText) -> torch.Tensor:
+        """Attend from every token of a segment to every other; return [T, heads * head_dim].
+
+        Queries and keys are rotated, perhaps in place. A row's bits do not depend on other segments. Query head h reads
+        KV head h * kv_heads // heads.
+        """
+        ...
 
     def fused(self, layers: Sequence[LayerParts], norm: Norm | None, attention: AttentionBackend) -> FusedLayers | None:
         """Return a function with bitwise the result of these layers and then `norm`, or None if that gains nothing."""

@@ -72,6 +72,11 @@ struct AttentionCall {
   int64_t heads, kv_heads, dim, window;
   double scale, cap;  // cap: bound of scores, or 0
   const float *sinks; // score of each head that has no value, or null
+  // Attention of whole texts: all tokens of a segment, or at most `window` away, without a cache. `keys` and `values` are
+  // those of the tokens, with `slot_stride` and `head_stride`.
+  int64_t whole;
+  const float *bias; // [heads][bias_stride], added to products: that of query i and key j is at bias_middle + i - j; or null
+  int64_t bias_stride, bias_middle;
 };
 
 // Operations by kind, for benchmarks. kProducts: others than those of layers. kHeads: norms and rotation of queries and

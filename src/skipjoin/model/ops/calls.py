@@ -55,7 +55,8 @@ class AttentionCall(ctypes.Structure):
         ("block_stride", _I), ("slot_stride", _I), ("head_stride", _I), ("slots", _P), ("query_start", _P),
         ("context", _P), ("tables", _P), ("reversed", _P), ("segments", _I), ("table_width", _I),
         ("block_size", _I), ("is_int8", _I), ("heads", _I), ("kv_heads", _I), ("dim", _I), ("window", _I),
-        ("scale", c_double), ("cap", c_double), ("sinks", _P),
+        ("scale", c_double), ("cap", c_double), ("sinks", _P), ("whole", _I), ("bias", _P), ("bias_stride", _I),
+        ("bias_middle", _I),
     )  # fmt: skip
 
 

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import torch
 
+from skipjoin.model.attention.base import Heads
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.groups import rounded
-from skipjoin.model.ops.base import GATED, Experts, LayerOps
+from skipjoin.model.ops.base import GATED, Experts, LayerOps, WholeText, by_distance
 from skipjoin.model.ops.experts import route
 from skipjoin.model.ops.recurrent import (
     Convolution,
@@ -43,6 +44,7 @@ def check_ops(ops: LayerOps, dtype: torch.dtype, device: torch.device | str = "c
             of.layer_norm(70, None, None, 1e-5)(x),
             after_rms,
             after_layer,
+            *_attended(of, heads),
             _experts(of, (weight, bias), heads[0]).add_to(x, routed, total.clone()),
             *sums,
             *_recurrent(of, x, heads),
@@ -61,6 +63,20 @@ def _experts(of: LayerOps, up: tuple[torch.Tensor, torch.Tensor], down: torch.Te
     wide = down.repeat(14, 1)[:68, :34].contiguous()
     ups = [of.linear(up[0].roll(number, 0), up[1], GATED) for number in range(5)]
     return of.experts(ups, [of.linear(wide.roll(number, 0), None) for number in range(5)], 2, among=True)
+
+
+def _attended(of: LayerOps, heads: torch.Tensor) -> list[torch.Tensor]:
+    """Return what the tokens of two texts make of each other, of heads [15, 5, 40]."""
+    batch = PackedBatch.build([Segment([0] * 4, 0, (0,)), Segment([0] * 11, 0, (0, 1, 2))], 4, heads.device)
+    cos_sin, added = heads[:, 4].float().contiguous(), by_distance(heads[:2, 4, :21].float(), 0.2)
+    parts = Heads(heads[:, :2], heads[:, 2:3], heads[:, 3:4])
+    rotated = Heads(*(part.clone() for part in parts))
+    each = Heads(heads[:, :2], heads[:, 1:3], heads[:, 2:4])
+    return [
+        of.attend_whole(parts, batch, WholeText(0.2, 3)),
+        of.attend_whole(rotated, batch, WholeText(0.2, 0, cos_sin)),
+        of.attend_whole(each, batch, WholeText(0.2, 0, None, added)),
+    ]
 
 
 def _recurrent(of: LayerOps, x: torch.Tensor, heads: torch.Tensor) -> list[torch.Tensor]:

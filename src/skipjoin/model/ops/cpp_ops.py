@@ -8,11 +8,23 @@ from ctypes import c_float, c_int64, c_void_p
 
 import torch
 
-from skipjoin.model.attention.base import AttentionBackend, HeadWeights
+from skipjoin.model.attention.base import AttentionBackend, Heads, HeadWeights
+from skipjoin.model.attention.cpp_backend import CppAttention
+from skipjoin.model.batch import PackedBatch
 from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.large_pages import Arena
 from skipjoin.model.layers import Adjusted, products_of, without_adapters
-from skipjoin.model.ops.base import Experts, FusedLayers, HeadNorm, LayerParts, Linear, Matrices, Norm, Routed
+from skipjoin.model.ops.base import (
+    Experts,
+    FusedLayers,
+    HeadNorm,
+    LayerParts,
+    Linear,
+    Matrices,
+    Norm,
+    Routed,
+    WholeText,
+)
 from skipjoin.model.ops.build import declare, library_id, path_of
 from skipjoin.model.ops.calls import CPP_DTYPES, ExpertsCall, GroupsCall, LayerCall, LinearCall, check_sizes
 from skipjoin.model.ops.choice import WAYS, Choices
@@ -83,6 +95,7 @@ _SIGNATURES: dict[str, tuple[Sequence[type], type | None]] = {
     "skipjoin_linear": ([_I, ctypes.POINTER(LinearCall)], None),
     "skipjoin_route": ([_I, _P, _I, _I, ctypes.POINTER(ExpertsCall), _P, _P, _I], None),
     "skipjoin_experts": ([_I, ctypes.POINTER(ExpertsCall)], None),
+    "skipjoin_layer_norm": ([_I, _P, _I, _I, _I, _P, _P, c_float, _P, _I], None),
     "skipjoin_rms_norm": ([_I, _P, _I, _I, _I, _I, _I, _P, c_float, c_float, _P, _I], None),
 }
 
@@ -106,6 +119,7 @@ class CppOps:
         self.dtype, self.type = dtype, CPP_DTYPES.index(dtype)
         has_floats = "floats" in self.ways()
         self._without_tiles = "floats" if has_floats and library.skipjoin_floats_are_faster() else "vectors"
+        self._attention = CppAttention(library)
         self.recurrent: RecurrentOps = CppRecurrent(library, self.type)
         self.path = path_of(library) + (", products in float32" if self._without_tiles == "floats" else "")
         self._way = way
@@ -172,7 +186,10 @@ class CppOps:
         return CppRMSNorm(self, weight, eps, offset)
 
     def layer_norm(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Norm:
-        return TorchLayerNorm(width, weight, bias, eps)
+        return CppLayerNorm(self, width, weight, bias, eps)
+
+    def attend_whole(self, heads: Heads, batch: PackedBatch, how: WholeText) -> torch.Tensor:
+        return self._attention.attend_whole(heads, batch, how)
 
     def fused(self, layers: Sequence[LayerParts], norm: Norm | None, attention: AttentionBackend) -> FusedLayers | None:
         adapted = [product for layer in layers for product in products_of(layer)]
@@ -199,6 +216,24 @@ class CppRMSNorm(TorchRMSNorm):
         self._ops.library.skipjoin_rms_norm(
             self._ops.type, x.data_ptr(), x.shape[0], x.stride(0), inner, inner_stride, x.shape[-1],
             self.weight.data_ptr(), self.eps, self.offset, out.data_ptr(), threads_here(),
+        )  # fmt: skip
+        return out
+
+
+class CppLayerNorm(TorchLayerNorm):
+    def __init__(
+        self, ops: CppOps, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    ) -> None:
+        super().__init__(width, weight, bias, eps)
+        self._ops = ops
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() != 2:
+            return super().__call__(x)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._ops.library.skipjoin_layer_norm(
+            self._ops.type, x.data_ptr(), len(x), x.stride(0), x.shape[1], _address(self.weight), _address(self.bias),
+            self.eps, out.data_ptr(), threads_here(),
         )  # fmt: skip
         return out
 

@@ -342,6 +342,30 @@ SKIPJOIN_INLINE void norm_row(const T *from, int64_t width, const T *weight, flo
   }
 }
 
+// Writes the norm of a row's distances from their mean. weight and bias: or null.
+template <typename T>
+SKIPJOIN_INLINE void center_row(const T *from, int64_t width, const T *weight, const T *bias, float eps, T *out) {
+  Floats sums{}, squares{};
+  for (int64_t i = 0; i < width; i += kLanes) sums += load(from + i, width - i);
+  Floats mean = splat(sum_of(sums) / width);
+  int64_t whole = width / kLanes * kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    Floats value = load(from + i) - mean;
+    squares = fma(value, value, squares);
+  }
+  if (whole < width) {
+    Floats value = (Ints)splat((uint32_t)(width - whole)) > lane_numbers() ? load(from + whole, width - whole) - mean : Floats{};
+    squares = fma(value, value, squares);
+  }
+  Floats scale = splat(1.0f / std::sqrt(sum_of(squares) / width + eps));
+  for (int64_t i = 0; i < width; i += kLanes) {
+    Floats value = (load(from + i, width - i) - mean) * scale;
+    if (weight) value *= load(weight + i, width - i);
+    if (bias) value += load(bias + i, width - i);
+    store(out + i, value, width - i);
+  }
+}
+
 // Rotates the first 2 * pairs values of a head in place. cosine: of the position, followed by the sines.
 template <typename T> SKIPJOIN_INLINE void rotate_head(T *first, const float *cosine, int64_t pairs) {
   const float *sine = cosine + pairs;
@@ -485,6 +509,18 @@ void skipjoin_rms_norm(int64_t type, const void *x, int64_t outer, int64_t outer
     using T = decltype(t);
     rms_norm((const T *)x, outer, outer_stride, inner, inner_stride, width, (const T *)weight, eps, offset, (T *)out,
              threads);
+  });
+}
+
+// x: [rows][width]; weight and bias: [width] or null; out: contiguous.
+void skipjoin_layer_norm(int64_t type, const void *x, int64_t rows, int64_t stride, int64_t width, const void *weight,
+                         const void *bias, float eps, void *out, int64_t threads) {
+  skipjoin::Timed timed(skipjoin::kNorms);
+  with_type(type, [&](auto t) {
+    using T = decltype(t);
+    skipjoin::share(rows * width > kSharedValues ? threads : 1, rows, 8, [&](int64_t i) {
+      center_row((const T *)x + i * stride, width, (const T *)weight, (const T *)bias, eps, (T *)out + i * width);
+    });
   });
 }
 

@@ -6,7 +6,7 @@
 
 namespace {
 
-enum Activation { kNone, kRelu, kSilu, kGelu, kGeluTanh, kClamped };
+enum Activation { kNone, kRelu, kSilu, kGelu, kGeluTanh, kRelu2, kClamped };
 
 inline Floats activated(int64_t activation, Floats x) {
   switch (activation) {
@@ -14,6 +14,7 @@ inline Floats activated(int64_t activation, Floats x) {
   case kSilu: return silu(x);
   case kGelu: return gelu(x);
   case kGeluTanh: return gelu_tanh(x);
+  case kRelu2: return relu(x) * relu(x);
   default: return x;
   }
 }

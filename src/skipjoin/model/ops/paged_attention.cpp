@@ -73,6 +73,13 @@ struct Scratch {
 
 void locate(const Call &c, int64_t segment, Scratch &s) {
   if (s.segment == segment) return;
+  if (c.whole) {
+    int64_t first = c.query_start[segment], count = c.query_start[segment + 1] - first;
+    s.segment = segment;
+    s.rows.resize(count + kStepKeys);
+    for (int64_t t = 0; t < count + kStepKeys; t++) s.rows[t] = (first + std::min(t, count - 1)) * c.slot_stride;
+    return;
+  }
   const int64_t *table = c.tables + segment * c.table_width, context = c.context[segment];
   s.segment = segment;
   s.rows.resize(context + kStepKeys);
@@ -94,17 +101,24 @@ struct Task {
 // The queries of a task, and the keys that each of them sees.
 struct Queries {
   const Call &c;
-  int64_t group, begin, start, first, count;
+  int64_t group, begin, length, start, first, count;
 
   Queries(const Call &c, const Task &task)
       : c(c), group(c.heads / c.kv_heads), begin(c.query_start[task.segment]),
-        start(c.context[task.segment] - (c.query_start[task.segment + 1] - begin)), first(task.first),
-        count(task.count) {}
+        length(c.query_start[task.segment + 1] - begin), start(c.whole ? 0 : c.context[task.segment] - length),
+        first(task.first), count(task.count) {}
 
   int64_t token(int64_t q) const { return begin + (first + q) / group; }
   int64_t head(int64_t q, int64_t kv_head) const { return kv_head * group + (first + q) % group; }
-  int64_t end_key(int64_t q) const { return start + (first + q) / group + 1; }
-  int64_t first_key(int64_t q) const { return c.window ? std::max<int64_t>(0, end_key(q) - c.window) : 0; }
+  int64_t position(int64_t q) const { return start + (first + q) / group; }
+  int64_t end_key(int64_t q) const {
+    if (!c.whole) return position(q) + 1;
+    return c.window ? std::min(length, position(q) + c.window + 1) : length;
+  }
+  // Of whole texts, the window does not include the token itself.
+  int64_t first_key(int64_t q) const {
+    return c.window ? std::max<int64_t>(0, position(q) + !c.whole - c.window) : 0;
+  }
   // Returns the first key of the first block and the end of the keys over all queries.
   int64_t lowest() const { return first_key(0) / kKeys * kKeys; }
   int64_t highest() const { return end_key(count - 1); }
@@ -175,7 +189,7 @@ std::vector<Task> make_tasks(const Call &c, int threads) {
   int64_t together = std::clamp<int64_t>(c.segments * c.kv_heads / (threads * kTasksPerThread), 1, c.kv_heads);
   for (int64_t i = 0; i < c.segments; i++) {
     int64_t queries = (c.query_start[i + 1] - c.query_start[i]) * group, most = kTaskPanels * kPanel;
-    if (queries <= kFew) {
+    if (queries <= kFew && !c.whole) {
       for (int64_t head = 0; head < c.kv_heads; head += together)
         tasks.push_back({i, head, std::min(together, c.kv_heads - head), 0, queries});
     } else {
@@ -230,7 +244,7 @@ template <typename T, typename C> void write(const Call &c, int64_t token) {
 template <typename T, typename C> void paged_attention(const Call &c, int threads) {
   int64_t tokens = c.query_start[c.segments];
   std::vector<Task> tasks = make_tasks(c, threads);
-  {
+  if (!c.whole) {
     skipjoin::Timed timed(skipjoin::kKvWrite);
     // Few tokens are written faster than the work is shared.
     skipjoin::share(tokens > 64 ? threads : 1, tokens, 16, [&](int64_t t) { write<T, C>(c, t); });
@@ -242,7 +256,7 @@ template <typename T, typename C> void paged_attention(const Call &c, int thread
     scratch.segment = -1;
     [[maybe_unused]] bool is_shaped = false; // for prompts
     for (size_t i; (i = counter.fetch_add(1, std::memory_order_relaxed)) < tasks.size();) {
-      bool is_few = tasks[i].count <= kFew;
+      bool is_few = tasks[i].count <= kFew && !c.whole;
 #ifdef SKIPJOIN_TILES
       if (has_tiles<C>() && !is_few && !is_shaped) shape_tiles(TileShapes(kTile));
       is_shaped = !is_few;

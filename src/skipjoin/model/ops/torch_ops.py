@@ -6,7 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.nn.functional as F
 
-from skipjoin.model.attention.base import AttentionBackend, HeadWeights
+from skipjoin.model.attention.base import AttentionBackend, Heads, HeadWeights
+from skipjoin.model.batch import PackedBatch
 from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.ops.base import (
     CLAMPED,
@@ -22,12 +23,14 @@ from skipjoin.model.ops.base import (
     LookedUp,
     Matrices,
     Norm,
+    WholeText,
 )
 from skipjoin.model.ops.experts import LoopedExperts
 from skipjoin.model.ops.recurrent import RecurrentOps, TorchRecurrent
+from skipjoin.model.ops.whole import attend_whole
 
 # Values of `ModelConfig.activation`.
-ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
+ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh", "relu2")
 
 
 def joined(weight: Matrices) -> torch.Tensor:
@@ -72,8 +75,9 @@ def activated(name: str | None, x: torch.Tensor) -> torch.Tensor:
             gate, up = gate.clamp(max=CLAMPED_LIMIT), up.clamp(-CLAMPED_LIMIT, CLAMPED_LIMIT)
             return gate * torch.sigmoid(CLAMPED_SLOPE * gate) * (up + 1)
         return (F.silu(gate) if name == GATED else F.gelu(gate, approximate="tanh")).mul_(up)
-    if name == "relu":
-        return F.relu(x, inplace=True)
+    if name in ("relu", "relu2"):
+        found = F.relu(x, inplace=True)
+        return found.square_() if name == "relu2" else found
     if name == "silu":
         return F.silu(x, inplace=True)
     return F.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
@@ -135,6 +139,9 @@ class TorchOps:
 
     def layer_norm(self, width: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Norm:
         return TorchLayerNorm(width, weight, bias, eps)
+
+    def attend_whole(self, heads: Heads, batch: PackedBatch, how: WholeText) -> torch.Tensor:
+        return attend_whole(heads, batch, how)
 
     def fused(self, layers: Sequence[LayerParts], norm: Norm | None, attention: AttentionBackend) -> FusedLayers | None:
         return None

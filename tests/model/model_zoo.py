@@ -111,6 +111,8 @@ CONFIGS = {
     "starcoder2-window": _config(
         "Starcoder2Config", **_GATED, sliding_window=7, use_bias=False, tie_word_embeddings=False
     ),
+    "arcee": _config("ArceeConfig", **_GATED, head_dim=16),
+    "nemotron": _config("NemotronConfig", **_GATED, head_dim=32, mlp_bias=True),
     "smollm3": _config("SmolLM3Config", **_GATED | {"num_hidden_layers": 4}),
     "granite": _config(
         "GraniteConfig",

@@ -16,6 +16,7 @@ from skipjoin.pooling import Task
 
 _ACTIVATIONS = {
     "relu": "relu",
+    "relu2": "relu2",
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",

@@ -15,6 +15,7 @@ _BUILT_IN = (
     "opt",
     "gpt_neox",
     "starcoder2",
+    "arcee",
     "gemma",
     "phi3",
     "olmo",

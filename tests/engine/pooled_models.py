@@ -32,6 +32,8 @@ _DISTIL = {"vocab_size": VOCAB, "dim": WIDTH, "n_layers": 2, "n_heads": 4, "hidd
 _DISTIL |= {"max_position_embeddings": CONTEXT}
 _MODERN = {**_ENCODER, "num_hidden_layers": 3, "local_attention": 20, "bos_token_id": 0, "eos_token_id": 2}
 _MODERN |= {"cls_token_id": 0, "sep_token_id": 2}
+_DEBERTA = {**_ENCODER, "relative_attention": True, "share_att_key": True, "position_biased_input": False}
+_DEBERTA |= {"norm_rel_ebd": "layer_norm", "pos_att_type": ["p2c", "c2p"], "position_buckets": 8, "type_vocab_size": 0}
 _BIASES = {"norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_bias": True}
 _WHOLE = {**_DECODER, "use_bidirectional_attention": True, "sliding_window": 20, "query_pre_attn_scalar": 32}
 _WHOLE |= {"layer_types": ["sliding_attention", "full_attention"]}
@@ -50,9 +52,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, bool]] = {
     "modernbert-mlm-biases": ("ModernBertForMaskedLM", {**_MODERN, **_BIASES}, {"pooling_mode": "mean"}, False),
     "nomic": ("NomicBertModel", _ENCODER, {"pooling_mode": "mean"}, True),
     "gte": ("GteModel", _ENCODER, {"pooling_mode_cls_token": True}, True),
+    "deberta": ("DebertaV2Model", _DEBERTA, {"pooling_mode": "mean"}, True),
     "gte-untyped": ("GteForMaskedLM", {**_ENCODER, "type_vocab_size": 0}, {"pooling_mode_cls_token": True}, True),
     "gemma-whole": ("Gemma3TextModel", _WHOLE, {"pooling_mode": "mean"}, True),
     "qwen2-whole": ("Qwen2Model", {**_DECODER, "is_causal": False}, _LAST, True),
+    "deberta-score": ("DebertaV2ForSequenceClassification", {**_DEBERTA, "num_labels": 1}, None, False),
     "bert-score": ("BertForSequenceClassification", {**_ENCODER, "num_labels": 1}, None, False),
     "xlm-roberta-score": ("XLMRobertaForSequenceClassification", {**_ROBERTA, "num_labels": 1}, None, False),
     "distilbert-score": ("DistilBertForSequenceClassification", {**_DISTIL, "num_labels": 1}, None, False),

@@ -182,6 +182,7 @@ class ModelConfig:
         embed_dim: Width of the token embedding: hidden_size except in OPT-350m and ELECTRA.
         is_encoder: Whether tokens attend to later ones too, so that a prompt is computed at once and keeps no KV.
         type_vocab_size: Number of an encoder's embeddings of token types; `position_offset` is its first position.
+        distance_buckets: Embeddings of the distances of two tokens in one direction, up to `farthest`; 0 without them.
         pooling: How hidden states become a vector; None for a model that generates.
         chunks: Different lengths in tokens of the chunks of a context within which some layers attend. Blocks must not
             lie in two.
@@ -233,6 +234,8 @@ class ModelConfig:
     is_encoder: bool = False
     type_vocab_size: int = 0
     position_offset: int = 0
+    distance_buckets: int = 0
+    farthest: int = 0
     pooling: PoolingSettings | None = None
     chunks: tuple[int, ...] = ()
     has_position_keys: bool = False

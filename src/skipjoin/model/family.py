@@ -25,6 +25,7 @@ _BUILT_IN = (
     "gpt_oss",
     "bert",
     "rotary_encoders",
+    "deberta",
     "lfm2",
     "qwen3_next",
     "granite_hybrid",

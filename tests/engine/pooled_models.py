@@ -52,6 +52,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, bool]] = {
     "modernbert-mlm-biases": ("ModernBertForMaskedLM", {**_MODERN, **_BIASES}, {"pooling_mode": "mean"}, False),
     "nomic": ("NomicBertModel", _ENCODER, {"pooling_mode": "mean"}, True),
     "gte": ("GteModel", _ENCODER, {"pooling_mode_cls_token": True}, True),
+    "jina-v3": ("JinaEmbeddingsV3Model", {**_ENCODER, "type_vocab_size": 1}, {"pooling_mode": "mean"}, True),
     "deberta": ("DebertaV2Model", _DEBERTA, {"pooling_mode": "mean"}, True),
     "gte-untyped": ("GteForMaskedLM", {**_ENCODER, "type_vocab_size": 0}, {"pooling_mode_cls_token": True}, True),
     "gemma-whole": ("Gemma3TextModel", _WHOLE, {"pooling_mode": "mean"}, True),

@@ -63,6 +63,7 @@ HEADS = {
     "bert": HeadLayers("bert.pooler.dense", "classifier"),
     "roberta": _OF_ROBERTA,
     "mpnet": _OF_ROBERTA,
+    "jina-v3": _OF_ROBERTA,
     "deberta": HeadLayers("pooler.dense", "classifier", F.gelu),
     "electra": _OF_ROBERTA._replace(activation=F.gelu),
     "distilbert": HeadLayers("pre_classifier", "classifier", F.relu),

@@ -1,4 +1,4 @@
-"""ModernBERT, NomicBERT and GTE: encoders with rotary positions and gated MLPs."""
+"""ModernBERT, NomicBERT, GTE and Jina v3: encoders with rotary positions, most with gated MLPs."""
 
 from __future__ import annotations
 
@@ -189,4 +189,41 @@ class GteEncoder(Encoder):
         has_down_bias=True,
         down="mlp.down_proj",
         mlp_norm="mlp_ln",
+    )
+
+
+def _jina_fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    raw = {"max_position_embeddings": 8194, "layer_norm_eps": 1e-5, "type_vocab_size": 1, **raw}
+    common = _common(raw)
+    return common | {
+        "norm_eps": float(raw["layer_norm_eps"]),
+        "activation": activation(raw.get("hidden_act", "gelu")),
+        "attention_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+        "rope": rope({"rope_theta": 20_000.0, **raw}, common["head_dim"], common["max_positions"], 1.0),
+        "type_vocab_size": int(raw["type_vocab_size"]),
+    }
+
+
+@family(
+    "jina-v3",
+    architectures={f"JinaEmbeddingsV3{output}": "jina_embeddings_v3" for output in _OUTPUTS},
+    fields=_jina_fields,
+    prefix="roberta.",
+    sizes={"type_vocab_size": 1 << 10},
+)
+class JinaEncoder(Encoder):
+    """Encoder of Jina's embeddings v3, in the files of transformers' version, which has the tasks as adapters."""
+
+    PREFIX, EMBEDDING = "roberta", "roberta.embeddings.word_embeddings.weight"
+    LAYOUT = Layout(
+        norm="emb_ln",
+        layer="encoder.layers.{}",
+        qkv=("mixer.Wqkv",),
+        out="mixer.out_proj",
+        attention_norm="norm1",
+        up=("mlp.fc1",),
+        down="mlp.fc2",
+        mlp_norm="norm2",
     )

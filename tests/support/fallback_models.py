@@ -97,5 +97,11 @@ FURTHER: dict[str, dict[str, Any]] = {
     "minimax": _SHAPE
     | {"architectures": ["MiniMaxForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 16}
     | {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    # Latent attention: keys and values of different lengths are made of one vector.
+    "deepseek_v3": _SHAPE
+    | {"architectures": ["DeepseekV3ForCausalLM"], "head_dim": 16, "qk_head_dim": 32, "num_key_value_heads": 4}
+    | {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24}
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
+    | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
     "hrm": _SHAPE | {"architectures": ["HrmTextForCausalLM"], "num_hidden_layers": 4},
 }

@@ -15,7 +15,7 @@ from skipjoin.model import groups
 from skipjoin.model.config import ModelError
 from skipjoin.model.gguf.architectures import Heads, Recurrence, architecture_of
 from skipjoin.model.gguf.file import Gguf, GgufError, StoredTensor, read_gguf
-from skipjoin.model.gguf.groups import LAYOUTS, Layout
+from skipjoin.model.gguf.groups import LAYOUTS, unpacked
 from skipjoin.model.gguf.places import place_of
 from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.ops.base import LayerOps, Linear
@@ -90,10 +90,9 @@ class GgufWeights(Weights):
 
     def _coded(self, rows: _Rows, wanted: np.ndarray, columns: range | None) -> GroupedMatrix | None:
         kinds = {tensor.type.name for tensor, _ in rows.parts}
-        layout = LAYOUTS.get(kinds.pop()) if self._reads_codes and len(kinds) == 1 else None
-        if layout is None:
+        if not self._reads_codes or len(kinds) > 1 or not kinds <= LAYOUTS.keys():
             return None
-        whole = rows.coded(layout, wanted)
+        whole = rows.coded(wanted)
         found = whole if columns is None else whole.columns(columns)
         if found is not None:
             self._coded_numbers[rows.parts[0][0].type.name] += found.codes.numel()
@@ -164,8 +163,10 @@ class _Rows(NamedTuple):
         places = self.places if columns is None else self.places[columns.start : columns.stop]
         return whole[:, torch.from_numpy(places)]
 
-    def coded(self, layout: Layout, wanted: np.ndarray) -> GroupedMatrix:
-        found = [coded(tensor, layout, rows) for tensor, rows in self._split(wanted)]
+    def coded(self, wanted: np.ndarray) -> GroupedMatrix:
+        found = [
+            unpacked(tensor.type.name, _stored(tensor), rows, tensor.shape[-1]) for tensor, rows in self._split(wanted)
+        ]
         if len(found) == 1:
             order = None if self.places is None else torch.from_numpy(self.places.argsort())
             return found[0]._replace(order=order)
@@ -211,32 +212,6 @@ def coded_bytes(source: Source, name: str, outputs: int, inputs: int) -> int | N
         outputs, inputs, bits=layout.bits, group=layout.group, scale_bytes=layout.scale_bytes,
         has_minimums=layout.has_minimums,
     )  # fmt: skip
-
-
-def coded(tensor: StoredTensor, layout: Layout, rows: np.ndarray) -> GroupedMatrix:
-    """Return rows of a stored tensor in codes."""
-    width, count = tensor.shape[-1], tensor.row_bytes // tensor.type.size
-    stored = _stored(tensor).reshape(-1, count, tensor.type.size)
-    codes = np.empty((len(rows), width), np.uint8)
-    scales = np.empty((len(rows), width // layout.group), np.float16 if layout.scale_bytes == 2 else np.float32)
-    minimums = np.empty_like(scales) if layout.has_minimums else None
-
-    def read(part: slice) -> None:
-        found = layout.parts(stored[rows[part]])
-        for to, values in ((codes, found.codes), (scales, found.scales), (minimums, found.minimums)):
-            if to is not None and values is not None:
-                to[part] = values.reshape(len(values), -1)
-
-    _in_threads(read, len(rows), width)
-    return GroupedMatrix(
-        torch.from_numpy(codes.view(np.int8) if layout.bits == 8 else codes),
-        torch.from_numpy(scales),
-        layout.group,
-        layout.bits,
-        None if minimums is None else torch.from_numpy(minimums),
-        layout.offset,
-        layout.values,
-    )
 
 
 def _stored(tensor: StoredTensor) -> np.ndarray:

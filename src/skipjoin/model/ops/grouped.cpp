@@ -782,31 +782,38 @@ int64_t skipjoin_grouped_scratch_bytes(int64_t rows, int64_t inputs, int64_t thr
 void skipjoin_pack_groups(const Groups *groups, const uint8_t *codes, const uint8_t *scales, const uint8_t *minimums,
                           int64_t threads) {
   const Groups &g = *groups;
-  int64_t blocks = blocks_of(g.inputs), of_scales = (g.inputs + g.group - 1) / g.group, size = g.scale_bytes;
+  const int64_t blocks = blocks_of(g.inputs), of_scales = (g.inputs + g.group - 1) / g.group, size = g.scale_bytes;
   skipjoin::share(threads, strips_of(g.outputs), 1, [&](int64_t s) {
     auto *strip = (uint8_t *)g.strips + s * g.strip_bytes;
     std::memset(strip, 0, g.strip_bytes);
-    for (int64_t lane = 0; lane < std::min<int64_t>(kLanes, g.outputs - s * kLanes); lane++) {
-      int64_t output = s * kLanes + lane;
-      for (int64_t b = 0; b < blocks; b++) {
-        uint32_t quads[kQuads] = {}, twos[2] = {};
-        std::memcpy(quads, codes + output * g.inputs + b * kBlock, std::min<int64_t>(kBlock, g.inputs - b * kBlock));
-        uint8_t *block = strip + b * block_bytes(g) + 4 * lane;
-        auto put_quad = [&](int at, uint32_t quad) { std::memcpy(block + at * 4 * kLanes, &quad, 4); };
-        for (int q = 0; q < kQuads; q++) {
-          if (g.bits == 8) put_quad(q, quads[q]);
-          if (g.bits < 8 && q < 4) put_quad(q, (quads[q] & 0x0f0f0f0f) | (quads[q + 4] & 0x0f0f0f0f) << 4);
-          twos[q / 4] |= (quads[q] >> 4 & 0x03030303) << 2 * (q % 4);
-        }
-        if (g.bits == 6) put_quad(4, twos[0]), put_quad(5, twos[1]);
+    const int64_t first = s * kLanes, lanes = std::min<int64_t>(kLanes, g.outputs - first);
+    for (int64_t b = 0; b < blocks; b++) {
+      Words quads[kQuads] = {};
+      auto *to = (uint8_t *)quads;
+      const uint8_t *from = codes + first * g.inputs + b * kBlock;
+      if (int64_t count = g.inputs - b * kBlock; count >= kBlock)
+        for (int64_t lane = 0; lane < lanes; lane++)
+          for (int q = 0; q < kQuads; q++)
+            std::memcpy(to + (q * kLanes + lane) * 4, from + lane * g.inputs + 4 * q, 4);
+      else
+        for (int64_t lane = 0; lane < lanes; lane++)
+          for (int64_t i = 0; i < count; i++)
+            to[(i / 4 * kLanes + lane) * 4 + i % 4] = from[lane * g.inputs + i];
+      Words packed[kQuads], twos[2] = {};
+      for (int q = 0; q < kQuads; q++) {
+        packed[q] = g.bits == 8 ? quads[q] : (quads[q] & 0x0f0f0f0fu) | (quads[(q + 4) % kQuads] & 0x0f0f0f0fu) << 4;
+        twos[q / 4] |= (quads[q] >> 4 & 0x03030303u) << 2 * (q % 4);
       }
-      uint8_t *to = strip + codes_bytes(g) + lane * size;
-      for (int64_t i = 0; i < of_scales; i++) {
-        std::memcpy(to + i * kLanes * size, scales + (output * of_scales + i) * size, size);
-        if (minimums)
-          std::memcpy(to + scales_bytes(g) + i * kLanes * size, minimums + (output * of_scales + i) * size, size);
-      }
+      if (g.bits == 6) packed[4] = twos[0], packed[5] = twos[1];
+      std::memcpy(strip + b * block_bytes(g), packed, block_bytes(g));
     }
+    auto interleave = [&](const uint8_t *from, uint8_t *to) {
+      for (int64_t lane = 0; lane < lanes; lane++)
+        for (int64_t i = 0; i < of_scales; i++)
+          std::memcpy(to + (i * kLanes + lane) * size, from + ((first + lane) * of_scales + i) * size, size);
+    };
+    interleave(scales, strip + codes_bytes(g));
+    if (minimums) interleave(minimums, strip + codes_bytes(g) + scales_bytes(g));
   });
 }
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 SOURCES = (
     "layer_ops.cpp",
     "grouped.cpp",
+    "unpack.cpp",
     "paged_attention.cpp",
     "layers.cpp",
     "experts.cpp",

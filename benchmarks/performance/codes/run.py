@@ -8,8 +8,9 @@
   torch: relative error, share of equal most likely tokens, KL divergence and perplexity. `widened` is bfloat16.
 - `steps`: milliseconds of a model's step, the weights in codes and widened to bfloat16 in turn, and the GB per
   second at which a step with one stream reads weights.
-- `served`: tokens per second over HTTP, in turn with llama.cpp on the same file. The server that does not run is
-  stopped by a signal, because llama.cpp's threads spin.
+- `served`: tokens per second over HTTP, in turn with llama.cpp on the same file, after a few short requests to each.
+  The server that does not run is stopped by a signal, because llama.cpp's threads spin. `--out` is written after each
+  run, so that a command that is ended early leaves its turns so far.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model
 from skipjoin.model.ops.cpp_ops import CppOps
 from skipjoin.model.tokenizer import load_tokenizer
-from workload import SETS, SLOTS
+from workload import SETS, SLOTS, WARM_UP, Job
 
 PIECE, BLOCK, MAX_PIECES = 400, 16, 6
 # Streams and tokens before them of a decode step; then tokens of a prompt.
@@ -143,7 +144,7 @@ def running(server: Server) -> Iterator[None]:
         os.killpg(server.process.pid, signal.SIGSTOP)
 
 
-def served(file: Path, repeats: int, sets: list[str]) -> dict[str, Any]:
+def served(file: Path, repeats: int, sets: list[str], save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     rates: dict[str, dict[str, list[float]]] = {name: {} for name in sets}
     peers = available(["llamacpp"])
     with contextlib.ExitStack() as stack:
@@ -155,19 +156,30 @@ def served(file: Path, repeats: int, sets: list[str]) -> dict[str, Any]:
             os.killpg(started["llamacpp"].process.pid, signal.SIGSTOP)
         for server in started.values():  # a stopped process ignores the signal that ends it
             stack.callback(os.killpg, server.process.pid, signal.SIGCONT)
-        for turn in range(repeats + 1):
+
+        def seconds_of(engine: str, jobs: list[Job]) -> float:
+            with running(started[engine]):
+                time.sleep(0.5)
+                return OverHttp(started[engine]).run(jobs)
+
+        for engine in started:
+            harness.show("warm-up", engine, round(seconds_of(engine, WARM_UP(0)), 1))
+        for turn in range(repeats):
             for name in sets:
                 for engine in harness.in_turn(started, turn):
-                    with running(started[engine]):
-                        time.sleep(0.5)
-                        seconds = OverHttp(started[engine]).run(SETS[name].jobs(turn))
-                    if turn:  # the first warms up
-                        rates[name].setdefault(engine, []).append(SETS[name].tokens / seconds)
-                    harness.show(turn, name, engine, round(SETS[name].tokens / seconds, 1))
+                    rate = SETS[name].tokens / seconds_of(engine, SETS[name].jobs(turn + 1))
+                    rates[name].setdefault(engine, []).append(rate)
+                    harness.show(f"turn {turn + 1} of {repeats}", name, engine, round(rate, 1))
+                    save(_compared(rates))
+    return _compared(rates)
+
+
+def _compared(rates: Mapping[str, Mapping[str, list[float]]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, of in rates.items():
-        found[name] = {engine: harness.spread(values, 1) for engine, values in of.items()}
-        if "llamacpp" in of:
+        turns = min(map(len, of.values()), default=0)
+        found[name] = {"turns": turns, **{engine: harness.spread(values, 1) for engine, values in of.items()}}
+        if turns and "llamacpp" in of:
             found[name]["to_llamacpp"] = harness.median_ratio(of["skipjoin"], of["llamacpp"])
     return found
 
@@ -181,14 +193,19 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     record = harness.new_record(file=args.file.name)
     for part in args.parts:
-        record[part] = PARTS[part](args)
+
+        def save(found: dict[str, Any], part: str = part) -> None:
+            record[part] = found
+            harness.write_record(record, args.out)
+
+        save(PARTS[part](args, save))
         harness.report(record, args.out)
 
 
 PARTS = {
-    "quality": lambda args: quality(args.file),
-    "steps": lambda args: steps(args.file, args.threads),
-    "served": lambda args: served(args.file, args.repeats, args.sets),
+    "quality": lambda args, _: quality(args.file),
+    "steps": lambda args, _: steps(args.file, args.threads),
+    "served": lambda args, save: served(args.file, args.repeats, args.sets, save),
 }
 
 if __name__ == "__main__":

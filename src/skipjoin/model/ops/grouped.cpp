@@ -782,7 +782,7 @@ int64_t skipjoin_grouped_scratch_bytes(int64_t rows, int64_t inputs, int64_t thr
 void skipjoin_pack_groups(const Groups *groups, const uint8_t *codes, const uint8_t *scales, const uint8_t *minimums,
                           int64_t threads) {
   const Groups &g = *groups;
-  const int64_t blocks = blocks_of(g.inputs), of_scales = (g.inputs + g.group - 1) / g.group, size = g.scale_bytes;
+  const int64_t blocks = blocks_of(g.inputs), of_scales = (g.inputs + g.group - 1) / g.group;
   skipjoin::share(threads, strips_of(g.outputs), 1, [&](int64_t s) {
     auto *strip = (uint8_t *)g.strips + s * g.strip_bytes;
     std::memset(strip, 0, g.strip_bytes);
@@ -791,14 +791,19 @@ void skipjoin_pack_groups(const Groups *groups, const uint8_t *codes, const uint
       Words quads[kQuads] = {};
       auto *to = (uint8_t *)quads;
       const uint8_t *from = codes + first * g.inputs + b * kBlock;
-      if (int64_t count = g.inputs - b * kBlock; count >= kBlock)
+      int64_t count = g.inputs - b * kBlock;
+      if (count >= kBlock && kLanes == kQuads && lanes == kLanes) {
+        for (int lane = 0; lane < kQuads; lane++) quads[lane] = load_words(from + lane * g.inputs);
+        transpose(quads);
+      } else if (count >= kBlock) {
         for (int64_t lane = 0; lane < lanes; lane++)
           for (int q = 0; q < kQuads; q++)
             std::memcpy(to + (q * kLanes + lane) * 4, from + lane * g.inputs + 4 * q, 4);
-      else
+      } else {
         for (int64_t lane = 0; lane < lanes; lane++)
           for (int64_t i = 0; i < count; i++)
             to[(i / 4 * kLanes + lane) * 4 + i % 4] = from[lane * g.inputs + i];
+      }
       Words packed[kQuads], twos[2] = {};
       for (int q = 0; q < kQuads; q++) {
         packed[q] = g.bits == 8 ? quads[q] : (quads[q] & 0x0f0f0f0fu) | (quads[(q + 4) % kQuads] & 0x0f0f0f0fu) << 4;
@@ -808,9 +813,15 @@ void skipjoin_pack_groups(const Groups *groups, const uint8_t *codes, const uint
       std::memcpy(strip + b * block_bytes(g), packed, block_bytes(g));
     }
     auto interleave = [&](const uint8_t *from, uint8_t *to) {
-      for (int64_t lane = 0; lane < lanes; lane++)
-        for (int64_t i = 0; i < of_scales; i++)
-          std::memcpy(to + (i * kLanes + lane) * size, from + ((first + lane) * of_scales + i) * size, size);
+      auto copy = [&](auto size) { // a constant, for which the compiler needs no calls
+        for (int64_t lane = 0; lane < lanes; lane++)
+          for (int64_t i = 0; i < of_scales; i++)
+            std::memcpy(to + (i * kLanes + lane) * size, from + ((first + lane) * of_scales + i) * size, size);
+      };
+      if (g.scale_bytes == 2)
+        copy(std::integral_constant<int64_t, 2>());
+      else
+        copy(std::integral_constant<int64_t, 4>());
     };
     interleave(scales, strip + codes_bytes(g));
     if (minimums) interleave(minimums, strip + codes_bytes(g) + scales_bytes(g));

@@ -12,7 +12,7 @@ import tokenizers
 
 from skipjoin.model.chat_template import ChatTemplate, Sources, find_template, read_template
 from skipjoin.model.config import ModelError, read_json, read_settings
-from skipjoin.model.gguf.file import GgufError, is_gguf
+from skipjoin.model.gguf.file import GgufError, forget_headers, is_gguf
 from skipjoin.model.gguf.tokenizer import gguf_tokenizer
 from skipjoin.model.weight_files import check_tokenizer_files
 
@@ -96,6 +96,7 @@ def load_tokenizer(folder: str | Path, *, chat_template: str | Path | None = Non
     for file in ("generation_config.json", "config.json"):
         value = read_settings(folder, file, default={}).get("eos_token_id")
         eos.extend(value if isinstance(value, list) else [value])
+    forget_headers()
     sources = find_template(folder, settings) if chat_template is None else Sources(read_template(Path(chat_template)))
     return Tokenizer(
         backend,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import struct
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from skipjoin.model.gguf.architectures import (
     biased,
     layers_of,
 )
-from skipjoin.model.gguf.file import Gguf, GgufError, read_gguf
+from skipjoin.model.gguf.file import Gguf, GgufError, Identity, identity_of, read_gguf
 from skipjoin.model.gguf.unread import refuse_unread
 
 # Metadata of newer files, and the fields of generation_config.json.
@@ -47,6 +49,12 @@ def gguf_settings(path: Path) -> dict[str, dict[str, Any]]:
     Raises:
         GgufError: If the file is damaged, of an architecture that is not supported, or lacks metadata.
     """
+    return copy.deepcopy(_settings(path, identity_of(path)))
+
+
+# A model's settings are asked for file by file, also after its header is forgotten.
+@lru_cache(maxsize=1)
+def _settings(path: Path, parts: Identity) -> dict[str, dict[str, Any]]:
     file = read_gguf(path)
     special = {name: _token_id(file, f"{key}_token_id") for name, key in _SPECIAL.items()}
     ends = [*dict.fromkeys(_ends(file))]

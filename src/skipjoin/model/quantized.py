@@ -143,14 +143,15 @@ class QuantizedWeights(FolderWeights):
     def _awq(self, name: str, outputs: int, inputs: int) -> GroupedMatrix:
         group = self._group(inputs)
         sizes = inputs, -(-inputs // group)
-        words, zeros = (
+        codes, zeros = (
             _unpacked(self.stored(f"{name}.{part}", size, outputs // 8, types=("I32",)), 4)
-            .view(size, -1, 8)[..., _AWQ_ORDER]
-            .reshape(size, outputs)
+            .T.contiguous()
+            .view(-1, 8, size)[:, _AWQ_ORDER]  # whole rows are moved
+            .view(outputs, size)
             for part, size in zip(("qweight", "qzeros"), sizes, strict=True)
         )
         scales = self.stored(f"{name}.scales", sizes[1], outputs, types=_NUMBERS)
-        return _with_zeros(words.T, scales.T, zeros.T, group, 4)
+        return _with_zeros(codes, scales.T, zeros, group, 4)
 
     def _gptq(self, name: str, outputs: int, inputs: int) -> GroupedMatrix:
         bits, group = self._own_sizes(name, inputs)
@@ -204,7 +205,7 @@ class QuantizedWeights(FolderWeights):
         bits = int(settings["num_bits"])
         words = self.stored(f"{name}.weight_packed", outputs, inputs * bits // 32, types=("I32",))
         scales, group = self._scales(name, outputs, inputs)
-        order, zeros = None, torch.full(scales.shape, 1 << bits - 1, dtype=torch.int32)
+        order, zeros = None, torch.full(scales.shape, 1 << bits - 1, dtype=torch.uint8)
         if self.has(f"{name}.weight_zero_point"):
             rows = -(-outputs * bits // 32)
             packed = self.stored(f"{name}.weight_zero_point", rows, scales.shape[1], types=("I32",))
@@ -294,9 +295,12 @@ def _nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the codes of words, the lowest bits first, in the last dimension."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    return (words[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
+    """Return the codes of words, the lowest bits first, in the last dimension, in a byte each."""
+    stored = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return stored
+    pairs = stored.to(torch.int16)  # each becomes two bytes, the lower one first
+    return pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F).view(torch.uint8)
 
 
 def _kept(scales: torch.Tensor) -> torch.Tensor:
@@ -306,12 +310,12 @@ def _kept(scales: torch.Tensor) -> torch.Tensor:
 def _with_zeros(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group: int, bits: int) -> GroupedMatrix:
     """Return weights of unsigned codes, which are `scale * (code - zero)`."""
     middle = 1 << bits - 1
-    stored = codes.to(torch.uint8) if bits == 4 else (codes - middle).to(torch.int8)
+    stored = codes if bits == 4 else (codes ^ middle).view(torch.int8)
     if bool((zeros == middle).all()):
         return GroupedMatrix(stored.contiguous(), _kept(scales).contiguous(), group, bits, offset=8 if bits == 4 else 0)
     wide = scales.float().contiguous()
-    shifts = zeros if bits == 4 else zeros - middle
-    return GroupedMatrix(stored.contiguous(), wide, group, bits, -wide * shifts.float())
+    shifts = zeros.float() if bits == 4 else zeros.float() - middle
+    return GroupedMatrix(stored.contiguous(), wide, group, bits, -wide * shifts)
 
 
 def coded_bytes(source: Source, name: str, outputs: int, inputs: int) -> int | None:

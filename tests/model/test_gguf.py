@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from skipjoin.llm import LLM
 from skipjoin.model.config import ModelConfig, ModelError
 from skipjoin.model.folder import check_model, model_files, model_id
 from skipjoin.model.generation_config import sampling_defaults
-from skipjoin.model.gguf.file import read_gguf
+from skipjoin.model.gguf.file import Gguf, read_gguf
 from skipjoin.model.gguf.groups import LAYOUTS
 from skipjoin.model.gguf.tokenizer import gguf_tokenizer
 from skipjoin.model.gguf.weights import GgufWeights
@@ -265,6 +266,12 @@ def test_experts_of_gpt_oss_stay_in_codes(tmp_path: Path) -> None:
     for ours, expected in zip(logits(model), logits(wide), strict=True):
         errors = (ours - expected).norm(dim=1) / expected.norm(dim=1)
         assert errors.median() <= 0.03
+
+
+def test_a_tokenizer_keeps_no_header(tmp_path: Path) -> None:
+    write_vocabulary(tmp_path / "m.gguf", described(_smollm(), "smollm"))
+    assert load_tokenizer(tmp_path / "m.gguf").encode("a")
+    assert not [found for found in gc.get_objects() if isinstance(found, Gguf)], "the vocabulary is in memory twice"
 
 
 def test_parts_of_an_answer_do_not_end_it(tmp_path: Path) -> None:

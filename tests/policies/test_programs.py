@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 import pytest
 
@@ -181,6 +182,42 @@ def test_equal_ids_of_two_keys_are_two_programs() -> None:
     name = ProgramId("a", "same")
     assert calls.book.returns_until(name, 0.0) == 30.0
     assert calls.book.returns_until(name._replace(owner="b"), 0.0) == 2.0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_other_keys_run_changes_nothing_that_is_known_of_a_keys_programs(seed: int) -> None:
+    alone, beside = Calls(), Calls()
+    for calls in (alone, beside):
+        draw, others = Random(seed), Random(seed + 1)
+        for _ in range(150):
+            calls.now += draw.expovariate(0.1)
+            for _ in range(others.randrange(4) if calls is beside else 0):
+                # Short programs, or long ones with long pauses, which move levels and pauses of their own key.
+                tokens = others.choice((1, 40_000))
+                calls.call(f"{others.randrange(40)}", tokens, owner=others.choice("bc"))
+            calls.call(f"{draw.randrange(30)}", draw.randrange(1, 9_000), draw.randrange(1, 5), owner="a")
+        for number in range(30):
+            calls.send(f"{number}", 9_000, owner="a")
+    assert beside.book.index_of("a").levels == alone.book.index_of("a").levels != ProgramBook().index_of("a").levels
+    assert beside.book.index_of("b").levels != alone.book.index_of("a").levels
+    name = ProgramId("a", "0")
+    assert beside.book.returns_until(name, 0.0) == alone.book.returns_until(name, 0.0)
+    assert beside.book.held_until(name, 5.0, 0.0) == alone.book.held_until(name, 5.0, 0.0)
+    assert beside.order() == alone.order()
+
+
+def test_what_is_learned_of_keys_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_book, "MAX_OWNERS", 20)
+    calls = Calls()
+    waiting = [calls.send("one", 10, owner=f"{number}") for number in range(200)]
+    assert len(list(calls.ordering.ranked(0.0))) == 200
+    for request in waiting:
+        calls.run(request)
+        calls.end(request)
+    calls.now = 100.0  # all have ended
+    calls.call("one", 10, owner="last")
+    assert len(calls.book._habits) <= 20
+    assert len(calls.book._pending) == 1
 
 
 def test_idle_programs_are_forgotten() -> None:

@@ -13,6 +13,8 @@ from skipjoin.policies.fairness import OUTPUT_WEIGHT
 
 # Maximum number of idle programs that are known, and time after which an idle one is forgotten.
 MAX_IDLE, FORGET_S = 4096, 3600.0
+# Maximum number of owners of whose programs something is learned.
+MAX_OWNERS = 1024
 # Attained service at which levels begin, in tokens: 0, then doubling from here on.
 _FIRST_EDGE, LEVELS = 2048, 20
 # Hazard that is assumed for each level, and its weight in programs. Constant, it makes least attained service the best.
@@ -96,40 +98,27 @@ class LevelIndex:
         self._ended = [0.0] * LEVELS
         self._passed = [0.0] * LEVELS
         self._notes = 0
-        self._plain_work, self._plain_weight = 0.0, 0.0
-        self.revision = 0
         self._refresh()
 
-    def note(self, level: int, *, ended: bool, weight: float = 1.0) -> None:
+    def note(self, level: int, *, ended: bool, weight: float = 1.0) -> bool:
+        """Note a program that ended in a level or passed it, and return whether the index has changed."""
         (self._ended if ended else self._passed)[level] += weight
         if self._ended[level] + self._passed[level] > _MAX_NOTES:
             self._ended[level] /= 2
             self._passed[level] /= 2
-        self._noted()
-
-    def note_plain(self, work: float) -> None:
-        """Note the service of a request without a program."""
-        self._plain_work += work
-        self._plain_weight += 1
-        if self._plain_weight > _MAX_NOTES:
-            self._plain_work /= 2
-            self._plain_weight /= 2
-        self._noted()
-
-    def _noted(self) -> None:
         self._notes += 1
-        if self._notes % _REFRESH == 0:
-            self._refresh()
+        if self._notes % _REFRESH:
+            return False
+        self._refresh()
+        return True
 
     def _refresh(self) -> None:
-        self.revision += 1
         hazards = [
             (ended + _PRIOR * _PRIOR_WEIGHT) / (ended + passed + _PRIOR_WEIGHT)
             for ended, passed in zip(self._ended, self._passed, strict=True)
         ]
         hazards[-1] = 1.0
         self.levels = [_index(hazards, level) for level in range(LEVELS)]
-        self.plain = self._plain_weight / max(1.0, self._plain_work) if self._plain_weight else self.levels[0]
 
 
 def _index(hazards: Sequence[float], level: int) -> float:
@@ -140,6 +129,27 @@ def _index(hazards: Sequence[float], level: int) -> float:
         best = max(best, gain / cost)
         alive *= 1 - hazards[at]
     return best
+
+
+class PlainIndex:
+    """Index of requests without a program: the inverse of their mean service, that of a new program at first."""
+
+    def __init__(self) -> None:
+        self._work, self._weight, self._notes = 0.0, 0.0, 0
+        self.value = LevelIndex().levels[0]
+
+    def note(self, work: float) -> bool:
+        """Note the service of a request, and return whether the index has changed."""
+        self._work += work
+        self._weight += 1
+        if self._weight > _MAX_NOTES:
+            self._work /= 2
+            self._weight /= 2
+        self._notes += 1
+        if self._notes % _REFRESH:
+            return False
+        self.value = self._weight / max(1.0, self._work)
+        return True
 
 
 class Program:
@@ -171,21 +181,37 @@ class _Call:
     counted: int
 
 
+class _Habits:
+    """What is learned from an owner's programs, and says nothing about those of others."""
+
+    __slots__ = ("index", "pauses")
+
+    def __init__(self) -> None:
+        self.index = LevelIndex()
+        self.pauses = Pauses()
+
+
 class ProgramBook:
     """Knowledge of programs, which the orderings of all classes and clients share.
 
     Idle programs are forgotten after `FORGET_S`, or the longest idle ones of the owner that has most, when there are
-    more than `MAX_IDLE`. So no owner makes the server forget programs of others.
+    more than `MAX_IDLE`. So no owner makes the server forget programs of others, or judge them by its own: what is
+    learned of programs is learned by owner, of the latest `MAX_OWNERS`.
+
+    Attributes:
+        plain: Index of requests without a program, of all owners.
+        revision: Changes with each change of an index.
     """
 
     def __init__(self) -> None:
-        self.index = LevelIndex()
+        self.plain = PlainIndex()
+        self.revision = 0
+        self._habits: OrderedDict[str, _Habits] = OrderedDict()  # by owner, the latest last
         self._programs: dict[ProgramId, Program] = {}
         self._calls: dict[Request, _Call] = {}  # live ones
         self._idle: dict[str, OrderedDict[ProgramId, None]] = {}  # by owner, longest idle ones first
         self._count = 0  # of idle programs
-        self._pauses: dict[str, Pauses] = {}
-        self._pending: OrderedDict[ProgramId, None] = OrderedDict()  # idle, and not known to be over
+        self._pending: dict[str, OrderedDict[ProgramId, None]] = {}  # idle ones that are not known to be over
 
     def __len__(self) -> int:
         return len(self._programs)
@@ -207,6 +233,8 @@ class ProgramBook:
         if (call := self._calls.get(request)) is not None:
             return call.program
         self._settle(now)
+        self._habits_of(name.owner)
+        self._habits.move_to_end(name.owner)
         program = self._programs.get(name)
         if program is not None and not program.live:
             self._return(name, program, now)
@@ -226,8 +254,11 @@ class ProgramBook:
             before = level_of(program.attained)
             program.attained += max(0, end - call.counted) + (OUTPUT_WEIGHT if slice_.samples else 0.0)
             call.counted = max(call.counted, end)
-            for level in range(before, level_of(program.attained)):
-                self.index.note(level, ended=False)
+            if (after := level_of(program.attained)) == before or request.options.program is None:
+                continue
+            index = self.index_of(request.options.program.owner)
+            for level in range(before, after):
+                self.revision += index.note(level, ended=False)
 
     def started(self, request: Request, now: float) -> None:
         if (program := self.of(request)) is not None:
@@ -245,7 +276,7 @@ class ProgramBook:
         if program.live or program is not self._programs.get(name):
             return
         self._idle.setdefault(name.owner, OrderedDict())[name] = None
-        self._pending[name] = None
+        self._pending.setdefault(name.owner, OrderedDict())[name] = None
         self._count += 1
         if self._count > MAX_IDLE:
             most = max(self._idle, key=lambda owner: len(self._idle[owner]))
@@ -255,9 +286,16 @@ class ProgramBook:
         """Return the index of the request's program, or of requests without one."""
         name = request.options.program
         if name is None:
-            return self.index.plain
+            return self.plain.value
         program = call.program if (call := self._calls.get(request)) is not None else self._programs.get(name)
-        return self.index.levels[0 if program is None else level_of(program.attained)]
+        return self.index_of(name.owner).levels[0 if program is None else level_of(program.attained)]
+
+    def index_of(self, owner: str) -> LevelIndex:
+        return self._habits_of(owner).index
+
+    def note_plain(self, work: float) -> None:
+        """Note the service of a request without a program."""
+        self.revision += self.plain.note(work)
 
     def returns_until(self, name: ProgramId, now: float) -> float:
         """Return the time until which an idle program has nearly certainly called again, if it does."""
@@ -272,35 +310,53 @@ class ProgramBook:
         self._pauses_of(name.owner).note(now - program.idle_since)
         if program.finished:
             program.finished = False
-            self.index.note(level_of(program.attained), ended=True, weight=-1.0)
-            self._pauses_of(name.owner).note_end(-1.0)
+            self._note_end(name, program, -1.0)
+
+    def _note_end(self, name: ProgramId, program: Program, weight: float) -> None:
+        self.revision += self.index_of(name.owner).note(level_of(program.attained), ended=True, weight=weight)
+        self._pauses_of(name.owner).note_end(weight)
 
     def _pauses_of(self, owner: str) -> Pauses:
-        return self._pauses.setdefault(owner, Pauses())
+        return self._habits_of(owner).pauses
+
+    def _habits_of(self, owner: str) -> _Habits:
+        if (found := self._habits.get(owner)) is None:
+            found = self._habits[owner] = _Habits()
+            if len(self._habits) > MAX_OWNERS:
+                self._habits.popitem(last=False)
+        return found
 
     def _settle(self, now: float) -> None:
         """Note programs that have not called again as ended, and forget old ones."""
-        while self._pending:
-            name = next(iter(self._pending))
-            program = self._programs[name]
-            if self.returns_until(name, program.idle_since) > now:
-                break
-            del self._pending[name]
-            program.finished = True
-            self.index.note(level_of(program.attained), ended=True)
-            self._pauses_of(name.owner).note_end()
+        for pending in list(self._pending.values()):
+            self._settle_owner(pending, now)
         for idle in list(self._idle.values()):
             while idle and self._programs[oldest := next(iter(idle))].idle_since + FORGET_S <= now:
                 self._forget(oldest)
+
+    def _settle_owner(self, pending: OrderedDict[ProgramId, None], now: float) -> None:
+        while pending:
+            name = next(iter(pending))
+            program = self._programs[name]
+            if self.returns_until(name, program.idle_since) > now:
+                break
+            self._leave(self._pending, name)
+            program.finished = True
+            self._note_end(name, program, 1.0)
 
     def _forget(self, name: ProgramId) -> None:
         self._leave_idle(name)
         del self._programs[name]
 
     def _leave_idle(self, name: ProgramId) -> None:
-        idle = self._idle[name.owner]
-        del idle[name]
-        if not idle:
-            del self._idle[name.owner]
-        self._pending.pop(name, None)
+        self._leave(self._idle, name)
+        if name in self._pending.get(name.owner, ()):
+            self._leave(self._pending, name)
         self._count -= 1
+
+    @staticmethod
+    def _leave(groups: dict[str, OrderedDict[ProgramId, None]], name: ProgramId) -> None:
+        names = groups[name.owner]
+        del names[name]
+        if not names:
+            del groups[name.owner]

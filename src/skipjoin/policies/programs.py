@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.policy import Fact, Ordering, is_decode_invariant
@@ -16,24 +16,35 @@ from skipjoin.policies.ordering import FixedKey
 from skipjoin.policies.program_book import HYSTERESIS, Program, ProgramBook, level_of
 from skipjoin.policies.routed import Routed
 
-# Places of requests besides levels: calls that have waited for long, and requests without a program.
-_LATE, _PLAIN = -4, -2
+
+class _Place(NamedTuple):
+    """Place of requests: a level of an owner's programs, or one of `_LATE` and `_PLAIN`.
+
+    Attributes:
+        number: Twice the level, and one more for calls that do not find their KV.
+    """
+
+    number: int
+    owner: str
+
+
+# Calls that have waited for long, and requests without a program.
+_LATE, _PLAIN = _Place(-4, ""), _Place(-2, "")
 # Share of a prompt whose KV is found, from which a call precedes others of its level.
 _FOUND_SHARE = 0.5
 
 
-def _place_of(program: Program, request: Request) -> int:
-    """Return an even number for calls that find their KV, an odd one for others, which rise with the level."""
+def _place_of(program: Program, owner: str, request: Request) -> _Place:
     is_new = request.progress.reached < _FOUND_SHARE * len(request.prompt)
-    return 2 * level_of(program.attained) + is_new
+    return _Place(2 * level_of(program.attained) + is_new, owner)
 
 
 class ByProgram(Routed):
     """Ordering of programs by the learned index of their attained service, and of their calls by other orderings.
 
     A call has the level of its program's service when it arrives. Without other knowledge, the programs with the least
-    service come first. If programs are about equally long, those that are nearly done do. Requests without a program
-    have a place among levels by the service of others like them, and an ordering of their own.
+    service come first. If an owner's programs are about equally long, those that are nearly done do. Requests without a
+    program have a place among levels by the service of others like them, and an ordering of their own.
 
     Calls of a program that has waited for `overtaking_s` in total precede all others, by the arrival of the program, as
     do requests without one that have.
@@ -43,15 +54,15 @@ class ByProgram(Routed):
         self._make = make
         self._book = book
         self._overtaking_s = overtaking_s
-        self._orderings: dict[int, Ordering] = {_PLAIN: make()}
-        self._places: dict[Request, int] = {}  # of calls
-        self._sizes: dict[int, int] = {}
+        self._orderings: dict[_Place, Ordering] = {_PLAIN: make()}
+        self._places: dict[Request, _Place] = {}  # of calls
+        self._sizes: dict[_Place, int] = {}
         self._late = Alarms()
         self._waiting: set[Request] = set()  # requests that have not run yet
         self._cached: dict[Request, int] = {}  # tokens that requests without a program found
-        self._positions: dict[int, int] = {_PLAIN: 0}
+        self._positions: dict[_Place, int] = {_PLAIN: 0}
         self._sorted: list[Ordering] = [self._orderings[_PLAIN]]
-        self._revision = book.index.revision
+        self._revision = book.revision
 
     @property
     def is_decode_invariant(self) -> bool:
@@ -65,8 +76,8 @@ class ByProgram(Routed):
 
     def on_arrived(self, request: Request, now: float) -> None:
         program = self._book.arrived(request, now)
-        if program is not None:
-            self._enter(request, _place_of(program, request))
+        if program is not None and request.options.program is not None:
+            self._enter(request, _place_of(program, request.options.program.owner, request))
         if not request.progress.was_admitted:
             waited_s = 0.0 if program is None else program.waited_s
             self._waiting.add(request)
@@ -100,7 +111,7 @@ class ByProgram(Routed):
             self._book.finished(request, now)
         elif cached is not None:
             uncached = len(request.prompt) - cached
-            self._book.index.note_plain(uncached + OUTPUT_WEIGHT * len(request.progress.output))
+            self._book.note_plain(uncached + OUTPUT_WEIGHT * len(request.progress.output))
 
     def ranked(self, now: float) -> Iterator[Request]:
         # Without calls of programs, the recipe's order bounds waits itself.
@@ -111,7 +122,7 @@ class ByProgram(Routed):
                     self._leave(request)
                 self._enter(request, _LATE)
                 self._orderings[_LATE].on_arrived(request, now)
-        if self._places and self._revision != self._book.index.revision:
+        if self._places and self._revision != self._book.revision:
             self._sort()
         return super().ranked(now)
 
@@ -129,7 +140,7 @@ class ByProgram(Routed):
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         if not self._places:
             return self._orderings[_PLAIN].expected_order(requests, now)
-        by_place: dict[int, list[Request]] = {}
+        by_place: dict[_Place, list[Request]] = {}
         for request in requests:
             by_place.setdefault(self._places.get(request, _PLAIN), []).append(request)
         return [
@@ -143,12 +154,12 @@ class ByProgram(Routed):
             yield Fact("program's service", program.attained, "tokens", "New prompt tokens, and output tokens twice.")
             yield Fact("program's calls", program.calls, "calls", "Calls so far, this one included.")
             place = self._places[request]
-            level = "first" if place == _LATE else place // 2
+            level = "first" if place == _LATE else place.number // 2
             meaning = "Range of the service when it arrived, each twice the one before. It is first after a long wait."
             yield Fact("program's level", level, "", meaning)
         yield from super().explain(request, now, kv)
 
-    def _enter(self, request: Request, place: int) -> None:
+    def _enter(self, request: Request, place: _Place) -> None:
         if place not in self._orderings:
             self._orderings[place] = FixedKey(self._begun) if place == _LATE else self._make()
             self._sort()
@@ -166,15 +177,16 @@ class ByProgram(Routed):
         program = self._book.of(request)
         return request.arrival if program is None else program.arrival
 
-    def _index_of(self, place: int) -> float:
-        index = self._book.index
-        return math.inf if place == _LATE else index.plain if place == _PLAIN else index.levels[place // 2]
+    def _index_of(self, place: _Place) -> float:
+        if place.number >= 0:
+            return self._book.index_of(place.owner).levels[place.number // 2]
+        return math.inf if place == _LATE else self._book.plain.value
 
-    def _value(self, place: int) -> tuple[float, int]:
+    def _value(self, place: _Place) -> tuple[float, _Place]:
         return -self._index_of(place), place
 
     def _sort(self) -> None:
-        self._revision = self._book.index.revision
+        self._revision = self._book.revision
         places = sorted(self._orderings, key=self._value)
         self._positions = {place: position for position, place in enumerate(places)}
         self._sorted = [self._orderings[place] for place in places]

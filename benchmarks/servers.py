@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
@@ -148,6 +148,9 @@ def vllm(
     has_priorities: bool = False,
     cores: str = "",
     chunk_tokens: int | None = None,
+    max_len: int = 1024,
+    options: Sequence[object] = (),
+    python_path: str = "",
 ) -> Server:
     """Start vLLM's server, compiled unless `is_eager`.
 
@@ -156,10 +159,12 @@ def vllm(
         kv_gib: Size of the KV pool. vLLM takes whole GiB; for other sizes it gets the number of blocks that fit.
         has_priorities: Requests run by their `priority`, the lowest first.
         cores: Cores of the model's threads, such as "0-3"; all available ones by default.
+        options: Further options of the command.
+        python_path: Folder from which vLLM imports a plugin.
     """
     port = free_port()
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"]
-    command += ["--port", port, "--dtype", dtype, "--max-model-len", 1024, "--max-num-seqs", seqs]
+    command += ["--port", port, "--dtype", dtype, "--max-model-len", max_len, "--max-num-seqs", seqs, *options]
     command += ["--enforce-eager"] if is_eager else []
     command += ["--scheduling-policy", "priority"] if has_priorities else []
     if chunk_tokens is not None:
@@ -172,7 +177,7 @@ def vllm(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": f"{math.ceil(kv_gib)}",
         "VLLM_CPU_OMP_THREADS_BIND": cores or ",".join(map(str, sorted(os.sched_getaffinity(0)))),
-        "PYTHONPATH": "",
+        "PYTHONPATH": python_path,
     }
     return Server(command, port, environment)
 
@@ -205,6 +210,23 @@ def start_vllm(
             missing[name] = str(error)
             print(f"{name} is left out: {error}", file=sys.stderr, flush=True)
     return found, missing
+
+
+def stop_in_turn(stack: ExitStack, server: Server) -> None:
+    """Stop a server's processes by a signal until `running`, and let them go on when the stack ends."""
+    os.killpg(server.process.pid, signal.SIGSTOP)
+    # A stopped process ignores the signal that ends it.
+    stack.callback(os.killpg, server.process.pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def running(server: Server) -> Iterator[None]:
+    """Let a server run that `stop_in_turn` has stopped."""
+    os.killpg(server.process.pid, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        os.killpg(server.process.pid, signal.SIGSTOP)
 
 
 def bench(server: Server, *options: object) -> Record:

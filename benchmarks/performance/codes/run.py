@@ -18,10 +18,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from peers import OverHttp, limits
 
 import harness
 from peer_venvs import available
-from servers import Server, Skipjoin, llamacpp
+from servers import Server, Skipjoin, llamacpp, running, stop_in_turn
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.kv_cache import PagedKV
@@ -135,27 +134,16 @@ def steps(file: Path, threads: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@contextlib.contextmanager
-def running(server: Server) -> Iterator[None]:
-    os.killpg(server.process.pid, signal.SIGCONT)
-    try:
-        yield
-    finally:
-        os.killpg(server.process.pid, signal.SIGSTOP)
-
-
 def served(file: Path, repeats: int, sets: list[str], save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     rates: dict[str, dict[str, list[float]]] = {name: {} for name in sets}
     peers = available(["llamacpp"])
     with contextlib.ExitStack() as stack:
-        started = {"skipjoin": Skipjoin(file, *limits(1.0), "--max-model-len", 1024)}
-        stack.enter_context(started["skipjoin"])
-        os.killpg(started["skipjoin"].process.pid, signal.SIGSTOP)
+        started: dict[str, Server] = {}
+        started["skipjoin"] = stack.enter_context(Skipjoin(file, *limits(1.0), "--max-model-len", 1024))
+        stop_in_turn(stack, started["skipjoin"])
         if "llamacpp" in peers:
             started["llamacpp"] = stack.enter_context(llamacpp(peers["llamacpp"], file, seqs=SLOTS))
-            os.killpg(started["llamacpp"].process.pid, signal.SIGSTOP)
-        for server in started.values():  # a stopped process ignores the signal that ends it
-            stack.callback(os.killpg, server.process.pid, signal.SIGCONT)
+            stop_in_turn(stack, started["llamacpp"])
 
         def seconds_of(engine: str, jobs: list[Job]) -> float:
             with running(started[engine]):

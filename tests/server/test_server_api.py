@@ -25,6 +25,7 @@ from skipjoin.server.api.conversation import CalledFunction, Message, TextPart, 
 from skipjoin.server.api.dialects.messages_body import MessagesRequest
 from skipjoin.server.api.dialects.ollama_body import OllamaChatRequest
 from skipjoin.server.api.dialects.responses_body import ResponsesRequest
+from skipjoin.server.api.errors import DEATH_GRACE_S
 from skipjoin.server.api.fields import NO_EFFECT
 from skipjoin.server.api.protocol import CompletionRequest
 from skipjoin.server.api.service import Service
@@ -348,6 +349,8 @@ async def test_engine_death_fails_all_requests(make_api: MakeApi) -> None:
         api.engine.live.clear()
         api.engine.client.died()
         assert error_of(await whole, 503)["code"] == "engine_dead"
+        # The first retry of a client comes after this server has exited.
+        assert int((await whole).headers["retry-after"]) > DEATH_GRACE_S
         assert events(await stream)[-1]["error"]["code"] == "engine_dead"
         for path in ("/health", "/ready"):
             error_of(await api.http.get(path), 503)

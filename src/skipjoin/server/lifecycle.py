@@ -37,7 +37,7 @@ from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
 from skipjoin.pooling import Task
 from skipjoin.server import logs
 from skipjoin.server.api.app import build_app, build_metrics_app
-from skipjoin.server.api.errors import unavailable
+from skipjoin.server.api.errors import DEATH_GRACE_S, unavailable
 from skipjoin.server.api.feed import ConsoleStreams
 from skipjoin.server.api.http import HttpServer
 from skipjoin.server.api.request_log import RequestLog
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXIT_OK, EXIT_ENGINE, EXIT_SETTING = 0, 1, 2
-DEATH_GRACE_S = 10.0
 DEFAULT_FORECASTS = ForecastConfig()
 _OPEN = "any machine that reaches %s may use this server, which asks for no key"
 # Limit of the answer to the command that the server prints.

@@ -39,6 +39,8 @@ _TYPES = {
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large", 431: "headers_too_large"}
 # Code of `ContextLengthError`, which clients look for.
 CONTEXT_LENGTH = "context_length_exceeded"
+# Time for which a server without an engine answers before it exits, and in which a supervisor starts a small model.
+DEATH_GRACE_S, _RESTART_S = 10.0, 5.0
 # Maximum characters of a message, which may quote text of the request.
 _LONGEST_TEXT = 1000
 
@@ -141,7 +143,9 @@ def from_engine(error: EngineError) -> ApiError:
         return unavailable("no replica of the engine is alive; replicas are being restarted", "no_replica")
     if isinstance(error, EngineHungError):
         return unavailable("the engine makes no progress; it is ended if that goes on", "engine_hung")
-    return unavailable("the engine has stopped; the server is shutting down", "engine_dead")
+    # Clients give up after a few retries. So the first one should find the server that a supervisor has started.
+    again_s = math.ceil(DEATH_GRACE_S + _RESTART_S)
+    return unavailable("the engine has stopped; the server is shutting down", "engine_dead", again_s)
 
 
 def deadline_exceeded() -> ApiError:

@@ -52,6 +52,8 @@ AGENTS = Agents(
     slow=Tail(3.0, 1.3, 30.0),
 )
 MAX_LEN, SLOTS, MAX_TOKENS, BLOCK = 4096, 8, 256, 32
+# Time after which a run counts as missing.
+RUN_S = 400.0
 OURS = ("adaptive", "fcfs")
 SERVERS = (*OURS, "vllm", "vllm-adaptive")
 # Ratios of mean completion times: numerator and denominator.
@@ -124,12 +126,16 @@ class Program:
 
 
 async def run(server: Server, seed: int, plan: Sequence[Sequence[WorkloadRequest]]) -> dict[str, Any]:
-    """Run all programs and return their figures."""
+    """Run all programs and return their figures.
+
+    Raises:
+        TimeoutError: They take longer than `RUN_S`.
+    """
     found = [Program(seed, jobs) for jobs in plan]
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=None, limits=limits) as client:
         begin = time.perf_counter()
-        await asyncio.gather(*(program.run(client, server.name, begin) for program in found))
+        await asyncio.wait_for(asyncio.gather(*(program.run(client, server.name, begin) for program in found)), RUN_S)
         lasted_s = time.perf_counter() - begin
     calls = sorted(seconds for program in found for seconds in program.call_s)
     completions = sorted(program.completion_s for program in found)
@@ -181,7 +187,7 @@ def main() -> None:
     parser = harness.parser(__doc__, programs=10)
     known = harness.some_of("servers", SERVERS)
     parser.add_argument(
-        "--servers", type=known, default=["adaptive", "fcfs", "vllm"], help="default adaptive,fcfs,vllm"
+        "--servers", type=known, default=["adaptive", "vllm", "fcfs"], help="default adaptive,vllm,fcfs"
     )
     parser.add_argument("--seeds", type=harness.words, default=["0", "1"], help="default 0,1")
     parser.add_argument("--rate", type=float, default=0.2, help="programs that begin per second, default 0.2")
@@ -211,15 +217,19 @@ def main() -> None:
                 harness.show(f"{name} is left out: {error}")
                 continue
             asyncio.run(run(servers[name], -1, [jobs[:2] for jobs in programs(-1, 10.0, 2)]))  # warms up
+            harness.show(f"{name} runs")
             stop_in_turn(stack, servers[name])
         for seed, name in harness.turns(servers, args.seeds):
-            if seed in runs.get(name, {}):
+            if seed in runs.setdefault(name, {}):
                 continue
-            with running(servers[name]):
-                runs.setdefault(name, {})[seed] = asyncio.run(run(servers[name], int(seed), plans[seed]))
+            try:
+                with running(servers[name]):
+                    runs[name][seed] = asyncio.run(run(servers[name], int(seed), plans[seed]))
+            except TimeoutError:
+                record["missing"][f"{name}, seed {seed}"] = f"longer than {RUN_S:g} s"
             record["ratios"] = ratios(runs)
             harness.write_record(record, args.out)
-            harness.show(name, seed, runs[name][seed], record["ratios"])
+            harness.show(name, seed, runs[name].get(seed), record["ratios"])
     harness.report(record, args.out)
 
 

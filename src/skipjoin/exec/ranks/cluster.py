@@ -53,6 +53,9 @@ _SETTINGS = {
     # Ray would run engines and ranks at niceness 15, below everything else on the machine, including the API process.
     "RAY_worker_niceness": "0",
 }
+# Methods of Ray's node that start its autoscaler, the reader of its logs and the server of its dashboard, which Ray
+# starts even without a dashboard. Nothing here uses these three Python processes, which are half of a start.
+_UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
 
 
 class ClusterError(Exception):
@@ -91,7 +94,7 @@ class Cluster:
             settings.enter_context(_private_settings())
             for tries_left in reversed(range(_MAX_STARTS)):
                 try:
-                    with _sigterm_kept():
+                    with _sigterm_kept(), _without_unused_processes():
                         found = ray.init(
                             address="local",
                             num_cpus=cpus,
@@ -161,6 +164,20 @@ def _private_settings() -> Iterator[None]:
             yield
     finally:
         constants.ENABLE_RAY_CLUSTER = had_several
+
+
+@contextmanager
+def _without_unused_processes() -> Iterator[None]:
+    """Let Ray start no head node's processes that nothing uses. A Ray that starts them otherwise starts all."""
+    node: Any = import_module("ray._private.node").Node
+    before = {name: getattr(node, name) for name in _UNUSED if hasattr(node, name)}
+    for name in before:
+        setattr(node, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(node, name, method)
 
 
 @contextmanager

@@ -10,11 +10,17 @@ from typing import Any
 import pytest
 import tiny_model
 from batch_worlds import StoreLocation
+from forked_servers import start_parent_of_models
 from server_worlds import BLOCKS, Api, MakeApi, ServerProcess, StartServer, simulated_server
 
 from skipjoin.config import ServerConfig
 from skipjoin.engine.forecasting import ForecastKeeper
 from support.postgres import Postgres, running
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    start_parent_of_models()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Simulated engines that fork from their server, whose parent has imported them; see forked_servers.py."""
+"""Engines that fork from their server, whose parent has imported them; see forked_servers.py."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import simulated_engine
 
+from skipjoin.server.engines.engine_program import ENGINE_COMMAND
 from support.forks import fork
 
 PROGRAM = "simulated_engine.py"
@@ -32,9 +33,13 @@ class _Pipe:
 class ForkedEngine:
     """Stands in for the `asyncio.subprocess.Process` of an engine."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], keeps: Sequence[int]) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], keeps: Sequence[int]) -> None:
         def run() -> int:
-            sys.argv[:] = arguments
+            if is_of_model(command):
+                from skipjoin.server.engines import engine_process  # noqa: PLC0415 (in servers that have torch)
+
+                return engine_process.serve_engine(engine_process.load_engine)
+            sys.argv[:] = command[1:]
             return simulated_engine.main()
 
         theirs, own = os.pipe()
@@ -60,13 +65,17 @@ class ForkedEngine:
             os.kill(self.pid, number)
 
 
+def is_of_model(command: Sequence[str]) -> bool:
+    return (*command,) == ENGINE_COMMAND and "torch" in sys.modules
+
+
 def fork_engines() -> None:
-    """Let this process fork simulated engines, most of whose start is that of their imports."""
+    """Let this process fork engines that it has imported, because that takes most of their start."""
     create = asyncio.create_subprocess_exec
 
     async def created(*command: str, **options: Any) -> Any:
-        if len(command) < 2 or Path(command[1]).name != PROGRAM:
-            return await create(*command, **options)
-        return ForkedEngine(command[1:], options["env"], options["pass_fds"])
+        if is_of_model(command) or (len(command) > 1 and Path(command[1]).name == PROGRAM):
+            return ForkedEngine(command, options["env"], options["pass_fds"])
+        return await create(*command, **options)
 
     asyncio.create_subprocess_exec = created

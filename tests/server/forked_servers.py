@@ -1,12 +1,15 @@
 """Servers that fork from a process that has imported serve.py, because the imports take most of a server's start.
 
 python forked_servers.py SOCKET_DESCRIPTOR
+
+Those of models fork from a copy of this process, which has imported torch, and so do their engines.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import gc
 import importlib
@@ -17,9 +20,15 @@ import signal
 import socket
 import subprocess
 import sys
+import warnings
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from support.forks import fork
 
 _MESSAGE_BYTES = 1 << 17
 # Modules that a server would import when it uses them.
@@ -37,7 +46,8 @@ class ForkedServer:
         self.returncode: int | None = None
         (own_out, out), (own_err, err) = os.pipe(), os.pipe()
         task = {"arguments": [*arguments], "environment": dict(os.environ), "folder": os.getcwd()}
-        self.pid: int = _parent().ask(task, out, err)
+        self._parent = _parent_of_models() if _has_model(arguments) else _parent()
+        self.pid: int = self._parent.ask(task, out, err)
         self._exit = os.pidfd_open(self.pid)
         os.close(out)
         os.close(err)
@@ -55,7 +65,7 @@ class ForkedServer:
             poll.register(self._exit, select.POLLIN)
             if not poll.poll(None if timeout is None else timeout * 1000):
                 raise subprocess.TimeoutExpired("serve.py", timeout or 0.0)
-            self.returncode = _parent().ask({"exited": self.pid})
+            self.returncode = self._parent.ask({"exited": self.pid})
             os.close(self._exit)
         return self.returncode
 
@@ -70,19 +80,36 @@ class ForkedServer:
         self.send_signal(signal.SIGKILL)
 
 
-class _Parent:
-    """Client of the process that forks, which exits with this one."""
+def _has_model(arguments: Sequence[str]) -> bool:
+    """Return whether a server has an engine of its own that computes. Those of Ray are programs."""
+    kind, first, *rest = arguments
+    if kind == "command":
+        return first == "serve" and "--kv-cache-gib" in rest
+    return kind == "model" and not any(word.startswith("replicas=") for word in rest)
 
-    def __init__(self) -> None:
+
+class _Parent:
+    """Client of a process that forks, which exits with this one.
+
+    Args:
+        is_copy: The process is a copy of this one, in place of a program that imports serve.py.
+    """
+
+    def __init__(self, *, is_copy: bool) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, __file__, str(theirs.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        descriptor = theirs.fileno()
+        if is_copy:
+            pid = fork("servers", os.environ, {descriptor: descriptor}, lambda: _copied(descriptor))
+            self._wait = functools.partial(os.waitpid, pid, 0)
+        else:
+            command = [sys.executable, __file__, str(descriptor)]
+            self._wait = subprocess.Popen(command, pass_fds=[descriptor], stdin=subprocess.DEVNULL).wait
         theirs.close()
         atexit.register(self.close)
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait()
+        self._wait()
 
     def ask(self, task: dict[str, Any], *files: int) -> int:
         socket.send_fds(self._socket, [json.dumps(task).encode()], files)
@@ -93,12 +120,34 @@ class _Parent:
 
 @functools.cache
 def _parent() -> _Parent:
-    return _Parent()
+    return _Parent(is_copy=False)
+
+
+@functools.cache
+def _parent_of_models() -> _Parent:
+    return _Parent(is_copy=True)
+
+
+def start_parent_of_models() -> None:
+    """Copy this process. Later its modules and settings may be those of a test."""
+    _parent_of_models()
+
+
+def _copied(descriptor: int) -> int:
+    """Serve in a copy of a process that runs tests, and leave what that process removes at its end."""
+    faulthandler.disable()
+    warnings.resetwarnings()
+    warnings.simplefilter("ignore")
+    for finalizer in [*weakref.finalize._registry]:
+        finalizer.detach()
+    try:
+        return _serve(socket.socket(fileno=descriptor))
+    finally:
+        weakref.finalize._exitfunc()  # of a server, which has forked
 
 
 def _serve(own: socket.socket) -> int:
     """Fork servers until the client exits, and return the exit code of each process."""
-    sys.path.append(str(Path(__file__).parents[1]))
     import forked_engines  # noqa: PLC0415 (only in this process)
     import serve  # noqa: PLC0415
 

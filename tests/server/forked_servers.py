@@ -29,6 +29,7 @@ from typing import IO, Any
 sys.path.append(str(Path(__file__).parents[1]))
 
 from support.forks import fork
+from support.small_disk import join
 
 _MESSAGE_BYTES = 1 << 17
 # Modules that a server would import when it uses them.
@@ -40,12 +41,18 @@ _LAZY = (
 
 
 class ForkedServer:
-    """Stands in for the `subprocess.Popen` of a server."""
+    """Stands in for the `subprocess.Popen` of a server.
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    Args:
+        arguments: As of serve.py.
+        namespace: File of the mounts that it sees, or "" for those of this process.
+    """
+
+    def __init__(self, arguments: Sequence[str], namespace: str = "") -> None:
         self.returncode: int | None = None
         (own_out, out), (own_err, err) = os.pipe(), os.pipe()
-        task = {"arguments": [*arguments], "environment": dict(os.environ), "folder": os.getcwd()}
+        place = {"environment": dict(os.environ), "folder": os.getcwd(), "namespace": namespace}
+        task = {"arguments": [*arguments], **place}
         self._parent = _parent_of_models() if _has_model(arguments) else _parent()
         self.pid: int = self._parent.ask(task, out, err)
         self._exit = os.pidfd_open(self.pid)
@@ -167,6 +174,8 @@ def _serve(own: socket.socket) -> int:
             for target, file in enumerate(files, 1):
                 os.dup2(file, target)
                 os.close(file)
+            if task["namespace"]:
+                join(task["namespace"])
             os.chdir(task["folder"])
             os.environ.clear()
             os.environ.update(task["environment"])

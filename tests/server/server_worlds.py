@@ -6,11 +6,9 @@ import asyncio
 import atexit
 import contextlib
 import struct
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -241,13 +239,8 @@ MakeApi = Callable[..., contextlib.AbstractAsyncContextManager[Api]]
 class ServerProcess:
     """Server in its own process, over the simulated engine or a real one."""
 
-    def __init__(self, command: list[str], enter: Sequence[str] = ()) -> None:
-        self.process: ForkedServer | subprocess.Popen[str]
-        if enter:
-            program = [*enter, sys.executable, str(HERE / "serve.py"), *command]
-            self.process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        else:
-            self.process = ForkedServer(command)
+    def __init__(self, command: list[str], namespace: str = "") -> None:
+        self.process = ForkedServer(command, namespace)
         self.errors: list[str] = []
         self._reader = threading.Thread(target=self._read_errors, daemon=True)
         self._reader.start()
@@ -322,8 +315,8 @@ def simulated_server(
     blocks: int,
     context: int = tiny.CONTEXT,
     *,
-    enter: Sequence[str] = (),
+    namespace: str = "",
     **settings: Any,
 ) -> ServerProcess:
     options = [f"{name}={value}" for name, value in settings.items()]
-    return ServerProcess(["simulated", str(folder), str(step_s), str(blocks), str(context), *options], enter)
+    return ServerProcess(["simulated", str(folder), str(step_s), str(blocks), str(context), *options], namespace)

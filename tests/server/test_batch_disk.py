@@ -67,7 +67,7 @@ def test_files_can_be_deleted_on_full_disk_and_after_restart(
     start_server: StartServer, disk: SmallDisk, tmp_path: Path
 ) -> None:
     folder = tmp_path / "batches"
-    server = start_server(enter=disk.enter, batch_dir=folder)
+    server = start_server(namespace=disk.namespace, batch_dir=folder)
     client = Client(server)
     ids = [client.upload(size).json()["id"] for size in (1, 1, 1 << 20, 1, 1 << 20)]
     for count, file_id in enumerate(ids[:-1], 1):
@@ -78,7 +78,7 @@ def test_files_can_be_deleted_on_full_disk_and_after_restart(
     disk.fill()
     server.api.terminate()
     server.process.wait(30)
-    client = Client(start_server(enter=disk.enter, batch_dir=folder))
+    client = Client(start_server(namespace=disk.namespace, batch_dir=folder))
     disk.fill()
     assert client.files() == {ids[-1]}
     client.delete(ids[-1])
@@ -90,7 +90,7 @@ def test_server_starts_on_full_disk_and_recovers_when_space_is_freed(
 ) -> None:
     folder = tmp_path / "batches"
     disk.fill()
-    client = Client(start_server(enter=disk.enter, batch_dir=folder))
+    client = Client(start_server(namespace=disk.namespace, batch_dir=folder))
     for answer in (client.upload(1), client.ask("GET", "/v1/batches"), client.ask("DELETE", "/v1/files/file-1")):
         assert storage_error(answer) == f"files and batches cannot be used now: {FULL} {folder}"
     assert client.ask("POST", "/v1/completions", json={"prompt": "abc", "max_tokens": 3}).status_code == 200

@@ -5,7 +5,6 @@ import json
 import os
 import random
 import signal
-import sys
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +40,7 @@ from skipjoin.server.batches.records import (
 from skipjoin.server.batches.session import SteadyClock
 from skipjoin.server.batches.store import Store
 from skipjoin.server.batches.tables import batches, servers
+from support.forks import fork
 from support.postgres import Postgres
 from support.worlds import exhaustive
 
@@ -588,20 +588,11 @@ async def test_conflicting_transaction_is_retried() -> None:
     assert await change() == "done"
 
 
-KILLED = """
-import asyncio, sys
-from pathlib import Path
-from skipjoin.server.batches.records import LineResult, LineState
-from skipjoin.server.batches.store import Store
-
-async def main():
-    store = await Store.open(None, Path(sys.argv[1]), clock=lambda: 4e9)
+async def finish_lines(folder: Path) -> None:
+    store = await Store.open(None, folder, clock=lambda: 4e9)
     while taken := await store.lines.take(3):
         await store.lines.finish([LineResult(line=line, state=LineState.DONE, body=b"{}") for line in taken[:2]])
         print(*[line.number for line in taken[:2]], flush=True)
-
-asyncio.run(main())
-"""
 
 
 async def test_committed_results_survive_sigkill(tmp_path: Path) -> None:
@@ -610,14 +601,15 @@ async def test_committed_results_survive_sigkill(tmp_path: Path) -> None:
         row = await add_batch(store, lines=3000)
     printed: list[int] = []
     for kill in range(2):
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", KILLED, str(tmp_path), stdout=asyncio.subprocess.PIPE
-        )
-        for _ in range(5 + 17 * kill):
-            printed += map(int, (await process.stdout.readline()).split())
-        os.kill(process.pid, signal.SIGKILL)
-        printed += map(int, (await process.stdout.read()).split())
-        await process.wait()
+        own, theirs = os.pipe()
+        process = fork("store", os.environ, {theirs: 1}, lambda: asyncio.run(finish_lines(tmp_path)) or 0)
+        os.close(theirs)
+        with os.fdopen(own) as output:
+            for _ in range(5 + 17 * kill):
+                printed += map(int, output.readline().split())
+            os.kill(process, signal.SIGKILL)
+            printed += map(int, output.read().split())
+        os.waitpid(process, 0)
     assert len(printed) == len(set(printed)) > 50
     async with location.opened() as (store,):
         found = await store.batches.get(OWNER, row.id)

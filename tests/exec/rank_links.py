@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ START_S = 90.0
 GROUP_S = 20.0
 # Three layers give two stages unequal shares.
 LAYERS = 3
+PRELOADED = ["skipjoin.exec.ranks.rank", "skipjoin.model.loader", "skipjoin.model.torch_group"]
 _INTERPRETER = threading.Lock()
 
 
@@ -230,9 +232,9 @@ class Processes:
     def __init__(self, tp: int, pp: int, folder: Path) -> None:
         # A fork server imports torch and forks the ranks before it has any threads.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["skipjoin.exec.ranks.rank", "skipjoin.model.loader", "skipjoin.model.torch_group"]
-        )
+        if forkserver._forkserver._preload_modules != PRELOADED:  # that of a simulation runs
+            forkserver._forkserver._stop()
+        context.set_forkserver_preload(PRELOADED)
         self.tp, self.pp = tp, pp
         self.links = []
         for rank in range(tp * pp):

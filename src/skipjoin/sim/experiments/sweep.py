@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children, get_all_start_methods, get_context
 from multiprocessing.queues import Queue
 from statistics import fmean
 from typing import ClassVar, Protocol
@@ -173,7 +173,9 @@ def sweep(
 
     An interrupt ends the sweep at once; cells that were reported as `done` remain so.
     """
-    context = get_context("spawn")  # fork would copy locks held by other threads
+    # The processes fork from one that has imported this module and has no threads, whose locks they would copy.
+    context = get_context("forkserver" if "forkserver" in get_all_start_methods() else "spawn")
+    context.set_forkserver_preload([__name__])
     shares: Queue[tuple[int, int, float]] = context.Queue()
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_enter, initargs=(shares,))
     numbers = count()

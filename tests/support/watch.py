@@ -225,7 +225,7 @@ class WatchedCore(EngineCore):
         """Check that each victim does not run and has a reason.
 
         The reason is a higher-ranked request in this plan. One without KV on the device evicts none of its equals, and
-        no running request without a token, unless no request can run with the blocks that it has.
+        no running request of its class without a token, unless no request can run with the blocks that it has.
         """
         ordering = self.scheduler.policies.ordering
         ran = [piece.request for piece in plan.slices]
@@ -243,10 +243,13 @@ class WatchedCore(EngineCore):
             by_growth = any(ordering.rank(r) < ordering.rank(victim) for r in grown)
             runs = before[victim].last_plan >= before[victim].latest
             is_spared = before[victim].is_newly_resident and runs
-            incoming = tuple(r.id for r in new if ordering.outranks(r, victim))
+            above = [r for r in new if ordering.outranks(r, victim)]
+            if is_spared:  # only of a better class
+                above = [r for r in above if r.progress.band[0] < victim.progress.band[0]]
+            incoming = tuple(r.id for r in above)
             if is_stuck and ordering.rank(ran[0]) < ordering.rank(victim):
                 continue
-            assert by_growth or (incoming and not is_spared), f"request {victim.id} was evicted without a reason"
+            assert by_growth or incoming, f"request {victim.id} was evicted without a reason"
             if not by_growth and runs:
                 tokens = {number: len(request.progress.output) for number, request in self.requests.items()}
                 self.incoming_evictions.append(IncomingEviction(victim.id, incoming, tokens))

@@ -1,7 +1,7 @@
 """Rules that keep preemption from thrashing, each in a minimal example.
 
 `WatchedCore` checks every plan of every test: victims do not run, each is evicted for a higher-ranked request in that
-plan, and an incoming request evicts neither its equals nor running requests that have no token yet.
+plan, and an incoming request evicts neither its equals nor running requests of its class that have no token yet.
 """
 
 from __future__ import annotations
@@ -158,6 +158,22 @@ def test_a_paused_request_without_a_token_can_be_evicted() -> None:
     assert ran(stepper) == {1, 2}
     assert paused.progress.evictions == 1
     stepper.drain()
+
+
+@pytest.mark.parametrize("best_effort", [False, True])
+def test_a_prompt_under_way_is_evicted_for_a_request_of_a_better_class_only(best_effort: bool) -> None:
+    """Beside chat, a best-effort prompt may have as few tokens in each step as here, and take long."""
+    stepper = scene({0: 5, 1: 1}, blocks=8, chunk=4)
+    prompt = make(0, 30, 2, best_effort=best_effort)
+    stepper.add(prompt)
+    assert ran(stepper) == {0}
+    while stepper.core.kv.available:
+        assert ran(stepper) == {0}
+    assert prompt.progress.output == []
+    stepper.add(make(1, 4, 2))
+    assert ran(stepper) == ({1} if best_effort else {0})
+    stepper.drain()
+    assert len(prompt.progress.output) == 2
 
 
 def test_growth_evicts_the_lowest_ranked_request_even_before_its_first_token() -> None:

@@ -142,8 +142,7 @@ class Evictor:
             if states.slot_of(victim) is None:
                 continue
             has_begun = progress.last_plan == self._context.plan_id
-            is_new = progress.is_newly_resident and progress.last_plan >= latest
-            is_below = own < rank(victim) and outranks(request, victim) and not is_new
+            is_below = own < rank(victim) and outranks(request, victim) and not _is_protected(victim, request, latest)
             if not has_begun and (self._is_forced or is_below):
                 below.append(victim)
         if not below:
@@ -274,7 +273,7 @@ class Evictor:
         """Iterate over requests that may be evicted for this one once no plan in flight contains them, worst first.
 
         Unless the request grows, a running one must have generated a token since it got its KV. Otherwise two requests
-        could evict each other endlessly.
+        could evict each other endlessly. Best-effort requests cannot evict real-time ones.
         """
         reservations, latest, blocks_of = self._reservations, self._context.latest, self._kv.blocks_of
         owners = reservations.sources(request, parent) if reservations is not None else frozenset[Owner]()
@@ -284,8 +283,7 @@ class Evictor:
                 continue
             if reservations is not None and not reservations.returns_to(victim, owners):
                 continue
-            progress = victim.progress
-            if not grows and progress.is_newly_resident and progress.last_plan >= latest:
+            if not grows and _is_protected(victim, request, latest):
                 continue
             yield victim
 
@@ -395,3 +393,13 @@ class Evictor:
             return Preemption.SWAP
         self._leaving[victim] = move
         return Preemption.SPILL
+
+
+def _is_protected(victim: Request, request: Request, latest: int) -> bool:
+    """Return whether the victim keeps its KV until its next token, which it may have to wait for step by step.
+
+    A best-effort prompt beside chat has chunks of few tokens, for which no real-time request waits.
+    """
+    progress = victim.progress
+    is_of_class = progress.band[0] <= request.progress.band[0]
+    return is_of_class and progress.is_newly_resident and progress.last_plan >= latest

@@ -49,6 +49,7 @@ def step(batcher: LimitedBestEffort, requests: list[Request], now: float = 0.0) 
     [
         (Target(), 0.2 * 0.41),  # of a prefill of 400 tokens
         (Target(ttft_s=0.2), 0.05),
+        (Target(ttft_s=5.0), 0.2 * 0.41),  # its tokens must not take as long as the first one may
         (Target(ttft_s=0.2, tpot_s=0.03), 0.03),
         (Target(tpot_s=0.1), 0.1),
     ],

@@ -147,25 +147,24 @@ def test_best_effort_requests_finish_under_constant_real_time_load(recipe: str) 
         assert stepper.now < 60, f"{len(ends)} have finished"
 
 
-def worlds_beside_batches(draw: Random, pipeline: Pipeline, slowness: float) -> tuple[World, World]:
-    """Return a world with `fcfs`, whose only rules are classes and priorities, and one with `bros`."""
+def world_beside_batch(draw: Random, pipeline: Pipeline, slowness: float) -> World:
+    """Return a world with `fcfs`, whose only rules are classes and priorities."""
     depth, overlap, stages = pipeline
     floor, prompt, decode = draw.choice((2e-3, 0.01, 0.03)), draw.choice((2e-5, 1e-4, 5e-4)), draw.choice((2e-5, 1e-3))
     link = draw.choice((1e-5, 1e-4, 2e-3))
     seconds = (floor, prompt, 0.0, decode, 1e-7, link, link)
-    plain = World(
+    return World(
         "fcfs",
         depth,
         overlap,
         stages=stages,
-        device_blocks=draw.choice((120, 300)),
+        device_blocks=draw.choice((45, 80, 120, 300)),
         cpu_blocks=draw.choice((0, 100, 400)),
         block_size=16,
-        max_seqs=draw.choice((8, 16, 32)),
+        max_seqs=draw.choice((4, 8, 16, 32)),
         max_tokens=512,  # a whole prompt: `fcfs` does not cut prompts
         cost=LinearCost(*(slowness * second for second in seconds)),
     )
-    return plain, replace(plain, recipe="bros")
 
 
 def chat_and_batch(draw: Random, cost: LinearCost) -> list[Request]:
@@ -173,20 +172,24 @@ def chat_and_batch(draw: Random, cost: LinearCost) -> list[Request]:
 
     Chat begins first, because steps without any are as long as they can be.
     """
-    prompts, outputs = draw.choice(((4, 30), (50, 200), (4, 400))), draw.choice(((2, 12), (10, 60)))
-    prompt_s = cost.prefill_token * sum(prompts) / 2
-    each_s = prompt_s + (cost.floor / 4 + cost.decode) * sum(outputs) / 2
-    gap_s, now = each_s / draw.choice((0.1, 0.3, 0.6)), 0.0
-    target = draw.choice((NO_TARGET, Target(ttft_s=0.5, tpot_s=0.05)))
-    requests = []
-    for number in range(10):
-        requests.append(make(number, draw.randint(*prompts), draw.randint(*outputs), arrival=now, target=target))
-        now += draw.expovariate(1 / gap_s)
-    lengths = draw.choice(((4, 60), (100, 400))), draw.choice(((5, 20), (20, 60)))
+    short, long = draw.choice(((4, 30), (50, 200), (4, 400))), draw.choice(((4, 30), (200, 450)))
+    outputs, load = draw.choice(((1, 6), (2, 12), (10, 60))), draw.choice((0.1, 0.3, 0.6))
+    targets = draw.choice(
+        ((NO_TARGET,), (Target(ttft_s=0.5, tpot_s=0.05),), (Target(ttft_s=5.0),), (Target(tpot_s=0.3), NO_TARGET))
+    )
+    sizes = [(draw.randint(*draw.choice((short, short, short, long))), draw.randint(*outputs)) for _ in range(10)]
+    each_s = [cost.prefill_token * prompt + (cost.floor / 4 + cost.decode) * output for prompt, output in sizes]
+    priorities, now, requests = draw.choice(((0,), (0, 1, 2))), 0.0, []
+    for number, (prompt, output) in enumerate(sizes):
+        options = {"target": draw.choice(targets), "priority": draw.choice(priorities)}
+        requests.append(make(number, prompt, output, arrival=now, **options))
+        now += draw.expovariate(load / fmean(each_s))
+    lengths = draw.choice(((4, 60), (100, 450))), draw.choice(((1, 5), (5, 20), (20, 60)))
     since = draw.choice((0.0, now / 2))
     for number in range(draw.choice((5, 20, 60))):
-        prompt, output = (draw.randint(*some) for some in lengths)
-        requests.append(make(1000 + number, prompt, output, arrival=draw.uniform(0, since), best_effort=True))
+        (prompt, output), arrival = (draw.randint(*some) for some in lengths), draw.uniform(0, since)
+        options = {"best_effort": True, "priority": draw.choice((0, 7))}
+        requests.append(make(1000 + number, prompt, output, arrival=arrival, **options))
     return sorted(requests, key=lambda request: request.arrival)
 
 
@@ -195,7 +198,8 @@ def chat_and_batch(draw: Random, cost: LinearCost) -> list[Request]:
 def test_bros_delays_chat_beside_a_batch_by_at_most_a_seventh(pipeline: Pipeline, slowness: float, seed: int) -> None:
     """The defaults cannot hurt: chat is as fast as with classes and priorities alone, and the batch as well."""
     chat_s, batch_s = [], []
-    for world in worlds_beside_batches(Random(seed), pipeline, slowness):
+    plain = world_beside_batch(Random(seed), pipeline, slowness)
+    for world in (plain, replace(plain, recipe="bros")):
         assert isinstance(world.cost, LinearCost)
         kv = KVLedger(world.device_blocks, world.cpu_blocks, world.block_size)
         core = EngineCore(Scheduler(world.policies(), kv, depth=world.depth, overlap=world.overlap))

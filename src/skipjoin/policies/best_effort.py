@@ -40,7 +40,7 @@ class Patience:
     """Maximum time of steps with best-effort requests, which real-time ones may have to wait for.
 
     While real-time requests are live, it is that of the least patient one: a quarter of the TTFT objective and the TPOT
-    objective, or without objectives a fifth of the prefill time. A step of real-time requests may always become 10 %
+    objective, or without the latter a fifth of the prefill time. A step of real-time requests may always become 10 %
     longer. For `QUIET_S` after the last one has finished, only prompts are limited: the next one waits for the step
     that it finds, and decodes are short.
     """
@@ -97,10 +97,10 @@ class Patience:
 
     def _patience(self, request: Request) -> float:
         ttft_s, tpot_s, _ = request.progress.target
-        if min(ttft_s, tpot_s) < inf:
-            return min(_TTFT_SHARE * ttft_s, tpot_s)
-        alone = StepLoad.of(0, len(request.prompt)).seconds(self.cost)
-        return max(_PREFILL_SHARE * alone, _MIN_STEPS * self.cost.step(StepShape(decodes=1)))
+        if tpot_s == inf:  # an objective for the first token alone does not make the others slower
+            alone = StepLoad.of(0, len(request.prompt)).seconds(self.cost)
+            tpot_s = max(_PREFILL_SHARE * alone, _MIN_STEPS * self.cost.step(StepShape(decodes=1)))
+        return min(_TTFT_SHARE * ttft_s, tpot_s)
 
 
 class LimitedBestEffort(BatcherWrapper):

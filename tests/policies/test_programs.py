@@ -214,7 +214,7 @@ def test_what_is_learned_of_keys_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     for request in waiting:
         calls.run(request)
         calls.end(request)
-    calls.now = 100.0  # all have ended
+    calls.now = 100.0  # all are finished
     calls.call("one", 10, owner="last")
     assert len(calls.book._habits) <= 20
     assert len(calls.book._pending) == 1

@@ -21,7 +21,7 @@ SCALES_4BIT, SCALES_8BIT = "weight.absmax", "SCB"
 # Names of the tables of numbers, which end the name of the tensor with a matrix's settings.
 _TABLES = ("nf4", "fp4")
 # The largest code of 8 bits, whose number is the scale.
-_MOST = 127
+_MAX_CODE = 127
 
 
 class Blocks(NamedTuple):
@@ -67,7 +67,7 @@ def read_8bit(weights: FolderWeights, name: str, outputs: int, inputs: int) -> G
     if weights.has(f"{name}.weight_format") and int(weights.stored(f"{name}.weight_format", types=("U8",))):
         raise ModelError(f"{name} has its rows in the order of a kind of card; only row by row can be read")
     codes = weights.stored(f"{name}.weight", outputs, inputs, types=("I8",))
-    scales = weights.stored(f"{name}.{SCALES_8BIT}", outputs, types=("F32",)) / _MOST
+    scales = weights.stored(f"{name}.{SCALES_8BIT}", outputs, types=("F32",)) / _MAX_CODE
     return GroupedMatrix(codes, scales[:, None], -(-inputs // GROUP) * GROUP, 8)
 
 

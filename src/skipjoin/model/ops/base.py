@@ -131,7 +131,7 @@ class WholeText(NamedTuple):
 
 
 # Lanes of queries that a compiled operation reads at once, at most.
-_MOST_LANES = 64
+_MAX_LANES = 64
 
 
 def by_distance(added: torch.Tensor, scale: float) -> torch.Tensor:
@@ -140,12 +140,12 @@ def by_distance(added: torch.Tensor, scale: float) -> torch.Tensor:
     Args:
         added: Shape [heads, 2 * positions - 1]; that of query i and key j is at positions - 1 + i - j.
     """
-    return torch.nn.functional.pad(added.float() / scale, (0, _MOST_LANES))
+    return torch.nn.functional.pad(added.float() / scale, (0, _MAX_LANES))
 
 
 def longest(by_distance: torch.Tensor) -> int:
     """Return the number of positions."""
-    return (by_distance.shape[1] - _MOST_LANES + 1) // 2
+    return (by_distance.shape[1] - _MAX_LANES + 1) // 2
 
 
 class LayerOps(Protocol):

@@ -171,7 +171,7 @@ async def test_conversation_with_calls_reaches_the_template(echo: Api) -> None:
         ({"reasoning": {"effort": "none", "exclude": True}}, "False"),
         ({"reasoning": {"enabled": True}}, "True"),
         ({"thinking": {"type": "disabled"}}, "False"),
-        ({"thinking": {"type": "enabled", "clear_thinking": False}, "max_tokens": -1}, "True"),
+        ({"thinking": {"type": "enabled", "clear_thinking": False}}, "True"),
         ({"enable_thinking": False}, "False"),
         ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, "False"),
         ({"chat_template_kwargs": {"thinking": True}}, ""),

@@ -52,16 +52,11 @@ class ThinkingSettings(Body):
     clear_thinking: Ignored = None
 
 
-def _unless_unlimited(value: Any) -> Any:
-    return None if value == -1 else value
-
-
 class ChatRequest(GenerationBody):
     """Body of POST /v1/chat/completions."""
 
     messages: Messages
-    # Clients of LM Studio and llama.cpp write no limit as -1.
-    max_tokens: Annotated[Annotated[int, Integer(1, INT32)] | None, BeforeValidator(_unless_unlimited)] = None
+    max_tokens: Annotated[int, Integer(1, INT32)] | None = None
     max_completion_tokens: Annotated[int, Integer(1, INT32)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Integer(0, MAX_LOGPROBS)] | None = None

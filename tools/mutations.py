@@ -48,8 +48,8 @@ MUTATIONS = {
     "evictor": Mutation(
         "an admission evicts a running request only after it has generated a token",
         "core/decide/evict.py",
-        "if not grows and progress.is_newly_resident and progress.last_plan >= latest:",
-        "if False:",
+        "return is_of_class and progress.is_newly_resident and progress.last_plan >= latest",
+        "return False",
         ("core/decide/test_preemption_rules.py", "recipes/test_recorded_plans.py"),
     ),
     "ledger": Mutation(

@@ -171,7 +171,7 @@ def test_log_says_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
         ({"architectures": ["CohereCompassForCausalLM"]}, "its code finds no 'full_attention' in config.json"),
         (
             FALLBACKS["gpt2"] | {"quantization_config": {"quant_method": "awq"}},
-            "quantization_config is not supported for GPT2LMHeadModel, which has no family of Skipjoin's own",
+            "quantized weights are not supported for GPT2LMHeadModel, which has no family of Skipjoin's own",
         ),
         (
             FALLBACKS["gpt2"] | {"n_layer": 1 << 40},

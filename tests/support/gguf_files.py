@@ -30,7 +30,7 @@ _ARCHITECTURES = {
     },
 }
 _PERMUTED = ("llama", "mistral", "mixtral", "ministral3", "smollm3", "granite", "granitemoe")
-_PERMUTED += ("granitemoehybrid", "granitemoeshared")
+_PERMUTED += ("arcee", "granitemoehybrid", "granitemoeshared")
 # Names of parameters that the package knows only by those in checkpoints.
 _IN_CHECKPOINTS = {
     "self_attn.sinks": "self_attn.sinks.weight",
@@ -277,7 +277,8 @@ def _add_tensors(writer: gguf.GGUFWriter, model: transformers.PreTrainedModel, k
         # Which row of the checkpoint a row of the file is, to bring the numbers of blocks back.
         order = stored(name, np.arange(len(weight)), config)
         rows = np.ascontiguousarray(weight[order])
-        if weight.ndim == 1 and config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5")):
+        from_one = config.model_type.startswith(("gemma", "nemotron", "qwen3_next", "qwen3_5"))
+        if weight.ndim == 1 and from_one and "norm" in name and name.endswith(".weight"):
             rows += 1
             parameter.data = torch.from_numpy(rows) - 1
         if weight.ndim == 1 or "_norm" in found:

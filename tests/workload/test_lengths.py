@@ -4,7 +4,6 @@ import os
 import random
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from statistics import fmean
 
@@ -31,13 +30,6 @@ def sample(text: str, count: int = DRAWS, seed: int = 0) -> list[tuple[int, int]
     return [lengths.draw(rng) for _ in range(count)]
 
 
-@cache
-def means(text: str) -> tuple[float, float]:
-    """Return the means of drawn prompts and outputs."""
-    drawn = sample(text)
-    return fmean(prompt for prompt, _ in drawn), fmean(output for _, output in drawn)
-
-
 def distance(one: Sequence[int], other: Sequence[int]) -> float:
     """Return the Kolmogorov-Smirnov distance, the largest difference of the empirical distribution functions."""
     one, other = sorted(one), sorted(other)
@@ -49,7 +41,8 @@ def distance(one: Sequence[int], other: Sequence[int]) -> float:
 @every_table
 def test_a_table_has_the_moments_and_quantiles_of_its_source(name: str) -> None:
     measured, drawn = read_table(name)["measured"], tool.moments(sample(name))
-    for side in SIDES:
+    for side, exact in zip(SIDES, parse_lengths(name).mean(), strict=True):
+        assert exact == pytest.approx(measured[side]["mean"], rel=0.005)
         assert drawn[side]["mean"] == pytest.approx(measured[side]["mean"], rel=0.02)
         assert drawn[side]["std"] == pytest.approx(measured[side]["std"], rel=0.05)
         for percent in (5, 25, 50, 75, 95, 99):
@@ -60,14 +53,14 @@ def test_a_table_has_the_moments_and_quantiles_of_its_source(name: str) -> None:
 @every_table
 def test_a_table_has_the_published_means(name: str) -> None:
     published = read_table(name)["published"]
-    for side, mean in zip(SIDES, means(name), strict=True):
+    for side, mean in zip(SIDES, parse_lengths(name).mean(), strict=True):
         assert mean == pytest.approx(published[side], rel=FAR_FROM_PUBLISHED.get((name, side), 0.06))
 
 
 def test_lmsys_has_the_published_mean_with_the_documented_factor() -> None:
     text = "lmsys*1,1.14"
     assert text in read_table("lmsys")["caveat"]
-    assert means(text)[1] == pytest.approx(read_table("lmsys")["published"]["output"], rel=0.02)
+    assert parse_lengths(text).mean()[1] == pytest.approx(read_table("lmsys")["published"]["output"], rel=0.01)
 
 
 @every_table
@@ -121,6 +114,7 @@ def test_uniform_lengths_include_both_ends() -> None:
 
 def test_fixed_lengths_are_constant() -> None:
     assert {*sample("fixed:128,64", 50)} == {(128, 64)}
+    assert parse_lengths("fixed:128,64").mean() == (128, 64)
 
 
 @pytest.mark.parametrize("base", [*BUILT_IN, "uniform:40-400,20-60"])
@@ -136,12 +130,17 @@ def test_scaling_multiplies_every_draw_and_keeps_it_positive(
             assert small[side] == pytest.approx(max(1, large[side] * factor), abs=1 + 1.5 * factor)
 
 
-def test_one_factor_scales_both_lengths() -> None:
+def test_one_factor_scales_both_lengths_and_the_mean_matches_the_draws() -> None:
     assert sample("sharegpt*0.25", 100) == sample("sharegpt*0.25,0.25", 100)
-    whole, half = means("bookcorpus"), means("bookcorpus*0.5")
+    whole, half = parse_lengths("bookcorpus").mean(), parse_lengths("bookcorpus*0.5").mean()
     assert half == pytest.approx((whole[0] / 2, whole[1] / 2), rel=0.001)
+    for base in BUILT_IN:
+        # Rounding matters most for short lengths.
+        drawn, expected = sample(f"{base}*0.05"), parse_lengths(f"{base}*0.05").mean()
+        for side in (0, 1):
+            assert fmean(pair[side] for pair in drawn) == pytest.approx(expected[side], rel=0.02)
     # If nearly all lengths are rounded to 1, so is the mean.
-    assert means("alpaca*0.001") == pytest.approx((1, 1), rel=0.001)
+    assert parse_lengths("alpaca*0.001").mean() == pytest.approx((1, 1), rel=0.001)
 
 
 @pytest.mark.parametrize("text", ["sharegpt", "lmsys*0.5", "alpaca*0.25,2", "uniform:64-128,16-32", "fixed:128,64"])
@@ -181,6 +180,7 @@ def test_lengths_can_be_drawn_from_a_trace(tmp_path: Path) -> None:
     file.write_text("prompt_tokens,output_tokens\n10,5\n20,7\n40,9\n")
     lengths = parse_lengths(f"trace:{file}")
     assert lengths.name == "trace:rows.csv"
+    assert lengths.mean() == (70 / 3, 7)
     assert set(sample(f"trace:{file}", 100)) == {(10, 5), (20, 7), (40, 9)}
     half = parse_lengths(f"trace:{file}*0.5")
     assert half.name == "trace:rows.csv*0.5"

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise
+from statistics import fmean
 from typing import Any, Protocol
 
 from skipjoin.config import ConfigError, unknown
@@ -31,6 +33,8 @@ class Lengths(Protocol):
         """Return prompt and output tokens of one request. Always draws two numbers from `random`."""
         ...
 
+    def mean(self) -> tuple[float, float]: ...
+
 
 @dataclass(frozen=True)
 class Uniform:
@@ -40,6 +44,9 @@ class Uniform:
 
     def draw(self, random: random.Random) -> tuple[int, int]:
         return _pick(self.prompt, random.random()), _pick(self.output, random.random())
+
+    def mean(self) -> tuple[float, float]:
+        return sum(self.prompt) / 2, sum(self.output) / 2
 
     def scaled(self, name: str, prompt: float, output: float) -> Uniform:
         return Uniform(name, _scaled_range(self.prompt, prompt), _scaled_range(self.output, output))
@@ -104,6 +111,16 @@ class QuantileTable:
         output = _between(row.output, knot, (level - low) / (high - low))
         return _whole(prompt), _whole(output)
 
+    def mean(self) -> tuple[float, float]:
+        masses = [high - low for low, high in pairwise(self.edges)]
+        widths = [high - low for low, high in pairwise(self.output_levels)]
+        rows = list(zip(masses, self.bins, strict=True))
+        even = [1 / (len(self.bins[0].prompt) - 1)] * (len(self.bins[0].prompt) - 1)
+        return (
+            sum(mass * _area(even, row.prompt) for mass, row in rows),
+            sum(mass * _area(widths, row.output) for mass, row in rows),
+        )
+
     def scaled(self, name: str, prompt: float, output: float) -> QuantileTable:
         bins = tuple(
             PromptBin(
@@ -128,12 +145,23 @@ class TraceLengths:
         random.random()  # every distribution draws two numbers
         return _scaled(row.prompt_tokens, self.prompt), _scaled(row.output_tokens, self.output)
 
+    def mean(self) -> tuple[float, float]:
+        rows = self.trace.rows
+        return (
+            fmean(_scaled(row.prompt_tokens, self.prompt) for row in rows),
+            fmean(_scaled(row.output_tokens, self.output) for row in rows),
+        )
+
     def scaled(self, name: str, prompt: float, output: float) -> TraceLengths:
         return TraceLengths(name, self.trace, prompt, output)
 
 
 def _between(knots: Sequence[int], index: int, share: float) -> float:
     return knots[index] + share * (knots[index + 1] - knots[index])
+
+
+def _area(widths: Sequence[float], knots: Sequence[int]) -> float:
+    return sum(width * (low + high) / 2 for width, (low, high) in zip(widths, pairwise(knots), strict=True))
 
 
 @cache

@@ -169,7 +169,10 @@ def _private_settings() -> Iterator[None]:
 @contextmanager
 def _without_unused_processes() -> Iterator[None]:
     """Let Ray start no head node's processes that nothing uses. A Ray that starts them otherwise starts all."""
-    node: Any = import_module("ray._private.node").Node
+    try:
+        node: Any = import_module("ray._private.node").Node
+    except (ImportError, AttributeError):
+        node = None
     before = {name: getattr(node, name) for name in _UNUSED if hasattr(node, name)}
     for name in before:
         setattr(node, name, lambda *_, **__: None)

@@ -25,6 +25,7 @@ _OF_VALUES = ("attn_qkv", "attn_gate", "ssm_conv1d", "ssm_beta", "ssm_alpha", "s
 _ATTENTION = {f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"} | {"self_attn.o_proj": "attn_output"}
 _NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 _GATED = {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
+_PLAIN = {f"mlp.{part}_proj": f"ffn_{part}" for part in ("up", "down")}
 _JOINED_GATE = {"mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
 # Experts of a layer are one tensor, [experts, out, in].
 _EXPERTS = {f"mlp.experts.{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")}
@@ -166,8 +167,8 @@ class Architecture(NamedTuple):
         """Return the numbers of a checkpoint, given those of a tensor of one dimension, in float32."""
         if stored_name.endswith(".ssm_a"):
             return (-vector).log()
-        has_offset = self.norm_offset and "norm" in stored_name and "ssm_norm" not in stored_name
-        return vector - self.norm_offset if has_offset else vector
+        is_weight = "norm" in stored_name and "ssm_norm" not in stored_name and not stored_name.endswith(".bias")
+        return vector - self.norm_offset if self.norm_offset and is_weight else vector
 
 
 def _part(stored_name: str) -> str:
@@ -358,6 +359,19 @@ ARCHITECTURES = {
     "bert": _BERT,
     "nomic-bert": _NOMIC_BERT,
     "llama": _LLAMA,  # Mistral too
+    "arcee": _LLAMA._replace(
+        name="ArceeForCausalLM",
+        layers=_ATTENTION | _NORMS | _PLAIN,
+        biases={**_LLAMA.biases, "mlp_bias": frozenset(_PLAIN.values())},
+    ),
+    "nemotron": Architecture(
+        "NemotronForCausalLM",
+        _ATTENTION | _NORMS | _PLAIN,
+        ("norm_eps", _EPSILON),
+        {"attention_bias": QKV | {"attn_output"}, "mlp_bias": frozenset(_PLAIN.values())},
+        frozenset({"attn_norm", "ffn_norm"}),
+        norm_offset=1.0,
+    ),
     "mistral3": _LLAMA._replace(
         name="Ministral3ForCausalLM",
         yarn={"mscale": 1.0},

@@ -70,9 +70,9 @@ def with_integers(matrix: GroupedMatrix) -> GroupedMatrix:
         return matrix
     numbers = torch.tensor(matrix.values, dtype=torch.float64)
     factors = torch.linspace(64, 127, 1024, dtype=torch.float64)[:, None] / numbers.abs().max()
-    rounded_ = (numbers * factors).round()
-    best = int((rounded_ / factors - numbers).square().sum(1).argmin())
-    values = tuple(int(value) for value in rounded_[best])
+    nearest = (numbers * factors).round()
+    best = int((nearest / factors - numbers).square().sum(1).argmin())
+    values = tuple(int(value) for value in nearest[best])
     return matrix._replace(values=values, scales=matrix.scales.float() / float(factors[best]))
 
 

@@ -120,13 +120,8 @@ class Fact(NamedTuple):
     meaning: str
 
 
-class Explaining(Protocol):
-    """Policy that explains its decisions to a reader."""
-
-    def explain(self, request: Request, now: float, kv: KVAccounts) -> Iterable[Fact]: ...
-
-
 def explanation(policy: object, request: Request, now: float, kv: KVAccounts) -> list[Fact]:
+    """Return the facts of a policy's method `explain(request, now, kv)`, which it may lack."""
     explain = getattr(policy, "explain", None)
     return [] if explain is None else list(explain(request, now, kv))
 
@@ -362,12 +357,6 @@ class EvictionPolicy(Protocol):
         ...
 
 
-class Bindable(Protocol):
-    """Policy that asks the ordering, for example about what it promises (`core.promises`)."""
-
-    def bind(self, ordering: Ordering) -> None: ...
-
-
 def is_decode_invariant(policy: object) -> bool:
     """True if decode-only steps without waiting requests leave the policy unchanged, even if calls are skipped.
 
@@ -416,6 +405,7 @@ class Policies:
 
     def __post_init__(self) -> None:
         parts = self.parts
+        # A policy that asks the ordering, for example about its promises (`core.promises`), has a method `bind`.
         for part in parts[1:]:
             if (bind := getattr(part, "bind", None)) is not None:
                 bind(self.ordering)

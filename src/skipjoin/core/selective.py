@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
-from typing import Protocol
 
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.policy import Policies
@@ -16,29 +15,23 @@ from skipjoin.core.request import Request
 Limits = Callable[[], Sequence[int]]
 
 
-class Selective(Protocol):
-    def limits(self, kv: KVAccounts) -> Sequence[int]:
-        """Return how many blocks a request without KV may need to be admitted now, for each kind of need."""
-
-
-class Indexed(Protocol):
-    """Ordering that finds waiting requests by their needs."""
-
-    def fitting(self, limits: Limits, kv: KVAccounts) -> Iterator[Request]:
-        """Iterate lazily, in rank order, over requests without KV of which a need is within its limit.
-
-        `limits` is called again after each request, which may have taken blocks.
-        """
-
-
 def fitting(ordering: object, limits: Limits, kv: KVAccounts) -> Iterator[Request]:
+    """Iterate lazily, in rank order, over requests without KV of which a need is within its limit.
+
+    `limits` is called again after each request, which may have taken blocks. An ordering without a method `fitting`
+    finds none.
+    """
     find = getattr(ordering, "fitting", None)
     found: Iterator[Request] = iter(()) if find is None else find(limits, kv)
     return found
 
 
 def passing(policies: Policies, kv: KVAccounts, holders: Sequence[Request]) -> Iterator[Request]:
-    """Iterate in rank order over the holders, and the requests without KV that would be admitted."""
+    """Iterate in rank order over the holders, and the requests without KV that would be admitted.
+
+    An admission's method `limits(kv)`, which it may lack, returns how many blocks a request without KV may need to be
+    admitted now, for each kind of need.
+    """
     limits = getattr(policies.admission, "limits", None)
     if limits is None:
         return iter(holders)

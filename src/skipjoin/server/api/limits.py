@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from skipjoin.server.api.errors import ApiError, bad_request, overloaded
+from skipjoin.server.api.errors import bad_request, overloaded
 from skipjoin.server.api.finish_times import Runs, Throughput
 from skipjoin.server.api.queue_waits import QueueWaits
 from skipjoin.server.api.shares import Shares
@@ -156,17 +156,9 @@ class Admission:
                 "n",
             )
         self._check_size(tokens, max_tokens, whose, param)
+        self._check_room(self._requests, count, max_requests, client, whose, weight=weight)
+        self._check_room(self._tokens, tokens, max_tokens, client, whose, weight=weight)
         now = self._clock()
-        if (excess := self._requests.excess(client, count, max_requests, now, weight=weight)) > 0:
-            self._metrics.count("admission_rejected_total", "requests")
-            retry_s = _retry_after(self._seconds_until(excess))
-            is_entitled = self._requests.refuse(
-                client, count, max_requests, now, weight=weight, expected_in_s=retry_s + _RETURN_S
-            )
-            named = client if self._is_shared and not is_entitled else None
-            text = self._full(self._requests, max_requests, "requests", whose, named)
-            raise self._overloaded(text, retry_s, is_of_client=named is not None)
-        self._check_room(client, tokens, max_tokens, whose, now, weight=weight)
         if self._began is None and count:
             self._began = now
         first = self._last_position + 1
@@ -191,11 +183,6 @@ class Admission:
         at_pace_s = self._waits.at_pace(position)
         return QueuePlace(position, now, self._begun, at_pace_s, self._waits.estimate(at_pace_s))
 
-    def _overloaded(self, text: str, retry_s: float, *, is_of_client: bool) -> ApiError:
-        """Return a 429 with the place that the request would have in the queue."""
-        place = self._place_at(self._last_position + 1, self._clock())
-        return overloaded(text, retry_s, is_of_client=is_of_client, position=place.position, wait_s=place.estimate_s)
-
     def _seconds_until(self, count: int) -> float:
         predicted_s = self._runs.seconds_until(count)
         return self._ends.seconds_until(count) if predicted_s is None else max(predicted_s, self._ends.by_rate(count))
@@ -207,8 +194,8 @@ class Admission:
         tokens, before = sum(prompt_tokens), sum(slot.tokens for slot in slots)
         if tokens > before:
             self._check_size(tokens, max_tokens, whose)
-            first, now = slots[0], self._clock()
-            self._check_room(first.client, tokens, max_tokens, whose, now, weight=first.weight, instead_of=before)
+            of, weight = slots[0].client, slots[0].weight
+            self._check_room(self._tokens, tokens, max_tokens, of, whose, weight=weight, instead_of=before)
         for slot, size in zip(slots, prompt_tokens, strict=True):
             slot.resize(size)
 
@@ -235,25 +222,25 @@ class Admission:
             )
 
     def _check_room(
-        self, client: str, tokens: int, capacity: int, whose: str, now: float, *, weight: float, instead_of: int = 0
+        self, shares: Shares, amount: int, capacity: int, client: str, whose: str, *, weight: float, instead_of: int = 0
     ) -> None:
-        """Raise 429 if `tokens` do not fit in place of `instead_of`, which are already counted."""
-        shares = self._tokens
-        if (excess := shares.excess(client, tokens, capacity, now, instead_of=instead_of, weight=weight)) > 0:
-            self._metrics.count("admission_rejected_total", "tokens")
-            retry_s = _retry_after(self._starts.seconds_until(excess))
-            is_entitled = shares.refuse(
-                client,
-                tokens,
-                capacity,
-                now,
-                instead_of=instead_of,
-                weight=weight,
-                expected_in_s=retry_s + _RETURN_S,
-            )
-            named = client if self._is_shared and not is_entitled else None
-            text = self._full(shares, capacity, "prompt tokens wait", whose, named)
-            raise self._overloaded(text, retry_s, is_of_client=named is not None)
+        """Raise 429 if `amount` does not fit in place of `instead_of`, which is already counted."""
+        now = self._clock()
+        if (excess := shares.excess(client, amount, capacity, now, instead_of=instead_of, weight=weight)) <= 0:
+            return
+        of_tokens = shares is self._tokens
+        self._metrics.count("admission_rejected_total", "tokens" if of_tokens else "requests")
+        retry_s = _retry_after(self._starts.seconds_until(excess) if of_tokens else self._seconds_until(excess))
+        expected_in_s = retry_s + _RETURN_S
+        is_entitled = shares.refuse(
+            client, amount, capacity, now, instead_of=instead_of, weight=weight, expected_in_s=expected_in_s
+        )
+        named = client if self._is_shared and not is_entitled else None
+        text = self._full(shares, capacity, "prompt tokens wait" if of_tokens else "requests", whose, named)
+        place = self._place_at(self._last_position + 1, now)  # that the request would have
+        raise overloaded(
+            text, retry_s, is_of_client=named is not None, position=place.position, wait_s=place.estimate_s
+        )
 
     def _full(self, shares: Shares, capacity: int, what: str, whose: str, client: str | None) -> str:
         text = f"{shares.used} of {capacity} {what}"

@@ -96,7 +96,7 @@ class ForeignScheduler(Scheduler):
         return self.amend(plan, slices, now)
 
     def lose(self, request: Request, now: float) -> None:
-        """Reset a request whose KV the engine evicted. Its slices in flight are void."""
+        """Reset a request whose KV the engine evicted, and drop its slices from the plans in flight."""
         for index, plan in enumerate(self._in_flight):
             kept = tuple(slice_ for slice_ in plan.slices if slice_.request is not request)
             if len(kept) < len(plan.slices):

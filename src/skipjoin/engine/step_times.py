@@ -37,7 +37,7 @@ class StepTimes:
         return self._gap_s / self._gaps if self._gaps else 0.0
 
     def matched(self, cost: LinearCost) -> LinearCost:
-        """Return the cost model, scaled so that its estimate of a mean step is the mean duration."""
+        """Return the cost model, scaled so that its estimate for the mean step equals the mean measured duration."""
         if not self._steps:
             return cost
         prefill, attention, decodes, context = (total / self._steps for total in self._shape)

@@ -26,7 +26,7 @@ class Piece(NamedTuple):
     """What an event of a stream adds to the answer.
 
     Attributes:
-        text: Of a token, perhaps empty; None for an event without a token.
+        text: Text of a token, which may be empty; None for an event without a token.
         finish_reason: "stop" if the model ended the answer.
         is_end: Whether the event ends a complete stream.
     """

@@ -271,7 +271,7 @@ class CausalLM:
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the logits of rows of `wanted_rows`; all ranks of the stage must call it.
 
-        A model of vectors has none, and the rows are returned.
+        A model without an output layer, such as one of embeddings, returns `rows` themselves.
         """
         if self._output is None:
             return rows

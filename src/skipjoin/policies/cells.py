@@ -58,7 +58,7 @@ class Cell:
 
 
 class SortedCells:
-    """Requests of cells by key, ties by arrival and id, sorted as far as they have been read."""
+    """Requests of several cells by key, ties by arrival and id. They are sorted only as far as they are read."""
 
     def __init__(self) -> None:
         self._cells: list[Cell] = []

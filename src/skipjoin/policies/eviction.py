@@ -275,8 +275,9 @@ class ProactiveSwap(Swap):
     def may_move_ahead(self, request: Request) -> bool:
         """Return whether the request may be swapped out with an overlapped move.
 
-        Such a move need not beat recomputation. If only KV that is slow to recompute moved, short requests would stay
-        on the device while older ones wait behind the limited pace of drops. KV that was swapped in stays for a token.
+        The move may be slower than recomputation. If only KV that is slow to recompute moved, short requests would stay
+        on the device while older ones wait behind the limited pace of drops. A request whose KV was just swapped in
+        first generates a token.
         """
         progress = request.progress
         return progress.known - progress.computed <= 1 and not progress.is_newly_resident

@@ -165,7 +165,7 @@ class GittinsIndex:
         return max(0.0, total * second / (first * first) - 1) if first > 0 else 0.0
 
     def _moments(self, kind: Kind) -> tuple[float, float]:
-        """Return the means of the cost of such a request, in the unit of `_index`, and of its square."""
+        """Return the mean cost of a request of this kind, in decode steps as in `_index`, and its mean square."""
         before = self.prompt_s(kind) / self._decode(_prompt_of(kind.octave))
         ends = self._ends(kind.cls, kind.cap)
         costs = [*map(add, repeat(before), self._costs(kind.octave)[: len(ends)])]

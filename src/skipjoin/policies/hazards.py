@@ -38,7 +38,7 @@ def hazards_of(mass: Sequence[float]) -> list[float]:
 
 
 def merged(mass: Sequence[float]) -> list[float]:
-    """Return a distribution over `LENGTH_EDGES` as one over the bins of this module."""
+    """Convert a distribution over `LENGTH_EDGES` to the coarser bins of this module."""
     found = [0.0] * BINS
     for place, share in enumerate(mass):
         found[bin_of(LENGTH_EDGES[place])] += share

@@ -128,7 +128,7 @@ class _Simplifier:
         return out
 
     def _referred(self, schema: Any, ref: str) -> None:
-        """Simplify the schema of a reference that is not in a place of schemas, such as `#/components/schemas/x`."""
+        """Simplify the schema that a reference names where no keyword has one, as in `#/components/schemas/x`."""
         if not ref.startswith("#/") or ref in self._seen:
             return
         place, _, last = ref.rpartition("/")

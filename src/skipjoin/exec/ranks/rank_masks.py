@@ -24,7 +24,7 @@ class RankMaskState:
     answers: Answers = field(default_factory=list)
 
     def note(self, answers: Answers) -> None:
-        """Note the answers of all ranks: a request is slow if it is on one, and is charged for the slowest."""
+        """Combine the answers of all ranks: a request is slow if it is slow on one, and is charged the longest time."""
         self.is_slow = any(is_slow for is_slow, _ in answers)
         self.uncharged_s += max(seconds for _, seconds in answers)
 

@@ -55,7 +55,10 @@ def apply_experts(
 def _window_mask(
     batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Any], **ignored: Any
 ) -> torch.Tensor:
-    """Return the window of a mask at each position of [1, 1, queries, keys]; 0 without one; others by `OTHER_MASK`."""
+    """Replace a mask by one number, its window, which fills a tensor [1, 1, queries, keys].
+
+    It is 0 for a causal mask without a window, `OTHER_MASK` minus the size for chunks, and `OTHER_MASK` for others.
+    """
     with torch.device("cpu"):
         _without_padding(mask_function)
         zero, far, at = torch.zeros((), dtype=torch.int64), torch.arange(_FAR + 1), torch.from_numpy(SAMPLES)

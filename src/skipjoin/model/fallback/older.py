@@ -50,13 +50,13 @@ def register(config: Any) -> None:
 
 
 def _any_mask(original: Callable[..., torch.Tensor | None], **options: Any) -> torch.Tensor:
-    """Return a mask in any case, since MPT converts it; that of paged KV is not read."""
+    """Return a placeholder where there is no mask, because MPT converts the mask, although paged KV needs none."""
     found = original(**options)
     return torch.zeros(()) if found is None else found
 
 
 def _no_mask_with_biases(original: Callable[..., torch.Tensor | None], **options: Any) -> torch.Tensor | None:
-    """Return no mask that Falcon would join with its linear biases, where ours are computed."""
+    """Return a placeholder for the mask that Falcon joins with its linear biases, where our attention has both."""
     config = options["config"]
     is_ours = config.alibi and config._attn_implementation in (PAGED, SAMPLED)
     return torch.zeros(()) if is_ours else original(**options)

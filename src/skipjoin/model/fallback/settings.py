@@ -178,7 +178,7 @@ def _check_counts(raw: Mapping[str, Any]) -> None:
 
 
 def _intermediate_size(config: Any) -> int:
-    """Return the columns of an MLP, by which nothing is split; a usual one if there are several, or none."""
+    """Return the inner size of the MLPs, or the usual 4 * hidden_size if config.json has none, or several."""
     found = getattr(config, "intermediate_size", None)
     return found if isinstance(found, int) and found > 0 else 4 * int(config.hidden_size)
 

@@ -56,15 +56,15 @@ class Attention(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """What a model computes.
+    """Operations of a model of transformers, as recorded while it ran without data.
 
     Attributes:
         attentions: Calls with the name of their module, in order.
         mixers: Names of the modules that have a state, in order, and its shape in each.
-        products: Names of matrices that are only multiplied by, except in modules of embeddings.
-        transposed: Those of them that are [in, out].
-        widened: Those of them that the model uses in float32.
-        left: Those of them that stand on the left of a product, without the bias of their module.
+        products: Names of matrices that are used in matrix products alone, except those of embeddings.
+        transposed: Products whose matrix has the shape [in, out].
+        widened: Products that the model computes in float32.
+        left: Products whose matrix is the left operand, and which do not add the bias of their module.
         is_uneven: Whether torch's bits of a row would depend on the others; see `EvenRows`.
     """
 

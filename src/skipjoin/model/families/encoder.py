@@ -18,16 +18,16 @@ _GATED = {function: name for name, function in GATES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Names of an encoder's tensors, after its prefix, and in a layer after that of the layer.
+    """Names of an encoder's tensors. Those of a layer follow the prefix `layer`, all follow that of the model.
 
     Attributes:
-        positions: Empty without learned ones.
-        layer: With the place of the number.
-        qkv: Three names, or one of a matrix that has all.
-        attention_norm: Of the residual after the attention, or before it if `norm_before`. So is `mlp_norm`.
-        up: One name without a gate; gate and up; or one of a matrix that has both if `is_joined`, up first if
-            `has_up_first`.
-        has_down_bias: The last product has a bias where `mlp_bias` says that the first has none.
+        positions: Learned position embeddings; empty if the encoder has none.
+        layer: Prefix of a layer's tensors, with {} for its number.
+        qkv: Names of three matrices, or of one that joins them.
+        attention_norm: Norm after the attention, or before it if `norm_before`; `mlp_norm` likewise.
+        up: First matrices of the MLP: one without a gate, or gate and up. If `is_joined`, one matrix has both, with up
+            first if `has_up_first`.
+        has_down_bias: Whether the second matrix of the MLP has a bias although `mlp_bias` is false for the first.
     """
 
     words: str = "embeddings.word_embeddings"

@@ -26,11 +26,13 @@ from skipjoin.model.weights import Stack
 
 
 class _Kind(NamedTuple):
-    """What a family has; names are those in config.json and in a layer.
+    """Family of mixture-of-experts models: names of its settings in config.json and of tensors in a layer.
 
     Attributes:
-        names: Of an expert's gate, of what it gates, and of its second product; none if experts are stored together.
-        defaults: Of missing entries: those of the configuration class in transformers.
+        width: Setting with the inner size of an expert; `experts` is that with the number of experts.
+        mlp: Module with the experts and the `router`.
+        names: Matrices of an expert: gate, up and down. None if all experts are stored in one tensor.
+        defaults: Values of missing settings, as in the configuration class of transformers.
     """
 
     model_type: str

@@ -27,7 +27,7 @@ def rounded_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class ScaledLinear(TorchLinear):
-    """Product of a weight that it rounds. Call `check` before the first on a device."""
+    """Linear layer that rounds its weight to 8-bit floats. Call `check` before the first one on a device."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> None:
         codes, scales = rounded_rows(weight)
@@ -71,7 +71,7 @@ class ScaledLinear(TorchLinear):
 
 
 def scaled_kind(ops: LayerOps) -> type[ScaledLinear]:
-    """Return the products whose activations run as in those of `ops`."""
+    """Return the class of 8-bit linear layers that compute activation functions as `ops` do."""
     if type(ops) is TorchOps:
         return ScaledLinear
     from skipjoin.model.ops.triton_ops import TritonScaled  # noqa: PLC0415 (for cards)

@@ -24,12 +24,12 @@ class ResponseStore(Protocol):
     """Responses by the API key that asked for them. Methods raise `ApiError` while nothing can be stored."""
 
     async def add(self, owner: str, stored: StoredResponse, items: Collection[str]) -> None:
-        """Store a response, and let `items` of it be found by their ids."""
+        """Store a response. `items` are the ids of its items, which `items()` finds from then on."""
 
     async def get(self, owner: str, response_id: str) -> StoredResponse | None: ...
 
     async def items(self, owner: str, ids: Collection[str]) -> Mapping[str, dict[str, Any]]:
-        """Return those items of stored responses that exist, by their ids."""
+        """Return the stored items among `ids`, by id. Missing ones are left out."""
 
     async def delete(self, owner: str, response_id: str) -> bool:
         """Delete a response, and return whether it existed."""

@@ -294,7 +294,8 @@ class AsyncLLM(LocalEngine):
                 self._deliver(events)
         except Exception as error:
             self._failure = error
-        self._drop_all()
+        for stream in self._streams.values():
+            stream.put(self._error())
 
     def _handle_inbox(self) -> bool:
         """Handle the requests of callers; return False once closed. Blocks while nothing can run."""
@@ -330,10 +331,6 @@ class AsyncLLM(LocalEngine):
         for number, output in outputs_of(events).items():
             if (stream := self._streams.get(number)) is not None:
                 stream.put((number, output))
-
-    def _drop_all(self) -> None:
-        for stream in self._streams.values():
-            stream.put(self._error())
 
     def _error(self) -> Exception:
         if self._failure is None:

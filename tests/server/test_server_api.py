@@ -953,7 +953,6 @@ async def test_engine_can_be_killed_during_process_creation() -> None:
     handle = EngineHandle(EngineClient(Metrics()), command=("sleep", "60"))
     starting = asyncio.create_task(handle.start(EngineConfig()))
     await asyncio.sleep(0)
-    assert handle.pid is None
     handle.kill()
     with pytest.raises(EngineStartError, match="SIGKILL"):
         await asyncio.wait_for(starting, 30)

@@ -48,9 +48,7 @@ def replay(
     if plot is not None:
         from skipjoin.report.plots.distribution import draw_distributions  # noqa: PLC0415
 
-        draw_distributions(
-            plot, "time to first token (s)", {outcome.name: outcome.ttft_s for outcome in comparison.outcomes}
-        )
+        draw_distributions(plot, {outcome.name: outcome.ttft_s for outcome in comparison.outcomes})
     if as_json:
         print(json.dumps({outcome.name: outcome.figures() for outcome in comparison.outcomes}))
         return

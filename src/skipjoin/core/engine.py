@@ -192,15 +192,12 @@ class EngineCore:
         del self.requests[request.id]
         if request.deadline < math.inf:
             self._with_deadline -= 1
-            self._drop_old_deadlines()
+            if len(self._deadlines) > 2 * self._with_deadline:
+                self._deadlines = list({entry for entry in self._deadlines if self._is_live(*entry)})
+                heapq.heapify(self._deadlines)
         self.scheduler.remove(request, now)
         self.scheduler.events.append(Finished(request, now, reason, detail, is_refused))
         self.on_finished(request)
-
-    def _drop_old_deadlines(self) -> None:
-        if len(self._deadlines) > 2 * self._with_deadline:
-            self._deadlines = list({entry for entry in self._deadlines if self._is_live(*entry)})
-            heapq.heapify(self._deadlines)
 
     def _is_live(self, deadline: float, request_id: int) -> bool:
         request = self.requests.get(request_id)

@@ -52,9 +52,7 @@ class GrammarsAhead:
 
     def __init__(self, mask: GrammarMask, on_begin: Callable[[Request], object] = lambda request: None) -> None:
         self._mask, self._on_begin = mask, on_begin
-        self._threads = FairThreads(
-            max(1, min(_MAX_THREADS, usable_cpus() // 4)), "skipjoin-grammar", niceness=_NICENESS
-        )
+        self._threads = FairThreads(max(1, min(_MAX_THREADS, usable_cpus() // 4)), niceness=_NICENESS)
         self._states: dict[Request, Future[GrammarState]] = {}
 
     def start(self, request: Request) -> Future[GrammarState] | None:

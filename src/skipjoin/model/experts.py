@@ -77,7 +77,7 @@ def gated_experts(builder: Builder, name: str) -> MakeExperts:
     assert of is not None
     shapes = [builder.weights.shape_of(f"{name}.{part}") for part in ("gate_up_proj", "down_proj")]
     if None in shapes:
-        return separate_experts(builder, name, ("gate_proj", "up_proj"), "down_proj", GATED)
+        return separate_experts(builder, name, ("gate_proj", "up_proj"), "down_proj")
     is_transposed = shapes == [(of.count, hidden, 2 * of.width), (of.count, of.width, hidden)]
     own = builder.shard.expert_columns(builder.config)
     rows = torch.cat([torch.arange(first + own.start, first + own.stop) for first in (0, of.width)])
@@ -86,7 +86,7 @@ def gated_experts(builder: Builder, name: str) -> MakeExperts:
     return stacked_experts(builder, up, down, GATED)
 
 
-def separate_experts(builder: Builder, name: str, gate_up: Sequence[str], down: str, activation: str) -> MakeExperts:
+def separate_experts(builder: Builder, name: str, gate_up: Sequence[str], down: str) -> MakeExperts:
     """Return what makes experts of tensors of their own: `name`.N.`down` and likewise."""
     settings, weights, ops = builder.config.experts, builder.weights, builder.ops
     assert settings is not None
@@ -98,7 +98,7 @@ def separate_experts(builder: Builder, name: str, gate_up: Sequence[str], down: 
         downs: list[Linear] = []
         for index in range(count):
             up = [Matrix(f"{name}.{index}.{part}", width, own) for part in gate_up]
-            ups.append(weights.linear(ops, up, hidden, bias=False, activation=activation))
+            ups.append(weights.linear(ops, up, hidden, bias=False, activation=GATED))
             whole = Matrix(f"{name}.{index}.{down}", hidden, range(hidden))
             downs.append(weights.linear(ops, [whole], width, bias=False, columns=own))
         return ups, downs

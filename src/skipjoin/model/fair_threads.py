@@ -15,8 +15,8 @@ ResultT = TypeVar("ResultT")
 class FairThreads:
     """Threads, with `niceness` added, that run the calls of clients in turn, and those of one in order. Thread-safe."""
 
-    def __init__(self, threads: int, name: str, *, niceness: int = 0) -> None:
-        self._most, self._name, self._niceness = threads, name, niceness
+    def __init__(self, threads: int, *, niceness: int = 0) -> None:
+        self._most, self._niceness = threads, niceness
         self._queues: OrderedDict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
@@ -27,10 +27,10 @@ class FairThreads:
         future: Future[ResultT] = Future()
         with self._changed:
             if self._is_closed:
-                raise RuntimeError(f"the threads {self._name} are closed")
+                raise RuntimeError("the threads are closed")
             self._queues.setdefault(client, deque()).append((future, partial(work, *args)))
             if not self._idle and len(self._threads) < self._most:
-                thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
+                thread = threading.Thread(target=self._run, name=f"skipjoin-grammar-{len(self._threads)}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
             self._changed.notify()

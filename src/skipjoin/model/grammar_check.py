@@ -40,7 +40,7 @@ class GrammarCheck:
     def __init__(self, folder: str | Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._vocabulary = Vocabulary(str(folder), vocab_size, eos_token_ids)
         # One thread, because a single process compiles.
-        self._threads = FairThreads(1, "skipjoin-grammar")
+        self._threads = FairThreads(1)
         self._process = FrameProcess(_COMMAND, _MAX_WAIT_S)
         self._known: OrderedDict[tuple[str, StructuredOutput], str] = OrderedDict()
         self._known_lock = threading.Lock()

@@ -56,13 +56,10 @@ class ModelFiles:
         """Settings of quantized weights: of the model, or of its part that is served, or those of another file."""
         if (found := quantization_of(self.config)) is not None:
             return found
-        if not self.may_have_file(_MODELOPT):
+        if not (self.has_weights and (self.folder / _MODELOPT).is_file()):
             return None
         settings = read_json(self.folder / _MODELOPT).get("quantization")
         return {**(settings if isinstance(settings, Mapping) else {}), "quant_method": "modelopt"}
-
-    def may_have_file(self, name: str) -> bool:
-        return self.has_weights and (self.folder / name).is_file()
 
     def names(self, *patterns: str) -> list[str]:
         return sorted(file.name for pattern in patterns for file in self.folder.glob(pattern) if file.is_file())

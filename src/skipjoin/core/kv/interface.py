@@ -151,10 +151,6 @@ class Cached(Protocol):
     def shared_blocks(self) -> int: ...
 
     @property
-    def survival(self) -> float:
-        """Share of the free blocks with their KV that requests, whose KV was dropped, found when they returned."""
-
-    @property
     def leased_blocks(self) -> int:
         """Number of free device blocks with leased KV that no waiting request matches."""
 

@@ -136,6 +136,7 @@ class PrefixCache:
 
     @property
     def survival(self) -> float:
+        """Share of the free blocks with their KV that requests, whose KV was dropped, found when they returned."""
         return self._found / self._left if self._left else 0.0
 
     def note_drop(self, request: Request) -> None:

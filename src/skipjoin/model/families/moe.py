@@ -160,7 +160,7 @@ def _experts(builder: Builder, name: str, kind: _Kind) -> MakeExperts:
     if kind.names == _SEPARATE:
         return gated_experts(builder, f"{name}.experts")
     if kind.names is not None:
-        return separate_experts(builder, f"{name}.experts", kind.names[:2], kind.names[2], GATED)
+        return separate_experts(builder, f"{name}.experts", kind.names[:2], kind.names[2])
     of, hidden, own = builder.config.experts, builder.config.hidden_size, builder.shard.expert_columns(builder.config)
     assert of is not None
     rows = torch.cat([torch.arange(first + own.start, first + own.stop) for first in (0, of.width)])

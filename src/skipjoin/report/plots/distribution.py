@@ -6,7 +6,7 @@ from pathlib import Path
 from skipjoin.report.plots.style import legend, log_where_wide, look, new_figure, save, styled
 
 
-def draw_distributions(path: Path, label: str, series: Mapping[str, Sequence[float]]) -> None:
+def draw_distributions(path: Path, series: Mapping[str, Sequence[float]]) -> None:
     with styled():
         figure = new_figure(4.8, 3.2)
         axes = figure.add_subplot()
@@ -17,7 +17,7 @@ def draw_distributions(path: Path, label: str, series: Mapping[str, Sequence[flo
             style = look(index)
             handles += axes.plot(ordered, shares, color=style.color, linestyle=style.dash, drawstyle="steps-post")
         log_where_wide(axes, axes.xaxis, [value for values in series.values() for value in values])
-        axes.set_xlabel(label)
+        axes.set_xlabel("time to first token (s)")
         axes.set_ylabel("share of requests")
         axes.set_ylim(0, 1)
         legend(figure, handles, list(series))

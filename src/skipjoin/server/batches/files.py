@@ -149,16 +149,12 @@ def read_fields(fields: Mapping[str, str]) -> int:
     anchor, text = fields.get(_ANCHOR), fields.get(_SECONDS)
     if anchor is None and text is None:
         return EXPIRY_S[1]
-    return expiry_of(anchor, text, "expires_after")
-
-
-def expiry_of(anchor: object, seconds: object, field: str) -> int:
     low, high = EXPIRY_S
     if anchor != "created_at":
-        raise bad_request(f"{field}.anchor must be created_at", field)
-    text = str(seconds)
+        raise bad_request("expires_after.anchor must be created_at", "expires_after")
+    text = str(text)
     if not (text.isascii() and text.isdigit() and len(text) < 10 and low <= int(text) <= high):
-        raise bad_request(f"{field}.seconds must be an integer in [{low}, {high}]", field)
+        raise bad_request(f"expires_after.seconds must be an integer in [{low}, {high}]", "expires_after")
     return int(text)
 
 

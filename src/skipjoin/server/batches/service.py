@@ -59,11 +59,9 @@ class PeriodicTask:
         while True:
             self._woken.clear()
             await self._try()
+            pause_s = max(self._every_s, min(2.0 ** min(self._failures, 9), _LONGEST_PAUSE_S))
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._woken.wait(), self._pause_s())
-
-    def _pause_s(self) -> float:
-        return max(self._every_s, min(2.0 ** min(self._failures, 9), _LONGEST_PAUSE_S))
+                await asyncio.wait_for(self._woken.wait(), pause_s)
 
     async def _try(self) -> None:
         try:

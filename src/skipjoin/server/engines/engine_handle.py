@@ -62,10 +62,6 @@ class EngineHandle:
         self._failure: str | None = None
         self._is_killed = False
 
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
-
     async def start(self, config: EngineConfig, limits: HangLimits = HANG_LIMITS) -> Ready:
         loop = asyncio.get_running_loop()
         # Only this user can open the folder.

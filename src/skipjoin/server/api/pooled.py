@@ -111,128 +111,6 @@ class _Scores(msgspec.Struct, frozen=True):
     object: str = "list"
 
 
-class PooledEndpoint(Endpoint[PooledT]):
-    """Endpoint that returns vectors or scores, whose requests have no output to forecast."""
-
-    operation = "embeddings"
-
-    async def expect(self, prompts: Sequence[Prompt], owner: str) -> list[Expectation]:
-        return [Expectation() for _ in prompts]
-
-    def choice(self, index: int, prompt: Prompt, rules: TextRules, body: PooledT) -> Choice:
-        return VectorChoice(index, prompt.ids, prompt.text, self.service.tokenizer, rules)
-
-    async def encode(self, texts: Sequence[str], param: str) -> list[list[int]]:
-        found: list[list[int]] = []
-        for at in range(0, len(texts), _AT_ONCE):
-            some = texts[at : at + _AT_ONCE]
-            try:
-                found += await self.service.in_thread(self.service.tokenizer.encode_many, some, self.max_tokens)
-            except TooManyTokensError as error:
-                raise self.too_long(param, error.found) from None
-        self.check_ids(found, param)
-        return found
-
-    @property
-    def max_tokens(self) -> int:
-        return self.service.info.max_model_len
-
-    def too_long(self, param: str, found: object) -> ApiError:
-        return from_parameter(ContextLengthError.of_input(param, self.max_tokens, found))
-
-    def check_ids(self, found: Sequence[Sequence[int]], param: str) -> None:
-        for ids in found:
-            if not ids:
-                raise bad_request(f"{param} must have at least 1 token", param)
-            if len(ids) > self.max_tokens:
-                raise self.too_long(param, len(ids))
-            self.service.check_prompt(ids, param)
-
-
-class EmbeddingEndpoint(PooledEndpoint[EmbeddedBody]):
-    """Embed texts."""
-
-    route = EMBEDDINGS
-    tasks = (Task.EMBED,)
-    body_type: type[EmbeddedBody] = EmbeddingRequest
-
-    def estimates(self, body: EmbeddedBody) -> list[int]:
-        return [estimate_tokens(text) for text in body.inputs]
-
-    async def tokenize(self, body: EmbeddedBody, client: str) -> list[Prompt]:
-        largest = self.service.info.dimensions
-        if body.dimensions is not None and body.dimensions > largest:
-            raise bad_request(f"dimensions must be in [1, {largest}], got {body.dimensions}", "dimensions")
-        params, inputs = pooled(Pooling(dimensions=body.dimensions)), body.inputs
-        texts = [text for text in inputs if isinstance(text, str)]
-        found = [text for text in inputs if not isinstance(text, str)]
-        if texts:
-            found = await self.encode(texts, self.route.prompt)
-        else:
-            self.check_ids(found, self.route.prompt)
-        return [Prompt(ids, None, params) for ids in found]
-
-    def format(self, body: EmbeddedBody, options: RequestOptions) -> PooledFormat:
-        return EmbeddingFormat(self.service, body)
-
-
-class PairsEndpoint(PooledEndpoint[PairsT]):
-    """Endpoint that scores pairs: a model of scores reads both texts, and one of embeddings each of them."""
-
-    tasks = (Task.EMBED, Task.SCORE)
-
-    def estimates(self, body: PairsT) -> list[int]:
-        if self.service.info.task is Task.EMBED:
-            return [estimate_tokens(text) for text in (*body.firsts, *body.seconds)]
-        return [estimate_tokens(first) + estimate_tokens(second) for first, second in _texts(body)]
-
-    async def tokenize(self, body: PairsT, client: str) -> list[Prompt]:
-        if self.service.info.task is Task.EMBED:
-            firsts = await self.encode(body.firsts, self._params[0])
-            seconds = await self.encode(body.seconds, self._params[1])
-            return [Prompt(ids, None, pooled(Pooling())) for ids in (*firsts, *seconds)]
-        service, texts = self.service, _texts(body)
-        encode = partial(service.tokenizer.encode_pair, most=self.max_tokens, asks=service.info.asks_pairs)
-        prompts: list[Prompt] = []
-        for at in range(0, len(texts), _AT_ONCE):
-            try:
-                found = await service.in_thread(lambda some: list(starmap(encode, some)), texts[at : at + _AT_ONCE])
-            except TooManyTokensError as error:
-                raise self.too_long(self._params[1], error.found) from None
-            except ModelError as error:  # of the chat template
-                raise bad_request(str(error), "model") from error
-            prompts += [Prompt(ids, None, pooled(Pooling(second=second))) for ids, second in found]
-        self.check_ids([prompt.ids for prompt in prompts], self._params[1])
-        return prompts
-
-    @property
-    @abstractmethod
-    def _params(self) -> tuple[str, str]:
-        """Names of the fields with the first and the second texts."""
-
-
-class RerankEndpoint(PairsEndpoint[RerankRequest]):
-    """Sort documents by how well they fit a query."""
-
-    route = RERANK
-    body_type = RerankRequest
-    _params = ("query", "documents")
-
-    def format(self, body: RerankRequest, options: RequestOptions) -> PooledFormat:
-        return RankingFormat(self.service, body)
-
-
-class ScoreEndpoint(PairsEndpoint[ScoreRequest]):
-    """Score pairs of texts."""
-
-    route = SCORE
-    body_type = ScoreRequest
-    _params = ("text_1", "text_2")
-
-    def format(self, body: ScoreRequest, options: RequestOptions) -> PooledFormat:
-        return ScoreFormat(self.service, body)
-
-
 class PooledFormat(ABC):
     """Format of a response that is never streamed."""
 
@@ -299,6 +177,126 @@ class ScoreFormat(PooledFormat):
     def made(self, vectors: Sequence[bytes], usage: PooledUsage) -> _Scores:
         data = [_Score(index, score) for index, score in enumerate(self.scores(vectors))]
         return _Scores(self.id, self.created, self.model, data, usage)
+
+
+class PooledEndpoint(Endpoint[PooledT]):
+    """Endpoint that returns vectors or scores, whose requests have no output to forecast."""
+
+    operation = "embeddings"
+    format_type: type[PooledFormat]
+
+    def format(self, body: PooledT, options: RequestOptions) -> PooledFormat:
+        return self.format_type(self.service, body)
+
+    async def expect(self, prompts: Sequence[Prompt], owner: str) -> list[Expectation]:
+        return [Expectation() for _ in prompts]
+
+    def choice(self, index: int, prompt: Prompt, rules: TextRules, body: PooledT) -> Choice:
+        return VectorChoice(index, prompt.ids, prompt.text, self.service.tokenizer, rules)
+
+    async def encode(self, texts: Sequence[str], param: str) -> list[list[int]]:
+        found: list[list[int]] = []
+        for at in range(0, len(texts), _AT_ONCE):
+            some = texts[at : at + _AT_ONCE]
+            try:
+                found += await self.service.in_thread(self.service.tokenizer.encode_many, some, self.max_tokens)
+            except TooManyTokensError as error:
+                raise self.too_long(param, error.found) from None
+        self.check_ids(found, param)
+        return found
+
+    @property
+    def max_tokens(self) -> int:
+        return self.service.info.max_model_len
+
+    def too_long(self, param: str, found: object) -> ApiError:
+        return from_parameter(ContextLengthError.of_input(param, self.max_tokens, found))
+
+    def check_ids(self, found: Sequence[Sequence[int]], param: str) -> None:
+        for ids in found:
+            if not ids:
+                raise bad_request(f"{param} must have at least 1 token", param)
+            if len(ids) > self.max_tokens:
+                raise self.too_long(param, len(ids))
+            self.service.check_prompt(ids, param)
+
+
+class EmbeddingEndpoint(PooledEndpoint[EmbeddedBody]):
+    """Embed texts."""
+
+    route = EMBEDDINGS
+    tasks = (Task.EMBED,)
+    body_type: type[EmbeddedBody] = EmbeddingRequest
+    format_type: type[PooledFormat] = EmbeddingFormat
+
+    def estimates(self, body: EmbeddedBody) -> list[int]:
+        return [estimate_tokens(text) for text in body.inputs]
+
+    async def tokenize(self, body: EmbeddedBody, client: str) -> list[Prompt]:
+        largest = self.service.info.dimensions
+        if body.dimensions is not None and body.dimensions > largest:
+            raise bad_request(f"dimensions must be in [1, {largest}], got {body.dimensions}", "dimensions")
+        params, inputs = pooled(Pooling(dimensions=body.dimensions)), body.inputs
+        texts = [text for text in inputs if isinstance(text, str)]
+        found = [text for text in inputs if not isinstance(text, str)]
+        if texts:
+            found = await self.encode(texts, self.route.prompt)
+        else:
+            self.check_ids(found, self.route.prompt)
+        return [Prompt(ids, None, params) for ids in found]
+
+
+class PairsEndpoint(PooledEndpoint[PairsT]):
+    """Endpoint that scores pairs: a model of scores reads both texts, and one of embeddings each of them."""
+
+    tasks = (Task.EMBED, Task.SCORE)
+
+    def estimates(self, body: PairsT) -> list[int]:
+        if self.service.info.task is Task.EMBED:
+            return [estimate_tokens(text) for text in (*body.firsts, *body.seconds)]
+        return [estimate_tokens(first) + estimate_tokens(second) for first, second in _texts(body)]
+
+    async def tokenize(self, body: PairsT, client: str) -> list[Prompt]:
+        if self.service.info.task is Task.EMBED:
+            firsts = await self.encode(body.firsts, self._params[0])
+            seconds = await self.encode(body.seconds, self._params[1])
+            return [Prompt(ids, None, pooled(Pooling())) for ids in (*firsts, *seconds)]
+        service, texts = self.service, _texts(body)
+        encode = partial(service.tokenizer.encode_pair, most=self.max_tokens, asks=service.info.asks_pairs)
+        prompts: list[Prompt] = []
+        for at in range(0, len(texts), _AT_ONCE):
+            try:
+                found = await service.in_thread(lambda some: list(starmap(encode, some)), texts[at : at + _AT_ONCE])
+            except TooManyTokensError as error:
+                raise self.too_long(self._params[1], error.found) from None
+            except ModelError as error:  # of the chat template
+                raise bad_request(str(error), "model") from error
+            prompts += [Prompt(ids, None, pooled(Pooling(second=second))) for ids, second in found]
+        self.check_ids([prompt.ids for prompt in prompts], self._params[1])
+        return prompts
+
+    @property
+    @abstractmethod
+    def _params(self) -> tuple[str, str]:
+        """Names of the fields with the first and the second texts."""
+
+
+class RerankEndpoint(PairsEndpoint[RerankRequest]):
+    """Sort documents by how well they fit a query."""
+
+    route = RERANK
+    body_type = RerankRequest
+    format_type = RankingFormat
+    _params = ("query", "documents")
+
+
+class ScoreEndpoint(PairsEndpoint[ScoreRequest]):
+    """Score pairs of texts."""
+
+    route = SCORE
+    body_type = ScoreRequest
+    format_type = ScoreFormat
+    _params = ("text_1", "text_2")
 
 
 def _texts(body: PairsBody) -> list[tuple[str, str]]:

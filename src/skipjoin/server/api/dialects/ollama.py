@@ -119,16 +119,6 @@ class OllamaGenerateEndpoint(ConvertedEndpoint[OllamaGenerateRequest]):
         return OllamaFormat(self.service, body, is_chat=False)
 
 
-class OllamaEmbedEndpoint(EmbeddingEndpoint):
-    """Embed texts in Ollama's format."""
-
-    route = OLLAMA_EMBED
-    body_type = OllamaEmbedRequest
-
-    def format(self, body: EmbeddedBody, options: RequestOptions) -> OllamaEmbedFormat:
-        return OllamaEmbedFormat(self.service, body)
-
-
 class OllamaEmbedFormat(PooledFormat):
     prefix = "ollama"
 
@@ -146,14 +136,12 @@ class OllamaEmbedFormat(PooledFormat):
         }
 
 
-class OllamaEmbeddingsEndpoint(EmbeddingEndpoint):
-    """Embed a text in the older of Ollama's formats."""
+class OllamaEmbedEndpoint(EmbeddingEndpoint):
+    """Embed texts in Ollama's format."""
 
-    route = OLLAMA_EMBEDDINGS
-    body_type = OllamaEmbeddingRequest
-
-    def format(self, body: EmbeddedBody, options: RequestOptions) -> OllamaEmbeddingFormat:
-        return OllamaEmbeddingFormat(self.service, body)
+    route = OLLAMA_EMBED
+    body_type = OllamaEmbedRequest
+    format_type = OllamaEmbedFormat
 
 
 class OllamaEmbeddingFormat(PooledFormat):
@@ -161,6 +149,14 @@ class OllamaEmbeddingFormat(PooledFormat):
 
     def made(self, vectors: Sequence[bytes], usage: PooledUsage) -> dict[str, Any]:
         return {"embedding": values_of(vectors[0]).tolist()}
+
+
+class OllamaEmbeddingsEndpoint(EmbeddingEndpoint):
+    """Embed a text in the older of Ollama's formats."""
+
+    route = OLLAMA_EMBEDDINGS
+    body_type = OllamaEmbeddingRequest
+    format_type = OllamaEmbeddingFormat
 
 
 class OllamaFormat(ConvertedFormat):

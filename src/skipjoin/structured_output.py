@@ -125,4 +125,5 @@ def _as_json(value: Any) -> str:
     try:
         return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise GrammarError(f"must be of JSON values: {error}") from None
+        problem = "its numbers must be of a size below 1.8e308" if "float" in str(error) else str(error)
+        raise GrammarError(f"must be of JSON values: {problem}") from None

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skipjoin.schemas.numbers import NumberRange, text_of
+from skipjoin.schemas.numbers import NumberRange, exact, text_of
 
 EDGES = [0, 1, 9, 10, 99, 100, 2**53, 2**63, 2**64, 10**17, 10**40]
 WHOLE = st.builds(
@@ -39,7 +39,12 @@ def test_patterns_match_the_numbers_of_a_range(numbers: NumberRange) -> None:
     tight = numbers.tightened()
     candidates = texts_near(numbers.low, numbers.high, numbers.step)
     for text in candidates:
-        assert (Fraction(text) in numbers) == (Fraction(text) in tight)
+        is_kept = Fraction(text) in tight
+        assert not is_kept or Fraction(text) in numbers
+        # Those that are left out are next to an exclusive bound.
+        edges = [bound for bound in (numbers.low, numbers.high) if bound and abs(bound) < 2**53]
+        is_near = any(abs(Fraction(text) - edge) <= abs(edge) / 10**13 for edge in edges)
+        assert is_kept or Fraction(text) not in numbers or is_near
     if tight.is_empty:
         assert not any(Fraction(text) in numbers for text in candidates)
         return
@@ -51,8 +56,23 @@ def test_patterns_match_the_numbers_of_a_range(numbers: NumberRange) -> None:
         is_matched = all(re.fullmatch(pattern, text) for pattern in patterns)
         assert not is_matched or Fraction(text) in numbers
         # An integer has no decimals, and enumerated numbers have one notation.
-        is_expected = Fraction(text) in numbers and text == text_of(Fraction(text))
+        is_expected = Fraction(text) in tight and text == text_of(Fraction(text))
         assert is_matched or not is_expected
+
+
+@given(st.floats(1e-30, 1e15), st.booleans(), st.integers(1, 30))
+def test_no_text_is_read_as_an_exclusive_bound(bound: float, is_low: bool, digits: int) -> None:
+    """Text with more digits than a double has, such as 0.99999999999999999999, is the double 1 for its readers."""
+    limit, sign = exact(bound), 1 if is_low else -1
+    far = limit + sign * abs(limit)  # so that there are others
+    numbers = NumberRange(limit, far, is_open_low=True) if is_low else NumberRange(far, limit, is_open_high=True)
+    patterns = numbers.tightened().patterns()
+    assert patterns is not None
+    decimals = len(text_of(limit).partition(".")[2]) + digits
+    text = text_of(limit + sign * Fraction(1, 10**decimals))
+    assert not all(re.fullmatch(pattern, text) for pattern in patterns) or float(text) != bound
+    near = text_of(exact(bound * (1 + sign * 1e-13)))
+    assert all(re.fullmatch(pattern, near) for pattern in patterns)
 
 
 @pytest.mark.parametrize("bound", [Fraction(10) ** 300, Fraction("1.7976931348623157e308")])

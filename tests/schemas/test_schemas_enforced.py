@@ -293,6 +293,34 @@ def test_constants_come_out_as_they_are(value: Any) -> None:
         assert json.loads(text) == expected
 
 
+@pytest.mark.parametrize("bound", [1, 100, 0.1, -2.5])
+def test_no_number_is_read_as_an_exclusive_bound(bound: float) -> None:
+    for keyword, sign in (("exclusiveMaximum", -1), ("exclusiveMinimum", 1)):
+        found = matcher({"type": "number", keyword: bound})
+        text = format(Decimal(repr(bound)) + sign * Decimal("1e-24"), "f")
+        assert float(text) == bound
+        assert not allows(found, text)
+        assert allows(found, format(Decimal(repr(bound)) + sign * Decimal("0.0625"), "f"))
+
+
+def test_counts_may_be_written_as_decimals() -> None:
+    text = matcher({"type": "string", "minLength": 1.0, "maxLength": 2e0})
+    assert [allows(text, f'"{"a" * count}"') for count in range(4)] == [False, True, True, False]
+    big = {"type": "integer", "minimum": BIG, "maximum": BIG}
+    for item in ({"type": "null"}, big):
+        found = matcher({"type": "array", "items": item, "minItems": 1.0, "maxItems": 1.0})
+        one = "null" if item is not big else str(BIG)
+        assert [allows(found, f"[{','.join([one] * count)}]") for count in range(3)] == [False, True, False]
+    for unreached in (2**31 - 1, 2**53 + 1, 10**20):
+        assert allows(matcher({"type": "string", "maxLength": unreached}), '"ab"')
+        assert allows(matcher({"type": "array", "items": big, "maxItems": unreached}), "[]")
+    with pytest.raises(GrammarError, match=r"its numbers must be of a size below 1\.8e308"):
+        StructuredOutput.json({"const": float("1e400")})
+    for keyword, value in (("maxItems", 2.5), ("minLength", -1), ("maxProperties", True), ("minItems", "1")):
+        with pytest.raises(GrammarError, match=f"{keyword} must be a whole number of at least 0, got {value!r}"):
+            matcher({keyword: value})
+
+
 def test_bounds_of_64_bits_hold() -> None:
     low, high = -(2**63), 2**63 - 1
     found = matcher({"type": "integer", "format": "int64", "minimum": low, "maximum": high})

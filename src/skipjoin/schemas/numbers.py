@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 # Doubles represent all integers below it.
 EXACT_BELOW = 2**53
+# Digits of a decimal that the compiler keeps.
+_EXACT_DIGITS = 15
+# Numbers below it have decimals within these digits.
+_MAX_SHORT = 10**12
 # Multiples that are enumerated, as numbers or as last digits.
 _MAX_MULTIPLES = 1024
 # Largest coefficient of multipleOf that the compiler handles in about 10 ms. Its time grows with the coefficient.
@@ -68,12 +73,17 @@ class NumberRange:
         return self.low > self.high or (self.low == self.high and (self.is_open_low or self.is_open_high))
 
     def tightened(self) -> NumberRange:
-        """Return the same numbers, with bounds that are among them where the numbers are multiples."""
+        """Return the same numbers, with bounds that are among them where the numbers are multiples or doubles.
+
+        Text such as 0.99999999999999999999 is the double 1 for those who read it, so that no exclusive bound of 1
+        may allow it.
+        """
         step = self.step
         if self.is_integer:
             step = Fraction(1) if step is None else Fraction(step.numerator)  # the integers among the multiples
         if step is None:
-            return self
+            closed = self._closed(_shorter)
+            return self._closed(_neighbor) if closed.is_empty else closed
         low, high = self.low, self.high
         if low is not None:
             low = math.ceil(low / step) * step + (step if self.is_open_low and (low / step).denominator == 1 else 0)
@@ -83,10 +93,27 @@ class NumberRange:
             )
         return NumberRange(low, high, step=None if self.is_integer and step == 1 else step, is_integer=self.is_integer)
 
+    def _closed(self, nearest: Callable[[Fraction, float], Fraction]) -> NumberRange:
+        """Return the numbers with inclusive bounds `nearest` to the exclusive ones.
+
+        Zero stays, since its neighbors have hundreds of digits, and so do bounds beyond which integers are no doubles.
+        """
+        low, high = self.low, self.high
+        is_low, is_high = (bound is not None and 0 < abs(bound) < EXACT_BELOW for bound in (low, high))
+        is_low, is_high = is_low and self.is_open_low, is_high and self.is_open_high
+        return NumberRange(
+            nearest(low, math.inf) if low is not None and is_low else low,
+            nearest(high, -math.inf) if high is not None and is_high else high,
+            self.is_open_low and not is_low,
+            self.is_open_high and not is_high,
+        )
+
     @property
     def is_exact_in_doubles(self) -> bool:
         bounds = [bound for bound in (self.low, self.high) if bound is not None]
         if any(abs(bound) >= EXACT_BELOW for bound in bounds):
+            return False
+        if any(bound.denominator != 1 and abs(_decimal(bound)[0]) >= 10**_EXACT_DIGITS for bound in bounds):
             return False
         if self.step is None:
             return True
@@ -124,6 +151,22 @@ class NumberRange:
             return None
         first = math.ceil(self.low / step) * step
         return [text_of(value) for number in range(count) if (value := first + number * step) in self]
+
+
+def _shorter(bound: Fraction, limit: float) -> Fraction:
+    """Return the next number of few digits, in which the compiler has bounds, in the direction of `limit`."""
+    if abs(bound) >= _MAX_SHORT:
+        return _neighbor(bound, limit)
+    step = Fraction(10) ** (math.floor(math.log10(abs(bound))) - _EXACT_DIGITS + 1)
+    return (math.floor(bound / step) + 1) * step if limit > 0 else (math.ceil(bound / step) - 1) * step
+
+
+def _neighbor(bound: Fraction, limit: float) -> Fraction:
+    """Return the next double in the direction of `limit`."""
+    value = float(bound)
+    while (exact(value) <= bound) if limit > 0 else (exact(value) >= bound):
+        value = math.nextafter(value, limit)
+    return exact(value)
 
 
 def text_of(value: Fraction) -> str:

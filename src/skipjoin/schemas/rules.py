@@ -95,8 +95,8 @@ class _Writer:
 
     def _refused(self, keyword: str, path: str) -> GrammarError:
         return GrammarError(
-            f'cannot be enforced: the keyword "{keyword}" together with numbers of 2^53 or more: write them without it '
-            f"(at {path})"
+            f'cannot be enforced: the keyword "{keyword}" together with numbers of 2^53 or more, or of more than 15 '
+            f"digits: write them without it (at {path})"
         )
 
     # -- parts that the compiler has ----------------------------------------------------------------------------------
@@ -333,6 +333,8 @@ class _Writer:
             most = "" if high is None else str(high - count)
             if parts:
                 tail = f"({comma} {item}){{{max(0, low - count)},{most}}}"
+            elif high == 1:
+                return item if low else f"({item})?"
             else:
                 more = "" if high is None else str(high - 1)
                 whole = f"{item} ({comma} {item}){{{max(0, low - 1)},{more}}}"

@@ -29,6 +29,9 @@ _LISTS = frozenset({"anyOf", "allOf", "oneOf", "prefixItems", "items"})
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _COMBINATIONS = frozenset({"$ref", "anyOf", "allOf", "oneOf"})
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+# Lengths and counts. The compiler has no larger ones, and no output is as long.
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_MAX_COUNT = 2**31 - 1
 # References to follow from one schema.
 _MAX_REFERENCES = 8
 
@@ -83,6 +86,7 @@ class _Simplifier:
         if "not" in node and is_anything(node["not"]):  # how zod writes `never`
             return False
         out = self._parts(node, path, depth)
+        _count(out, path)
         self._drop_refused(node, out, path)
         if "oneOf" in out and "anyOf" not in out and isinstance(out["oneOf"], list):
             out = self._one_of(node, out)
@@ -270,6 +274,23 @@ def _type_of(value: Any) -> set[str]:
     if is_number(value):
         return {"number", "integer"} if exact(value).denominator == 1 else {"number"}
     return {"array"} if isinstance(value, list) else {"object"}
+
+
+def _count(out: dict[str, Any], path: str) -> None:
+    """Write counts as integers, and leave out maxima that no output reaches."""
+    for keyword in _COUNTS:
+        value = out.get(keyword, 0)
+        if not (is_number(value) and value >= 0 and value % 1 == 0):
+            raise GrammarError(
+                f"must be a JSON schema: {keyword} must be a whole number of at least 0, got {value!r} (at {path})"
+            )
+        if value <= _MAX_COUNT:
+            if keyword in out:
+                out[keyword] = int(value)
+        elif keyword.startswith("max"):
+            del out[keyword]
+        else:
+            raise GrammarError(f"cannot be enforced: {keyword} of more than {_MAX_COUNT} (at {path})")
 
 
 def _pattern(out: dict[str, Any]) -> None:

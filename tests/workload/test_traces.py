@@ -222,6 +222,7 @@ BAILIAN = '{"chat_id": 1, "timestamp": %s, "input_length": %s, "output_length": 
         ([0.0, 61.114, 1727.25], {}, [0, 61.114, 1727.25], "s"),  # fractions, as in Qwen-Bailian's traces
         ([0, 27482, 30535], {}, [0, 27.482, 30.535], "ms"),  # integers, as in Mooncake's
         ([5, 5, 6], {}, [5, 5, 6], "s"),  # 2,000 requests per second if these were milliseconds
+        ([0, 2, 4, 7], {}, [0, 2, 4, 7], "s"),  # 429 per second, which no model serves
         ([0, 3600000.5], {}, [0, 3600.0005], "ms"),  # 2 requests in 41 days if these were seconds
         ([0, 0], {}, [0, 0], "ms"),
         ([7], {}, [0.007], "ms"),

@@ -14,7 +14,7 @@ _SIZES = (HASH_TOKENS, 16, 32, 64, 128, 256)
 _DETECTED_ROWS = 1000
 _MAX_TIME = 1e300  # larger integers overflow float
 # Between requests, in the mean of a file: a shorter time in milliseconds, or a longer one in seconds, is implausible.
-_MIN_GAP_MS, _MAX_GAP_S = 1.0, 1000.0
+_MIN_GAP_MS, _MAX_GAP_S = 5.0, 1000.0
 
 
 class TraceUnits(NamedTuple):

@@ -752,6 +752,7 @@ async def test_unknown_paths_methods_and_models(api: Api) -> None:
     refused = await api.http.put("/v1/responses/x")
     assert refused.headers["allow"] == "DELETE, GET, HEAD"
     assert "use DELETE, GET, HEAD" in error_of(refused, 405)["message"]
+    assert "as in /v1/requests/ID." in error_of(await api.http.get("/v1/requests"), 404)["message"]
     refused = await api.http.post("/v1/responses/compact", json={"model": "tiny", "input": "a"})
     assert "does not offer POST /v1/responses/compact" in error_of(refused, 404)["message"]
     for method, path, status in (("GET", "/api/pull", 404), ("POST", "/api/create", 404), ("GET", "/api/chat", 405)):

@@ -226,6 +226,8 @@ def _no_route(app: FastAPI, request: Request) -> str:
     similar = [found for found in routes if path.strip("/") and found.endswith(path.rstrip("/"))]
     similar = similar or difflib.get_close_matches(path[:128], routes, 1)
     hint = f", did you mean {similar[0]}?" if similar else "."
+    if path in routes:
+        hint = f": its requests name an id, as in {path}/ID."
     return f"no such path: {request.method} {path[:128]}{hint} There are {', '.join(routes)}"
 
 

@@ -114,6 +114,16 @@ def test_operations_pass_their_checks(library, dtype):
         assert check_attention(CppAttention(library), dtype)
 
 
+@pytest.mark.exhaustive  # other tests take this processor's own library for this path if it has it
+@pytest.mark.skipif(not build.cpu_features() >= build.AVX2_NEEDS, reason="this CPU lacks AVX2")
+def test_operations_compiled_for_any_processor_with_avx2_pass_their_checks():
+    library = ctypes.CDLL(str(amx_cases.quick_library(amx_cases.AVX2)))
+    assert build.path_of(library) == "avx2"
+    for dtype in CPP_DTYPES:
+        assert check_ops(CppOps(library, dtype), dtype)
+    assert check_attention(CppAttention(library), torch.float32)
+
+
 @dtypes
 def test_rows_are_bit_identical_in_every_batch(library, dtype):
     if not has_dtype(library, dtype):

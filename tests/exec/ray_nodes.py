@@ -21,6 +21,8 @@ from typing import Any
 import psutil
 from ray._raylet import Config
 
+from skipjoin.exec.ranks.cluster import _without_unused_processes
+
 # The head node has no CPUs, so that it can be neither used nor lost.
 _HEAD_IP = "127.0.0.10"
 _STORE_BYTES = 80 << 20
@@ -128,7 +130,8 @@ def _serve(folder: str) -> None:
     from ray.cluster_utils import Cluster  # noqa: PLC0415 (prints on import)
 
     shared = {"object_store_memory": _STORE_BYTES, "include_dashboard": False, "temp_dir": folder}
-    cluster = Cluster(initialize_head=True, head_node_args={**shared, "num_cpus": 0, "node_ip_address": _HEAD_IP})
+    with _without_unused_processes():
+        cluster = Cluster(initialize_head=True, head_node_args={**shared, "num_cpus": 0, "node_ip_address": _HEAD_IP})
     print(json.dumps({"address": cluster.address}), file=out, flush=True)
     started: dict[str, Any] = {}
     for line in sys.stdin:

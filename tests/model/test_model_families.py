@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from model_zoo import CONFIGS, VOCAB, PagedRunner, greedy, save_reference
@@ -14,10 +16,21 @@ from support.worlds import checkered
 LENGTHS = (1, 5, 18, 40)
 
 
+@pytest.fixture(scope="module")
+def saved_once(tmp_path_factory):
+    """Return a function that saves a reference in its first call, because pytest sets `saved` up again for each test."""
+
+    @functools.cache
+    def saved_as(name: str):
+        folder = tmp_path_factory.mktemp(name)
+        return save_reference(name, folder), folder
+
+    return saved_as
+
+
 @pytest.fixture(scope="module", params=sorted(CONFIGS))
-def saved(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    return save_reference(request.param, folder), folder
+def saved(request, saved_once):
+    return saved_once(request.param)
 
 
 def sequences(seed: int) -> list[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import gc
 import importlib.util
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer import testing
 
 from skipjoin.config.profile import CACHE_VARIABLE
 
@@ -136,6 +138,14 @@ def one_authority(tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.mktemp("authorities") / "one.pem"
     file.write_text(f"{authority}-----END CERTIFICATE-----\n", encoding="ascii")
     os.environ["SSL_CERT_FILE"] = str(file)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def each_command_once() -> Iterator[None]:
+    """Let typer's runner keep the commands of an application, which it would make anew in 50 ms for each call."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(testing, "_get_command", functools.cache(testing._get_command))
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -18,7 +18,7 @@ LENGTHS = (1, 5, 18, 40)
 
 @pytest.fixture(scope="module")
 def saved_once(tmp_path_factory):
-    """Return a function that saves a reference in its first call, because pytest sets `saved` up again for each test."""
+    """Return a function that saves each reference once, although pytest sets `saved` up again for each test."""
 
     @functools.cache
     def saved_as(name: str):

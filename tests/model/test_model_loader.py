@@ -36,10 +36,16 @@ def logits(model) -> torch.Tensor:
     return PagedRunner(model, IDS, 4, seed=0).run()[0]
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    save_reference("llama", folder)
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path):
-    save_reference("llama", tmp_path / "llama")
-    return tmp_path / "llama"
+def folder(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "llama")
 
 
 def edit(folder, **changes) -> None:

@@ -142,7 +142,7 @@ def one_authority(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def each_command_once() -> Iterator[None]:
-    """Let typer's runner keep the commands of an application, which it would make anew in 50 ms for each call."""
+    """Let typer's runner keep the commands of an application, which it would make again in 50 ms for each call."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(testing, "_get_command", functools.cache(testing._get_command))
         yield

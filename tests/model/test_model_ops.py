@@ -347,7 +347,8 @@ def test_failed_self_test_falls_back_to_the_next_path(monkeypatch, fresh):
     assert "the slower torch operations are used instead" in fresh.messages[1]
 
 
-def test_library_is_built_once(monkeypatch, tmp_path):
+def test_library_is_built_once(monkeypatch, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "skipjoin")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     calls = []
 
@@ -361,6 +362,7 @@ def test_library_is_built_once(monkeypatch, tmp_path):
     first = build.compiled_library()
     assert build.compiled_library() == first
     assert (len(calls), [p.name for p in first.parent.iterdir() if p.suffix != ".lock"]) == (1, [first.name])
+    assert ["compiling" in line for line in caplog.messages] == [True]  # it takes a minute, so it is said
     for damage in (b"", first.read_bytes()[:-1]):  # as after a power loss
         first.write_bytes(damage)
         assert build.compiled_library() == first

@@ -82,6 +82,5 @@ def test_operations_are_not_compiled_into_a_full_cache(tmp_path: Path, monkeypat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "_BUILD_BYTES", 1 << 60)
     monkeypatch.setenv("CXX", "true")
-    assert build.will_compile()
     with pytest.raises(OSError, match=f"disk full: .*{tmp_path}.*XDG_CACHE_HOME"):
         build.compiled_library()

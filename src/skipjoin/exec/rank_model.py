@@ -20,7 +20,6 @@ from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model
-from skipjoin.model.ops.build import will_compile
 from skipjoin.model.parallel import Group
 
 
@@ -39,7 +38,6 @@ def warm_up(
 
 
 LOADING = "loading weights"
-_COMPILING = "compiling CPU operations, once per machine (up to a minute)"
 # Called with the current activity and its completed fraction, in [0, 1].
 OnProgress = Callable[[str, float], None]
 
@@ -71,14 +69,9 @@ class LoadedRank:
     ) -> None:
         self._of, self.threads, self._on_progress = of, threads, on_progress
         torch.set_num_threads(threads)
-        compiles = of.load.device != "cuda" and will_compile()
-        if compiles:
-            on_progress(_COMPILING, 0.0)
         self.model = load_model(
             of.folder, of.load, progress=lambda done, total: on_progress(LOADING, done / total), group=group
         )
-        if compiles:
-            on_progress(_COMPILING, 1.0)
         model = self.model
         for adapter in of.adapters:
             load_adapter(model, adapter)

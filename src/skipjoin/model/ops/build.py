@@ -112,6 +112,7 @@ def compiled_library(target: Sequence[str] = _NATIVE) -> Path:
             _log.warning("%s is damaged, and is built again", library)
         if not has_space(cache, _BUILD_BYTES):
             raise OSError(f"{no_space(cache)} with XDG_CACHE_HOME")
+        _log.info("compiling CPU operations, once per machine (up to a minute) ...")
         with scratch_folder(cache) as scratch:
             made = Path(scratch) / library.name
             _build(made, [*shlex.split(compiler), *FLAGS, *target])
@@ -143,13 +144,6 @@ def _is_usable(library: Path) -> bool:
 
 def _is_there(library: Path) -> bool:
     return is_trusted(library, "the compiled operations' library") and library.is_file()
-
-
-def will_compile() -> bool:
-    try:
-        return not (shipped() or _place(_NATIVE)[0].is_file())
-    except OSError:
-        return False
 
 
 def _place(target: Sequence[str]) -> tuple[Path, str]:

@@ -49,6 +49,27 @@ def test_mistyped_path_is_explained_without_asking_the_hub(folder: Path) -> None
         pull_model("models/reel")
 
 
+@pytest.mark.parametrize("name", ["other/model", "other/model:Q4_K_M"])
+def test_hub_that_cannot_be_reached_is_named(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class TransportError(Exception):
+        """As of httpx, which the hub's client lets through when it lists files."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise TransportError("name resolution")
+
+    def fail_in_other_words(*_: object, **__: object) -> None:
+        try:
+            fail()
+        except TransportError as error:
+            raise OSError("Got: ConnectError. An error happened. Please check your connection.") from error
+
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", fail)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail_in_other_words)
+    monkeypatch.setenv("HF_ENDPOINT", "http://mirror")
+    with pytest.raises(ModelError, match=r"http://mirror cannot be reached \(name resolution\): copy the model"):
+        pull_model(name)
+
+
 def test_folder_that_is_no_model_is_said_to_be_what_it_is(folder: Path) -> None:
     def made(name: str, *files: str, **texts: str) -> Path:
         made = folder / name

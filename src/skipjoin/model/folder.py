@@ -158,10 +158,27 @@ def resolve_folder(name_or_path: str | Path, *, weights: bool = True, from_hub: 
         return folder
     except GgufError as error:
         raise ModelError(str(error)) from error
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        why = " ".join(str(error).split()).rstrip(".")
+    except Exception as error:
+        why = _unreachable(error)
+        if not (why or isinstance(error, (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError))):
+            raise
+        why = why or " ".join(str(error).split()).rstrip(".")
         hint = _similar(path) or ("" if "/" in name else f". {_HUB_IDS}")
         raise ModelError(f"{name} is neither a folder nor a model that can be fetched: {why}{hint}") from error
+
+
+def _unreachable(error: BaseException) -> str:
+    """Return why the hub cannot be reached, or "" for another error.
+
+    The hub's client says so in four sentences, or raises the error of its HTTP library, which is httpx or httpx2.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if any(base.__name__ == "TransportError" for base in type(cause).__mro__):
+            hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+            return f"{hub} cannot be reached ({cause}): copy the model to a folder and name that, or set HF_ENDPOINT"
+        cause = cause.__cause__ or cause.__context__
+    return ""
 
 
 def _fetch(name: str, *, weights: bool) -> Path:

@@ -113,7 +113,7 @@ def test_key_settings_without_effect_are_refused(configs: list[ServerConfig], tm
     run = serve("--metrics-key-file", file)
     assert run.stderr == f"error: --metrics-key-file {file}: keys that open /metrics alone have no settings\n"
     run = serve("--api-key-file", file, "--api-key", "secret")
-    assert run.stderr == f"error: --api-key-file {file} gives settings to a key that api_key gives, too\n"
+    assert run.stderr == f"error: --api-key-file {file} gives settings to a key that --api-key gives, too\n"
     # The settings need a key with the priority tier, which only this file has.
     assert serve("--api-key-file", file, "--priority-ttft-ms", 5).exit_code == 0
     file.write_text("secret\n")

@@ -7,7 +7,7 @@ import typer
 
 from skipjoin.cli.connection import Connection
 from skipjoin.cli.options import Section, Values, takes
-from skipjoin.config import ServerConfig
+from skipjoin.config import ServerConfig, base_url
 from skipjoin.options import ConfigError
 
 _PORT = 8010
@@ -53,5 +53,6 @@ def _keys(servers: list[str], api_keys: list[str]) -> dict[str, str | None]:
             f"api_key must be given once for each of the {len(servers)} servers, in their order and '' for none, "
             f"got {len(api_keys)}: a key goes to its own server only"
         )
-    known = [Connection(url=url, api_key=key or None) for url, key in zip(servers, api_keys, strict=True)]
+    urls = [base_url("server", url) for url in servers]
+    known = [Connection(url=url, api_key=key or None) for url, key in zip(urls, api_keys, strict=True)]
     return {item.url: item.api_key for item in known}

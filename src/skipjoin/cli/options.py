@@ -37,13 +37,23 @@ def plain_errors(flags: Mapping[str, str] = MappingProxyType({}), *, as_json: bo
     try:
         yield
     except (ConfigError, ModelError, ParameterError) as error:
-        text = with_flags(str(error), flags)
+        text = with_flags(str(error), {**_typed(), **flags})
         if as_json:
             logs.configure("info", "json")
             logs.fail(text)
         else:
             print(f"error: {text}", file=sys.stderr)
         raise typer.Exit(BAD_INPUT) from error
+
+
+def _typed() -> dict[str, str]:
+    """Return the flags of the command line by the names that errors give them."""
+    flags = [argument.partition("=")[0] for argument in sys.argv if argument.startswith("--")]
+    return {_name_in(flag): flag for flag in flags}
+
+
+def _name_in(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
 
 
 def with_flags(text: str, flags: Mapping[str, str]) -> str:
@@ -115,11 +125,12 @@ def takes(**sections: Section) -> Callable[[Callable[..., None]], Callable[..., 
 
 def typed_flags(sections: Iterable[Sequence[Setting]]) -> dict[str, str]:
     typed = {argument.partition("=")[0] for argument in sys.argv}
-    found = {}
+    found: dict[str, str] = {}
     for setting in itertools.chain.from_iterable(sections):
         if not setting.option.is_positional:
             flags = [flag for text in flags_of(setting) for flag in text.split("/")]
-            found[setting.name] = next((flag for flag in flags if flag in typed), flags[0])
+            flag = next((flag for flag in flags if flag in typed), flags[0])
+            found |= dict.fromkeys((setting.name, _name_in(flag)), flag)
     return found
 
 

@@ -33,7 +33,11 @@ _BUILT_IN = (
 
 # Decoders by the types of parts of models that see, for which transformers has no class of a decoder. The positions of
 # text are the same in all sections of theirs.
-_TEXT_PARTS = {"glm4v_text": "Glm4ForCausalLM", "glm4v_moe_text": "Glm4MoeForCausalLM"}
+_TEXT_PARTS = {
+    "glm4v_text": "Glm4ForCausalLM",
+    "glm4v_moe_text": "Glm4MoeForCausalLM",
+    "glm_ocr_text": "Glm4ForCausalLM",
+}
 CLASSIFIER = "ForSequenceClassification"
 # Maps a parsed config.json and the name of its architecture to fields of `ModelConfig`.
 ReadFields = Callable[[Mapping[str, Any], str], dict[str, Any]]

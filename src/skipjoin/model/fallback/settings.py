@@ -75,7 +75,8 @@ def decoders() -> list[str]:
 
 def _known() -> dict[str, str]:
     """Return the causal decoders of transformers by the types of their configurations."""
-    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    # One is listed with models that see only.
+    found = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items(), ("mistral4", "Mistral4ForCausalLM")]
     return {kind: name if isinstance(name, str) else name[0] for kind, name in found}
 
 

@@ -10,12 +10,19 @@ from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
 from skipjoin.model.layers import Builder, Rotary, SequentialLayer
 
+# Of missing entries: those of the configuration class in transformers. Parts of models that see have others.
 _DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, "rms_norm_eps": 1.5625e-7}
+_PARTS = {
+    "glm4v_text": {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "attention_bias": True},
+    "glm_ocr_text": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+}
 _NORMS = LayerNorms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 
 
 def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    return gated_fields({**_DEFAULTS, **raw}, 0.5) | {"output_bias": False, "mlp_bias": False}
+    part = _PARTS.get(str(raw.get("model_type")))
+    fields = gated_fields({**_DEFAULTS, **raw}, 0.5) if part is None else gated_fields({**part, **raw})
+    return fields | {"output_bias": False, "mlp_bias": False}
 
 
 @family(

@@ -54,7 +54,6 @@ _ARCHITECTURES = {
     "MistralForCausalLM": "mistral",
     "MinistralForCausalLM": "ministral",
     "Ministral3ForCausalLM": "ministral3",
-    "Mistral3ForConditionalGeneration": "mistral3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen2VLForConditionalGeneration": "qwen2_vl",
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
@@ -78,8 +77,6 @@ _PAIRED = ("ernie4_5", "helium")
 def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     kind = _ARCHITECTURES[architecture].removesuffix("_vl").removesuffix("_5")
     kind = "qwen2" if kind == "mimo" else kind  # whose further layers predict later tokens
-    if kind == "mistral3":  # its language model
-        kind = "ministral3" if raw.get("model_type") == "ministral3" else "mistral"
     raw = {**_DEFAULTS.get(kind, {}), **raw}
     fields = gated_fields(raw)
     fields |= _biases(kind, raw)

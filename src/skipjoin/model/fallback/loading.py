@@ -21,8 +21,13 @@ from skipjoin.model.layers import Builder
 from skipjoin.model.ops.base import LayerOps, Linear
 from skipjoin.model.ops.cpp_ops import CppOps
 
-# Names of tensors in a model that also sees or hears, and in the decoder that is its language model.
-_OF_PARTS = {r"^model\.(language|text)_model\.": "model.", r"^language_model\.": ""}
+# Names of tensors in a model that also sees or hears, and in the decoder that is its language model. transformers saves
+# the layers of Kimi-K2.5 as blocks, as are those of its part that sees.
+_OF_PARTS = {
+    r"^model\.(language|text)_model\.": "model.",
+    r"^language_model\.model\.blocks\.": "model.layers.",
+    r"^language_model\.": "",
+}
 
 
 def load(settings: Settings, builder: Builder, device: torch.device | str) -> Any:

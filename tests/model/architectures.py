@@ -19,10 +19,10 @@ import torch
 import transformers
 from model_zoo import PagedRunner
 from safetensors.torch import load_file, save_file
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from skipjoin.model import family
 from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.fallback.settings import decoders
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model
 
@@ -225,8 +225,7 @@ def why(error: ModelError) -> str:
 
 
 def architectures() -> list[str]:
-    names = (named if isinstance(named, str) else named[0] for named in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    return sorted(set(names))
+    return sorted(set(decoders()))
 
 
 if __name__ == "__main__":

@@ -100,6 +100,7 @@ CONFIGS = {
     ),
     "seed-oss": _config("SeedOssConfig", **_GATED, head_dim=32, attention_out_bias=True),
     "ernie4.5": _config("Ernie4_5Config", **_GATED, head_dim=16),
+    "ernie4.5-biases": _config("Ernie4_5Config", **_GATED, head_dim=16, use_bias=True),
     "helium": _config("HeliumConfig", **_GATED, head_dim=16),
     "cwm": _config("CwmConfig", **_GATED, head_dim=16, sliding_window=9, layer_types=_KINDS, rope_parameters=_LLAMA3),
     "qwen2-moe": _config("Qwen2MoeConfig", **_GATED, **_EXPERTS, shared_expert_intermediate_size=32),

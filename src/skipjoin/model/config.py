@@ -52,7 +52,7 @@ LARGEST = {
 }
 _MAY_BE_ZERO = (
     *("max_window_layers", "sliding_window", "word_embed_proj_dim", "num_experts", "num_local_experts"),
-    *("num_experts_per_tok", "type_vocab_size"),
+    *("num_experts_per_tok", "type_vocab_size", "shared_intermediate_size"),
 )
 # Of each layer, in decoders that transformers' code runs.
 _MAY_BE_LISTED = ("intermediate_size", "moe_intermediate_size", "moe_topk")

@@ -16,7 +16,7 @@ _SHARED = {"head_dim": 256, "tie_word_embeddings": True, "hidden_activation": "g
 _LATER = _SHARED | {"num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 4096}
 # Of missing entries: those of the configuration class in transformers.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "gemma": _SHARED,
+    "gemma": _SHARED | {"num_key_value_heads": 16},
     "gemma2": _LATER | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
     "gemma3": _LATER | {"vocab_size": 262_208, "max_position_embeddings": 131_072},
 }

@@ -47,6 +47,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "cwm": {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 8192}
     | {"rope_parameters": _CWM_ROPE},
     "internlm3": {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5},
+    "iquestcoder": {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
     "smollm3": {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
 }
 _ARCHITECTURES = {
@@ -70,13 +71,15 @@ _ARCHITECTURES = {
     "CwmForCausalLM": "cwm",
 }
 
+# Those with the layers of another. Further ones of MiMo predict later tokens.
+_SAME = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "mimo": "qwen2"}
 # Those whose checkpoints rotate neighbors in a head.
 _PAIRED = ("ernie4_5", "helium")
 
 
 def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    kind = _ARCHITECTURES[architecture].removesuffix("_vl").removesuffix("_5")
-    kind = "qwen2" if kind == "mimo" else kind  # whose further layers predict later tokens
+    kind = _ARCHITECTURES[architecture]
+    kind = _SAME.get(kind, kind)
     raw = {**_DEFAULTS.get(kind, {}), **raw}
     fields = gated_fields(raw)
     fields |= _biases(kind, raw)

@@ -68,7 +68,8 @@ def _print(comparison: Comparison, machine: Mapping[str, Any], requests: int) ->
     texts = (f"{errors[name]:+.0%}" if name in errors else "-" for name in FIGURES)
     table.add_row("error of the simulator", *texts, "", style="dim")
     console = result_console()
-    console.print(f"{requests} requests of {machine['model']} on {machine['device']}, {machine['replicas']} replicas")
+    of = machine["replicas"]
+    console.print(f"{requests} requests of {machine['model']} on {machine['device']}, {of} replica{'s' * (of != 1)}")
     console.print(table)
     if comparison.is_far:
         console.print(

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
 from skipjoin.cli.class_table import class_table, finished, mean_text, number_text
@@ -83,11 +83,9 @@ class SimulationReport:
         self._records: dict[int, Record] = {}
         self._total = 0
         self._shares: dict[int, float] = {}  # finished share of runs in progress
-        self._bars = Bars(
-            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        )
-        self._runs: TaskID = self._bars.add_task("runs", total=None)
-        self._requests: TaskID = self._bars.add_task("of the present ones", total=100)
+        counts = TextColumn("{task.fields[counts]}", markup=False)
+        self._bars = Bars(TextColumn("{task.description}", markup=False), BarColumn(), counts, TimeElapsedColumn())
+        self._runs: TaskID = self._bars.add_task("runs", total=None, counts="")
 
     def __enter__(self) -> SimulationReport:
         self._bars.start()
@@ -107,18 +105,25 @@ class SimulationReport:
 
     def begun(self, number: int, cell: Cell) -> None:
         self._total += 1
-        self._bars.update(self._runs, total=self._total, description=self._tried(cell))
+        self._show(description=self._tried(cell))
 
     def share(self, number: int, share: float) -> None:
-        self._shares[number] = share
-        self._bars.update(self._requests, completed=100 * fmean(self._shares.values()))
+        if number not in self._records:
+            self._shares[number] = share
+            self._show()
 
     def done(self, number: int, record: Record) -> None:
         self._shares.pop(number, None)
         self._records[number] = record
         if self._results is not None:
             self._results.append(record)
-        self._bars.update(self._runs, completed=len(self._records))
+        self._show()
+
+    def _show(self, **changes: Any) -> None:
+        finished = len(self._records)
+        runs = finished + sum(self._shares.values())
+        counts = f"{finished} of {self._total}, {runs / self._total:.0%}"
+        self._bars.update(self._runs, total=self._total, completed=runs, counts=counts, **changes)
 
     def _tried(self, cell: Cell) -> str:
         if self._goal is None:
@@ -201,13 +206,17 @@ def _rejected(records: Iterable[Record]) -> int:
 
 
 def _rejections(groups: _Groups) -> Iterator[str]:
+    """Yield a line for each rate and limit, which most recipes share."""
+    recipes: dict[str, list[str]] = defaultdict(list)
     for group, records in groups:
         if rejected := _rejected(records):
             settings, of = records[0]["settings"], sum(record["requests"]["submitted"] for record in records)
             context, pool = settings["max_model_len"], settings["kv_blocks"] * settings["block_size"]
             most = f"the context of {context} tokens" if context <= pool else f"the KV pool of {pool} tokens"
             at = "" if group.rate_rps is None else f" at {number_text(group.rate_rps)} req/s"
-            yield f" {group.recipe}{at}: {rejected} of {of} requests rejected: prompt and output exceed {most}"
+            recipes[f"{at}: {rejected} of {of} requests rejected: prompt and output exceed {most}"].append(group.recipe)
+    for line, names in recipes.items():
+        yield f" {', '.join(dict.fromkeys(names))}{line}"
 
 
 def _answers(groups: _Groups, goal: Goal) -> Iterator[tuple[_Group, list[Record]]]:

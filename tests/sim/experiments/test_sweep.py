@@ -197,7 +197,7 @@ def test_a_single_run_records_each_request_and_reasons_of_rejection(tmp_path: Pa
     assert "rejected" in done.stdout
     assert "1 of 3 requests rejected: prompt and output exceed the context of 2048 tokens" in done.stdout
     of_both = CliRunner().invoke(app, [*command.partition(" --record")[0].split(), "--recipes", "fcfs,sarathi"])
-    assert " fcfs, sarathi: 1 of 3 requests rejected" in of_both.stdout
+    assert " fcfs, sarathi at 1 req/s: 1 of 3 requests rejected" in of_both.stdout
     again = CliRunner().invoke(app, command.split())
     assert f"{file} exists; name another file, or --overwrite or --append it" in again.stderr
 

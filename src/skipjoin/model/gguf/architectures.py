@@ -411,7 +411,12 @@ ARCHITECTURES = {
         _RMS_EPSILON,
         {"attention_bias": QKV, "attention_out_bias": frozenset({"attn_output"})},
     ),
-    "ernie4_5": Architecture("Ernie4_5ForCausalLM", _LLAMA.layers, _RMS_EPSILON, {}),
+    "ernie4_5": Architecture(
+        "Ernie4_5ForCausalLM",
+        _LLAMA.layers,
+        _RMS_EPSILON,
+        {"use_bias": QKV | {"attn_output"} | frozenset(_GATED.values())},
+    ),
     "qwen2moe": Architecture(
         "Qwen2MoeForCausalLM",
         _ATTENTION | _NORMS | _SHARED_EXPERTS,

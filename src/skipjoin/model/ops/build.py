@@ -112,8 +112,7 @@ def compiled_library(target: Sequence[str] = _NATIVE) -> Path:
             _log.warning("%s is damaged, and is built again", library)
         if not has_space(cache, _BUILD_BYTES):
             raise OSError(f"{no_space(cache)} with XDG_CACHE_HOME")
-        # A warning, because programs that use `LLM` show nothing less, and would stand still without a word.
-        _log.warning("compiling CPU operations, once per machine (up to a minute) ...")
+        _log.info("compiling CPU operations, once per machine (up to a minute) ...")
         with scratch_folder(cache) as scratch:
             made = Path(scratch) / library.name
             _build(made, [*shlex.split(compiler), *FLAGS, *target])

@@ -163,6 +163,13 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     build._own_folder.cache_clear()
 
 
+@pytest.fixture(autouse=True)
+def warnings_alone(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Other tests start servers in this process, which log more."""
+    with caplog.at_level(logging.WARNING):
+        yield
+
+
 @pytest.mark.parametrize("tamper", TAMPERERS)
 def test_untrusted_library_is_rebuilt(
     cache: Path, compiler: Compiler, tamper: Tamper, caplog: pytest.LogCaptureFixture

@@ -12,7 +12,7 @@ from skipjoin.config import EngineConfig
 from skipjoin.engine.forecasting import chosen_forecasts, open_keeper
 from skipjoin.forecast import ForecastConfig, make_forecaster, words
 from skipjoin.forecast.evaluate import Sample
-from skipjoin.forecast.train import train_alise
+from skipjoin.forecast.train import TRAINING, part_of_group, train_alise
 from skipjoin.forecast.trained import Trained
 from skipjoin.options import ConfigError
 
@@ -129,8 +129,22 @@ def as_long_as_prompts(count: int) -> list[dict]:
     ]
 
 
-# Words are random, but lengths of prompts calibrate the prior; or words of equal prompts are all held out.
-@pytest.mark.parametrize(("forecaster", "lines"), [("alise", as_long_as_prompts(400)), ("learned", rows(300))])
+def opposite_when_held_out(count: int) -> list[dict]:
+    """Return rows whose first word means the opposite in those that are held out."""
+    return [
+        {
+            "prompt": f"{'brief' if number % 2 else 'long'} {number}",
+            "output_tokens": 10 + number % 7 + 400 * ((number % 2 == 0) == (part_of_group(str(number)) == TRAINING)),
+            "conv": str(number),
+        }
+        for number in range(count)
+    ]
+
+
+# Words are random, but lengths of prompts calibrate the prior; or words mislead.
+@pytest.mark.parametrize(
+    ("forecaster", "lines"), [("alise", as_long_as_prompts(400)), ("learned", opposite_when_held_out(300))]
+)
 def test_a_forecaster_that_orders_worse_than_the_prior_is_not_written(tmp_path: Path, forecaster: str, lines) -> None:
     found = run(
         "train", "--trace", write(tmp_path / "t.jsonl", lines), "--out", tmp_path / "state", "--forecaster", forecaster

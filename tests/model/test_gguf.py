@@ -245,8 +245,11 @@ def test_codes_of_a_delta_rule_are_those_of_its_checkpoint_in_8_bits(name: str, 
     reference.save_pretrained(tmp_path / "folder")
     ours = logits(load_model(tmp_path / "m.gguf", LoadSpec(dtype="float32")))
     rounded = load_model(tmp_path / "folder", LoadSpec(dtype="float32", quantization="int8"))
-    for one, expected in zip(ours, logits(rounded), strict=True):
-        torch.testing.assert_close(one, expected, atol=1e-3, rtol=1e-3)
+    one, expected = torch.cat(ours), torch.cat(logits(rounded))
+    errors = (one - expected).norm(dim=1) / expected.norm(dim=1)
+    # Inputs are rounded, too, where a difference in the last bit may decide.
+    assert errors.median() <= 1e-5
+    assert errors.max() <= 0.04
 
 
 def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:

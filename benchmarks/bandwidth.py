@@ -14,7 +14,7 @@ _REPEATS = 5
 
 
 def memory_bandwidth() -> float:
-    """Return the bytes per second that all cores read together, by the faster of a sum and a product with one row."""
+    """Return the bytes per second that torch's threads read, by the faster of a sum and a product with one row."""
     data = torch.ones(1 << 28, dtype=torch.float32)
     found = data.nbytes / min(seconds_of(data.sum) for _ in range(_REPEATS))
     del data
@@ -24,16 +24,18 @@ def memory_bandwidth() -> float:
 def product_rates() -> tuple[float, float]:
     """Return the bytes per second of weights with one row, and the operations per second with the rows of a prompt.
 
-    Both are of our own products in bfloat16, and 0 where nothing is compiled.
+    Both are of our own products in bfloat16 with as many threads as torch has, and 0 where nothing is compiled.
     """
     library = load_library()
     if library is None:
         return 0.0, 0.0
     ops = CppOps(library, torch.bfloat16)
-    ops.use_threads(torch.get_num_threads())
+    threads = torch.get_num_threads()
+    ops.use_threads(threads)  # leaves torch one thread
     linear = ops.linear(torch.ones(_OUTPUTS, _INPUTS, dtype=torch.bfloat16), None)
     one, many = (torch.ones(rows, _INPUTS, dtype=torch.bfloat16) for rows in (1, _ROWS))
     with ops.step():
         reading = min(seconds_of(lambda: linear(one)) for _ in range(_REPEATS))
         products = min(seconds_of(lambda: linear(many)) for _ in range(_REPEATS))
+    torch.set_num_threads(threads)
     return linear.weight_bytes / reading, 2 * _OUTPUTS * _INPUTS * _ROWS / products

@@ -148,9 +148,11 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--attention", nargs="+", default=["auto"], help="one or more of auto, cpp, torch")
     arguments = parser.parse_args()
-    record = harness.new_record(threads=torch.get_num_threads(), block_size=BLOCK, results=[])
+    threads = torch.get_num_threads()
+    record = harness.new_record(threads=threads, block_size=BLOCK, results=[])
     for shape in arguments.shapes:
         for dtype in arguments.dtype:
+            torch.set_num_threads(threads)  # of which a model leaves torch one
             rates = {"bytes_per_s": memory_bandwidth(), "operations_per_s": product_rates()[1]}
             if dtype != "bfloat16":
                 rates["operations_per_s"] = 0.0  # measured for bfloat16 only
@@ -159,13 +161,15 @@ def main() -> None:
                     model = random_model(SHAPES[shape], 0, dtype, attention=attention)
                 else:
                     model = load_model(shape, LoadSpec(dtype=dtype, attention=attention))
+                model.ops.use_threads(threads)
                 named = {"shape": shape, "dtype": dtype, "operations": model.ops.name, "path": model.ops.path}
                 named |= {"weight_bytes": model.weight_bytes, "rates": {k: round(v / 1e9, 1) for k, v in rates.items()}}
                 longest = model.config.max_positions
                 decodes = [(n, context, 0) for n, context in DECODES if context < longest]
                 for work in [*decodes, *((0, 0, n) for n in PREFILLS if n <= longest)]:
                     repeats = max(arguments.repeats // (4 if work[2] > 64 else 1), 3)
-                    found = measure(model, work, rates, repeats)
+                    with model.ops.step():
+                        found = measure(model, work, rates, repeats)
                     record["results"].append(named | found)
                     text = f"prefill {work[2]}" if work[2] else f"decode {work[0]} at {work[1]}"
                     times = ((n, v) for n, v in found.items() if isinstance(v, dict) and "median_ms" in v)

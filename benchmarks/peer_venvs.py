@@ -1,6 +1,6 @@
 """Virtual environments of the engines that Skipjoin is compared with, created on first use.
 
-    python benchmarks/peer_venvs.py [vllm,transformers,sentence,llamacpp]
+    python benchmarks/peer_venvs.py [vllm,transformers,sentence,llamacpp,openvino]
 
 The environments are kept in `skipjoin-peers` in the user's cache folder (`XDG_CACHE_HOME`), one for each list of
 packages. To remove them, delete that folder. pip installs the packages as it is configured.
@@ -39,6 +39,7 @@ PEERS = {
     "sentence": Packages(("sentence-transformers==6.2.0", "transformers==5.23.0", "torch==2.13.0")),
     # llama.cpp with its server; gguf writes the model file that it reads.
     "llamacpp": Packages(("xllamacpp==2026.10.11549", "gguf==0.19.0", "torch==2.13.0", "safetensors==0.8.0")),
+    "openvino": Packages(("openvino-genai==2026.4.1.0",)),
 }
 # vLLM without compilation, and with requests in order of their `priority`.
 VARIANTS = ("vllm-eager", "vllm-priority")

@@ -212,21 +212,21 @@ def start_vllm(
     return found, missing
 
 
-def stop_in_turn(stack: ExitStack, server: Server) -> None:
-    """Stop a server's processes by a signal until `running`, and let them go on when the stack ends."""
-    os.killpg(server.process.pid, signal.SIGSTOP)
+def stop_in_turn(stack: ExitStack, group: subprocess.Popen[str]) -> None:
+    """Stop a process group by a signal until `running`, and let it go on when the stack ends."""
+    os.killpg(group.pid, signal.SIGSTOP)
     # A stopped process ignores the signal that ends it.
-    stack.callback(os.killpg, server.process.pid, signal.SIGCONT)
+    stack.callback(os.killpg, group.pid, signal.SIGCONT)
 
 
 @contextlib.contextmanager
-def running(server: Server) -> Iterator[None]:
-    """Let a server run that `stop_in_turn` has stopped."""
-    os.killpg(server.process.pid, signal.SIGCONT)
+def running(group: subprocess.Popen[str]) -> Iterator[None]:
+    """Let a process group run that `stop_in_turn` has stopped."""
+    os.killpg(group.pid, signal.SIGCONT)
     try:
         yield
     finally:
-        os.killpg(server.process.pid, signal.SIGSTOP)
+        os.killpg(group.pid, signal.SIGSTOP)
 
 
 def bench(server: Server, *options: object) -> Record:

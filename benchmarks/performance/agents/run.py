@@ -218,12 +218,12 @@ def main() -> None:
                 continue
             asyncio.run(run(servers[name], -1, [jobs[:2] for jobs in programs(-1, 10.0, 2)]))  # warms up
             harness.show(f"{name} runs")
-            stop_in_turn(stack, servers[name])
+            stop_in_turn(stack, servers[name].process)
         for seed, name in harness.turns(servers, args.seeds):
             if seed in runs.setdefault(name, {}):
                 continue
             try:
-                with running(servers[name]):
+                with running(servers[name].process):
                     runs[name][seed] = asyncio.run(run(servers[name], int(seed), plans[seed]))
             except TimeoutError:
                 record["missing"][f"{name}, seed {seed}"] = f"longer than {RUN_S:g} s"

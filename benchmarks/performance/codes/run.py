@@ -2,15 +2,17 @@
 
     python benchmarks/performance/codes/run.py FILE.gguf --out result.json [--parts quality,steps,served]
     python benchmarks/performance/codes/run.py FILE.gguf --parts steps,served    # of random_gguf.py
+    python benchmarks/performance/codes/run.py FILE.gguf --parts served --peers llamacpp,openvino
     python benchmarks/performance/codes/run.py FOLDER --parts served    # of random_model.py, also with experts
 
 - `quality`: logits on the repository's documents, 400 tokens at a time, against float32 of the widened weights by
   torch: relative error, share of equal most likely tokens, KL divergence and perplexity. `widened` is bfloat16.
 - `steps`: milliseconds of a model's step, the weights in codes and widened to bfloat16 in turn, and the GB per
   second at which a step with one stream reads weights.
-- `served`: tokens per second over HTTP, in turn with llama.cpp on the same file, after a few short requests to each.
-  The server that does not run is stopped by a signal, because llama.cpp's threads spin. `--out` is written after each
-  run, so that a command that is ended early leaves its turns so far.
+- `served`: tokens per second over HTTP, in turn with the peers on the same file, after a few short requests to each.
+  OpenVINO has no server, so it runs without HTTP. The engine that does not run is stopped by a signal, because
+  llama.cpp's threads spin. `--out` is written after each run, so that a command that is ended early leaves its turns so
+  far. `to_PEER` are medians of our rate over a peer's.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -29,10 +32,10 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine_throughput"))
-from peers import OverHttp, limits
+from peers import Engine, OverHttp, Program, limits, program
 
 import harness
-from peer_venvs import available
+from peer_venvs import available, names_of
 from servers import Server, Skipjoin, llamacpp, running, stop_in_turn
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
@@ -49,6 +52,7 @@ DECODES = {"1": (1, 64), "16": (16, 64), "64": (64, 64)}
 PROMPT = 900
 STEP_RUNS = 15
 SERVED = ("one", "even", "wide", "prefill")
+KV_GIB = 1
 
 
 def load(file: Path, *, in_codes: bool = True, **spec: str) -> CausalLM:
@@ -134,30 +138,41 @@ def steps(file: Path, threads: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def served(file: Path, repeats: int, sets: list[str], save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def served(
+    file: Path, repeats: int, sets: list[str], peers: list[str], save: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
     rates: dict[str, dict[str, list[float]]] = {name: {} for name in sets}
-    peers = available(["llamacpp"])
     with contextlib.ExitStack() as stack:
-        started: dict[str, Server] = {}
-        started["skipjoin"] = stack.enter_context(Skipjoin(file, *limits(1.0), "--max-model-len", 1024))
-        stop_in_turn(stack, started["skipjoin"])
-        if "llamacpp" in peers:
-            started["llamacpp"] = stack.enter_context(llamacpp(peers["llamacpp"], file, seqs=SLOTS))
-            stop_in_turn(stack, started["llamacpp"])
+        groups: dict[str, subprocess.Popen[str]] = {}
+        engines: dict[str, Engine] = {}
 
-        def seconds_of(engine: str, jobs: list[Job]) -> float:
-            with running(started[engine]):
+        def add(name: str, group: subprocess.Popen[str], engine: Engine) -> None:
+            groups[name], engines[name] = group, engine
+            stop_in_turn(stack, group)
+
+        found = available(peers)
+        server: Server = stack.enter_context(Skipjoin(file, *limits(KV_GIB), "--max-model-len", 1024))
+        add("skipjoin", server.process, OverHttp(server))
+        if "llamacpp" in found:
+            server = stack.enter_context(llamacpp(found["llamacpp"], file, seqs=SLOTS))
+            add("llamacpp", server.process, OverHttp(server))
+        if "openvino" in found:
+            process = stack.enter_context(program("openvino", file, "--parallel", SLOTS, "--kv-gib", KV_GIB))
+            add("openvino", process, Program(process))
+
+        def seconds_of(name: str, jobs: list[Job]) -> float:
+            with running(groups[name]):
                 time.sleep(0.5)
-                return OverHttp(started[engine]).run(jobs)
+                return engines[name].run(jobs)
 
-        for engine in started:
-            harness.show("warm-up", engine, round(seconds_of(engine, WARM_UP(0)), 1))
+        for name in engines:
+            harness.show("warm-up", name, round(seconds_of(name, WARM_UP(0)), 1))
         for turn in range(repeats):
-            for name in sets:
-                for engine in harness.in_turn(started, turn):
-                    rate = SETS[name].tokens / seconds_of(engine, SETS[name].jobs(turn + 1))
-                    rates[name].setdefault(engine, []).append(rate)
-                    harness.show(f"turn {turn + 1} of {repeats}", name, engine, round(rate, 1))
+            for label in sets:
+                for name in harness.in_turn(engines, turn):
+                    rate = SETS[label].tokens / seconds_of(name, SETS[label].jobs(turn + 1))
+                    rates[label].setdefault(name, []).append(rate)
+                    harness.show(f"turn {turn + 1} of {repeats}", label, name, round(rate, 1))
                     save(_compared(rates))
     return _compared(rates)
 
@@ -167,8 +182,9 @@ def _compared(rates: Mapping[str, Mapping[str, list[float]]]) -> dict[str, Any]:
     for name, of in rates.items():
         turns = min(map(len, of.values()), default=0)
         found[name] = {"turns": turns, **{engine: harness.spread(values, 1) for engine, values in of.items()}}
-        if turns and "llamacpp" in of:
-            found[name]["to_llamacpp"] = harness.median_ratio(of["skipjoin"], of["llamacpp"])
+        for peer in of if turns else ():
+            if peer != "skipjoin":
+                found[name][f"to_{peer}"] = harness.median_ratio(of["skipjoin"], of[peer])
     return found
 
 
@@ -177,6 +193,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--parts", type=harness.some_of("parts", PARTS), default=list(PARTS))
     parser.add_argument("--sets", type=harness.some_of("sets", SERVED), default=list(SERVED))
+    parser.add_argument("--peers", type=names_of, default=["llamacpp"], metavar="NAMES", help="of llamacpp, openvino")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     record = harness.new_record(file=args.file.name)
@@ -193,7 +210,7 @@ def main() -> None:
 PARTS = {
     "quality": lambda args, _: quality(args.file),
     "steps": lambda args, _: steps(args.file, args.threads),
-    "served": lambda args, save: served(args.file, args.repeats, args.sets, save),
+    "served": lambda args, save: served(args.file, args.repeats, args.sets, args.peers, save),
 }
 
 if __name__ == "__main__":

@@ -124,26 +124,31 @@ class OverHttp:
         return int(usage.split(b":", 1)[1].split(b",")[0].split(b"}")[0])
 
 
-class Transformers:
-    """One of transformers' ways to generate, in the process of `transformers_peer.py`."""
+class Program:
+    """An engine in another process, which reads a line for each list of jobs and answers with the seconds."""
 
     warm_up = WARM_UP
 
-    def __init__(self, process: subprocess.Popen[str], engine: str) -> None:
-        self._process, self._engine = process, engine
+    def __init__(self, process: subprocess.Popen[str], engine: str = "") -> None:
+        """Use a process of `program`; engine: which of its engines, if it has several."""
+        self.process, self._engine = process, engine
 
     def run(self, jobs: list[Job]) -> float:
         task = {"engine": self._engine, "jobs": [(job.prompt, job.output) for job in jobs]}
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(task) + "\n")
-        self._process.stdin.flush()
-        return float(_line(self._process))
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(task) + "\n")
+        self.process.stdin.flush()
+        return float(_line(self.process))
 
 
 @contextmanager
-def transformers(folder: Path, dtype: str) -> Iterator[subprocess.Popen[str]]:
-    """Run `transformers_peer.py` and yield its process once it has loaded the model."""
-    command = [python_of("transformers"), HERE / "transformers_peer.py", folder, "--dtype", dtype]
+def program(peer: str, *options: object) -> Iterator[subprocess.Popen[str]]:
+    """Run `PEER_peer.py` in the peer's environment and yield its process once it has loaded the model.
+
+    Raises:
+        PeerUnavailableError: The peer cannot be installed.
+    """
+    command = [python_of(peer), HERE / f"{peer}_peer.py", *options]
     process = subprocess.Popen(
         [str(part) for part in command],
         stdin=subprocess.PIPE,
@@ -151,6 +156,7 @@ def transformers(folder: Path, dtype: str) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.DEVNULL,
         text=True,
         env={**os.environ, "PYTHONPATH": ""},
+        start_new_session=True,
     )
     try:
         _line(process)
@@ -163,7 +169,7 @@ def transformers(folder: Path, dtype: str) -> Iterator[subprocess.Popen[str]]:
 def _line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     if not (line := process.stdout.readline()):
-        raise RuntimeError("the transformers process exited")
+        raise RuntimeError("the process of a peer exited")
     return line
 
 
@@ -189,10 +195,10 @@ def engines(
 
 def _peer(stack: ExitStack, name: str, folder: Path, dtype: str, kv_gib: float) -> dict[str, Engine]:
     if name == "transformers":
-        process = stack.enter_context(transformers(folder, dtype))
+        process = stack.enter_context(program("transformers", folder, "--dtype", dtype))
         return {
-            "transformers generate": Transformers(process, "generate"),
-            "transformers continuous batching": Transformers(process, "continuous"),
+            "transformers generate": Program(process, "generate"),
+            "transformers continuous batching": Program(process, "continuous"),
         }
     if name == "llamacpp":
         server = servers.llamacpp(python_of("llamacpp"), folder, seqs=SLOTS)

@@ -2,12 +2,13 @@
 decides the speed, and small enough for the last-level cache of a server. Others have the shape of models that people
 run.
 
-    python benchmarks/random_model.py FOLDER [--shape small|qwen3-0.6b|...] [--dtype bfloat16|float32] [--experts]
+    python benchmarks/random_model.py FOLDER [--shape small|qwen3-0.6b|...] [--dtype bfloat16|float32] [--experts|--awq]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from harness import scratch
 
 VOCAB = 8192
+# Inputs with one scale, and the largest scale, for which weights are about as large as transformers draws them.
+AWQ_GROUP, AWQ_SCALE = 128, 0.008
 EOS = "<eos>"
 
 
@@ -62,6 +65,28 @@ def make_model(folder: Path, dtype: torch.dtype, shape: str = "small", **changes
     config = SHAPES[shape] | changes
     _write_weights(folder, dtype, config)
     write_words(folder, config["vocab_size"])
+
+
+def make_awq_model(folder: Path, dtype: torch.dtype, shape: str) -> None:
+    """Write a model of this shape whose layers have weights of 4 bits, as AWQ writes them, with random codes."""
+    from safetensors.torch import load_file, save_file  # noqa: PLC0415
+
+    make_model(folder, dtype, shape)
+    draw = torch.Generator().manual_seed(0)
+    written: dict[str, torch.Tensor] = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            written[name] = weight
+            continue
+        (outputs, inputs), base = weight.shape, name.removesuffix("weight")
+        words, groups = outputs // 8, inputs // AWQ_GROUP  # a word of 32 bits has eight codes
+        written[f"{base}qweight"] = torch.randint(-(2**31), 2**31, (inputs, words), generator=draw, dtype=torch.int32)
+        written[f"{base}qzeros"] = torch.full((groups, words), -0x77777778, dtype=torch.int32)  # eight times 8
+        written[f"{base}scales"] = torch.rand(groups, outputs, generator=draw).half() * AWQ_SCALE
+    save_file(written, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    method = {"quant_method": "awq", "bits": 4, "group_size": AWQ_GROUP, "zero_point": True, "version": "gemm"}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
 
 
 def make_expert_model(folder: Path, dtype: torch.dtype) -> None:
@@ -135,9 +160,12 @@ def _write_weights(folder: Path, dtype: torch.dtype, config: Config) -> None:
 
 
 @contextmanager
-def scratch_model(dtype: torch.dtype, shape: str = "small", **changes: int) -> Iterator[Path]:
+def scratch_model(dtype: torch.dtype, shape: str = "small", *, awq: bool = False, **changes: int) -> Iterator[Path]:
     with scratch() as folder:
-        make_model(folder / "model", dtype, shape, **changes)
+        if awq:
+            make_awq_model(folder / "model", dtype, shape)
+        else:
+            make_model(folder / "model", dtype, shape, **changes)
         yield folder / "model"
 
 
@@ -150,12 +178,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--experts", action="store_true", help="a Qwen3-MoE instead")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--experts", action="store_true", help="a Qwen3-MoE instead")
+    kind.add_argument("--awq", action="store_true", help="layers in AWQ's 4 bits")
     add_shape(parser)
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
     if args.experts:
         make_expert_model(args.folder, dtype)
+    elif args.awq:
+        make_awq_model(args.folder, dtype, args.shape)
     else:
         make_model(args.folder, dtype, args.shape)
 

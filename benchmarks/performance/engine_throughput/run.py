@@ -52,12 +52,16 @@ def measure(dtype: torch.dtype, args: argparse.Namespace, bars: Progress, keep: 
     """Measure all engines on all sets in turn; `keep` receives the record after each set."""
     name = str(dtype).removeprefix("torch.")
     kv_gib = kv_gib_of(args.shape, dtype)
-    with scratch_model(dtype, args.shape) as folder, engines(folder, name, args.peers, kv_gib) as (found, missing):
+    with (
+        scratch_model(dtype, args.shape, awq=args.awq) as folder,
+        engines(folder, name, args.peers, kv_gib) as (found, missing),
+    ):
         packages = {peer: PEERS[peer.removesuffix("-eager")].installed for peer in args.peers}
         library = load_library()
         path = "torch" if library is None else path_of(library)
         record: Figures = {
             "shape": args.shape,
+            "weights": "awq" if args.awq else name,
             "kv_gib": kv_gib,
             "dtype": name,
             "path": path,
@@ -117,6 +121,7 @@ def main() -> None:
     parser.add_argument("--sets", type=harness.some_of("sets", SETS), default=[*SETS])
     parser.add_argument("--once", type=harness.words, default=[], help="engines that run in the first turn only")
     parser.add_argument("--dtypes", nargs="*", default=["bfloat16"], choices=["bfloat16", "float32"])
+    parser.add_argument("--awq", action="store_true", help="weights of layers in AWQ's 4 bits")
     add_shape(parser)
     args = parser.parse_args()
     result = harness.new_record(turns=args.repeats, results=[])

@@ -17,6 +17,7 @@ from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.request import Request, RequestOptions, ServiceClass
 from skipjoin.core.step import StepResult
+from skipjoin.engine import load as engine_load
 from skipjoin.engine.build import EngineInfo, assemble
 from skipjoin.engine.forecasting import Predicted
 from skipjoin.engine.sizing import cpu_blocks
@@ -46,6 +47,13 @@ def test_chat_stops_at_the_end_of_sequence_token(llm: LLM) -> None:
     assert answer.text == "3, 4, 5, 6, 7, 8, 9, 10, 11, 12"
     assert answer.finish_reason == "stop"
     assert llm.tokenizer.decode(answer.token_ids) == answer.text
+
+
+def test_loading_says_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_load, "must_compile", lambda: True)
+    done: list[str] = []
+    assemble(EngineConfig(threads=1, profile="off"), lambda what, share: done.append(what)).executor.close()
+    assert list(dict.fromkeys(done))[:2] == ["compiling CPU operations, once per machine", "loading weights"]
 
 
 def test_answers_are_in_the_order_of_conversations(llm: LLM) -> None:

@@ -359,7 +359,9 @@ def test_library_is_built_once(monkeypatch, tmp_path, caplog):
 
     monkeypatch.setattr(build.shutil, "which", lambda name: "/usr/bin/" + name)
     monkeypatch.setattr(build.subprocess, "run", compile_nothing)
+    assert build.must_compile()
     first = build.compiled_library()
+    assert not build.must_compile()
     assert build.compiled_library() == first
     assert (len(calls), [p.name for p in first.parent.iterdir() if p.suffix != ".lock"]) == (1, [first.name])
     assert ["compiling" in line for line in caplog.messages] == [True]  # it takes a minute, so it is said

@@ -30,6 +30,7 @@ from skipjoin.model.folder import model_files, model_folder
 from skipjoin.model.grammars import grammars_of
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import planned_model, read_config
+from skipjoin.model.ops.build import must_compile
 from skipjoin.model.ops.threads import default_threads
 from skipjoin.model.parallel import Shard, check_shards
 from skipjoin.model.weight_files import ModelFiles
@@ -120,6 +121,8 @@ def _check_memory(
 
 
 def load(config: EngineConfig, on_progress: OnProgress = lambda what, share: None) -> Loaded:
+    if must_compile():
+        on_progress("compiling CPU operations, once per machine", 0.0)
     model_config, max_len = check_load(config)
     folder = model_folder(config.model, config.load_format)
     of = RankModel(

@@ -44,6 +44,17 @@ def load_library() -> ctypes.CDLL | None:
     return next(libraries(), None)
 
 
+def must_compile() -> bool:
+    """Return whether `load_library` will compile, which takes up to a minute."""
+    if shipped():
+        return False
+    try:
+        library, _ = _place(_NATIVE)
+        return not _is_usable(library)
+    except OSError:  # there is no compiler, or no folder
+        return False
+
+
 def libraries() -> Iterator[ctypes.CDLL]:
     why = None
     for find in _sources_of_libraries():

@@ -24,7 +24,8 @@ from skipjoin.model import family
 from skipjoin.model.config import ModelConfig, ModelError
 from skipjoin.model.fallback.settings import decoders
 from skipjoin.model.load_spec import LoadSpec
-from skipjoin.model.loader import load_model
+from skipjoin.model.loader import load_model, planned_model
+from skipjoin.model.weight_files import ModelFiles
 
 RECORD = Path(__file__).with_name("architectures.json")
 NATIVE, RUNS, REFUSED, UNTRIED = "native", "through transformers", "refused", "not tried"
@@ -171,8 +172,10 @@ def outcome(name: str, folder: Path) -> tuple[str, str]:
     model.save_pretrained(folder)
     if kind.__name__ != name:
         nest(folder, name)
+    spec = LoadSpec(dtype="float32")
     try:
-        ours = load_model(folder, LoadSpec(dtype="float32"))
+        ours = load_model(folder, spec)
+        planned_model(ModelFiles.of(folder), ours.config, spec)  # as engines do first
     except ModelError as error:
         return REFUSED, why(error)
     sequences = [torch.randint(3, 101, (1, length)) for length in LENGTHS]

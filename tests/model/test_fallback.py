@@ -139,6 +139,7 @@ def test_bfloat16_stays_close(saved) -> None:
     assert distances.median() < 0.05  # rounding may exchange experts of a token
 
 
+@pytest.mark.parametrize("saved", [*FALLBACKS, "diffllama"], indirect=True)
 def test_plan_has_the_bytes_of_the_loaded_model(saved) -> None:
     _, folder = saved
     spec = LoadSpec(dtype="bfloat16", attention="torch")

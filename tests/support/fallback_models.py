@@ -103,5 +103,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     | {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 24}
     | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
     | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+    # Parameters that its code draws with a function that ignores the default device.
+    "diffllama": _SHAPE | {"architectures": ["DiffLlamaForCausalLM"]},
     "hrm": _SHAPE | {"architectures": ["HrmTextForCausalLM"], "num_hidden_layers": 4},
 }

@@ -90,6 +90,7 @@ def build(kind: type[Any], config: Any, device: str, *, masks: bool = False, dty
     prepare(kind, config)
     with torch.device(device):
         model = kind._from_config(config, attn_implementation=SAMPLED if masks else PAGED, dtype=dtype).eval()
+    model.to(device)  # parameters that code draws with torch.normal, which has its own default device
     older.adapt(model)
     return model
 

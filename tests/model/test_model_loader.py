@@ -139,6 +139,7 @@ _SMALL = {
     "max_position_embeddings": 4096,
 }
 _LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+_LLAMA3_OF_CARDS = LLAMA3 | {"original_max_position_embeddings": 512}
 _HALF_LOCAL = (["sliding_attention"] * 3 + ["full_attention"]) * 2
 # As files on the hub have them, mostly in older forms and without entries that are the default.
 HUB_CONFIGS = [
@@ -184,6 +185,13 @@ HUB_CONFIGS = [
     ("Ministral3ForCausalLM", _SMALL | {"num_key_value_heads": 2}),
     ("GlmForCausalLM", _SMALL | {"partial_rotary_factor": 0.5, "head_dim": 16}),
     ("Glm4ForCausalLM", _SMALL | {"partial_rotary_factor": 0.25, "rope_theta": 1000.0}),
+    # Both names, as releases of transformers wrote them, of which one was changed since.
+    (
+        "GPTNeoXForCausalLM",
+        _SMALL | {"rotary_emb_base": 40000, "rope_theta": 1e4, "rotary_pct": 0.5, "partial_rotary_factor": 0.25},
+    ),
+    ("CwmForCausalLM", _SMALL | {"num_key_value_heads": 2, "rope_theta": 5e5, "rope_scaling": _LLAMA3_OF_CARDS}),
+    ("CwmForCausalLM", _SMALL | {"num_key_value_heads": 2, "rope_parameters": None}),
 ]
 
 

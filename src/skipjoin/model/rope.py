@@ -62,10 +62,11 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, defaul
     older, newer = _object(raw, "rope_scaling"), _object(raw, "rope_parameters")
     # Model cards say to add `rope_scaling`, also to a file in the newer form.
     nested = {**newer, **older}
-    given = (("rope_theta", nested), ("rope_theta", raw), ("rotary_emb_base", raw))
+    # Files of GPT-NeoX may have both names, of which its code reads the older ones.
+    given = (("rope_theta", nested), ("rotary_emb_base", raw), ("rope_theta", raw))
     name, theta = next(((name, of[name]) for name, of in given if of.get(name) is not None), ("rope_theta", 10000.0))
     theta = _bounded(name, theta, low=1.0)
-    share = nested.get("partial_rotary_factor", raw.get("partial_rotary_factor", raw.get("rotary_pct")))
+    share = nested.get("partial_rotary_factor", raw.get("rotary_pct", raw.get("partial_rotary_factor")))
     rotary_dim = int(head_dim * _bounded("partial_rotary_factor", default_share if share is None else share, high=1.0))
     kinds = (of.get(name) for of in (older, newer) for name in ("rope_type", "type"))
     scaling = str(next(filter(None, kinds), "default"))
@@ -80,11 +81,14 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, defaul
     if scaling not in SCALINGS:
         reason = f": {_REASONS[scaling]}" if scaling in _REASONS else ""
         raise ValueError(f"RoPE scaling {scaling!r} is not supported; supported are {', '.join(SCALINGS)}{reason}")
-    settings: dict[str, Any] = {"theta": theta, "rotary_dim": rotary_dim, "scaling": scaling}
-    if scaling == "default":
+    beta = _bounded("llama_4_scaling_beta", nested.get("llama_4_scaling_beta") or 0.0, low=0.0)
+    settings: dict[str, Any] = {"theta": theta, "rotary_dim": rotary_dim, "scaling": scaling, "query_beta": beta}
+    if scaling == "default" and not beta:
         return RopeSettings(**settings)
     name = "original_max_position_embeddings"
     original = int(_bounded(name, raw.get(name) or nested.get(name) or max_positions, low=1.0))
+    if scaling == "default":
+        return RopeSettings(**settings, original_max_positions=original)
     factor = nested.get("factor")
     if factor is None and scaling in ("yarn", "longrope"):
         factor = max_positions / original
@@ -106,7 +110,6 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, max_positions: int, defaul
             "beta_slow": _bounded("beta_slow", nested.get("beta_slow") or 1),
             "truncate": bool(nested.get("truncate", True)),
             "attention_factor": _yarn_attention_factor(nested, factor),
-            "query_beta": _bounded("llama_4_scaling_beta", nested.get("llama_4_scaling_beta") or 0.0, low=0.0),
         }
     return RopeSettings(**settings)
 

@@ -80,7 +80,7 @@ _PAIRED = ("ernie4_5", "helium")
 def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     kind = _ARCHITECTURES[architecture]
     kind = _SAME.get(kind, kind)
-    raw = {**_DEFAULTS.get(kind, {}), **raw}
+    raw = _with_defaults(kind, raw)
     fields = gated_fields(raw)
     fields |= _biases(kind, raw)
     layers, window = fields["num_layers"], int(raw.get("sliding_window") or 0)
@@ -102,6 +102,16 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     if fields["is_encoder"] and any(fields.get("windows", ())):
         raise ModelError(f"tokens of this {architecture} attend to later ones, for which sliding_window must be null")
     return fields
+
+
+def _with_defaults(kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with those of the configuration class, whose rotary positions are not joined with others."""
+    found = {**_DEFAULTS.get(kind, {}), **raw}
+    if raw.get("rope_scaling") is not None or raw.get("rope_parameters") is not None:
+        found["rope_parameters"] = raw.get("rope_parameters")
+    elif found.get("rope_parameters") is None:
+        found["rope_parameters"] = _DEFAULTS.get(kind, {}).get("rope_parameters")
+    return found
 
 
 def _biases(kind: str, raw: Mapping[str, Any]) -> dict[str, Any]:

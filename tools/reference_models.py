@@ -71,6 +71,10 @@ def _architectures() -> Iterator[str]:
     )
     order = sorted(names, key=lambda how: (how.startswith("not tried"), how.startswith("refused"), how != "native"))
     yield from table(["how", "architectures"], [[how.replace("|", " "), codes(names[how])] for how in order])
+    yield (
+        "Models that also see or hear serve texts by their language model: as above if it has an architecture of its "
+        "own, or else as a part of transformers' class of the whole, whose other parts are not loaded."
+    )
 
 
 def _outcome(by_operations: Mapping[str, str]) -> str:

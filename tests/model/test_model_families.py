@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import functools
+import json
 
 import pytest
 import torch
-from model_zoo import CONFIGS, VOCAB, PagedRunner, greedy, save_reference
+from model_zoo import CONFIGS, VOCAB, PagedRunner, greedy, make_reference, save_reference
+from safetensors.torch import load_file, save_file
 
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.config import ModelConfig, ModelError
@@ -114,17 +116,28 @@ def test_half_types_stay_close(saved, dtype):
     )
 
 
+def test_queries_grow_with_rotary_positions_of_any_kind(tmp_path):
+    kind = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    kind |= {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5}
+    reference = make_reference("ministral3", rope_parameters=kind)
+    reference.save_pretrained(tmp_path)
+    ids = sequences(3)[3]
+    (ours,) = PagedRunner(load_model(tmp_path, LoadSpec(dtype="float32")), [ids], 4, seed=1).run()
+    torch.testing.assert_close(ours, expected_logits(reference, ids), atol=1e-4, rtol=0)
+
+
 SEEING = {"Gemma3": "gemma3", "Mistral3": "ministral3", "Qwen2_5_VL": "qwen2", "Qwen3VL": "qwen3"}
 
 
-def check_saved(kind, config, folder) -> None:
-    """Compare the language model of a model that sees, in a folder, with transformers'."""
+def check_saved(kind, config, folder, change=lambda folder: None) -> None:
+    """Compare the language model of a model that sees, in a folder that is changed, with transformers'."""
     torch.manual_seed(0)
     reference = kind(config).eval()
     for parameter in reference.parameters():
         if parameter.dim() > 1:  # so that positions matter
             torch.nn.init.normal_(parameter, std=0.12)
     reference.save_pretrained(folder)
+    change(folder)
     ids = sequences(11)[3]
     (ours,) = PagedRunner(load_model(folder, LoadSpec(dtype="float32")), [ids], 4, seed=1).run()
     torch.testing.assert_close(ours, expected_logits(reference, ids), atol=3e-4, rtol=0)
@@ -158,17 +171,43 @@ OTHERS = {
     "Glm4v": {"model_type": "glm4v_text", **_SHAPE, **_SECTIONS},
     "GlmOcr": {"model_type": "glm_ocr_text", **_SHAPE, **_SECTIONS},
     "Mistral3": {"model_type": "mistral4", **_SHAPE, **_LATENT},
+    "Qwen2_5OmniThinker": {"model_type": "qwen2_5_omni_text", **_SHAPE, **_SECTIONS},
+}
+# Those of which transformers has a class of the whole only, also with experts whose code calls no interface.
+WHOLES = {
+    "PaddleOCRVL": {"model_type": "paddleocr_vl_text", **_SHAPE, **_SECTIONS, "head_dim": 16},
+    "Step3p7": {
+        **{"model_type": "step3p5", **_SHAPE, "head_dim": 16, "num_hidden_layers": 3, "sliding_window": 9},
+        **{"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        **{"mlp_layer_types": ["dense", "sparse", "sparse"], "moe_intermediate_size": 32, "num_local_experts": 4},
+        **{"num_experts_per_tok": 2, "share_expert_dim": 32, "swiglu_limits": None, "swiglu_limits_shared": None},
+    },
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+def without_other_parts(folder):
+    """Leave out the tensors that no text uses, and make a model that thinks the part of one that also speaks."""
+    file, settings = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    thinks = settings["model_type"].endswith("_thinker")
+    tensors = {f"thinker.{name}" if thinks else name: tensor for name, tensor in load_file(file).items()}
+    others = ("thinker.audio", "thinker.visual", "visual.", "vision_model.", "vit_large", "mlp_AR.")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(others)}
+    assert len(kept) < len(tensors)
+    save_file(kept, file, {"format": "pt"})
+    outer = {"architectures": ["Qwen2_5OmniModel"], "model_type": "qwen2_5_omni", "thinker_config": settings}
+    (folder / "config.json").write_text(json.dumps(outer if thinks else settings))
+
+
+@pytest.mark.parametrize("name", [*OTHERS, *WHOLES])
 def test_language_models_of_types_of_their_own(name, tmp_path):
     import transformers  # noqa: PLC0415 - takes seconds
 
+    is_cut = name in WHOLES or name.endswith("Thinker")
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "depth": 1, "num_heads": 2}
     vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14, "head_dim": 16, "out_hidden_size": 64}
-    config = getattr(transformers, f"{name}Config")(text_config=OTHERS[name], vision_config=vision)
-    check_saved(getattr(transformers, f"{name}ForConditionalGeneration"), config, tmp_path)
+    config = getattr(transformers, f"{name}Config")(text_config=(OTHERS | WHOLES)[name], vision_config=vision)
+    kind = getattr(transformers, f"{name}ForConditionalGeneration")
+    check_saved(kind, config, tmp_path, *([without_other_parts] if is_cut else []))
 
 
 # Models without a class of their own for their language model, and a type of their part that sees.
@@ -191,8 +230,8 @@ def test_language_models_whose_sizes_are_the_defaults_of_their_type():
     text = {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32064}
     config = ModelConfig.from_dict({"architectures": ["LlavaForConditionalGeneration"], "text_config": text})
     assert (config.hidden_size, config.vocab_size, config.family) == (4096, 32064, "llama")
-    with pytest.raises(ModelError, match="architecture LlavaForConditionalGeneration is not supported"):
-        ModelConfig.from_dict({"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": "t5"}})
+    with pytest.raises(ModelError, match="architecture OwnForConditionalGeneration is not supported"):
+        ModelConfig.from_dict({"architectures": ["OwnForConditionalGeneration"], "text_config": {"model_type": "t5"}})
 
 
 @pytest.mark.gpu

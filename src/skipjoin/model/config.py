@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skipjoin.model.family import Family, find_architecture
+from skipjoin.model.family import Family, find_architecture, find_whole
 from skipjoin.model.gguf.file import GgufError, is_gguf
 from skipjoin.model.gguf.settings import gguf_settings
 from skipjoin.model.plugins import PluginError
@@ -51,7 +51,7 @@ LARGEST = {
     "moe_intermediate_size": 1 << 24,
 }
 _MAY_BE_ZERO = (
-    *("max_window_layers", "sliding_window", "word_embed_proj_dim", "num_experts", "num_local_experts"),
+    *("max_window_layers", "sliding_window", "word_embed_proj_dim", "num_experts", "num_local_experts", "head_dim"),
     *("num_experts_per_tok", "type_vocab_size", "shared_intermediate_size"),
 )
 # Of each layer, in decoders that transformers' code runs.
@@ -266,20 +266,23 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], *, extra_eos: Any = None) -> ModelConfig:
         _check_numbers(raw)
+        raw = part_settings(raw, "thinker_config")
         names = raw.get("architectures") or []
         if not isinstance(names, list):
             raise ModelError(f"architectures in config.json must be a list of names, got {names!r:.80}")
+        whole = raw
         try:
             architecture, family = find_architecture(names, raw.get("model_type"))
         except PluginError as error:
             if (found := _language_model(raw, names)) is None:
                 raise ModelError(str(error)) from error
             architecture, family = found
-            raw = {**raw, "text_config": _with_defaults(raw["text_config"])}
-        raw = _text_settings(raw)
+            if not family.reads_whole:
+                raw = {**raw, "text_config": _with_defaults(raw["text_config"])}
+        raw = part_settings(raw, "text_config")
         check_sizes(raw, family.sizes)
         try:
-            values = family.fields(raw, architecture)
+            values = family.fields(whole if family.reads_whole else raw, architecture)
             if values.get("rope") is not None:
                 values["max_positions"] = values["rope"].context(values["max_positions"])
             config = cls(architecture=architecture, family=family.name, **_common_fields(raw, values, extra_eos))
@@ -382,26 +385,29 @@ def _common_fields(raw: Mapping[str, Any], values: Mapping[str, Any], extra_eos:
     } | common
 
 
-def _text_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of the language model in those of one that also sees or hears."""
-    text = raw.get("text_config")
-    if text is None:
+def part_settings(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the settings of a part, such as the language model of one that also sees or hears, or `raw` without it."""
+    part = raw.get(name)
+    if part is None:
         return raw
-    if not isinstance(text, Mapping):
-        raise ModelError(f"text_config in config.json must be an object, got {text!r:.80}")
-    _check_numbers(text)
+    if not isinstance(part, Mapping):
+        raise ModelError(f"{name} in config.json must be an object, got {part!r:.80}")
+    _check_numbers(part)
     outer = ("eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
-    return {**text, **{name: raw[name] for name in outer if raw.get(name) is not None}}
+    return {**part, **{name: raw[name] for name in outer if raw.get(name) is not None}}
 
 
 def _language_model(raw: Mapping[str, Any], names: list[Any]) -> tuple[str, Family] | None:
-    """Return the architecture of the language model in one that also sees or hears, or None."""
-    text = raw.get("text_config")
-    if not isinstance(text, Mapping) or not any(str(name).endswith("ForConditionalGeneration") for name in names):
-        return None
-    with suppress(PluginError):
-        return find_architecture(list(text.get("architectures") or []), text.get("model_type"))
-    return None
+    """Return the architecture of the language model in one that also sees or hears, or None.
+
+    It is that of the whole if transformers has a class for it, unless its language model has a family of our own.
+    """
+    text, whole, part = raw.get("text_config"), find_whole(names, raw.get("model_type")), None
+    is_part = whole is not None or any(str(name).endswith("ForConditionalGeneration") for name in names)
+    if isinstance(text, Mapping) and is_part:
+        with suppress(PluginError):
+            part = find_architecture(list(text.get("architectures") or []), text.get("model_type"))
+    return whole if part is None or (whole is not None and not part[1].is_native) else part
 
 
 def _with_defaults(text: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, TypeVar
@@ -37,6 +37,12 @@ _TEXT_PARTS = {
     "glm4v_text": "Glm4ForCausalLM",
     "glm4v_moe_text": "Glm4MoeForCausalLM",
     "glm_ocr_text": "Glm4ForCausalLM",
+    "qwen2_vl_text": "Qwen2ForCausalLM",
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen2_5_omni_text": "Qwen2ForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+    "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
+    "qwen3_omni_moe_text": "Qwen3MoeForCausalLM",
 }
 CLASSIFIER = "ForSequenceClassification"
 # Maps a parsed config.json and the name of its architecture to fields of `ModelConfig`.
@@ -50,7 +56,11 @@ class FamilyError(PluginError):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Attributes as in `family`; a family that is not native runs transformers' modeling code, on one rank."""
+    """Attributes as in `family`; a family that is not native runs transformers' modeling code, on one rank.
+
+    Attributes:
+        reads_whole: Whether `fields` reads all of config.json, not the settings of the language model alone.
+    """
 
     name: str
     # A `Decoder`, whose module imports the configuration, which imports this one.
@@ -60,6 +70,7 @@ class Family:
     prefix: str
     sizes: Mapping[str, int] = field(default_factory=dict)
     is_native: bool = True
+    reads_whole: bool = False
 
 
 _families: dict[str, Family] = {}
@@ -138,6 +149,16 @@ def find_architecture(names: list[Any], model_type: str | None) -> tuple[str, Fa
         "Code in a model's folder (auto_map) is never run: "
         "if there is a version of the model for transformers without it, often named -hf, or a GGUF file, give that"
     )
+
+
+def find_whole(names: list[Any], model_type: str | None) -> tuple[str, Family] | None:
+    """Return the class that transformers has of a model that also sees or hears, of which texts use a part."""
+    from skipjoin.model.fallback.settings import wholes  # noqa: PLC0415 - as above
+
+    known = wholes()
+    found = next((same for name in names if (same := same_name(name, known.values())) is not None), None)
+    found = found or known.get(model_type or "")
+    return None if found is None else (found, replace(_fallback(), reads_whole=True))
 
 
 def same_name(name: Any, known: Iterable[str]) -> str | None:

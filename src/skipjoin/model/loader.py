@@ -74,7 +74,7 @@ def load_model(
 
 
 def _log_limits(files: ModelFiles, config: ModelConfig) -> None:
-    if "text_config" in files.config:
+    if not files.config.keys().isdisjoint(("text_config", "thinker_config")):
         _log.info("%s: the language model of %s is served, without its other inputs", files.folder, config.architecture)
     stated = files.config.get("max_position_embeddings", 0)
     if config.rope is not None and config.rope.scaling == "longrope" and config.max_positions < stated:

@@ -19,6 +19,7 @@ from skipjoin.model.config import (
     ModelError,
     PoolingSettings,
     check_sizes,
+    part_settings,
     read_json,
     read_settings,
 )
@@ -50,9 +51,8 @@ def pooling_of(files: ModelFiles, config: ModelConfig, task: str) -> PoolingSett
     Raises:
         ModelError: If it cannot do the task, or its files ask for what is not supported.
     """
-    name = next(
-        (name for name in files.config.get("architectures") or () if isinstance(name, str)), config.architecture
-    )
+    names = part_settings(files.config, "thinker_config").get("architectures") or ()
+    name = next((name for name in names if isinstance(name, str)), config.architecture)
     modules, stored = _modules(files), files.config.get("pooling_mode") if is_gguf(files.folder) else None
     chosen = _choose(name, config, has_modules=bool(modules or stored)) if task == "auto" else Task(task)
     is_causal = not (files.config.get("is_causal") is False or files.config.get("use_bidirectional_attention"))

@@ -354,7 +354,7 @@ def has_own_output(folder: Path, family: Family) -> bool:
 def stored_names(name: str, prefix: str) -> tuple[str, ...]:
     """Return the names that a tensor may have: also in a bare decoder, or in a model that has it as a part."""
     bare = name.removeprefix(prefix)
-    parts = f"model.language_model.{bare}", f"language_model.{name}", f"model.text_model.{bare}"
+    parts = f"model.language_model.{bare}", f"language_model.{name}", f"model.text_model.{bare}", f"thinker.{name}"
     found = name, bare, *parts
     return found if "LayerNorm." not in name else (*found, *map(_converted, (name, bare)))
 

@@ -13,21 +13,16 @@ from transformers.utils import logging
 
 from skipjoin.model.config import ModelError
 from skipjoin.model.fallback.interfaces import PAGED, hook
-from skipjoin.model.fallback.older import adapt, cut_experts
+from skipjoin.model.fallback.older import cut_experts
 from skipjoin.model.fallback.products import Experts, PackedWeight
-from skipjoin.model.fallback.settings import Settings
-from skipjoin.model.fallback.trace import build, prepare, settle
+from skipjoin.model.fallback.settings import Settings, wholes
+from skipjoin.model.fallback.trace import adapt, build, prepare, settle
 from skipjoin.model.layers import Builder
 from skipjoin.model.ops.base import LayerOps, Linear
 from skipjoin.model.ops.cpp_ops import CppOps
 
-# Names of tensors in a model that also sees or hears, and in the decoder that is its language model. transformers saves
-# the layers of Kimi-K2.5 as blocks, as are those of its part that sees.
-_OF_PARTS = {
-    r"^model\.(language|text)_model\.": "model.",
-    r"^language_model\.model\.blocks\.": "model.layers.",
-    r"^language_model\.": "",
-}
+# Names of tensors in a model that also sees or hears, and in the decoder that is its language model.
+_OF_PARTS = {r"^model\.(language|text)_model\.": "model.", r"^language_model\.": ""}
 
 
 def load(settings: Settings, builder: Builder, device: torch.device | str) -> Any:
@@ -51,11 +46,12 @@ def load(settings: Settings, builder: Builder, device: torch.device | str) -> An
 def _pretrained(kind: type[Any], config: Any, builder: Builder) -> Any:
     folder = builder.weights.checkpoint
     prepare(kind, config)
+    names = None if kind.__name__ in wholes().values() else _OF_PARTS
     with _quiet():
         try:
             model, found = kind.from_pretrained(
                 folder, config=config, dtype=builder.dtype, attn_implementation=PAGED, local_files_only=True,
-                use_safetensors=True, trust_remote_code=False, output_loading_info=True, key_mapping=_OF_PARTS,
+                use_safetensors=True, trust_remote_code=False, output_loading_info=True, key_mapping=names,
             )  # fmt: skip
         except Exception as error:  # of safetensors, or of a conversion in transformers
             raise ModelError(

@@ -28,6 +28,8 @@ _CLASSES = {
 
 _PLAIN_EXPERTS = "Llama4TextExperts"
 _ONE_MATRIX = "DbrxExperts"
+# Experts of the usual layout, whose code has no choice of functions.
+_USUAL_EXPERTS = "Step3p7Experts"
 
 # Called with the module, and then as its method.
 Call = Callable[..., Any]
@@ -76,8 +78,9 @@ def adapt(model: Any) -> None:
         if type(module).__name__ == _PLAIN_EXPERTS:  # as modules with a choice of functions for experts
             module.has_gate = module.is_transposed = True
             module._apply_gate = partial(_gated, module.act_fn)
-        if type(module).__name__ == _ONE_MATRIX:
+        if type(module).__name__ in (_ONE_MATRIX, _USUAL_EXPERTS):
             module.has_gate, module.is_transposed = True, False
+        if type(module).__name__ == _ONE_MATRIX:
             module._apply_gate = partial(_gated, module.mlp.activation_fn)
 
 
@@ -361,5 +364,6 @@ _TABLE: dict[str, tuple[str, Call]] = {
     "Llama4TextAttention": ("forward", _llama4),
     "Llama4TextMoe": ("forward", _llama4_experts),
     "DbrxExperts": ("forward", _dbrx_experts),
+    "Step3p7Experts": ("forward", apply_experts),
     "PhimoeRotaryEmbedding": ("forward", _phimoe_rotary),
 }

@@ -43,11 +43,9 @@ def reference_of(model: Any) -> Reference:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary // 4, max(vocabulary // 2, 2), (1, _TOKENS), generator=generator)
-    experts = model.config._experts_implementation
     try:
         _use(model, _ATTENTION.get(model.config.model_type, "eager"))
-        if experts == PAGED:
-            model.set_experts_implementation("eager")
+        model.set_experts_implementation("eager")
         logits = others = model(input_ids=ids.to(model.device), use_cache=False).logits[0].float()
         if model.dtype != torch.float32:
             rounding = model.get_input_embeddings().register_forward_hook(_round_otherwise)
@@ -55,8 +53,7 @@ def reference_of(model: Any) -> Reference:
             rounding.remove()
     finally:
         _use(model, PAGED)
-        if experts == PAGED:
-            model.set_experts_implementation(PAGED)
+        model.set_experts_implementation(PAGED)
     return Reference(ids[0].tolist(), logits, others)
 
 

@@ -9,16 +9,15 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import transformers
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto import modeling_auto as auto
 
 from skipjoin.model.config import LARGEST, ModelError, StateSettings, check_sizes
-from skipjoin.model.fallback.trace import Traced, trace
+from skipjoin.model.fallback.trace import Traced, trace, without
 from skipjoin.model.family import same_name
 from skipjoin.model.weight_files import quantization_of
 
 # Entries of config.json that are not the model's: they choose code and kernels, or types that `dtype` chooses.
-# The type may be that of a part of another model.
-_NOT_READ = ("auto_map", "model_type", "attn_implementation", "experts_implementation", "dtype", "torch_dtype")
+_NOT_READ = ("auto_map", "attn_implementation", "experts_implementation", "dtype", "torch_dtype")
 # Upper bound of integers in config.json whose names begin so, since each unit may be a module.
 _COUNTS = ("num_", "n_")
 _LARGEST_COUNT = 1 << 20
@@ -73,10 +72,21 @@ def decoders() -> list[str]:
     return [*_known().values()]
 
 
+def wholes() -> dict[str, str]:
+    """Return the architectures of models that see or hear, or have an encoder of texts, by their types."""
+    tables = (
+        auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    )
+    own = _known().values()
+    return {kind: name for table in tables for kind, name in table.items() if name not in own}
+
+
 def _known() -> dict[str, str]:
     """Return the causal decoders of transformers by the types of their configurations."""
     # One is listed with models that see only.
-    found = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items(), ("mistral4", "Mistral4ForCausalLM")]
+    found = [*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items(), ("mistral4", "Mistral4ForCausalLM")]
     return {kind: name if isinstance(name, str) else name[0] for kind, name in found}
 
 
@@ -87,7 +97,8 @@ def fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
             f"quantized weights are not supported for {architecture}, which has no family of Skipjoin's own: give the "
             "model that it was made from; --quantization int8 stores that in 8 bits"
         )
-    read = {name: value for name, value in raw.items() if name not in _NOT_READ and not name.startswith("_")}
+    # The type may be that of a part of another model.
+    read = {name: value for name, value in _read(raw).items() if name != "model_type"}
     source = json.dumps({**read, "architectures": [architecture]}, sort_keys=True)
     settings = settings_of(source)
     config, traced = settings.config.get_text_config(), settings.traced
@@ -120,6 +131,12 @@ def fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     }
 
 
+def _read(raw: Mapping[str, Any]) -> dict[str, Any]:
+    # Numbers such as infinities are objects with the name __float__.
+    named = {name: raw[name] for name in raw if name not in _NOT_READ and (name[:1] != "_" or name[:2] == "__")}
+    return {name: _read(value) if isinstance(value, Mapping) else value for name, value in named.items()}
+
+
 @lru_cache(maxsize=4)
 def settings_of(source: str) -> Settings:
     """Return the settings in `ModelConfig.source`, which the caller must copy before it changes them."""
@@ -135,7 +152,8 @@ def settings_of(source: str) -> Settings:
         config = kind.config_class.from_dict(_floats_in(_with_rope_of_attention(raw)))
         if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
             raise ModelError("it needs an encoder")
-        return Settings(kind, config, trace(kind, copy.deepcopy(config)))
+        traced = trace(kind, copy.deepcopy(config))
+        return Settings(without(kind, traced.unused), config, traced)
     except Exception as error:  # transformers raises anything for a config.json that it cannot use
         raise refusal(architecture, error) from error
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
@@ -66,6 +67,7 @@ class Traced(NamedTuple):
         widened: Products that the model computes in float32.
         left: Products whose matrix is the left operand, and which do not add the bias of their module.
         is_uneven: Whether torch's bits of a row would depend on the others; see `EvenRows`.
+        unused: Names of the modules beside the decoder that texts do not use, such as those that see or hear.
     """
 
     attentions: list[tuple[str, Attention]]
@@ -76,6 +78,7 @@ class Traced(NamedTuple):
     widened: frozenset[str]
     left: frozenset[str]
     is_uneven: bool
+    unused: tuple[str, ...]
 
 
 def prepare(kind: type[Any], config: Any) -> None:
@@ -91,8 +94,29 @@ def build(kind: type[Any], config: Any, device: str, *, masks: bool = False, dty
     with torch.device(device):
         model = kind._from_config(config, attn_implementation=SAMPLED if masks else PAGED, dtype=dtype).eval()
     model.to(device)  # parameters that code draws with torch.normal, which has its own default device
-    older.adapt(model)
+    adapt(model)
     return model
+
+
+def adapt(model: Any) -> None:
+    """Let the modules of a model call our functions, also those of experts in a part that alone has a choice."""
+    older.adapt(model)
+    model.set_experts_implementation(PAGED)
+
+
+def without(kind: type[Any], parts: tuple[str, ...]) -> type[Any]:
+    """Return a class whose models lack these modules, so that their weights are not read."""
+    if not parts:
+        return kind
+
+    def init(self: Any, config: Any, *args: Any, **options: Any) -> None:
+        kind.__init__(self, config, *args, **options)
+        for part in parts:
+            parent, _, name = part.rpartition(".")
+            setattr(self.get_submodule(parent), name, None)
+
+    # Of the same name, by which transformers finds how weights are converted.
+    return type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
 
 
 def settle(model: Any) -> None:
@@ -172,7 +196,24 @@ def trace(kind: type[Any], config: Any) -> Traced:
         frozenset(widened & products),
         frozenset(left),
         uses.is_uneven,
+        tuple(_unused(model, {*used, *(name for name, _ in attentions)}, uses)),
     )
+
+
+def _unused(model: Any, inner: set[str], uses: _Uses) -> Iterator[str]:
+    """Yield the modules with weights that no text uses, beside those on the way to the layers `inner`."""
+    prefix, module = "", model
+    while module is not None:
+        within = None
+        for name, child in module.named_children():
+            path = f"{prefix}{name}"
+            if all(layer.startswith(f"{path}.") for layer in inner):
+                within = f"{path}.", child
+            elif any(True for _ in child.parameters()) and not any(
+                part in uses.called or any(map(uses.of, part.parameters(recurse=False))) for part in child.modules()
+            ):
+                yield path
+        prefix, module = within or ("", None)
 
 
 def _check_state(cache: DynamicCache) -> None:
@@ -245,12 +286,22 @@ class _Uses(TorchFunctionMode):
 
     Attributes:
         is_uneven: As of `Traced`.
+        called: Modules that ran.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.called: set[torch.nn.Module] = set()
         self._of: dict[int, set[tuple[str, int | str]]] = defaultdict(set)
         self.is_uneven = False
+
+    def __enter__(self) -> Any:
+        self._watch = register_module_forward_pre_hook(lambda module, _: self.called.add(module))
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._watch.remove()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.is_uneven |= is_uneven(function, args)

@@ -491,6 +491,12 @@ def test_sharded_folder(folder, tmp_path):
     sharded = load_model(tmp_path / "shards", progress=lambda done, total: seen.append((done, total)))
     torch.testing.assert_close(logits(sharded), logits(load_model(folder)))
     assert seen == [(i + 1, len(seen)) for i in range(len(seen))]
+    # Tools that edit models leave indexes without some tensors, or with the names of other files.
+    of = json.loads((tmp_path / "shards" / INDEX).read_text())["weight_map"]
+    first, *_, last = sorted(of.values())
+    edited = {name: last if file == first else file for name, file in of.items() if name != "lm_head.weight"}
+    write_index(tmp_path / "shards", edited | {"removed": first, "norm": first})
+    torch.testing.assert_close(logits(load_model(tmp_path / "shards")), logits(load_model(folder)))
     next((tmp_path / "shards").glob("*.safetensors")).unlink()
     with pytest.raises(ModelError, match="named in its index"):
         load_model(tmp_path / "shards")
@@ -516,6 +522,15 @@ def test_names_without_prefix(tmp_path, name, prefix):
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({k.removeprefix(prefix): v for k, v in tensors.items()}, tmp_path / "model.safetensors")
     torch.testing.assert_close(logits(load_model(tmp_path)), expected)
+
+
+def test_names_with_another_prefix(folder):
+    expected, tensors = logits(load_model(folder)), load_file(folder / "model.safetensors")
+    save_file({f"model.{name}": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    torch.testing.assert_close(logits(load_model(folder)), expected)
+    save_file({f"module.{name}": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"no tensor 'model.embed_tokens.weight', but 'module.model.embed_tokens.we"):
+        load_model(folder)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied-mha", "opt"])

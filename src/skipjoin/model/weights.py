@@ -280,7 +280,10 @@ class SafetensorsFiles:
         self._folder = folder
         self._files: dict[str, Any] = {}
         self._read_bytes = 0
-        self.where = self._tensors_of(names) if names else self._locate()
+        try:
+            self.where = self._tensors_of(names) if names else self._locate()
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"the weights in {self._folder} cannot be read: {error}") from error
 
     def opened(self, name: str) -> Any:
         with self._errors(name):
@@ -312,18 +315,20 @@ class SafetensorsFiles:
 
     def _locate(self) -> dict[str, str]:
         index = self._folder / INDEX
-        if index.is_file():
-            return read_weight_map(index)
-        files = safetensors_files(self._folder)
-        if not files:
-            raise ModelError(f"{self._folder} has no .safetensors file")
-        return self._tensors_of([file.name for file in files])
+        if not index.is_file():
+            files = safetensors_files(self._folder)
+            if not files:
+                raise ModelError(f"{self._folder} has no .safetensors file")
+            return self._tensors_of([file.name for file in files])
+        # Tools that merge or edit models leave an index that lacks tensors, or names another file for them. It decides
+        # between files that both have one.
+        indexed = read_weight_map(index)
+        held = {file: self._tensors_of([file]) for file in sorted({*indexed.values()})}
+        found = {name: file for tensors in held.values() for name, file in tensors.items()}
+        return found | {name: file for name, file in indexed.items() if name in held[file]}
 
     def _tensors_of(self, files: Sequence[str]) -> dict[str, str]:
-        try:
-            return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"the weights in {self._folder} cannot be read: {error}") from error
+        return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118
 
 
 def stored_dtype(folder: Path) -> str:
@@ -355,7 +360,7 @@ def stored_names(name: str, prefix: str) -> tuple[str, ...]:
     """Return the names that a tensor may have: also in a bare decoder, or in a model that has it as a part."""
     bare = name.removeprefix(prefix)
     parts = f"model.language_model.{bare}", f"language_model.{name}", f"model.text_model.{bare}", f"thinker.{name}"
-    found = name, bare, *parts
+    found = name, bare, *parts, f"model.{name}"  # also saved from an object that has the model as its attribute
     return found if "LayerNorm." not in name else (*found, *map(_converted, (name, bare)))
 
 
@@ -399,7 +404,8 @@ class FolderWeights(Weights):
         """Return a tensor as it is stored; its type must be one of `types`, named as in the file."""
         where = self._files.where
         if (known := self.named(name)) is None:
-            raise ModelError(f"{self._folder} has no tensor {name!r}")
+            near = min((other for other in where if other.endswith(f".{name}")), key=len, default="")
+            raise ModelError(f"{self._folder} has no tensor {name!r}{f', but {near!r}' if near else ''}")
         stored = self._files.opened(known)
         if stored.get_dtype() not in types:
             raise ModelError(f"{self._folder}: {name} has type {stored.get_dtype()}; supported are {', '.join(types)}")

@@ -220,6 +220,18 @@ def test_template_file_takes_precedence(folder):
     assert tokenizer.decode(tokenizer.chat([{"a": "<é>"}])) == '[{"a": "<é>"}]'
 
 
+def test_a_processor_may_have_the_template(folder):
+    parts = "{% for part in m['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] }}{% endfor %}"
+    text = f"{{% for m in messages %}}{{{{ m['role'] }}}}: {parts}{{% endfor %}}"
+    file = folder / "tokenizer_config.json"
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": text}))
+    chat = [{"role": "user", "content": "hello"}]
+    assert load_tokenizer(folder).chat_text(chat) == "<s>[user]hello[assistant]"  # that of the tokenizer
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps({name: settings[name] for name in settings if name != "chat_template"}))
+    assert load_tokenizer(folder).chat_text(chat) == "user: hello"
+
+
 def test_unusable_folders_are_rejected(tmp_path):
     with pytest.raises(ModelError, match="is not a folder"):
         load_tokenizer(tmp_path / "nowhere")

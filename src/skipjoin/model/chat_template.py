@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 from skipjoin.formats.table import find_format
 from skipjoin.formats.template_input import NO_CONTENT, TemplateInput, find_input, has_late_systems, regrouped, text_of
 from skipjoin.model import template_program as program
-from skipjoin.model.config import ModelError
+from skipjoin.model.config import ModelError, read_json
 from skipjoin.model.frame_process import ENDED, FrameProcess
 
 # Started by path and without this package, see `template_program`. -P keeps modules in its folder from shadowing other
@@ -46,6 +46,9 @@ def find_template(folder: Path, settings: Mapping[str, Any]) -> Sources | None:
     found = dict(value) if isinstance(value, dict) else {"default": value}
     files = {"default": folder / "chat_template.jinja", "tool_use": folder / "additional_chat_templates/tool_use.jinja"}
     found |= {name: read_template(file) for name, file in files.items() if file.is_file()}
+    # That of a processor, which older models that see or hear have in its stead.
+    if found.get("default") is None and (processor := folder / "chat_template.json").is_file():
+        found["default"] = read_json(processor).get("chat_template")
     default, tool_use = (text if isinstance(text := found.get(name), str) else None for name in files)
     return None if default is None else Sources(default, tool_use)
 

@@ -173,6 +173,8 @@ OTHERS = {
     "Mistral3": {"model_type": "mistral4", **_SHAPE, **_LATENT},
     "Qwen2_5OmniThinker": {"model_type": "qwen2_5_omni_text", **_SHAPE, **_SECTIONS},
 }
+_AUDIO = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32, "output_dim": 64}
+HEARING = {"Qwen2_5OmniThinker": {"audio_config": _AUDIO}}
 # Those of which transformers has a class of the whole only, also with experts whose code calls no interface.
 WHOLES = {
     "PaddleOCRVL": {"model_type": "paddleocr_vl_text", **_SHAPE, **_SECTIONS, "head_dim": 16},
@@ -205,7 +207,9 @@ def test_language_models_of_types_of_their_own(name, tmp_path):
     is_cut = name in WHOLES or name.endswith("Thinker")
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "depth": 1, "num_heads": 2}
     vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14, "head_dim": 16, "out_hidden_size": 64}
-    config = getattr(transformers, f"{name}Config")(text_config=(OTHERS | WHOLES)[name], vision_config=vision)
+    config = getattr(transformers, f"{name}Config")(
+        text_config=(OTHERS | WHOLES)[name], vision_config=vision, **HEARING.get(name, {})
+    )
     kind = getattr(transformers, f"{name}ForConditionalGeneration")
     check_saved(kind, config, tmp_path, *([without_other_parts] if is_cut else []))
 
@@ -232,6 +236,14 @@ def test_language_models_whose_sizes_are_the_defaults_of_their_type():
     assert (config.hidden_size, config.vocab_size, config.family) == (4096, 32064, "llama")
     with pytest.raises(ModelError, match="architecture OwnForConditionalGeneration is not supported"):
         ModelConfig.from_dict({"architectures": ["OwnForConditionalGeneration"], "text_config": {"model_type": "t5"}})
+
+
+def test_language_models_run_alone_where_the_whole_cannot():
+    text = {"model_type": "nemotron_h", "vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "mamba_num_heads": 8, "mamba_head_dim": 16}
+    text |= {"ssm_state_size": 16, "n_groups": 2, "layers_block_type": ["mamba", "attention"]}
+    config = ModelConfig.from_dict({"architectures": ["NemotronH_Omni_Reasoning_V3"], "text_config": text})
+    assert (config.architecture, config.num_layers) == ("NemotronHForCausalLM", 2)
 
 
 @pytest.mark.gpu

@@ -400,14 +400,21 @@ def part_settings(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _language_model(raw: Mapping[str, Any], names: list[Any]) -> tuple[str, Family] | None:
     """Return the architecture of the language model in one that also sees or hears, or None.
 
-    It is that of the whole if transformers has a class for it, unless its language model has a family of our own.
+    It is that of the whole if transformers has a class for it that runs, unless its language model has a family of our
+    own.
     """
     text, whole, part = raw.get("text_config"), find_whole(names, raw.get("model_type")), None
     is_part = whole is not None or any(str(name).endswith("ForConditionalGeneration") for name in names)
     if isinstance(text, Mapping) and is_part:
         with suppress(PluginError):
             part = find_architecture(list(text.get("architectures") or []), text.get("model_type"))
-    return whole if part is None or (whole is not None and not part[1].is_native) else part
+    if whole is None or part is None:
+        return whole or part
+    if not part[1].is_native:
+        with suppress(ModelError):
+            whole[1].fields(raw, whole[0])
+            return whole
+    return part
 
 
 def _with_defaults(text: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,11 +37,7 @@ _TEXT_PARTS = {
     "glm4v_text": "Glm4ForCausalLM",
     "glm4v_moe_text": "Glm4MoeForCausalLM",
     "glm_ocr_text": "Glm4ForCausalLM",
-    "qwen2_vl_text": "Qwen2ForCausalLM",
-    "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen2_5_omni_text": "Qwen2ForCausalLM",
-    "qwen3_vl_text": "Qwen3ForCausalLM",
-    "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
     "qwen3_omni_moe_text": "Qwen3MoeForCausalLM",
 }
 CLASSIFIER = "ForSequenceClassification"

@@ -20,7 +20,7 @@ from skipjoin.model.fallback.mixers import SlotMixing, mix
 from skipjoin.model.fallback.older import with_biases, with_positions
 from skipjoin.model.fallback.probe import compare, reference_of
 from skipjoin.model.fallback.settings import Settings, fields, refusal, settings_of
-from skipjoin.model.fallback.trace import Attention
+from skipjoin.model.fallback.trace import Attention, base_name
 from skipjoin.model.family import Family
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.layers import Builder, Embedding, LayerInputs
@@ -209,12 +209,6 @@ class _Outputs:
 
     def __getattr__(self, name: str) -> None:
         return None
-
-
-def base_name(model: Any) -> str:
-    """Return the attribute of the layers below the output projection."""
-    prefix: str = model.base_model_prefix
-    return prefix if hasattr(model, prefix) else "model"  # Llama 4 has its place in a model that also sees
 
 
 def _padded(x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -104,6 +104,12 @@ def adapt(model: Any) -> None:
     model.set_experts_implementation(PAGED)
 
 
+def base_name(model: Any) -> str:
+    """Return the attribute of the layers below the output projection."""
+    prefix: str = model.base_model_prefix
+    return prefix if hasattr(model, prefix) else "model"  # Llama 4 has its place in a model that also sees
+
+
 def without(kind: type[Any], parts: tuple[str, ...]) -> type[Any]:
     """Return a class whose models lack these modules, so that their weights are not read."""
     if not parts:
@@ -147,6 +153,8 @@ def trace(kind: type[Any], config: Any) -> Traced:
         if error.args != (SAMPLED,):
             raise
         raise ModelError(_FIXED) from error
+    if not hasattr(model, base_name(model)):
+        raise ModelError("its layers are no part of it that can run alone")
     settle(model)
     recorder, uses = _Recorder(), _Uses()
     for module in model.modules():

@@ -5,9 +5,11 @@ import signal
 import sys
 
 INTERRUPTED = 130
+STDERR = 2
 
 
 def main() -> None:
+    _open_closed_streams()
     # At once, because imports turn an exception that a handler raises into others, or lose it.
     is_heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_heeded:
@@ -20,6 +22,16 @@ def main() -> None:
         app(prog_name="skipjoin")
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+
+
+def _open_closed_streams() -> None:
+    """Let closed standard streams lead nowhere, because sockets and files would take their numbers."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        os.set_inheritable(number, True)
+    os.close(number)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115
 
 
 if __name__ == "__main__":

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,7 +38,7 @@ def test_check_accepts_valid_settings_and_names_each_error(tmp_path: Path) -> No
     with socket.create_server(("127.0.0.1", 0)) as used:
         port = used.getsockname()[1]
         cases = {
-            f"port {port} on 127.0.0.1 is in use": ("tally", "--port", port),
+            f"error: --port {port} on 127.0.0.1 is in use": ("tally", "--port", port),
             "is not a folder": (tmp_path / "none", "--port", 0),
             "set --api-key-file": ("tally", "--host", "0.0.0.0", "--port", 0),
             "--ssl-keyfile is for TLS: set --ssl-certfile": ("tally", "--ssl-keyfile", tmp_path / "key"),
@@ -224,3 +227,13 @@ def test_terminal_has_bars_and_no_lines() -> None:
     with Bars("{task.description}", console=console, every_s=0.0) as bars:
         bars.update(bars.add_task("work", total=2), completed=1)
     assert "work:" not in console.file.getvalue()
+
+
+def test_closed_standard_streams_lead_nowhere() -> None:
+    """Otherwise the first sockets and files of a server would be its standard streams."""
+    program = (
+        "import os, sys; from skipjoin.__main__ import _open_closed_streams as open_streams; open_streams(); "
+        "print('text'); sys.stderr.isatty(); sys.stdin.read(); sys.exit(os.open(os.devnull, os.O_RDONLY) - 2)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], preexec_fn=lambda: os.closerange(0, 3), check=False)
+    assert done.returncode == 1

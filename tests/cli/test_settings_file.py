@@ -74,6 +74,18 @@ def test_environment_sets_model_and_parameters(served: list[dict[str, Any]], mon
     assert list(unknown_variables(["SKIPJOIN_PORT"], {"SKIPJOIN_PORT": "1", "PORT": "1"})) == []
 
 
+def test_paths_that_no_shell_has_expanded_are_in_the_home_folder(
+    served: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "server.yaml").write_text("model: ~/models/one\nprofile: ~/none.json\n")
+    for args in (["--profile", "off"], ["--profile=off", "--port=0"], ["--profile=off", "--timeline=~/missing/a"]):
+        CliRunner().invoke(app, ["serve", "--config=~/server.yaml", *args])
+    assert [found["model"] for found in served] == [str(tmp_path / "models" / "one")] * 3
+    wrong = CliRunner().invoke(app, ["serve", "--config=~/server.yaml"])
+    assert f"--profile {tmp_path}/none.json cannot be read" in wrong.stderr
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [

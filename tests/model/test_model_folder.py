@@ -38,6 +38,8 @@ def test_mistyped_path_is_explained_without_asking_the_hub(folder: Path) -> None
         "skipjoin pull models/reel",
         "a/b/c": "a/b/c is not a folder",
         "llama3:8b": "a name of Ollama",
+        "https://huggingface.co/org/name-1b/tree/main": "is an address: the model's id is org/name-1b",
+        "hf.co/org/name-GGUF:Q4_K_M": "is an address: the model's id is org/name-GGUF:Q4_K_M",
         "model.gguf": "model.gguf is not a file",
         "./reel.gguf": "reel.gguf is not a file; did you mean real.gguf?",
         "other/model": "neither a folder nor a model that can be fetched: no network",
@@ -63,7 +65,7 @@ def test_hub_that_cannot_be_reached_is_named(name: str, folder: Path, monkeypatc
         except TransportError as error:
             raise OSError("Got: ConnectError. An error happened. Please check your connection.") from error
 
-    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", fail)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", fail)
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail_in_other_words)
     monkeypatch.setenv("HF_ENDPOINT", "http://mirror")
     with pytest.raises(ModelError, match=r"http://mirror cannot be reached \(name resolution\): copy the model"):

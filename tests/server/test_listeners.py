@@ -25,9 +25,7 @@ def test_port_in_use_error_names_option_and_closes_other_socket() -> None:
     with listen("127.0.0.1", 0) as taken, listen("127.0.0.1", 0) as chosen:
         port, free = taken.getsockname()[1], chosen.getsockname()[1]
         chosen.close()
-        with pytest.raises(
-            ConfigError, match=f"port {port} on 127.0.0.1 is in use; choose another with --metrics-port"
-        ):
+        with pytest.raises(ConfigError, match=f"metrics_port {port} on 127.0.0.1 is in use; choose another"):
             open_listeners(ServerConfig(host="127.0.0.1", port=free, metrics_port=port))
         listen("127.0.0.1", free).close()
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import json
 import logging
 import re
@@ -59,6 +61,19 @@ def test_ready_line_is_a_record_in_json_mode(
     (line,) = capsys.readouterr().out.splitlines()
     record = json.loads(line)
     assert (record["message"], record["url"], record["level"]) == ("Ready: tally", "http://127.0.0.1:1", "info")
+
+
+def test_full_disk_under_standard_output_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class FullDisk(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", FullDisk())
+    for _ in range(2):
+        logs.announce("Ready: tally")
+    assert caplog.messages == ["standard output cannot be written: No space left on device"]
 
 
 async def test_each_request_is_logged_in_one_line(make_api: MakeApi, caplog: pytest.LogCaptureFixture) -> None:

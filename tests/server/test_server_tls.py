@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+import errno
 import shutil
+import socket
 import ssl
 import subprocess
 from pathlib import Path
+from urllib.error import URLError
 
 import httpx
 import pytest
-from server_worlds import StartServer
+from server_worlds import ServerProcess, StartServer
+from typer.testing import CliRunner
+
+from skipjoin.cli import app
+from skipjoin.system.unreachable import why_unreachable
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 
@@ -35,6 +42,19 @@ def test_server_speaks_tls(start_server: StartServer, certificate: tuple[Path, P
         assert client.post(f"{server.url}/v1/completions", content=b"x" * 5_000_000).status_code == 413
     with pytest.raises(httpx.TransportError):
         httpx.get(server.url.replace("https", "http") + "/health")
+    assert "its certificate is not trusted (self-signed certificate); SSL_CERT_FILE names" in why_not_shown(server.url)
+
+
+def why_not_shown(url: str) -> str:
+    run = CliRunner().invoke(app, ["top", "--once", "--url", url])
+    assert run.exit_code == 1
+    return run.stderr
+
+
+def test_client_says_why_a_server_cannot_be_reached(server: ServerProcess) -> None:
+    assert "it does not speak TLS as this client does" in why_not_shown(server.url.replace("http", "https"))
+    assert why_unreachable(socket.gaierror(socket.EAI_NONAME, "Name not known")) == "Name not known"
+    assert why_unreachable(URLError(ConnectionRefusedError(errno.ECONNREFUSED, "x"))) == "connection refused"
 
 
 def test_clients_need_a_certificate_if_authorities_are_given(

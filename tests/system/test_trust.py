@@ -115,6 +115,18 @@ def test_link_of_another_user_is_untrusted(cache: Path) -> None:
     assert "link belongs to user 12345" in (why_untrusted(cache / "link" / "file") or "")
 
 
+@needs_root
+def test_path_that_cannot_be_examined_is_untrusted(cache: Path) -> None:
+    """As that of a home folder of another user."""
+    cache.parent.chmod(0o700)
+    os.seteuid(OTHER)
+    try:
+        found = why_untrusted(cache / "file")
+    finally:
+        os.seteuid(0)
+    assert (found or "").endswith("cannot be examined: Permission denied")
+
+
 def test_folders_above_the_home_folder_are_ignored(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_to_all(cache.parents[2])
     assert why_untrusted(cache) is not None

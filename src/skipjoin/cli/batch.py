@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -33,7 +34,9 @@ T = TypeVar("T")
 def submit(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON lines: custom_id, method, url and body each.")],
     *,
-    endpoint: Annotated[str, typer.Option(metavar="PATH", help="Endpoint of all lines.")] = "/v1/chat/completions",
+    endpoint: Annotated[
+        str | None, typer.Option(metavar="PATH", help="Endpoint of all lines (default: the url of the first).")
+    ] = None,
     window: Annotated[
         str,
         typer.Option(
@@ -47,12 +50,19 @@ def submit(
 
     async def work(client: BatchClient) -> dict[str, Any]:
         file_id = await client.upload(file)
-        return await client.create(file_id, endpoint, window)
+        return await client.create(file_id, endpoint or _endpoint_of(file), window)
 
     made = _call(Connection(**server), work)
     print(made["id"])
     if watch:
         _follow(Connection(**server), made["id"])
+
+
+def _endpoint_of(file: Path) -> str:
+    """Return the url of the first line, or for a line without one, which the server refuses, an endpoint."""
+    with file.open("rb") as lines, suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(next(lines, b""))["url"])
+    return "/v1/chat/completions"
 
 
 @batch.command(name="watch")
@@ -82,7 +92,9 @@ def fetch(
         found = await client.batch(batch_id)
         file_id = found[f"{what}_file_id"]
         if file_id is None:
-            raise ConfigError(f"{batch_id} is {found['status']} and has no {what} file")
+            raise ConfigError(
+                f"{batch_id} has status {found['status']} and no {what} file; skipjoin batch watch {batch_id} says why"
+            )
         await _download(client, file_id, out)
 
     _call(Connection(**server), work)

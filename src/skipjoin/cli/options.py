@@ -108,6 +108,7 @@ def takes(**sections: Section) -> Callable[[Callable[..., None]], Callable[..., 
         def run(**given: Any) -> None:
             for name in _HANDLED_BY_CALLBACK:
                 given.pop(name, None)
+            given = {name: _at_home(value) for name, value in given.items()}
             with plain_errors(typed_flags(parts.values()), as_json=given.get("log_format") == "json"):
                 for name, settings in parts.items():
                     values = {setting.name: _value(setting, given.pop(setting.name)) for setting in settings}
@@ -153,7 +154,7 @@ def _use_file(context: typer.Context, path: Path | None) -> Path | None:
         known = {flag.lstrip("-").lower(): str(parameter.name) for parameter in parameters for flag in parameter.opts}
         several = {str(parameter.name) for parameter in parameters if getattr(parameter, "multiple", False)}
         with plain_errors():
-            context.default_map = dict(read_settings(path, known, several))
+            context.default_map = dict(read_settings(_at_home(path), known, several))
     return path
 
 
@@ -225,6 +226,13 @@ def flags_of(setting: Setting) -> tuple[str, ...]:
     return setting.option.flags or (f"--{name}/--no-{name}" if setting.kind is bool else f"--{name}",)
 
 
+def _at_home(given: Any) -> Any:
+    """Return a path that begins with ~/ in the home folder. Shells replace ~ neither in files nor after --option=."""
+    return (
+        type(given)(os.path.expanduser(given)) if isinstance(given, (str, Path)) and str(given)[:2] == "~/" else given
+    )
+
+
 def _value(setting: Setting, given: Any) -> Any:
     if setting.words and given is not None:
         return setting.read(given)
@@ -271,5 +279,5 @@ def adapters_of(texts: Iterable[str]) -> dict[str, str]:
             raise ConfigError(f"lora_modules must be NAME=FOLDER, got {text!r}")
         if name in found:
             raise ConfigError(f"lora_modules: {name} is given twice")
-        found[name] = folder
+        found[name] = _at_home(folder)
     return found

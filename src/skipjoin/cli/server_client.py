@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Self
 
 import aiohttp
 import msgspec
+
+from skipjoin.system.unreachable import why_unreachable
 
 # Timeouts to connect and between chunks of a response. Uploads and downloads have no total timeout.
 _CONNECT_S, _READ_S = 10.0, 120.0
@@ -52,13 +53,14 @@ class ServerClient:
         try:
             async with self._session.request(method, self._base + path, allow_redirects=False, **body) as response:
                 if response.status != 200:
-                    text = f"{self._base}: {_refusal(response.status, await response.read())}"
+                    text = f"{self._base}: {_refusal(response, await response.read())}"
                     raise ServerClientError(text, is_lost=response.status in _UNREACHABLE)
                 yield response
         except TimeoutError as error:
             raise ServerClientError(f"{self._base} does not answer", is_lost=True) from error
         except (aiohttp.ClientError, ConnectionError) as error:
-            text = f"{self._base} cannot be reached: {_reason(error)}; skipjoin serve starts a server, --url names one"
+            why = why_unreachable(error)
+            text = f"{self._base} cannot be reached: {why}; skipjoin serve starts a server, --url names one"
             raise ServerClientError(text, is_lost=True) from error
 
     async def events(self, path: str, method: str = "GET", **body: Any) -> AsyncIterator[tuple[str, str]]:
@@ -82,13 +84,11 @@ def _parse(event: str) -> tuple[str, str]:
     return name, data
 
 
-def _reason(error: Exception) -> str:
-    number = getattr(error, "errno", None)
-    return os.strerror(number).lower() if number is not None else str(error) or type(error).__name__
-
-
-def _refusal(status: int, body: bytes) -> str:
+def _refusal(response: aiohttp.ClientResponse, body: bytes) -> str:
+    status = response.status
     try:
         return f"{msgspec.json.decode(body)['error']['message']} (HTTP status {status})"
     except (msgspec.DecodeError, KeyError, TypeError):
+        if response.content_type == "text/html":
+            return f"HTTP status {status} with a page, where a server sends JSON: is it a Skipjoin server?"
         return f"HTTP status {status}: {body[:_LONGEST_QUOTE].decode(errors='replace')!r}"

@@ -48,9 +48,8 @@ class LearnedKeeper:
         except FileNotFoundError:
             return
         except (OSError, ValueError, RecursionError) as error:
-            _log.warning(
-                "what the scheduler learned cannot be read from %s, and is learned again: %s", self._file, error
-            )
+            why = getattr(error, "strerror", None) or error
+            _log.warning("what the scheduler learned cannot be read from %s, and is learned again: %s", self._file, why)
         self._saved = self._learned.notes
 
     def save_if_due(self) -> None:

@@ -20,6 +20,7 @@ from skipjoin.loadtest.http_request import Bodies
 from skipjoin.loadtest.targets import Target
 from skipjoin.observe.requests import RequestFacts
 from skipjoin.routes import PROGRAM_HEADER
+from skipjoin.system.unreachable import why_unreachable
 from skipjoin.workload.request import WorkloadRequest, chains_of
 from skipjoin.workload.streams import Closed, ClosedMode
 
@@ -328,7 +329,7 @@ def explain(error: BaseException) -> Failure:
     if number == errno.ECONNREFUSED:
         return Failure("refused", "connection refused")
     if isinstance(error, aiohttp.ClientConnectorError):
-        return failure("unreachable", getattr(error, "strerror", None) or error)
+        return failure("unreachable", why_unreachable(error))
     if isinstance(error, aiohttp.ClientConnectionError | aiohttp.ClientPayloadError | OSError):
         return failure("reset", f"connection lost: {getattr(error, 'strerror', None) or error}")
     return failure("malformed", f"not HTTP: {error}")

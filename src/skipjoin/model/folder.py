@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from skipjoin.builtin import (
 )
 from skipjoin.model.config import ModelError
 from skipjoin.model.gguf.file import SUFFIX, GgufError, first_part, is_gguf, model_stem
-from skipjoin.model.gguf.hub import HubFile, cached, download, models_in, tags_of
+from skipjoin.model.gguf.hub import HubFile, cached, download, files_on_hub, models_in, tags_of
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.weight_files import (
     INDEX,
@@ -32,6 +33,7 @@ _HUB_IDS = (
     "Models are folders, GGUF files, hub ids of two parts such as Qwen/Qwen3-0.6B or, for a GGUF file on the hub, "
     "OWNER/REPO:Q4_K_M, or smollm2 or tally, which need no download"
 )
+_HUB_ADDRESS = re.compile(r"(https?://)?(www\.)?(huggingface\.co|hf\.co)/|hf://(models/)?")
 BIN_INDEX = "pytorch_model.bin.index.json"
 _OTHER_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 
@@ -146,14 +148,13 @@ def resolve_folder(name_or_path: str | Path, *, weights: bool = True, from_hub: 
     if (why := _no_model(name, path, from_hub=from_hub)) is not None:
         raise ModelError(why)
     # Imported lazily: only a hub name needs the hub's client.
-    from huggingface_hub import HfApi  # noqa: PLC0415
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
     try:
         if (wanted := HubFile.of(name)) is not None:
             return download(wanted)
         folder = _fetch(name, weights=weights)
-        if not (folder / "config.json").is_file() and (tags := tags_of(HfApi().list_repo_files(name))):
+        if not (folder / "config.json").is_file() and (tags := tags_of(files_on_hub(name))):
             raise ModelError(f"{name} has GGUF files: choose one with {' or '.join(f'{name}:{tag}' for tag in tags)}")
         return folder
     except GgufError as error:
@@ -231,6 +232,8 @@ def _no_model(name: str, path: Path, *, from_hub: bool) -> str | None:
         return why
     if path.suffix.lower() == SUFFIX and ":" not in name:
         return f"{name} is not a file{_similar(path)}"
+    if address := _HUB_ADDRESS.match(name):
+        return f"{name} is an address: the model's id is {'/'.join(name[address.end() :].split('/')[:2])}"
     if ":" in name and HubFile.of(name) is None:
         return f"{name} is a name of Ollama or another registry. {_HUB_IDS}"
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:

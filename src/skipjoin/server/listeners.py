@@ -24,16 +24,16 @@ _KEYLESS_SHARE = 0.125
 
 
 def open_listeners(config: ServerConfig) -> list[socket.socket]:
-    ports = {"--port": config.port, "--metrics-port": config.metrics_port}
+    ports = {"port": config.port, "metrics_port": config.metrics_port}
     listeners: list[socket.socket] = []
-    for flag, port in ports.items():
+    for name, port in ports.items():
         try:
             listeners += [] if port is None else [listen(config.host, port)]
         except OSError as error:
             for listener in listeners:
                 listener.close()
             if error.errno == errno.EADDRINUSE:
-                raise ConfigError(f"port {port} on {config.host} is in use; choose another with {flag}") from error
+                raise ConfigError(f"{name} {port} on {config.host} is in use; choose another") from error
             remedy = "; --host takes an address of this machine" if isinstance(error, socket.gaierror) else ""
             why = f"{error.strerror or error}{remedy}"
             raise ConfigError(f"cannot listen on host {config.host!r}, port {port}: {why}") from error

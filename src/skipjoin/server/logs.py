@@ -78,7 +78,11 @@ def announce(text: str, **fields: Any) -> None:
         first, _, _ = text.partition("\n")
         record = logging.makeLogRecord({"name": __name__, "levelname": "INFO", "msg": first, "fields": fields})
         text = JsonFormatter().format(record)
-    print(text, flush=True)
+    try:
+        print(text, flush=True)
+    except OSError as error:  # such as a full disk
+        logging.getLogger(__name__).warning("standard output cannot be written: %s", error.strerror or error)
+        sys.stdout = None  # type: ignore[assignment]  # because the interpreter would write the rest when it exits
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

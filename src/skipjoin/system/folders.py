@@ -70,10 +70,10 @@ def why_untrusted(path: Path) -> str | None:
     if not hasattr(os, "getuid"):  # on Windows
         return None
     spelled = Path(os.path.abspath(path))  # `resolve` would hide links
-    if spelled.is_symlink():
-        return f"{spelled} is a symbolic link; remove it, or name the folder that it leads to"
     above_home = set(_home().parents)
     try:
+        if spelled.is_symlink():
+            return f"{spelled} is a symbolic link; remove it, or name the folder that it leads to"
         visited = [(folder, found) for folder, found in _visit(spelled) if folder not in above_home]
     except OSError as error:
         return f"{error.filename or spelled} cannot be examined: {error.strerror or error}"

@@ -87,7 +87,14 @@ def cached(wanted: HubFile) -> Path | None:
 
 def download(wanted: HubFile) -> Path:
     """Download the files of a model, and no others, and return the first."""
-    from huggingface_hub import HfApi, snapshot_download  # noqa: PLC0415
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
 
-    files = files_of(wanted, HfApi().list_repo_files(wanted.repository))
+    files = files_of(wanted, files_on_hub(wanted.repository))
     return Path(snapshot_download(wanted.repository, allow_patterns=files)) / files[0]
+
+
+def files_on_hub(repository: str) -> list[str]:
+    """Return the names of a repository's files. Listing them would retry for 25 s where there is no network."""
+    from huggingface_hub import HfApi  # noqa: PLC0415
+
+    return [file.rfilename for file in HfApi().model_info(repository).siblings or ()]

@@ -15,6 +15,7 @@ import aiohttp
 from skipjoin.config import ConfigError, ServerConfig, base_url
 from skipjoin.core.forecast import LENGTH_EDGES, Forecast
 from skipjoin.server.metrics import Metrics
+from skipjoin.system.unreachable import why_unreachable
 
 TextOf = Callable[[Sequence[int]], str]
 
@@ -83,7 +84,7 @@ class LengthServer:
         except TimeoutError as error:
             raise NoLengthError("timeout", f"it did not answer within {self._timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: of parts of the URL
-            raise NoLengthError("error", str(error) or type(error).__name__) from error
+            raise NoLengthError("error", why_unreachable(error)) from error
         if status != 200:
             raise NoLengthError("error", f"it answered with HTTP status {status}: {_quote(answer)}")
         return _length(answer)

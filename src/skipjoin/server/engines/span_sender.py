@@ -15,6 +15,8 @@ from typing import Generic, TypeVar
 
 from opentelemetry.util.re import parse_env_headers
 
+from skipjoin.system.unreachable import why_unreachable
+
 logger = logging.getLogger(__name__)
 SpansT = TypeVar("SpansT")  # spans of one request
 
@@ -98,7 +100,7 @@ class SpanSender(Generic[SpansT]):
                     break
                 self._dropped += len(self._batch)
             except (OSError, HTTPException) as error:
-                problem = f"cannot be reached: {error}"
+                problem = f"cannot be reached: {why_unreachable(error)}"
                 break
             self._batch = []
         return problem

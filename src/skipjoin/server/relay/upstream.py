@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncGenerator
 
 import aiohttp
@@ -10,6 +9,7 @@ from yarl import URL
 
 from skipjoin.server.api.errors import ApiError
 from skipjoin.server.api.pages import DATA_HEADERS
+from skipjoin.system.unreachable import why_unreachable
 
 _CONNECT_S = 10.0
 # Headers of the browser that a server needs, and of the answer that the browser needs.
@@ -43,7 +43,8 @@ class Upstream:
                 allow_redirects=False,  # they would leak the key
             )
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ApiError(503, f"{self.url} cannot be reached: {_reason(error)}", code="server_unreachable") from error
+            text = f"{self.url} cannot be reached: {why_unreachable(error)}"
+            raise ApiError(503, text, code="server_unreachable") from error
         if response.content_type not in _TYPES:
             response.close()
             raise ApiError(
@@ -54,11 +55,6 @@ class Upstream:
             )
         kept = DATA_HEADERS | {name: response.headers[name] for name in _ANSWERED if name in response.headers}
         return StreamingResponse(_pieces(response), response.status, kept)
-
-
-def _reason(error: Exception) -> str:
-    number = getattr(error, "errno", None)
-    return os.strerror(number).lower() if number is not None else str(error) or type(error).__name__
 
 
 def new_session() -> aiohttp.ClientSession:

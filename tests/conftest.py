@@ -7,6 +7,7 @@ import fcntl
 import functools
 import gc
 import importlib.util
+import logging
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 from typer import testing
 
 from skipjoin.config.profile import CACHE_VARIABLE
+from skipjoin.server import logs
 
 try:
     from hypothesis import settings
@@ -111,6 +113,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("ray") and group(item.nodeid) != "ray":
             raise pytest.UsageError(f"{item.path.name} has a test that uses Ray: add it to RAY in support/groups.py")
     items.sort(key=lambda item: order(item.nodeid))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, object, object]:
+    """Fail tests that leave a level to the log, by which later ones would see other records: see `log_of_process`."""
+    done = yield
+    logger = logging.getLogger("skipjoin")
+    level, logger.level = logger.level, logging.NOTSET
+    assert level == logging.NOTSET
+    return done
+
+
+@pytest.fixture
+def log_of_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Restore the log after a test that runs a server's command in this process."""
+    logger, handlers, level = logging.getLogger("skipjoin"), logging.root.handlers.copy(), logging.root.level
+    monkeypatch.setattr(logs, "_spell", str)
+    for name in (logs._LEVEL, logs._FORM):
+        monkeypatch.setenv(name, "")  # to be restored even if it is not set
+        monkeypatch.delenv(name)
+    yield
+    logger.setLevel(logging.NOTSET)
+    logging.root.setLevel(level)
+    logging.root.handlers[:] = handlers
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -53,7 +53,8 @@ sim: config core exec.base exec.simulated kv_format observe policies recipes sim
 sim.experiments: builtin config config.profile core core.decide.scheduler core.kv.ledger exec.simulated forecast
     kv_format model.config model.folder observe options policies recipes report sim sim.experiments system.garbage
     version workload
-loadtest: config core loadtest observe options routes system.machine version workload
+loadtest: config core loadtest observe options routes system.machine system.unreachable version
+    workload
 demo: config demo loadtest observe report system.disk workload
 replay: config core options policies recipes replay sim.experiments workload
 forecast: config core.forecast forecast options system.durable system.folders version
@@ -80,12 +81,13 @@ local_engine: adapters chat config core engine formats model options sampling st
 chat: formats model.chat_text model.tokenizer sampling structured_output
 server.engines: adapters config core core.kv.block_pool core.kv.interface engine exec.ranks.cluster exec.ranks.nodes
     kv_format model.config model.folder observe options policies pooling recipes sampling server.engines server.logs
-    server.metrics system.container system.disk system.garbage system.machine system.own_folder version
+    server.metrics system.container system.disk system.garbage system.machine system.own_folder system.unreachable
+    version
 server.api: adapters chat config config.access config.key_files core engine.forecasting engine.text formats
     model.config model.folder model.grammar_check model.tokenizer observe pooling recipes routes sampling server.api
     server.engines
-    server.metrics structured_output version
-server.relay: config config.access routes server.api server.listeners server.logs server.relay
+    server.metrics structured_output system.unreachable version
+server.relay: config config.access routes server.api server.listeners server.logs server.relay system.unreachable
 server.batches: adapters config core.request routes sampling server.api server.batches server.engines.errors
     server.metrics system.disk system.folders system.locks version
 server: builtin config config.access core engine.forecasting extras model.config model.folder model.generation_config
@@ -97,7 +99,7 @@ vllm: core core.decide.scheduler core.kv.block_pool core.kv.interface core.kv.re
 cli: builtin cli config config.profile core.request demo engine extras forecast kv_format llm loadtest local_engine
     model observe options policies recipes replay report sampling server server.batches server.engines server.logs
     server.relay sim sim.experiments system.container system.disk system.durable system.folders system.garbage
-    system.machine version workload
+    system.machine system.unreachable version workload
 """
 ALLOWED = {
     name: set(parts.split())

@@ -9,7 +9,7 @@ STDERR = 2
 
 
 def main() -> None:
-    _open_closed_streams()
+    _prepare_streams()
     # At once, because imports turn an exception that a handler raises into others, or lose it.
     is_heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_heeded:
@@ -24,14 +24,18 @@ def main() -> None:
         sys.exit(INTERRUPTED)
 
 
-def _open_closed_streams() -> None:
-    """Let closed standard streams lead nowhere, because sockets and files would take their numbers."""
+def _prepare_streams() -> None:
+    """Let closed standard streams lead nowhere, and replace characters that the others do not have.
+
+    Sockets and files would take the numbers of closed ones.
+    """
     while (number := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(number, True)
     os.close(number)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115
+        getattr(sys, name).reconfigure(errors="replace")
 
 
 if __name__ == "__main__":

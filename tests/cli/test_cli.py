@@ -269,6 +269,7 @@ def test_simulate_passes_memory_and_objective_options(tmp_path: Path) -> None:
     assert chosen["slo"]["ttft_s"] == 9.0
 
 
+@pytest.mark.usefixtures("log_of_process")
 def test_starvation_bound_uses_the_servers_queue_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     configs: list[EngineConfig] = []
 
@@ -411,6 +412,7 @@ STREAM = "name=other,lengths=alpaca,share=0.5,key=other"
         ([*SIMULATE, "--set", "starvation_s=0"], "starvation_s must be in (0, 1e+09], got 0"),
     ],
 )
+@pytest.mark.usefixtures("log_of_process")
 def test_invalid_options_are_named(args: list[str], names: str) -> None:
     run = CliRunner().invoke(app, on_fastserve(args))
     assert run.exit_code == 2, run.output

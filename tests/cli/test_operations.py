@@ -57,6 +57,7 @@ def test_check_accepts_valid_settings_and_names_each_error(tmp_path: Path) -> No
             assert message in done.stderr
 
 
+@pytest.mark.usefixtures("log_of_process")
 def test_wrong_models_are_refused_by_each_command(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
@@ -229,11 +230,18 @@ def test_terminal_has_bars_and_no_lines() -> None:
     assert "work:" not in console.file.getvalue()
 
 
+PREPARED = "import os, sys; from skipjoin.__main__ import _prepare_streams as prepare; prepare(); "
+
+
 def test_closed_standard_streams_lead_nowhere() -> None:
     """Otherwise the first sockets and files of a server would be its standard streams."""
-    program = (
-        "import os, sys; from skipjoin.__main__ import _open_closed_streams as open_streams; open_streams(); "
-        "print('text'); sys.stderr.isatty(); sys.stdin.read(); sys.exit(os.open(os.devnull, os.O_RDONLY) - 2)"
-    )
+    program = f"{PREPARED} print('text'); sys.stderr.isatty(); sys.stdin.read(); sys.exit(os.open(os.devnull, 0) - 2)"
     done = subprocess.run([sys.executable, "-c", program], preexec_fn=lambda: os.closerange(0, 3), check=False)
     assert done.returncode == 1
+
+
+def test_characters_beyond_the_encoding_of_a_terminal_are_replaced() -> None:
+    command = [sys.executable, "-c", f"{PREPARED} print('KV \u2588', ascii(input()))"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environment, input=b"\xff\n", stdout=subprocess.PIPE, check=True)
+    assert done.stdout == rb"KV ? '\ufffd'" + b"\n"

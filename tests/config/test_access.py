@@ -12,6 +12,8 @@ from skipjoin.config.key_files import owner_of_key
 from skipjoin.server import lifecycle
 from skipjoin.server.settings import Settings
 
+pytestmark = pytest.mark.usefixtures("log_of_process")
+
 VARIABLE = "SKIPJOIN_API_KEY"
 
 

@@ -319,7 +319,7 @@ def test_batch_command(server: ServerProcess, tmp_path: Path) -> None:
     assert "  line 1: it is not valid JSON" in run.stdout
     for arguments, message, code in (
         (["watch", "batch_none", *target], "there is no batch 'batch_none' (HTTP status 404)", 1),
-        (["list", "--url", server.url], "API key", 1),
+        (["list", "--url", server.url], "'x-api-key: KEY'; here --api-key or OPENAI_API_KEY gives it", 1),
         (["list", "--url", "http://127.0.0.1:9"], "cannot be reached: connection refused", 1),
         (["submit", str(tmp_path / "none"), *target], "No such file", 2),
     ):

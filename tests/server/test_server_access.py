@@ -53,6 +53,7 @@ async def test_wrong_keys_are_rejected(make_api: MakeApi, value: str) -> None:
     async with make_api(api_keys=("right",)) as api:
         response = await api.http.get("/v1/models", headers=[(b"authorization", value.encode())])
         assert response.status_code == 401
+        assert response.json()["error"]["message"].startswith("the API key that was sent is none of this server's: ")
         assert (await api.http.get("/v1/models", headers={"Authorization": "bearer right"})).status_code == 200
 
 

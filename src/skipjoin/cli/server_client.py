@@ -87,7 +87,8 @@ def _parse(event: str) -> tuple[str, str]:
 def _refusal(response: aiohttp.ClientResponse, body: bytes) -> str:
     status = response.status
     try:
-        return f"{msgspec.json.decode(body)['error']['message']} (HTTP status {status})"
+        remedy = "; here --api-key or OPENAI_API_KEY gives it" if status == 401 else ""
+        return f"{msgspec.json.decode(body)['error']['message']}{remedy} (HTTP status {status})"
     except (msgspec.DecodeError, KeyError, TypeError):
         if response.content_type == "text/html":
             return f"HTTP status {status} with a page, where a server sends JSON: is it a Skipjoin server?"

@@ -137,8 +137,8 @@ def _prepare(
     config = settings.server
     if config.metrics_port is not None and config.api_keys and not config.metrics_keys:
         logger.warning(
-            "metrics_port %d answers without a key, unlike the other routes: set metrics_key or metrics_key_file, or "
-            "let a firewall protect it",
+            "--metrics-port %d answers without a key, unlike the other routes: set --metrics-key-file, or let a "
+            "firewall protect it",
             listeners[-1].getsockname()[1],
         )
     if config.fair_by == "auto" and config.sharing == "key":

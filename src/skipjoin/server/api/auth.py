@@ -15,6 +15,8 @@ from skipjoin.server.api.errors import ApiError, unauthorized
 
 # Owner of requests to a server without keys.
 ANONYMOUS = "anonymous"
+# Anthropic's clients send the second.
+_KEY_HEADERS = (b"authorization", b"x-api-key")
 _MAX_ID = 128
 _NOT_ID = re.compile(r"[^A-Za-z0-9._:@/+=-]")
 
@@ -95,7 +97,7 @@ class AccessGuard:
         if not self._is_open(scope):
             self._rules.check(headers)
             if owner is None:
-                raise unauthorized()
+                raise unauthorized(is_sent=any(name in _KEY_HEADERS for name, _ in headers))
             if (on_owner := scope["state"].get("on_owner")) is not None:
                 on_owner(owner)
         for name, value in headers:
@@ -112,8 +114,8 @@ class AccessGuard:
 def _owner(headers: Iterable[tuple[bytes, bytes]], owners: Collection[str]) -> str | None:
     if not owners:
         return ANONYMOUS
-    # Anthropic's clients send the second. Both may be there, with one key.
-    found = {_owner_of(name, value) for name, value in headers if name in (b"authorization", b"x-api-key")}
+    # Both may be there, with one key.
+    found = {_owner_of(name, value) for name, value in headers if name in _KEY_HEADERS}
     return owner if len(found) == 1 and (owner := found.pop()) in owners else None
 
 

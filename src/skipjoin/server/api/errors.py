@@ -95,10 +95,11 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, code=code, param=param)
 
 
-def unauthorized() -> ApiError:
+def unauthorized(*, is_sent: bool) -> ApiError:
+    why = "the API key that was sent is none of this server's" if is_sent else "this server needs an API key"
     return ApiError(
         401,
-        "this server needs an API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+        f"{why}: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
         code="invalid_api_key",
         headers={"WWW-Authenticate": "Bearer"},
     )

@@ -101,10 +101,10 @@ COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
 # Options whose values need an extra, and the beginning of the error.
 OPTIONS = (
     ("replay --plot x.svg", "skipjoin replay needs aiohttp", "bench"),
-    ("serve tally --batch-dir x", "--batch-dir needs sqlalchemy and", "batches"),
+    ("serve tally --batch-dir x", "--batch-dir needs sqlalchemy, ", "batches"),
     (
         "serve tally --check --batch-dir x --batch-db postgresql://h/d",
-        "--batch-db needs sqlalchemy and .* and asyncpg",
+        "--batch-db needs sqlalchemy, .* and asyncpg",
         "batches,postgres",
     ),
     ("serve tally --otlp-traces-endpoint http://127.0.0.1:1", "--otlp-traces-endpoint needs open", "otel"),
@@ -173,3 +173,20 @@ for method, path in (("GET", "/v1/batches"), ("POST", "/v1/files"), ("GET", "/v1
     print(answer.status_code, "[batches]" in answer.text)
 """)
     assert done.stdout.split() == ["200", *["404", "True"] * 3], done.stderr
+
+
+def test_name_of_the_package_that_lacks_an_extra_says_in_one_line_what_to_install() -> None:
+    program = f"""{hiding(OPTIONAL)}
+import skipjoin
+for name in skipjoin.__all__:
+    try:
+        getattr(skipjoin, name)
+    except ModuleNotFoundError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert [line.partition(" (extra serve): pip install")[0].split()[:3] for line in lines] == [
+        ["skipjoin.LLM", "needs", "torch,"],
+        ["skipjoin.AsyncLLM", "needs", "torch,"],
+    ]

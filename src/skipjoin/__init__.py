@@ -30,7 +30,14 @@ def __getattr__(name: str) -> object:
     from importlib import import_module  # noqa: PLC0415
 
     module, attribute = _PLACES[name]
-    found = getattr(import_module(module), attribute)
+    try:
+        found = getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        from skipjoin.extras import why_not_found  # noqa: PLC0415
+
+        if (why := why_not_found(error, f"skipjoin.{name}")) is None:
+            raise
+        raise ModuleNotFoundError(why, name=error.name) from None
     globals()[name] = found
     return found
 

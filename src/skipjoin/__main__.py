@@ -1,5 +1,6 @@
 """The command `skipjoin`. An interrupt while its modules are imported is no traceback either."""
 
+import io
 import os
 import signal
 import sys
@@ -35,7 +36,8 @@ def _prepare_streams() -> None:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115
-        getattr(sys, name).reconfigure(errors="replace")
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,9 @@ def why_missing(feature: str, *extras: str) -> str | None:
     names = list(dict.fromkeys(name for extra in lacking for name in missing[extra]))
     if len(names) > _MAX_NAMES:
         names = [*names[: _MAX_NAMES - 1], f"{len(names) - _MAX_NAMES + 1} other packages"]
-    return needs(feature, " and ".join(names), *lacking) if lacking else None
+    *most, last = names or [""]
+    listed = f"{', '.join(most)} and {last}" if most else last
+    return needs(feature, listed, *lacking) if lacking else None
 
 
 def why_not_found(error: ModuleNotFoundError, feature: str) -> str | None:

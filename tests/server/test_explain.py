@@ -177,6 +177,7 @@ def test_top_shows_whole_ids_at_any_width(width: int) -> None:
     screen.width = width
     console.print(screen.render(None))
     shown = console.file.getvalue()
-    assert width < 60 or all(number in shown for number in ids)
+    text = shown if width >= 60 else shown.replace(" ", "").replace("\n", "")  # whose ids take two lines
+    assert all(number in text for number in ids)
     assert max(map(len, shown.splitlines())) <= width
     assert ("no slot" in shown, "12345/12345" in shown) == (width >= 100, width >= 80)

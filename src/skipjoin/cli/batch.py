@@ -61,7 +61,7 @@ def submit(
 def _endpoint_of(file: Path) -> str:
     """Return the url of the first line, or for a line without one, which the server refuses, an endpoint."""
     with file.open("rb") as lines, suppress(ValueError, KeyError, TypeError):
-        return str(json.loads(next(lines, b""))["url"])
+        return str(json.loads(next(filter(bytes.strip, lines), b""))["url"])
     return "/v1/chat/completions"
 
 
@@ -92,9 +92,8 @@ def fetch(
         found = await client.batch(batch_id)
         file_id = found[f"{what}_file_id"]
         if file_id is None:
-            raise ConfigError(
-                f"{batch_id} has status {found['status']} and no {what} file; skipjoin batch watch {batch_id} says why"
-            )
+            hint = "" if errors else f"; skipjoin batch watch {batch_id} says why"
+            raise ConfigError(f"{batch_id} has status {found['status']} and no {what} file{hint}")
         await _download(client, file_id, out)
 
     _call(Connection(**server), work)

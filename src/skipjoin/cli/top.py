@@ -147,9 +147,8 @@ class _Screen:
         for name in shown:
             # An id is what explain takes, so others give way.
             is_id = name == "request"
-            table.add_column(
-                name, no_wrap=True, overflow="fold" if is_id else "ellipsis", min_width=_ID if is_id else 0
-            )
+            width = min(_ID, self.width) if is_id else 0
+            table.add_column(name, no_wrap=not is_id, overflow="fold" if is_id else "ellipsis", min_width=width)
         reasons = self._hello["reasons"]
         for row in rows:
             reason, forecast = row["wait_reason"], row["predicted_tokens"]

@@ -82,7 +82,7 @@ def announce(text: str, **fields: Any) -> None:
         print(text, flush=True)
     except OSError as error:  # such as a full disk
         logging.getLogger(__name__).warning("standard output cannot be written: %s", error.strerror or error)
-        sys.stdout = None  # type: ignore[assignment]  # because the interpreter would write the rest when it exits
+        sys.stdout = None  # because the interpreter would write the rest when it exits
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

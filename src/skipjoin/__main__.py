@@ -1,11 +1,12 @@
 """The command `skipjoin`. An interrupt while its modules are imported is no traceback either."""
 
+import errno
 import io
 import os
 import signal
 import sys
 
-INTERRUPTED = 130
+FAILED, INTERRUPTED = 1, 130
 STDERR = 2
 
 
@@ -20,9 +21,21 @@ def main() -> None:
     if is_heeded:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        app(prog_name="skipjoin")
+        try:
+            app(prog_name="skipjoin")
+        finally:
+            # Here, because the interpreter would report an error of its own flush as one that it ignores.
+            if sys.stdout is not None:
+                sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+            raise
+        sys.stdout = None
+        if error.errno != errno.EPIPE:  # as after `skipjoin list | head -1`
+            print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        sys.exit(FAILED)
 
 
 def _prepare_streams() -> None:

@@ -245,3 +245,16 @@ def test_characters_beyond_the_encoding_of_a_terminal_are_replaced() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, env=environment, input=b"\xff\n", stdout=subprocess.PIPE, check=True)
     assert done.stdout == rb"KV ? '\ufffd'" + b"\n"
+
+
+@pytest.mark.parametrize(
+    ("is_full", "error"), [(True, "error: the output cannot be written: No space left on device\n"), (False, "")]
+)
+def test_output_of_a_command_that_cannot_be_written_is_no_traceback(is_full: bool, error: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed, Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "skipjoin", "--version"]
+        output = full if is_full else closed
+        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, error)

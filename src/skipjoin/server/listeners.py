@@ -68,7 +68,8 @@ def url_of(listener: socket.socket, *, is_secure: bool = False) -> str:
 def connection_limits(config: ServerConfig) -> ConnectionLimits:
     max_connections = raise_descriptor_limit(config.max_connections, config.replicas)
     if max_connections < config.max_connections:
-        logger.warning("the limit of open files allows %d connections, not %d", max_connections, config.max_connections)
+        text = "the limit of open files (ulimit -n) allows %d connections at a time, where --max-connections is %d"
+        logger.warning(text, max_connections, config.max_connections)
     per_address = _KEYLESS_SHARE if config.api_keys else _CLIENT_SHARE
     return ConnectionLimits(
         max_header_bytes=config.max_header_bytes,

@@ -90,6 +90,8 @@ def csv_lines(name: str, file: TextIO) -> Iterator[CsvLine]:
     if header is None:
         raise ConfigError(f"{name}: the file is empty")
     line, names, _ = header
+    if names[0].lstrip()[:1] in ("{", "["):
+        raise ConfigError(f"{name}: JSON is read from files whose name ends in .jsonl, with one object in each line")
     places = _places(f"{name} line {line}", [AZURE_COLUMNS.get(cell.strip(), cell.strip()) for cell in names])
     for line, cells, source in records:
         if len(cells) != len(names):

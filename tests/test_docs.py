@@ -20,10 +20,11 @@ from skipjoin.core.events import Event, Preempted, Preemption
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.exec.simulated import SimulatedExecutor
-from skipjoin.options import ConfigError
+from skipjoin.options import ConfigError, settings_of
 from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import Settings, find
 from skipjoin.sim.driver import Replica, simulate
+from skipjoin.vllm.options import PluginOptions
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "skipjoin"
@@ -150,6 +151,17 @@ def test_commands_and_options_of_the_pages_exist() -> None:
                 assert not unknown, f"{page.name}: {line}"
                 checked += 1
     assert checked > 20
+
+
+def test_defaults_of_the_page_of_vllm_are_those_of_its_options() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*?) ?\|", (ROOT / "docs" / "vllm.md").read_text(), re.MULTILINE)
+    settings = settings_of(PluginOptions)
+    found = {name: text.strip("`") for name, text in rows if name in settings}
+    assert len(found) > 3
+    for name, text in found.items():
+        default = settings[name].default
+        shown = f"{default:g}" if isinstance(default, float) else default
+        assert text == shown if default is not None else not re.search(r"\d", text), name
 
 
 def test_files_named_in_the_architecture_exist() -> None:

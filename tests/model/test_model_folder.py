@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -11,8 +13,9 @@ import pytest
 
 from skipjoin.builtin import INSTALL_PACKAGED, builtin_model_path
 from skipjoin.model.config import ModelError
-from skipjoin.model.folder import bin_files, check_model, model_id, pull_model
+from skipjoin.model.folder import bin_files, check_model, model_folder, model_id, pull_model
 from skipjoin.model.generation_config import sampling_defaults
+from skipjoin.model.weights import SafetensorsFiles
 
 
 @pytest.fixture
@@ -117,6 +120,28 @@ def test_folder_that_is_no_model_is_said_to_be_what_it_is(folder: Path) -> None:
             bin_files(folder / name)
     check_model(str(folder / "bare"), "dummy")
     assert check_model("models/real") == Path("models/real")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
+def test_model_that_must_not_be_read_is_said_to_be_that(folder: Path) -> None:
+    """As a folder of root's is for a service."""
+    real = folder / "models" / "real"
+    shutil.copytree(real, folder / "weights")
+    (folder / "weights" / "model.safetensors").chmod(0o600)
+    (folder / "real.gguf").chmod(0o600)
+    real.chmod(0o700)
+    folder.chmod(0o755)
+    os.seteuid(12345)
+    try:
+        for read, name in itertools.product((check_model, pull_model, model_folder), ("models/real", "real.gguf")):
+            with pytest.raises(ModelError, match=f"{name} cannot be read by user 12345: Permission denied"):
+                read(name)
+        with pytest.raises(ModelError, match="cannot be read by user"):
+            check_model("models/real/below")
+        with pytest.raises(ModelError, match=r"the weights in weights cannot be read: .*Permission denied"):
+            SafetensorsFiles(Path("weights"))
+    finally:
+        os.seteuid(0)
 
 
 def test_model_id_is_a_name_and_no_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

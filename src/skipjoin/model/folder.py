@@ -69,6 +69,7 @@ def check_model(name: str, load_format: str = "auto", *, has_tokenizer: bool = T
 
 
 def model_files(name: str, load_format: str = "auto") -> ModelFiles:
+    _check_readable(Path(name))
     is_local = name in (MODEL_NAME, PACKAGED_NAME) or Path(name).exists()
     folder = (None if is_local else cached_folder(name)) or model_folder(name, "dummy")
     has_weights = load_format != "dummy" and (is_local or is_gguf(folder))
@@ -140,6 +141,7 @@ def resolve_folder(name_or_path: str | Path, *, weights: bool = True, from_hub: 
         from_hub: The name is known to be a hub id.
     """
     path = Path(name_or_path)
+    _check_readable(path)
     if path.is_dir():
         return _gguf_in(path) or path
     if is_gguf(path):
@@ -198,6 +200,16 @@ def _fetch(name: str, *, weights: bool) -> Path:
         # A pattern's * stands for slashes, too, and folders such as `original` and `onnx` have the weights again.
         snapshot_download(name, allow_patterns=patterns, ignore_patterns=[f"*/{pattern}" for pattern in patterns])
     return folder
+
+
+def _check_readable(path: Path) -> None:
+    try:
+        if path.is_dir():
+            os.listdir(path)
+        elif path.is_file():
+            path.open("rb").close()
+    except PermissionError as error:
+        raise ModelError(f"{path} cannot be read by user {os.geteuid()}: {error.strerror}") from error
 
 
 def _gguf_in(folder: Path) -> Path | None:

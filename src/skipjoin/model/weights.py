@@ -310,6 +310,8 @@ class SafetensorsFiles:
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
+            # safetensors says of a file that must not be read that it is missing.
+            (self._folder / file).open("rb").close()
             self._files[file] = safe_open(self._folder / file, framework="pt")
         return self._files[file]
 

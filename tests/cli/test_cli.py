@@ -410,6 +410,9 @@ STREAM = "name=other,lengths=alpaca,share=0.5,key=other"
         ([*SIMULATE, "--max-tokens", "all"], "--max-tokens must be an integer or room or exact, got 'all'"),
         ([*SIMULATE, "--slo", "-1"], "--slo must be in (0, 1e+06], got -1"),
         ([*SIMULATE, "--set", "starvation_s=0"], "starvation_s must be in (0, 1e+09], got 0"),
+        ([*SIMULATE, "--duration", "0"], "--duration must be in (0, 1e+09], got 0"),
+        ([*SIMULATE, "--requests", "0"], "--requests must be in [1, 1099511627776], got 0"),
+        ([*SIMULATE, "--requests", "1", "--duration", "1"], "--duration and --requests exclude each other"),
     ],
 )
 @pytest.mark.usefixtures("log_of_process")

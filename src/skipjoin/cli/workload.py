@@ -46,8 +46,10 @@ class LoadOptions:
         str, _load("Arrival process: poisson, gamma:CV, burst:FACTOR,SHARE,LENGTH or constant.", metavar="ARRIVALS")
     ] = "poisson"
     rates: Annotated[str | None, _load("Requests per second, separated by commas.", metavar="RATES")] = None
-    duration: Annotated[float | None, _load("Time in which requests arrive.", metavar="SECONDS")] = None
-    requests: Annotated[int | None, _load("Number of requests, instead of --duration.")] = None
+    duration: Annotated[float | None, _load("Time in which requests arrive.", above=0, high=1e9, metavar="SECONDS")] = (
+        None
+    )
+    requests: Annotated[int | None, _load("Number of requests, instead of --duration.", low=1, high=1 << 40)] = None
     seeds: Annotated[str, _load("Seeds separated by commas, or 0-2 for a range.", metavar="SEEDS")] = "0"
     trace: Annotated[
         Path | None,
@@ -116,6 +118,8 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.duration is not None and self.requests is not None:
+            raise ConfigError("duration and --requests exclude each other")
         if self.overwrite and self.append:
             raise ConfigError("overwrite and append exclude each other")
         for name in ("slo_ttft", "slo_tpot", "slo_jct"):

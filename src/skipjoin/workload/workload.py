@@ -236,7 +236,7 @@ def _check_names(workload: Workload, streams: Sequence[str]) -> None:
 
 def _check_extent(workload: Workload, duration_s: float | None, limit: int | None) -> None:
     if workload.closed and duration_s is None:
-        raise ConfigError("a closed stream needs duration_s: the seconds in which its jobs are submitted")
+        raise ConfigError("a closed stream needs duration_s (--duration): the seconds in which its jobs are submitted")
     if (duration_s is None) == (limit is None):
         raise ConfigError("one of duration_s and limit must be given, not both")
     if limit is None:

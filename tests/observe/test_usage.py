@@ -11,9 +11,10 @@ import pytest
 from skipjoin.core.events import Computed, Event, Moved, Planned
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
-from skipjoin.core.step import LINK, Direction, Move
+from skipjoin.core.step import LINK, Direction, Move, Slice, StepPlan, StepResult
 from skipjoin.exec.simulated import SimulatedExecutor
 from skipjoin.observe.record import Record, add_usage, rounded
+from skipjoin.observe.residency import Residency
 from skipjoin.observe.usage import POINTS, EngineUsage
 from skipjoin.sim.driver import Replica, simulate
 from support.load import load, make
@@ -94,6 +95,19 @@ def test_used_kv_is_the_computed_kv_on_the_device(
     assert (kv["recomputed_tokens"] > 0) or (moves and not fails)
     assert (kv["swapped_out_bytes"] > 0) == (moves and fails < 1)
     assert kv["swapped_in_bytes"] <= kv["swapped_out_bytes"]
+
+
+@pytest.mark.parametrize(("is_blocking", "wasted"), [(True, 0), (False, 2 * BLOCK_BYTES)])
+def test_a_request_uses_what_its_step_swaps_in_first(is_blocking: bool, wasted: int) -> None:
+    """An overlapped move arrives after the step, so the KV that leaves again without another step was not used."""
+    request, use = make(0, 32), Residency(block_size=16, block_bytes=BLOCK_BYTES)
+    moves = [Move(direction, request, (0, 1), (0, 1), 32) for direction in (Direction.IN, Direction.OUT)]
+    slices = (Slice(request, 31, 1, True, False, ()),)
+    plan = StepPlan(0, slices, blocking=(moves[0],)) if is_blocking else StepPlan(0, slices, overlapped=(moves[0],))
+    use.observe(Computed(StepResult(plan, (0,), 1.0), 1.0))
+    for move in moves:
+        use.observe(Moved(move, 1.0))
+    assert use.wasted_bytes == wasted
 
 
 def test_plans_that_only_wait_are_not_steps() -> None:

@@ -77,6 +77,7 @@ class Setup:
         if holder.is_swapped_out:
             self.kv.tiers.complete(self.kv.tiers.move_out(request, blocking=True))
         self.ordering.numbers[request.id] = holder.turn
+        self.ordering.on_arrived(request, 0.0)
         self.requests.append(request)
 
     def arrive(self, prompt: int) -> None:
@@ -136,9 +137,26 @@ def test_blocks_stay_free_for_waiting_requests_that_precede_all_others(turn: int
     """However long ago they arrived, and up to a tenth of the device."""
     setup = Setup(*(Holder(number, 10) for number in range(1, 10)), Holder(10, 9), device=100)
     setup.ordering.numbers[1000] = turn
-    for request in (*setup.requests, make(1000, 12)):
-        setup.ordering.on_arrived(request, 0.0)
+    setup.ordering.on_arrived(make(1000, 12), 0.0)
     assert setup.step() == (out, [])
+
+
+@pytest.mark.parametrize(("turn", "back"), [(2, []), (4, [3])])
+def test_blocks_are_not_taken_by_a_request_that_would_lose_them_before_it_runs(turn: int, back: list[int]) -> None:
+    """One without KV that precedes it would evict it. With the block for growth, 16 are free for 12 and 4."""
+    setup = Setup(Holder(1), swapped_out(3))
+    setup.ordering.numbers[1000] = turn
+    setup.ordering.on_arrived(make(1000, 48), 0.0)
+    assert setup.step() == ([], back)
+
+
+@pytest.mark.parametrize(("short", "victims"), [(4, [1]), (8, [1, 0])])
+def test_kv_that_was_just_swapped_in_is_evicted_last(short: int, victims: list[int]) -> None:
+    setup = Setup(Holder(1), Holder(2))
+    newest, other = setup.requests[1], setup.requests[0]
+    newest.progress.place()
+    found = setup.eviction.victims(short, [newest, other], setup.kv, setup.now, make(1000, 16))
+    assert [eviction.request.id for eviction in found] == [1 - victim for victim in victims]
 
 
 def test_blocks_are_kept_free_for_expected_arrivals() -> None:

@@ -43,6 +43,7 @@ class Residency:
         self._unused: dict[Request, int] = {}  # bytes swapped in since its latest token
         self.prefixes = PrefixUse()
         self._blocking: Sequence[Move] = ()  # of the step whose moves complete
+        self._ran_at_once: Sequence[Request] = ()  # the requests of these moves that run in this step
         self.handlers: dict[type, Callable[[Any], None]] = {
             Arrived: self._arrive,
             Admitted: self.prefixes.admitted,
@@ -67,7 +68,7 @@ class Residency:
         self.running.clear()
         self.cpu_blocks.clear()
         self._unused.clear()
-        self._blocking = ()
+        self._blocking = self._ran_at_once = ()
 
     def _arrive(self, event: Arrived) -> None:
         self.live.add(event.request)
@@ -86,6 +87,8 @@ class Residency:
     def _compute(self, event: Computed) -> None:
         plan = event.result.plan
         self._blocking = plan.blocking
+        ran = {slice_.request for slice_ in plan.slices} if plan.blocking else frozenset()
+        self._ran_at_once = [move.request for move in plan.blocking if move.request in ran]
         if self._unused:
             for slice_ in plan.slices:
                 self._unused.pop(slice_.request, None)
@@ -102,7 +105,8 @@ class Residency:
         self.swapped_bytes[move.direction][is_overlapped] += moved_bytes
         if move.direction is Direction.IN:
             self.cpu_blocks.pop(move.request, None)
-            self._unused[move.request] = self._unused.get(move.request, 0) + moved_bytes
+            if is_overlapped or move.request not in self._ran_at_once:
+                self._unused[move.request] = self._unused.get(move.request, 0) + moved_bytes
             return
         self.wasted_bytes += self._unused.pop(move.request, 0)
         if move.request in self.live:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from skipjoin.core.events import Preemption
@@ -22,6 +23,17 @@ def _until_enough(short: int, candidates: Sequence[Request], kv: KVAccounts) -> 
             return
         yield victim, short
         short -= kv.footprint(victim)
+
+
+def _newest_last(candidates: Sequence[Request]) -> Iterator[Request]:
+    """Yield requests whose KV was swapped in, and would leave before they compute a token, after all others."""
+    newest = []
+    for candidate in candidates:
+        if candidate.progress.is_newly_resident:
+            newest.append(candidate)
+        else:
+            yield candidate
+    yield from newest
 
 
 class Recompute:
@@ -101,7 +113,7 @@ class Swap(Recompute):
         found = []
         room = kv.tiers.cpu_free if kv.tiers is not None else 0
         is_free = incoming is None or now >= self._next_drop or self._is_exempt(incoming, candidates)
-        for victim, missing in _until_enough(short, candidates, kv):
+        for victim, missing in _until_enough(short, _newest_last(candidates), kv):
             part = self.part(victim, missing, kv)
             filled, keep = kv.filled(victim), 0 if part is None else kv.filled_after(victim, part)
             if (filled == keep > 0) or (filled - keep <= room and self.is_worth_moving(victim, kv, keep)):
@@ -224,12 +236,22 @@ class ProactiveSwap(Swap):
 
     While blocks are short, the request scheduled last is swapped out first, and the one scheduled soonest is swapped in
     first. Swaps are blocking where that does not suffice, and where transfers take next to no time.
+
+    Args:
+        slots: Maximum number of requests of a step. Only as many of the first ones, and a quarter more, are swapped in:
+            others would have to leave again before they run. None swaps in all.
     """
 
-    reach: int | None = None  # number of requests, in their order, that are swapped in ahead; None for all
-
-    def __init__(self, cost: CostModel, *, drop_share: float = DROP_SHARE, exempts_first: bool = False) -> None:
+    def __init__(
+        self,
+        cost: CostModel,
+        *,
+        slots: int | None = None,
+        drop_share: float = DROP_SHARE,
+        exempts_first: bool = False,
+    ) -> None:
         super().__init__(cost, drop_share=drop_share, exempts_first=exempts_first)
+        self.reach = None if slots is None else slots + slots // 4 + 1
         self._is_cheap = False  # whether transfers are cheap
         self._arrivals = ArrivalHistory()
         self._new: list[Request] = []  # arrivals since the last step
@@ -255,7 +277,8 @@ class ProactiveSwap(Swap):
         arrived = sum(
             kv.blocks_for(request.progress.known) for request in new if request.progress.finish_reason is None
         )
-        spare += max(arrived, self._awaited(ordering, kv, now, free))
+        awaited = max(arrived, self._awaited(ordering, kv, now, free))
+        spare += awaited
         self._is_cheap = self._finds_moves_cheap(len(still), kv, tiers)
         if self._is_cheap:
             return (), ()
@@ -263,7 +286,25 @@ class ProactiveSwap(Swap):
         if not still or (short <= 0 and tiers.cpu_free == tiers.cpu_total):
             return (), ()
         exchange = _Exchange(self, kv, tiers, spare)
-        return exchange.choose(ordering.expected_order(still, now)) if exchange.is_possible else ((), ())
+        if not exchange.is_possible:
+            return (), ()
+        turns = ordering.expected_order(still, now)
+        return exchange.choose(turns, partial(self._needed_before, ordering, kv, now), awaited)
+
+    def _needed_before(self, ordering: Ordering, kv: KVAccounts, now: float, free: int) -> Mapping[Request, int]:
+        """Return how many blocks the requests without KV need that precede each request with KV.
+
+        Those behind more than `free` needed blocks are left out.
+        """
+        found, needed = dict[Request, int](), 0
+        for request in ordering.ranked(now):
+            if kv.blocks_of(request) is not None:
+                found[request] = needed
+            elif not request.progress.awaits_grammar:
+                needed += kv.blocks_for(request.progress.known)
+                if needed > free:
+                    break
+        return found
 
     def _finds_moves_cheap(self, holders: int, kv: KVAccounts, tiers: Tiered) -> bool:
         """Return whether moving an average request's KV is negligible next to a decode step of all KV on the device."""
@@ -314,18 +355,9 @@ class ProactiveSwap(Swap):
 
 
 class DisplacingSwap(ProactiveSwap):
-    """`ProactiveSwap` that drops the KV ranked last where the CPU tier is full.
-
-    Args:
-        slots: Maximum number of requests of a step. Only as many of the first ones, and a quarter more, are swapped in:
-            others would have to leave again before they run.
-    """
+    """`ProactiveSwap` that drops the KV ranked last where the CPU tier is full."""
 
     displaces = True
-
-    def __init__(self, cost: CostModel, *, slots: int, exempts_first: bool = False) -> None:
-        super().__init__(cost, exempts_first=exempts_first)
-        self.reach = slots + slots // 4 + 1
 
 
 class _Exchange:
@@ -342,7 +374,9 @@ class _Exchange:
     def is_possible(self) -> bool:
         return max(self._room.values()) > 0
 
-    def choose(self, turns: list[tuple[Any, Request]]) -> tuple[Sequence[Request], Sequence[Request]]:
+    def choose(
+        self, turns: list[tuple[Any, Request]], needed_before: Callable[[int], Mapping[Request, int]], awaited: int
+    ) -> tuple[Sequence[Request], Sequence[Request]]:
         on_cpu: list[tuple[Any, Request]] = []
         on_device: list[tuple[Any, Request]] = []
         wanted, reach = 0, self._eviction.reach
@@ -357,9 +391,14 @@ class _Exchange:
         self._make_room(0, None)
         back: list[Request] = []
         stands_still = len(on_cpu) == len(self._kv.holders())
+        before = needed_before(max(0, self._free) + awaited) if wanted and self._room[Direction.IN] > 0 else {}
         for turn, request in on_cpu[:wanted]:
             blocks = self._footprint(request)
             if self._room[Direction.IN] <= 0:
+                break
+            # Requests without KV that precede it would evict it before it runs.
+            others = max(0.0, before.get(request, math.inf) - awaited)
+            if others and blocks + others > self._free and not (stands_still and not back):
                 break
             if blocks <= self._free or (stands_still and not back):
                 back.append(request)

@@ -102,7 +102,7 @@ def classed(
 
 def preemptive(s: Settings, ordering: Callable[[], Ordering], eviction: EvictionPolicy | None = None) -> Policies:
     batcher = greedy(s, s.max_tokens, chunked=True)
-    return classed(s, ordering, batcher, OnDemand(), eviction or ProactiveSwap(s.cost))
+    return classed(s, ordering, batcher, OnDemand(), eviction or eviction_of(s, "proactive"))
 
 
 def eviction_of(s: Settings, name: str, *, drop_share: float = DROP_SHARE) -> EvictionPolicy:
@@ -114,7 +114,7 @@ def eviction_of(s: Settings, name: str, *, drop_share: float = DROP_SHARE) -> Ev
         case "defer":
             return Defer()
         case _:
-            return ProactiveSwap(s.cost, drop_share=drop_share)
+            return ProactiveSwap(s.cost, slots=s.stages * s.max_seqs, drop_share=drop_share)
 
 
 def true_lengths(name: str, s: Settings, oracle: str) -> Callable[[Request], float]:

@@ -353,15 +353,25 @@ def test_prompts_computed_ahead_of_waiting_requests_cost_a_share_of_the_time(
 
 
 def test_a_spread_of_costs_is_learned_from_lengths_and_prompts() -> None:
-    """Equal requests have none, whatever they cost, and a mixture of short and long prompts has one as lengths have."""
+    """Equal requests have none, whatever they cost, and a mixture of short and long prompts has one as lengths have.
 
-    def spread(lengths: list[int], *prompts: int) -> float:
+    Where KV is short, the cost grows with the square of the length, and long ones that no request had would decide.
+    """
+    full = KVLedger(100, 0, 4)
+    full.grow(make(0, 400, 10), 400)
+
+    def spread(lengths: list[int], *prompts: int, is_kv_short: bool = False) -> float:
         index = index_on(learned(lengths))
+        for _ in range(500 * is_kv_short):
+            index.observe(full, 1)
+        index.refresh()
         kinds = {kind_of(make(0, prompt, 4000), None, index.time, prompt): 1.0 for prompt in prompts}
         return index.spread(kinds)
 
     assert spread([200] * 500, 64) < 0.1
     assert spread([200] * 500, 4096) < 0.1
+    assert spread([20] * 60, 64) < 0.1
+    assert spread([64] * 60, 64, is_kv_short=True) < 0.1
     near = spread(drawn(500, lambda chance: chance.uniform(200, 400)), 64)
     heavy = spread(drawn(500, heavy_tailed), 64)
     assert near < 0.2

@@ -201,15 +201,16 @@ class GittinsIndex:
         return found
 
     def _ends(self, cls: ForecastClass, cap: int) -> list[float]:
-        """Return the probability that a request ends in each bin."""
+        """Return the probability that a request ends in each bin. Lengths too rare to be known count as the longest."""
         if (found := self._ended.get(key := (cls, cap))) is not None:
             return found
-        hazards, alive = self.model.hazards(cls), 1.0
+        hazards, alive, rarest = self.model.hazards(cls), 1.0, self.model.rarest
         found = self._ended[key] = []
         for at in range(cap + 1):
             found.append(ended := alive * (hazards[at] if at < cap else 1.0))
             alive -= ended
-            if alive < _FEW:
+            if alive < rarest:
+                found[-1] += alive
                 break
         return found
 

@@ -19,6 +19,8 @@ _FIRST_MIDDLE, _FIRST_SPREAD = 128.0, 3.0
 _RATIO_SPREAD = 2.2
 # Weight of the first guesses, in requests, and of all requests in the hazards of one class.
 _FIRST_WEIGHT, _SHRINK_WEIGHT = 2.0, 8.0
+# Share of the longest requests that is unknown before any was seen.
+_MAX_RAREST = 0.05
 # Half octaves of the ratio, with 1 in the middle.
 _RATIOS = 41
 # Factor by which earlier scores shrink with each note: the last few thousand decide which expert is believed.
@@ -90,6 +92,11 @@ class LengthModel:
             self._classes.setdefault(cls, Hazards()).note(place, ended=ended)
         self._all.note(place, ended=ended)
         self.notes += 1
+
+    @property
+    def rarest(self) -> float:
+        """Share of requests below which lengths follow from the first guess instead of from the requests seen."""
+        return min(_MAX_RAREST, (1 + _FIRST_WEIGHT) / (1 + _FIRST_WEIGHT + self._all.reached[0]))
 
     def refresh(self) -> None:
         self._tables.clear()

@@ -80,7 +80,8 @@ class Setup:
         self.ordering.on_arrived(request, 0.0)
         self.requests.append(request)
 
-    def arrive(self, prompt: int) -> None:
+    def arrive(self, prompt: int, turn: int = -1) -> None:
+        self.ordering.numbers[1000] = turn
         self.eviction.on_arrived(make(1000, prompt), self.now)
 
     def step(self) -> tuple[list[int], list[int]]:
@@ -139,6 +140,16 @@ def test_blocks_stay_free_for_waiting_requests_that_precede_all_others(turn: int
     setup.ordering.numbers[1000] = turn
     setup.ordering.on_arrived(make(1000, 12), 0.0)
     assert setup.step() == (out, [])
+
+
+@pytest.mark.parametrize(("turn", "out"), [(0, [5, 4]), (5, []), (9, [])])
+def test_no_request_leaves_for_an_arrival_that_does_not_precede_it(turn: int, out: list[int]) -> None:
+    """Nor for those that are expected after it."""
+    setup = Setup(*(Holder(number) for number in (1, 2, 3, 4, 5)), device=21)
+    setup.arrive(prompt=25, turn=turn)
+    assert setup.step() == (out, [])
+    setup.arrive(prompt=25, turn=turn)
+    assert bool(setup.step()[0]) == bool(out)
 
 
 @pytest.mark.parametrize(("turn", "back"), [(2, []), (4, [3])])

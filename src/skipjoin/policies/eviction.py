@@ -254,7 +254,7 @@ class ProactiveSwap(Swap):
         self.reach = None if slots is None else slots + slots // 4 + 1
         self._is_cheap = False  # whether transfers are cheap
         self._arrivals = ArrivalHistory()
-        self._new: list[Request] = []  # arrivals since the last step
+        self._new: list[tuple[float, Request]] = []  # arrivals since the last step, with their times
         self._last: float | None = None
         self._step_s = 0.0
 
@@ -262,8 +262,7 @@ class ProactiveSwap(Swap):
         return not self._is_cheap
 
     def on_arrived(self, request: Request, now: float) -> None:
-        self._arrivals.note(request, now)
-        self._new.append(request)
+        self._new.append((now, request))
 
     def ahead(
         self, still: Sequence[Request], ordering: Ordering, kv: KVAccounts, now: float
@@ -271,12 +270,9 @@ class ProactiveSwap(Swap):
         self._time_step(now, is_idle=not still)
         tiers = kv.tiers
         assert tiers is not None, "only a ledger with a CPU tier swaps ahead"
+        arrived = self._note_arrivals(still, ordering, kv)
         spare = self._spare(kv, now)
         free = kv.available + tiers.blocks_in_transit[Direction.OUT] - spare
-        new, self._new = self._new, []
-        arrived = sum(
-            kv.blocks_for(request.progress.known) for request in new if request.progress.finish_reason is None
-        )
         awaited = max(arrived, self._awaited(ordering, kv, now, free))
         spare += awaited
         self._is_cheap = self._finds_moves_cheap(len(still), kv, tiers)
@@ -290,6 +286,21 @@ class ProactiveSwap(Swap):
             return (), ()
         turns = ordering.expected_order(still, now)
         return exchange.choose(turns, partial(self._needed_before, ordering, kv, now), awaited)
+
+    def _note_arrivals(self, still: Sequence[Request], ordering: Ordering, kv: KVAccounts) -> int:
+        """Learn when requests arrive that may evict others, and return the blocks that the latest of them need.
+
+        No others get blocks that are kept free while requests that precede them could use these.
+        """
+        if not self._new:
+            return 0
+        new, self._new = self._new, []
+        last, arrived = max(still, key=ordering.rank, default=None), 0
+        for then, request in new:
+            if request.progress.finish_reason is None and (last is None or ordering.outranks(request, last)):
+                self._arrivals.note(request, then)
+                arrived += kv.blocks_for(request.progress.known)
+        return arrived
 
     def _needed_before(self, ordering: Ordering, kv: KVAccounts, now: float, free: int) -> Mapping[Request, int]:
         """Return how many blocks the requests without KV need that precede each request with KV.

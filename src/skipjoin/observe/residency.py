@@ -43,7 +43,7 @@ class Residency:
         self._unused: dict[Request, int] = {}  # bytes swapped in since its latest token
         self.prefixes = PrefixUse()
         self._blocking: Sequence[Move] = ()  # of the step whose moves complete
-        self._ran_at_once: Sequence[Request] = ()  # the requests of these moves that run in this step
+        self._ran_at_once: Sequence[Request | None] = ()  # the requests of these moves that run in this step
         self.handlers: dict[type, Callable[[Any], None]] = {
             Arrived: self._arrive,
             Admitted: self.prefixes.admitted,

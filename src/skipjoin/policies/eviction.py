@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from skipjoin.policies.arrivals import ArrivalHistory
 DROP_SHARE = 0.05
 
 
-def _until_enough(short: int, candidates: Sequence[Request], kv: KVAccounts) -> Iterator[tuple[Request, int]]:
+def _until_enough(short: int, candidates: Iterable[Request], kv: KVAccounts) -> Iterator[tuple[Request, int]]:
     for victim in candidates:
         if short <= 0:
             return

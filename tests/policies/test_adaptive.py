@@ -423,6 +423,19 @@ def run_all(ordering: Adaptive, requests: Sequence[Request]) -> None:
         request.progress.known += 1
 
 
+def test_kv_that_leaves_for_first_tokens_uses_what_ordering_gains() -> None:
+    """Otherwise, requests that are nearly done would leave for the prompts of others again and again."""
+    ordering = Adaptive(GittinsIndex(COST, 4), overtaking_s=OVERTAKING_S, first_share=0.5, prompt_patience=PATIENCE)
+    old, new = make(0, 10_000, 90), make(1, 10_000, 90)
+    for request in (old, new):
+        ordering.on_arrived(request, 0.0)
+    run_all(ordering, [old])
+    assert next(ordering.ranked(1.0)) is new
+    ordering.on_preempted(old, 1.0)  # it is swapped out, and takes 15 s to compute
+    assert next(ordering.ranked(2.0)) is old
+    assert next(ordering.ranked(99.0)) is new
+
+
 def test_pauses_do_not_change_the_lengths_at_which_a_request_changes_its_rank() -> None:
     def edges(pauses: Callable[[], int]) -> list[float | str]:
         ordering = Adaptive(GittinsIndex(COST, 4), overtaking_s=OVERTAKING_S, first_share=0.5, prompt_patience=PATIENCE)

@@ -66,9 +66,9 @@ class Adaptive(Callbacks):
     them, the index charges the prefill. It no longer counts from that sum on, so that among requests with equal
     forecasts and limits, none is overtaken because of its prompt by one that arrived later than that.
 
-    First tokens of requests that then wait take time from others, which ordering must win back. They get
-    `first_share` where costs are spread as widely as an exponential distribution, and next to nothing where all are
-    alike.
+    First tokens of requests that then wait, and those for which KV leaves, take time from others, which ordering must
+    win back. They get `first_share` where costs are spread as widely as an exponential distribution, and next to
+    nothing where all are alike.
     """
 
     def __init__(self, index: GittinsIndex, *, overtaking_s: float, first_share: float, prompt_patience: float) -> None:
@@ -179,6 +179,8 @@ class Adaptive(Callbacks):
         elif request.progress.computed < request.progress.known - 1:
             self._dropped.add(request)
         else:
+            # Its KV leaves for others and must return, which takes about as long as to compute it.
+            self._advances.spend(self._index.time.prefill(request.progress.known), now)
             return
         self._advances.forget(request, continues=False)
 

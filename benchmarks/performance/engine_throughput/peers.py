@@ -24,8 +24,12 @@ HERE = Path(__file__).parent
 _NEVER = 1 << 20
 
 
+# Size of the tier on the CPU. All sets fit the pool, and a share of the free memory would leave none for other engines.
+SWAP_GIB = 0.25
+
+
 def limits(kv_gib: float) -> tuple[str | float, ...]:
-    return "--max-num-seqs", SLOTS, "--kv-cache-gib", kv_gib
+    return "--max-num-seqs", SLOTS, "--kv-cache-gib", kv_gib, "--swap-space", SWAP_GIB
 
 
 class Engine(Protocol):
@@ -44,7 +48,7 @@ class Ours:
     warm_up = FILL_UP
 
     def __init__(self, folder: Path, kv_gib: float) -> None:
-        self.llm = LLM(str(folder), progress=False, max_num_seqs=SLOTS, kv_cache_gib=kv_gib)
+        self.llm = LLM(str(folder), progress=False, max_num_seqs=SLOTS, kv_cache_gib=kv_gib, swap_space_gib=SWAP_GIB)
         self.weight_bytes = self.llm.engine.info.weight_bytes
 
     def run(self, jobs: list[Job]) -> float:

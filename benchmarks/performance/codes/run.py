@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine_throughput"))
 from peers import Engine, OverHttp, Program, limits, program
 
 import harness
-from peer_venvs import available, names_of
+from peer_venvs import available
 from servers import Server, Skipjoin, llamacpp, running, stop_in_turn
 from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
@@ -52,6 +52,7 @@ DECODES = {"1": (1, 64), "16": (16, 64), "64": (64, 64)}
 PROMPT = 900
 STEP_RUNS = 15
 SERVED = ("one", "even", "wide", "prefill")
+ENGINES = ("llamacpp", "openvino")
 KV_GIB = 1
 
 
@@ -193,7 +194,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--parts", type=harness.some_of("parts", PARTS), default=list(PARTS))
     parser.add_argument("--sets", type=harness.some_of("sets", SERVED), default=list(SERVED))
-    parser.add_argument("--peers", type=names_of, default=["llamacpp"], metavar="NAMES", help="of llamacpp, openvino")
+    parser.add_argument("--peers", type=harness.some_of("peers", ENGINES), default=["llamacpp"])
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     record = harness.new_record(file=args.file.name)

@@ -207,6 +207,8 @@ def _peer(stack: ExitStack, name: str, folder: Path, dtype: str, kv_gib: float) 
     if name == "llamacpp":
         server = servers.llamacpp(python_of("llamacpp"), folder, seqs=SLOTS)
         return {"llama.cpp HTTP": OverHttp(stack.enter_context(server), WARM_UP)}
+    if not name.startswith("vllm"):
+        raise PeerUnavailableError(f"{name} is not compared here")
     is_eager = name == "vllm-eager"
     server = servers.vllm(python_of("vllm"), folder, seqs=SLOTS, dtype=dtype, kv_gib=kv_gib, is_eager=is_eager)
     return {"vLLM eager HTTP" if is_eager else "vLLM HTTP": OverHttp(stack.enter_context(server))}

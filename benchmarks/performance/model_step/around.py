@@ -63,6 +63,8 @@ class Stopwatch:
         setattr(owner, name, call)
 
     def total(self, part: str) -> float:
+        if not self.spans[part]:
+            raise RuntimeError(f"nothing was timed as {part!r}: the method that it watches is no longer called")
         return sum(end - begin for begin, end in self.spans[part])
 
 
@@ -75,7 +77,8 @@ def watched(ours: Ours) -> Stopwatch:
     watch.watch(engine.core, "finish_step", "settle")
     watch.watch(worker, "begin", "begin")
     watch.watch(worker, "_packed", "pack")
-    watch.watch(worker.model, "forward", "forward")
+    watch.watch(worker.model, "wanted_rows", "forward")
+    watch.watch(worker.model, "logits", "forward")
     watch.watch(worker._sampler, "sample", "sample")
     watch.watch(worker, "finish", "finish")
     watch.watch(Choice, "take", "text")

@@ -170,18 +170,14 @@ SKIPJOIN_INLINE Words looked_up(Words table, Words codes) {
 #endif
 }
 
-// Loads quads q and q + 4 of a block.
-template <Codes CODES>
-SKIPJOIN_INLINE void load_quads(const uint8_t *block, int q, Words table, uint32_t flipped, Words &first, Words &second) {
+// Loads a quad of a block. flipped: bits to change in codes of 8 bits.
+template <Codes CODES> SKIPJOIN_INLINE Words load_quad(const uint8_t *block, int quad, Words table, uint32_t flipped) {
   constexpr int64_t size = 4 * kLanes;
-  if constexpr (CODES == kBytes) {
-    first = load_words(block + q * size) ^ flipped, second = load_words(block + (q + 4) * size) ^ flipped;
-  } else {
-    Words both = load_words(block + q * size);
-    first = both & 0x0f0f0f0fu, second = both >> 4 & 0x0f0f0f0fu;
-    if constexpr (CODES == kValues) first = looked_up(table, first), second = looked_up(table, second);
-    if constexpr (CODES == kSixes) first |= upper_bits(block + 4 * size, q), second |= upper_bits(block + 5 * size, q);
-  }
+  if constexpr (CODES == kBytes) return load_words(block + quad * size) ^ flipped;
+  Words both = load_words(block + quad % 4 * size), codes = (quad < 4 ? both : both >> 4) & 0x0f0f0f0fu;
+  if constexpr (CODES == kValues) codes = looked_up(table, codes);
+  if constexpr (CODES == kSixes) codes |= upper_bits(block + (4 + quad / 4) * size, quad % 4);
+  return codes;
 }
 
 float half_to_float(uint16_t bits) {
@@ -300,79 +296,114 @@ struct Ahead {
   }
 };
 
-// Computes sums of ROWS rows, which are in one tile of inputs. HALVES: a block has two groups. Not inlined, like
-// `multiply`.
-template <int ROWS, Codes CODES, bool HALVES>
-__attribute__((noinline)) void multiply_rows(const Groups &g, const uint8_t *strip, const Inputs &in, int64_t row,
-                                             Floats *sums, Ahead ahead) {
-  constexpr int parts = HALVES ? 2 : 1;
+// Sets what the sums of a group begin with: what the offset of the weights takes from them. Broadcasts from memory take
+// none of the units that multiply. totals: sums of codes by row, for the first half of a block and the second.
+template <Codes CODES, bool HALVES, bool HAS_OFFSET, int ROWS, int STRIPS>
+SKIPJOIN_INLINE void begin_sums(const int32_t *totals, int32_t offset, Ints (&found)[ROWS][STRIPS],
+                                Ints (&held)[ROWS][STRIPS]) {
+  const bool has_offset = HAS_OFFSET && (ROWS > 1 || offset);
+  int32_t shifts[ROWS] = {};
+  if (has_offset) {
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) shifts[r] = -offset * (totals[r] + (HALVES ? 0 : totals[kInputTile + r]));
+    asm("" : "+m"(shifts));
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+    for (int s = 0; s < STRIPS; s++) {
+      Ints start = has_offset ? (Ints)splat((uint32_t)shifts[r]) : Ints{};
+      found[r][s] = kShortQuads<CODES> ? Ints{} : start;
+      held[r][s] = kShortQuads<CODES> ? start : Ints{};
+    }
+}
+
+// Whether groups have minimums: none, all, or as `Groups` says.
+enum Minimums { kWithout, kWith, kAsGiven };
+
+// Computes sums of ROWS rows, which are in one tile of inputs, with STRIPS strips, 1 or 2, of matrices that are alike: an
+// input is then loaded once for two products. HALVES: a block has two groups. Not inlined, like `multiply`.
+//
+// codes: of each strip, packed, or if ARE_UNPACKED one per byte, in which case minimums exclude an offset.
+template <int ROWS, int STRIPS, Codes CODES, bool HALVES, Minimums MINIMUMS, bool ARE_UNPACKED>
+__attribute__((noinline)) void multiply_rows(const Groups &g, const uint8_t *const *strips, const uint8_t *const *codes,
+                                             const Inputs &in, int64_t row, Floats (*sums)[kInputTile], Ahead *ahead) {
+  constexpr int parts = HALVES ? 2 : 1, quads = kQuads / parts;
   const Words table = load_table(g.values, kAdded);
   const uint32_t flipped = kAdded ? 0x80808080u : 0;
   const int32_t offset = g.offset + (is_small(CODES) ? 0 : kAdded);
-  const bool are_floats = g.scale_bytes == 4, has_minimums = g.has_minimums;
-  const int64_t bytes = block_bytes(g), step = kLanes * g.scale_bytes;
-  const int64_t per_scale = HALVES ? 1 : g.group / kBlock;
+  const bool are_floats = g.scale_bytes == 4;
+  const bool has_minimums = MINIMUMS == kWith || MINIMUMS == kAsGiven && g.has_minimums;
+  const int64_t bytes = ARE_UNPACKED ? kBlock * kLanes : block_bytes(g), step = kLanes * g.scale_bytes;
+  const int64_t to_minimums = scales_bytes(g), per_scale = HALVES ? 1 : g.group / kBlock;
   const int8_t *x = in.codes + in.at(row) * kBlock;
   const float *x_scales = in.scales + in.at(row), *x_sums = in.sums + in.at(row);
   const int32_t *totals = in.totals + 2 * in.at(row) - row % kInputTile;
-  const uint8_t *scales = strip + codes_bytes(g), *minimums = scales + scales_bytes(g);
-  Floats acc[ROWS] = {};
+  const uint8_t *from[STRIPS], *scales[STRIPS];
+  for (int s = 0; s < STRIPS; s++) from[s] = codes[s], scales[s] = strips[s] + codes_bytes(g);
+  Floats acc[ROWS][STRIPS] = {};
   int64_t until = per_scale;
-  for (int64_t b = 0; b < in.blocks; b++, x += kInputTile * kBlock, strip += bytes) {
-    ahead.fetch();
-    Ints found[parts][ROWS] = {}, held[parts][ROWS] = {}; // held: what would not fit 16 bits
-#pragma GCC unroll 4
-    for (int q = 0; q < 4; q++) {
-      Words low, high;
-      load_quads<CODES>(strip, q, table, flipped, low, high);
-      const bool is_full = q < 3 && fills<CODES>((q + 1) * (HALVES ? 1 : 2));
-#pragma GCC unroll 8
-      for (int r = 0; r < ROWS; r++) {
-        uint32_t first, second;
-        std::memcpy(&first, x + r * kBlock + 4 * q, 4);
-        std::memcpy(&second, x + r * kBlock + 4 * q + 16, 4);
-        found[0][r] = add_quads<CODES>(found[0][r], low, splat(first));
-        found[parts - 1][r] = add_quads<CODES>(found[parts - 1][r], high, splat(second));
-        if (is_full)
-#pragma GCC unroll 2
-          for (int part = 0; part < parts; part++)
-            held[part][r] += whole<CODES>(found[part][r]), found[part][r] = Ints{};
-      }
-    }
+  for (int64_t b = 0; b < in.blocks; b++, x += kInputTile * kBlock) {
+    for (int s = 0; s < STRIPS; s++) ahead[s].fetch();
 #pragma GCC unroll 2
     for (int part = 0; part < parts; part++) {
-      Floats scale = load_scales(scales, are_floats);
+      Ints found[ROWS][STRIPS], held[ROWS][STRIPS]; // held: what would not fit 16 bits
+      begin_sums<CODES, HALVES, !(ARE_UNPACKED && MINIMUMS == kWith)>(totals + part * kInputTile, offset, found, held);
 #pragma GCC unroll 8
-      for (int r = 0; r < ROWS; r++) {
-        Ints sum = held[part][r] + whole<CODES>(found[part][r]);
-        if (offset) {
-          Words total = splat((uint32_t)totals[part * kInputTile + r]);
-          if (!HALVES) total += splat((uint32_t)totals[kInputTile + r]);
-          sum -= (Ints)(total * (uint32_t)offset);
-        }
-        acc[r] = fma(__builtin_convertvector(sum, Floats), scale * x_scales[r], acc[r]);
-      }
-      if (has_minimums) {
-        Floats minimum = load_scales(minimums, are_floats);
+      for (int q = 0; q < quads; q++) {
+        const bool is_full = q < quads - 1 && fills<CODES>(q + 1);
+        const int quad = part * quads + q;
+        Words weights[STRIPS];
+#pragma GCC unroll 2
+        for (int s = 0; s < STRIPS; s++)
+          weights[s] = ARE_UNPACKED ? load_words(from[s] + quad * sizeof(Words)) : load_quad<CODES>(from[s], quad, table, flipped);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++) {
-          float sum = HALVES ? x_scales[r] * (float)totals[part * kInputTile + r] : x_sums[r];
-          acc[r] = fma(minimum, splat(sum), acc[r]);
+          uint32_t inputs;
+          std::memcpy(&inputs, x + r * kBlock + 4 * quad, 4);
+#pragma GCC unroll 2
+          for (int s = 0; s < STRIPS; s++) {
+            found[r][s] = add_quads<CODES>(found[r][s], weights[s], splat(inputs));
+            if (is_full) held[r][s] += whole<CODES>(found[r][s]), found[r][s] = Ints{};
+          }
         }
       }
-      if (--until == 0) scales += step, minimums += step, until = per_scale;
+      Floats scale[STRIPS], minimum[STRIPS];
+#pragma GCC unroll 2
+      for (int s = 0; s < STRIPS; s++) {
+        scale[s] = load_scales(scales[s], are_floats);
+        if (has_minimums) minimum[s] = load_scales(scales[s] + to_minimums, are_floats);
+      }
+      auto sum_of = [&](int r) {
+        return splat(HALVES ? x_scales[r] * (float)totals[part * kInputTile + r] : x_sums[r]);
+      };
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++) {
+        Floats x_scale = splat(x_scales[r]), x_sum{};
+        if (MINIMUMS == kWith) x_sum = sum_of(r);
+#pragma GCC unroll 2
+        for (int s = 0; s < STRIPS; s++) {
+          Ints sum = held[r][s] + whole<CODES>(found[r][s]);
+          acc[r][s] = fma(__builtin_convertvector(sum, Floats), scale[s] * x_scale, acc[r][s]);
+          if (MINIMUMS == kWith) acc[r][s] = fma(minimum[s], x_sum, acc[r][s]);
+        }
+      }
+      if (MINIMUMS == kAsGiven && has_minimums)
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+          for (int s = 0; s < STRIPS; s++) acc[r][s] = fma(minimum[s], sum_of(r), acc[r][s]);
+      if (--until == 0) {
+        until = per_scale;
+        for (int s = 0; s < STRIPS; s++) scales[s] += step;
+      }
     }
+    for (int s = 0; s < STRIPS; s++) from[s] += bytes;
     x_scales += kInputTile, x_sums += kInputTile, totals += 2 * kInputTile;
   }
+  for (int s = 0; s < STRIPS; s++)
 #pragma GCC unroll 8
-  for (int r = 0; r < ROWS; r++) sums[r] = acc[r];
-}
-
-// Computes sums of `count` rows, of up to kStripRows.
-template <Codes CODES, bool HALVES>
-void multiply_strip(const Groups &g, const uint8_t *strip, const Inputs &in, int64_t row, int64_t count, Floats *sums,
-                    Ahead ahead) {
-  with_count<kStripRows>(count, [&](auto rows) { multiply_rows<rows, CODES, HALVES>(g, strip, in, row, sums, ahead); });
+    for (int r = 0; r < ROWS; r++) sums[s][r] = acc[r][s];
 }
 
 // Calls work(codes, halves) with the constants of a matrix.
@@ -391,103 +422,65 @@ template <typename Work> void with_codes(const Groups &g, Work &&work) {
   }
 }
 
+// Computes sums of `count` rows, of up to kStripRows, with one strip.
+void multiply_strip(const Groups &g, const uint8_t *strip, const Inputs &in, int64_t row, int64_t count,
+                    Floats (*sums)[kInputTile], Ahead ahead) {
+  with_codes(g, [&](auto kind, auto halves) {
+    with_count<kStripRows>(count, [&](auto rows) {
+      multiply_rows<rows, 1, kind, halves, kAsGiven, false>(g, &strip, &strip, in, row, sums, &ahead);
+    });
+  });
+}
+
 // -- more rows, by pairs of strips ------------------------------------------------------------------------------------
 
-// Elsewhere, no product was measured to gain by it.
-#if defined(SKIPJOIN_AVX2) && !defined(__AVXVNNI__)
+// Elsewhere, no product was measured to gain by it. Where the number of instructions bounds products, codes are unpacked
+// first, for all rows.
+#if defined(SKIPJOIN_AVX512) && defined(__AVX512VNNI__)
 #define SKIPJOIN_PAIRS 1
+constexpr bool kUnpacksPairs = false;
+#elif defined(SKIPJOIN_AVX2) && !defined(__AVXVNNI__)
+#define SKIPJOIN_PAIRS 1
+constexpr bool kUnpacksPairs = true;
+#endif
+
+#ifdef SKIPJOIN_PAIRS
 
 constexpr int64_t kMinPairRows = 8; // with fewer, unpacking codes takes longer than it saves
 
-// Returns whether `multiply_pair` has the codes of both strips of a task.
+// Returns whether the matrices have codes for `multiply_pair`.
 bool are_pair(const Groups &g, const Groups &other) {
-  bool are_equal = g.bits == other.bits && g.group == other.group && g.offset == other.offset &&
+  bool are_alike = g.bits == other.bits && g.group == other.group && g.offset == other.offset && g.values == other.values &&
                    g.scale_bytes == other.scale_bytes && g.has_minimums == other.has_minimums;
-  return are_equal && is_small(codes_of(g)) && is_small(codes_of(other)) && !(g.has_minimums && g.offset);
+  // Two groups per block and strip have more sums than there are registers.
+  return are_alike && (kUnpacksPairs ? is_small(codes_of(g)) && !(g.has_minimums && g.offset) : g.group >= kBlock);
 }
 
-// Unpacks the codes of a strip.
-template <Codes CODES> void unpack(const Groups &g, const uint8_t *strip, uint8_t *to) {
-  for (int64_t b = 0; b < blocks_of(g.inputs); b++, strip += block_bytes(g), to += kBlock * kLanes)
-    for (int q = 0; q < 4; q++) {
-      Words low, high;
-      load_quads<CODES>(strip, q, Words{}, 0, low, high);
-      std::memcpy(to + q * sizeof low, &low, sizeof low);
-      std::memcpy(to + (q + 4) * sizeof high, &high, sizeof high);
-    }
+// Unpacks the codes of a strip to `to` if that is of use, and returns them.
+const uint8_t *codes_of_pair(const Groups &g, const uint8_t *strip, uint8_t *to) {
+  if constexpr (!kUnpacksPairs) return strip;
+  with_codes(g, [&](auto kind, auto) {
+    const uint8_t *from = strip;
+    auto *quad = (Words *)to;
+    for (int64_t b = 0; b < blocks_of(g.inputs); b++, from += block_bytes(g))
+      for (int q = 0; q < kQuads; q++) *quad++ = load_quad<kind>(from, q, Words{}, 0);
+  });
+  return to;
 }
 
-// Computes sums of kStripRows rows with both strips of a matrix, as `multiply_rows` does. An input is loaded once for
-// two products and a code for kStripRows of them: this is bound by the number of instructions.
-template <Codes CODES, bool HALVES, bool MINIMUMS>
-__attribute__((noinline)) void multiply_pair(const Groups &g, const uint8_t *const *strips,
-                                             const uint8_t *const *codes, const Inputs &in, int64_t row,
-                                             Floats (*sums)[kInputTile], Ahead *ahead) {
-  constexpr int rows = kStripRows, parts = HALVES ? 2 : 1, quads = kQuads / parts;
-  const uint32_t offset = g.offset;
-  const bool are_floats = g.scale_bytes == 4;
-  const int64_t step = kLanes * g.scale_bytes, to_minimums = scales_bytes(g);
-  const int64_t per_scale = HALVES ? 1 : g.group / kBlock;
-  const int8_t *x = in.codes + in.at(row) * kBlock;
-  const float *x_scales = in.scales + in.at(row), *x_sums = in.sums + in.at(row);
-  const int32_t *totals = in.totals + 2 * in.at(row) - row % kInputTile;
-  const uint8_t *from[2] = {codes[0], codes[1]}, *scales[2] = {strips[0] + codes_bytes(g), strips[1] + codes_bytes(g)};
-  Floats acc[rows][2] = {};
-  int64_t until = per_scale;
-  for (int64_t b = 0; b < in.blocks; b++, x += kInputTile * kBlock) {
-    ahead[0].fetch(), ahead[1].fetch();
-#pragma GCC unroll 2
-    for (int part = 0; part < parts; part++) {
-      Ints found[rows][2] = {}, held[rows][2] = {};
-#pragma GCC unroll 8
-      for (int q = 0; q < quads; q++) {
-        const bool is_full = q < quads - 1 && fills<CODES>(q + 1);
-        Words weights[2];
-#pragma GCC unroll 2
-        for (int s = 0; s < 2; s++) weights[s] = load_words(from[s] + (part * quads + q) * sizeof(Words));
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) {
-          uint32_t inputs;
-          std::memcpy(&inputs, x + r * kBlock + 4 * (part * quads + q), 4);
-#pragma GCC unroll 2
-          for (int s = 0; s < 2; s++) {
-            found[r][s] = add_quads<CODES>(found[r][s], weights[s], splat(inputs));
-            if (is_full) held[r][s] += whole<CODES>(found[r][s]), found[r][s] = Ints{};
-          }
-        }
-      }
-      uint32_t shifts[kLanes];
-      if (!MINIMUMS) {
-        Words total = load_words(totals + part * kInputTile);
-        if (!HALVES) total += load_words(totals + kInputTile);
-        total *= offset;
-        std::memcpy(shifts, &total, sizeof shifts);
-      }
-      Floats scale[2], minimum[2];
-#pragma GCC unroll 2
-      for (int s = 0; s < 2; s++) {
-        scale[s] = load_scales(scales[s], are_floats);
-        if (MINIMUMS) minimum[s] = load_scales(scales[s] + to_minimums, are_floats);
-      }
-#pragma GCC unroll 8
-      for (int r = 0; r < rows; r++) {
-        Floats x_scale = splat(x_scales[r]), x_sum{};
-        if (MINIMUMS) x_sum = splat(HALVES ? x_scales[r] * (float)totals[part * kInputTile + r] : x_sums[r]);
-#pragma GCC unroll 2
-        for (int s = 0; s < 2; s++) {
-          Ints sum = held[r][s] + whole<CODES>(found[r][s]);
-          if (!MINIMUMS) sum -= (Ints)splat(shifts[r]);
-          acc[r][s] = fma(__builtin_convertvector(sum, Floats), scale[s] * x_scale, acc[r][s]);
-          if (MINIMUMS) acc[r][s] = fma(minimum[s], x_sum, acc[r][s]);
-        }
-      }
-      if (--until == 0) scales[0] += step, scales[1] += step, until = per_scale;
-    }
-    from[0] += kBlock * kLanes, from[1] += kBlock * kLanes;
-    x_scales += kInputTile, x_sums += kInputTile, totals += 2 * kInputTile;
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < rows; r++) sums[0][r] = acc[r][0], sums[1][r] = acc[r][1];
+// Computes sums of kStripRows rows with two strips.
+void multiply_pair(const Groups &g, const uint8_t *const *strips, const uint8_t *const *codes, const Inputs &in,
+                   int64_t row, Floats (*sums)[kInputTile], Ahead *ahead) {
+  with_codes(g, [&](auto kind, auto halves) {
+    auto multiply = [&](auto minimums) {
+      if constexpr (kUnpacksPairs ? is_small(kind) : !halves)
+        multiply_rows<kStripRows, 2, kind, halves, minimums, kUnpacksPairs>(g, strips, codes, in, row, sums, ahead);
+    };
+    if (g.has_minimums)
+      multiply(std::integral_constant<Minimums, kWith>());
+    else
+      multiply(std::integral_constant<Minimums, kWithout>());
+  });
 }
 
 #endif
@@ -501,12 +494,8 @@ template <Codes CODES> void unpack(const Groups &g, const uint8_t *strip, int8_t
   const Words table = load_table(g.values, 0);
   const __m512i offset = _mm512_set1_epi8(g.offset);
   for (int64_t b = 0; b < blocks_of(g.inputs); b++, strip += block_bytes(g), to += kBlock * kLanes)
-    for (int q = 0; q < 4; q++) {
-      Words low, high;
-      load_quads<CODES>(strip, q, table, 0, low, high);
-      _mm512_storeu_si512(to + q * 64, _mm512_sub_epi8((__m512i)low, offset));
-      _mm512_storeu_si512(to + (q + 4) * 64, _mm512_sub_epi8((__m512i)high, offset));
-    }
+    for (int q = 0; q < kQuads; q++)
+      _mm512_storeu_si512(to + q * 64, _mm512_sub_epi8((__m512i)load_quad<CODES>(strip, q, table, 0), offset));
 }
 
 // Computes sums of a tile of inputs. codes: signed.
@@ -654,7 +643,7 @@ template <typename T> void linear(const Linear &c) {
   if (!by_tiles) per_block = std::min<int64_t>(c.rows, 8 * kInputTile);
   bool by_pairs = by_tiles;
 #ifdef SKIPJOIN_PAIRS
-  by_pairs = c.rows >= kMinPairRows;
+  by_pairs = by_tiles || c.rows >= kMinPairRows;
 #endif
   row_blocks = (c.rows + per_block - 1) / per_block;
   int64_t count = tasks_of(c, by_pairs);
@@ -709,12 +698,9 @@ template <typename T> void linear(const Linear &c) {
 #endif
 #ifdef SKIPJOIN_PAIRS
       const uint8_t *strips[2] = {task.parts[0].strip, task.parts[1].strip};
-      bool is_pair = by_pairs && task.size == 2 && are_pair(*task.parts[0].groups, *task.parts[1].groups);
+      bool is_pair = by_pairs && !by_tiles && task.size == 2 && are_pair(*task.parts[0].groups, *task.parts[1].groups);
       for (int s = 0; is_pair && s < 2; s++)
-        with_codes(*task.parts[s].groups, [&](auto kind, auto) {
-          uint8_t *to = unpacked + s * in.width() * kLanes;
-          if constexpr (is_small(kind)) unpack<kind>(*task.parts[s].groups, strips[s], to), codes[s] = to;
-        });
+        codes[s] = codes_of_pair(*task.parts[s].groups, strips[s], unpacked + s * in.width() * kLanes);
 #endif
       for (int64_t row = begin; row < end; row += at_once) {
         int64_t rows = std::min(at_once, end - row), pass = (row - begin) / at_once;
@@ -725,13 +711,7 @@ template <typename T> void linear(const Linear &c) {
         }
 #ifdef SKIPJOIN_PAIRS
         if (is_pair && rows == kStripRows) {
-          with_codes(*task.parts[0].groups, [&](auto kind, auto halves) {
-            if constexpr (is_small(kind)) {
-              const Groups &g = *task.parts[0].groups;
-              (g.has_minimums ? multiply_pair<kind, halves, true> : multiply_pair<kind, halves, false>)(
-                  g, strips, codes, in, row, sums, aheads);
-            }
-          });
+          multiply_pair(*task.parts[0].groups, strips, codes, in, row, sums, aheads);
           finish<T>(c, task, row, rows, sums);
           continue;
         }
@@ -751,9 +731,7 @@ template <typename T> void linear(const Linear &c) {
             continue;
           }
 #endif
-          with_codes(g, [&](auto kind, auto halves) {
-            multiply_strip<kind, halves>(g, strip, in, row, rows, sums[s], ahead);
-          });
+          multiply_strip(g, strip, in, row, rows, sums + s, ahead);
         }
         finish<T>(c, task, row, rows, sums);
       }

@@ -67,7 +67,7 @@ def spread(values: Sequence[float], digits: int = 3) -> dict[str, float]:
 
 
 def quartiles(values: Sequence[float], digits: int = 3) -> dict[str, float]:
-    low, middle, high = statistics.quantiles(values, n=4)
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3
     return {"median": round(middle, digits), "p25": round(low, digits), "p75": round(high, digits)}
 
 

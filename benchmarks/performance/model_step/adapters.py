@@ -20,7 +20,7 @@ from skipjoin.model.loader import random_model
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))
-from run import BLOCK, DECODES, PREFILLS, SHAPE, segments, written_kv
+from run import BLOCK, SHAPE, segments, steps_of, written_kv
 
 import harness
 from support.adapters import write_adapter
@@ -70,7 +70,7 @@ def main() -> None:
             model.adapters.load(number, folder)
     record["bytes"] = model.adapters.bytes[1]
     record["steps"] = []
-    for decodes, context, prefill in (*((*one, 0) for one in DECODES), *((0, 0, one) for one in PREFILLS)):
+    for decodes, context, prefill in steps_of(model):
         record["steps"].append(measure(model, decodes, context, prefill, arguments.repeats))
         harness.show(record["steps"][-1])
     harness.write_record(record, arguments.out)

@@ -29,7 +29,7 @@ from skipjoin.sim.models import model_shape
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
-from run import BLOCK, SHAPE, segments
+from run import BLOCK, SHAPES, segments
 
 import harness
 from builtin_tasks import draw_task
@@ -38,6 +38,7 @@ TYPES = ("auto", "int8")
 MODELS = ("opt-13b", "llama-3-8b", "qwen3-0.6b")
 # Number of sequences and the context of each.
 DECODES = ((16, 96), (1, 764), (16, 764), (16, 1500), (4, 1900))
+SHAPE = SHAPES["small"] | {"max_position_embeddings": 2048}
 
 
 def measure_memory() -> list[dict[str, Any]]:

@@ -47,6 +47,13 @@ PREFILLS = (64, 512, 896)
 PRODUCTS = ("qkv", "output", "mlp", "head")
 
 
+def steps_of(model: CausalLM) -> list[tuple[int, int, int]]:
+    """Return the sequences, context and prompt tokens of the steps whose positions the model has."""
+    longest = model.config.max_positions
+    decodes = [(n, context, 0) for n, context in DECODES if context < longest]
+    return [*decodes, *((0, 0, n) for n in PREFILLS if n <= longest)]
+
+
 def timed(work: Callable[[], Any], repeats: int) -> dict[str, float]:
     """Return the median and minimum milliseconds of `repeats` runs after two warm-up runs."""
     taken = [harness.seconds_of(work) * 1e3 for _ in range(repeats + 2)][2:]
@@ -164,9 +171,7 @@ def main() -> None:
                 model.ops.use_threads(threads)
                 named = {"shape": shape, "dtype": dtype, "operations": model.ops.name, "path": model.ops.path}
                 named |= {"weight_bytes": model.weight_bytes, "rates": {k: round(v / 1e9, 1) for k, v in rates.items()}}
-                longest = model.config.max_positions
-                decodes = [(n, context, 0) for n, context in DECODES if context < longest]
-                for work in [*decodes, *((0, 0, n) for n in PREFILLS if n <= longest)]:
+                for work in steps_of(model):
                     repeats = max(arguments.repeats // (4 if work[2] > 64 else 1), 3)
                     with model.ops.step():
                         found = measure(model, work, rates, repeats)

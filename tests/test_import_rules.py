@@ -125,7 +125,7 @@ CORE_LAYERS = (
     ("engine", "foreign"),
 )
 # The modules of `core/kv` that implement one ledger. `reservations` and `block_pool` define types for every ledger.
-PARTS = ("shared_blocks", "prefix_cache", "cpu_cache", "request_blocks", "transfers")
+PARTS = ("holdings", "tiers", "shared_blocks", "prefix_cache", "cpu_cache", "request_blocks", "transfers")
 LEDGER = {f"skipjoin.core.kv.{name}" for name in ("ledger", *PARTS)}
 # Modules of `server.api` that prepare and run requests for any transport, such as HTTP or batch files.
 WITHOUT_HTTP = {

@@ -54,7 +54,7 @@ MUTATIONS = {
     ),
     "ledger": Mutation(
         "KV that a failed swap-in did not bring is lost",
-        "core/kv/ledger.py",
+        "core/kv/tiers.py",
         "keep = held.device.index(move.target[0])",
         "keep = len(held.device)",
         ("core/kv/test_ledger.py", "core/kv/test_two_tiers.py", "recipes/test_recorded_plans.py"),

@@ -9,7 +9,8 @@ from core_fuzz.machine import Case, replay
 from core_fuzz.shrink import script, shrunk
 from skipjoin.core.decide.plan import StepPlanner
 from skipjoin.core.decide.scheduler import Scheduler
-from skipjoin.core.kv.ledger import KVLedger, Tiers
+from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.kv.tiers import Tiers
 from skipjoin.core.request import Request
 from skipjoin.core.step import Move
 from support.recipes import RECIPES

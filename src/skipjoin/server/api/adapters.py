@@ -49,7 +49,7 @@ async def load_adapter(request: Request) -> Response:
         )
     try:
         adapter = names.new(name, os.path.abspath(body.lora_path))
-        if error := await service.client.load_adapter(adapter, _LOAD_S):
+        if error := await service.client.adapters.load(adapter, _LOAD_S):
             raise bad_request(error, "lora_path", code="adapter_not_loaded")
         service.add_adapter(adapter)
     finally:

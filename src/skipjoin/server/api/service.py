@@ -90,7 +90,7 @@ class Service:
             is_shared=config.sharing in CLIENT_KINDS or (config.sharing == "key" and len(set(config.api_keys)) > 1),
             client_kind=CLIENT_KINDS.get(config.sharing, "API key"),
         )
-        self.adapters = AdapterNames(lora_modules, client.unload_adapter)
+        self.adapters = AdapterNames(lora_modules, client.adapters.unload)
         metrics.set("adapters", len(lora_modules))
         self.index = RequestIndex()
         self.arrivals = ArrivalLog()

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import NamedTuple
 
-from skipjoin.adapters import Adapter
 from skipjoin.core.forecast import Forecast
 from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
@@ -27,6 +26,7 @@ from skipjoin.server.engines.connected_engine import (
     waiting_request,
 )
 from skipjoin.server.engines.crash_isolation import CrashIsolation
+from skipjoin.server.engines.engine_adapters import EngineAdapters
 from skipjoin.server.engines.errors import EngineDeadError, LostRequestError, NoReplicaError, RefusedError
 from skipjoin.server.engines.messages import (
     Abort,
@@ -34,7 +34,6 @@ from skipjoin.server.engines.messages import (
     DescribeRequests,
     FromEngine,
     HistoriesFound,
-    LoadAdapter,
     PromptScores,
     Ready,
     Reforecast,
@@ -43,7 +42,6 @@ from skipjoin.server.engines.messages import (
     Stats,
     StepOutputs,
     ToEngine,
-    UnloadAdapter,
 )
 from skipjoin.server.engines.sequences import EngineSequence, OnEnd, OutputQueue
 from skipjoin.server.metrics import Metrics
@@ -92,9 +90,7 @@ class EngineClient:
         # Not the ids of clients, which may collide.
         self._ids = itertools.count(1)
         self._questions = itertools.count()
-        # Changes since the engines' start, which a new engine repeats.
-        self._added_adapters: dict[int, Adapter] = {}
-        self._removed_adapters: list[int] = []
+        self.adapters = EngineAdapters(self._replicas.values(), self.ask)
         self.wanted = wanted
         self.steps = 0
         self.dead = False
@@ -131,10 +127,7 @@ class EngineClient:
         self._joined += 1
         self._tell_replicas()
         # Before any request; one whose adapter cannot be loaded again is refused.
-        for adapter in self._added_adapters.values():
-            replica.send(LoadAdapter(next(self._questions), adapter))
-        for removed in self._removed_adapters:
-            replica.send(UnloadAdapter(removed))
+        self.adapters.repeat(replica, self._questions)
         waiting, self._waiting = self._waiting, {}
         for sequence in waiting.values():
             assert sequence.patience is not None
@@ -286,31 +279,6 @@ class EngineClient:
             assert isinstance(reply, RequestStates)
             found += live_requests(replica, reply)
         return LiveRequests(found, replies.silent)
-
-    # -- adapters -----------------------------------------------------------------------------------------
-
-    async def load_adapter(self, adapter: Adapter, timeout_s: float) -> str:
-        """Load an adapter at all engines, also at later ones. Return why one cannot, after all have unloaded it."""
-        self._added_adapters[adapter.number] = adapter
-        try:
-            replies = await self.ask(lambda number, engine: LoadAdapter(number, adapter), timeout_s)
-        except asyncio.CancelledError:
-            self.unload_adapter(adapter.number)
-            raise
-        errors = [reply.error for reply in replies.by_engine.values() if isinstance(reply, AdapterLoaded)]
-        if replies.silent:
-            errors.append(f"adapter {adapter.name}: an engine did not load it within {timeout_s:g} s")
-        error = next(filter(None, errors), "")
-        if error:
-            self.unload_adapter(adapter.number)
-        return error
-
-    def unload_adapter(self, number: int) -> None:
-        """Unload an adapter that no sequence uses."""
-        if self._added_adapters.pop(number, None) is None:
-            self._removed_adapters.append(number)
-        for replica in self._replicas.values():
-            replica.send(UnloadAdapter(number))
 
     # -- inside -------------------------------------------------------------------------------------------
 

@@ -21,11 +21,11 @@ from common import Figures, Task
 PARTS = {
     "machine": ("card", "measure"),
     "decode": ("steps", "measure_decode"),
-    "prefill": ("steps", "measure_prefill"),
+    "prefill": ("prompts", "measure_prefill"),
     "sampled": ("steps", "measure_sampled"),
     "small": ("steps", "measure_small"),
     "fp8": ("steps", "measure_fp8"),
-    "mixed": ("steps", "measure_mixed"),
+    "mixed": ("prompts", "measure_mixed"),
     "attention": ("attention", "measure"),
     "copies": ("copies", "measure"),
     "pressure": ("serving", "measure_pressure"),

@@ -1,5 +1,5 @@
-"""The parts `decode`, `sampled`, `small`, `fp8`, `mixed` and `prefill`: steps in bfloat16, compared with the limits of
-the GPU's memory and matrix units, with each other, and with the sum of their kernels."""
+"""The parts `decode`, `sampled`, `small` and `fp8`: decode steps, compared with the limit of the GPU's memory and with
+each other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from common import (
     folder_of,
     forced,
     loaded_model,
-    plan_of,
     recorded,
     seconds_of,
     settings_for,
@@ -32,6 +31,7 @@ from common import (
     tokens,
 )
 from floor import floor_of
+from gpu_time import PROFILED_STEPS, gpu_time
 
 from skipjoin.config import EngineConfig
 from skipjoin.core.engine import EngineCore
@@ -56,8 +56,6 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "top-p": {"temperature": 0.8, "top_p": 0.95},
     "top-k, top-p": {"temperature": 0.8, "top_k": 50, "top_p": 0.95},
 }
-# Decodes, and prompt tokens of one more request, of a step with a prompt.
-MIXED = {"cuda": (64, (0, 32, 128, 512)), "cpu": (4, (0, 8, 16))}
 
 
 class _Model(NamedTuple):
@@ -76,16 +74,15 @@ class _Sizes(NamedTuple):
     steps: int
 
 
-_CARD = _Sizes((64, 1, 16, 256), 1024, ((8192,), (2048,) * 4), 12, 60)
-_REHEARSAL = _Sizes((4, 1), 48, ((64,), (16,) * 4), 2, 6)
+CARD = _Sizes((64, 1, 16, 256), 1024, ((8192,), (2048,) * 4), 12, 60)
+REHEARSAL = _Sizes((4, 1), 48, ((64,), (16,) * 4), 2, 6)
 # Batch size for the gap between steps, as on a busy server.
 _GAP_BATCH = {"cuda": 64, "cpu": 4}
-_PROFILED_STEPS = 10
 
 
 def measure_decode(task: Task) -> Figures:
     """Measure decode steps through the engine's loop, one plan ahead, by batch size."""
-    return _measure_decodes(task, MODEL, _REHEARSAL.batches if task.is_rehearsal else _CARD.batches, ("greedy",))
+    return _measure_decodes(task, MODEL, REHEARSAL.batches if task.is_rehearsal else CARD.batches, ("greedy",))
 
 
 def measure_sampled(task: Task) -> Figures:
@@ -111,11 +108,11 @@ def _measure_decodes(
     samplings: tuple[str, ...],
     options: Mapping[str, str] = MappingProxyType({}),
 ) -> Figures:
-    sizes = (_REHEARSAL if task.is_rehearsal else _CARD)._replace(batches=batches)
+    sizes = (REHEARSAL if task.is_rehearsal else CARD)._replace(batches=batches)
     shape = shape_of(task, name)
     figures: Figures = {"model": name, "context": sizes.context, "target": TARGETS, "batches": {}}
     with folder_of(shape, DTYPE) as folder:
-        config = replace(_decode_config(task, folder, sizes, shape), **options)
+        config = replace(decode_config(task, folder, sizes, shape), **options)
         began, free = time.monotonic(), _free_bytes(task)
         with loaded_model(config) as loaded:
             figures |= {"load_s": significant(time.monotonic() - began), **backends(loaded)}
@@ -145,8 +142,8 @@ def _free_bytes(task: Task) -> int:
     return torch.cuda.mem_get_info()[0] if task.device == "cuda" else 0
 
 
-def _decode_config(task: Task, folder: Any, sizes: _Sizes, shape: ModelShape) -> EngineConfig:
-    length = sizes.context + 2 * (sizes.warmup + sizes.steps) + _PROFILED_STEPS + 64
+def decode_config(task: Task, folder: Any, sizes: _Sizes, shape: ModelShape) -> EngineConfig:
+    length = sizes.context + 2 * (sizes.warmup + sizes.steps) + PROFILED_STEPS + 64
     largest = max(sizes.batches)
     return settings_for(
         task,
@@ -197,7 +194,7 @@ def _decode(task: Task, model: _Model, sizes: _Sizes, batch: int, params: dict[s
         "tokens_per_s": significant(batch / wall),
     }
     if batch == _GAP_BATCH[task.device]:
-        found["gpu"] = _gpu_time(task, lambda: _run(loop, _PROFILED_STEPS))
+        found["gpu"] = gpu_time(task, lambda: _run(loop, PROFILED_STEPS))
     drain(loop)
     return found, result.plan
 
@@ -256,154 +253,3 @@ def _forward(task: Task, loaded: Loaded, plan: StepPlan, floor_ms: float) -> Fig
     except RuntimeError as error:
         return {"error": str(error)[:500]}
     return {"ms": spread(times, 1e3), "of_floor": significant(floor_ms / 1e3 / statistics.median(times))}
-
-
-def _gpu_time(task: Task, steps: Callable[[], object]) -> Figures:
-    """Measure with a profiler how long the GPU is busy in `_PROFILED_STEPS` steps, and their kernels.
-
-    The gap is the idle share between the first kernel and the last one of the same profile, which lengthens both.
-    """
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if task.device == "cuda":
-        activities = [torch.profiler.ProfilerActivity.CUDA]
-    try:
-        with torch.profiler.profile(activities=activities) as profiler:
-            steps()
-            synchronize(task.device)
-        spans = _spans(task, profiler)
-    except RuntimeError as error:
-        return {"error": str(error)}
-    if not spans:
-        return {"error": "the profiler recorded no work on the GPU"}
-    busy = _union([(start, end) for _, start, end in spans])
-    whole = max(end for *_, end in spans) - min(start for _, start, _ in spans)
-    by_name: dict[str, list[float]] = {}
-    for name, start, end in spans:
-        by_name.setdefault(name[:100], []).append((end - start) / 1e3)
-    heaviest = sorted(by_name, key=lambda name: -sum(by_name[name]))[:15]
-    return {
-        "busy_ms": significant(busy / _PROFILED_STEPS / 1e3),
-        "gap_share": significant(1 - busy / whole),
-        "launches_per_step": significant(len(spans) / _PROFILED_STEPS),
-        "kernels_ms_per_step": {name: significant(sum(by_name[name]) / _PROFILED_STEPS) for name in heaviest},
-    }
-
-
-def _spans(task: Task, profiler: Any) -> list[tuple[str, float, float]]:
-    """Return name, start and end in microseconds of the work on the device."""
-    wanted = torch.autograd.DeviceType.CUDA if task.device == "cuda" else torch.autograd.DeviceType.CPU
-    return [
-        (event.name, event.time_range.start, event.time_range.end)
-        for event in profiler.events()
-        if event.device_type == wanted and event.time_range.end > event.time_range.start
-    ]
-
-
-def _union(spans: list[tuple[float, float]]) -> float:
-    total, reached = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
-
-
-def measure_mixed(task: Task) -> Figures:
-    """Measure steps of decodes and a prompt: time on the host, whole step, and sum of the kernels."""
-    decodes, prompts = MIXED[task.device]
-    sizes = (_REHEARSAL if task.is_rehearsal else _CARD)._replace(batches=(decodes + 1,))
-    shape = shape_of(task, MODEL)
-    figures: Figures = {"model": MODEL, "decodes": decodes, "target": TARGETS["mixed_of_kernels"], "steps": {}}
-    with folder_of(shape, DTYPE) as folder, loaded_model(_decode_config(task, folder, sizes, shape)) as loaded:
-        figures |= backends(loaded)
-        for count in prompts:
-            mix = [(sizes.context - 1, 1)] * decodes + [(0, count)] * (count > 0)
-            figures["steps"][str(count)] = _mixed(task, loaded, plan_of(mix, shape.vocab))
-            task.keep(figures)
-    return figures
-
-
-def _mixed(task: Task, loaded: Loaded, plan: StepPlan) -> Figures:
-    """Run the plan several times in succession, each queued while the one before computes."""
-    submit, hosts = loaded.executor.submit, []
-
-    def run(count: int) -> float:
-        synchronize(task.device)
-        begin, handles = time.perf_counter(), []
-        for _ in range(count):
-            start = time.perf_counter()
-            handles.append(submit(plan, 0.0))
-            if task.device == "cuda":
-                handles[-1]._in_flight.result()  # queued, not finished
-                hosts.append(time.perf_counter() - start)
-            if len(handles) > 1:
-                handles[-2].result()
-        handles[-1].result()
-        return (time.perf_counter() - begin) / count
-
-    run(_PROFILED_STEPS)
-    hosts.clear()
-    times = [run(_PROFILED_STEPS) for _ in range(3 if task.is_rehearsal else 7)]
-    found: Figures = {"step_ms": spread(times, 1e3)}
-    if hosts:
-        found["host_ms"] = spread(hosts, 1e3)
-    found["gpu"] = _gpu_time(task, lambda: run(_PROFILED_STEPS))
-    if "busy_ms" in found["gpu"]:
-        found["of_kernels"] = significant(found["step_ms"]["median"] / found["gpu"]["busy_ms"])
-    return found
-
-
-def measure_prefill(task: Task) -> Figures:
-    """Measure prefill steps relative to the rate of matrix products."""
-    sizes = _REHEARSAL if task.is_rehearsal else _CARD
-    longest = max(sum(prompts) for prompts in sizes.prompts)
-    shape = shape_of(task, MODEL, max_positions=longest)
-    figures: Figures = {"model": MODEL, "target": TARGETS["prefill_of_rate"], "steps": {}}
-    with folder_of(shape, DTYPE) as folder:
-        config = settings_for(
-            task,
-            folder,
-            DTYPE,
-            max_num_seqs=8,
-            max_num_batched_tokens=longest,
-            kv_cache_gib=2 * (longest + 8 * BLOCK_SIZE) * shape.kv_bytes_per_token / 2**30,
-        )
-        with loaded_model(config) as loaded:
-            figures |= backends(loaded)
-            for prompts in sizes.prompts:
-                figures["steps"][f"{len(prompts)} x {prompts[0]}"] = _prefill(task, loaded, shape, prompts)
-                task.keep(figures)
-    return figures
-
-
-def _prefill(task: Task, loaded: Loaded, shape: ModelShape, prompts: tuple[int, ...]) -> Figures:
-    plan = plan_of([(0, count) for count in prompts], shape.vocab)
-    times = []
-    for turn in itertools.count():
-        synchronize(task.device)
-        start = time.perf_counter()
-        loaded.executor.submit(plan, 0.0).result()
-        synchronize(task.device)
-        if turn >= 3:
-            times.append(time.perf_counter() - start)
-        if len(times) == 10 or (len(times) >= 3 and task.left_s < 0):
-            break
-    flop = flop_of(shape, plan)
-    rate = flop / spread(times)["median"]
-    return {
-        "step_ms": spread(times, 1e3),
-        "flop": flop,
-        "flop_per_s": significant(rate),
-        "of_rate": significant(rate / task.ceilings["matmul_flop_per_s"]),
-        "tokens_per_s": significant(sum(prompts) / spread(times)["median"]),
-    }
-
-
-def flop_of(shape: ModelShape, plan: StepPlan) -> int:
-    """Return the FLOPs of a plan.
-
-    There are two for each parameter and token, and four for each dimension of a pair of query and key. The output head
-    counts for sampled rows only.
-    """
-    step = StepShape.of(plan.slices)
-    matrices = (step.prefill + step.decodes) * shape.flops_per_token + 2 * len(plan.slices) * shape.head_parameters
-    return matrices + 4 * shape.layers * shape.heads * shape.head_dim * (step.attention + step.context)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -321,6 +322,27 @@ def test_imports_have_no_cycles() -> None:
         if found.at_top and found.module in modules:
             modules[module_of(found.file)].add(found.module)
     tuple(TopologicalSorter(modules).static_order())  # raises CycleError
+
+
+def test_packages_are_documented_in_the_order_of_their_imports() -> None:
+    text = (SOURCE.parent / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| (`.+?) \|", text.partition("| package | purpose |")[2].partition("\n\n")[0], re.MULTILINE)
+    names = [
+        (re.sub(r"/$|\.py$", "", name), row) for row, cell in enumerate(rows) for name in re.findall("`(.+?)`", cell)
+    ]
+    row_of = {name.replace("/", "."): row for name, row in names}
+
+    def row(module: str) -> int | None:
+        parts = module.split(".")[1:]
+        return next(
+            (row for n in range(len(parts), 0, -1) if (row := row_of.get(".".join(parts[:n]))) is not None), None
+        )
+
+    outside = [found for found in imports() if not is_within(found.module, "core") and found.module != "skipjoin"]
+    pairs = [(row(module_of(found.file)), row(found.module), found) for found in outside]
+    wrong = [found for by, of, found in pairs if by is not None and of is not None and by < of]
+    assert len(rows) > 30
+    assert not wrong, broken("docs/architecture.md lists a package below those that it imports", wrong)
 
 
 def test_imports_are_at_the_top_of_the_file() -> None:

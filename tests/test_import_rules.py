@@ -28,9 +28,9 @@ LOADERS = {"files", "packages", "registry"}
 RULES = """
 __main__: cli
 adapters:
-core: core core.decide core.kv.interface core.kv.reservations
+core: core core.decide core.kv.interface core.kv.operations core.kv.reservations
 core.kv: core.kv core.prefixes core.request core.step
-core.decide: core core.decide core.kv.interface core.kv.reservations
+core.decide: core core.decide core.kv.interface core.kv.operations core.kv.reservations
 policies: core core.kv.interface core.kv.reservations policies
 extras: options version
 kv_format:
@@ -72,7 +72,7 @@ exec.ranks: adapters config.profile core exec exec.base exec.ranks model samplin
 builtin:
 formats: formats schemas structured_output
 schemas: schemas structured_output
-engine: adapters builtin config config.profile core core.decide.scheduler core.kv.interface core.kv.ledger engine exec
+engine: adapters builtin config config.profile core core.decide.scheduler core.kv.ledger core.kv.operations engine exec
     exec.base exec.ranks forecast formats kv_format model options policies pooling recipes sampling structured_output
     system.durable system.machine version
 async_llm: chat core engine formats llm_arguments local_engine pooling sampling
@@ -80,7 +80,7 @@ llm: chat core formats llm_arguments local_engine model.tokenizer pooling recipe
 llm_arguments: chat core formats sampling
 local_engine: adapters chat config core engine formats model options sampling structured_output
 chat: formats model.chat_text model.tokenizer sampling structured_output
-server.engines: adapters config core core.kv.block_pool core.kv.interface engine exec.ranks.cluster exec.ranks.nodes
+server.engines: adapters config core core.kv.block_pool core.kv.operations engine exec.ranks.cluster exec.ranks.nodes
     kv_format model.config model.folder observe options policies pooling recipes sampling server.engines server.logs
     server.metrics system.container system.disk system.garbage system.machine system.own_folder system.unreachable
     version
@@ -95,8 +95,8 @@ server: builtin config config.access core engine.forecasting extras model.config
     model.tokenizer observe pooling recipes server server.api server.batches server.engines system.garbage
     system.machine
 sglang: options recipes sglang
-vllm: core core.decide.scheduler core.kv.block_pool core.kv.interface core.kv.reservations forecast observe options
-    policies recipes routes version vllm
+vllm: core core.decide.scheduler core.kv.block_pool core.kv.interface core.kv.operations core.kv.reservations forecast
+    observe options policies recipes routes version vllm
 cli: builtin cli config config.profile core.request demo engine extras forecast kv_format llm loadtest local_engine
     model observe options policies recipes replay report sampling server server.batches server.engines server.logs
     server.relay sim sim.experiments system.container system.disk system.durable system.folders system.garbage
@@ -265,7 +265,7 @@ def test_core_depends_on_the_ledger_interface_only() -> None:
         and module_of(found.file) not in LEDGER
         and found.module in LEDGER
     ]
-    assert not wrong, broken("core imports `core.kv.interface`, so that it runs with any ledger", wrong)
+    assert not wrong, broken("core imports the interfaces of ledgers, so that it runs with any", wrong)
 
 
 def test_core_imports_only_from_its_own_layer_and_those_below() -> None:

@@ -10,8 +10,9 @@ import pytest
 from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Computed, Event
-from skipjoin.core.kv.interface import MISS, BlockLedger, Hit
+from skipjoin.core.kv.interface import MISS, Hit
 from skipjoin.core.kv.ledger import KVLedger
+from skipjoin.core.kv.operations import BlockLedger
 from skipjoin.core.request import Request
 from skipjoin.core.step import Move, StepPlan
 from skipjoin.exec.simulated import SimulatedExecutor

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, KeysView
 
-from skipjoin.core.kv.interface import MISS, BlockLedger, Hit
+from skipjoin.core.kv.interface import MISS, Hit
+from skipjoin.core.kv.operations import BlockLedger
 from skipjoin.core.kv.reservations import Owner, Reservations
 from skipjoin.core.request import UNLIMITED, Request
 from skipjoin.vllm.counts import Count, CountedBlocks, GroupedPool, ManagedPool

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from skipjoin.core.kv.block_pool import BlockPool, LedgerError
-from skipjoin.core.kv.interface import Tiered
+from skipjoin.core.kv.operations import TierOperations
 from skipjoin.core.kv.reservations import Reservations
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move
@@ -26,7 +26,7 @@ class DeviceBlocks(Protocol):
     def resize(self, request: Request, blocks: int) -> None: ...
 
 
-class CountedTier(Tiered):
+class CountedTier(TierOperations):
     """CPU tier whose requests move as a whole.
 
     Device blocks have no numbers here, so both sides of a `Move` name the blocks of the CPU tier. `allocated` returns

@@ -10,7 +10,7 @@ from skipjoin.core.context import StepContext
 from skipjoin.core.decide.draft import Draft
 from skipjoin.core.decide.lazy import LazySequence
 from skipjoin.core.events import Preempted, Preemption
-from skipjoin.core.kv.interface import BlockLedger
+from skipjoin.core.kv.operations import BlockLedger
 from skipjoin.core.kv.reservations import Owner
 from skipjoin.core.policy import Eviction, Policies
 from skipjoin.core.request import Band, Request

@@ -8,7 +8,8 @@ from skipjoin.core.context import StepContext
 from skipjoin.core.decide.draft import Draft
 from skipjoin.core.decide.evict import Evictor, Need
 from skipjoin.core.events import Admitted, Reserved
-from skipjoin.core.kv.interface import MISS, BlockLedger, HeldBlocks, Hit
+from skipjoin.core.kv.interface import MISS, HeldBlocks, Hit
+from skipjoin.core.kv.operations import BlockLedger
 from skipjoin.core.policy import Allocation, Deferral, Policies
 from skipjoin.core.request import Request
 from skipjoin.core.step import LINK

@@ -11,7 +11,7 @@ from skipjoin.core.decide.evict import Evictor
 from skipjoin.core.decide.lazy import LazySequence
 from skipjoin.core.decide.place import Blocked, Placer
 from skipjoin.core.events import Started, Waited
-from skipjoin.core.kv.interface import BlockLedger, Tiered
+from skipjoin.core.kv.operations import BlockLedger, TierOperations
 from skipjoin.core.policy import BatchBuilder, CountingBuilder, Deferral, Policies, Refusal, Scope
 from skipjoin.core.request import Request
 from skipjoin.core.selective import passing
@@ -116,7 +116,7 @@ class StepPlanner:
     def _new_placer(self) -> Placer:
         return Placer(self._policies, self._kv, self._context, self._draft, self._evictor)
 
-    def _move_ahead(self, tiers: Tiered) -> None:
+    def _move_ahead(self, tiers: TierOperations) -> None:
         kv, context, ordering = self._kv, self._context, self._policies.ordering
         blocks_of = kv.blocks_of
         # Found only if the policy reads them: most do not.

@@ -18,7 +18,7 @@ from skipjoin.core.events import (
     Restarted,
     Waited,
 )
-from skipjoin.core.kv.interface import BlockLedger, Cached
+from skipjoin.core.kv.operations import BlockLedger, CacheOperations
 from skipjoin.core.policy import Policies
 from skipjoin.core.request import Request
 from skipjoin.core.step import REQUEST_OF, StepPlan, StepResult
@@ -106,7 +106,7 @@ class Scheduler:
             self._lease(cache, request, now)
         self._release_if_settled(request)
 
-    def _lease(self, cache: Cached, request: Request, now: float) -> None:
+    def _lease(self, cache: CacheOperations, request: Request, now: float) -> None:
         program, retention = request.options.program, self.policies.retention
         if program is None or retention is None or request.prefix is None:
             return

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Mapping, Sized
 from typing import NamedTuple, Protocol
 
 from skipjoin.core.kv.reservations import Account, Owner
-from skipjoin.core.request import ProgramId, Request
-from skipjoin.core.step import Direction, Move, Slice, StatePlan, StepPlan
+from skipjoin.core.request import Request
+from skipjoin.core.step import Direction
 
 
 class Hit(NamedTuple):
@@ -80,63 +80,9 @@ class Tiered(Protocol):
 
     def can_move_in(self, request: Request) -> bool: ...
 
-    def move_out(self, request: Request, *, blocking: bool, keep: int = 0, before: Move | None = None) -> Move | None:
-        """Start swapping out the KV after the first `keep` device blocks, and trim the request.
-
-        Args:
-            blocking: Whether the copy precedes the plan's slices. The device blocks are free at once then.
-            before: Recalled blocking move of the same plan for the blocks that follow, which the new move includes.
-
-        Returns:
-            None if the CPU tier already has a copy of everything.
-        """
-
-    def recall(self, move: Move) -> None: ...
-
-    def move_in(self, request: Request) -> Move: ...
-
-    def restore(self, request: Request, tokens: int) -> Sequence[Move]:
-        """Start blocking moves that swap in all KV, if `shortfall` is 0."""
-
-    def complete(self, move: Move) -> int | None:
-        """Unpin the blocks of a completed move, and return the deferred result of an earlier `fail` of the request."""
-
-    def fail(self, move: Move) -> int | None:
-        """Handle a failed move.
-
-        Returns:
-            The number of first device blocks that still hold KV. None if no KV is lost, or while other moves of the
-            request are in transit.
-        """
-
-    def keep_cached(self, depth: int) -> Move | None:
-        """Start an overlapped copy to the CPU tier of cached blocks that are reused next."""
-
-    def expect(self, request: Request) -> None: ...
-
-    def receive(self, request: Request) -> None: ...
-
 
 class Cached(Protocol):
     """Prefix cache."""
-
-    def announce(self, request: Request) -> None: ...
-
-    def offer(self, request: Request, /) -> None: ...
-
-    def await_prefix(self, request: Request) -> None:
-        """Prefer to keep the cached blocks that this waiting request could use."""
-
-    def forget_prefix(self, request: Request) -> None: ...
-
-    def lease(self, program: ProgramId, request: Request, until: float) -> None:
-        """Prefer to keep the KV of a program's call that has finished, in place of that of an earlier call.
-
-        The blocks are free as others are, but are reused after those that no program has.
-        """
-
-    def end_leases(self, now: float) -> None:
-        """End the leases that last until `now` or less."""
 
     def shared_within(self, requests: Iterable[Request]) -> int:
         """Return how many device blocks only these requests share; no footprint includes them."""
@@ -163,13 +109,6 @@ class Shared(Protocol):
 
     def can_share(self, owner: Request, borrower: Request) -> bool: ...
 
-    def share(self, owner: Request, keep: int, borrower: Request) -> bool:
-        """Append the owner's blocks with KV, except the first `keep`, to the blocks of the borrower.
-
-        Returns:
-            False if the blocks cannot be saved or other requests share some of them.
-        """
-
     def in_the_way(self, request: Request, tokens: int) -> Iterable[Request]:
         """Return the owners of slots to save before the request can have `tokens` tokens."""
 
@@ -177,16 +116,6 @@ class Shared(Protocol):
         """Return how many fewer blocks the request needs if `others` hold nothing."""
 
     def tokens_there(self, request: Request) -> int: ...
-
-    def take_slots(self, request: Request, tokens: int) -> Sequence[Move]:
-        """Let the request fill its borrowed blocks up to `tokens` tokens, while the owners do not run.
-
-        Returns:
-            Moves that save what is overwritten; they must precede the writes.
-        """
-
-    def take_back(self, request: Request, tokens: int) -> Sequence[Move]:
-        """Give the request slots for `tokens` tokens in blocks that it shares, by moves that precede its slices."""
 
 
 class Reserving(Protocol):
@@ -210,14 +139,6 @@ class Reserving(Protocol):
 
     def unused_without(self, account: Account, request: Request) -> int: ...
 
-    def fund(self, account: Account, blocks: int) -> None:
-        """Set how many blocks the account can give to nested reservations, as far as available."""
-
-    def draw(self, account: Account, blocks: int) -> None: ...
-
-    def empty_accounts(self) -> None:
-        """Leave all accounts empty until the next `fund`; the shared pool takes over their loans."""
-
 
 class Stateful(Protocol):
     """Slots for state that is no KV block, one for each request with blocks."""
@@ -228,12 +149,6 @@ class Stateful(Protocol):
 
     def slot_of(self, request: Request) -> int | None:
         """Return the request's slot on the device, or None."""
-
-    def plan(self, slices: Sequence[Slice], block_size: int) -> StatePlan:
-        """Return where a plan with these slices finds state, and the snapshots that it takes."""
-
-    def settle(self, plan: StepPlan, block_size: int, void: Collection[Request]) -> None:
-        """Let hits use the snapshots of a committed plan, except those of the requests `void`."""
 
 
 class KVAccounts(Protocol):
@@ -328,42 +243,3 @@ class KVAccounts(Protocol):
     def leaked(self) -> tuple[int, int]:
         """Number of leaked blocks on the device and on the CPU tier, negative if more are free or held than exist."""
         return (0, 0)
-
-
-class BlockLedger(KVAccounts, Protocol):
-    """Operations of plans and their outcomes. Only the scheduler calls them, where the queries allow it."""
-
-    def reserve(self, request: Request, blocks: int, *, tokens: int | None = None, parent: Owner = None) -> None:
-        """Replace the request's reservation. Check `shortfall_of_reservation` first.
-
-        Args:
-            blocks: Total number of device blocks that it may have.
-            tokens: Token limit of the reservation; None for no limit.
-            parent: Parent reservation; None for the shared pool.
-        """
-
-    def adopt(self, request: Request) -> Hit:
-        return MISS
-
-    def grow(self, request: Request, tokens: int) -> HeldBlocks:
-        """Allocate device blocks for `tokens` tokens in total. Check `shortfall` first."""
-
-    def try_grow(self, request: Request, tokens: int) -> bool:
-        """Call `grow` for a holder if nothing else is needed: no eviction, reservation, move or slots of others.
-
-        Returns:
-            False if nothing has changed.
-        """
-
-    def trim(self, request: Request) -> None:
-        """Cancel the reservation and free the device blocks without KV."""
-
-    def drop(self, request: Request, *, keep: int = 0) -> None:
-        """Drop the KV and the reservation, except the first `keep` device blocks, which are full."""
-
-    def release(self, request: Request) -> None: ...
-
-    def clear(self) -> None: ...
-
-    def reclaim(self) -> int:
-        return 0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.block_pool import LedgerError
-from skipjoin.core.kv.interface import BlockLedger
+from skipjoin.core.kv.operations import BlockLedger
 
 logger = logging.getLogger(__name__)
 

@@ -47,7 +47,7 @@ MUTATIONS = {
     ),
     "evictor": Mutation(
         "an admission evicts a running request only after it has generated a token",
-        "core/decide/evict.py",
+        "core/decide/holders.py",
         "return is_of_class and progress.is_newly_resident and progress.last_plan >= latest",
         "return False",
         ("core/decide/test_preemption_rules.py", "recipes/test_recorded_plans.py"),

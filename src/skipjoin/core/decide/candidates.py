@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from skipjoin.core.context import StepContext, eligible_tokens
-from skipjoin.core.decide.evict import Evictor
+from skipjoin.core.decide.holders import RankedHolders
 from skipjoin.core.decide.place import Blocked, Placer
 from skipjoin.core.kv.interface import MISS, Hit, KVAccounts
 from skipjoin.core.policy import Allocation, Deferral, Ordering, Policies
@@ -18,13 +18,13 @@ def find_candidates(
     policies: Policies,
     kv: KVAccounts,
     placer: Placer,
-    evictor: Evictor,
+    ranked: RankedHolders,
     context: StepContext,
     *,
     led_since: dict[Request, float],
 ) -> Iterator[tuple[Request, int]]:
     """Iterate over the requests that find blocks: a dry run of the placer's rules on a count of blocks."""
-    blocks_of, supply, holders = kv.blocks_of, _Supply(kv, evictor), 0
+    blocks_of, supply, holders = kv.blocks_of, _Supply(kv, ranked), 0
     donors, pausing = supply.donors, context.pausing
     for request in policies.ordering.ranked(context.now):
         held, progress = blocks_of(request), request.progress
@@ -60,7 +60,7 @@ def find_candidates(
     else:
         return
     if holders < len(kv.holders()):
-        yield from _resident(evictor.holders_after(request), kv, context, supply)
+        yield from _resident(ranked.after(request), kv, context, supply)
 
 
 def _resident(
@@ -94,11 +94,11 @@ class _Supply:
         is_awaited: Whether a swapped-out request waits for blocks.
     """
 
-    def __init__(self, kv: KVAccounts, evictor: Evictor) -> None:
+    def __init__(self, kv: KVAccounts, ranked: RankedHolders) -> None:
         self.donors: set[Request] = set()
         self.is_awaited = False
         self._kv = kv
-        self._evictor = evictor
+        self._ranked = ranked
         self._free = kv.available
         self._given = 0  # blocks of donors, for real-time ones
         self._more: Iterator[Request] | None = None  # further donors
@@ -122,7 +122,7 @@ class _Supply:
 
     def _collect(self, request: Request, blocks: int) -> None:
         if self._more is None:  # real-time requests precede all of them in rank order
-            self._more = iter(self._evictor.best_effort_below(request))
+            self._more = iter(self._ranked.best_effort_below(request))
         while self._given < blocks and (donor := next(self._more, None)) is not None:
             self.donors.add(donor)
             self._given += self._kv.footprint(donor)

@@ -1,23 +1,21 @@
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from skipjoin.core.context import StepContext
 from skipjoin.core.decide.draft import Draft
+from skipjoin.core.decide.holders import RankedHolders, blocks_swapped_out, is_protected
 from skipjoin.core.decide.lazy import LazySequence
 from skipjoin.core.events import Preempted, Preemption
 from skipjoin.core.kv.operations import BlockLedger
 from skipjoin.core.kv.reservations import Owner
 from skipjoin.core.policy import Eviction, Policies
-from skipjoin.core.request import Band, Request
+from skipjoin.core.request import Request
 from skipjoin.core.step import Move
 from skipjoin.core.waits import WaitReason
-
-_BAND_OF: Callable[[Request], Band] = attrgetter("progress.band")
 
 
 class Need(NamedTuple):
@@ -70,7 +68,7 @@ class Evictor:
         self._draft = draft
         self._leaving: dict[Request, Move | None] = {}  # requests with partial swap-outs in `Draft.blocking`
         self._floor: Any = None  # best rank of an evicted request; none ranked after it gets new blocks
-        self._holders: list[tuple[Any, Request]] | None = None  # with ranks, best first; sorted on first use
+        self.holders = RankedHolders(policies, kv, context, draft, self._leaving)
 
     def barred(self, request: Request) -> WaitReason | None:
         """Return why the request gets no blocks after the evictions of this step, if so."""
@@ -78,24 +76,12 @@ class Evictor:
             return None
         return WaitReason.NO_KV if rank == self._floor else WaitReason.BEHIND_MEMORY
 
-    def holders_after(self, last: Request) -> list[Request]:
-        """Return the holders ranked after `last` that this step may run, best first."""
-        floor = self._rank(last)
-        return [request for rank, request in self._holders_ranked() if rank > floor]
-
-    def best_effort_below(self, request: Request) -> list[Request]:
-        if not any(band[0] for band in {*map(_BAND_OF, self._kv.holders())}):
-            return []  # ranking all holders takes longer
-        below = self._evictable(request, None, grows=False)
-        able = [victim for victim in below if victim.progress.band[0] and not victim.progress.in_flight]
-        return sorted(able, key=lambda victim: not self.blocks_swapped_out(victim))
-
     def choose(self, need: Need, short: int) -> Choice:
         """Choose what to evict for `short` blocks among the requests ranked below. Pure."""
         if self._is_forced:
             return self._choose_of_all(need, short)
         # Both are found as far as they are read, which must be before any eviction.
-        candidates = LazySequence(self._evictable(need.request, need.parent, grows=need.grows))
+        candidates = LazySequence(self.holders.evictable(need.request, need.parent, grows=need.grows))
         settled = LazySequence(victim for victim in candidates if not victim.progress.in_flight)
         victims = partial(self._policies.eviction.victims, short, kv=self._kv, now=self._context.now)
         arriving = None if need.grows else need.request
@@ -142,7 +128,7 @@ class Evictor:
             if states.slot_of(victim) is None:
                 continue
             has_begun = progress.last_plan == self._context.plan_id
-            is_below = own < rank(victim) and outranks(request, victim) and not _is_protected(victim, request, latest)
+            is_below = own < rank(victim) and outranks(request, victim) and not is_protected(victim, request, latest)
             if not has_begun and (self._is_forced or is_below):
                 below.append(victim)
         if not below:
@@ -171,10 +157,6 @@ class Evictor:
         freed += cache.shared_within(victims) if cache is not None else 0
         return freed + (sharing.saved_blocks(need.request, need.tokens, victims) if sharing is not None else 0)
 
-    def blocks_swapped_out(self, request: Request) -> int:
-        held = self._kv.blocks_of(request)
-        return held.swapped_out if held is not None else 0
-
     def _evict_whole(self, victims: list[Request], need: Need) -> WaitReason | None:
         """Evict whole victims until nothing is missing."""
         kv, eviction, arriving = self._kv, self._policies.eviction, None if need.grows else need.request
@@ -190,7 +172,7 @@ class Evictor:
         return None if need.short() <= 0 else WaitReason.NO_KV
 
     def _choose_of_all(self, need: Need, short: int) -> Choice:
-        kv, victims = self._kv, self._others(need.request)
+        kv, victims = self._kv, self.holders.others(need.request)
         held = ((holder, kv.blocks_of(holder)) for holder in kv.holders())
         if any(
             holder.progress.finish_reason is not None or (blocks is not None and blocks.moving)
@@ -203,15 +185,6 @@ class Evictor:
             if self._freed_by_all(victims, need) < short:
                 return Choice(WaitReason.NO_KV)
         return Choice(whole=victims)
-
-    def _others(self, request: Request) -> list[Request]:
-        blocks_of = self._kv.blocks_of
-        found = (holder for _, holder in reversed(self._holders_ranked()))
-        return [
-            holder
-            for holder in found
-            if holder is not request and (held := blocks_of(holder)) is not None and held.device
-        ]
 
     def force(self) -> None:
         """From now on, evict any other request whole, regardless of rank."""
@@ -235,7 +208,7 @@ class Evictor:
         """Save the KV in shared slots that the request overwrites. Check `is_hindered` first."""
         if (sharing := self._sharing) is None:
             return
-        whole = {owner for owner in sharing.in_the_way(request, tokens) if not self.blocks_swapped_out(owner)}
+        whole = {owner for owner in sharing.in_the_way(request, tokens) if not blocks_swapped_out(self._kv, owner)}
         self._draft.blocking += sharing.take_slots(request, tokens)
         for owner in sorted(whole, key=self._rank):
             self._note(owner, Preemption.SPILL, sharing.tokens_there(owner))
@@ -249,63 +222,6 @@ class Evictor:
         request.progress.pause()
         self._draft.events.append(Preempted(request, self._context.now, Preemption.SWAP))
         return move
-
-    def _holders_ranked(self) -> list[tuple[Any, Request]]:
-        if self._holders is None and len(self._draft.slices) == len(self._kv.holders()):
-            self._holders = []  # all of them run
-        if self._holders is None:
-            rank, blocks_of = self._rank, self._kv.blocks_of
-            returns_overlapped = self._policies.eviction.returns_overlapped
-            plan_id = self._context.plan_id
-            able = []
-            for request in self._kv.holders():
-                if request.progress.last_plan == plan_id or request.progress.finish_reason is not None:
-                    continue
-                held = blocks_of(request)
-                if held is None or held.moving is not None:
-                    continue
-                if held.device or not returns_overlapped(request):
-                    able.append((rank(request), request))
-            self._holders = sorted(able, key=itemgetter(0))
-        return self._holders
-
-    def _evictable(self, request: Request, parent: Owner, *, grows: bool) -> Iterator[Request]:
-        """Iterate over requests that may be evicted for this one once no plan in flight contains them, worst first.
-
-        Unless the request grows, a running one must have generated a token since it got its KV. Otherwise two requests
-        could evict each other endlessly. Best-effort requests cannot evict real-time ones.
-        """
-        reservations, latest, blocks_of = self._reservations, self._context.latest, self._kv.blocks_of
-        owners = reservations.sources(request, parent) if reservations is not None else frozenset[Owner]()
-        for victim in self._ranked_below(request, grows=grows):
-            held = blocks_of(victim)
-            if held is None or not held.device or (held.moving is not None and victim not in self._leaving):
-                continue
-            if reservations is not None and not reservations.returns_to(victim, owners):
-                continue
-            if not grows and _is_protected(victim, request, latest):
-                continue
-            yield victim
-
-    def _ranked_below(self, request: Request, *, grows: bool) -> Iterator[Request]:
-        """Iterate over the holders ranked after `request`, worst first; unless it grows, only those that it outranks.
-
-        Most evictions need few, so the start is searched in chunks of doubling size.
-        """
-        holders, own, outranks = self._holders_ranked(), self._rank(request), self._policies.ordering.outranks
-
-        def is_below(ranked: tuple[Any, Request]) -> bool:
-            return bool(own < ranked[0]) and (grows or outranks(request, ranked[1]))
-
-        end, size = len(holders), 1
-        while end:
-            chunk = max(0, end - size)
-            start = chunk if is_below(holders[chunk]) else bisect_left(holders, True, chunk + 1, end, key=is_below)
-            for _, holder in reversed(holders[start:end]):
-                yield holder
-            if start > chunk:
-                return
-            end, size = chunk, 2 * size
 
     def _share(self, eviction: Eviction, borrower: Request | None) -> bool:
         """Share the victim's blocks bidirectionally, if asked."""
@@ -393,13 +309,3 @@ class Evictor:
             return Preemption.SWAP
         self._leaving[victim] = move
         return Preemption.SPILL
-
-
-def _is_protected(victim: Request, request: Request, latest: int) -> bool:
-    """Return whether the victim keeps its KV until its next token, which it may have to wait for step by step.
-
-    A best-effort prompt beside chat has chunks of few tokens, for which no real-time request waits.
-    """
-    progress = victim.progress
-    is_of_class = progress.band[0] <= request.progress.band[0]
-    return is_of_class and progress.is_newly_resident and progress.last_plan >= latest

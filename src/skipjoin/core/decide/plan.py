@@ -100,7 +100,7 @@ class StepPlanner:
 
     def _with_candidates(self, context: StepContext) -> StepContext:
         found = find_candidates(
-            self._policies, self._kv, self._placer, self._evictor, context, led_since=self._draft.led_since
+            self._policies, self._kv, self._placer, self._evictor.holders, context, led_since=self._draft.led_since
         )
         tiers = self._kv.tiers
         if tiers is None or not tiers.cpu_total:  # no request has swapped-out blocks
@@ -146,9 +146,9 @@ class StepPlanner:
         last = self._fill(self._policies.ordering.ranked(self._context.now), builder)
         # Skip the long queue: only holders can still run, and requests that the admission policy does not pass over.
         if last is not None and self._closed is None:
-            last = self._fill(passing(self._policies, self._kv, self._evictor.holders_after(last)), builder)
+            last = self._fill(passing(self._policies, self._kv, self._evictor.holders.after(last)), builder)
         if last is not None:
-            self._fill(self._evictor.holders_after(last), builder)
+            self._fill(self._evictor.holders.after(last), builder)
 
     def _fill(self, queue: Iterable[Request], builder: BatchBuilder) -> Request | None:
         """Offer the queue's requests to the batch, best first.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from skipjoin.core.policy import Fact, Ordering
 from skipjoin.core.request import Request
 from skipjoin.observe.history import RUNNING, History
-from skipjoin.observe.reasons import Explanation
+from skipjoin.observe.reasons import ReasonText
 
 
 class Standing(NamedTuple):
@@ -24,7 +24,7 @@ def standing(request: Request, live: Collection[Request], ordering: Ordering, fa
 
 
 def explained(
-    history: History, now: float, wall: float, reasons: Mapping[str, Explanation], standing: Standing | None
+    history: History, now: float, wall: float, reasons: Mapping[str, ReasonText], standing: Standing | None
 ) -> dict[str, Any]:
     """Return the explanation of one history, `now` on the engine's clock and `wall` seconds since the epoch.
 

@@ -12,7 +12,7 @@ from skipjoin.observe.history import RUNNING
 NO_REPLICA = "no_replica"
 
 
-class Explanation(NamedTuple):
+class ReasonText(NamedTuple):
     """Wait reason in a few words for tables, a text, and what would shorten the wait, if anything does."""
 
     short: str
@@ -51,7 +51,7 @@ _OPTIONS = OptionNames()
 _STEP_TOKENS = ("chunk_tokens", "forward_tokens")
 
 
-def explanations(info: EngineLimits, options: OptionNames = _OPTIONS) -> dict[str, Explanation]:
+def reason_texts(info: EngineLimits, options: OptionNames = _OPTIONS) -> dict[str, ReasonText]:
     count = "" if info.max_num_seqs is None else f"{info.max_num_seqs} "
     slots = "" if info.max_num_seqs is None else f" (now {info.max_num_seqs})"
     tokens = "" if info.max_num_batched_tokens is None else f" (now {info.max_num_batched_tokens})"
@@ -68,74 +68,74 @@ def explanations(info: EngineLimits, options: OptionNames = _OPTIONS) -> dict[st
         else ""
     )
     return {
-        RUNNING: Explanation("running", "It is in the running batch."),
-        NO_REPLICA: Explanation("no engine", "No engine is running that could take it.", "See the server's log."),
-        WaitReason.NO_SLOT: Explanation(
+        RUNNING: ReasonText("running", "It is in the running batch."),
+        NO_REPLICA: ReasonText("no engine", "No engine is running that could take it.", "See the server's log."),
+        WaitReason.NO_SLOT: ReasonText(
             "no slot",
             f"All {count}slots of the batch are taken by requests of higher rank.",
             f"More slots let more requests run at once, each a little slower: --max-num-seqs{slots}. {other_recipe}",
         ),
-        WaitReason.TOKEN_BUDGET: Explanation(
+        WaitReason.TOKEN_BUDGET: ReasonText(
             "token budget",
             "The step has its maximum of tokens from requests of higher rank.",
             f"A larger step takes more of them, but longer: --max-num-batched-tokens{tokens}{own_tokens}.",
         ),
-        WaitReason.NO_KV: Explanation(
+        WaitReason.NO_KV: ReasonText(
             "no KV blocks",
             "The KV cache has too few free blocks, because other requests hold them.",
             f"{more_kv} {other_recipe}",
         ),
-        WaitReason.BEHIND_MEMORY: Explanation(
+        WaitReason.BEHIND_MEMORY: ReasonText(
             "behind memory",
             "A request of higher rank waits for KV blocks, or lost some in this step, and may not be overtaken.",
             f"{more_kv} {other_recipe}",
         ),
-        WaitReason.KV_ON_CPU: Explanation(
+        WaitReason.KV_ON_CPU: ReasonText(
             "KV on CPU", "The KV is in CPU memory and has not been swapped in yet.", more_kv
         ),
-        WaitReason.KV_IN_TRANSIT: Explanation("swapping", "The KV is being copied between the device and the CPU."),
-        WaitReason.BEHIND_PREFIX: Explanation(
+        WaitReason.KV_IN_TRANSIT: ReasonText("swapping", "The KV is being copied between the device and the CPU."),
+        WaitReason.BEHIND_PREFIX: ReasonText(
             "shared prefix", "A running request computes a prefix that will be reused, which saves work."
         ),
-        WaitReason.BEHIND_REAL_TIME: Explanation(
+        WaitReason.BEHIND_REAL_TIME: ReasonText(
             "behind real-time",
             "It is best-effort, and a step with it would take too long for real-time requests, which are live or were "
             f"within the last {QUIET_S:.0f} s.",
             f"It runs without limit once no real-time request has been live for {QUIET_S:.0f} s. {objectives}"
             f"A smaller {options.best_effort_wait} serves the oldest best-effort request earlier.",
         ),
-        WaitReason.STEP_TIME: Explanation(
+        WaitReason.STEP_TIME: ReasonText(
             "step time",
             "A step with it would take too long for a request of higher rank: for the deadline of its next token, or "
             "for its client's share of the time.",
             policy,
         ),
-        WaitReason.HELD_BY_BATCHER: Explanation(
+        WaitReason.HELD_BY_BATCHER: ReasonText(
             "held by batcher",
             f"The batcher of {info.recipe} leaves it out although the step has room for more requests and tokens, for "
             "example so that all stages of a pipeline have equal work.",
             policy,
         ),
-        WaitReason.HELD_BY_ADMISSION: Explanation(
+        WaitReason.HELD_BY_ADMISSION: ReasonText(
             "held by admission",
             "The KV cache has blocks for its next step, but not all that the admission policy of "
             f"{info.recipe} reserves for it.",
             f"{more_kv} {policy}",
         ),
-        WaitReason.HELD_BY_EVICTION: Explanation(
+        WaitReason.HELD_BY_EVICTION: ReasonText(
             "held by eviction", "It pauses, because its KV is about to make room for requests of higher rank.", more_kv
         ),
-        WaitReason.GRAMMAR: Explanation(
+        WaitReason.GRAMMAR: ReasonText(
             "grammar",
             "The grammar of its structured output is being compiled, computes the allowed tokens, or waits for others "
             "of its API key.",
             "A smaller or less ambiguous grammar takes less time.",
         ),
-        WaitReason.NOT_EXAMINED: Explanation("not examined", "It has just arrived: no step was planned since."),
-        WaitReason.TOKEN_PENDING: Explanation("next step", "It was chosen, and its step waits for steps in flight."),
-        WaitReason.DISPATCH: Explanation("dispatch", "It was chosen, and its step is being sent to the device."),
+        WaitReason.NOT_EXAMINED: ReasonText("not examined", "It has just arrived: no step was planned since."),
+        WaitReason.TOKEN_PENDING: ReasonText("next step", "It was chosen, and its step waits for steps in flight."),
+        WaitReason.DISPATCH: ReasonText("dispatch", "It was chosen, and its step is being sent to the device."),
     }
 
 
-def words_of(reasons: Mapping[str, Explanation]) -> dict[str, dict[str, str]]:
+def words_of(reasons: Mapping[str, ReasonText]) -> dict[str, dict[str, str]]:
     return {str(name): reason._asdict() for name, reason in reasons.items()}

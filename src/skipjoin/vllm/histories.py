@@ -16,7 +16,7 @@ from skipjoin.observe.competitors import Competitor
 from skipjoin.observe.explanation import Standing, explained, standing
 from skipjoin.observe.histories import MAX_FINISHED, HistoryLog
 from skipjoin.observe.history import History
-from skipjoin.observe.reasons import OptionNames, explanations, words_of
+from skipjoin.observe.reasons import OptionNames, reason_texts, words_of
 from skipjoin.recipes import find
 
 _OPTIONS = OptionNames(
@@ -49,7 +49,7 @@ class RequestHistories:
         self._log = HistoryLog()
         self._engine, self._clock = engine, clock
         names = tuple(find(limits.recipe).parameters)
-        self._reasons = explanations(limits, _OPTIONS._replace(param_names=names))
+        self._reasons = reason_texts(limits, _OPTIONS._replace(param_names=names))
         self._names: dict[int, str] = {}  # vLLM's ids by number, of the requests in the log
         self._finished: deque[int] = deque()
         self._asked: deque[tuple[int, Future[Standing | None]]] = deque()

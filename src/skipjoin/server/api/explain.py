@@ -6,7 +6,7 @@ from typing import Any
 from skipjoin.observe.competitors import Competitor
 from skipjoin.observe.explanation import explained
 from skipjoin.observe.history import History
-from skipjoin.observe.reasons import Explanation, OptionNames, explanations
+from skipjoin.observe.reasons import OptionNames, ReasonText, reason_texts
 from skipjoin.recipes import find
 from skipjoin.server.api.request_index import IndexedRequest
 from skipjoin.server.api.service import Service
@@ -42,8 +42,8 @@ class Explainer:
         }
 
 
-def reasons_of(info: Ready) -> dict[str, Explanation]:
-    return explanations(info, OptionNames(param_names=tuple(find(info.recipe_path or info.recipe).parameters)))
+def reasons_of(info: Ready) -> dict[str, ReasonText]:
+    return reason_texts(info, OptionNames(param_names=tuple(find(info.recipe_path or info.recipe).parameters)))
 
 
 async def find_histories(

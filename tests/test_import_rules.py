@@ -52,8 +52,8 @@ workload: config core observe options routes workload
 report: config report system.disk
 sim: config core exec.base exec.simulated kv_format observe policies recipes sim
 sim.experiments: builtin config config.profile core core.decide.scheduler core.kv.ledger exec.simulated forecast
-    kv_format model.config model.folder observe options policies recipes report sim sim.experiments system.garbage
-    version workload
+    kv_format model.config model.errors model.folder observe options policies recipes report sim sim.experiments
+    system.garbage version workload
 loadtest: config core loadtest observe options routes system.machine system.unreachable version
     workload
 demo: config demo loadtest observe report system.disk workload
@@ -80,18 +80,18 @@ llm: chat core formats llm_arguments local_engine model.tokenizer pooling recipe
 llm_arguments: chat core formats sampling
 local_engine: adapters chat config core engine formats model options sampling structured_output
 chat: formats model.chat_text model.tokenizer sampling structured_output
-server.engines: adapters config core core.kv.block_pool core.kv.operations engine exec.ranks.cluster exec.ranks.nodes
-    kv_format model.config model.folder observe options policies pooling recipes sampling server.engines server.logs
+ server.engines: adapters config core core.kv.block_pool core.kv.operations engine exec.ranks.cluster exec.ranks.nodes
+     kv_format model.errors model.folder observe options policies pooling recipes sampling server.engines server.logs
     server.metrics system.container system.disk system.garbage system.machine system.own_folder system.unreachable
     version
 server.api: adapters chat config config.access config.key_files core engine.forecasting engine.text formats
-    model.config model.folder model.grammar_check model.tokenizer observe pooling recipes routes sampling server.api
+    model.errors model.folder model.grammar_check model.tokenizer observe pooling recipes routes sampling server.api
     server.engines
     server.metrics structured_output system.unreachable version
 server.relay: config config.access routes server.api server.listeners server.logs server.relay system.unreachable
 server.batches: adapters config core.request routes sampling server.api server.batches server.engines.errors
     server.metrics system.disk system.folders system.locks version
-server: builtin config config.access core engine.forecasting extras model.config model.folder model.generation_config
+server: builtin config config.access core engine.forecasting extras model.errors model.folder model.generation_config
     model.tokenizer observe pooling recipes server server.api server.batches server.engines system.garbage
     system.machine
 sglang: options recipes sglang

@@ -12,7 +12,7 @@ from skipjoin.builtin import builtin_model_path
 from skipjoin.cli.options import adapters_of
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.engine.load import check_load
-from skipjoin.model.config import AdapterError
+from skipjoin.model.errors import AdapterError
 from skipjoin.sampling import ParameterError, SamplingParams
 from support.adapters import write_adapter
 

@@ -17,7 +17,7 @@ from pooled_models import CONTEXT, MODELS, VOCAB, WIDTH, write
 
 from skipjoin import LLM, AsyncLLM
 from skipjoin.core.events import Token
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.sampling import ContextLengthError, ParameterError
 from support.worlds import halved
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tokenizers import models, normalizers, pre_tokenizers, processors
 
 from skipjoin import LLM
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.folder import model_files
 from skipjoin.model.gguf.architectures import ARCHITECTURES
 from skipjoin.model.load_spec import LoadSpec

@@ -24,7 +24,7 @@ from skipjoin.engine.sizing import cpu_blocks
 from skipjoin.engine.text import Choice
 from skipjoin.exec import rank_spec
 from skipjoin.exec.rank_spec import MemoryBudget
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.folder import model_folder
 from skipjoin.policies.execution import scaled_jct
 from skipjoin.sampling import ParameterError

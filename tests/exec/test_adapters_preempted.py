@@ -18,7 +18,7 @@ from skipjoin.adapters import Adapter
 from skipjoin.core.events import Preemption
 from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import Request
-from skipjoin.model.config import AdapterError
+from skipjoin.model.errors import AdapterError
 from skipjoin.model.loader import random_model
 from skipjoin.model.weights import RandomWeights
 from skipjoin.policies.eviction import Recompute

@@ -22,8 +22,9 @@ from skipjoin.exec.local import LocalExecutor
 from skipjoin.exec.model_threads import CallerThread
 from skipjoin.model import cuda, loader
 from skipjoin.model.attention.torch_backend import TorchAttention
-from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.config import ModelConfig
 from skipjoin.model.cuda import Card, CudaFacts
+from skipjoin.model.errors import ModelError
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.ops.torch_ops import TorchOps
 from skipjoin.model.weight_format import Dummy

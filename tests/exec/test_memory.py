@@ -15,7 +15,7 @@ from skipjoin.exec.memory import largest_steps, measure_peak, peak_of
 from skipjoin.exec.rank_spec import MemoryBudget, RankSpec, memory_budget_of
 from skipjoin.exec.worker import Worker
 from skipjoin.model.causal_lm import CausalLM
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.loader import random_model
 
 GIB = 1 << 30

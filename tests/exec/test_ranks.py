@@ -23,8 +23,8 @@ from skipjoin.exec.ranks import own_ranks, rank_program
 from skipjoin.exec.ranks.launch import GroupSizes
 from skipjoin.exec.ranks.own_ranks import OwnLauncher, OwnRanks
 from skipjoin.exec.ranks.plan_messages import OutOfStepError
-from skipjoin.model.config import ModelError
 from skipjoin.model.cuda import Card, CudaFacts
+from skipjoin.model.errors import ModelError
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.sampling import SamplingParams
 from skipjoin.structured_output import StructuredOutput

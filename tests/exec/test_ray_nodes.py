@@ -30,7 +30,7 @@ from skipjoin.exec.base import RankError
 from skipjoin.exec.ranks import ranks, ray_ranks
 from skipjoin.exec.ranks.links import RankListener
 from skipjoin.exec.ranks.nodes import Node, excluding, silent
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 
 pytestmark = pytest.mark.ray
 

@@ -21,7 +21,8 @@ from model_zoo import PagedRunner
 from safetensors.torch import load_file, save_file
 
 from skipjoin.model import family
-from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.errors import ModelError
 from skipjoin.model.fallback.settings import decoders
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, planned_model

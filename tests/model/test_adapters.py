@@ -11,7 +11,7 @@ from model_zoo import VOCAB, PagedRunner, make_reference
 from safetensors.torch import load_file, save_file
 
 from skipjoin.model.batch import PackedBatch, Segment
-from skipjoin.model.config import AdapterError
+from skipjoin.model.errors import AdapterError
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model

@@ -16,8 +16,8 @@ from skipjoin.model.attention.flash_backend import FlashAttention
 from skipjoin.model.attention.triton_backend import TritonAttention
 from skipjoin.model.backends import implementations
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.config import ModelError
 from skipjoin.model.cuda import Card, CudaFacts
+from skipjoin.model.errors import ModelError
 from skipjoin.model.kernels.paged import INTERPRETED
 from support.worlds import exhaustive
 

@@ -12,8 +12,8 @@ from skipjoin.kv_format import CACHE_FORMATS
 from skipjoin.model import backends, cuda
 from skipjoin.model.attention.torch_backend import TorchAttention
 from skipjoin.model.backends import implementations
-from skipjoin.model.config import ModelError
 from skipjoin.model.cuda import Card, CudaFacts, check_dtype, choose_device, kernels_unusable, unusable
+from skipjoin.model.errors import ModelError
 from skipjoin.model.loader import random_model
 from skipjoin.model.ops import torch_ops
 

@@ -14,7 +14,7 @@ from skipjoin.model import loader
 from skipjoin.model.attention.triton_backend import TritonAttention
 from skipjoin.model.backends import implementations
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.kernels.paged import INTERPRETED
 from skipjoin.model.kernels.products import product
 from skipjoin.model.kernels.tuning import TunedTable

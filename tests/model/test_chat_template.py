@@ -14,7 +14,7 @@ import pytest
 
 from skipjoin.formats.template_input import MessageError
 from skipjoin.model.chat_template import ChatTemplate
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 
 # `it` is 1 at run time, so that the compiler cannot evaluate a case itself.
 HOSTILE = {

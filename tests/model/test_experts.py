@@ -10,7 +10,7 @@ import torch
 from model_zoo import VOCAB, PagedRunner, save_reference
 from safetensors.torch import load_file, save_file
 
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, planned_model, read_config
 from skipjoin.model.ops.build import load_library

@@ -14,7 +14,8 @@ from model_zoo import PagedRunner, greedy
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.engine.load import check_load
 from skipjoin.model import family
-from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.errors import ModelError
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, planned_model, random_model
 from skipjoin.model.ops.build import load_library

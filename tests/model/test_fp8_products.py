@@ -7,7 +7,7 @@ import torch
 
 from skipjoin.builtin import builtin_model_path
 from skipjoin.model.batch import PackedBatch, Segment
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, random_model

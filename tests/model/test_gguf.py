@@ -18,7 +18,8 @@ from tokenizers import Tokenizer as Backend
 
 from skipjoin.core.events import Preempted, Preemption
 from skipjoin.llm import LLM
-from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.errors import ModelError
 from skipjoin.model.folder import check_model, model_files, model_id
 from skipjoin.model.generation_config import sampling_defaults
 from skipjoin.model.gguf.file import Gguf, read_gguf

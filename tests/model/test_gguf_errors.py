@@ -15,7 +15,8 @@ import pytest
 import torch
 from model_zoo import make_reference
 
-from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.errors import ModelError
 from skipjoin.model.folder import check_model
 from skipjoin.model.generation_config import sampling_defaults
 from skipjoin.model.gguf.file import TENSOR_TYPES, read_gguf

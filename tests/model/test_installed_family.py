@@ -13,7 +13,8 @@ from model_zoo import PagedRunner
 from skipjoin.builtin import builtin_model_path
 from skipjoin.llm import LLM
 from skipjoin.model import family, plugins
-from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.errors import ModelError
 from skipjoin.model.family import FamilyError
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model

@@ -8,7 +8,8 @@ import torch
 
 from skipjoin.kv_format import CACHE_FORMATS
 from skipjoin.model.batch import PackedBatch, Segment
-from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.errors import ModelError
 from skipjoin.model.kv_cache import PagedKV, cache_format_of
 
 CONFIG = ModelConfig.from_dict(

@@ -9,7 +9,8 @@ from model_zoo import CONFIGS, VOCAB, PagedRunner, greedy, make_reference, save_
 from safetensors.torch import load_file, save_file
 
 from skipjoin.model.batch import PackedBatch, Segment
-from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.errors import ModelError
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model

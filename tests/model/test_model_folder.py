@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from skipjoin.builtin import INSTALL_PACKAGED, builtin_model_path
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.folder import bin_files, check_model, model_folder, model_id, pull_model
 from skipjoin.model.generation_config import sampling_defaults
 from skipjoin.model.weights import SafetensorsFiles

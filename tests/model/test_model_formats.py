@@ -16,7 +16,7 @@ from model_zoo import PagedRunner, make_reference
 from safetensors import safe_open
 from test_gguf import reference_of
 
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.folder import model_files
 from skipjoin.model.gguf.file import is_gguf, read_gguf
 from skipjoin.model.load_spec import LoadSpec

@@ -14,8 +14,9 @@ from model_zoo import CONFIGS, PagedRunner, make_reference, save_reference
 from safetensors.torch import load_file, save_file
 
 from skipjoin.model.batch import PackedBatch, Segment
-from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.config import ModelConfig
 from skipjoin.model.convert import convert_folder
+from skipjoin.model.errors import ModelError
 from skipjoin.model.family import find_architecture
 from skipjoin.model.folder import resolve_folder
 from skipjoin.model.kv_cache import PagedKV

@@ -17,7 +17,8 @@ from skipjoin.model.attention.cpp_backend import CppAttention
 from skipjoin.model.attention.torch_backend import TorchAttention, rotate
 from skipjoin.model.backends import implementations
 from skipjoin.model.batch import PackedBatch, Segment
-from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.errors import ModelError
 from skipjoin.model.kv_cache import PagedKV
 from skipjoin.model.large_pages import Arena
 from skipjoin.model.load_spec import LoadSpec

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.tokenizer import Detokenizer, Tokenizer, load_tokenizer
 
 TEMPLATE = """{{ bos_token }}{% for m in messages %}

@@ -8,7 +8,8 @@ from model_zoo import save_reference
 from safetensors import safe_open
 
 from skipjoin.model import weights as reading
-from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.errors import ModelError
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model
 from skipjoin.model.parallel import WHOLE, Shard, check_shards

@@ -14,7 +14,7 @@ import torch
 from model_zoo import VOCAB, PagedRunner
 from safetensors.torch import load_file, save_file
 
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.folder import check_model, model_files
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, planned_model, read_config

@@ -10,7 +10,8 @@ from model_zoo import HYBRIDS as SAVED
 from model_zoo import VOCAB, PagedRunner, save_reference
 
 from skipjoin.model.batch import PackedBatch, Segment
-from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.errors import ModelError
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, random_model
 from skipjoin.model.ops.build import load_library

@@ -17,7 +17,7 @@ from skipjoin.config import EngineConfig
 from skipjoin.engine.load import check_load
 from skipjoin.llm import LLM
 from skipjoin.model import weight_format as formats
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.folder import check_model, model_files
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, planned_model, read_config

@@ -27,7 +27,7 @@ from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions
 from skipjoin.core.step import StepPlan, StepResult
-from skipjoin.model.config import AdapterError, ModelError
+from skipjoin.model.errors import AdapterError, ModelError
 from skipjoin.policies.cost import LinearCost
 from skipjoin.recipes import EngineLimits, Settings, build
 from skipjoin.sampling import SamplingParams, TokenDetail, TokenLogprob

@@ -15,7 +15,7 @@ from skipjoin.engine.text import Choice, Output, TextRules
 from skipjoin.formats.calls import joined
 from skipjoin.formats.message import MessageReader
 from skipjoin.formats.table import HERMES
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.tokenizer import load_tokenizer
 from skipjoin.sampling import TokenDetail, TokenLogprob
 from skipjoin.server.api.completions import completion_logprobs, prompt_offsets

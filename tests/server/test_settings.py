@@ -10,7 +10,7 @@ import pytest
 from server_worlds import READY
 
 from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, ServerConfig
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.server.api.service import _names
 from skipjoin.server.lifecycle import Server
 from skipjoin.server.settings import check_files, check_settings

@@ -37,7 +37,8 @@ def list_models() -> None:
         PACKAGED_NAME,
         packaged_model_path,
     )
-    from skipjoin.model.config import ModelConfig, ModelError  # noqa: PLC0415
+    from skipjoin.model.config import ModelConfig  # noqa: PLC0415
+    from skipjoin.model.errors import ModelError  # noqa: PLC0415
     from skipjoin.model.gguf.hub import models_of  # noqa: PLC0415
 
     table = Table("model", "GiB", "last used", "can be served", box=None)

@@ -19,7 +19,7 @@ import typer
 
 from skipjoin.cli.settings_file import read_settings, variable
 from skipjoin.config.profile import read_profile
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.options import ConfigError, Setting, settings_of
 from skipjoin.recipes import find, read_assignments
 from skipjoin.sampling import ParameterError

@@ -25,7 +25,8 @@ from skipjoin.exec.rank_spec import (
     rank_spec_of,
 )
 from skipjoin.model.causal_lm import CausalLM
-from skipjoin.model.config import AdapterError, ModelConfig
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.errors import AdapterError
 from skipjoin.model.folder import model_files, model_folder
 from skipjoin.model.grammars import grammars_of
 from skipjoin.model.load_spec import LoadSpec

@@ -21,7 +21,7 @@ from skipjoin.engine.step_times import StepTimes
 from skipjoin.engine.targets import RelativeTargets
 from skipjoin.exec.base import RankError
 from skipjoin.exec.sampling import Sampling
-from skipjoin.model.config import AdapterError
+from skipjoin.model.errors import AdapterError
 from skipjoin.policies.cost import LinearCost
 from skipjoin.sampling import ContextLengthError, ParameterError, SamplingParams, check_ids
 

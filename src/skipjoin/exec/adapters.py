@@ -5,7 +5,7 @@ import torch
 from skipjoin.adapters import Adapter
 from skipjoin.exec.rank_spec import free_ram
 from skipjoin.model.causal_lm import CausalLM
-from skipjoin.model.config import AdapterError
+from skipjoin.model.errors import AdapterError
 
 _MIB = 1 << 20
 

@@ -12,8 +12,8 @@ from skipjoin.exec.rank_spec import make_store
 from skipjoin.exec.sampling import Sampling
 from skipjoin.exec.worker import Worker
 from skipjoin.model.causal_lm import CausalLM
-from skipjoin.model.config import ModelError
 from skipjoin.model.cuda import is_out_of_memory
+from skipjoin.model.errors import ModelError
 from skipjoin.sampling import SamplingParams
 
 _GIB = 1 << 30

@@ -20,7 +20,7 @@ from skipjoin.exec.grammars_ahead import MasksAhead
 from skipjoin.exec.kv_store import KVStore
 from skipjoin.kv_format import SWAP_FORMATS
 from skipjoin.model.causal_lm import CausalLM
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.grammars import Grammars
 from skipjoin.model.kv_cache import PagedKV, kv_shape
 from skipjoin.model.state_cache import StateCache

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from skipjoin.model.config import AdapterError, ModelError, read_settings
+from skipjoin.model.errors import AdapterError, ModelError
+from skipjoin.model.settings_files import read_settings
 from skipjoin.model.weight_files import check_inside
 from skipjoin.model.weights import STORED, SafetensorsFiles
 

@@ -10,8 +10,8 @@ import torch
 
 from skipjoin.model.adapter_file import AdapterFile, Pair
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.config import AdapterError
 from skipjoin.model.cuda import is_out_of_memory
+from skipjoin.model.errors import AdapterError
 from skipjoin.model.ops.base import LayerOps, Linear, Norm, Product
 from skipjoin.model.transfer import to_device
 from skipjoin.model.weights import Matrix, stored_names

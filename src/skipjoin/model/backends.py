@@ -14,8 +14,8 @@ from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.attention.check import agrees
 from skipjoin.model.attention.cpp_backend import CppAttention, check_attention
 from skipjoin.model.attention.torch_backend import TorchAttention
-from skipjoin.model.config import ModelError
 from skipjoin.model.cuda import FLASH_MODULE, CudaFacts, cuda_facts, kernels_unusable, one_line, warn_once
+from skipjoin.model.errors import ModelError
 from skipjoin.model.kv_cache import AUTO
 from skipjoin.model.ops.base import LayerOps
 from skipjoin.model.ops.build import cpu_features, libraries, path_of, say_once, shipped

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.groups import GROUP, GroupedMatrix
 from skipjoin.model.weights import FolderWeights
 

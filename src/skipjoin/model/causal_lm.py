@@ -11,7 +11,8 @@ from skipjoin.kv_format import CacheFormat
 from skipjoin.model.adapters import Adapters
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.config import DenseSettings, ModelConfig, ModelError, PoolingSettings
+from skipjoin.model.config import DenseSettings, ModelConfig, PoolingSettings
+from skipjoin.model.errors import ModelError
 from skipjoin.model.family import family_named
 from skipjoin.model.kv_cache import AUTO, PagedKV
 from skipjoin.model.layers import Builder, Embedding, LayerInputs

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple, NoReturn
 from skipjoin.formats.table import find_format
 from skipjoin.formats.template_input import NO_CONTENT, TemplateInput, find_input, has_late_systems, regrouped, text_of
 from skipjoin.model import template_program as program
-from skipjoin.model.config import ModelError, read_json
+from skipjoin.model.errors import ModelError
 from skipjoin.model.frame_process import ENDED, FrameProcess
+from skipjoin.model.settings_files import read_json
 
 # Started by path and without this package, see `template_program`. -P keeps modules in its folder from shadowing other
 # packages.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from skipjoin.builtin import (
     builtin_model_path,
     packaged_model_path,
 )
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.gguf.file import SUFFIX, GgufError, first_part, is_gguf, model_stem
 from skipjoin.model.gguf.hub import HubFile, cached, download, files_on_hub, models_in, tags_of
 from skipjoin.model.load_spec import LoadSpec

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from skipjoin.builtin import PACKAGED_SAMPLING, packaged_model_path
-from skipjoin.model.config import ModelError, read_settings
+from skipjoin.model.errors import ModelError
+from skipjoin.model.settings_files import read_settings
 from skipjoin.sampling import ParameterError, SamplingParams, parameters_of
 
 FILE = "generation_config.json"

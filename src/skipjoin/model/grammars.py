@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.errors import ModelError
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
 from skipjoin.schemas.notation import Notation
 from skipjoin.schemas.reasons import reason

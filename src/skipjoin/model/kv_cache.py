@@ -3,7 +3,8 @@ from __future__ import annotations
 import torch
 
 from skipjoin.kv_format import CACHE_FORMATS, CacheFormat, SwapFormat
-from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.errors import ModelError
 from skipjoin.model.page_locked import cpu_bytes
 from skipjoin.model.parallel import WHOLE, Shard
 from skipjoin.model.state_cache import StateCache

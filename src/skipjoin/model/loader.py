@@ -12,8 +12,10 @@ from skipjoin.kv_format import CacheFormat
 from skipjoin.model.attention.base import AttentionBackend
 from skipjoin.model.backends import implementations
 from skipjoin.model.causal_lm import CausalLM
-from skipjoin.model.config import DTYPES, ModelConfig, ModelError
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.config_fields import DTYPES
 from skipjoin.model.cuda import check_dtype, choose_device, expand_segments, is_out_of_memory, use_device
+from skipjoin.model.errors import ModelError
 from skipjoin.model.family import family_named
 from skipjoin.model.folder import resolve_folder
 from skipjoin.model.gguf.file import forget_headers

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.errors import ModelError
 from skipjoin.model.family import family_named
 
 if TYPE_CHECKING:

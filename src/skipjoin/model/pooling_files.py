@@ -13,18 +13,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from skipjoin.model.config import (
-    DenseSettings,
-    ModelConfig,
-    ModelError,
-    PoolingSettings,
-    check_sizes,
-    part_settings,
-    read_json,
-    read_settings,
-)
+from skipjoin.model.config import DenseSettings, ModelConfig, PoolingSettings, part_settings
+from skipjoin.model.config_fields import check_sizes
+from skipjoin.model.errors import ModelError
 from skipjoin.model.family import CLASSIFIER, is_bare
 from skipjoin.model.gguf.file import is_gguf
+from skipjoin.model.settings_files import read_json, read_settings
 from skipjoin.model.weight_files import SINGLE, ModelFiles, check_inside
 from skipjoin.pooling import Task
 

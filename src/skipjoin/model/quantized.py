@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from skipjoin.model.bitsandbytes import SCALES_4BIT, SCALES_8BIT, Blocks, read_4bit, read_8bit
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.family import family_named
 from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.groups import coded_bytes as groups_bytes

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from skipjoin.model.chat_template import ChatTemplate, Sources, find_template, read_template
-from skipjoin.model.config import ModelError, read_json, read_settings
+from skipjoin.model.errors import ModelError
 from skipjoin.model.gguf.file import GgufError, forget_headers, is_gguf
 from skipjoin.model.gguf.tokenizer import gguf_tokenizer
+from skipjoin.model.settings_files import read_json, read_settings
 from skipjoin.model.weight_files import check_tokenizer_files
 
 _MAP = "special_tokens_map.json"

@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from skipjoin.model.config import ModelConfig, ModelError, read_json, read_settings
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.errors import ModelError
 from skipjoin.model.gguf.file import is_gguf
 from skipjoin.model.load_spec import LoadSpec
+from skipjoin.model.settings_files import read_json, read_settings
 
 if TYPE_CHECKING:
     import torch

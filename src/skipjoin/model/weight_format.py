@@ -11,10 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from skipjoin.model.config import ModelError, read_json
+from skipjoin.model.errors import ModelError
 from skipjoin.model.gguf.file import is_gguf, read_gguf
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.plugins import PluginError, load_plugins
+from skipjoin.model.settings_files import read_json
 from skipjoin.model.weight_files import INDEX, ModelFiles, Source, read_weight_map, safetensors_files
 
 if TYPE_CHECKING:

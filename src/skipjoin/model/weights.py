@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from skipjoin.model.config import DTYPES, ModelError
+from skipjoin.model.config_fields import DTYPES
+from skipjoin.model.errors import ModelError
 from skipjoin.model.family import Family, family_named
 from skipjoin.model.groups import GroupedMatrix, rounded, same_order
 from skipjoin.model.ops.base import LayerOps, Linear, LookedUp, Matrices, Norm, Product

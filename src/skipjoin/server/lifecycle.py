@@ -30,7 +30,7 @@ from skipjoin.config import ConfigError, EngineConfig, ForecastConfig, ServerCon
 from skipjoin.config.access import is_loopback
 from skipjoin.engine.forecasting import open_keeper, state_folder
 from skipjoin.extras import why_missing
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.folder import check_model
 from skipjoin.model.generation_config import sampling_defaults
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer

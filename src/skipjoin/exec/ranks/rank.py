@@ -30,8 +30,8 @@ from skipjoin.exec.sampling import is_constrained
 from skipjoin.exec.transfer import Copier
 from skipjoin.exec.worker import Worker
 from skipjoin.model.causal_lm import CausalLM
-from skipjoin.model.config import AdapterError
 from skipjoin.model.cuda import is_out_of_memory
+from skipjoin.model.errors import AdapterError
 from skipjoin.model.grammar_mask import GrammarMask, GrammarState
 from skipjoin.model.grammars import Grammars
 from skipjoin.model.parallel import GroupError

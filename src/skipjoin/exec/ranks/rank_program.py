@@ -42,7 +42,7 @@ def _answer(host: RankHost, method: str, arguments: tuple[Any, ...]) -> Any:
     try:
         return host.call(method, *arguments)
     except Exception as error:
-        from skipjoin.model.config import ModelError  # noqa: PLC0415 (imports numpy)
+        from skipjoin.model.errors import ModelError  # noqa: PLC0415 (imports numpy)
 
         if isinstance(error, ModelError | RankError):
             return error

@@ -18,7 +18,7 @@ from skipjoin.exec.ranks.launch import GroupSizes, Launcher
 from skipjoin.exec.ranks.links import RankListener
 from skipjoin.exec.ranks.rank_masks import RankMasks
 from skipjoin.exec.ranks.sharded import ShardedExecutor, ShardedHandle
-from skipjoin.model.config import AdapterError, ModelError
+from skipjoin.model.errors import AdapterError, ModelError
 from skipjoin.model.parallel import Shard
 
 _log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from skipjoin.exec.ranks.cluster import Cluster, ClusterError, import_ray
 from skipjoin.exec.ranks.launch import START_S, GroupSizes
 from skipjoin.exec.ranks.nodes import Node, excluding, known_nodes, silent
 from skipjoin.exec.ranks.rank_host import RankHost
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.version import VERSION
 
 # Timeout in seconds for placement, and interval of checks that the nodes of pending calls are reachable.

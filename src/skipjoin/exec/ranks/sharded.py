@@ -22,7 +22,7 @@ from skipjoin.exec.ranks.messages import (
 )
 from skipjoin.exec.ranks.plan_messages import OutOfStepError, PlanWriter
 from skipjoin.exec.ranks.rank_masks import RankMasks
-from skipjoin.model.config import AdapterError
+from skipjoin.model.errors import AdapterError
 from skipjoin.model.parallel import Shard
 
 # Seconds that the other ranks have to report the cause after a rank reported that it lost another.

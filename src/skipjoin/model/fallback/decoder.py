@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from skipjoin.model.batch import PackedBatch, chunked
-from skipjoin.model.config import ModelError
 from skipjoin.model.cuda import is_out_of_memory
+from skipjoin.model.errors import ModelError
 from skipjoin.model.fallback.even import EvenRows
 from skipjoin.model.fallback.interfaces import QueryKeyValue, hook
 from skipjoin.model.fallback.loading import Packer, load

@@ -11,7 +11,7 @@ import torch
 from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.fallback.interfaces import PAGED, hook
 from skipjoin.model.fallback.older import cut_experts
 from skipjoin.model.fallback.products import Experts, PackedWeight

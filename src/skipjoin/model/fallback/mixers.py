@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.layers import LayerInputs
 from skipjoin.model.ops.recurrent import (
     Convolution,

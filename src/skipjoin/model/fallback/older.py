@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.fallback.interfaces import PAGED, SAMPLED, apply_experts, attend
 
 # Value of `_attn_implementation` with which a module computes its attention itself.

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from skipjoin.model.batch import PackedBatch, Segment
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.fallback.interfaces import PAGED
 from skipjoin.model.fallback.loading import Packer
 from skipjoin.model.kv_cache import PagedKV

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import transformers
 from transformers.models.auto import modeling_auto as auto
 
-from skipjoin.model.config import LARGEST, ModelError, StateSettings, check_sizes
+from skipjoin.model.config import StateSettings
+from skipjoin.model.config_fields import LARGEST, check_sizes
+from skipjoin.model.errors import ModelError
 from skipjoin.model.fallback.trace import Traced, trace, without
 from skipjoin.model.family import same_name
 from skipjoin.model.weight_files import quantization_of

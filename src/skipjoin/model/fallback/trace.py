@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.fallback import older
 from skipjoin.model.fallback.even import is_uneven
 from skipjoin.model.fallback.interfaces import OTHER_MASK, PAGED, SAMPLED, QueryKeyValue, hook, register

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from skipjoin.model.config import SIZES, activation, rope
+from skipjoin.model.config_fields import SIZES, activation, rope
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
 from skipjoin.model.layers import Builder, Rotary, SequentialLayer, separate_attention

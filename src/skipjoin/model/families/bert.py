@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from skipjoin.model.config import ModelError, activation
+from skipjoin.model.config_fields import activation
+from skipjoin.model.errors import ModelError
 from skipjoin.model.families.encoder import Encoder, Layout
 from skipjoin.model.family import family
 from skipjoin.model.layers import Builder

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from skipjoin.model.config import every, factor, layer_kinds
+from skipjoin.model.config_fields import every, factor, layer_kinds
 from skipjoin.model.families.gated import gated_fields, gated_mlp
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from skipjoin.model.attention.base import Heads
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.config import ModelError, activation
+from skipjoin.model.config_fields import activation
+from skipjoin.model.errors import ModelError
 from skipjoin.model.families.encoder import Encoder, EncoderLayer, Layout, encoder_norm
 from skipjoin.model.family import family
 from skipjoin.model.layers import Builder, LayerInputs

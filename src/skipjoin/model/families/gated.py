@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from skipjoin.model.config import SIZES, ModelError, activation, factor, rope
+from skipjoin.model.config_fields import SIZES, activation, factor, rope
+from skipjoin.model.errors import ModelError
 from skipjoin.model.layers import (
     Adjusted,
     Builder,

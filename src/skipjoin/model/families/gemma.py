@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from skipjoin.model.config import ModelError, cap, every, factor, layer_kinds, rope, rope_of_kind
+from skipjoin.model.config_fields import cap, every, factor, layer_kinds, rope, rope_of_kind
+from skipjoin.model.errors import ModelError
 from skipjoin.model.families.gated import BEFORE_PARTS, LayerNorms, gated_fields, gated_layer
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family

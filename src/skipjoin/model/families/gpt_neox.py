@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from skipjoin.model.config import activation, rope
+from skipjoin.model.config_fields import activation, rope
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
 from skipjoin.model.layers import Builder, Layer, LayerInputs, Rotary, SelfAttention

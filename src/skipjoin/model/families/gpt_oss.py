@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from skipjoin.model.config import ExpertSettings, ModelError, rope
+from skipjoin.model.config import ExpertSettings
+from skipjoin.model.config_fields import rope
+from skipjoin.model.errors import ModelError
 from skipjoin.model.experts import ExpertLayer, expert_mlp, stacked_experts
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family

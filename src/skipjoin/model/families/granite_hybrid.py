@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from skipjoin.model.config import ExpertSettings, ModelError, StateSettings
+from skipjoin.model.config import ExpertSettings, StateSettings
+from skipjoin.model.errors import ModelError
 from skipjoin.model.experts import expert_mlp, stacked_experts
 from skipjoin.model.families.gated import gated_attention, gated_fields, granite_scales, residual_scale
 from skipjoin.model.families.lfm2 import mixed_kinds

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from skipjoin.model.config import ModelError, StateSettings
+from skipjoin.model.config import StateSettings
+from skipjoin.model.errors import ModelError
 from skipjoin.model.families.gated import gated_fields
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from skipjoin.model.config import ModelError, every, layer_kinds
+from skipjoin.model.config_fields import every, layer_kinds
+from skipjoin.model.errors import ModelError
 from skipjoin.model.families.gated import gated_fields, gated_layer, granite_scales
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from skipjoin.model.config import ExpertSettings, ModelError, every, layer_kinds
+from skipjoin.model.config import ExpertSettings
+from skipjoin.model.config_fields import every, layer_kinds
+from skipjoin.model.errors import ModelError
 from skipjoin.model.experts import (
     ExpertLayer,
     MakeExperts,

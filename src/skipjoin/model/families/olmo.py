@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from skipjoin.model.config import every, layer_kinds, rope, rope_of_kind
+from skipjoin.model.config_fields import every, layer_kinds, rope, rope_of_kind
 from skipjoin.model.families.gated import LayerNorms, gated_fields, gated_layer
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from skipjoin.model.batch import PackedBatch
-from skipjoin.model.config import activation
+from skipjoin.model.config_fields import activation
 from skipjoin.model.family import family
 from skipjoin.model.layers import Builder, Embedding, LayerInputs, SequentialLayer, advance, separate_attention
 from skipjoin.model.ops.base import Linear, Norm

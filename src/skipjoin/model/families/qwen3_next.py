@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from skipjoin.model.config import ExpertSettings, ModelError, StateSettings, every
+from skipjoin.model.config import ExpertSettings, StateSettings
+from skipjoin.model.config_fields import every
+from skipjoin.model.errors import ModelError
 from skipjoin.model.experts import expert_mlp, gated_experts
 from skipjoin.model.families.gated import gated_fields, gated_mlp
 from skipjoin.model.families.lfm2 import mixed_kinds

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from skipjoin.model.config import ModelError, activation, layer_kinds, rope, rope_of_kind
+from skipjoin.model.config_fields import activation, layer_kinds, rope, rope_of_kind
+from skipjoin.model.errors import ModelError
 from skipjoin.model.families.encoder import Encoder, Layout
 from skipjoin.model.family import family
 from skipjoin.model.rope import RopeSettings

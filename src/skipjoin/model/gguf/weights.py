@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from skipjoin.model import groups
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.gguf.architectures import Heads, Recurrence, architecture_of
 from skipjoin.model.gguf.file import Gguf, GgufError, StoredTensor, read_gguf
 from skipjoin.model.gguf.groups import LAYOUTS, unpacked

@@ -6,8 +6,8 @@ import functools
 
 import torch
 
-from skipjoin.model.config import ModelError
 from skipjoin.model.cuda import one_line
+from skipjoin.model.errors import ModelError
 from skipjoin.model.ops.base import LayerOps, Norm
 from skipjoin.model.ops.torch_ops import TorchLinear, TorchOps
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 from skipjoin.chat import ToolUse
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.tokenizer import Tokenizer
 from skipjoin.sampling import ParameterError
 from skipjoin.server.api.chat_body import ChatRequest, TokenizeRequest

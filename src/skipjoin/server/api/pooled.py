@@ -16,7 +16,7 @@ from msgspec import UNSET, UnsetType
 
 from skipjoin.core.request import FinishReason, RequestOptions
 from skipjoin.engine.text import Choice, Output, TextRules
-from skipjoin.model.config import ModelError
+from skipjoin.model.errors import ModelError
 from skipjoin.model.tokenizer import TooManyTokensError
 from skipjoin.pooling import Pooling, Task, cosine, values_of
 from skipjoin.routes import EMBEDDINGS, RERANK, SCORE

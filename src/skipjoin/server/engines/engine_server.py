@@ -21,7 +21,7 @@ from skipjoin.core.engine import RequestTooLargeError
 from skipjoin.core.events import Event
 from skipjoin.core.step import StepPlan
 from skipjoin.kv_format import SWAP_FORMATS
-from skipjoin.model.config import AdapterError, ModelError
+from skipjoin.model.errors import AdapterError, ModelError
 from skipjoin.model.folder import model_id
 from skipjoin.observe.metrics import EngineMetrics
 from skipjoin.recipes import located_errors

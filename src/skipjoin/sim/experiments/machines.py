@@ -17,7 +17,8 @@ from skipjoin.config.shared import (
     check_swap_type,
 )
 from skipjoin.core.step import STATE_SHARE, StateSizes
-from skipjoin.model.config import ModelConfig, ModelError
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.errors import ModelError
 from skipjoin.model.folder import check_model, model_id
 from skipjoin.options import ConfigError, Option, check
 from skipjoin.policies.cost import LinearCost, with_link_limit

@@ -15,7 +15,7 @@ from skipjoin.builtin import INSTALL_PACKAGED, builtin_model_path
 from skipjoin.model.errors import ModelError
 from skipjoin.model.folder import bin_files, check_model, model_folder, model_id, pull_model
 from skipjoin.model.generation_config import sampling_defaults
-from skipjoin.model.weights import SafetensorsFiles
+from skipjoin.model.safetensors_weights import SafetensorsFiles
 
 
 @pytest.fixture

@@ -7,14 +7,15 @@ import torch
 from model_zoo import save_reference
 from safetensors import safe_open
 
-from skipjoin.model import weights as reading
+from skipjoin.model import safetensors_weights as reading
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.errors import ModelError
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model
 from skipjoin.model.parallel import WHOLE, Shard, check_shards
+from skipjoin.model.random_weights import RandomWeights
+from skipjoin.model.safetensors_weights import FolderWeights
 from skipjoin.model.weight_files import ModelFiles, Source
-from skipjoin.model.weights import FolderWeights, RandomWeights
 from support.thread_ranks import Meeting
 
 CONFIG = ModelConfig.from_dict(

@@ -22,9 +22,10 @@ from skipjoin.model.folder import check_model, model_files
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, planned_model, read_config
 from skipjoin.model.ops.base import GATED, LayerOps, Linear, Norm
+from skipjoin.model.safetensors_weights import FolderWeights
 from skipjoin.model.weight_files import ModelFiles, Source
 from skipjoin.model.weight_format import Safetensors
-from skipjoin.model.weights import FolderWeights, Matrix, Weights
+from skipjoin.model.weights import Matrix, Weights
 from skipjoin.sampling import SamplingParams
 
 PROMPTS = ["Count from 3 to 12", "Count down from 9 to 2"]

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from skipjoin.model.errors import AdapterError, ModelError
+from skipjoin.model.safetensors_weights import STORED, SafetensorsFiles
 from skipjoin.model.settings_files import read_settings
 from skipjoin.model.weight_files import check_inside
-from skipjoin.model.weights import STORED, SafetensorsFiles
 
 _CONFIG, _WEIGHTS, _PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 # More would only be slow: adapters have a few dozen, and PEFT's default is 8.

@@ -13,8 +13,9 @@ from skipjoin.model.batch import PackedBatch
 from skipjoin.model.cuda import is_out_of_memory
 from skipjoin.model.errors import AdapterError
 from skipjoin.model.ops.base import LayerOps, Linear, Norm, Product
+from skipjoin.model.safetensors_weights import stored_names
 from skipjoin.model.transfer import to_device
-from skipjoin.model.weights import Matrix, stored_names
+from skipjoin.model.weights import Matrix
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 

@@ -14,7 +14,7 @@ import torch
 
 from skipjoin.model.errors import ModelError
 from skipjoin.model.groups import GROUP, GroupedMatrix
-from skipjoin.model.weights import FolderWeights
+from skipjoin.model.safetensors_weights import FolderWeights
 
 # Suffixes of tensors that only matrices of either kind have.
 SCALES_4BIT, SCALES_8BIT = "weight.absmax", "SCB"

@@ -26,9 +26,9 @@ from skipjoin.model.ops.base import LayerOps
 from skipjoin.model.ops.torch_ops import TorchOps
 from skipjoin.model.parallel import WHOLE, Alone, Group, Shard, Unconnected
 from skipjoin.model.pooling_files import pooling_of
+from skipjoin.model.safetensors_weights import has_own_output
 from skipjoin.model.weight_files import ModelFiles, Progress, Source
 from skipjoin.model.weight_format import WeightFormat, format_of
-from skipjoin.model.weights import has_own_output
 
 _log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -16,8 +16,9 @@ from skipjoin.model.family import family_named
 from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.groups import coded_bytes as groups_bytes
 from skipjoin.model.ops.base import LayerOps, Linear
+from skipjoin.model.safetensors_weights import FolderWeights, SafetensorsFiles, stored_names
 from skipjoin.model.weight_files import ModelFiles, Source
-from skipjoin.model.weights import FolderWeights, Matrix, SafetensorsFiles, Stack, stored_names
+from skipjoin.model.weights import Matrix, Stack
 
 _log = logging.getLogger(__name__)
 _NUMBERS = ("F32", "F16", "BF16")

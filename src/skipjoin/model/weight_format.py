@@ -20,7 +20,8 @@ from skipjoin.model.weight_files import INDEX, ModelFiles, Source, read_weight_m
 
 if TYPE_CHECKING:
     from skipjoin.model.ops.base import LayerOps
-    from skipjoin.model.weights import PlannedWeights, Weights
+    from skipjoin.model.planned_weights import PlannedWeights
+    from skipjoin.model.weights import Weights
 
 _log = logging.getLogger(__name__)
 # Entry points of this group name the class of a format.
@@ -66,7 +67,7 @@ class WeightFormat(ABC):
         return None
 
     def plan(self, source: Source) -> PlannedWeights:
-        from skipjoin.model.weights import PlannedWeights  # noqa: PLC0415
+        from skipjoin.model.planned_weights import PlannedWeights  # noqa: PLC0415
 
         return PlannedWeights(source.dtype, partial(self.matrix_bytes, source), lambda *_: None)
 
@@ -161,12 +162,12 @@ class Safetensors(WeightFormat):
             raise ModelError(_why_adapter(files) or f"{files.folder} has no weights but those of an adapter")
 
     def open(self, source: Source) -> Weights:
-        from skipjoin.model.weights import FolderWeights  # noqa: PLC0415
+        from skipjoin.model.safetensors_weights import FolderWeights  # noqa: PLC0415
 
         return FolderWeights(source)
 
     def dtype_name(self, files: ModelFiles) -> str:
-        from skipjoin.model.weights import stored_dtype  # noqa: PLC0415
+        from skipjoin.model.safetensors_weights import stored_dtype  # noqa: PLC0415
 
         return stored_dtype(files.folder)
 
@@ -212,12 +213,12 @@ class Dummy(WeightFormat):
         return not files.quantization
 
     def open(self, source: Source) -> Weights:
-        from skipjoin.model.weights import RandomWeights  # noqa: PLC0415
+        from skipjoin.model.random_weights import RandomWeights  # noqa: PLC0415
 
         return RandomWeights(source.seed, source.dtype, source.device)
 
     def dtype_name(self, files: ModelFiles) -> str:
-        from skipjoin.model.weights import stored_dtype  # noqa: PLC0415
+        from skipjoin.model.safetensors_weights import stored_dtype  # noqa: PLC0415
 
         try:
             return stored_dtype(files.folder)
@@ -238,7 +239,7 @@ class Int8(WeightFormat):
         return not files.quantization
 
     def open(self, source: Source) -> Weights:
-        from skipjoin.model.weights import Int8Weights  # noqa: PLC0415
+        from skipjoin.model.rounded_weights import Int8Weights  # noqa: PLC0415
 
         plain = replace(source.spec, quantization="none")
         return Int8Weights(format_of(source.files, plain).open(source))
@@ -256,7 +257,7 @@ class Int8(WeightFormat):
         return coded_bytes(outputs, inputs)
 
     def plan(self, source: Source) -> PlannedWeights:
-        from skipjoin.model.weights import PlannedWeights  # noqa: PLC0415
+        from skipjoin.model.planned_weights import PlannedWeights  # noqa: PLC0415
 
         size = partial(self.matrix_bytes, source, "")
         return PlannedWeights(source.dtype, partial(self.matrix_bytes, source), size)
@@ -274,7 +275,7 @@ class Fp8(WeightFormat):
         return True
 
     def open(self, source: Source) -> Weights:
-        from skipjoin.model.weights import Fp8Weights  # noqa: PLC0415
+        from skipjoin.model.rounded_weights import Fp8Weights  # noqa: PLC0415
 
         self._check(source)
         plain = replace(source.spec, quantization="none")
@@ -285,7 +286,7 @@ class Fp8(WeightFormat):
             raise ModelError(f"quantization fp8 needs device cuda, where a CPU has int8; got {where}")
 
     def plan(self, source: Source) -> PlannedWeights:
-        from skipjoin.model.weights import PlannedWeights  # noqa: PLC0415
+        from skipjoin.model.planned_weights import PlannedWeights  # noqa: PLC0415
 
         self._check(source)
         return PlannedWeights(source.dtype, lambda *_: None, lambda outputs, inputs: outputs * inputs)

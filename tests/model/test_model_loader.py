@@ -20,10 +20,10 @@ from skipjoin.model.errors import ModelError
 from skipjoin.model.family import find_architecture
 from skipjoin.model.folder import resolve_folder
 from skipjoin.model.kv_cache import PagedKV
-from skipjoin.model.layers import Rotary
 from skipjoin.model.load_spec import LoadSpec
 from skipjoin.model.loader import load_model, random_model
 from skipjoin.model.ops.build import load_library
+from skipjoin.model.self_attention import Rotary
 from skipjoin.model.weight_files import INDEX
 
 IDS = [[5, 9, 33, 2, 71, 8]]

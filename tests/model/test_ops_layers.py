@@ -12,7 +12,8 @@ from skipjoin.model.batch import PackedBatch, Segment
 from skipjoin.model.causal_lm import CausalLM
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.kv_cache import PagedKV
-from skipjoin.model.layers import LayerInputs, advance
+from skipjoin.model.layer_inputs import LayerInputs
+from skipjoin.model.layers import advance
 from skipjoin.model.ops.calls import CPP_DTYPES
 from skipjoin.model.ops.cpp_ops import CppOps, has_dtype
 from skipjoin.model.parallel import Alone

@@ -4,9 +4,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from skipjoin.model.layers import Builder, LayerInputs, SelfAttention
+from skipjoin.model.builder import Builder
+from skipjoin.model.layer_inputs import LayerInputs
 from skipjoin.model.ops.base import GATED, Experts, LayerParts, Linear, Norm
 from skipjoin.model.parallel import Group
+from skipjoin.model.self_attention import SelfAttention
 from skipjoin.model.weights import Matrix, Stack
 
 # Makes products of each expert: [hidden] to this rank's columns, gated, and these to [hidden].

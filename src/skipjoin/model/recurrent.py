@@ -7,11 +7,14 @@ from typing import Protocol
 
 import torch
 
+from skipjoin.model.builder import Builder
 from skipjoin.model.config import StateSettings
 from skipjoin.model.experts import ExpertMLP
-from skipjoin.model.layers import Adjusted, Builder, LayerInputs, SelfAttention
+from skipjoin.model.layer_inputs import LayerInputs
+from skipjoin.model.modules import Adjusted
 from skipjoin.model.ops.base import GATED, Linear, Norm
 from skipjoin.model.ops.recurrent import Convolution, ConvolutionInputs, Gate, GateKind, Recurrence, RecurrenceInputs
+from skipjoin.model.self_attention import SelfAttention
 
 _SIGMOID = Gate(GateKind.SIGMOID)
 

@@ -11,13 +11,13 @@ import torch
 from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
+from skipjoin.model.builder import Builder
 from skipjoin.model.errors import ModelError
 from skipjoin.model.fallback.interfaces import PAGED, hook
 from skipjoin.model.fallback.older import cut_experts
 from skipjoin.model.fallback.products import Experts, PackedWeight
 from skipjoin.model.fallback.settings import Settings, wholes
 from skipjoin.model.fallback.trace import adapt, build, prepare, settle
-from skipjoin.model.layers import Builder
 from skipjoin.model.ops.base import LayerOps, Linear
 from skipjoin.model.ops.cpp_ops import CppOps
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.errors import ModelError
-from skipjoin.model.layers import LayerInputs
+from skipjoin.model.layer_inputs import LayerInputs
 from skipjoin.model.ops.recurrent import (
     Convolution,
     ConvolutionInputs,

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from skipjoin.model.batch import PackedBatch, Segment
+from skipjoin.model.builder import Builder
 from skipjoin.model.errors import ModelError
 from skipjoin.model.fallback.interfaces import PAGED
 from skipjoin.model.fallback.loading import Packer
 from skipjoin.model.kv_cache import PagedKV
-from skipjoin.model.layers import Builder
 
 _log = logging.getLogger(__name__)
 _TOKENS, _FIRST, _BLOCK = 24, 10, 4

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from skipjoin.model.builder import Builder
 from skipjoin.model.config_fields import SIZES, activation, rope
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
-from skipjoin.model.layers import Builder, Rotary, SequentialLayer, separate_attention
+from skipjoin.model.layers import SequentialLayer
 from skipjoin.model.ops.base import Norm
+from skipjoin.model.self_attention import Rotary, separate_attention
 
 # Names of the epsilon and its default, and the default share of a head that is rotated.
 _NORMS = {"arcee": ("rms_norm_eps", 1e-5, 1.0), "nemotron": ("norm_eps", 1e-5, 0.5)}

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from skipjoin.model.builder import Builder
 from skipjoin.model.config_fields import activation
 from skipjoin.model.errors import ModelError
 from skipjoin.model.families.encoder import Encoder, Layout
 from skipjoin.model.family import family
-from skipjoin.model.layers import Builder
 from skipjoin.model.ops.base import by_distance
 
 _OUTPUTS = ("Model", "ForMaskedLM", "ForSequenceClassification")

@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
+from skipjoin.model.builder import Builder
 from skipjoin.model.config_fields import every, factor, layer_kinds
 from skipjoin.model.families.gated import gated_fields, gated_mlp
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
-from skipjoin.model.layers import Builder, Layer, LayerInputs, Rotary, halves_of_pairs, separate_attention
+from skipjoin.model.layer_inputs import LayerInputs
+from skipjoin.model.layers import Layer
 from skipjoin.model.ops.base import Norm
+from skipjoin.model.self_attention import Rotary, halves_of_pairs, separate_attention
 
 _ARCHITECTURES = {"CohereForCausalLM": "cohere", "Cohere2ForCausalLM": "cohere2"}
 _DEFAULTS: dict[str, dict[str, Any]] = {

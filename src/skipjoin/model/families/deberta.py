@@ -11,11 +11,12 @@ import torch.nn.functional as F
 
 from skipjoin.model.attention.base import Heads
 from skipjoin.model.batch import PackedBatch
+from skipjoin.model.builder import Builder
 from skipjoin.model.config_fields import activation
 from skipjoin.model.errors import ModelError
 from skipjoin.model.families.encoder import Encoder, EncoderLayer, Layout, encoder_norm
 from skipjoin.model.family import family
-from skipjoin.model.layers import Builder, LayerInputs
+from skipjoin.model.layer_inputs import LayerInputs
 
 _DEFAULTS = {"max_position_embeddings": 512, "type_vocab_size": 0, "layer_norm_eps": 1e-7, "hidden_act": "gelu"}
 # Fields that would change what is computed, with the only values that are supported: those of all published v3 models.

@@ -9,9 +9,12 @@ import torch.nn.functional as F
 
 from skipjoin.model.attention.base import AttentionBackend, Call, Heads
 from skipjoin.model.batch import PackedBatch
+from skipjoin.model.builder import Builder
 from skipjoin.model.kv_cache import PagedKV
-from skipjoin.model.layers import Builder, Embedding, LayerInputs, Rotary
+from skipjoin.model.layer_inputs import LayerInputs
+from skipjoin.model.modules import Embedding
 from skipjoin.model.ops.base import GATES, LayerOps, Linear, Norm, WholeText
+from skipjoin.model.self_attention import Rotary
 
 _GATED = {function: name for name, function in GATES.items()}
 

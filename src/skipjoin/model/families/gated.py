@@ -7,18 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from skipjoin.model.builder import Builder
 from skipjoin.model.config_fields import SIZES, activation, factor, rope
 from skipjoin.model.errors import ModelError
-from skipjoin.model.layers import (
-    Adjusted,
-    Builder,
-    Rotary,
-    SelfAttention,
-    SequentialLayer,
-    Unchanged,
-    separate_attention,
-)
+from skipjoin.model.layers import SequentialLayer
+from skipjoin.model.modules import Adjusted, Unchanged
 from skipjoin.model.ops.base import GATES, HeadNorm, Linear
+from skipjoin.model.self_attention import Rotary, SelfAttention, separate_attention
 
 _GATES = {function: name for name, function in GATES.items()}
 

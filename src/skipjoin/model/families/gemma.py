@@ -6,12 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from skipjoin.model.builder import Builder
 from skipjoin.model.config_fields import cap, every, factor, layer_kinds, rope, rope_of_kind
 from skipjoin.model.errors import ModelError
 from skipjoin.model.families.gated import BEFORE_PARTS, LayerNorms, gated_fields, gated_layer
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
-from skipjoin.model.layers import Builder, Rotary, SequentialLayer
+from skipjoin.model.layers import SequentialLayer
+from skipjoin.model.self_attention import Rotary
 
 _SHARED = {"head_dim": 256, "tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"}
 _LATER = _SHARED | {"num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 4096}

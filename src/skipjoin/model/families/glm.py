@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from skipjoin.model.builder import Builder
 from skipjoin.model.families.gated import BEFORE_PARTS, LayerNorms, gated_fields, gated_layer
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
-from skipjoin.model.layers import Builder, Rotary, SequentialLayer
+from skipjoin.model.layers import SequentialLayer
+from skipjoin.model.self_attention import Rotary
 
 # Of missing entries: those of the configuration class in transformers. Parts of models that see have others.
 _DEFAULTS = {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, "rms_norm_eps": 1.5625e-7}

@@ -7,14 +7,15 @@ from typing import Any
 
 import torch
 
+from skipjoin.model.builder import Builder
 from skipjoin.model.config import ExpertSettings
 from skipjoin.model.config_fields import rope
 from skipjoin.model.errors import ModelError
 from skipjoin.model.experts import ExpertLayer, expert_mlp, stacked_experts
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
-from skipjoin.model.layers import Builder, Rotary, separate_attention
 from skipjoin.model.ops.base import CLAMPED, CLAMPED_LIMIT, CLAMPED_SLOPE
+from skipjoin.model.self_attention import Rotary, separate_attention
 from skipjoin.model.weights import Stack
 
 _ROPE = {

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from skipjoin.model.builder import Builder
 from skipjoin.model.config import ExpertSettings, StateSettings
 from skipjoin.model.errors import ModelError
 from skipjoin.model.experts import expert_mlp, stacked_experts
@@ -13,9 +14,11 @@ from skipjoin.model.families.gated import gated_attention, gated_fields, granite
 from skipjoin.model.families.lfm2 import mixed_kinds
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
-from skipjoin.model.layers import Adjusted, Builder, Layer, Rotary
+from skipjoin.model.layers import Layer
+from skipjoin.model.modules import Adjusted
 from skipjoin.model.ops.base import GATED
 from skipjoin.model.recurrent import Mamba2, MixedLayer, Part, SharedExperts, mlp_part
+from skipjoin.model.self_attention import Rotary
 from skipjoin.model.weights import Stack
 
 # Of missing entries: those of the configuration class in transformers.

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from skipjoin.model.builder import Builder
 from skipjoin.model.config import StateSettings
 from skipjoin.model.errors import ModelError
 from skipjoin.model.families.gated import gated_fields
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
-from skipjoin.model.layers import Builder, Layer, Rotary, separate_attention
+from skipjoin.model.layers import Layer
 from skipjoin.model.ops.base import GATED, Norm
 from skipjoin.model.recurrent import MixedLayer, Part, ShortConvolution, mlp_part
+from skipjoin.model.self_attention import Rotary, separate_attention
 
 # Of missing entries: those of the configuration class in transformers.
 _DEFAULTS: dict[str, Any] = {

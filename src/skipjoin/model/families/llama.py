@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from skipjoin.model.builder import Builder
 from skipjoin.model.config_fields import every, layer_kinds
 from skipjoin.model.errors import ModelError
 from skipjoin.model.families.gated import gated_fields, gated_layer, granite_scales
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
-from skipjoin.model.layers import Builder, Rotary, SequentialLayer
+from skipjoin.model.layers import SequentialLayer
+from skipjoin.model.self_attention import Rotary
 
 _MINISTRAL3_ROPE = {
     "rope_type": "yarn",

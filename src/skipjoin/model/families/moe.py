@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from skipjoin.model.builder import Builder
 from skipjoin.model.config import ExpertSettings
 from skipjoin.model.config_fields import every, layer_kinds
 from skipjoin.model.errors import ModelError
@@ -21,9 +22,11 @@ from skipjoin.model.experts import (
 from skipjoin.model.families.gated import gated_attention, gated_fields, gated_mlp, granite_scales, residual_scale
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
-from skipjoin.model.layers import Adjusted, Builder, Layer, Rotary, SequentialLayer
+from skipjoin.model.layers import Layer, SequentialLayer
+from skipjoin.model.modules import Adjusted
 from skipjoin.model.ops.base import GATED
 from skipjoin.model.recurrent import MixedLayer, SharedExperts, shared_experts
+from skipjoin.model.self_attention import Rotary
 from skipjoin.model.weights import Stack
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from skipjoin.model.builder import Builder
 from skipjoin.model.config_fields import every, layer_kinds, rope, rope_of_kind
 from skipjoin.model.families.gated import LayerNorms, gated_fields, gated_layer
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
-from skipjoin.model.layers import Builder, Rotary, SequentialLayer
+from skipjoin.model.layers import SequentialLayer
+from skipjoin.model.self_attention import Rotary
 
 _ARCHITECTURES = {"Olmo2ForCausalLM": "olmo2", "Olmo3ForCausalLM": "olmo3", "Exaone4ForCausalLM": "exaone4"}
 _NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")

@@ -9,10 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from skipjoin.model.batch import PackedBatch
+from skipjoin.model.builder import Builder
 from skipjoin.model.config_fields import activation
 from skipjoin.model.family import family
-from skipjoin.model.layers import Builder, Embedding, LayerInputs, SequentialLayer, advance, separate_attention
+from skipjoin.model.layer_inputs import LayerInputs
+from skipjoin.model.layers import SequentialLayer, advance
+from skipjoin.model.modules import Embedding
 from skipjoin.model.ops.base import Linear, Norm
+from skipjoin.model.self_attention import separate_attention
 
 # The first two rows of OPT's position table are padding.
 POSITION_OFFSET = 2

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from skipjoin.model.builder import Builder
 from skipjoin.model.families.gated import gated_fields, gated_layer
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
-from skipjoin.model.layers import Builder, Rotary, SequentialLayer
+from skipjoin.model.layers import SequentialLayer
+from skipjoin.model.self_attention import Rotary
 
 
 def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from skipjoin.model.builder import Builder
 from skipjoin.model.config import ExpertSettings, StateSettings
 from skipjoin.model.config_fields import every
 from skipjoin.model.errors import ModelError
@@ -15,9 +16,10 @@ from skipjoin.model.families.gated import gated_fields, gated_mlp
 from skipjoin.model.families.lfm2 import mixed_kinds
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
-from skipjoin.model.layers import Builder, Layer, Rotary, SelfAttention
+from skipjoin.model.layers import Layer
 from skipjoin.model.ops.base import Linear
 from skipjoin.model.recurrent import DeltaNet, GatedAttention, MixedLayer, Part, mlp_part, shared_experts
+from skipjoin.model.self_attention import Rotary, SelfAttention
 
 _ARCHITECTURES = {
     "Qwen3NextForCausalLM": "qwen3_next",

@@ -6,9 +6,12 @@ from dataclasses import replace
 import torch
 
 from skipjoin.model.batch import PackedBatch
+from skipjoin.model.builder import Builder
 from skipjoin.model.families.encoder import WholeAttention
-from skipjoin.model.layers import Builder, Layer, LayerInputs, Rotary, advance, fused
+from skipjoin.model.layer_inputs import LayerInputs
+from skipjoin.model.layers import Layer, advance, fused
 from skipjoin.model.ops.base import Norm
+from skipjoin.model.self_attention import Rotary
 
 
 class RotaryDecoder(ABC):

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from skipjoin.model.builder import Builder
 from skipjoin.model.config_fields import activation, rope
 from skipjoin.model.families.rotary import RotaryDecoder
 from skipjoin.model.family import family
-from skipjoin.model.layers import Builder, Rotary, SequentialLayer, separate_attention
+from skipjoin.model.layers import SequentialLayer
 from skipjoin.model.ops.base import Norm
+from skipjoin.model.self_attention import Rotary, separate_attention
 
 
 def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:

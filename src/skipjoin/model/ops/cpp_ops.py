@@ -13,7 +13,8 @@ from skipjoin.model.attention.cpp_backend import CppAttention
 from skipjoin.model.batch import PackedBatch
 from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.large_pages import Arena
-from skipjoin.model.layers import Adjusted, products_of, without_adapters
+from skipjoin.model.layers import products_of, without_adapters
+from skipjoin.model.modules import Adjusted
 from skipjoin.model.ops.base import (
     Experts,
     FusedLayers,

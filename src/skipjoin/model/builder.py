@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from skipjoin.model.adapters import Adapters
+from skipjoin.model.attention.base import AttentionBackend
+from skipjoin.model.config import ModelConfig
+from skipjoin.model.modules import Embedding, ProjectionNorm, SpreadNorm, SummedLinear
+from skipjoin.model.ops.base import (
+    HeadNorm,
+    LayerOps,
+    Linear,
+    LookedUp,
+    Norm,
+)
+from skipjoin.model.parallel import Group
+from skipjoin.model.weights import Matrix, Weights
+
+
+class Builder:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        ops: LayerOps,
+        attention: AttentionBackend,
+        group: Group,
+        *,
+        dtype: torch.dtype,
+        adapters: Adapters,
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.ops = ops
+        self.attention = attention
+        self.group = group
+        self.shard = group.shard
+        self.dtype = dtype
+        self.adapters = adapters
+        # Parameters are those that a token uses, and `expert_bytes` a part of `weight_bytes`.
+        self.weight_bytes = self.expert_bytes = self.parameters = 0
+
+    def tensor(self, name: str, *shape: int, rows: range | None = None) -> torch.Tensor:
+        return self.counted(self.weights.take(name, *shape, rows=rows))
+
+    def counted(self, taken: torch.Tensor) -> torch.Tensor:
+        self.weight_bytes += taken.nbytes
+        self.parameters += taken.numel()
+        return taken
+
+    def linear(
+        self,
+        names: str | Sequence[str],
+        outs: Sequence[int],
+        inputs: int,
+        bias: bool,
+        *,
+        rows: Sequence[range] | None = None,
+        orders: Sequence[torch.Tensor | None] | None = None,
+        activation: str | None = None,
+        takes_adapters: bool = True,
+    ) -> Linear:
+        """Fuse matrices with the same input.
+
+        Args:
+            names: Of which several may be parts of one.
+            outs: Their rows as a whole.
+            rows: This rank's (Megatron).
+            orders: Which of these rows each output has.
+            takes_adapters: The product is of all tokens of a batch.
+        """
+        names = [names] if isinstance(names, str) else names
+        parts = zip(names, outs, rows or map(range, outs), orders or [None] * len(outs), strict=True)
+        matrices = [Matrix(*part) for part in parts]
+        self.parameters += sum(len(matrix.rows) for matrix in matrices) * inputs
+        product = self.weights.linear(self.ops, matrices, inputs, bias=bias, activation=activation)
+        if takes_adapters:
+            return self._counted(self.adapters.adapted(product, matrices, inputs, None, activation))
+        return self._counted(product)
+
+    def summed_linear(
+        self,
+        name: str,
+        out: int,
+        inputs: int,
+        bias: bool,
+        *,
+        columns: range,
+        begins: bool = True,
+        ends: bool = True,
+    ) -> Linear:
+        """Make a product with a split input (Megatron's row parallelism), summed over ranks; rank 0 adds the bias."""
+        matrices = [Matrix(name, out, range(out))]
+        self.parameters += out * len(columns)
+        has_bias = bias and self.shard.tp_rank == 0
+        product = self.weights.linear(self.ops, matrices, inputs, bias=has_bias, columns=columns)
+        linear = self._counted(self.adapters.adapted(product, matrices, inputs, columns, None))
+        return SummedLinear(linear, self.group, begins, ends) if self.shard.tp_size > 1 else linear
+
+    def mlp(
+        self,
+        up: str | Sequence[str],
+        down: str,
+        activation: str,
+        *,
+        is_joined: bool = False,
+        begins: bool = True,
+    ) -> tuple[Linear, Linear]:
+        """Make the products of an MLP; `is_joined` if the one matrix `up` has gate and then up."""
+        config, own = self.config, self.shard.columns(self.config)
+        hidden, width, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        names = [up] if isinstance(up, str) else up
+        sizes, rows = [width] * len(names), [own] * len(names)
+        if is_joined:
+            names, sizes = [*names, *names], [2 * width] * 2
+            rows = [own, range(width + own.start, width + own.stop)]
+        return (
+            self.linear(names, sizes, hidden, bias, rows=rows, activation=activation),
+            self.summed_linear(down, hidden, width, bias, columns=own, begins=begins),
+        )
+
+    def finish_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        self.parameters += weight.numel()
+        return self._counted(self.weights.product(self.ops, weight, bias))
+
+    def _counted(self, linear: Linear) -> Linear:
+        self.weight_bytes += linear.weight_bytes
+        return linear
+
+    def embedding(self, name: str) -> Embedding:
+        config, own = self.config, self.shard.vocabulary(self.config)
+        matrix = Matrix(name.removesuffix(".weight"), config.vocab_size, own)
+        table = self.weights.table(self.ops, matrix, config.embed_dim)
+        if config.tie_embeddings and self.shard.is_last and config.pooling is None and isinstance(table, torch.Tensor):
+            # The largest matrix is packed, and its tensor released, before the others need memory.
+            output = self.weights.product(self.ops, table, None)
+            table = output if isinstance(output, LookedUp) else table
+        self.weight_bytes += table.nbytes if isinstance(table, torch.Tensor) else table.weight_bytes
+        self.parameters += len(own) * config.embed_dim
+        return Embedding(table, own, config.vocab_size, self.group, config.embedding_scale)
+
+    def rms_norm(self, name: str, width: int | None = None) -> Norm:
+        """Make a norm of `width` values, by default the hidden size."""
+        weight = self.tensor(f"{name}.weight", width or self.config.hidden_size)
+        return self.ops.rms_norm(weight, self.config.norm_eps, self.config.norm_offset)
+
+    def projection_norm(self, name: str, rows: range, total: int) -> HeadNorm:
+        """Make a norm over all heads of a projection with `total` rows, of which this rank has `rows`."""
+        config, weight = self.config, self.tensor(f"{name}.weight", total, rows=rows)
+        if len(rows) == total:
+            return ProjectionNorm(self.ops.rms_norm(weight, config.norm_eps, config.norm_offset))
+        return SpreadNorm(weight, config.norm_eps, len(rows) * self.shard.tp_size, self.group)
+
+    def layer_norm(self, name: str, *, bias: bool = True) -> Norm:
+        width, weight, shift = self.config.hidden_size, None, None
+        if self.config.norm_affine:
+            weight, shift = self.tensor(f"{name}.weight", width), self.tensor(f"{name}.bias", width) if bias else None
+        return self.ops.layer_norm(width, weight, shift, self.config.norm_eps)

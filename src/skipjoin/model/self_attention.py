@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from skipjoin.model.builder import Builder
+from skipjoin.model.frequencies import inverse_frequencies
+from skipjoin.model.layer_inputs import LayerInputs
+from skipjoin.model.modules import Adjusted
+from skipjoin.model.ops.base import (
+    AttentionParts,
+    HeadNorm,
+    Linear,
+    Norm,
+)
+from skipjoin.model.rope import RopeSettings
+
+
+class Rotary:
+    def __init__(self, rope: RopeSettings, max_positions: int, device: torch.device | str) -> None:
+        angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inverse_frequencies(rope)
+        table = torch.cat([angles.cos(), angles.sin()], dim=-1) * rope.attention_factor
+        self.cos_sin = table.to(device)
+        self.query_scales: torch.Tensor | None = None
+        if rope.query_beta:
+            turns = torch.arange(max_positions) // rope.original_max_positions
+            self.query_scales = (1 + rope.query_beta * torch.log1p(turns.float())).to(device)
+
+
+class SelfAttention:
+    def __init__(
+        self,
+        builder: Builder,
+        layer: int,
+        qkv: Linear,
+        output: Linear,
+        *,
+        rotary: Rotary | None = None,
+        norms: tuple[HeadNorm, HeadNorm] | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        config, shard = builder.config, builder.shard
+        # Queries are scaled between their norm and attention.
+        is_scaled = rotary is not None and rotary.query_scales is not None
+        self.parts = AttentionParts(
+            qkv,
+            output,
+            norms,
+            None if norms is None or is_scaled else builder.ops.head_weights(*norms),
+            len(shard.heads(config)),
+            len(shard.kv_heads(config)),
+            config.head_dim,
+            shard.kv_layers(config).index(layer),  # the cache holds this rank's layers only
+            config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+            config.windows[layer],
+            config.attention_cap,
+            sinks,
+            None if rotary is None else rotary.cos_sin,
+            None if rotary is None else rotary.query_scales,
+        )
+
+    def add_to(self, x: torch.Tensor, total: torch.Tensor, step: LayerInputs, then: Norm | None = None) -> torch.Tensor:
+        """Add the attention over `x` to `total`; return as `Linear.add_to` does."""
+        of = self.parts
+        qkv = of.qkv(x).view(-1, of.heads + 2 * of.kv_heads, of.dim)
+        query, key, value = qkv.split([of.heads, of.kv_heads, of.kv_heads], dim=1)
+        if of.qk_norms is not None and of.head_weights is None:
+            query, key = of.qk_norms[0](query), of.qk_norms[1](key)
+        if of.query_scales is not None:
+            query = query * of.query_scales[step.batch.positions, None, None].to(query.dtype)
+        attended = step.attention.attend(
+            query, key, value, step.kv, step.batch,
+            layer=of.layer, scale=of.scale, window=of.window, cap=of.cap, sinks=of.sinks, cos_sin=of.cos_sin,
+            norms=of.head_weights,
+        )  # fmt: skip
+        return of.output.add_to(attended, total, then)
+
+
+def separate_attention(
+    builder: Builder,
+    layer: int,
+    name: str,
+    output: str,
+    *,
+    rotary: Rotary | None = None,
+    norms: tuple[HeadNorm, HeadNorm] | None = None,
+    sinks: torch.Tensor | None = None,
+    adjust: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    joined: str = "",
+    is_paired: bool = False,
+    ends: bool = True,
+) -> SelfAttention:
+    """Return attention whose projections are `name`.q_proj, k_proj and v_proj, and `name`.`output`.
+
+    Args:
+        adjust: Changes the output before it is added; see `Adjusted`.
+        joined: Name of one matrix that has the rows of all three, instead of theirs.
+        is_paired: The checkpoint rotates pairs of neighbors, (0, 1), instead of (0, rotary_dim / 2).
+        ends: As of `Builder.summed_linear`.
+    """
+    config, shard = builder.config, builder.shard
+    hidden, q, kv = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    rows = [shard.query_rows(config), *[shard.kv_rows(config)] * 2]
+    outs, projections = (q, kv, kv), [f"{name}.{part}_proj" for part in "qkv"]
+    if joined:
+        outs, projections = (q + 2 * kv,) * 3, [f"{name}.{joined}"] * 3
+        rows = [range(first + own.start, first + own.stop) for first, own in zip((0, q, q + kv), rows, strict=True)]
+    orders = None
+    if is_paired and config.rope is not None:
+        orders = [*(halves_of_pairs(len(own), config.head_dim, config.rope.rotary_dim) for own in rows[:2]), None]
+    product = builder.summed_linear(
+        f"{name}.{output}", hidden, q, config.output_bias, columns=shard.query_rows(config), ends=ends
+    )
+    return SelfAttention(
+        builder,
+        layer,
+        builder.linear(projections, outs, hidden, config.attention_bias, rows=rows, orders=orders),
+        product if adjust is None else Adjusted(product, adjust),
+        rotary=rotary,
+        norms=norms,
+        sinks=sinks,
+    )
+
+
+def halves_of_pairs(rows: int, dim: int, rotary_dim: int) -> torch.Tensor:
+    """Return which row each row of heads has after the first of each pair come before the second."""
+    pairs = torch.arange(rotary_dim).view(-1, 2).t().flatten()
+    order = torch.cat([pairs, torch.arange(rotary_dim, dim)])
+    return (torch.arange(0, rows, dim)[:, None] + order).flatten()

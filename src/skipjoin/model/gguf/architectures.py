@@ -1,27 +1,9 @@
-"""Architectures of GGUF files: their names of tensors, and the order in which they store rows."""
+"""Architectures of GGUF files: the names of their tensors and settings."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from skipjoin.model.gguf.architecture import OUTER, QKV, Architecture
 
-from skipjoin.model.gguf.file import Gguf, GgufError
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-
-ROPE_FACTORS = "rope_freqs.weight"
-LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
-_OF_POSITIONS = {ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}
-_IN_LAYER = re.compile(r"blk\.(\d+)\.([\w.]+?)(\.weight|\.bias)?")
-# Number of layers that predict further tokens.
-_PREDICTING = "nextn_predict_layers"
-# Tensors without a suffix.
-_BARE = ("ssm_a", "ssm_d")
-# Tensors of a delta rule whose rows are values' heads.
-_OF_VALUES = ("attn_qkv", "attn_gate", "ssm_conv1d", "ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt")
 _ATTENTION = {f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"} | {"self_attn.o_proj": "attn_output"}
 _NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
 _GATED = {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
@@ -29,165 +11,14 @@ _PLAIN = {f"mlp.{part}_proj": f"ffn_{part}" for part in ("up", "down")}
 _JOINED_GATE = {"mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
 # Experts of a layer are one tensor, [experts, out, in].
 _EXPERTS = {f"mlp.experts.{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")}
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
-# Those of older files are a tensor for each expert.
-_ONE_EXPERT = re.compile(r"(ffn_\w+)\.\d+")
 _JOINED_EXPERTS = "ffn_gate_exps", "ffn_up_exps"
 _POST_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 _QK_NORMS = {f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"}
-_OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-QKV = frozenset({"attn_q", "attn_k", "attn_v"})
-# Queries, keys and values in one tensor, as some files have those of models whose checkpoints have three.
-JOINED_QKV = "attn_qkv"
 _RMS_EPSILON = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
 _EPSILON = "attention.layer_norm_epsilon"
-
-
-class Recurrence(NamedTuple):
-    """Heads of a delta rule's values and keys, and the size of each."""
-
-    heads: int
-    key_heads: int
-    key_dim: int
-    value_dim: int
-
-
-class Heads(NamedTuple):
-    """Number of heads of queries, and of keys and values, and those of a recurrence if the model has one."""
-
-    queries: int
-    keys: int
-    states: Recurrence | None = None
-
-
-class Architecture(NamedTuple):
-    """How files of one `general.architecture` store a model.
-
-    Attributes:
-        name: Name in config.json.
-        layers: Names of tensors in a layer by those in checkpoints, several if the rows of one are those of several,
-            one after the other; `outer` has those outside.
-        epsilon: Names of the norms' epsilon in config.json and in the metadata.
-        biases: Tensors of a layer whose biases come together, by the field of config.json that says so.
-        always_biased: Tensors that always have a bias.
-        fixed: Fields of config.json that all models have.
-        numbers: Other fields, and their names in the metadata.
-        yarn, yarn_numbers: Likewise of the settings of YaRN.
-        has_windows: Which layers have a sliding window follows from the architecture, or stands in the metadata.
-        state_kind: Name in config.json of layers that have no KV; files say so by 0 heads of keys and values.
-        norm_offset: What the file's weights of norms have been increased by.
-        has_paired_rows: The values that are rotated together are neighbors in heads of queries and keys.
-        has_joined_heads: The rows of a projection are all queries, then all keys and values, not those of each head.
-        has_tiled_values: Heads of a recurrence's values are ordered by their number at their key, and then by the key.
-        has_alternating_gates: Rows of experts' gates and of what they gate alternate in checkpoints.
-    """
-
-    name: str
-    layers: Mapping[str, str | tuple[str, ...]]
-    epsilon: tuple[str, str]
-    biases: Mapping[str, frozenset[str]]
-    always_biased: frozenset[str] = frozenset()
-    prefix: str = "model."
-    outer: Mapping[str, str] = _OUTER
-    fixed: Mapping[str, Any] = {}
-    numbers: Mapping[str, str] = {}
-    yarn: Mapping[str, Any] = {}
-    yarn_numbers: Mapping[str, str] = {}
-    has_windows: bool = False
-    state_kind: str = ""
-    norm_offset: float = 0.0
-    has_paired_rows: bool = False
-    has_joined_heads: bool = False
-    has_tiled_values: bool = False
-    has_alternating_gates: bool = False
-
-    @property
-    def parts(self) -> frozenset[str]:
-        """The names of all tensors of a layer, without suffixes."""
-        named = self.layers.values()
-        return frozenset(part for parts in named for part in ((parts,) if isinstance(parts, str) else parts))
-
-    def stored_names(self, name: str) -> tuple[str, ...]:
-        """Return the names in a file of the tensors that a checkpoint has as one, `name`."""
-        base, _, kind = name.rpartition(".")
-        if kind not in ("weight", "bias"):
-            base, kind = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
-        if base in self.outer:
-            return (f"{self.outer[base]}.{kind}",)
-        _, index, rest = _EXPERT.sub(".experts.", base).removeprefix(self.prefix).split(".", 2)
-        parts = self.layers[rest]
-        named = (parts,) if isinstance(parts, str) else parts
-        return tuple(f"blk.{index}.{part}" if part in _BARE else f"blk.{index}.{part}.{kind}" for part in named)
-
-    @staticmethod
-    def expert(name: str) -> int | None:
-        """Return which expert's a checkpoint's tensor is, in whose tensor the file has that of all."""
-        found = _EXPERT.search(name)
-        return None if found is None else int(found[1])
-
-    def order(self, stored_names: tuple[str, ...], rows: int, heads: Heads) -> np.ndarray:
-        """Return the row in a file's tensors, one after the other, of each row of a checkpoint's tensor."""
-        import numpy as np  # noqa: PLC0415 (programs that read settings only need it not)
-
-        part, plain = _part(stored_names[0]), np.arange(rows)
-        if self.has_paired_rows and part in ("attn_q", "attn_k"):
-            count = heads.queries if part == "attn_q" else heads.keys
-            return plain.reshape(count, -1, 2).swapaxes(1, 2).reshape(rows)
-        if self.has_joined_heads and part == "attn_qkv":
-            return plain.reshape(3, heads.queries, -1).swapaxes(0, 1).reshape(rows)
-        if self.has_tiled_values and part in _OF_VALUES and (of := heads.states) is not None:
-            first = 2 * of.key_heads * of.key_dim if part in ("attn_qkv", "ssm_conv1d") else 0
-            return np.concatenate([plain[:first], first + self._tiled(rows - first, of)])
-        if len(stored_names) == 2 and part == "attn_qkv" and (of := heads.states) is not None:
-            return _by_key_head(of)
-        if self.has_alternating_gates and part == "ffn_gate_exps":
-            return plain.reshape(2, -1).T.reshape(rows)
-        return plain
-
-    def columns(self, stored_names: tuple[str, ...], columns: int, heads: Heads) -> np.ndarray | None:
-        """Return the column in a file of each column of a checkpoint's tensor, or None if they agree."""
-        if self.has_tiled_values and _part(stored_names[0]) == "ssm_out" and heads.states is not None:
-            return self._tiled(columns, heads.states)
-        return None
-
-    @staticmethod
-    def _tiled(size: int, of: Recurrence) -> np.ndarray:
-        """Return the place of each number of values' heads, where the file has the first head of each key first."""
-        import numpy as np  # noqa: PLC0415
-
-        return np.arange(size).reshape(of.heads // of.key_heads, of.key_heads, -1).swapaxes(0, 1).reshape(size)
-
-    def is_bias_of_experts(self, name: str) -> bool:
-        return name.endswith("_bias") and self.stored_names(name)[0].endswith("_exps.bias")
-
-    def original(self, stored_name: str, vector: torch.Tensor) -> torch.Tensor:
-        """Return the numbers of a checkpoint, given those of a tensor of one dimension, in float32."""
-        if stored_name.endswith(".ssm_a"):
-            return (-vector).log()
-        is_weight = "norm" in stored_name and "ssm_norm" not in stored_name and not stored_name.endswith(".bias")
-        return vector - self.norm_offset if self.norm_offset and is_weight else vector
-
-
-def _part(stored_name: str) -> str:
-    """Return the name of a tensor in its layer."""
-    return stored_name.split(".")[2] if stored_name.startswith("blk.") else stored_name
-
-
-def _by_key_head(of: Recurrence) -> np.ndarray:
-    """Return the rows of queries, keys, values and gates by head of keys, where the file has all of one part first."""
-    import numpy as np  # noqa: PLC0415
-
-    values = of.heads // of.key_heads * of.value_dim
-    parts, first = [], 0
-    for size in (of.key_dim, of.key_dim, values, values):
-        parts.append(first + np.arange(of.key_heads * size).reshape(of.key_heads, size))
-        first += of.key_heads * size
-    return np.concatenate(parts, axis=1).flatten()
-
-
 _LLAMA = Architecture(
     "LlamaForCausalLM",
     _ATTENTION | _NORMS | _GATED,
@@ -499,7 +330,7 @@ ARCHITECTURES = {
         | {"feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up"},
         ("norm_eps", "attention.layer_norm_rms_epsilon"),
         {},
-        outer={**_OUTER, "model.embedding_norm": "token_embd_norm"},
+        outer={**OUTER, "model.embedding_norm": "token_embd_norm"},
         fixed={"block_auto_adjust_ff_dim": False},
         numbers={"conv_L_cache": "shortconv.l_cache"},
         state_kind="conv",
@@ -549,59 +380,3 @@ VARIANTS = {
     ),
     "olmo2": ("attention.sliding_window", _OLMO2._replace(name="Olmo3ForCausalLM", has_windows=True)),
 }
-
-
-def architecture_of(file: Gguf) -> Architecture:
-    """Return the architecture of a file; raise `GgufError` if it is unknown or lacks or adds tensors of a layer."""
-    if (found := ARCHITECTURES.get(file.architecture)) is None:
-        raise GgufError(
-            f"{file.path} has architecture {file.architecture[:80]!r}, which is not supported in GGUF files; supported "
-            f"are {', '.join(ARCHITECTURES)}: give a model of one of these"
-        )
-    if (variant := VARIANTS.get(file.architecture)) is not None:
-        number = file.metadata.get(f"{file.architecture}.{variant[0]}")
-        found = variant[1] if isinstance(number, int) and number > 0 else found
-    known, predicting = found.parts, file.metadata.get(f"{file.architecture}.{_PREDICTING}")
-    last = layers_of(file) if predicting else None
-    for name in file.tensors:
-        inner = _IN_LAYER.fullmatch(name)
-        if inner and last is not None and int(inner[1]) >= last:
-            continue
-        if inner:
-            is_known = known.issuperset(_stands_for(inner[2], known))
-        else:
-            is_known = name.rpartition(".")[0] in found.outer.values() or name in _OF_POSITIONS
-        if not is_known:
-            raise GgufError(
-                f"{file.path} has a tensor {name[:80]!r}, which {found.name} lacks: it is of a variant that is not "
-                "supported"
-            )
-    return found
-
-
-def _stands_for(stored_part: str, known: frozenset[str]) -> frozenset[str]:
-    """Return the names of tensors in a layer that a tensor of a file is: several if it joins them."""
-    if stored_part == JOINED_QKV and stored_part not in known:
-        return QKV
-    expert = _ONE_EXPERT.fullmatch(stored_part)
-    return frozenset({f"{expert[1]}_exps" if expert else stored_part})
-
-
-def layers_of(file: Gguf) -> Any:
-    """Return the number of layers without those that predict further tokens, which come last and are not used."""
-    found = [file.metadata.get(f"{file.architecture}.{key}", 0) for key in ("block_count", _PREDICTING)]
-    if not all(isinstance(count, int) for count in found) or found[0] <= found[1]:
-        raise GgufError(f"{file.path} has no {file.architecture}.block_count in its metadata: convert the model again")
-    return found[0] - found[1]
-
-
-def biased(file: Gguf, of: Architecture) -> dict[str, bool]:
-    """Return the fields of config.json that say which biases a file has."""
-    layers = (_IN_LAYER.fullmatch(name) for name in file.tensors if name.endswith(".bias"))
-    having = frozenset[str]().union(*(_stands_for(found[2], of.parts) for found in layers if found))
-    fields = {field: bool(having & parts) for field, parts in of.biases.items()}
-    wanted = of.always_biased.union(*(parts for field, parts in of.biases.items() if fields[field]))
-    if having != wanted:
-        odd = ", ".join(sorted(having ^ wanted))
-        raise GgufError(f"{file.path} has biases that {of.name} lacks, or lacks some that it has: those of {odd}")
-    return fields

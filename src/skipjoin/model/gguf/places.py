@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from skipjoin.model.gguf.architectures import JOINED_QKV, QKV, Heads
+from skipjoin.model.gguf.architecture import JOINED_QKV, QKV, Heads
 from skipjoin.model.gguf.file import Gguf, StoredTensor
 
 

@@ -10,15 +10,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from skipjoin.model.gguf.architectures import (
-    ROPE_FACTORS,
-    SHORT_FACTORS,
-    Architecture,
-    architecture_of,
-    biased,
-    layers_of,
-)
+from skipjoin.model.gguf.architecture import Architecture
 from skipjoin.model.gguf.file import Gguf, GgufError, Identity, identity_of, read_gguf
+from skipjoin.model.gguf.recognize import ROPE_FACTORS, SHORT_FACTORS, architecture_of, biased, layers_of
 from skipjoin.model.gguf.unread import refuse_unread
 
 # Metadata of newer files, and the fields of generation_config.json.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from skipjoin.model.gguf.architectures import Architecture
+from skipjoin.model.gguf.architecture import Architecture
 from skipjoin.model.gguf.file import Gguf, GgufError
 
 # Values with which a number changes nothing, where an architecture does not read it.

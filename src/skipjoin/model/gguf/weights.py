@@ -13,10 +13,11 @@ import torch
 
 from skipjoin.model import groups
 from skipjoin.model.errors import ModelError
-from skipjoin.model.gguf.architectures import Heads, Recurrence, architecture_of
+from skipjoin.model.gguf.architecture import Heads, Recurrence
 from skipjoin.model.gguf.file import Gguf, GgufError, StoredTensor, read_gguf
 from skipjoin.model.gguf.groups import LAYOUTS, unpacked
 from skipjoin.model.gguf.places import place_of
+from skipjoin.model.gguf.recognize import architecture_of
 from skipjoin.model.groups import GroupedMatrix
 from skipjoin.model.ops.base import LayerOps, Linear
 from skipjoin.model.weight_files import Source

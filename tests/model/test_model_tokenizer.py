@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import base64
 import json
 import random
 import subprocess
 import sys
 import tomllib
+import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -248,6 +251,45 @@ def test_legacy_tokenizer_files_are_loaded_by_transformers(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.decode(tokenizer.encode("hello 世界")) == "hello 世界"
+
+
+SENTENCEPIECE = json.loads(Path(__file__).with_name("sentencepiece_models.json").read_text(encoding="utf-8"))
+
+
+def write_sentencepiece(folder: Path, name: str, **settings: object) -> None:
+    (folder / "tokenizer.model").write_bytes(zlib.decompress(base64.b64decode(SENTENCEPIECE["models"][name]["model"])))
+    kind = {"tokenizer_class": name} if name.endswith("Tokenizer") else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**kind, **settings}))
+
+
+@pytest.mark.parametrize("name", SENTENCEPIECE["models"])
+def test_models_of_sentencepiece_need_no_other_file(tmp_path: Path, name: str) -> None:
+    """`sentencepiece_models.py` has the command that writes the ids."""
+    write_sentencepiece(tmp_path, name)
+    tokenizer, expected = load_tokenizer(tmp_path), SENTENCEPIECE["models"][name]
+    texts = SENTENCEPIECE["texts"] + (SENTENCEPIECE["special"] if name.endswith("Tokenizer") else [])
+    assert [tokenizer.encode(text) for text in texts] == expected["ids"]
+    found = [tokenizer.decode(ids).replace(" <unk>", "<unk>") for ids in expected["ids"]]
+    assert found == [text.replace(" <unk>", "<unk>") for text in expected["decoded"]]
+    bos, eos = (tokenizer.backend.token_to_id(tokenizer.named[end]) for end in ("bos_token", "eos_token"))
+    assert (bos, (eos,)) == (expected["ids"][0][0], tokenizer.eos_token_ids)
+    assert tokenizer.special_ids >= {bos, eos}
+
+
+def test_files_of_sentencepiece_are_checked(tmp_path: Path) -> None:
+    write_sentencepiece(tmp_path, "LlamaTokenizer", add_bos_token=False, add_eos_token=True)
+    file = tmp_path / "tokenizer.model"
+    whole = file.read_bytes()
+    assert load_tokenizer(tmp_path).encode("a")[-1] == 2
+    # A scheme of other kinds, or words that end with spaces.
+    for changed in (whole + b"\x12\x02\x18\x03", whole + b"\x12\x03\xc0\x01\x01"):
+        file.write_bytes(changed)
+        with pytest.raises(ModelError, match="whose kind is neither unigram nor BPE"):
+            load_tokenizer(tmp_path)
+    for cut in (1, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:cut])
+        with suppress(ModelError):  # it may be whole pieces
+            load_tokenizer(tmp_path)
 
 
 def test_tokenizers_do_not_import_torch(folder):

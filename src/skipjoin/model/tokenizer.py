@@ -14,6 +14,7 @@ from skipjoin.model.chat_template import ChatTemplate, Sources, find_template, r
 from skipjoin.model.errors import ModelError
 from skipjoin.model.gguf.file import GgufError, forget_headers, is_gguf
 from skipjoin.model.gguf.tokenizer import gguf_tokenizer
+from skipjoin.model.sentencepiece import find_sentencepiece, sentencepiece_backend
 from skipjoin.model.settings_files import read_json, read_settings
 from skipjoin.model.weight_files import check_tokenizer_files
 
@@ -131,6 +132,9 @@ def _load_backend(folder: Path, settings: Mapping[str, Any]) -> tuple[tokenizers
                 backend.no_padding()
                 return backend, {}
         check_tokenizer_files(folder)
+        is_alone = not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
+        if is_alone and (pieces := find_sentencepiece(folder, settings)) is not None:
+            return sentencepiece_backend(pieces, settings)
         from transformers import AutoTokenizer  # noqa: PLC0415 - imports torch
 
         found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -155,4 +155,6 @@ def check_tokenizer_files(folder: Path) -> None:
     if is_gguf(folder):
         return  # its header is checked as a whole
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
-        raise ModelError(f"{folder} has no tokenizer files (tokenizer.json, or vocab.json with merges.txt)")
+        raise ModelError(
+            f"{folder} has no tokenizer files (tokenizer.json, vocab.json with merges.txt, or tokenizer.model)"
+        )

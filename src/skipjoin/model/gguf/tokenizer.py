@@ -6,7 +6,7 @@ SmolLM2, and so gives other tokens without saying so. Here, an unknown scheme is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,11 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from skipjoin.model.gguf.file import Gguf, GgufError, read_gguf
 from skipjoin.model.gguf.settings import CONTROL, tokens_of
+from skipjoin.model.sentencepiece import SPACE, decoder, merges
 
 _UNKNOWN, _USER_DEFINED = 2, 4
 # Special tokens of Phi-3 that leave the spaces after them.
 _NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
-_SPACE = "\u2581"
-# Bound of the work to find the merges of SentencePiece, a hundred times that of the largest vocabularies.
-_MAX_CUTS = 1 << 30
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -136,8 +134,6 @@ def _byte_level(file: Gguf, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer
 
 
 def _sentencepiece(file: Gguf, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, bool]:
-    if sum(len(text) ** 2 for text in tokens) > _MAX_CUTS:
-        raise GgufError(f"{file.path} has tokens of {max(map(len, tokens))} characters: download it again")
     for key in ("remove_extra_whitespaces", "precompiled_charsmap"):
         if file.metadata.get(f"tokenizer.ggml.{key}"):
             raise GgufError(
@@ -146,32 +142,19 @@ def _sentencepiece(file: Gguf, tokens: Sequence[str]) -> tuple[tokenizers.Tokeni
             )
     vocabulary = _vocabulary(tokens)
     scores = _list(file, "scores", float, len(tokens))
-    ordered = sorted(_merges(vocabulary), key=lambda found: (-scores[vocabulary["".join(found)]], *map(len, found)))
+    ordered = merges(vocabulary, tokens, scores)
     unknown = file.metadata.get("tokenizer.ggml.unknown_token_id")
     text = tokens[unknown] if isinstance(unknown, int) and 0 <= unknown < len(tokens) else None
     backend = tokenizers.Tokenizer(
         models.BPE(vocabulary, ordered, unk_token=text, fuse_unk=True, byte_fallback="<0x00>" in vocabulary)
     )
-    spaces = normalizers.Replace(" ", _SPACE)
-    stripped = []
-    if file.metadata.get("tokenizer.ggml.add_space_prefix", True):
-        backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
-        stripped = [decoders.Strip(" ", 1, 0)]
-    else:
-        backend.normalizer = spaces
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
+    spaces, adds_space = (
+        normalizers.Replace(" ", SPACE),
+        bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True)),
     )
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if adds_space else spaces
+    backend.decoder = decoder(adds_space)
     return backend, True
-
-
-def _merges(vocabulary: dict[str, int]) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of tokens that make another: SentencePiece merges the pair whose token has the best score."""
-    for token in vocabulary:
-        for cut in range(1, len(token)):
-            pair = token[:cut], token[cut:]
-            if pair[0] in vocabulary and pair[1] in vocabulary:
-                yield pair
 
 
 def _wordpiece(file: Gguf, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, None]:
@@ -182,7 +165,7 @@ def _wordpiece(file: Gguf, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer,
     backend = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=tokens[unknown]))
     # Files do not say whether the model has capital letters.
     is_cased = any(
-        text.removeprefix(_SPACE) != text.removeprefix(_SPACE).lower() and not text.startswith("[") for text in tokens
+        text.removeprefix(SPACE) != text.removeprefix(SPACE).lower() and not text.startswith("[") for text in tokens
     )
     backend.normalizer = normalizers.BertNormalizer(lowercase=not is_cased)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -205,7 +188,7 @@ def _index(file: Gguf, tokens: Sequence[str], names: Sequence[str]) -> int:
 
 
 def _original(text: str) -> str:
-    if text.startswith(_SPACE):
+    if text.startswith(SPACE):
         return text[1:]
     return text if text.startswith("[") and text.endswith("]") else f"##{text}"
 

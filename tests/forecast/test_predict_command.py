@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer import testing
 from typer.testing import CliRunner, Result
 
 from skipjoin.cli import app
@@ -106,6 +107,31 @@ def test_export_contains_no_prompts_and_reset_removes_states(tmp_path: Path) -> 
             assert not any(text.encode() in file.read_bytes() for text in ["swordfish", "password", *hashes])
     assert "removed" in run("reset", "--forecast-dir", tmp_path, "--model", "one").output
     assert len([folder for folder in tmp_path.iterdir() if folder.is_dir()]) == 1
-    run("reset", "--forecast-dir", tmp_path)
+    run("reset", "--forecast-dir", tmp_path, "--yes")
     assert "nothing was learned" in run("reset", "--forecast-dir", tmp_path).output
     assert run("export", "--forecast-dir", tmp_path, "--out", out).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "remains"),
+    [
+        (None, "", True),
+        (None, "--yes", False),
+        (None, "--model one", False),
+        ("n\n", "", True),
+        ("y\n", "", False),
+    ],
+)
+def test_reset_of_all_models_names_them_and_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str | None, options: str, remains: bool
+) -> None:
+    make_forecaster(ForecastConfig(forecast_entries=50), "one", lambda: 7.0).save(tmp_path)
+
+    monkeypatch.setattr(testing._NamedTextIOWrapper, "isatty", lambda stream: answer is not None, raising=False)
+    [state] = tmp_path.iterdir()
+    command = ["predict", "reset", "--forecast-dir", str(tmp_path), *options.split()]
+    found = CliRunner().invoke(app, command, input=answer)
+    assert state.exists() == remains
+    assert found.exit_code == (0 if not remains else 1 if answer else 2)
+    assert str(state) in found.output
+    assert ("--model or --yes" in found.output) == (remains and answer is None)

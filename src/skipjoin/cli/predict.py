@@ -4,7 +4,7 @@ import dataclasses
 import gzip
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,11 +14,11 @@ from zlib import crc32
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from skipjoin.cli.commands import Commands
 from skipjoin.cli.options import Section, Values, plain_errors, takes
 from skipjoin.cli.progress import Bars, stage_bars
+from skipjoin.cli.tables import Table
 from skipjoin.config import ForecastConfig
 from skipjoin.options import ConfigError, Option, check
 from skipjoin.system.machine import cpu_name
@@ -233,18 +233,33 @@ def reset(
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="Only what was learned for this model, as it was served.")
     ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove what was learned for all models unasked.")] = False,
 ) -> None:
     """Remove learned lengths. A running server keeps its state in memory and saves it again."""
-    from skipjoin.forecast.states import remove_states  # noqa: PLC0415
+    from skipjoin.forecast.states import remove_states, states_of  # noqa: PLC0415
     from skipjoin.forecast.store import default_folder  # noqa: PLC0415
 
     parent = forecast_dir or default_folder()
     with plain_errors():
         try:
-            gone = remove_states(parent, model)
+            gone = states_of(parent, model)
+            if gone and model is None and not yes:
+                _confirm(gone)
+            remove_states(gone)
         except OSError as error:
             raise ConfigError(f"{error.filename}: {error.strerror}") from None
     for folder in gone:
         print(f"removed {folder}")
     if not gone:
         print(f"{parent}: nothing was learned there")
+
+
+def _confirm(folders: Sequence[Path]) -> None:
+    """Ask whether to remove these states. Exit if the answer is no; raise `ConfigError` without a terminal."""
+    from skipjoin.forecast.store import described_field  # noqa: PLC0415
+
+    for folder in folders:
+        print(f"{folder}: learned for {described_field(folder, 'served') or 'an unknown model'}")
+    if not sys.stdin.isatty():
+        raise ConfigError(f"reset would remove what was learned for all models, {len(folders)}: give --model or --yes")
+    typer.confirm("Remove all of this?", abort=True)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,11 @@ def _entries(name: str, arrays: dict[str, Array]) -> Iterator[dict[str, Any]]:
         yield {"state": name, "output_tokens": length, "exact": bool(ended), "time_s": at}
 
 
-def remove_states(parent: Path, served: str | None = None) -> list[Path]:
-    gone = [folder for folder in states(parent) if served is None or described_field(folder, "served") == served]
-    for folder in gone:
+def states_of(parent: Path, served: str | None = None) -> list[Path]:
+    """Return the states of the model that was served by that name, or all."""
+    return [folder for folder in states(parent) if served is None or described_field(folder, "served") == served]
+
+
+def remove_states(folders: Iterable[Path]) -> None:
+    for folder in folders:
         shutil.rmtree(folder)
-    return gone

@@ -766,6 +766,10 @@ async def test_unknown_paths_methods_and_models(api: Api) -> None:
     assert refused.headers["allow"] == "DELETE, GET, HEAD"
     assert "use DELETE, GET, HEAD" in error_of(refused, 405)["message"]
     assert "as in /v1/requests/ID." in error_of(await api.http.get("/v1/requests"), 404)["message"]
+    for method, path in (("GET", "/v1/models"), ("GET", "/debug/requests"), ("DELETE", "/v1/requests")):
+        # An id is never empty.
+        error = error_of(await api.http.request(method, f"{path}/"), 404)
+        assert error["message"].startswith(f"no such path: {method} {path}/, did you mean {path}?")
     refused = await api.http.post("/v1/responses/compact", json={"model": "tiny", "input": "a"})
     assert "does not offer POST /v1/responses/compact" in error_of(refused, 404)["message"]
     for method, path, status in (("GET", "/api/pull", 404), ("POST", "/api/create", 404), ("GET", "/api/chat", 405)):

@@ -7,6 +7,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.convertors import Convertor, register_url_convertor
 
 from skipjoin.routes import METRICS, ROUTES, Part, Route, resolved
 from skipjoin.server.api import errors
@@ -18,6 +19,21 @@ from skipjoin.server.api.pages import read_pages
 from skipjoin.server.api.replies import answer
 from skipjoin.server.api.service import Service
 from skipjoin.version import VERSION
+
+
+class _SeveralSegments(Convertor[str]):
+    """Segments of a path, at least one character: `path` of Starlette would also take an empty id as one."""
+
+    regex = ".+"
+
+    def convert(self, value: str) -> str:
+        return value
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("segments", _SeveralSegments())
 
 
 class BatchRoutes(Protocol):
@@ -97,12 +113,13 @@ def add_route(app: FastAPI, route: Route) -> None:
     handler = named
     if isinstance(named, type) and issubclass(named, Endpoint):
         handler, body = _generation(named(app.state.service)), named.body_type
+    path = route.path.replace(":path}", ":segments}")
     app.add_api_route(
-        route.path, handler, methods=[route.method], description=named.__doc__, include_in_schema=route.is_listed
+        path, handler, methods=[route.method], description=named.__doc__, include_in_schema=route.is_listed
     )
     # Probes such as `wget --spider` and agents ask for the head only. The connection leaves out the body.
     if route.method == "GET" and not route.is_endless:
-        app.add_api_route(route.path, handler, methods=["HEAD"], include_in_schema=False)
+        app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
     if body is not None:
         app.state.bodies[route.path] = body
 

@@ -70,6 +70,11 @@ def test_connection_limit_reserves_descriptors(monkeypatch: pytest.MonkeyPatch) 
     assert raise_descriptor_limit(300, engines=2) == 300
     assert raise_descriptor_limit(4096, engines=2) == 512 - others
     assert raised == [(300 + others, 512), (512, 512)]
+    limits = (20, 20)
+    with pytest.raises(
+        ConfigError, match=rf"\(ulimit -n\) is 20, and must be at least {others + 1}, or {4096 + others}"
+    ):
+        raise_descriptor_limit(4096, engines=2)
 
 
 @pytest.mark.anyio

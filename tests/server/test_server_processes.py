@@ -24,6 +24,7 @@ from simulated_engine import HOPELESS, OUT_OF_MEMORY, STUCK
 
 from skipjoin.config import EngineConfig, ForecastConfig, ServerConfig
 from skipjoin.server.lifecycle import EXIT_OK, Server
+from skipjoin.server.listeners import connection_limits
 from skipjoin.server.settings import check_settings
 from support.streams import Stream
 from support.waiting import wait_until
@@ -195,7 +196,7 @@ class KilledAtOnce:
 @pytest.mark.anyio
 async def test_an_engine_killed_by_the_second_signal_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = check_settings(EngineConfig(), ServerConfig(batch_dir="none"), ForecastConfig())
-    server = Server(settings, (), KilledAtOnce)
+    server = Server(settings, connection_limits(settings.server), (), KilledAtOnce)
     started = asyncio.Event()
     monkeypatch.setattr(server, "_start", AsyncMock(return_value="a tokenizer"))
     monkeypatch.setattr(server, "_announce", lambda *urls: started.set())
@@ -340,9 +341,10 @@ def test_the_api_process_imports_no_torch_and_without_batches_no_database() -> N
 import sys
 from skipjoin.config import EngineConfig, ForecastConfig, ServerConfig
 from skipjoin.server.lifecycle import Server, one_engine
+from skipjoin.server.listeners import connection_limits
 from skipjoin.server.settings import check_settings
 settings = check_settings(EngineConfig(), ServerConfig(batch_dir="none"), ForecastConfig())
-Server(settings, ("engine",), one_engine)
+Server(settings, connection_limits(settings.server), ("engine",), one_engine)
 print(*{"torch", "sqlalchemy"}.intersection(sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -37,6 +37,7 @@ from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
 from skipjoin.pooling import Task
 from skipjoin.server import logs
 from skipjoin.server.api.app import build_app, build_metrics_app
+from skipjoin.server.api.connections import ConnectionLimits
 from skipjoin.server.api.errors import DEATH_GRACE_S, unavailable
 from skipjoin.server.api.feed import ConsoleStreams
 from skipjoin.server.api.http import HttpServer
@@ -93,12 +94,12 @@ def run_server(
     with contextlib.ExitStack() as stack:
         stack.enter_context(without_garbage_collection())  # until requests can be served
         try:
-            settings, listeners = _prepare(stack, engine_config, server_config, forecast_config)
+            settings, listeners, limits = _prepare(stack, engine_config, server_config, forecast_config)
         except (ConfigError, ModelError) as error:
             logs.fail(f"{error}")
             return EXIT_SETTING
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
-        return runner.run(Server(settings, engine_command, make_engines).run(*listeners))
+        return runner.run(Server(settings, limits, engine_command, make_engines).run(*listeners))
 
 
 def check_server(
@@ -112,7 +113,7 @@ def check_server(
     Raise `ConfigError` or `ModelError`.
     """
     with contextlib.ExitStack() as stack:
-        settings, listeners = _prepare(stack, engine, server, forecasts)
+        settings, listeners, _ = _prepare(stack, engine, server, forecasts)
         tokenizer = load_tokenizer(check_model(engine.model, engine.load_format), chat_template=server.chat_template)
         stack.callback(tokenizer.close)
         if tokenizer.chat_template is not None:
@@ -127,8 +128,9 @@ def check_server(
 
 def _prepare(
     stack: contextlib.ExitStack, engine: EngineConfig, server: ServerConfig, forecasts: ForecastConfig
-) -> tuple[Settings, list[socket.socket]]:
+) -> tuple[Settings, list[socket.socket], ConnectionLimits]:
     settings = check_settings(engine, server, forecasts)
+    limits = connection_limits(settings.server)
     check_files(engine, server)
     # Before the model is loaded, so that a port in use is reported immediately.
     listeners = open_listeners(settings.server)
@@ -150,11 +152,13 @@ def _prepare(
             remedy = "set api_key_file or SKIPJOIN_API_KEY, listen on 127.0.0.1, or set allow_no_key"
             raise ConfigError(f"host: {why}: {remedy}")
         logger.warning("%s", why)
-    return settings, listeners
+    return settings, listeners, limits
 
 
 class Server:
-    def __init__(self, settings: Settings, command: Sequence[str], make_engines: MakeEngines) -> None:
+    def __init__(
+        self, settings: Settings, limits: ConnectionLimits, command: Sequence[str], make_engines: MakeEngines
+    ) -> None:
         self._config = config = settings.server
         self._forecasts = settings.forecasts
         self._progress = ProgressDisplay(has_bars=config.log_format == "text")
@@ -172,7 +176,7 @@ class Server:
         self._streams = ConsoleStreams(self._service, has_batches=self._batches.is_enabled)
         app = build_app(self._service, self._batches, self._streams)
         apps = [app] if config.metrics_port is None else [app, build_metrics_app(self._service)]
-        limits, refused = connection_limits(config), partial(metrics.count, "connections_refused_total")
+        refused = partial(metrics.count, "connections_refused_total")
         proxies = config.forwarded_allow_ips
         self._http = [HttpServer(RequestLog(app), limits, refused, proxies, config.tls) for app in apps]
         self._questions: ForecastRequests | None = None

@@ -81,12 +81,20 @@ def connection_limits(config: ServerConfig) -> ConnectionLimits:
 
 
 def raise_descriptor_limit(connections: int, engines: int) -> int:
-    """Raise the limit of open files, and return how many connections it allows."""
+    """Raise the limit of open files, and return how many connections it allows.
+
+    Raise `ConfigError` if it allows none: libraries such as ZeroMQ abort the process when they may open no file.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     others = SPARE + RESERVED_DESCRIPTORS + engines * DESCRIPTORS_PER_ENGINE
     needed = connections + others
     if soft != resource.RLIM_INFINITY and soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        if soft <= others:
+            raise ConfigError(
+                f"the limit of open files (ulimit -n) is {hard}, and must be at least {others + 1}, or {needed} for "
+                "max_connections: raise it with `ulimit -n`, in /etc/security/limits.conf or by the service manager"
+            )
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        return max(1, soft - others)
+        return soft - others
     return connections

@@ -411,7 +411,7 @@ STREAM = "name=other,lengths=alpaca,share=0.5,key=other"
         ([*SIMULATE, "--slo", "-1"], "--slo must be in (0, 1e+06], got -1"),
         ([*SIMULATE, "--set", "starvation_s=0"], "starvation_s must be in (0, 1e+09], got 0"),
         ([*SIMULATE, "--duration", "0"], "--duration must be in (0, 1e+09], got 0"),
-        ([*SIMULATE, "--requests", "0"], "--requests must be in [1, 1099511627776], got 0"),
+        ([*SIMULATE, "--requests", "0"], "--requests must be in [1, 5000000], got 0"),
         ([*SIMULATE, "--requests", "1", "--duration", "1"], "--duration and --requests exclude each other"),
     ],
 )
@@ -498,6 +498,16 @@ def _help(path: tuple[str, ...], command: Any) -> str:
 
 def _flags(text: str) -> set[str]:
     return set(re.split(r"[\s,/]+", text))
+
+
+@pytest.mark.parametrize(("columns", "is_table"), [("0", True), ("20", False), ("60", True)])
+def test_a_narrow_terminal_shows_one_field_a_line(columns: str, is_table: bool) -> None:
+    run = CliRunner().invoke(app, ["list"], env={"COLUMNS": columns})
+    lines = [line.strip() for line in run.stdout.splitlines()]
+    assert run.exit_code == 0
+    assert ("model: tally" in lines) != is_table
+    assert any(line.startswith("can be served: yes") for line in lines) != is_table
+    assert any(line.startswith("tally ") and "yes (built in)" in line for line in lines) == is_table
 
 
 def test_help_shows_common_options_and_counts_the_others() -> None:

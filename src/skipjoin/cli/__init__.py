@@ -5,6 +5,7 @@ Modules and their dependencies are imported when they are needed, so that `skipj
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, cast
 
 import typer
@@ -64,4 +65,6 @@ def main(  # Typer would show a docstring in place of the help
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    if os.environ.get("COLUMNS") == "0":
+        # Terminals of unknown size, such as those of containers, set it, and rich would print lines of no characters.
+        del os.environ["COLUMNS"]

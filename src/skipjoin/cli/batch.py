@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from rich.table import Table
 
 from skipjoin.cli.batch_watch import Watch, summary
 from skipjoin.cli.commands import Commands
 from skipjoin.cli.connection import FAILED, Connection, call
 from skipjoin.cli.options import Section, Values, takes
 from skipjoin.cli.progress import result_console
+from skipjoin.cli.tables import Table
 from skipjoin.options import ConfigError
 
 if TYPE_CHECKING:

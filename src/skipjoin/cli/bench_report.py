@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.progress import BarColumn, TextColumn
-from rich.table import Table
 
 from skipjoin.cli.class_table import class_table
 from skipjoin.cli.progress import Bars, result_console
 from skipjoin.cli.requests_file import RequestsFile
+from skipjoin.cli.tables import Table
 from skipjoin.loadtest.client import ClientProgress, Exchange
 from skipjoin.loadtest.plan import LoadPlan
 from skipjoin.loadtest.runs import TOO_LATE_S

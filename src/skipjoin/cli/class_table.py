@@ -3,8 +3,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
-from rich.table import Column, Table
+from rich.table import Column
 
+from skipjoin.cli.tables import Table
 from skipjoin.config import ConfigError
 from skipjoin.observe.record import Record
 from skipjoin.report.bound import field_value

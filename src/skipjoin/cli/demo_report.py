@@ -5,9 +5,9 @@ from collections import Counter
 from pathlib import Path
 
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from skipjoin.cli.progress import Bars, result_console
+from skipjoin.cli.tables import Table
 from skipjoin.config import ConfigError
 from skipjoin.demo.load import MixedLoad
 from skipjoin.demo.outcome import Outcome, headline, verdict

@@ -7,12 +7,12 @@ from urllib.parse import quote
 
 import typer
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from skipjoin.cli.connection import Connection, call
 from skipjoin.cli.options import Section, Values, takes
 from skipjoin.cli.progress import result_console
+from skipjoin.cli.tables import Table
 from skipjoin.report.numbers import amount, duration
 
 _BAR = 40

@@ -4,9 +4,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from skipjoin.cli.options import plain_errors
+from skipjoin.cli.tables import Table
 
 _GIB = 1 << 30
 

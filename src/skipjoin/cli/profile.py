@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from skipjoin.cli.options import Section, Values, takes
 from skipjoin.cli.progress import Bars, stage_bars
+from skipjoin.cli.tables import Table
 from skipjoin.config import ConfigError, EngineConfig
 from skipjoin.config.profile import Profile, Transfer, cache_path, check_writable, write_profile
 from skipjoin.kv_format import SWAP_FORMATS, types_text

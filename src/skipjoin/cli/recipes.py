@@ -10,9 +10,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
-from rich.table import Table
 
 from skipjoin.cli.options import plain_errors
+from skipjoin.cli.tables import Table
 from skipjoin.options import ConfigError, Setting
 from skipjoin.recipes import DEFAULT, Recipe, find, in_file, listed
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from skipjoin.cli.connection import Connection, call
 from skipjoin.cli.options import Section, Values, takes
 from skipjoin.cli.progress import result_console
+from skipjoin.cli.tables import Table
 from skipjoin.extras import require
 from skipjoin.recipes import names_in
 from skipjoin.replay.comparison import Comparison, Limits, compare

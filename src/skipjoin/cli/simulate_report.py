@@ -10,11 +10,12 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Column, Table
+from rich.table import Column
 
 from skipjoin.cli.class_table import class_table, finished, mean_text, number_text
 from skipjoin.cli.progress import Bars, result_console
 from skipjoin.cli.requests_file import RequestsFile
+from skipjoin.cli.tables import Table
 from skipjoin.config import ConfigError
 from skipjoin.observe.record import Record, preempted
 from skipjoin.observe.timeline import Timeline

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from skipjoin.cli.connection import Connection, call
 from skipjoin.cli.options import Section, Values, takes
+from skipjoin.cli.tables import Table
 from skipjoin.report.numbers import duration
 
 if TYPE_CHECKING:

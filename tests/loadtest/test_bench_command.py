@@ -80,6 +80,7 @@ def test_bench_names_the_options_that_keep_or_replace_a_file(tmp_path: Path) -> 
     [
         ((), "rates must be given"),
         (("--rates", "0"), "rates must be a number above 0"),
+        (("--rates", "1e9", "--duration", "20"), "are 2e+10 requests, and a run has at most 5000000"),
         (("--rates", "1", "--warmup", "-1"), "warmup must be at least 0"),
         (("--rates", "1", "--timeout", "0"), "--timeout must be above 0"),
         (("--rates", "1", "--settle", "nan"), "--settle must be in [0, 1e+06]"),

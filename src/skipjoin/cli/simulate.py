@@ -127,7 +127,7 @@ class RunOptions:
             "Stop at this time; an unfinished request counts with its age.", above=0, high=1e12, metavar="SECONDS"
         ),
     ] = None
-    jobs: Annotated[int | None, _search("Number of processes (default: one per core).", low=1)] = None
+    jobs: Annotated[int | None, _search("Number of processes (default: one per core).", low=1, high=1024)] = None
     timeline: Annotated[
         Path | None,
         _run_option(

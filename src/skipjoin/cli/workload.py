@@ -14,13 +14,15 @@ from skipjoin.options import ConfigError, Option, check, settings_of
 from skipjoin.report.results import Existing
 from skipjoin.workload.agents import AGENTS, Agents
 from skipjoin.workload.arrivals import parse_arrivals
-from skipjoin.workload.fields import number
+from skipjoin.workload.fields import MAX_REQUESTS, number
 from skipjoin.workload.streams import parse_closed
 from skipjoin.workload.trace_units import TIME_UNITS
 from skipjoin.workload.traces import read_trace
 from skipjoin.workload.workload import Classed, Replay, Synthetic, Workload, synthetic, with_best_effort, with_closed
 
 _WORKLOAD, _OBJECTIVES, _RESULTS = "Workload", "Objectives", "Results"
+# Maximum number of seeds, so that a wrong range is an error instead of runs without end.
+_MAX_SEEDS = 1000
 _load = partial(Option, group=_WORKLOAD, is_common=True)
 _load_detail = partial(Option, group=_WORKLOAD)
 _objective = partial(Option, group=_OBJECTIVES, is_common=True)
@@ -49,7 +51,9 @@ class LoadOptions:
     duration: Annotated[float | None, _load("Time in which requests arrive.", above=0, high=1e9, metavar="SECONDS")] = (
         None
     )
-    requests: Annotated[int | None, _load("Number of requests, instead of --duration.", low=1, high=1 << 40)] = None
+    requests: Annotated[int | None, _load("Number of requests, instead of --duration.", low=1, high=MAX_REQUESTS)] = (
+        None
+    )
     seeds: Annotated[str, _load("Seeds separated by commas, or 0-2 for a range.", metavar="SEEDS")] = "0"
     trace: Annotated[
         Path | None,
@@ -202,7 +206,13 @@ def parse_seeds(text: str) -> tuple[int, ...]:
         low, dash, high = part.strip().partition("-")
         if not (low.isdigit() and (not dash or high.isdigit())):
             raise ConfigError(f"seeds must be integers of at least 0, or ranges like 0-2, got {part.strip()!r}")
-        seeds.extend(range(int(low), int(high or low) + 1))
+        found = range(int(low), int(high or low) + 1)
+        # Not len, which fails for ranges of more than a machine word.
+        if len(seeds) + found.stop - found.start > _MAX_SEEDS:
+            raise ConfigError(
+                f"seeds must be at most {_MAX_SEEDS} numbers, got {text.strip()!r}: choose a shorter range"
+            )
+        seeds.extend(found)
     if len(set(seeds)) != len(seeds) or not seeds:
         raise ConfigError(f"seeds must be different integers, got {text!r}")
     return tuple(seeds)

@@ -8,7 +8,7 @@ from itertools import count, islice, takewhile
 from typing import Any
 
 from skipjoin.config import ConfigError
-from skipjoin.workload.fields import in_bounds
+from skipjoin.workload.fields import check_requests, in_bounds
 from skipjoin.workload.prefixes import PromptParts
 from skipjoin.workload.request import WorkloadRequest
 from skipjoin.workload.streams import Closed, generator
@@ -72,6 +72,7 @@ class Agents:
         `rate_rps` is in programs per second. Calls of a program are consecutive.
         """
         rate, chance = in_bounds("rate_rps", rate_rps), generator(seed, 0, "arrivals")
+        check_requests(rate, duration_s, limit, calls=self.calls[1])
         starts = self._starts(rate, chance)
         if duration_s is not None:
             starts = takewhile(lambda at: at < duration_s, starts)

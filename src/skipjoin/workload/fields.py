@@ -10,6 +10,9 @@ from skipjoin.config import ConfigError, unknown
 
 Choice = TypeVar("Choice", bound=StrEnum)
 
+# Maximum number of requests of a run, which take some gigabytes of memory.
+MAX_REQUESTS = 5_000_000
+
 
 def number(field: str, text: str, *, above: float = 0.0, most: float = math.inf) -> float:
     try:
@@ -24,6 +27,18 @@ def in_bounds(field: str, value: float | None, *, above: float = 0.0, most: floa
         bound = f"a number above {above:g}" if most == math.inf else f"in ({above:g}, {most:g}]"
         raise ConfigError(f"{field} must be {bound}, got {value}")
     return value
+
+
+def check_requests(rate_rps: float, duration_s: float | None, limit: int | None, *, calls: int = 1) -> None:
+    """Raise `ConfigError` if a run would draw more than `MAX_REQUESTS`, of which each arrival makes `calls`."""
+    if limit is not None and limit * calls > MAX_REQUESTS:
+        raise ConfigError(f"requests must be at most {MAX_REQUESTS // calls}, got {limit}: choose fewer")
+    expected = 0.0 if duration_s is None else rate_rps * duration_s * calls
+    if expected > MAX_REQUESTS:
+        raise ConfigError(
+            f"rates: {rate_rps:g} per second for {duration_s:g} s (--duration) are {expected:.3g} requests, and a run "
+            f"has at most {MAX_REQUESTS}: choose a lower rate or a shorter duration"
+        )
 
 
 class FieldTexts(dict[str, str]):

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from skipjoin.config import ConfigError
 from skipjoin.core.request import ServiceClass
 from skipjoin.workload.arrivals import Arrivals, parse_arrivals
-from skipjoin.workload.fields import in_bounds
+from skipjoin.workload.fields import check_requests, in_bounds
 from skipjoin.workload.lengths import parse_lengths
 from skipjoin.workload.prefixes import parse_shared_prefix
 from skipjoin.workload.request import WorkloadRequest
@@ -69,6 +69,7 @@ class Synthetic:
     ) -> list[WorkloadRequest]:
         rate = in_bounds("rate_rps", rate_rps)
         _check_extent(self, duration_s, limit)
+        check_requests(rate, duration_s, limit)
         streams = (
             _with_classes(stream.jobs(rate, seed, index), self.best_effort, seed, index)
             for index, stream in enumerate(self.streams)
@@ -125,7 +126,9 @@ class Replay:
             limit = rows
         _check_extent(self, duration_s, limit)
         if not self.trace.has_arrivals:
-            jobs = self._at_rate(in_bounds("rate_rps", rate_rps), seed)
+            rate = in_bounds("rate_rps", rate_rps)
+            check_requests(rate, duration_s, limit)
+            jobs = self._at_rate(rate, seed)
         elif limit is not None and limit > rows:
             raise ConfigError(f"limit must be at most {rows}, the rows of {self.trace.name}, got {limit}")
         else:

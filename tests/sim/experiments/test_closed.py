@@ -16,6 +16,7 @@ from skipjoin.config import ConfigError
 from skipjoin.core.request import ServiceClass, Target
 from skipjoin.observe.record import Slo
 from skipjoin.observe.requests import RequestFacts
+from skipjoin.sim.experiments import submissions
 from skipjoin.sim.experiments.cell import Cell, Extent
 from skipjoin.sim.experiments.simulation import Run, run
 from skipjoin.workload.streams import ClosedMode, parse_closed
@@ -174,6 +175,14 @@ def test_jobs_that_do_not_fit_are_rejected_and_replaced() -> None:
     assert sum(fact.arrival == 0 for fact in closed_facts(one)) == SIZE
     with pytest.raises(ConfigError, match="closed stream be: none of 256 jobs fits into the context or the KV"):
         run(cell(replace(SYSTEM, max_model_len=11)))
+
+
+def test_a_closed_stream_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submissions, "MAX_REQUESTS", 500)
+    one = cell(rate_rps=1e-6, mode=REFILL)
+    endless = replace(one, extent=replace(one.extent, duration_s=1e9))
+    with pytest.raises(ConfigError, match="closed stream be: more than 500 requests before the end: choose a shorter"):
+        run(endless)
 
 
 def test_a_closed_stream_can_run_alone() -> None:

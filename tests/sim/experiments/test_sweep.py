@@ -249,6 +249,12 @@ def test_a_sweep_records_the_requests_of_all_runs_in_order(tmp_path: Path) -> No
         ("--rates 1 --find-min-replicas slo.goodput_rps>=1", "slo.goodput_rps would be null"),
         ("--rates 1 --find-min-replicas nonsense", "bound must read"),
         ("--rates 1 --out missing/out.json", "missing"),
+        ("--rates 1e9", "--rates: 1e+09 per second for 20 s (--duration) are 2e+10 requests, and a run has at most"),
+        ("--rates 1 --duration 1e9", "choose a lower rate or a shorter duration"),
+        ("--rates 1 --lengths agents --duration 1e9", "choose a lower rate or a shorter duration"),
+        ("--rates 1 --seeds 0-1000000000", "--seeds must be at most 1000 numbers, got '0-1000000000'"),
+        ("--rates 1 --seeds 0-99999999999999999999", "--seeds must be at most 1000 numbers"),
+        ("--rates 1 --replicas 1000000000", "--replicas must be in [1, 10000], got 1000000000"),
     ],
 )
 def test_invalid_options_give_a_one_line_error(options: str, message: str) -> None:

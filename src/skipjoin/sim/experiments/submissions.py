@@ -14,6 +14,7 @@ from skipjoin.sim.driver import Arrivals
 from skipjoin.sim.experiments.predictors import Predictor
 from skipjoin.sim.experiments.system import System
 from skipjoin.sim.programs import Calls, ProgramArrivals
+from skipjoin.workload.fields import MAX_REQUESTS
 from skipjoin.workload.request import WorkloadRequest, chains_of
 from skipjoin.workload.streams import Closed, ClosedMode
 
@@ -73,6 +74,11 @@ class Submissions:
     def _numbers(self, closed: Closed, jobs: Iterator[WorkloadRequest]) -> Iterator[int]:
         for block in count():
             first, refused = len(self.jobs), 0
+            if first > MAX_REQUESTS:
+                raise ConfigError(
+                    f"closed stream {closed.name}: more than {MAX_REQUESTS} requests before the end: choose a shorter "
+                    "duration (--duration)"
+                )
             self._draw(list(islice(jobs, _BLOCK)), f" {closed.name} {block}")
             for number in range(first, len(self.jobs)):
                 if self._system.takes(self.jobs[number]):

@@ -17,6 +17,8 @@ from skipjoin.observe.record import Record
 from skipjoin.report.bound import Bound, Bounds
 from skipjoin.sim.experiments.cell import Cell
 from skipjoin.sim.experiments.simulation import Run, ShardResult, run
+from skipjoin.sim.experiments.system import MAX_REPLICAS
+from skipjoin.workload.fields import MAX_REQUESTS
 
 # Relative width of the bracket at which a search ends.
 _TOLERANCE = 0.02
@@ -26,7 +28,6 @@ _REPLICA_TOLERANCE = 0.01
 _FIRST_STRIDE, _LONGEST_STRIDE = 1.25, 4.0
 # Range of rates that are searched.
 _LOWEST_RPS, _HIGHEST_RPS = 1e-4, 1e5
-_MAX_REPLICAS = 10_000
 _TICK_S = 0.2
 
 
@@ -118,7 +119,9 @@ class RateSearch(BoundSearch):
 
     def _beyond(self, known: float, factor: float) -> float | None:
         following = known * factor
-        return following if _LOWEST_RPS <= following <= _HIGHEST_RPS else None
+        duration_s = max(cell.extent.duration_s or 0.0 for cell in self._cells)
+        is_drawn = following * duration_s <= MAX_REQUESTS
+        return following if _LOWEST_RPS <= following <= _HIGHEST_RPS and is_drawn else None
 
     def _between(self, holds: float, breaks: float) -> float | None:
         return None if breaks <= holds * (1 + _TOLERANCE) else math.sqrt(holds * breaks)
@@ -132,7 +135,7 @@ class ReplicaSearch(BoundSearch):
     @cached_property
     def _most(self) -> int:
         return min(
-            _MAX_REPLICAS,
+            MAX_REPLICAS,
             max(len(cell.jobs()) + sum(stream.size for stream in cell.workload.closed) for cell in self._cells),
         )
 

@@ -39,6 +39,8 @@ from skipjoin.workload.workload import Workload
 _system = partial(Option, group="System")
 _workload = partial(Option, group="Workload")
 _scheduling = partial(Option, group="Scheduling")
+# Maximum number of replicas, each of which has a scheduler of its own.
+MAX_REPLICAS = 10_000
 # Fields that require prefill replicas, and their options.
 _SPLIT_OPTIONS = {"network_gbps": "network_gbps", "prefill": "prefill_hardware"}
 
@@ -130,7 +132,9 @@ class System:
             high=2,
         ),
     ] = 0.0
-    replicas: Annotated[int, _system("Number of replicas behind one dispatcher.", low=1, is_common=True)] = 1
+    replicas: Annotated[
+        int, _system("Number of replicas behind one dispatcher.", low=1, high=MAX_REPLICAS, is_common=True)
+    ] = 1
     dispatch: Annotated[
         str,
         _system(

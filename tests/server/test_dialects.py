@@ -536,6 +536,19 @@ async def test_raw_prompts_of_ollama_have_no_template(echo: Api) -> None:
     assert (answer["response"], answer.get("thinking")) == ("ab<think>", None)
 
 
+async def test_windows_of_penalties_in_ollamas_format(echo: Api) -> None:
+    """A window without a penalty changes nothing, and an empty one turns penalties off."""
+    for given, penalties in (
+        ({"repeat_last_n": 64}, (1, 0, 0)),
+        ({"repeat_last_n": 64, "repeat_penalty": 1.0, "frequency_penalty": 0}, (1, 0, 0)),
+        ({"repeat_last_n": -1, "repeat_penalty": 1.5, "presence_penalty": 0.5}, (1.5, 0.5, 0)),
+        ({"repeat_last_n": 0, "repeat_penalty": 1.5, "frequency_penalty": 0.5}, (1, 0, 0)),
+    ):
+        await post(echo, "/api/generate", prompt="ab", stream=False, options=given | {"num_predict": 2})
+        params = echo.engine.added[-1].params
+        assert (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == penalties
+
+
 async def test_clients_of_ollama_load_the_model_ahead(echo: Api) -> None:
     before = len(echo.engine.added)
     for body in ({"messages": []}, {}, {"messages": None, "keep_alive": "5m"}):
@@ -557,6 +570,8 @@ async def test_clients_of_ollama_find_the_model(echo: Api) -> None:
     for body, message in (
         ({"model": "other"}, "the model 'other' does not exist"),
         ({"options": {"mirostat": 2}}, "options.mirostat: this server does not support it"),
+        ({"options": {"repeat_last_n": 64, "repeat_penalty": 1.1}}, "options.repeat_last_n: this server does not"),
+        ({"options": {"presence_penalty": 1, "repeat_last_n": 64}}, "options.repeat_last_n: this server does not"),
         ({"prompt": "a" * 9000}, "maximum context length"),
         ({"format": "xml"}, "format: Input should be '' or 'json'"),
         ({"format": 5}, 'format: must be "json" or a JSON schema'),

@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, Tag, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, Tag, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from skipjoin.sampling import INT32
 from skipjoin.server.api.chat_body import ChatRequest
@@ -31,6 +32,8 @@ from skipjoin.server.api.protocol import SamplingFields
 _TAG = ":latest"
 _NO_IMAGES = Annotated[Any, Only(None, [], why="only text is supported")]
 Model = Annotated[Label, AfterValidator(lambda name: name and name.removesuffix(_TAG))]
+# Penalties of earlier tokens, and the values at which they have no effect.
+_PENALTIES = {"repeat_penalty": 1, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0}
 Penalty = Annotated[float, Field(ge=0.01, le=10)]
 
 
@@ -39,7 +42,7 @@ class OllamaOptions(SamplingFields):  # type: ignore[misc]
 
     num_predict: Annotated[int, Integer(-2, INT32)] | None = None
     repeat_penalty: Penalty | None = None
-    repeat_last_n: Annotated[Any, Only(None, -1, why="the penalty counts all tokens")] = None
+    repeat_last_n: Annotated[int, Integer(-1, INT32)] | None = None
     tfs_z: Annotated[Any, Only(None, 1)] = None
     typical_p: Annotated[Any, Only(None, 1)] = None
     mirostat: Annotated[Any, Only(None, 0)] = None
@@ -59,11 +62,24 @@ class OllamaOptions(SamplingFields):  # type: ignore[misc]
     use_mmap: Ignored = None
     use_mlock: Ignored = None
 
+    @field_validator("repeat_last_n")
+    @classmethod
+    def _changes_nothing(cls, value: int | None, info: ValidationInfo) -> int | None:
+        """Accept what is the penalty of all tokens, 0 for none of them, and any number without a penalty."""
+        has_penalty = any(info.data.get(name) not in {None, neutral} for name, neutral in _PENALTIES.items())
+        if has_penalty and value not in {None, -1, 0}:
+            raise PydanticCustomError(
+                "unsupported", "this server does not support it: only null, -1 or 0: a penalty counts all tokens"
+            )
+        return value
+
     def fields(self) -> dict[str, Any]:
         """Return the given parameters as fields of a chat request."""
         found = {name: getattr(self, name) for name in self.model_fields_set & SamplingFields.model_fields.keys()}
         if self.repeat_penalty is not None:
             found["repetition_penalty"] = self.repeat_penalty
+        if self.repeat_last_n == 0:
+            found |= {name: neutral for name, neutral in _PENALTIES.items() if name in SamplingFields.model_fields}
         if self.num_predict is not None and self.num_predict > 0:  # otherwise the rest of the context
             found["max_tokens"] = self.num_predict
         return found

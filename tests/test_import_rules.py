@@ -80,8 +80,8 @@ llm: chat core formats llm_arguments local_engine model.tokenizer pooling recipe
 llm_arguments: chat core formats sampling
 local_engine: adapters chat config core engine formats model options sampling structured_output
 chat: formats model.chat_text model.tokenizer sampling structured_output
- server.engines: adapters config core core.kv.block_pool core.kv.operations engine exec.ranks.cluster exec.ranks.nodes
-     kv_format model.errors model.folder observe options policies pooling recipes sampling server.engines server.logs
+server.engines: adapters config core core.kv.block_pool core.kv.operations engine exec.ranks.cluster exec.ranks.nodes
+    kv_format model.errors model.folder observe options policies pooling recipes sampling server.engines server.logs
     server.metrics system.container system.disk system.garbage system.machine system.own_folder system.unreachable
     version
 server.api: adapters chat config config.access config.key_files core engine.forecasting engine.text formats

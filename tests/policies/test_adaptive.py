@@ -436,6 +436,27 @@ def test_kv_that_leaves_for_first_tokens_uses_what_ordering_gains() -> None:
     assert next(ordering.ranked(99.0)) is new
 
 
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_kv_that_left_bounds_what_first_tokens_take_from_others(is_dropped: bool) -> None:
+    """They still precede others, but take no KV from them for 20 times as long as it takes to compute again."""
+    index = GittinsIndex(COST, 4)
+    ordering = Adaptive(index, overtaking_s=OVERTAKING_S, first_share=1.0, prompt_patience=PATIENCE)
+    old, new = make(0, 10_000, 90), make(1, 10_000, 90, arrival=1.0)
+    for request in (old, new):
+        ordering.on_arrived(request, request.arrival)
+    run_all(ordering, [old])
+    assert next(ordering.ranked(2.0)) is new
+    assert ordering.outranks(new, old)
+    if is_dropped:
+        old.progress.computed = 0
+    ordering.on_preempted(old, 2.0)
+    lost_s = index.time.prefill(10_000)
+    for times, may_take in ((10, False), (19, False), (20, True)):
+        assert next(ordering.ranked(2.0 + times * lost_s)) is new
+        assert ordering.outranks(new, old) == may_take
+        assert not ordering.outranks(old, new)
+
+
 def test_pauses_do_not_change_the_lengths_at_which_a_request_changes_its_rank() -> None:
     def edges(pauses: Callable[[], int]) -> list[float | str]:
         ordering = Adaptive(GittinsIndex(COST, 4), overtaking_s=OVERTAKING_S, first_share=0.5, prompt_patience=PATIENCE)

@@ -24,6 +24,8 @@ _NEW_KEPT, _MIN_NEW = 0.9, 0.05
 _LOOKUP_STEPS = 64
 # Share of the time for prompts computed ahead where all requests cost the same, so that ordering gains nothing.
 _MIN_AHEAD = 0.02
+# Share of the time for KV that is computed or moved again because it left the device.
+_MAX_AGAIN = 0.05
 # Groups of requests, which precede each other. The first two are ordered by arrival, the first one also by prefill.
 FIRST, OLD, OTHER = range(3)
 
@@ -68,7 +70,8 @@ class Adaptive(Callbacks):
 
     First tokens of requests that then wait, and those for which KV leaves, take time from others, which ordering must
     win back. They get `first_share` where costs are spread as widely as an exponential distribution, and next to
-    nothing where all are alike.
+    nothing where all are alike. KV that must be computed again costs capacity, too, which no order wins back: while it
+    takes more than a small share of the time, requests without output take KV from others only as their index allows.
     """
 
     def __init__(self, index: GittinsIndex, *, overtaking_s: float, first_share: float, prompt_patience: float) -> None:
@@ -78,8 +81,9 @@ class Adaptive(Callbacks):
         self._aging = Aging(index.step_s)
         self._pace = FirstTokenPace(first_share, index.step_s)
         self._advances = PromptAdvances(1.0, index.step_s)
+        self._again = PromptAdvances(_MAX_AGAIN, index.step_s)
         self._patience = prompt_patience
-        self._is_open = True
+        self._is_open = self._may_displace = True
         self._jobs: dict[Request, _Job] = {}
         self._cells: dict[tuple[Standing, Kind, int], Cell] = {}
         # First tokens by arrival and prefill, then old requests by arrival, then all others.
@@ -176,11 +180,14 @@ class Adaptive(Callbacks):
             job = self._jobs[request]
             job.cached = 0
             self._price(request, job)
-        elif request.progress.computed < request.progress.known - 1:
+        elif (lost := request.progress.known - request.progress.computed) > 1:
             self._dropped.add(request)
+            self._again.spend(self._index.time.prefill(lost), now)
         else:
             # Its KV leaves for others and must return, which takes about as long as to compute it.
-            self._advances.spend(self._index.time.prefill(request.progress.known), now)
+            returns_s = self._index.time.prefill(request.progress.known)
+            self._advances.spend(returns_s, now)
+            self._again.spend(returns_s, now)
             return
         self._advances.forget(request, continues=False)
 
@@ -225,6 +232,7 @@ class Adaptive(Callbacks):
         if is_open != self._is_open:
             self._is_open = is_open
             self._sort()
+        self._may_displace = self._again.is_open(now)
         return chain.from_iterable(self._orders)
 
     def rank(self, request: Request) -> tuple[int, float, float, int]:
@@ -236,12 +244,16 @@ class Adaptive(Callbacks):
         mine, theirs = self._jobs[one].cell, self._jobs[other].cell
         assert mine is not None
         assert theirs is not None
-        if mine.group != theirs.group:
-            return mine.group < theirs.group
-        if mine.group == FIRST:
-            return False
-        margin = MARGIN if mine.group == OTHER else 0.0
-        return mine.base + mine.per_s * one.arrival + margin < theirs.base + theirs.per_s * other.arrival
+        group, base, per_s = mine.group, mine.base, mine.per_s
+        if group == FIRST:
+            if theirs.group == FIRST:
+                return False
+            if not self._may_displace:
+                group, base, per_s = self._place_later(mine)
+        if group != theirs.group:
+            return group < theirs.group
+        margin = MARGIN if group == OTHER else 0.0
+        return base + per_s * one.arrival + margin < theirs.base + theirs.per_s * other.arrival
 
     def expected_order(self, requests: Iterable[Request], now: float) -> list[tuple[Any, Request]]:
         found = sorted([(*self.rank(request), request) for request in requests])
@@ -327,18 +339,23 @@ class Adaptive(Callbacks):
                 self._price(request, job)
 
     def _rank_cell(self, cell: Cell) -> None:
-        cell.per_s = 1.0
-        delay_s = self._patience * self._index.prompt_s(cell.kind)
         if cell.standing.is_fresh and self._is_open:
-            cell.group, cell.base = FIRST, delay_s
-        elif cell.standing.is_old:
-            cell.group, cell.base = OLD, 0.0
+            cell.group, cell.base, cell.per_s = FIRST, self._delay_s(cell), 1.0
         else:
-            cell.group, cell.per_s = OTHER, self._aging.per_s
-            cell.base = self._aging.base(self._index.log_index(cell.kind, cell.place))
-            if cell.standing.is_overdue:
-                without_prompt = self._aging.base(self._index.log_index(cell.kind.without_prompt, cell.place))
-                cell.base = min(cell.base, without_prompt + cell.per_s * delay_s)
+            cell.group, cell.base, cell.per_s = self._place_later(cell)
+
+    def _delay_s(self, cell: Cell) -> float:
+        return self._patience * self._index.prompt_s(cell.kind)
+
+    def _place_later(self, cell: Cell) -> tuple[int, float, float]:
+        """Return the group, base and weight of age of requests whose first tokens do not precede others."""
+        if cell.standing.is_old:
+            return OLD, 0.0, 1.0
+        per_s, base = self._aging.per_s, self._aging.base(self._index.log_index(cell.kind, cell.place))
+        if cell.standing.is_overdue:
+            without_prompt = self._aging.base(self._index.log_index(cell.kind.without_prompt, cell.place))
+            base = min(base, without_prompt + per_s * self._delay_s(cell))
+        return OTHER, base, per_s
 
     # -- places -------------------------------------------------------------------------------------------
 
@@ -444,7 +461,7 @@ class Adaptive(Callbacks):
         self._new = Counter({kind: kept for kind, n in self._new.items() if (kept := n * _NEW_KEPT) > _MIN_NEW})
         new = [(self._index.log_index(kind, NOT_BEGUN), weight) for kind, weight in self._new.items()]
         self._aging.step_s = self._index.step_s
-        self._pace.step_s = self._advances.step_s = self._index.step_s
+        self._pace.step_s = self._advances.step_s = self._again.step_s = self._index.step_s
         spread = min(1.0, self._index.spread(self._new))
         self._advances.share = max(_MIN_AHEAD, self._pace.share * spread * spread)
         self._aging.derive(indices, waiting, ages, new)

@@ -190,6 +190,25 @@ def test_blocks_are_kept_free_for_expected_arrivals() -> None:
     assert setup.eviction._spare(setup.kv, setup.now) == 1 + 11
 
 
+@pytest.mark.parametrize(("kind", "out"), [(ProactiveSwap, [10]), (DisplacingSwap, [])])
+def test_only_policies_whose_arrivals_come_first_keep_blocks_for_expected_ones(
+    kind: type[ProactiveSwap], out: list[int]
+) -> None:
+    holders = [*(Holder(number, 10) for number in range(1, 10)), Holder(10, 9)]
+    setup = Setup(*holders, device=100, eviction=kind(COST))
+    for now in (-3.0, -2.0, -1.0):  # a prompt of three blocks each second
+        setup.eviction._arrivals.note(make(1000, 12), now)
+    assert setup.step() == (out, [])
+
+
+@pytest.mark.parametrize(("block_s", "out"), [(0.1, [6]), (8.1, [])])
+def test_kv_that_is_sooner_computed_again_is_not_moved_ahead(block_s: float, out: list[int]) -> None:
+    """Computing the 64 tokens takes 64.5 s, and moving their 16 blocks out and in 3.2 or 259 s."""
+    cost = replace(COST, block=block_s)
+    setup = Setup(Holder(1), Holder(6, 16), eviction=DisplacingSwap(cost))
+    assert setup.step() == (out, [])
+
+
 def test_a_sooner_turn_replaces_later_turns_on_the_device() -> None:
     setup = Setup(swapped_out(2), Holder(1), Holder(3), Holder(4), Holder(5), Holder(6, 3))
     # One block is free, for growth. Four are needed, so the two last ones are swapped out.

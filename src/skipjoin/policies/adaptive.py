@@ -83,7 +83,9 @@ class Adaptive(Callbacks):
         self._advances = PromptAdvances(1.0, index.step_s)
         self._again = PromptAdvances(_MAX_AGAIN, index.step_s)
         self._patience = prompt_patience
-        self._is_open = self._may_displace = True
+        self._is_open = True
+        # Whether first tokens may take KV from others as of `_asked`: constant within a step, which begins at `_now`.
+        self._may_displace, self._asked, self._now = True, -math.inf, 0.0
         self._jobs: dict[Request, _Job] = {}
         self._cells: dict[tuple[Standing, Kind, int], Cell] = {}
         # First tokens by arrival and prefill, then old requests by arrival, then all others.
@@ -232,7 +234,7 @@ class Adaptive(Callbacks):
         if is_open != self._is_open:
             self._is_open = is_open
             self._sort()
-        self._may_displace = self._again.is_open(now)
+        self._now = now
         return chain.from_iterable(self._orders)
 
     def rank(self, request: Request) -> tuple[int, float, float, int]:
@@ -248,6 +250,8 @@ class Adaptive(Callbacks):
         if group == FIRST:
             if theirs.group == FIRST:
                 return False
+            if self._asked != self._now:
+                self._asked, self._may_displace = self._now, self._again.is_open(self._now)
             if not self._may_displace:
                 group, base, per_s = self._place_later(mine)
         if group != theirs.group:

@@ -143,12 +143,17 @@ class Swap(Recompute):
         return request.progress.known - request.progress.computed <= 1 and self._moves_faster(request, kv, keep)
 
     def _moves_faster(self, request: Request, kv: KVAccounts, keep: int) -> bool:
+        # Recomputation shares its step with other requests, so the fixed time of a step is not part of its price.
+        price = self._again_s(request, kv, keep) - self._cost.step(StepShape())
+        return self._both_moves_s(request, kv, keep) <= price
+
+    def _again_s(self, request: Request, kv: KVAccounts, keep: int = 0) -> float:
         tokens = kv.lost(request, keep)
         kept = request.progress.computed - tokens
-        again = StepShape(prefill=tokens, attention=tokens * kept + tokens * (tokens + 1) // 2)
-        # Recomputation shares its step with other requests, so the fixed time of a step is not part of its price.
-        price = self._cost.step(again) - self._cost.step(StepShape())
-        return 2 * self._cost.transfer(kv.filled(request) - keep + kv.state_blocks) <= price
+        return self._cost.step(StepShape(prefill=tokens, attention=tokens * kept + tokens * (tokens + 1) // 2))
+
+    def _both_moves_s(self, request: Request, kv: KVAccounts, keep: int = 0) -> float:
+        return 2 * self._cost.transfer(kv.filled(request) - keep + kv.state_blocks)
 
 
 class Vacate(Swap):
@@ -324,7 +329,7 @@ class ProactiveSwap(Swap):
         held = used + tiers.cpu_total - tiers.cpu_free
         return self._cost.transfer(held // max(1, len(kv.holders()))) <= _CHEAP_SHARE * self._cost.step(step)
 
-    def may_move_ahead(self, request: Request) -> bool:
+    def may_move_ahead(self, request: Request, kv: KVAccounts) -> bool:
         """Return whether the request may be swapped out with an overlapped move.
 
         The move may be slower than recomputation. If only KV that is slow to recompute moved, short requests would stay
@@ -348,9 +353,12 @@ class ProactiveSwap(Swap):
         self._last = None if is_idle else now
 
     def _spare(self, kv: KVAccounts, now: float) -> int:
+        return max(1, int(_GROWTH_SHARE * kv.device_total)) + self._expected(kv, now)
+
+    def _expected(self, kv: KVAccounts, now: float) -> int:
+        """Return the blocks kept free for requests that may arrive within the next steps."""
         tokens = self._arrivals.tokens_within(_LEAD_STEPS * self._step_s, now)
-        growth = max(1, int(_GROWTH_SHARE * kv.device_total))
-        return growth + min(kv.blocks_for(int(tokens)), int(_MAX_SPARE * kv.device_total))
+        return min(kv.blocks_for(int(tokens)), int(_MAX_SPARE * kv.device_total))
 
     def _awaited(self, ordering: Ordering, kv: KVAccounts, now: float, free: int) -> int:
         """Return the blocks needed by requests without KV that precede every request with KV; 0 if `free` suffices."""
@@ -366,9 +374,21 @@ class ProactiveSwap(Swap):
 
 
 class DisplacingSwap(ProactiveSwap):
-    """`ProactiveSwap` that drops the KV ranked last where the CPU tier is full."""
+    """`ProactiveSwap` that drops the KV ranked last where the CPU tier is full.
+
+    It keeps no blocks free before requests arrive, since its ordering does not let all of them take KV from others, and
+    a request that left for one that does not come must return. It moves no KV ahead that a step of its own would
+    compute sooner: the blocks are of no use while they move.
+    """
 
     displaces = True
+
+    def may_move_ahead(self, request: Request, kv: KVAccounts) -> bool:
+        is_possible = super().may_move_ahead(request, kv)
+        return is_possible and self._both_moves_s(request, kv) <= self._again_s(request, kv)
+
+    def _expected(self, kv: KVAccounts, now: float) -> int:
+        return 0
 
 
 class _Exchange:
@@ -431,7 +451,7 @@ class _Exchange:
             if self._at == len(leaving) - 1 if turn is None else not turn < theirs:
                 break
             self._at += 1
-            if self._eviction.may_move_ahead(victim):
+            if self._eviction.may_move_ahead(victim, kv):
                 self._out.append(victim)
                 self._soon += kv.footprint(victim)
                 self._room[Direction.OUT] -= kv.footprint(victim)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from papers.figures.report import settings_of
-from papers.figures.runs import Kept, Options, Result, cells, poisson
+from papers.figures.runs import Kept, Options, Result, cells, poisson, result_of
 from papers.figures.variants import Variant, lasting
 from papers.recipes import LABELLED
 from skipjoin.observe.record import Record, Slo
@@ -118,7 +117,7 @@ def records_of(plans: Mapping[tuple[Any, ...], Kept], *labels: str) -> list[Reco
 
 
 def of_figure09(options: Options, *parts: str) -> tuple[Result, list[Record]]:
-    found = json.loads((options.out.parent / "figure09" / "result.json").read_text(encoding="utf-8"))
+    found = result_of("figure09", options)
     kept = ("model", "lengths", "load", "variant", "workload", *parts)
     return found["settings"], [{part: record[part] for part in kept} for record in found["records"]]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -247,6 +248,15 @@ def capacities(name: str, pairs: Sequence[tuple[System, Synthetic]], options: Op
         plan.records[0]["throughput_tps"] / workload.streams[0].lengths.mean()[1]
         for plan, (_, workload) in zip(plans, pairs, strict=True)
     ]
+
+
+def result_of(name: str, options: Options) -> Result:
+    """Return the recorded result of another figure, next to which this one's is written."""
+    source = options.out.parent / name / "result.json"
+    if not source.exists():
+        raise SystemExit(f"this figure draws the runs of {name}, but {source} does not exist: run {name} first")
+    found: Result = json.loads(source.read_text(encoding="utf-8"))
+    return found
 
 
 def by_rate(records: Sequence[Record]) -> dict[float, list[Record]]:

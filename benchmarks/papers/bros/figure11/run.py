@@ -5,7 +5,6 @@ The runs are those of figure 10, read from its result.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,14 +15,14 @@ from matplotlib.figure import Figure
 
 from papers.bros.setting import COMPARED, DATASETS, NOISY, TPOT_KEPT, TTFT_KEPT, against_rate, side_by_side, value_of
 from papers.figures.report import main, table
-from papers.figures.runs import Options, Result, pick
+from papers.figures.runs import Options, Result, pick, result_of
 from skipjoin.observe.record import Record
 
 NAMES = [variant.name for variant in (*COMPARED, NOISY)]
 
 
 def measure(options: Options) -> Result:
-    found = json.loads((options.out.parent / "figure10" / "result.json").read_text(encoding="utf-8"))
+    found = result_of("figure10", options)
     kept = ("model", "lengths", "variant", "workload")
     records = [
         {part: record[part] for part in kept} | {"real_time": {"slo": record["real_time"]["slo"]}}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,17 +12,14 @@ from matplotlib.figure import Figure
 from papers.fastserve.panels import STARTS, Searches, draw_panels, read_off
 from papers.fastserve.setting import RECIPES, TAIL_BOUND, system
 from papers.figures.report import main, settings_of
-from papers.figures.runs import Options, Result, poisson, run_plans
+from papers.figures.runs import Options, Result, poisson, result_of, run_plans
 
 # Parts of figure 11's records.
 _FIELDS = ("recipe", "model", "workload", "normalized_latency_s")
 
 
 def measure(options: Options) -> Result:
-    source = options.out.parent / "figure11" / "result.json"
-    if not source.exists():
-        raise SystemExit(f"figure 12 draws the runs of figure 11, but {source} does not exist: run that first")
-    records = json.loads(source.read_text(encoding="utf-8"))["records"]
+    records = result_of("figure11", options)["records"]
     searches = Searches(TAIL_BOUND, options)
     run_plans("figure12", searches.plans, options)
     systems = [system(recipe, batch_cap=cap) for cap in STARTS for recipe in RECIPES]

@@ -646,12 +646,14 @@ template <typename T> void linear(const Linear &c) {
   by_pairs = by_tiles || c.rows >= kMinPairRows;
 #endif
   row_blocks = (c.rows + per_block - 1) / per_block;
-  int64_t count = tasks_of(c, by_pairs);
+  int64_t count = tasks_of(c, by_pairs), total = count * row_blocks;
+  // Threads take as many tasks at once as write a cache line, so that none waits for the lines of another.
+  const int64_t at_a_time = std::max<int64_t>(1, 64 / (kLanes * sizeof(T) * (by_pairs && !c.gated ? 2 : 1)));
   std::atomic<int64_t> counter{0};
   skipjoin::run_on_pool(c.threads, [&](int thread) {
-    auto take = [&] { return counter.fetch_add(1, std::memory_order_relaxed); };
-    int64_t index = take();
-    if (index >= count * row_blocks) return; // other threads took all tasks
+    auto take = [&] { return counter.fetch_add(at_a_time, std::memory_order_relaxed); };
+    int64_t index = take(), taken = index + at_a_time;
+    if (index >= total) return; // other threads took all tasks
     Inputs in(c, each_rounds ? thread : 0);
     if (each_rounds)
       for (int64_t r = 0; r < c.rows; r++) in.round_row<T>(c, r);
@@ -666,14 +668,15 @@ template <typename T> void linear(const Linear &c) {
 #ifdef SKIPJOIN_TILES
     int64_t depth = 0;
 #endif
-    for (int64_t next; index < count * row_blocks; index = next) {
-      next = take();
+    for (int64_t next; index < total; index = next) {
+      next = index + 1;
+      if (next == taken) next = take(), taken = next + at_a_time;
       Task task = task_of(c, index % count, by_pairs);
       int64_t begin = index / count * per_block, end = std::min(c.rows, begin + per_block);
       // The strips of the next task are fetched in as many parts as there are passes over blocks.
       const char *later[2] = {};
       int64_t bytes[2] = {};
-      if (next < count * row_blocks) {
+      if (next < total) {
         Task following = task_of(c, next % count, by_pairs);
         for (int s = 0; s < following.size; s++)
           later[s] = (const char *)following.parts[s].strip, bytes[s] = following.parts[s].groups->strip_bytes;

@@ -115,12 +115,13 @@ STDLIB_ONLY = {
 }
 # The layers of `core`. A module imports only from its own layer and those above it in this table.
 CORE_LAYERS = (
-    ("__init__", "forecast", "prefixes", "waits"),
+    ("__init__", "forecast", "prefixes", "refusals", "waits"),
     ("request",),
     ("step",),
     ("kv",),
     ("context", "events", "promises"),
     ("policy",),
+    ("policy_set",),
     ("selective",),
     ("decide",),
     ("engine", "foreign"),

@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Callable
 
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.policy import Allocation, Callbacks, Deferral, Policies
+from skipjoin.core.policy import Allocation, Callbacks, Deferral
+from skipjoin.core.policy_set import Policies
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.eviction import Recompute

@@ -29,10 +29,9 @@ from skipjoin.core.policy import (
     EvictionPolicy,
     Fact,
     Ordering,
-    Policies,
-    Refusal,
-    Scope,
 )
+from skipjoin.core.policy_set import Policies
+from skipjoin.core.refusals import Refusal, Scope
 from skipjoin.core.request import Request, ServiceClass, Target
 from skipjoin.core.step import Slice
 from skipjoin.core.waits import WaitReason

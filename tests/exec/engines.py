@@ -15,7 +15,8 @@ from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.policy import Batcher, Callbacks, EvictionPolicy, Ordering, Policies
+from skipjoin.core.policy import Batcher, Callbacks, EvictionPolicy, Ordering
+from skipjoin.core.policy_set import Policies
 from skipjoin.core.prefixes import ContentPrefix
 from skipjoin.core.request import Request, RequestOptions, ServiceClass
 from skipjoin.core.step import Direction, Move, Slice, StateSizes, StepPlan

@@ -17,7 +17,7 @@ from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Computed, Event, Moved, Planned
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.policy import Policies
+from skipjoin.core.policy_set import Policies
 from skipjoin.core.request import Request, RequestOptions
 from skipjoin.core.step import Move, StepPlan
 from skipjoin.engine.scheduling import make_scheduler

@@ -10,17 +10,8 @@ from hypothesis import strategies as st
 from papers.econoserve.coupled import WholePrompts
 from papers.fastserve.static import RunToCompletion
 from skipjoin.core.context import StepContext
-from skipjoin.core.policy import (
-    NO_SLOT,
-    NO_TOKENS,
-    PROMPT_DOES_NOT_FIT,
-    PROMPTS_ARE_FULL,
-    BatchBuilder,
-    Batcher,
-    CountingBuilder,
-    Refusal,
-    Scope,
-)
+from skipjoin.core.policy import BatchBuilder, Batcher, CountingBuilder
+from skipjoin.core.refusals import NO_SLOT, NO_TOKENS, PROMPT_DOES_NOT_FIT, PROMPTS_ARE_FULL, Refusal, Scope
 from skipjoin.core.request import NO_TARGET, FinishReason, Request, Target
 from skipjoin.core.step import Slice, StepShape
 from skipjoin.policies.batching import Greedy, TargetForward, Yielding

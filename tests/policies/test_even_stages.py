@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skipjoin.core.context import StepContext
-from skipjoin.core.policy import ALL_HELD, CostModel
+from skipjoin.core.policy import CostModel
+from skipjoin.core.refusals import ALL_HELD
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepPlan, StepShape
 from skipjoin.policies.batching import Greedy

@@ -7,7 +7,8 @@ from itertools import product
 import pytest
 
 from skipjoin.core.context import StepContext
-from skipjoin.core.policy import ALL_TOO_LONG, INCOMING_TOO_LONG, Policies, is_decode_invariant
+from skipjoin.core.policy_set import Policies, is_decode_invariant
+from skipjoin.core.refusals import ALL_TOO_LONG, INCOMING_TOO_LONG
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.admission import OnDemand

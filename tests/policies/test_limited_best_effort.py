@@ -8,7 +8,8 @@ import random
 import pytest
 
 from skipjoin.core.context import StepContext
-from skipjoin.core.policy import ALL_BEHIND_REAL_TIME, INCOMING_BEHIND_REAL_TIME, QUIET_S, is_decode_invariant
+from skipjoin.core.policy_set import is_decode_invariant
+from skipjoin.core.refusals import ALL_BEHIND_REAL_TIME, INCOMING_BEHIND_REAL_TIME, QUIET_S
 from skipjoin.core.request import Request, Target
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.best_effort import LimitedBestEffort, Patience

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skipjoin.core.context import StepContext
-from skipjoin.core.policy import CostModel, Refusal, Scope
+from skipjoin.core.policy import CostModel
+from skipjoin.core.refusals import Refusal, Scope
 from skipjoin.core.request import Request, Target
 from skipjoin.core.step import Slice, StepPlan, StepShape
 from skipjoin.core.waits import WaitReason

@@ -8,12 +8,8 @@ from hypothesis import strategies as st
 
 from papers.fastserve.static import RunToCompletion, WholeMaximum
 from skipjoin.core.events import Event, Finished, Planned
-from skipjoin.core.policy import (
-    AdmissionPolicy,
-    EvictionPolicy,
-    Ordering,
-    Policies,
-)
+from skipjoin.core.policy import AdmissionPolicy, EvictionPolicy, Ordering
+from skipjoin.core.policy_set import Policies
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.eviction import Recompute

@@ -18,7 +18,7 @@ from skipjoin.cli import app
 from skipjoin.cli.options import flags_of
 from skipjoin.cli.top import _Screen
 from skipjoin.config import EngineConfig, ServerConfig
-from skipjoin.core.policy import QUIET_S
+from skipjoin.core.refusals import QUIET_S
 from skipjoin.core.waits import WaitReason
 from skipjoin.observe.reasons import words_of
 from skipjoin.options import settings_of

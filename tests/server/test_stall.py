@@ -11,7 +11,9 @@ import pytest
 from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.policy import HELD, Callbacks, Policies, Refusal
+from skipjoin.core.policy import Callbacks
+from skipjoin.core.policy_set import Policies
+from skipjoin.core.refusals import HELD, Refusal
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepResult
 from skipjoin.policies.admission import OnDemand

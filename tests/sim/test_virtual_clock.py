@@ -6,7 +6,7 @@ import pytest
 
 from skipjoin.core.context import StepContext
 from skipjoin.core.events import Arrived, Event, Finished, Token
-from skipjoin.core.policy import HELD, Refusal
+from skipjoin.core.refusals import HELD, Refusal
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, Move, Slice, StepPlan
 from skipjoin.exec.simulated import SimulatedExecutor

@@ -10,16 +10,9 @@ from skipjoin.core.context import StepContext
 from skipjoin.core.events import Preemption
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.reservations import Account
-from skipjoin.core.policy import (
-    Allocation,
-    Callbacks,
-    Deferral,
-    Eviction,
-    EvictionPolicy,
-    Ordering,
-    Refusal,
-    explanation,
-)
+from skipjoin.core.policy import Allocation, Callbacks, Deferral, Eviction, EvictionPolicy, Ordering
+from skipjoin.core.policy_set import explanation
+from skipjoin.core.refusals import Refusal
 from skipjoin.core.request import Request
 from skipjoin.core.selective import Limits
 from skipjoin.core.step import StepShape

@@ -14,7 +14,8 @@ from skipjoin.core.engine import EngineCore
 from skipjoin.core.events import Event, Preempted, Preemption, Token
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.reservations import Owner
-from skipjoin.core.policy import AdmissionPolicy, Batcher, CostModel, EvictionPolicy, Policies
+from skipjoin.core.policy import AdmissionPolicy, Batcher, CostModel, EvictionPolicy
+from skipjoin.core.policy_set import Policies
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import Direction, Move, Slice, StateSizes, StepPlan, StepResult
 from skipjoin.exec.simulated import SimulatedExecutor, SimulatedHandle, never, position_as_token

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.policy import Allocation, Deferral, Policies
+from skipjoin.core.policy import Allocation, Deferral
+from skipjoin.core.policy_set import Policies
 from skipjoin.core.request import Request
 from skipjoin.policies.eviction import Recompute
 from skipjoin.policies.ordering import Fcfs

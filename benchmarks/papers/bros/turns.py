@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from skipjoin.core.context import StepContext
-from skipjoin.core.policy import HELD, BatchBuilder, Batcher, BatcherWrapper, Ordering, Refusal
+from skipjoin.core.policy import BatchBuilder, Batcher, BatcherWrapper, Ordering
+from skipjoin.core.refusals import HELD, Refusal
 from skipjoin.core.request import Request
 from skipjoin.policies.routed import Routed
 

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from skipjoin.core.context import StepContext, eligible_tokens
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account
-from skipjoin.core.policy import PROMPT_DOES_NOT_FIT, Allocation, BatchBuilder, Callbacks, CostModel, Deferral, Refusal
+from skipjoin.core.policy import Allocation, BatchBuilder, Callbacks, CostModel, Deferral
+from skipjoin.core.refusals import PROMPT_DOES_NOT_FIT, Refusal
 from skipjoin.core.request import Request
 from skipjoin.policies.batching import TargetBuilder, TargetForward
 from skipjoin.policies.econo import PaddedLengths, Phase, QueueOrder

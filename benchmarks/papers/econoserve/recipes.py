@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.policy import Ordering, Policies
+from skipjoin.core.policy import Ordering
+from skipjoin.core.policy_set import Policies
 from skipjoin.core.request import Request
 from skipjoin.core.selective import Limits
 from skipjoin.policies.admission import OnDemand

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from skipjoin.core.policy import Batcher, Policies
+from skipjoin.core.policy import Batcher
+from skipjoin.core.policy_set import Policies
 from skipjoin.policies.eviction import Recompute
 from skipjoin.policies.ordering import Fcfs, FixedKey
 from skipjoin.policies.stages import EvenStages

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from skipjoin.core.context import StepContext
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.policy import HELD, INCOMING_HELD, Allocation, BatchBuilder, Deferral, Refusal
+from skipjoin.core.policy import Allocation, BatchBuilder, Deferral
+from skipjoin.core.refusals import HELD, INCOMING_HELD, Refusal
 from skipjoin.core.request import Request
 from skipjoin.policies.batching import WholeBuilder, check_budgets
 

@@ -7,7 +7,8 @@ from skipjoin.core.decide.plan import begin_decision
 from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.events import Admitted, Preempted, Preemption, Reserved, Waited
 from skipjoin.core.kv.operations import BlockLedger
-from skipjoin.core.policy import Allocation, Deferral, Policies
+from skipjoin.core.policy import Allocation, Deferral
+from skipjoin.core.policy_set import Policies
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepPlan
 from skipjoin.core.waits import WaitReason, WaitState

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -9,9 +9,9 @@ from skipjoin.core.context import StepContext
 from skipjoin.core.events import Preemption
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account, Owner
+from skipjoin.core.refusals import Refusal
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice, StepShape
-from skipjoin.core.waits import WaitReason
 
 
 class CostModel(Protocol):
@@ -120,12 +120,6 @@ class Fact(NamedTuple):
     meaning: str
 
 
-def explanation(policy: object, request: Request, now: float, kv: KVAccounts) -> list[Fact]:
-    """Return the facts of a policy's method `explain(request, now, kv)`, which it may lack."""
-    explain = getattr(policy, "explain", None)
-    return [] if explain is None else list(explain(request, now, kv))
-
-
 class Measured(Protocol):
     """Figures of a recipe's own, for metrics, asked a few times per second."""
 
@@ -155,38 +149,6 @@ class Learned(Protocol):
             ValueError: The state is invalid. Nothing has changed then.
         """
         ...
-
-
-class Scope(Enum):
-    REQUEST = "this request"
-    INCOMING = "every request that holds no KV yet"
-    ALL = "every request that was not offered yet"
-
-
-class Refusal(NamedTuple):
-    scope: Scope
-    reason: WaitReason
-
-
-NO_SLOT = Refusal(Scope.ALL, WaitReason.NO_SLOT)
-NO_TOKENS = Refusal(Scope.ALL, WaitReason.TOKEN_BUDGET)
-# An unchunked prompt does not fit. Incoming requests must not overtake it; running requests still decode.
-PROMPT_DOES_NOT_FIT = Refusal(Scope.INCOMING, WaitReason.TOKEN_BUDGET)
-# The step's budget of prompt tokens is used up; decoding requests still join.
-PROMPTS_ARE_FULL = Refusal(Scope.INCOMING, WaitReason.TOKEN_BUDGET)
-HELD = Refusal(Scope.REQUEST, WaitReason.HELD_BY_BATCHER)
-INCOMING_HELD = Refusal(Scope.INCOMING, WaitReason.HELD_BY_BATCHER)
-ALL_HELD = Refusal(Scope.ALL, WaitReason.HELD_BY_BATCHER)
-# A step with it would take too long for a request of higher rank.
-TOO_LONG = Refusal(Scope.REQUEST, WaitReason.STEP_TIME)
-INCOMING_TOO_LONG = Refusal(Scope.INCOMING, WaitReason.STEP_TIME)
-ALL_TOO_LONG = Refusal(Scope.ALL, WaitReason.STEP_TIME)
-# A best-effort request would make a step too long for real-time requests.
-BEHIND_REAL_TIME = Refusal(Scope.REQUEST, WaitReason.BEHIND_REAL_TIME)
-INCOMING_BEHIND_REAL_TIME = Refusal(Scope.INCOMING, WaitReason.BEHIND_REAL_TIME)
-ALL_BEHIND_REAL_TIME = Refusal(Scope.ALL, WaitReason.BEHIND_REAL_TIME)
-# Steps stay limited until no real-time request has been live for this time.
-QUIET_S = 60.0
 
 
 class BatchBuilder(Protocol):
@@ -355,61 +317,3 @@ class EvictionPolicy(Protocol):
         return overlapped, it must swap one in. Running ones of the `settled` holders pause, and are swapped out later.
         """
         ...
-
-
-def is_decode_invariant(policy: object) -> bool:
-    """True if decode-only steps without waiting requests leave the policy unchanged, even if calls are skipped.
-
-    A class declares this with an attribute of its own, which subclasses do not inherit.
-    """
-    name = "is_decode_invariant"
-    return name in vars(type(policy)) and bool(getattr(policy, name))
-
-
-@dataclass(frozen=True, slots=True)
-class Policies:
-    """One serving system: a policy of each kind, their learned state, their own figures and the KV of programs."""
-
-    ordering: Ordering
-    batcher: Batcher
-    admission: AdmissionPolicy
-    eviction: EvictionPolicy
-    learned: Learned | None = None
-    measured: Measured | None = None
-    retention: Retention | None = None
-    on_begin: tuple[Callable[[float, KVAccounts], Iterable[tuple[Account, int]]], ...] = field(
-        init=False, repr=False, compare=False
-    )
-    on_arrived: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
-    on_scheduled: tuple[Callable[[Sequence[Slice], float], None], ...] = field(init=False, repr=False, compare=False)
-    on_reserved: tuple[Callable[[Request, Allocation, float], None], ...] = field(init=False, repr=False, compare=False)
-    on_deferred: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
-    on_preempted: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
-    on_reforecast: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
-    on_charged: tuple[Callable[[Request, float, float], None], ...] = field(init=False, repr=False, compare=False)
-    on_finished: tuple[Callable[[Request, float], None], ...] = field(init=False, repr=False, compare=False)
-
-    @property
-    def is_decode_invariant(self) -> bool:
-        return all(map(is_decode_invariant, (self.ordering, self.batcher, self.admission, self.eviction)))
-
-    @property
-    def parts(self) -> tuple[object, ...]:
-        batchers: list[Batcher] = [self.batcher]
-        while isinstance(wrapper := batchers[-1], BatcherWrapper):
-            batchers.append(wrapper.batcher)
-        return (self.ordering, *batchers, self.admission, self.eviction)
-
-    def explain(self, request: Request, now: float, kv: KVAccounts) -> list[Fact]:
-        return [fact for part in self.parts for fact in explanation(part, request, now, kv)]
-
-    def __post_init__(self) -> None:
-        parts = self.parts
-        # A policy that asks the ordering, for example about its promises (`core.promises`), has a method `bind`.
-        for part in parts[1:]:
-            if (bind := getattr(part, "bind", None)) is not None:
-                bind(self.ordering)
-        for name in (name for name in vars(Callbacks) if name.startswith("on_")):
-            inherited = getattr(Callbacks, name)
-            has = [part for part in parts if getattr(type(part), name, inherited) is not inherited]
-            object.__setattr__(self, name, tuple(getattr(part, name) for part in has))

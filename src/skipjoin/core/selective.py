@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.policy import Policies
+from skipjoin.core.policy_set import Policies
 from skipjoin.core.promises import may_pass
 from skipjoin.core.request import Request
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 from skipjoin.config import EngineConfig
 from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.kv.operations import BlockLedger
-from skipjoin.core.policy import CostModel, Policies
+from skipjoin.core.policy import CostModel
+from skipjoin.core.policy_set import Policies
 from skipjoin.engine.load import Loaded
 from skipjoin.exec.rank_spec import ModelExecutor
 from skipjoin.recipes import EngineLimits, Settings

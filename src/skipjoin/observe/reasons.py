@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
-from skipjoin.core.policy import QUIET_S
+from skipjoin.core.refusals import QUIET_S
 from skipjoin.core.waits import WaitReason
 from skipjoin.observe.history import RUNNING
 

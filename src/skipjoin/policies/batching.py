@@ -4,17 +4,8 @@ from collections.abc import Sequence
 from math import inf
 
 from skipjoin.core.context import StepContext
-from skipjoin.core.policy import (
-    NO_SLOT,
-    NO_TOKENS,
-    PROMPT_DOES_NOT_FIT,
-    PROMPTS_ARE_FULL,
-    BatchBuilder,
-    Callbacks,
-    CostModel,
-    CountingBuilder,
-    Refusal,
-)
+from skipjoin.core.policy import BatchBuilder, Callbacks, CostModel, CountingBuilder
+from skipjoin.core.refusals import NO_SLOT, NO_TOKENS, PROMPT_DOES_NOT_FIT, PROMPTS_ARE_FULL, Refusal
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.forward import saturating_tokens

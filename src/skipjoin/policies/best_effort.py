@@ -7,19 +7,9 @@ from math import inf
 
 from skipjoin.core.context import StepContext
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.policy import (
-    ALL_BEHIND_REAL_TIME,
-    BEHIND_REAL_TIME,
-    INCOMING_BEHIND_REAL_TIME,
-    QUIET_S,
-    BatchBuilder,
-    Batcher,
-    BatcherWrapper,
-    CostModel,
-    Fact,
-    Refusal,
-    is_decode_invariant,
-)
+from skipjoin.core.policy import BatchBuilder, Batcher, BatcherWrapper, CostModel, Fact
+from skipjoin.core.policy_set import is_decode_invariant
+from skipjoin.core.refusals import ALL_BEHIND_REAL_TIME, BEHIND_REAL_TIME, INCOMING_BEHIND_REAL_TIME, QUIET_S, Refusal
 from skipjoin.core.request import NEVER, Request
 from skipjoin.core.step import StepShape
 from skipjoin.policies.step_load import MIN_CHUNK, StepLoad, fitting_tokens

@@ -11,7 +11,8 @@ from itertools import count
 from typing import Any, Protocol
 
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.policy import Allocation, Fact, explanation
+from skipjoin.core.policy import Allocation, Fact
+from skipjoin.core.policy_set import explanation
 from skipjoin.core.request import UNLIMITED, Request
 from skipjoin.core.selective import Limits
 from skipjoin.policies.execution import ExecutionTime

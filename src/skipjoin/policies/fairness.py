@@ -12,19 +12,10 @@ from typing import Any
 
 from skipjoin.core.context import StepContext
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.policy import (
-    ALL_TOO_LONG,
-    INCOMING_TOO_LONG,
-    TOO_LONG,
-    BatchBuilder,
-    BatcherWrapper,
-    CostModel,
-    Fact,
-    Ordering,
-    Refusal,
-    is_decode_invariant,
-)
+from skipjoin.core.policy import BatchBuilder, BatcherWrapper, CostModel, Fact, Ordering
+from skipjoin.core.policy_set import is_decode_invariant
 from skipjoin.core.promises import must_precede
+from skipjoin.core.refusals import ALL_TOO_LONG, INCOMING_TOO_LONG, TOO_LONG, Refusal
 from skipjoin.core.request import Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.best_effort import LimitedBestEffort, is_under_way

@@ -6,7 +6,8 @@ from math import isfinite
 from typing import Any
 
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.policy import Fact, Ordering, is_decode_invariant
+from skipjoin.core.policy import Fact, Ordering
+from skipjoin.core.policy_set import is_decode_invariant
 from skipjoin.core.request import Band, Request
 from skipjoin.core.step import Slice
 from skipjoin.policies.ranking import Ranked

@@ -9,7 +9,8 @@ from operator import attrgetter, itemgetter
 
 from skipjoin.core.context import StepContext
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.policy import BatchBuilder, CostModel, CountingBuilder, Fact, Refusal, Scope
+from skipjoin.core.policy import BatchBuilder, CostModel, CountingBuilder, Fact
+from skipjoin.core.refusals import Refusal, Scope
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepShape
 from skipjoin.core.waits import WaitReason

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.policy import Fact, Ordering, is_decode_invariant
+from skipjoin.core.policy import Fact, Ordering
+from skipjoin.core.policy_set import is_decode_invariant
 from skipjoin.core.request import Request
 from skipjoin.core.step import REQUEST_OF, Slice
 from skipjoin.policies.fairness import OUTPUT_WEIGHT

@@ -5,7 +5,8 @@ from itertools import chain
 
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Account
-from skipjoin.core.policy import Allocation, Callbacks, Fact, Ordering, explanation
+from skipjoin.core.policy import Allocation, Callbacks, Fact, Ordering
+from skipjoin.core.policy_set import explanation
 from skipjoin.core.promises import may_await_prefix, may_pass, must_precede
 from skipjoin.core.request import Request
 from skipjoin.core.selective import Limits, fitting

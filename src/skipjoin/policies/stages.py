@@ -6,7 +6,8 @@ from dataclasses import replace
 from itertools import tee
 
 from skipjoin.core.context import StepContext
-from skipjoin.core.policy import BatchBuilder, Batcher, BatcherWrapper, CostModel, Refusal, Scope
+from skipjoin.core.policy import BatchBuilder, Batcher, BatcherWrapper, CostModel
+from skipjoin.core.refusals import Refusal, Scope
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepShape
 from skipjoin.core.waits import WaitReason

@@ -8,7 +8,8 @@ from operator import le, sub
 from typing import Any, Protocol
 
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.policy import Fact, explanation
+from skipjoin.core.policy import Fact
+from skipjoin.core.policy_set import explanation
 from skipjoin.core.request import Request
 from skipjoin.core.step import REQUEST_OF, START_OF, TOKENS_OF, Slice
 from skipjoin.policies.ranking import Ranked

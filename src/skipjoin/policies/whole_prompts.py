@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from skipjoin.core.context import StepContext
-from skipjoin.core.policy import PROMPT_DOES_NOT_FIT, BatchBuilder, BatcherWrapper, Refusal
+from skipjoin.core.policy import BatchBuilder, BatcherWrapper
+from skipjoin.core.refusals import PROMPT_DOES_NOT_FIT, Refusal
 from skipjoin.core.request import Request
 
 

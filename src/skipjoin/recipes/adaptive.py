@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from skipjoin.core.policy import Ordering, Policies
+from skipjoin.core.policy import Ordering
+from skipjoin.core.policy_set import Policies
 from skipjoin.options import Option
 from skipjoin.policies.adaptive import Adaptive
 from skipjoin.policies.admission import OnDemand

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from skipjoin.core.policy import CostModel, EvictionPolicy, Policies
+from skipjoin.core.policy import CostModel, EvictionPolicy
+from skipjoin.core.policy_set import Policies
 from skipjoin.core.request import Target
 from skipjoin.options import Option
 from skipjoin.policies.admission import OnDemand

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
-from skipjoin.core.policy import Policies
+from skipjoin.core.policy_set import Policies
 from skipjoin.core.request import Request
 from skipjoin.options import ConfigError, Option
 from skipjoin.policies.batching import TargetForward

@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Annotated, Self
 
-from skipjoin.core.policy import EvictionPolicy, Policies
+from skipjoin.core.policy import EvictionPolicy
+from skipjoin.core.policy_set import Policies
 from skipjoin.options import ConfigError, Option
 from skipjoin.policies.eviction import DROP_SHARE, ProactiveSwap, Swap
 from skipjoin.policies.mlfq import PROMOTION_SHARE, LevelUse, Promotion, SkipJoinMlfq

@@ -3,7 +3,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated
 
-from skipjoin.core.policy import AdmissionPolicy, Batcher, EvictionPolicy, Ordering, Policies
+from skipjoin.core.policy import AdmissionPolicy, Batcher, EvictionPolicy, Ordering
+from skipjoin.core.policy_set import Policies
 from skipjoin.core.request import Request
 from skipjoin.options import ConfigError, Option
 from skipjoin.policies.admission import OnDemand

@@ -7,7 +7,8 @@ from inspect import getdoc, signature
 from pathlib import Path
 from typing import Self, TypeVar, get_type_hints, overload
 
-from skipjoin.core.policy import CostModel, Policies
+from skipjoin.core.policy import CostModel
+from skipjoin.core.policy_set import Policies
 from skipjoin.options import ConfigError, Setting, Value, check, nearest, settings_of, unknown
 from skipjoin.policies.cost import LinearCost
 from skipjoin.policies.ordering import BEST_EFFORT_WAIT_S

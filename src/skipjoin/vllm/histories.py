@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from skipjoin.core.events import Arrived, Event, Finished, Token
 from skipjoin.core.kv.interface import KVAccounts
-from skipjoin.core.policy import Policies
+from skipjoin.core.policy_set import Policies
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.observe.competitors import Competitor
 from skipjoin.observe.explanation import Standing, explained, standing

@@ -2,16 +2,9 @@ from __future__ import annotations
 
 from papers.fastserve.static import WholeMaximum
 from skipjoin.core.context import StepContext
-from skipjoin.core.policy import (
-    ALL_HELD,
-    HELD,
-    INCOMING_HELD,
-    AdmissionPolicy,
-    BatchBuilder,
-    Batcher,
-    EvictionPolicy,
-    Policies,
-)
+from skipjoin.core.policy import AdmissionPolicy, BatchBuilder, Batcher, EvictionPolicy
+from skipjoin.core.policy_set import Policies
+from skipjoin.core.refusals import ALL_HELD, HELD, INCOMING_HELD
 from skipjoin.core.request import Request
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy

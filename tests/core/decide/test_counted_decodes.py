@@ -7,7 +7,9 @@ import pytest
 from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.policy import Batcher, Policies, Refusal
+from skipjoin.core.policy import Batcher
+from skipjoin.core.policy_set import Policies
+from skipjoin.core.refusals import Refusal
 from skipjoin.core.request import Request
 from skipjoin.core.step import StepPlan, StepResult
 from skipjoin.policies.admission import OnDemand

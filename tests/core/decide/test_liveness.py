@@ -7,8 +7,9 @@ import pytest
 from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.engine import EngineCore
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.policy import HELD, Policies
+from skipjoin.core.policy_set import Policies
 from skipjoin.core.prefixes import ContentPrefix
+from skipjoin.core.refusals import HELD
 from skipjoin.core.step import StepResult
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.eviction import Recompute

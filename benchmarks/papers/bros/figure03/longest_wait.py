@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skipjoin.core.policy import Policies
+from skipjoin.core.policy_set import Policies
 from skipjoin.core.step import Slice
 from skipjoin.policies.ordering import FixedKey
 from skipjoin.recipes import Settings, recipe

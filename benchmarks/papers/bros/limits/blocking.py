@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from skipjoin.core.policy import Policies
+from skipjoin.core.policy_set import Policies
 from skipjoin.core.request import Request
 from skipjoin.policies.eviction import Share
 from skipjoin.recipes import Settings, recipe

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from skipjoin.core.policy import Policies
+from skipjoin.core.policy_set import Policies
 from skipjoin.options import Option
 from skipjoin.policies.mlfq import PROMOTION_SHARE
 from skipjoin.recipes import Settings, recipe

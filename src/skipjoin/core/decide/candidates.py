@@ -6,7 +6,8 @@ from skipjoin.core.context import StepContext, eligible_tokens
 from skipjoin.core.decide.holders import RankedHolders
 from skipjoin.core.decide.place import Blocked, Placer
 from skipjoin.core.kv.interface import MISS, Hit, KVAccounts
-from skipjoin.core.policy import Allocation, Deferral, Ordering, Policies
+from skipjoin.core.policy import Allocation, Deferral, Ordering
+from skipjoin.core.policy_set import Policies
 from skipjoin.core.promises import may_await_prefix
 from skipjoin.core.request import Request
 

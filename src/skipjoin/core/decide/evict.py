@@ -12,7 +12,8 @@ from skipjoin.core.decide.lazy import LazySequence
 from skipjoin.core.events import Preempted, Preemption
 from skipjoin.core.kv.operations import BlockLedger
 from skipjoin.core.kv.reservations import Owner
-from skipjoin.core.policy import Eviction, Policies
+from skipjoin.core.policy import Eviction
+from skipjoin.core.policy_set import Policies
 from skipjoin.core.request import Request
 from skipjoin.core.step import Move
 from skipjoin.core.waits import WaitReason

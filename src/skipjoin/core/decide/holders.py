@@ -9,7 +9,7 @@ from skipjoin.core.context import StepContext
 from skipjoin.core.decide.draft import Draft
 from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.reservations import Owner
-from skipjoin.core.policy import Policies
+from skipjoin.core.policy_set import Policies
 from skipjoin.core.request import Band, Request
 
 _BAND_OF: Callable[[Request], Band] = attrgetter("progress.band")

@@ -10,7 +10,8 @@ from skipjoin.core.decide.evict import Evictor, Need
 from skipjoin.core.events import Admitted, Reserved
 from skipjoin.core.kv.interface import MISS, HeldBlocks, Hit
 from skipjoin.core.kv.operations import BlockLedger
-from skipjoin.core.policy import Allocation, Deferral, Policies
+from skipjoin.core.policy import Allocation, Deferral
+from skipjoin.core.policy_set import Policies
 from skipjoin.core.request import Request
 from skipjoin.core.step import LINK
 from skipjoin.core.waits import WaitReason

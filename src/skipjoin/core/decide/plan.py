@@ -12,7 +12,9 @@ from skipjoin.core.decide.lazy import LazySequence
 from skipjoin.core.decide.place import Blocked, Placer
 from skipjoin.core.events import Started, Waited
 from skipjoin.core.kv.operations import BlockLedger, TierOperations
-from skipjoin.core.policy import BatchBuilder, CountingBuilder, Deferral, Policies, Refusal, Scope
+from skipjoin.core.policy import BatchBuilder, CountingBuilder, Deferral
+from skipjoin.core.policy_set import Policies
+from skipjoin.core.refusals import Refusal, Scope
 from skipjoin.core.request import Request
 from skipjoin.core.selective import passing
 from skipjoin.core.step import Slice, StepPlan

@@ -19,7 +19,7 @@ from skipjoin.core.events import (
     Waited,
 )
 from skipjoin.core.kv.operations import BlockLedger, CacheOperations
-from skipjoin.core.policy import Policies
+from skipjoin.core.policy_set import Policies
 from skipjoin.core.request import Request
 from skipjoin.core.step import REQUEST_OF, StepPlan, StepResult
 from skipjoin.core.waits import WaitReason, WaitState

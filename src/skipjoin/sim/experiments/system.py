@@ -20,7 +20,8 @@ from skipjoin.config.shared import (
 from skipjoin.core.decide.scheduler import Scheduler
 from skipjoin.core.foreign import ForeignScheduler
 from skipjoin.core.kv.ledger import KVLedger
-from skipjoin.core.policy import CostModel, Policies
+from skipjoin.core.policy import CostModel
+from skipjoin.core.policy_set import Policies
 from skipjoin.core.prefixes import NamedPrefix
 from skipjoin.core.step import StateSizes
 from skipjoin.kv_format import SWAP_FORMATS

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, compress, islice, takewhile
 from typing import Any
@@ -12,6 +12,7 @@ from skipjoin.core.policy import Callbacks, Fact
 from skipjoin.core.request import FinishReason, Request
 from skipjoin.core.step import REQUEST_OF, Slice
 from skipjoin.policies.aging import MARGIN, Aging
+from skipjoin.policies.bin_edges import BinEdges
 from skipjoin.policies.cells import Cell, Entry, SortedCells, Standing
 from skipjoin.policies.first_tokens import Alarms, FirstTokenPace, PromptAdvances
 from skipjoin.policies.gittins import NOT_BEGUN, GittinsIndex, Kind, kind_of
@@ -41,10 +42,9 @@ class _Job:
     Attributes:
         cached: Tokens that it finds in the prefix cache, as of the last lookup.
         place: Bin of the lengths that it may still get, or NOT_BEGUN.
-        leaves_at: Number of known tokens at which it leaves the bin, in step `due` at the earliest.
     """
 
-    __slots__ = ("cached", "cell", "cls", "due", "entry", "kind", "leaves_at", "place", "standing")
+    __slots__ = ("cached", "cell", "cls", "entry", "kind", "place", "standing")
 
     kind: Kind
 
@@ -54,7 +54,7 @@ class _Job:
         self.cls = cls
         self.cached = request.progress.cached
         self.standing = Standing()
-        self.place, self.leaves_at, self.due = NOT_BEGUN, 0, 0
+        self.place = NOT_BEGUN
 
 
 class Adaptive(Callbacks):
@@ -90,12 +90,8 @@ class Adaptive(Callbacks):
         self._cells: dict[tuple[Standing, Kind, int], Cell] = {}
         # First tokens by arrival and prefill, then old requests by arrival, then all others.
         self._orders = SortedCells(), SortedCells(), SortedCells()
-        # A step adds at most one token to a request, so bins need not be checked in every step.
-        self._steps = 0
         self._begun: set[Request] = set()  # have a bin
-        self._due: defaultdict[int, set[Request]] = defaultdict(set)  # by the number of the step
-        self._paused: set[Request] = set()  # did not run in the step in which they were due
-        self._leaving: set[Request] = set()  # leave their bin in their next step
+        self._edges = BinEdges()
         self._dropped: set[Request] = set()  # recompute KV in their next steps
         self._missing = Alarms()  # of fresh requests, when they miss their TTFT objective
         self._overdue = Alarms()  # of requests without output, when their prompt no longer counts
@@ -142,13 +138,13 @@ class Adaptive(Callbacks):
         jobs, self._running = self._jobs, slices
         self._follow_running()
         ran, requests = self._ran, self._ran_set
-        self._begin_step(requests)
+        self._edges.begin_step(requests)
         if waiting := self._advances.waiting:
             for request in [*filter(waiting.__contains__, ran)]:
                 if request in self._begun:
                     self._advances.forget(request, continues=True)
         incoming = self._incoming
-        leaving = self._leaving & requests if self._leaving else self._leaving
+        leaving = self._edges.reached & requests if self._edges.reached else self._edges.reached
         dropped = self._dropped & requests if self._dropped else self._dropped
         if not (incoming or leaving or dropped):
             return
@@ -170,7 +166,7 @@ class Adaptive(Callbacks):
                     self._advances.advance(request, prefill_s(slice_.tokens), now)
             if slice_.samples:
                 self._dropped.discard(request)
-                if request.progress.known >= job.leaves_at:
+                if self._edges.is_past(request):
                     self._advance(request, job)
             elif not is_begun:
                 self._price(request, job)
@@ -201,7 +197,7 @@ class Adaptive(Callbacks):
     def on_finished(self, request: Request, now: float) -> None:
         job = self._jobs.pop(request)
         self._leave(job)
-        self._forget_edge(request, job)
+        self._edges.forget(request)
         self._begun.discard(request)
         self._dropped.discard(request)
         self._advances.forget(request, continues=True)
@@ -373,18 +369,14 @@ class Adaptive(Callbacks):
         self._join(job)
 
     def _enter(self, request: Request, job: _Job, place: int) -> None:
-        if request in self._leaving:
-            self._leaving.discard(request)  # it awaits no edge
-        else:
-            self._forget_edge(request, job)
         if job.place == NOT_BEGUN:
             self._begun.add(request)
             job.standing = Standing(is_old=job.standing.is_old)
             if job.kind.uncached:
                 job.kind = job.kind._replace(uncached=0)
         job.place = place
-        job.leaves_at = len(request.prompt) + BIN_EDGES[place + 1] - 1 if place + 1 < BINS else request.max_total_tokens
-        self._await_edge(request, job)
+        edge = len(request.prompt) + BIN_EDGES[place + 1] - 1 if place + 1 < BINS else request.max_total_tokens
+        self._edges.expect(request, edge)
 
     def _follow_running(self) -> None:
         # Most steps run the requests of the step before.
@@ -392,36 +384,6 @@ class Adaptive(Callbacks):
         if self._incoming or ran != self._ran:
             self._ran, self._ran_set = ran, {*ran}
             self._incoming = self._ran_set - self._begun
-
-    def _begin_step(self, running: set[Request]) -> None:
-        self._steps += 1
-        if self._paused and (resumed := self._paused & running):
-            self._paused -= resumed
-            for request in resumed:
-                self._await_edge(request, self._jobs[request])
-        if (due := self._due.pop(self._steps, None)) is None:
-            return
-        for request in due.difference(running):
-            # Its tokens stay as they are until it runs, however many requests pause.
-            (self._paused if request.progress.known < self._jobs[request].leaves_at else self._leaving).add(request)
-        for request in due.intersection(running):
-            job = self._jobs[request]
-            if request.progress.known < job.leaves_at:
-                self._await_edge(request, job)
-            else:
-                self._leaving.add(request)
-
-    def _await_edge(self, request: Request, job: _Job) -> None:
-        job.due = self._steps + job.leaves_at - request.progress.known
-        self._due[job.due].add(request)
-
-    def _forget_edge(self, request: Request, job: _Job) -> None:
-        self._leaving.discard(request)
-        self._paused.discard(request)
-        if (waiting := self._due.get(job.due)) is not None:
-            waiting.discard(request)
-            if not waiting:
-                del self._due[job.due]
 
     def _join(self, job: _Job) -> None:
         key = (job.standing, job.kind, job.place)

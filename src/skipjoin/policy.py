@@ -39,8 +39,9 @@ from skipjoin.options import ConfigError, Option
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.cost import LinearCost
-from skipjoin.policies.eviction import Defer, ProactiveSwap, Recompute, Swap
+from skipjoin.policies.eviction import Defer, Recompute, Swap
 from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized
+from skipjoin.policies.proactive_swap import ProactiveSwap
 from skipjoin.policies.ranking import Ranking
 from skipjoin.policies.valued import Valued
 from skipjoin.recipes import Forecasts, Params, Settings, recipe

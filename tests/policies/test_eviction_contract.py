@@ -12,7 +12,8 @@ from skipjoin.core.events import Preemption
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.policy import Eviction, EvictionPolicy
 from skipjoin.core.request import Request
-from skipjoin.policies.eviction import Defer, DisplacingSwap, ProactiveSwap, Recompute, Share, Spill, Swap, Vacate
+from skipjoin.policies.eviction import Defer, Recompute, Share, Spill, Swap, Vacate
+from skipjoin.policies.proactive_swap import DisplacingSwap, ProactiveSwap
 from support.load import make
 from support.policies import COST, EVICTIONS, Ranks
 

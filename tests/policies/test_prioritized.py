@@ -9,10 +9,10 @@ from skipjoin.core.kv.interface import KVAccounts
 from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.kv.reservations import Account
 from skipjoin.core.policy import Ordering
-from skipjoin.policies.eviction import ProactiveSwap
 from skipjoin.policies.fairness import Fair
 from skipjoin.policies.mlfq import SkipJoinMlfq
 from skipjoin.policies.ordering import Fcfs, FixedKey, Prioritized
+from skipjoin.policies.proactive_swap import ProactiveSwap
 from support.load import make
 from support.policies import COST
 from support.watch import Stepper, World

@@ -18,7 +18,7 @@ from skipjoin.core.kv.ledger import KVLedger
 from skipjoin.core.request import Request
 from skipjoin.core.step import Direction, Move
 from skipjoin.policies.cost import LinearCost
-from skipjoin.policies.eviction import DisplacingSwap, ProactiveSwap
+from skipjoin.policies.proactive_swap import DisplacingSwap, ProactiveSwap
 from support.load import make
 from support.policies import Ranks
 

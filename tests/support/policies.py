@@ -17,7 +17,8 @@ from skipjoin.core.request import Request
 from skipjoin.core.selective import Limits
 from skipjoin.core.step import StepShape
 from skipjoin.policies.cost import LinearCost
-from skipjoin.policies.eviction import Defer, ProactiveSwap, Recompute, Spill, Swap
+from skipjoin.policies.eviction import Defer, Recompute, Spill, Swap
+from skipjoin.policies.proactive_swap import ProactiveSwap
 from support.recipes import RECIPES
 
 # On this machine every term of the cost counts. Moving KV takes less time than recomputing it, but long enough to be

@@ -11,8 +11,8 @@ from skipjoin.options import Option
 from skipjoin.policies.adaptive import Adaptive
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Yielding
-from skipjoin.policies.eviction import DisplacingSwap
 from skipjoin.policies.gittins import GittinsIndex
+from skipjoin.policies.proactive_swap import DisplacingSwap
 from skipjoin.policies.program_book import ProgramBook
 from skipjoin.policies.program_leases import ProgramLeases
 from skipjoin.policies.programs import ByProgram

@@ -7,8 +7,9 @@ from typing import Annotated, Self
 from skipjoin.core.policy import EvictionPolicy
 from skipjoin.core.policy_set import Policies
 from skipjoin.options import ConfigError, Option
-from skipjoin.policies.eviction import DROP_SHARE, ProactiveSwap, Swap
+from skipjoin.policies.eviction import DROP_SHARE, Swap
 from skipjoin.policies.mlfq import PROMOTION_SHARE, LevelUse, Promotion, SkipJoinMlfq
+from skipjoin.policies.proactive_swap import ProactiveSwap
 from skipjoin.policies.starvation import WorstCase, max_requests, min_bound, starvation_after, starvation_within
 from skipjoin.recipes.parts import EvictionChoice, eviction_of, preemptive
 from skipjoin.recipes.registry import EngineLimits, Params, Settings, recipe

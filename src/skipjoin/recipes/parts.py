@@ -10,10 +10,11 @@ from skipjoin.options import ConfigError, Option
 from skipjoin.policies.admission import OnDemand
 from skipjoin.policies.batching import Greedy
 from skipjoin.policies.best_effort import LimitedBestEffort, Patience
-from skipjoin.policies.eviction import DROP_SHARE, Defer, ProactiveSwap, Recompute, Swap
+from skipjoin.policies.eviction import DROP_SHARE, Defer, Recompute, Swap
 from skipjoin.policies.fairness import Fair, FairSteps
 from skipjoin.policies.ordering import Prioritized
 from skipjoin.policies.predictors import forecast_tokens, longest_output
+from skipjoin.policies.proactive_swap import ProactiveSwap
 from skipjoin.policies.stages import EvenStages
 from skipjoin.recipes.registry import Settings
 

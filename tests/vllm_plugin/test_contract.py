@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 MOVING = ("adaptive", "fastserve")
 RECIPES = ("adaptive", "fcfs", "sarathi", "fastserve", "alise", "bros", "econoserve")
 SETUPS = [Setup(*made) for made in product(RECIPES, (False, True), (1, 2), (False, True))]
-# A tier that is too small behind a slow link, on which `adaptive` still moves what would take longer to compute again, and
+# A tier that is too small behind a slow link, on which `adaptive` still moves what takes longer to compute again, and
 # one that holds everything and whose moves are cheap.
 TIERS = [(12, 5e-3), (200, 20.0)]
 

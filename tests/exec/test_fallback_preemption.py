@@ -32,6 +32,8 @@ def _model(name: str, kv_cache_dtype: str) -> CausalLM:
         ("dropped at every step", "llama4", "auto"),
         ("overlapped, swapped, chunks", "falcon_rw", "auto"),
         ("shared at every step", "minimax", "auto"),
+        ("dropped at every step", "recurrent_gemma", "auto"),
+        ("parts moved concurrently", "rwkv", "auto"),
         *(
             exhaustive(case, name, "auto")
             for case in ("dropped at every step", "shared at every step", "parts moved concurrently")

@@ -71,7 +71,7 @@ OLDER = {
 }
 
 
-@pytest.mark.parametrize("name", [*OLDER, "falcon_rw", "doge", "dbrx", exhaustive("jetmoe")])
+@pytest.mark.parametrize("name", [*OLDER, "falcon_rw", "doge", "dbrx", "recurrent_gemma", "rwkv", exhaustive("jetmoe")])
 def test_older_code_attends_to_paged_kv(name: str, tmp_path: Path) -> None:
     import transformers  # noqa: PLC0415 - takes seconds
 
@@ -161,8 +161,7 @@ def test_log_says_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"architectures": ["RecurrentGemmaForCausalLM"]}, r"its layers keep a state that is no KV"),
-        ({"architectures": ["RwkvForCausalLM"]}, r"its layers keep a state that is no KV"),
+        ({"architectures": ["xLSTMForCausalLM"]}, r"its layers keep a state that is no KV"),
         ({"architectures": ["XGLMForCausalLM"]}, r"cannot run through transformers .*: its attention cannot be rep"),
         ({"architectures": ["FalconForCausalLM"], "alibi": True}, "differ between heads that share keys"),
         ({"architectures": ["DogeForCausalLM"], "is_moe": True}, "by scores of other tokens"),

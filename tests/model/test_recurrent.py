@@ -17,6 +17,7 @@ from skipjoin.model.loader import load_model, random_model
 from skipjoin.model.ops.build import load_library
 from skipjoin.model.ops.cpp_ops import CppOps
 from skipjoin.model.ops.recurrent import (
+    Average,
     Convolution,
     ConvolutionInputs,
     Gate,
@@ -88,12 +89,19 @@ def test_compiled_operations_equal_those_of_torch(
         scan = Scan(rates.contiguous(), kept[1][0, 0, 0].contiguous(), kept[1][0, 0, 1].contiguous())
         pair = rows[:, :values], rows[:, 40 : 40 + values]
         scanning = ops.scan(ScanInputs(rows[:, 1 : 1 + heads], rows[:, 9 : 9 + heads], *pair), scan, scanned, batch)
+        given, decays = kept[1][:, :, 1].clone(), kept[1][:, 0, 0].square().neg()
+        units = x.new_ones(9, heads)
+        scanned_too = ops.scan(ScanInputs(units, units, pair[0], decays.contiguous()), Scan(None, None), given, batch)
+        averages = kept[1][:, 1, :3].clone()
+        average = Average(-kept[1][0, 0, 2].square(), kept[1][0, 0, 3].contiguous())
+        averaged = ops.average(*pair, average, averages, batch)
         kind = GateKind.NORM_THEN_SILU if is_delta else GateKind.SILU_THEN_NORM
         groups = out.clone().view(9, 1 if not is_delta else heads, -1)
         normed = ops.gate(groups, gates, Gate(kind, gates[:1].float().view(groups.shape[1:]), 1e-5))
         single = gates if is_delta else gates[:, :1].contiguous()
         mixed = ops.gate(out.clone().view(9, 1, -1), single, Gate(GateKind.SIGMOID))
         found.append([convolved, inputs, out, matrices, normed, mixed, learned, scanning, scanned])
+        found[-1] += [scanned_too, given, averaged, averages]
     for ours, theirs in zip(*found, strict=True):
         assert (ours.float() - theirs.float()).norm() <= tolerance * theirs.float().norm()
     assert decodes or torch.equal(found[0][3][[2, 1]], found[0][3][[5, 3]]), "a snapshot at the end is the state"

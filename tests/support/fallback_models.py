@@ -97,6 +97,16 @@ FURTHER: dict[str, dict[str, Any]] = {
     "minimax": _SHAPE
     | {"architectures": ["MiniMaxForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 16}
     | {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    # A state with a decay of each channel and token, gates with a matrix for each head, and a window.
+    "recurrent_gemma": _SHAPE
+    | {"architectures": ["RecurrentGemmaForCausalLM"], "num_hidden_layers": 3, "attention_window_size": 9}
+    | {"lru_width": 64, "conv1d_width": 4},
+    # No attention: each token is mixed with the one before, and the state has averages and their exponents.
+    "rwkv": {
+        "architectures": ["RwkvForCausalLM"],
+        **{"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 3},
+        **{"context_length": 256, "rescale_every": 2, "eos_token_id": None},
+    },
     # Latent attention: keys and values of different lengths are made of one vector.
     "deepseek_v3": _SHAPE
     | {"architectures": ["DeepseekV3ForCausalLM"], "head_dim": 16, "qk_head_dim": 32, "num_key_value_heads": 4}

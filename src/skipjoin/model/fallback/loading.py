@@ -14,6 +14,7 @@ from transformers.utils import logging
 from skipjoin.model.builder import Builder
 from skipjoin.model.errors import ModelError
 from skipjoin.model.fallback.interfaces import PAGED, hook
+from skipjoin.model.fallback.mixers import BLOCK_PRODUCTS, BLOCKS
 from skipjoin.model.fallback.older import cut_experts
 from skipjoin.model.fallback.products import Experts, PackedWeight
 from skipjoin.model.fallback.settings import Settings, wholes
@@ -88,6 +89,8 @@ class Packer:
             if getattr(module, "has_gate", None) is not None and hasattr(module, "_apply_gate"):
                 cut_experts(module)
                 hook(module, experts=self._experts(module))
+            if (gates := BLOCKS.get(type(module).__name__)) is not None:
+                setattr(module, BLOCK_PRODUCTS, {gate: self._blocks(module, gate) for gate in gates})
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if f"{prefix}.{name}" in self._traced.products:
                     module._parameters[name] = self._packed(module, f"{prefix}.{name}", parameter)
@@ -114,6 +117,13 @@ class Packer:
             product = self._builder.finish_linear(matrix, None if bias is None else bias.detach())
         self.products.append((product, matrix.shape[1], matrix.dtype))
         return PackedWeight.of(weight, product, bias, matrix.dtype)
+
+    def _blocks(self, module: Any, name: str) -> list[Linear]:
+        weights, biases = (module._parameters.pop(f"{name}_{part}").detach() for part in ("weight", "bias"))
+        return [
+            self._builder.finish_linear(weight.t().contiguous(), bias.contiguous())
+            for weight, bias in zip(weights, biases, strict=True)
+        ]
 
     def _experts(self, module: Any) -> Experts:
         both = []

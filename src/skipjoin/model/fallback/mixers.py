@@ -21,6 +21,7 @@ from skipjoin.model.batch import PackedBatch
 from skipjoin.model.errors import ModelError
 from skipjoin.model.layer_inputs import LayerInputs
 from skipjoin.model.ops.recurrent import (
+    Average,
     Convolution,
     ConvolutionInputs,
     Recurrence,
@@ -60,15 +61,22 @@ class Mixing(Protocol):
 
     def scan(self, inputs: ScanInputs, make: Callable[[], Scan]) -> torch.Tensor: ...
 
+    def average(self, key: torch.Tensor, value: torch.Tensor, make: Callable[[], Average]) -> torch.Tensor: ...
+
 
 def mixers(model: Any) -> dict[str, Any]:
     """Return the modules with a state that take a cache, by name."""
     found = {}
     for name, module in model.named_modules():
-        has_state = has_convolution(module) or type(module).__name__ in _FORWARDS
-        if has_state and not signature(type(module).forward).parameters.keys().isdisjoint(_CACHES):
+        takes_cache = not signature(type(module).forward).parameters.keys().isdisjoint(_CACHES)
+        if is_replaced(module) or (has_convolution(module) and takes_cache):
             found[name] = module
     return found
+
+
+def is_replaced(module: torch.nn.Module) -> bool:
+    """Return whether all of a module's code is replaced by ours."""
+    return type(module).__name__ in _FORWARDS
 
 
 def has_convolution(module: torch.nn.Module) -> bool:
@@ -179,6 +187,69 @@ def _lightning(module: Any, hidden_states: torch.Tensor, *ignored: Any, **also: 
     return module.out_proj(module.output_gate(hidden_states).sigmoid() * module.norm(out)), None
 
 
+def _griffin(
+    module: Any, input_states: torch.Tensor, position_ids: torch.Tensor, *ignored: Any, **also: Any
+) -> tuple[torch.Tensor, None]:
+    """Replace the recurrent block of RecurrentGemma, whose state has a decay of each channel and token."""
+    conv, unit = module.conv_1d, module.rg_lru
+
+    def make() -> Convolution:
+        return Convolution(conv.weight.detach().float().squeeze(1).t().contiguous(), _float(conv.bias))
+
+    gate = module.act_fn(module.linear_y(input_states))
+    x = _here.by.convolve(ConvolutionInputs(_rows(module.linear_x(input_states)[0])), make)
+    entering, leaving = (_block_gate(unit, name, x) for name in BLOCKS[type(unit).__name__])
+    # Rounded as transformers rounds them.
+    log = -8.0 * leaving * F.softplus(unit.recurrent_param)
+    decay, share = torch.exp(log), torch.sqrt(1 - torch.exp(2 * log))
+    share = torch.where(position_ids[0, :, None] == 0, 1, share).to(x.dtype)
+    one = x.new_ones((len(x), 1))
+    inputs = ScanInputs(one, one, x * entering * share, decay.float().log())
+    out = _here.by.scan(inputs, lambda: Scan(None, None))
+    return module.linear_out(out[None] * gate), None
+
+
+def _block_gate(unit: Any, name: str, x: torch.Tensor) -> torch.Tensor:
+    """Return the logistic function of a product with a matrix for each head."""
+    if (products := getattr(unit, BLOCK_PRODUCTS, None)) is None:
+        return torch.empty_like(x)
+    heads = x.view(len(x), len(products[name]), -1).unbind(1)
+    rows = [product(head.contiguous()) for product, head in zip(products[name], heads, strict=True)]
+    return torch.cat(rows, dim=1).sigmoid()
+
+
+def _rwkv(module: Any, hidden: torch.Tensor, state: Any = None, *ignored: Any, **also: Any) -> tuple[Any, Any, None]:
+    """Replace a block of RWKV, whose two parts mix each token with the one before."""
+    by, mixing, inner = _here.by, module.attention, module.feed_forward
+    if module.layer_id == 0:
+        hidden = module.pre_ln(hidden)
+    rows = module.ln1(hidden)
+    key, value, gate = _mixed(by, mixing, rows, ("key", "value", "receptance"))
+
+    def make() -> Average:
+        return Average(-mixing.time_decay.detach().float().exp(), mixing.time_first.detach().float())
+
+    averaged = by.average(_rows(key[0]), _rows(value[0]), make)[None]
+    hidden = hidden + mixing.output(gate.sigmoid() * averaged)
+    rows = module.ln2(hidden)
+    key, gate = _mixed(by, inner, rows, ("key", "receptance"))
+    return hidden + gate.sigmoid() * inner.value(F.relu(key).square()), state, None
+
+
+def _mixed(by: Mixing, module: Any, rows: torch.Tensor, names: tuple[str, ...]) -> list[torch.Tensor]:
+    """Return products of [1, T, channels], mixed with the rows before."""
+
+    def make() -> Convolution:
+        return Convolution(torch.tensor([[1.0], [0.0]], device=rows.device).repeat(1, rows.shape[-1]))
+
+    shifted = by.convolve(ConvolutionInputs(rows[0].contiguous()), make)[None]
+    found = []
+    for name in names:
+        share = getattr(module, f"time_mix_{name}")
+        found.append(getattr(module, name)(rows * share + shifted * (1 - share)))
+    return found
+
+
 def _check(options: Mapping[str, Any], **known: Any) -> None:
     for name, value in known.items():
         if options.get(name, value) != value:
@@ -206,7 +277,14 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mamba_selective_scan": _scan,
 }
 # Of modules that call no such function, by the names of their classes.
-_FORWARDS: dict[str, Callable[..., Any]] = {"MiniMaxLightningAttention": _lightning}
+_FORWARDS: dict[str, Callable[..., Any]] = {
+    "MiniMaxLightningAttention": _lightning,
+    "RecurrentGemmaRecurrentBlock": _griffin,
+    "RwkvBlock": _rwkv,
+}
+# Gates of modules that are products with a matrix for each head, [heads, in, out], and the attribute that has them.
+BLOCKS = {"RecurrentGemmaRglru": ("input_gate", "recurrent_gate")}
+BLOCK_PRODUCTS = "skipjoin_products"
 
 
 class MixingRecorder:
@@ -221,7 +299,10 @@ class MixingRecorder:
 
     def convolve(self, inputs: ConvolutionInputs, make: Callable[[], Convolution]) -> torch.Tensor:
         kernel, channels = make().weights.shape
-        self._record(self.shape.channels, kernel=kernel, channels=channels)
+        # The last inputs of several are rows beside each other if there is one of each.
+        if self.shape.channels and (kernel, self.shape.kernel) != (2, 2):
+            raise ModelError("a layer has several states of a kind")
+        self.shape = self.shape._replace(kernel=kernel, channels=self.shape.channels + channels)
         return torch.empty_like(inputs.x)
 
     def recur(self, inputs: RecurrenceInputs, make: Callable[[], Recurrence]) -> torch.Tensor:
@@ -232,12 +313,16 @@ class MixingRecorder:
         return torch.empty_like(inputs.value)
 
     def scan(self, inputs: ScanInputs, make: Callable[[], Scan]) -> torch.Tensor:
-        keys, channels = make().a.shape
+        keys, channels = inputs.key.shape[1], inputs.value.shape[1]
         heads = self.shape.heads + 1  # each scan is one
         if heads > 1 and self.shape[-2:] != (keys, channels):
             raise ModelError("scans of a layer differ")
         self.shape = self.shape._replace(heads=heads, key_heads=1, key_dim=keys, value_dim=channels)
         return torch.empty_like(inputs.value)
+
+    def average(self, key: torch.Tensor, value: torch.Tensor, make: Callable[[], Average]) -> torch.Tensor:
+        self._record(self.shape.heads, heads=1, key_heads=1, key_dim=3, value_dim=value.shape[1])
+        return torch.empty_like(value)
 
     def _record(self, known: int, **sizes: int) -> None:
         if known:
@@ -250,19 +335,22 @@ class SlotMixing:
 
     def __init__(self, ops: RecurrentOps, layer: int, step: Callable[[], LayerInputs]) -> None:
         self._ops, self._layer, self._step = ops, layer, step
-        self._convolution: Convolution | None = None
+        self._convolutions: list[Convolution] = []
         self._recurrence: Recurrence | None = None
+        self._average: Average | None = None
         self._scans: list[Scan] = []
-        self._done = 0
+        self._convolved = self._scanned = self._channels = 0
 
     def begin(self) -> None:
-        self._done = 0
+        self._convolved = self._scanned = self._channels = 0
 
     def convolve(self, inputs: ConvolutionInputs, make: Callable[[], Convolution]) -> torch.Tensor:
-        if self._convolution is None:
-            self._convolution = make()
+        if self._convolved == len(self._convolutions):
+            self._convolutions.append(make())
+        of, first = self._convolutions[self._convolved], self._channels
+        self._convolved, self._channels = self._convolved + 1, first + inputs.x.shape[1]
         states, batch = self._of_step()
-        return self._ops.convolve(inputs, self._convolution, states.inputs(self._layer), batch)
+        return self._ops.convolve(inputs, of, states.inputs(self._layer)[..., first : self._channels], batch)
 
     def recur(self, inputs: RecurrenceInputs, make: Callable[[], Recurrence]) -> torch.Tensor:
         if self._recurrence is None:
@@ -271,12 +359,18 @@ class SlotMixing:
         return self._ops.recur(inputs, self._recurrence, states.matrices(self._layer), batch)
 
     def scan(self, inputs: ScanInputs, make: Callable[[], Scan]) -> torch.Tensor:
-        head = self._done
-        self._done += 1
+        head = self._scanned
+        self._scanned += 1
         if head == len(self._scans):
             self._scans.append(make())
         states, batch = self._of_step()
         return self._ops.scan(inputs, self._scans[head], states.matrices(self._layer)[:, head], batch)
+
+    def average(self, key: torch.Tensor, value: torch.Tensor, make: Callable[[], Average]) -> torch.Tensor:
+        if self._average is None:
+            self._average = make()
+        states, batch = self._of_step()
+        return self._ops.average(key, value, self._average, states.matrices(self._layer)[:, 0], batch)
 
     def _of_step(self) -> tuple[StateCache, PackedBatch]:
         step = self._step()

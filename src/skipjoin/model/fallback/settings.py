@@ -29,7 +29,7 @@ _CHANGING = {"longrope": "original_max_position_embeddings", "dynamic": "max_pos
 
 
 # Positions of the training of models without a field for it. Linear biases and states have no bound.
-_UNBOUNDED = {"bloom": 2048, "mamba": 2048, "mamba2": 2048, "falcon_mamba": 8192}
+_UNBOUNDED = {"bloom": 2048, "mamba": 2048, "mamba2": 2048, "falcon_mamba": 8192, "recurrent_gemma": 8192}
 # Heads, key-value heads and length of a head in the KV of models without attention, whose blocks only count tokens.
 _NO_ATTENTION = (1, 1, 64)
 # Language models of those with another name.
@@ -152,6 +152,9 @@ def settings_of(source: str) -> Settings:
         check_sizes(raw, {theirs: LARGEST[name] for name, theirs in usual if name in LARGEST})
         _check_counts(raw)
         config = kind.config_class.from_dict(_floats_in(_with_rope_of_attention(raw)))
+        if config.model_type == "rwkv":
+            # transformers would divide weights in place for the range of float16. Norms undo that, their epsilon aside.
+            config.rescale_every = 0
         if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
             raise ModelError("it needs an encoder")
         traced = trace(kind, copy.deepcopy(config))

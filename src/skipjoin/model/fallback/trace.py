@@ -17,7 +17,7 @@ from skipjoin.model.errors import ModelError
 from skipjoin.model.fallback import older
 from skipjoin.model.fallback.even import is_uneven
 from skipjoin.model.fallback.interfaces import OTHER_MASK, PAGED, SAMPLED, QueryKeyValue, hook, register
-from skipjoin.model.fallback.mixers import MixingRecorder, StateShape, has_convolution, mix, mixers
+from skipjoin.model.fallback.mixers import MixingRecorder, StateShape, has_convolution, is_replaced, mix, mixers
 from skipjoin.model.fallback.products import CASTS
 
 # Options of attention that change nothing here, or that `_Recorder` reads.
@@ -183,7 +183,8 @@ def trace(kind: type[Any], config: Any) -> Traced:
     is_partial = any(has_convolution(with_state[name]) and not shape.channels for name, shape in used.items())
     if len(set(used.values())) > 1 or is_partial:
         raise ModelError(f"{_STATE}, and differs between them")
-    if kept != len(used) or (kind._is_stateful and not used):
+    has_all = kept == len(used) or all(is_replaced(with_state[name]) for name in used)
+    if not has_all or (kind._is_stateful and not used):
         raise ModelError(f"{_STATE}, by functions of its own")
     if not recorder.calls and not used:
         raise ModelError(_FIXED)

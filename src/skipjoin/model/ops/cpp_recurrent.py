@@ -10,6 +10,7 @@ from skipjoin.model.batch import PackedBatch
 from skipjoin.model.ops.build import declare
 from skipjoin.model.ops.calls import check_sizes
 from skipjoin.model.ops.recurrent import (
+    Average,
     Convolution,
     ConvolutionInputs,
     Gate,
@@ -55,6 +56,13 @@ class _Scan(ctypes.Structure):
     )  # fmt: skip
 
 
+class _Average(ctypes.Structure):
+    _fields_ = (
+        ("key", _P), ("value", _P), ("key_stride", _I), ("value_stride", _I), ("channels", _I), ("decay", _P),
+        ("bonus", _P), ("states", _P), ("state_stride", _I), ("out", _P), ("sequences", _Sequences), ("threads", _I),
+    )  # fmt: skip
+
+
 class _Gate(ctypes.Structure):
     _fields_ = (
         ("x", _P), ("rows", _I), ("groups", _I), ("width", _I), ("gate", _P), ("gate_stride", _I), ("is_single", _I),
@@ -66,10 +74,10 @@ class CppRecurrent:
     """`RecurrentOps` whose bits do not depend on how prompts are cut, nor on the batch."""
 
     def __init__(self, library: ctypes.CDLL, kind: int) -> None:
-        sizes = {"convolve": _Convolve, "recur": _Recur, "scan": _Scan, "gate": _Gate}
+        sizes = {"convolve": _Convolve, "recur": _Recur, "scan": _Scan, "average": _Average, "gate": _Gate}
         check_sizes(library, {f"skipjoin_{name}_bytes": call for name, call in sizes.items()})
         calls = [getattr(library, f"skipjoin_{name}") for name in sizes]
-        self._convolve, self._recur, self._scan, self._gate = calls
+        self._convolve, self._recur, self._scan, self._average, self._gate = calls
         for function, call in zip(calls, sizes.values(), strict=True):
             declare(function, _I, ctypes.POINTER(call))
         self._kind = kind
@@ -106,10 +114,21 @@ class CppRecurrent:
         out = torch.empty(value.shape, dtype=value.dtype)
         call = _Scan(
             *(rows.data_ptr() for rows in inputs), *(rows.stride(0) for rows in inputs), *states.shape[1:],
-            of.a.data_ptr(), of.step_bias.data_ptr(), _address(of.skip), states.data_ptr(), states.stride(0),
+            _address(of.a), _address(of.step_bias), _address(of.skip), states.data_ptr(), states.stride(0),
             out.data_ptr(), sequences.call, threads_here(),
         )  # fmt: skip
         self._scan(self._kind, call)
+        return out
+
+    def average(
+        self, key: torch.Tensor, value: torch.Tensor, of: Average, states: torch.Tensor, batch: PackedBatch
+    ) -> torch.Tensor:
+        out, sequences = torch.empty(value.shape, dtype=value.dtype), _SequenceArrays(batch)
+        call = _Average(
+            key.data_ptr(), value.data_ptr(), key.stride(0), value.stride(0), value.shape[1], of.decay.data_ptr(),
+            of.bonus.data_ptr(), states.data_ptr(), states.stride(0), out.data_ptr(), sequences.call, threads_here(),
+        )  # fmt: skip
+        self._average(self._kind, call)
         return out
 
     def gate(self, x: torch.Tensor, gate: torch.Tensor, of: Gate) -> torch.Tensor:

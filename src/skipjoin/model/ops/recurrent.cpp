@@ -57,12 +57,26 @@ struct Recur {
   int64_t threads;
 };
 
-// The state S [key][channel] becomes exp(a * step) * S + key x (step * value), and is then read by the query.
+// The state S [key][channel] becomes exp(a * step) * S + key x (step * value), and is then read by the query. Without
+// a, it becomes exp(step) * S + key x value, and steps are float.
 struct Scan {
   const void *query, *key, *value, *step; // [tokens][key] twice, [tokens][channels] twice
   int64_t query_stride, key_stride, value_stride, step_stride, key_dim, channels;
   const float *a, *step_bias, *skip; // [key][channels], [channels], likewise or null
   float *states;                     // [slot]: [key][channels]
+  int64_t state_stride;
+  void *out; // [tokens][channels], contiguous
+  Sequences sequences;
+  int64_t threads;
+};
+
+// Average of values with weights exp(key), which decay by exp(decay) with each further token; that of the last token has
+// the factor exp(bonus). The state has sums of weighted values, of weights, and the exponent of both.
+struct Average {
+  const void *key, *value; // [tokens][channels]
+  int64_t key_stride, value_stride, channels;
+  const float *decay, *bonus; // [channels]
+  float *states;              // [slot]: [3][channels]
   int64_t state_stride;
   void *out; // [tokens][channels], contiguous
   Sequences sequences;
@@ -242,19 +256,25 @@ template <typename T> void scan(const Scan &c, int64_t sequence, int64_t channel
   float *state = state_in(of.slots[sequence]);
   if (!of.starts[sequence])
     for (int64_t i = 0; i < c.key_dim; i++) std::fill_n(state + i * c.channels, count, 0.0f);
-  Floats bias = load(c.step_bias + channel, count), skip = c.skip ? load(c.skip + channel, count) : Floats{};
+  Floats bias = c.a ? load(c.step_bias + channel, count) : Floats{};
+  Floats skip = c.skip ? load(c.skip + channel, count) : Floats{};
   Captures captures(of, sequence);
   int64_t begin = of.query_start[sequence], end = of.query_start[sequence + 1];
   for (int64_t token = begin; token < end; token++) {
     const T *query = (const T *)c.query + token * c.query_stride, *key = (const T *)c.key + token * c.key_stride;
-    float steps[kLanes];
-    store(steps, load((const T *)c.step + token * c.step_stride + channel, count) + bias);
-    for (int64_t i = 0; i < count; i++) steps[i] = softplus(steps[i]);
-    Floats step = load(steps), value = load((const T *)c.value + token * c.value_stride + channel, count);
-    Floats update = step * value, out = skip * value;
+    Floats step, value = load((const T *)c.value + token * c.value_stride + channel, count);
+    if (c.a) {
+      float steps[kLanes];
+      store(steps, load((const T *)c.step + token * c.step_stride + channel, count) + bias);
+      for (int64_t i = 0; i < count; i++) steps[i] = softplus(steps[i]);
+      step = load(steps);
+    } else {
+      step = load((const float *)c.step + token * c.step_stride + channel, count);
+    }
+    Floats update = c.a ? step * value : value, out = skip * value;
     for (int64_t i = 0; i < c.key_dim; i++) {
       float *at = state + i * c.channels;
-      Floats decay = exponential(load(c.a + i * c.channels + channel, count) * step);
+      Floats decay = exponential(c.a ? load(c.a + i * c.channels + channel, count) * step : step);
       Floats now = fma(splat(number(key + i)), update, load(at, count) * decay);
       store(at, now, count);
       out = fma(splat(number(query + i)), now, out);
@@ -265,6 +285,34 @@ template <typename T> void scan(const Scan &c, int64_t sequence, int64_t channel
       for (int64_t i = 0; i < c.key_dim; i++) std::copy_n(state + i * c.channels, count, to + i * c.channels);
     });
   }
+}
+
+// Averages the channels of one vector in one sequence.
+template <typename T> void average(const Average &c, int64_t sequence, int64_t channel) {
+  const Sequences &of = c.sequences;
+  int64_t count = c.channels - channel;
+  auto row = [&](int64_t slot, int64_t i) { return c.states + slot * c.state_stride + i * c.channels + channel; };
+  Floats decay = load(c.decay + channel, count), bonus = load(c.bonus + channel, count);
+  Floats sum{}, total{}, most = splat(-1e38f);
+  if (int64_t slot = of.slots[sequence]; of.starts[sequence])
+    sum = load(row(slot, 0), count), total = load(row(slot, 1), count), most = load(row(slot, 2), count);
+  auto keep = [&](int64_t slot) {
+    store(row(slot, 0), sum, count), store(row(slot, 1), total, count), store(row(slot, 2), most, count);
+  };
+  Captures captures(of, sequence);
+  int64_t begin = of.query_start[sequence], end = of.query_start[sequence + 1];
+  for (int64_t token = begin; token < end; token++) {
+    Floats key = load((const T *)c.key + token * c.key_stride + channel, count);
+    Floats value = load((const T *)c.value + token * c.value_stride + channel, count);
+    Floats now = key + bonus, top = larger(most, now);
+    Floats past = exponential(most - top), last = exponential(now - top);
+    store((T *)c.out + token * c.channels + channel, fma(past, sum, last * value) / fma(past, total, last), count);
+    now = most + decay, top = larger(now, key);
+    past = exponential(now - top), last = exponential(key - top);
+    sum = fma(past, sum, last * value), total = fma(past, total, last), most = top;
+    captures.after(token + 1 - begin, keep);
+  }
+  keep(of.slots[sequence]);
 }
 
 template <typename T> void gate_row(const Gate &c, int64_t row, int64_t group) {
@@ -301,6 +349,7 @@ extern "C" {
 int64_t skipjoin_convolve_bytes() { return sizeof(Convolve); }
 int64_t skipjoin_recur_bytes() { return sizeof(Recur); }
 int64_t skipjoin_scan_bytes() { return sizeof(Scan); }
+int64_t skipjoin_average_bytes() { return sizeof(Average); }
 int64_t skipjoin_gate_bytes() { return sizeof(Gate); }
 int64_t skipjoin_max_kernel() { return kMaxKernel; }
 
@@ -326,6 +375,15 @@ void skipjoin_scan(int64_t type, const Scan *call) {
   typed(type, [&](auto t) {
     share(call->threads, vectors * call->sequences.count, 4, [&](int64_t i) {
       scan<decltype(t)>(*call, i / vectors, i % vectors * kLanes);
+    });
+  });
+}
+
+void skipjoin_average(int64_t type, const Average *call) {
+  int64_t vectors = (call->channels + kLanes - 1) / kLanes;
+  typed(type, [&](auto t) {
+    share(call->threads, vectors * call->sequences.count, 4, [&](int64_t i) {
+      average<decltype(t)>(*call, i / vectors, i % vectors * kLanes);
     });
   });
 }

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from skipjoin.model.batch import PackedBatch
 
 _UNIT_EPSILON = 1e-6
+# Exponent of sums without a value.
+_LEAST = -1e38
 
 
 class ConvolutionInputs(NamedTuple):
@@ -76,12 +78,12 @@ class Scan(NamedTuple):
 
     Attributes:
         a: float32 [key_dim, channels].
-        step_bias: float32 [channels].
+        step_bias: float32 [channels]; None, as `a`, if inputs have logarithms of decays in float32.
         skip: float32 [channels], factor of values that are added to outputs, or None.
     """
 
-    a: torch.Tensor
-    step_bias: torch.Tensor
+    a: torch.Tensor | None
+    step_bias: torch.Tensor | None
     skip: torch.Tensor | None = None
 
 
@@ -92,6 +94,18 @@ class ScanInputs(NamedTuple):
     key: torch.Tensor
     value: torch.Tensor
     step: torch.Tensor
+
+
+class Average(NamedTuple):
+    """RWKV's average of values of earlier tokens, whose weights are the exponentials of keys.
+
+    Attributes:
+        decay: float32 [channels], added to the exponents of weights with each further token.
+        bonus: float32 [channels], added to that of the last token.
+    """
+
+    decay: torch.Tensor
+    bonus: torch.Tensor
 
 
 class GateKind(IntEnum):
@@ -132,6 +146,12 @@ class RecurrentOps(Protocol):
 
     def scan(self, inputs: ScanInputs, of: Scan, states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         """Return [T, channels]; `states` are float32 [slots, key_dim, channels]."""
+        ...
+
+    def average(
+        self, key: torch.Tensor, value: torch.Tensor, of: Average, states: torch.Tensor, batch: PackedBatch
+    ) -> torch.Tensor:
+        """Return [T, channels], as `key` and `value` have; `states` are float32 [slots, 3, channels]."""
         ...
 
     def gate(self, x: torch.Tensor, gate: torch.Tensor, of: Gate) -> torch.Tensor:
@@ -237,18 +257,40 @@ class TorchRecurrent:
 
     def scan(self, inputs: ScanInputs, of: Scan, states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
         query, key, value, step = (rows.float() for rows in inputs)
-        step = F.softplus(step + of.step_bias)
-        out = torch.empty_like(value)
+        out, update = torch.empty_like(value), value
+        if of.step_bias is not None:
+            step = F.softplus(step + of.step_bias)
+            update = value * step
         for part in _parts(batch):
             state = part.read(states)
             for rows in part.rows.unbind(1):
-                state *= torch.exp(of.a * step[rows, None])
-                state += key[rows].unsqueeze(-1) * (value[rows] * step[rows]).unsqueeze(1)
+                state *= torch.exp(step[rows, None] if of.a is None else of.a * step[rows, None])
+                state += key[rows].unsqueeze(-1) * update[rows].unsqueeze(1)
                 out[rows] = torch.einsum("sk,skc->sc", query[rows], state)
             part.write(states, state)
         if of.skip is not None:
             out += of.skip * value
         return out.to(inputs.value.dtype)
+
+    def average(
+        self, key: torch.Tensor, value: torch.Tensor, of: Average, states: torch.Tensor, batch: PackedBatch
+    ) -> torch.Tensor:
+        out = torch.empty_like(value, memory_format=torch.contiguous_format)
+        for part in _parts(batch):
+            total, count, most = part.read(states).unbind(1)
+            most = most.masked_fill(~part.continues[:, None], _LEAST)
+            for rows in part.rows.unbind(1):
+                exponent, values = key[rows].float(), value[rows].float()
+                now = exponent + of.bonus
+                top = torch.maximum(most, now)
+                past, last = torch.exp(most - top), torch.exp(now - top)
+                out[rows] = ((past * total + last * values) / (past * count + last)).to(out.dtype)
+                now = most + of.decay
+                top = torch.maximum(now, exponent)
+                past, last = torch.exp(now - top), torch.exp(exponent - top)
+                total, count, most = past * total + last * values, past * count + last, top
+            part.write(states, torch.stack([total, count, most], dim=1))
+        return out
 
     def gate(self, x: torch.Tensor, gate: torch.Tensor, of: Gate) -> torch.Tensor:
         factor = gate.float().view(x.shape) if gate.shape[1] > 1 else gate.float().unsqueeze(-1)

@@ -40,7 +40,7 @@ _TEXT_PARTS = {
     "qwen2_5_omni_text": "Qwen2ForCausalLM",
     "qwen3_omni_moe_text": "Qwen3MoeForCausalLM",
 }
-CLASSIFIER = "ForSequenceClassification"
+CLASSIFIER, _DECODER = "ForSequenceClassification", "ForCausalLM"
 # Maps a parsed config.json and the name of its architecture to fields of `ModelConfig`.
 ReadFields = Callable[[Mapping[str, Any], str], dict[str, Any]]
 DecoderT = TypeVar("DecoderT", bound=type)
@@ -138,7 +138,10 @@ def find_architecture(names: list[Any], model_type: str | None) -> tuple[str, Fa
     if (architecture := find(names, model_type)) is not None:
         return architecture, _fallback()
     asked = ", ".join(map(str, names or [model_type]))
-    near = get_close_matches(asked, [*native, *decoders()], n=1, cutoff=0.8)
+    # The end that all have in common makes any two alike, unless it is misspelled.
+    known = {name.removesuffix(_DECODER): name for name in (*native, *decoders())}
+    near = get_close_matches(asked, known.values(), n=1, cutoff=0.93)
+    near += [known[stem] for stem in get_close_matches(asked.removesuffix(_DECODER), known, n=1, cutoff=0.8)]
     raise FamilyError(
         f"architecture {asked} is not supported: it is none of Skipjoin's own, nor of the decoders in transformers "
         f"{version()}{f', which have {near[0]}' if near else ''} (docs/reference/models.md lists both). "

@@ -41,7 +41,10 @@ def _fields(raw: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     raw = {**_DEFAULTS[kind], **raw}
     is_whole = bool(raw.get("use_bidirectional_attention"))
     if is_whole and kind != "gemma3":
-        raise ModelError(f"use_bidirectional_attention of this {architecture} must be false, as of all except Gemma 3")
+        raise ModelError(
+            f"tokens of prompts of this {architecture} attend to later ones (use_bidirectional_attention), as "
+            "PaliGemma's, so that prompts could neither be cut into chunks nor share KV: give a model without that"
+        )
     # Early files of Gemma say gelu and mean its approximation.
     act = raw["hidden_act"] if kind == "gemma" and raw.get("hidden_act") else raw["hidden_activation"]
     flat = {**raw, "hidden_act": "gelu_pytorch_tanh" if act == "gelu" else act}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -311,5 +312,6 @@ def _with_defaults(text: Mapping[str, Any]) -> dict[str, Any]:
         return dict(text)
     from transformers import CONFIG_MAPPING  # noqa: PLC0415 - takes seconds
 
-    made: dict[str, Any] = CONFIG_MAPPING[text["model_type"]]().to_dict()
+    # As files have it: names of labels are numbers in Python.
+    made: dict[str, Any] = json.loads(CONFIG_MAPPING[text["model_type"]]().to_json_string(use_diff=False))
     return {**made, **text}

@@ -14,8 +14,10 @@ from skipjoin.model.gguf.file import TENSOR_TYPES, TensorType
 from skipjoin.model.gguf.groups import LAYOUTS
 from skipjoin.model.gguf.tokenizer import SCHEMES
 
+_ORDER = ("native", "through transformers", "refused", "not tried")
 _RECORDS = Path(__file__).parents[1] / "tests" / "model"
 ARCHITECTURES_RUN, MODEL_FORMATS = _RECORDS / "architectures.json", _RECORDS / "model_formats.json"
+COMPOSITES = _RECORDS / "composites.json"
 
 
 def models() -> Iterator[str]:
@@ -71,10 +73,29 @@ def _architectures() -> Iterator[str]:
     )
     order = sorted(names, key=lambda how: (how.startswith("not tried"), how.startswith("refused"), how != "native"))
     yield from table(["how", "architectures"], [[how.replace("|", " "), codes(names[how])] for how in order])
-    yield (
-        "Models that also see or hear serve texts by their language model: as above if it has an architecture of its "
-        "own, or else as a part of transformers' class of the whole, whose other parts are not loaded."
+    yield from _composites()
+
+
+def _composites() -> Iterator[str]:
+    record = json.loads(COMPOSITES.read_text(encoding="utf-8"))
+    names: dict[tuple[str, str], list[str]] = {}
+    for name, (outcome, detail) in record["composites"].items():
+        reason = "" if outcome == "not tried" else detail
+        names.setdefault((outcome, reason), []).append(name)
+    yield from (
+        "",
+        "## Models that also see or hear",
+        "",
+        "They serve texts by their language model: as above if it has an architecture of its own, or else as a part of",
+        "transformers' class of the whole, whose other parts are not loaded. `tests/model/composites.py` ran those",
+        "with small random weights beside transformers; it has no small configuration of those not tried.",
+        "",
     )
+    rows = []
+    for (outcome, detail), found in sorted(names.items(), key=lambda row: (_ORDER.index(row[0][0]), row[0][1])):
+        how = f"{outcome}: {detail}" if outcome == "refused" else f"{outcome}, as `{detail}`" if detail else outcome
+        rows.append([how.replace("|", " "), codes(found)])
+    yield from table(["how", "models"], rows)
 
 
 def _outcome(by_operations: Mapping[str, str]) -> str:

@@ -162,6 +162,9 @@ def test_log_says_what_it_costs(caplog: pytest.LogCaptureFixture) -> None:
     ("raw", "message"),
     [
         ({"architectures": ["xLSTMForCausalLM"]}, r"its layers keep a state that is no KV"),
+        ({"architectures": ["MiniCPMForCausalLM"]}, r"[\d.]+, which have MiniCPM3ForCausalLM \(docs"),
+        ({"architectures": ["GemmaForCausalLM"], "use_bidirectional_attention": True}, "could neither be cut into"),
+        ({"architectures": ["AprielForCausalLM"]}, r"transformers [\d.]+ \(docs"),
         ({"architectures": ["XGLMForCausalLM"]}, r"cannot run through transformers .*: its attention cannot be rep"),
         ({"architectures": ["FalconForCausalLM"], "alibi": True}, "differ between heads that share keys"),
         ({"architectures": ["DogeForCausalLM"], "is_moe": True}, "by scores of other tokens"),
@@ -242,6 +245,24 @@ def test_architectures_run_as_recorded_with_bits_that_do_not_depend_on_the_batch
     from architectures import outcome  # noqa: PLC0415 - imports transformers, which takes seconds
 
     assert [*outcome(name, tmp_path)] == RECORD[name]
+
+
+def test_language_models_without_fields_have_the_defaults_of_transformers() -> None:
+    raw = {"architectures": ["ForeignForConditionalGeneration"], "text_config": {"model_type": "gpt2"}}
+    config = ModelConfig.from_dict(raw)
+    assert (config.architecture, config.num_layers, config.hidden_size) == ("GPT2LMHeadModel", 12, 768)
+
+
+COMPOSITES = json.loads(Path(__file__).with_name("composites.json").read_text(encoding="utf-8"))["composites"]
+SAMPLED_COMPOSITES = ("LlavaForConditionalGeneration", "GraniteDoclingForConditionalGeneration")
+
+
+@pytest.mark.parametrize("name", [name if name in SAMPLED_COMPOSITES else exhaustive(name) for name in COMPOSITES])
+def test_models_that_see_or_hear_serve_texts_as_recorded(name: str, tmp_path: Path) -> None:
+    """`composites.py` has the command that writes the record."""
+    from composites import outcome  # noqa: PLC0415 - as above
+
+    assert [*outcome(name, tmp_path)] == COMPOSITES[name]
 
 
 def test_chunks_of_attention_need_blocks_that_divide_them(tmp_path: Path) -> None:

@@ -27,7 +27,16 @@ from skipjoin.structured_output import GrammarError, StructuredOutput
 BIG = 1234567890123456789
 INTEGER = {"type": "integer"}
 # Words of the compiler that say nothing to a reader.
-JARGON = ("NoExtensionBias", "Unimplemented", "Unsatisfiable", "Some(", "coerce_one_of", "SearchRegex")
+JARGON = (
+    "lookarounds",
+    "WordUnicode",
+    "NoExtensionBias",
+    "Unimplemented",
+    "Unsatisfiable",
+    "Some(",
+    "coerce_one_of",
+    "SearchRegex",
+)
 
 
 @cache
@@ -385,6 +394,11 @@ def test_references_by_name_lead_to_what_bears_it(names: dict[str, str], ref: st
         ({"$ref": "#nope"}, 'the reference to "#nope" has no target in the schema'),
         ({"$ref": "other#/$defs/x"}, 'the reference to "other" leaves the schema'),
         ({"type": "array", "items": 3}, "it must be an object or a boolean, got int"),
+        ({"type": "string", "pattern": "a\\"}, "the pattern /a\\/ ends within an escape"),
+        ({"type": "object", "patternProperties": {"\\": {}}}, "the pattern /\\/ ends within an escape"),
+        ({"type": "string", "pattern": r"\bfoo\b"}, r"the pattern /\bfoo\b/ has \b, which no grammar expresses"),
+        ({"type": "string", "pattern": "^a$|b$c"}, "has $ that is not at its end, which no grammar expresses"),
+        ({"type": "string", "pattern": "a^"}, "the pattern /a^/ has ^ that is not at its beginning"),
     ],
 )
 def test_schemas_without_a_value_are_refused_in_words(schema: dict[str, Any], part: str) -> None:
@@ -395,6 +409,13 @@ def test_schemas_without_a_value_are_refused_in_words(schema: dict[str, Any], pa
     is_value = "must be a JSON schema" not in str(error.value) and "allows no" in str(error.value)
     if is_value:  # an alternative without a value is none
         assert allows(matcher({"anyOf": [schema, {"type": "null"}]}), "null")
+
+
+def test_an_expression_does_not_end_within_an_escape() -> None:
+    """The compiler would leave out the backslash."""
+    with pytest.raises(GrammarError, match="ends within an escape"):
+        tally()[1].matcher(StructuredOutput(kind="regex", text="a\\"))
+    assert allows(tally()[1].matcher(StructuredOutput(kind="regex", text="a\\\\")), "a\\")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from skipjoin.model.config import ModelConfig
 from skipjoin.model.errors import ModelError
 from skipjoin.model.tokenizer import Tokenizer, load_tokenizer
+from skipjoin.schemas.look_ahead import check_escapes
 from skipjoin.schemas.notation import Notation
 from skipjoin.schemas.reasons import reason
 from skipjoin.schemas.rules import json_rules, schema_of
@@ -165,6 +166,7 @@ class Grammar(NamedTuple):
 def llguidance_grammar(structured: StructuredOutput) -> Grammar:
     text = structured.text
     if structured.kind == "regex":
+        check_escapes(text)
         return Grammar(LLMatcher.grammar_from_regex(text), [])
     if structured.kind == "grammar":
         return Grammar(LLMatcher.grammar_from_lark(text), [])

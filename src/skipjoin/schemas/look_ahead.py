@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 
+from skipjoin.schemas.reasons import shown
+from skipjoin.structured_output import GrammarError
+
 # How the patterns of `Decimal` of pydantic 2.12 and 2.13 begin. No grammar expresses their look-ahead.
 _START = r"^(?!^[-+.]*$)[+-]?0*"
 _BOUND = re.compile(r"\{([01]),(\d+)\}")
@@ -23,6 +26,12 @@ _AHEAD = re.compile(r"\^\(\?=")
 # One part of a regular expression: an escape, a class of characters, the beginning or the end of a group, or an "|".
 # A class without an end is one part, so that the time is linear.
 _PART = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\\\]])*\]?|[(|)]", re.DOTALL)
+
+
+def check_escapes(pattern: str) -> None:
+    """Raise `GrammarError` for an escape without a character, which the compiler would leave out."""
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        raise GrammarError(f"cannot be enforced: the pattern {shown(pattern)} ends within an escape")
 
 
 def without_look_ahead(pattern: str) -> list[str]:

@@ -2,8 +2,16 @@ from __future__ import annotations
 
 import re
 
-# Characters of an error, which may quote the grammar.
+# Characters of an error, which may quote the grammar, and of a pattern in it.
 _MAX_REASON = 400
+_MAX_PATTERN = 80
+# What the compiler calls places between characters.
+_PLACES = {
+    "Start": "^ that is not at its beginning",
+    "End": "$ that is not at its end",
+    "WordUnicode": r"\b",
+    "WordUnicodeNegate": r"\B",
+}
 # Patterns of the compiler's errors, and what they mean.
 _MEANINGS = (
     (r"NoExtensionBias.*", "its parts exclude each other, so no text is allowed: relax one of them"),
@@ -38,12 +46,22 @@ _MEANINGS = (
 )
 
 
+_PLACE = re.compile(r"lookarounds not supported yet; (\w+) in regex /(.*)/", re.DOTALL)
+
+
+def shown(pattern: str) -> str:
+    return f"/{pattern if len(pattern) <= _MAX_PATTERN else pattern[:_MAX_PATTERN] + '...'}/"
+
+
 def reason(error: str, impossible: list[str] | None = None) -> str:
     # The compiler quotes the lines of the grammar around an error.
     text = " ".join(re.sub(r"\n\s*\d+ \| .*", "", error.removesuffix("<non-verbose/>"), flags=re.DOTALL).split())
     text = re.sub(r"^at \d+\(\d+\): failed to compile JSON schema: ", "", text)
     if impossible and re.match("Unsatisfiable|NoExtensionBias", text):
         text = "; ".join(impossible)
+    elif place := _PLACE.search(text):
+        name, pattern = place.groups()
+        text = f"the pattern {shown(pattern)} has {_PLACES.get(name, 'a look-around')}, which no grammar expresses"
     else:
         for pattern, meaning in _MEANINGS:
             if found := re.search(pattern, text):

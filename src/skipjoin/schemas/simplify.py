@@ -14,7 +14,7 @@ from skipjoin.schemas.endless import endless_reference
 from skipjoin.schemas.formats import COMPILED_FORMATS, IGNORED_FORMATS, PATTERN_FORMATS
 from skipjoin.schemas.keys import one_spelling
 from skipjoin.schemas.keywords import ANNOTATIONS, REFUSED, TYPES, is_anything, types_of
-from skipjoin.schemas.look_ahead import without_look_ahead
+from skipjoin.schemas.look_ahead import check_escapes, without_look_ahead
 from skipjoin.schemas.numbers import NumberRange, exact, is_inexact, is_number
 from skipjoin.schemas.pointers import Names, quoted, target_of, unescaped
 from skipjoin.structured_output import GrammarError
@@ -126,6 +126,11 @@ class _Simplifier:
                 out[key] = self._schema(value, at, depth + 1)
             else:
                 out[key] = value if isinstance(value, str | int | float) else copy.deepcopy(value)
+            if key == "pattern" and isinstance(value, str):
+                check_escapes(value)
+            elif key == "patternProperties" and isinstance(value, dict):
+                for pattern in value:
+                    check_escapes(pattern)
             if key == "$ref" and isinstance(value, str):
                 out[key] = quoted(self._names.pointer(value, path))
                 self._refs.append(out[key])

@@ -380,7 +380,7 @@ RESULT: dict[str, Any] = {"type": "tool_result", "tool_use_id": "a", "content": 
         ({"max_output_tokens": 9000}, "max_output_tokens", "at most"),
         ({"input": "a" * 9000}, "input", "maximum context length"),
         ({"input": [{}] * 9000}, "input.8192", "at most 4096 items"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "name and schema"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format", "schema must not be null"),
         ({"response_format": {"type": "text"}}, "response_format", "use text.format"),
         ({"include": ["file_search_call.results"]}, "include.0", "encrypted_content"),
     ],

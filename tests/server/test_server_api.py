@@ -405,10 +405,12 @@ async def test_chat_accepts_developer_role_content_parts_and_returned_messages(a
         {"role": "assistant", "content": None, "refusal": "d"},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "e"}]},
         {"role": "assistant", "content": None, "reasoning": "cut"},
+        {"role": "user", "content": []},
     ]
     assert (await api.chat(messages=messages)).status_code == 200
     text = api.service.tokenizer.decode(api.engine.added[0].prompt, skip_special_tokens=False)
-    assert text == "<|system|>be brief<|user|>ab<|assistant|>c<|assistant|>d<|assistant|>e<|assistant|><|assistant|>"
+    turns = "<|assistant|>c<|assistant|>d<|assistant|>e<|assistant|><|user|><|assistant|>"
+    assert text == f"<|system|>be brief<|user|>ab{turns}"
 
 
 async def test_chat_stream_begins_with_the_role(api: Api) -> None:
@@ -591,6 +593,9 @@ NEUTRAL_CHATS: list[dict[str, Any]] = [
     {"chat_template_kwargs": {"enable_thinking": False}, "max_completion_tokens": 5, "reasoning_effort": "high"},
     {"store": True, "verbosity": "low", "safety_identifier": "a", "prompt_cache_key": "b", "metadata": {"a": "b"}},
     {"add_special_tokens": False, "echo": False},
+    {"logprobs": False, "top_logprobs": 0},
+    {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "null"}}}},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "Page[int]", "schema": {"type": "null"}}}},
     {"prediction": {"type": "content", "content": "x"}, "prompt_cache_retention": "24h", "priority": 7},
     {"messages": [{"role": "user", "content": "a", "type": "text"}]},
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"} | MARKED]} | MARKED]} | MARKED,

@@ -116,7 +116,7 @@ class ChatRequest(GenerationBody):
     @field_validator("top_logprobs")
     @classmethod
     def _needs_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and not info.data.get("logprobs"):
+        if value and not info.data.get("logprobs"):
             raise ValueError("it needs logprobs to be true")
         return value
 

@@ -30,7 +30,7 @@ class TextPart(Body):
 
 
 Content = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[TextPart], Field(min_length=1), Field(fail_fast=True), Tag("~list")],
+    Annotated[str, Tag("~text")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("~list")],
     one_of(text_or_list, "must be a string or a list of text parts"),
 ]
 

@@ -86,7 +86,7 @@ Prompt = Annotated[
 class JsonSchema(Body):
     """OpenAI's named schema. It is enforced whether `strict` or not. Without a schema, any JSON is valid."""
 
-    name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
+    name: Label = None
     description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None

@@ -46,7 +46,7 @@ from skipjoin.server.api.dialects.responses_tools import (
     full_name,
     functions_of,
 )
-from skipjoin.server.api.fields import Body, Ignored, Integer, Null, Only
+from skipjoin.server.api.fields import Body, Ignored, Integer, Label, Null, Only
 from skipjoin.server.api.protocol import ResponseFormat
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -57,7 +57,7 @@ class TextFormat(Body):
     """Format of the text. A schema is enforced whether `strict` or not."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
+    name: Label = None
     description: str | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
@@ -70,9 +70,9 @@ class TextFormat(Body):
         return value
 
     @model_validator(mode="after")
-    def _has_name(self) -> TextFormat:
-        if self.type == "json_schema" and (self.name is None or self.schema_ is None):
-            raise ValueError("name and schema must not be null with the type json_schema")
+    def _has_schema(self) -> TextFormat:
+        if self.type == "json_schema" and self.schema_ is None:
+            raise ValueError("schema must not be null with the type json_schema")
         return self
 
     @property

@@ -115,26 +115,31 @@ def test_every_best_effort_request_is_served_once_it_is_old(
 
 
 @given(
-    recipe=recipes, world=worlds, shares=st.sampled_from([0, 0, 12]), service=st.sampled_from([REAL_TIME, BEST_EFFORT])
+    recipe=recipes,
+    world=worlds,
+    shares=st.sampled_from([0, 0, 12]),
+    service=st.sampled_from([REAL_TIME, BEST_EFFORT]),
+    others=st.sampled_from([0, 0, 1, 9]),
 )
 def test_counts_of_waiting_clients_differ_by_a_pool_and_a_step(
-    recipe: str, world: tuple[Any, int], shares: int, service: ServiceClass
+    recipe: str, world: tuple[Any, int], shares: int, service: ServiceClass, others: int
 ) -> None:
+    """A third client has few requests, which need not wait. Generated tokens, which may fill the pool, count twice."""
     pipeline, seed = world
     draw = Random(seed)
-    shapes, live = {client: draw.choice(SHAPES) for client in "ab"}, {"a": 30, "b": 14}
+    shapes, live = {client: draw.choice(SHAPES) for client in "abc"}, {"a": 30, "b": 14, "c": others}
 
     def send(run: BoundedRun) -> None:
         now = Counter(request.options.client for request in run.live)
-        for client in "ab":
-            for _ in range(live[client] - now[client]):
+        for client, wanted in live.items():
+            for _ in range(wanted - now[client]):
                 low, high, few, many = shapes[client]
                 run.add(draw.randint(low, high), draw.randint(few, many), client=client, service=service)
 
     params = (("ttft_s", 1000.0), ("tpot_s", 1000.0))
     world_ = world_of(recipe, pipeline, draw, fair_output_weight=WEIGHT, params=params)
     step = world_.depth * (world_.max_tokens + WEIGHT * world_.max_seqs)
-    most = world_.device_blocks * SIZE + step
+    most = WEIGHT * world_.device_blocks * SIZE + step
     run = BoundedRun(world_, send, [EqualService(most, WEIGHT), SharedSteps()], shares)
     run.run(lambda: run.now > 3)
 

@@ -82,7 +82,7 @@ class Route:
     """One endpoint.
 
     Attributes:
-        path: Path with `{name}` for a segment and `{name:path}` for several.
+        path: Path with `{name}` for a segment and `{name:segments}` for several.
         handler: Function of a Starlette request, or a subclass of `server.api.generation.Endpoint`.
         body: Request model of a function, for the schema.
         frames: Frames of the streams of an endpoint that generates.
@@ -122,14 +122,14 @@ class Route:
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
-        pieces = re.split(r"(\{\w+(?::path)?\})", self.path)
+        pieces = re.split(r"(\{\w+(?::segments)?\})", self.path)
         return re.compile("".join(map(_pattern, pieces)))
 
 
 def _pattern(piece: str) -> str:
     if not piece.startswith("{"):
         return re.escape(piece)
-    return ".+" if piece.endswith(":path}") else "[^/]+"
+    return ".+" if piece.endswith(":segments}") else "[^/]+"
 
 
 def resolved(name: Any) -> Any:
@@ -220,7 +220,7 @@ _ROWS = (
     Route(path="/ready", handler=f"{_API}.status:ready", access=Access.PROBE),
     Route(path="/live", handler=f"{_API}.status:live", access=Access.PROBE),
     Route(path="/v1/models", handler=f"{_API}.status:list_models", is_relayed=True),
-    Route(path="/v1/models/{model:path}", handler=f"{_API}.status:show_model"),
+    Route(path="/v1/models/{model:segments}", handler=f"{_API}.status:show_model"),
     *(
         Route(
             path=f"/v1/{order}_lora_adapter",
@@ -267,7 +267,7 @@ _ROWS = (
     _ollama("ps", "list_running"),
     _ollama("show", "show_model", method="POST", body=f"{_OLLAMA}_body:ShowRequest"),
     Route(path="/api/version", handler=f"{_API}.status:show_version", error_body=f"{_OLLAMA}:error_body"),
-    Route(path="/v1/requests/{name:path}", handler=f"{_API}.replies:cancel_request", method="DELETE"),
+    Route(path="/v1/requests/{name:segments}", handler=f"{_API}.replies:cancel_request", method="DELETE"),
     Route(path="/tokenizer_info", handler=f"{_API}.tokens:show_tokenizer"),
     Route(path="/tokenize", handler=f"{_API}.tokens:tokenize", method="POST", body=f"{_API}.chat_body:TokenizeRequest"),
     Route(
@@ -281,7 +281,7 @@ _ROWS = (
     _console("histories", "show_histories"),
     _console("arrivals", "show_arrivals"),
     _console("replay", "replay", method="POST"),
-    _console("requests/{name:path}", "explain_request"),
+    _console("requests/{name:segments}", "explain_request"),
     *(
         Route(path=path, handler=f"{_API}.pages:show", access=Access.OPEN, part=Part.CONSOLE, is_listed=False)
         for path in (*PAGES, SERVERS_PATH)

@@ -45,7 +45,7 @@ def test_all_endpoints_are_fuzzed(tmp_path: Path) -> None:
     service = Service(config, EngineClient(metrics), metrics)
     app = build_app(service, Batches(service, most=1)).app
     names = {"model": "tally", "file_id": "file-0", "batch_id": "batch_0", "response_id": "resp_0", "name": "cmpl-0"}
-    paths = {re.sub(r"{(\w+)(:path)?}", lambda found: names[found[1]], route.path) for route in app.routes}  # type: ignore[attr-defined]
+    paths = {re.sub(r"{(\w+)(:segments)?}", lambda found: names[found[1]], route.path) for route in app.routes}  # type: ignore[attr-defined]
     service.close()
     paths.remove("/debug/events")  # the stream does not end
     assert paths <= set(TARGETS) | set(MODELS)

@@ -25,7 +25,7 @@ async def test_every_route_except_health_and_pages_needs_a_key(
         found = {(route.path, method) for route in api.app.app.routes for method in route.methods}  # type: ignore[attr-defined]
         assert {path for path, _ in found} >= {"/v1/completions", "/metrics", "/load", "/tokenize", "/debug/requests"}
         for path, method in found:
-            target = path.replace("{model:path}", "tiny")
+            target = path.replace("{model:segments}", "tiny")
             response = await api.http.request(method, target)
             if path in paths(Access.OPEN, Access.PROBE):
                 assert response.status_code == 200

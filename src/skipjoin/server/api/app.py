@@ -113,13 +113,12 @@ def add_route(app: FastAPI, route: Route) -> None:
     handler = named
     if isinstance(named, type) and issubclass(named, Endpoint):
         handler, body = _generation(named(app.state.service)), named.body_type
-    path = route.path.replace(":path}", ":segments}")
     app.add_api_route(
-        path, handler, methods=[route.method], description=named.__doc__, include_in_schema=route.is_listed
+        route.path, handler, methods=[route.method], description=named.__doc__, include_in_schema=route.is_listed
     )
     # Probes such as `wget --spider` and agents ask for the head only. The connection leaves out the body.
     if route.method == "GET" and not route.is_endless:
-        app.add_api_route(path, handler, methods=["HEAD"], include_in_schema=False)
+        app.add_api_route(route.path, handler, methods=["HEAD"], include_in_schema=False)
     if body is not None:
         app.state.bodies[route.path] = body
 

@@ -163,7 +163,10 @@ def canned(*answers: bytes) -> Iterator[tuple[openai.OpenAI, list[bytes]]]:
 
     def serve() -> None:
         for answer in answers:
-            connection, _ = listener.accept()
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # it is closed, as the client does not come again
+                return
             with connection:
                 requests.append(whole_request(connection))
                 connection.sendall(answer)

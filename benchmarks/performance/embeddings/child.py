@@ -40,8 +40,9 @@ def main() -> None:
     for _ in sys.stdin:
         begin, used = time.perf_counter(), time.process_time()
         vectors = embed(texts)
-        print(json.dumps([time.perf_counter() - begin, time.process_time() - used]), flush=True)
-        np.save(vectors_file, vectors)
+        seconds = [time.perf_counter() - begin, time.process_time() - used]
+        np.save(vectors_file, vectors)  # before run.py goes on, which reads it
+        print(json.dumps(seconds), flush=True)
 
 
 if __name__ == "__main__":

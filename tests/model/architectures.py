@@ -11,7 +11,7 @@ import json
 import logging
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -232,18 +232,23 @@ def architectures() -> list[str]:
     return sorted(set(decoders()))
 
 
-if __name__ == "__main__":
+def write_outcomes(file: Path, key: str, names: Iterable[str], outcome: Callable[[str, Path], tuple[str, str]]) -> None:
+    """Write what became of each name, in addition to what the file has if the command names some."""
     logging.disable()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(1)
-    found: dict[str, Any] = json.loads(RECORD.read_text())["architectures"] if sys.argv[1:] else {}
-    for name in sys.argv[1:] or architectures():
+    found: dict[str, Any] = json.loads(file.read_text())[key] if sys.argv[1:] else {}
+    for name in sys.argv[1:] or names:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 found[name] = outcome(name, Path(folder))
             except Exception as error:
                 found[name] = UNTRIED, f"{type(error).__name__}: {error}"[:300]
             print(name, *found[name], flush=True)
-    record = {"transformers": transformers.__version__, "architectures": dict(sorted(found.items()))}
-    RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    record = {"transformers": transformers.__version__, key: dict(sorted(found.items()))}
+    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_outcomes(RECORD, "architectures", architectures(), outcome)

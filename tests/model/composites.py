@@ -8,16 +8,13 @@ With names of architectures, it renews their rows.
 from __future__ import annotations
 
 import json
-import logging
-import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from architectures import LENGTHS, MAX_PARAMETERS, NATIVE, REFUSED, RUNS, SMALL, TOLERANCE, UNTRIED, why
+from architectures import LENGTHS, MAX_PARAMETERS, NATIVE, REFUSED, RUNS, SMALL, TOLERANCE, UNTRIED, why, write_outcomes
 from model_zoo import PagedRunner
 from transformers.models.auto import modeling_auto as auto
 
@@ -136,17 +133,4 @@ def outcome(name: str, folder: Path) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    logging.disable()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    torch.set_num_threads(1)
-    found: dict[str, Any] = json.loads(RECORD.read_text())["composites"] if sys.argv[1:] else {}
-    for name in sys.argv[1:] or composites():
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                found[name] = outcome(name, Path(folder))
-            except Exception as error:
-                found[name] = UNTRIED, f"{type(error).__name__}: {error}"[:300]
-            print(name, *found[name], flush=True)
-    record = {"transformers": transformers.__version__, "composites": dict(sorted(found.items()))}
-    RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_outcomes(RECORD, "composites", composites(), outcome)

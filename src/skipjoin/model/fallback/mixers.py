@@ -299,7 +299,7 @@ class MixingRecorder:
 
     def convolve(self, inputs: ConvolutionInputs, make: Callable[[], Convolution]) -> torch.Tensor:
         kernel, channels = make().weights.shape
-        # The last inputs of several are rows beside each other if there is one of each.
+        # With a kernel of 2, each convolution keeps one input, so that several states can be concatenated.
         if self.shape.channels and (kernel, self.shape.kernel) != (2, 2):
             raise ModelError("a layer has several states of a kind")
         self.shape = self.shape._replace(kernel=kernel, channels=self.shape.channels + channels)

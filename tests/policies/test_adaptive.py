@@ -423,38 +423,57 @@ def run_all(ordering: Adaptive, requests: Sequence[Request]) -> None:
         request.progress.known += 1
 
 
-def test_kv_that_leaves_for_first_tokens_uses_what_ordering_gains() -> None:
-    """Otherwise, requests that are nearly done would leave for the prompts of others again and again."""
-    ordering = Adaptive(GittinsIndex(COST, 4), overtaking_s=OVERTAKING_S, first_share=0.5, prompt_patience=PATIENCE)
-    old, new = make(0, 10_000, 90), make(1, 10_000, 90)
-    for request in (old, new):
-        ordering.on_arrived(request, 0.0)
+def has_claim(ordering: Adaptive, request: Request) -> bool:
+    return told_by(ordering, request)["first token first"] == "yes"
+
+
+def test_claims_to_early_first_tokens_are_kept_and_granted_one_by_one() -> None:
+    """With equal costs, prompts for requests that then wait get little time. Where there is room, nobody waits."""
+    index, full, empty = GittinsIndex(COST, 4), KVLedger(10, 0, 4), KVLedger(40_000, 0, 4)
+    ordering = Adaptive(index, overtaking_s=OVERTAKING_S, first_share=1.0, prompt_patience=PATIENCE)
+    full.grow(make(9), 40)
+    prompts = (100, 10_000, 100, *[40_000] * 5)
+    old, first, second, *others = [
+        make(number, prompt, 90, arrival=0.1 * number) for number, prompt in enumerate(prompts)
+    ]
+    for request in (old, first, second):
+        ordering.on_arrived(request, request.arrival)
     run_all(ordering, [old])
-    assert next(ordering.ranked(1.0)) is new
-    ordering.on_preempted(old, 1.0)  # it is swapped out, and takes 15 s to compute
-    assert next(ordering.ranked(2.0)) is old
-    assert next(ordering.ranked(99.0)) is new
+    ordering._advances.share = 0.03
+    run_all(ordering, [first])  # for 15 s, while the old one waits
+    for request in others:
+        ordering.on_arrived(request, 1.0)
+    list(ordering.ranked(100.0))
+    assert has_claim(ordering, second), "it arrived in time, and keeps it"
+    ordering.on_begin(100.0, full)
+    assert not any(has_claim(ordering, request) for request in others)
+    ordering.on_begin(1000.0, full)
+    assert [has_claim(ordering, request) for request in others] == [True, *[False] * 4]
+    ordering.on_begin(1000.0, empty)
+    assert [has_claim(ordering, request) for request in others] == [*[True] * 4, False], "four run at a time"
 
 
 @pytest.mark.parametrize("is_dropped", [False, True])
-def test_kv_that_left_bounds_what_first_tokens_take_from_others(is_dropped: bool) -> None:
-    """They still precede others, but take no KV from them for 20 times as long as it takes to compute again."""
+@pytest.mark.parametrize("is_for_growth", [False, True])
+def test_kv_that_left_bounds_what_first_tokens_take_from_others(is_dropped: bool, is_for_growth: bool) -> None:
+    """They still precede others, but take no KV from them for 50 times as long as it takes to compute again."""
     index = GittinsIndex(COST, 4)
     ordering = Adaptive(index, overtaking_s=OVERTAKING_S, first_share=1.0, prompt_patience=PATIENCE)
-    old, new = make(0, 10_000, 90), make(1, 10_000, 90, arrival=1.0)
-    for request in (old, new):
+    old, new, newer = (make(number, 10_000, 90, arrival=0.5 * number) for number in range(3))
+    for request in (old, new, newer):
         ordering.on_arrived(request, request.arrival)
     run_all(ordering, [old])
     assert next(ordering.ranked(2.0)) is new
-    assert ordering.outranks(new, old)
+    assert ordering.outranks(newer, old)
     if is_dropped:
         old.progress.computed = 0
     ordering.on_preempted(old, 2.0)
+    run_all(ordering, [] if is_for_growth else [new])
     lost_s = index.time.prefill(10_000)
-    for times, may_take in ((10, False), (19, False), (20, True)):
-        assert next(ordering.ranked(2.0 + times * lost_s)) is new
-        assert ordering.outranks(new, old) == may_take
-        assert not ordering.outranks(old, new)
+    for times, may_take in ((10, False), (49, False), (51, True)):
+        list(ordering.ranked(2.0 + times * lost_s))
+        assert ordering.outranks(newer, old) == (may_take or is_for_growth)
+        assert not ordering.outranks(old, newer)
 
 
 def test_pauses_do_not_change_the_lengths_at_which_a_request_changes_its_rank() -> None:

@@ -27,10 +27,11 @@ def ordering_of(patience: float, *, first_share: float = 0.5) -> Adaptive:
 
 
 class Steps:
-    """Steps of up to 64 tokens and four requests in the order of the policy, without a ledger."""
+    """Steps of up to 64 tokens and four requests in the order of the policy, with an empty ledger."""
 
     def __init__(self, ordering: Adaptive) -> None:
         self.ordering = ordering
+        self.kv = KVLedger(1000, 0, BLOCK)
         self.live: list[Request] = []
         self.first_tokens: list[Request] = []
 
@@ -40,6 +41,7 @@ class Steps:
 
     def run(self, now: float) -> None:
         left, slices = 64, []
+        self.ordering.on_begin(now, self.kv)
         for request in self.ordering.ranked(now):
             progress = request.progress
             tokens = min(left, progress.known - progress.computed)

@@ -14,7 +14,7 @@ from skipjoin.core.step import REQUEST_OF, Slice
 from skipjoin.policies.aging import MARGIN, Aging
 from skipjoin.policies.bin_edges import BinEdges
 from skipjoin.policies.cells import Cell, Entry, SortedCells, Standing
-from skipjoin.policies.first_tokens import Alarms, FirstTokenPace, PromptAdvances
+from skipjoin.policies.first_tokens import Alarms, Claims, FirstTokenPace, PromptAdvances
 from skipjoin.policies.gittins import NOT_BEGUN, GittinsIndex, Kind, kind_of
 from skipjoin.policies.hazards import BIN_EDGES, BINS, bin_of
 from skipjoin.policies.length_model import ForecastClass
@@ -24,9 +24,9 @@ _NEW_KEPT, _MIN_NEW = 0.9, 0.05
 # Steps within which the cached prefix of each waiting request is looked up again.
 _LOOKUP_STEPS = 64
 # Share of the time for prompts computed ahead where all requests cost the same, so that ordering gains nothing.
-_MIN_AHEAD = 0.02
-# Share of the time for KV that is computed or moved again because it left the device.
-_MAX_AGAIN = 0.05
+_MIN_AHEAD = 0.03
+# Share of the time for KV that is computed or moved again because it left the device for first tokens.
+_MAX_AGAIN = 0.02
 # Groups of requests, which precede each other. The first two are ordered by arrival, the first one also by prefill.
 FIRST, OLD, OTHER = range(3)
 
@@ -68,10 +68,12 @@ class Adaptive(Callbacks):
     them, the index charges the prefill. It no longer counts from that sum on, so that among requests with equal
     forecasts and limits, none is overtaken because of its prompt by one that arrived later than that.
 
-    First tokens of requests that then wait, and those for which KV leaves, take time from others, which ordering must
-    win back. They get `first_share` where costs are spread as widely as an exponential distribution, and next to
-    nothing where all are alike. KV that must be computed again costs capacity, too, which no order wins back: while it
-    takes more than a small share of the time, requests without output take KV from others only as their index allows.
+    First tokens of requests that then wait take time from others, which ordering must win back. Such prompts get
+    `first_share` where costs are spread as widely as an exponential distribution, and 3 % where all are alike. While
+    that lasts, requests get a claim to an early first token, and keep it: if all gained and lost theirs together, each
+    change would displace the KV of others. KV that is moved or computed again costs capacity, which no order wins back:
+    while what left for first tokens takes more than 2 % of the time, they take KV from others only as their index
+    allows.
     """
 
     def __init__(self, index: GittinsIndex, *, overtaking_s: float, first_share: float, prompt_patience: float) -> None:
@@ -82,6 +84,10 @@ class Adaptive(Callbacks):
         self._pace = FirstTokenPace(first_share, index.step_s)
         self._advances = PromptAdvances(1.0, index.step_s)
         self._again = PromptAdvances(_MAX_AGAIN, index.step_s)
+        self._claims = Claims()
+        self._claimed: set[Request] = set()  # whose prompts count since they have their claims
+        self._parts: dict[Request, int] = {}  # tokens of prompts that are computed in part
+        self._left = 0  # tokens whose KV left since the last step
         self._patience = prompt_patience
         self._is_open = True
         # Whether first tokens may take KV from others as of `_asked`: constant within a step, which begins at `_now`.
@@ -109,6 +115,8 @@ class Adaptive(Callbacks):
 
     def on_begin(self, now: float, kv: KVAccounts) -> Iterable[tuple[Account, int]]:
         self._index.observe(kv, len(self._running))
+        if self._claims:
+            self._grant_claims(now, self._index.max_seqs - len(self._running), kv)
         if self._with_prefix:
             self._look_up(kv)
         return ()
@@ -125,17 +133,22 @@ class Adaptive(Callbacks):
             self._enter(request, job, bin_of(len(request.progress.output) + 1))
             self._dropped.add(request)
         else:
-            job.standing = Standing(is_fresh=True)
-            self._overdue.add(request.arrival + self._patience * index.prompt_s(job.kind), request)
+            overdue_at = request.arrival + self._patience * index.prompt_s(job.kind)
+            self._overdue.add(overdue_at, request)
+            if self._claims or not self._advances.is_open(now):
+                self._claims.add(overdue_at, request)
+            else:
+                job.standing = Standing(is_fresh=True)
             if request.prefix is not None:
                 self._with_prefix[request] = None
         ttft_s = request.progress.target.ttft_s
-        if job.standing.is_fresh and ttft_s < math.inf:
+        if not request.progress.output and ttft_s < math.inf:
             self._missing.add(request.arrival + ttft_s, request)
         self._join(job)
 
     def on_scheduled(self, slices: Sequence[Slice], now: float) -> None:
         jobs, self._running = self._jobs, slices
+        left, self._left = self._left, 0
         self._follow_running()
         ran, requests = self._ran, self._ran_set
         self._edges.begin_step(requests)
@@ -151,43 +164,64 @@ class Adaptive(Callbacks):
         prompts, prefill_s = 0, self._index.time.prefill
         # First tokens take the time of others only where these cannot run alongside.
         displaces = len(self._begun) > len(requests) - len(incoming)
-        concerned = incoming | leaving | dropped
+        concerned, fresh = incoming | leaving | dropped, 0
         for slice_ in compress(slices, map(concerned.__contains__, ran)):
             request = slice_.request
             job = jobs[request]
             # Known tokens do not include the one just sampled, which may be the last: a bin is left once the request is
             # known to continue.
-            is_begun = job.place != NOT_BEGUN
-            if slice_.tokens > 1 and (is_begun or (displaces and job.standing.is_fresh)):
+            is_begun, is_fresh = job.place != NOT_BEGUN, job.standing.is_fresh
+            if slice_.tokens > 1 and (is_begun or (displaces and is_fresh)):
                 prompts += slice_.tokens
-                if is_begun:
-                    self._advances.spend(prefill_s(slice_.tokens), now)
-                else:
-                    self._advances.advance(request, prefill_s(slice_.tokens), now)
+            if is_fresh:
+                fresh += slice_.tokens
+                self._count_prompt(slice_, now, displaces=displaces)
             if slice_.samples:
                 self._dropped.discard(request)
                 if self._edges.is_past(request):
                     self._advance(request, job)
+                self._parts.pop(request, None)
             elif not is_begun:
+                self._parts[request] = request.progress.computed
                 self._price(request, job)
         if prompts:
             self._pace.spend(prefill_s(prompts), now)
+        if left and fresh:  # the others left for growth
+            self._again.spend(prefill_s(min(left, fresh)), now)
+
+    def _count_prompt(self, slice_: Slice, now: float, *, displaces: bool) -> None:
+        """Count a prompt that takes time from others. It is not counted twice if it was when its claim was granted."""
+        request, advances = slice_.request, self._advances
+        if request in self._claimed:
+            if slice_.samples:
+                self._claimed.discard(request)
+                if not displaces:
+                    advances.forget(request, continues=True)
+        elif displaces and slice_.tokens > 1:
+            advances.advance(request, self._index.time.prefill(slice_.tokens), now)
 
     def on_preempted(self, request: Request, now: float) -> None:
-        if request not in self._begun:
-            job = self._jobs[request]
+        progress, is_ahead = request.progress, request in self._advances.waiting
+        if request in self._begun:
+            again = progress.known - progress.computed
+            is_lost = again > 1
+            if is_lost:
+                self._dropped.add(request)
+            else:
+                # Its KV leaves for others and must return, which takes about as long as to compute it.
+                again = progress.known
+        else:
+            job, is_lost = self._jobs[request], True
             job.cached = 0
             self._price(request, job)
-        elif (lost := request.progress.known - request.progress.computed) > 1:
-            self._dropped.add(request)
-            self._again.spend(self._index.time.prefill(lost), now)
+            self._claimed.discard(request)
+            again = max(0, self._parts.pop(request, 0) - progress.computed)
+        if is_lost:
+            self._advances.forget(request, continues=False)
+        if is_ahead:
+            self._again.spend(self._index.time.prefill(again), now)
         else:
-            # Its KV leaves for others and must return, which takes about as long as to compute it.
-            returns_s = self._index.time.prefill(request.progress.known)
-            self._advances.spend(returns_s, now)
-            self._again.spend(returns_s, now)
-            return
-        self._advances.forget(request, continues=False)
+            self._left += again
 
     def on_reforecast(self, request: Request, now: float) -> None:
         job, index = self._jobs[request], self._index
@@ -200,6 +234,8 @@ class Adaptive(Callbacks):
         self._edges.forget(request)
         self._begun.discard(request)
         self._dropped.discard(request)
+        self._claimed.discard(request)
+        self._parts.pop(request, None)
         self._advances.forget(request, continues=True)
         self._with_prefix.pop(request, None)
         # Others were cut off: of their lengths it is known only which bins they survived.
@@ -226,7 +262,7 @@ class Adaptive(Callbacks):
         if self._revision != self._index.revision:
             self._revision = self._index.revision
             self._retune(now)
-        is_open = self._pace.is_open(now) and self._advances.is_open(now)
+        is_open = self._pace.is_open(now)
         if is_open != self._is_open:
             self._is_open = is_open
             self._sort()
@@ -303,6 +339,26 @@ class Adaptive(Callbacks):
         yield Fact("prefill ahead", ahead_s, "s", "Time of the prompts that are computed before its own.")
         meaning = "Time of its own prompt, without the tokens that it finds in the prefix cache."
         yield Fact("own prefill", index.prompt_s(cell.kind), "s", meaning)
+
+    def _grant_claims(self, now: float, slots: int, kv: KVAccounts) -> None:
+        """Grant claims while there is room beside all that run, or time for prompts computed ahead."""
+        claims, available = self._claims, kv.available
+        while claims:
+            request = claims.first
+            job = self._jobs.get(request)
+            if job is not None and job.place == NOT_BEGUN:
+                blocks = kv.blocks_for(request.progress.known)
+                has_room = slots > 0 and blocks <= available
+                if not (has_room or self._advances.is_open(now)):
+                    return
+                slots -= 1
+                available -= blocks
+                if now < request.arrival + request.progress.target.ttft_s:
+                    self._stand(job, job.standing._replace(is_fresh=True))
+                    if not has_room:  # counts already, so that not all get claims before the first of them runs
+                        self._claimed.add(request)
+                        self._advances.advance(request, self._index.prompt_s(job.kind), now)
+            claims.pop()
 
     def _stand(self, job: _Job, standing: Standing) -> None:
         job.standing = standing

@@ -32,8 +32,8 @@ class FirstTokenPace:
 class PromptAdvances:
     """Gate that bounds the time of prompts which are computed ahead, for requests that then wait.
 
-    Such a prompt counts until its request continues. If its KV is lost before, it counts for good, as does KV that is
-    recomputed. What counts is worked off by a `share` of the time, which may be updated as `step_s` may.
+    Such a prompt counts until its request continues. If its KV is lost before, it counts for good. What counts is
+    worked off by a `share` of the time, which may be updated as `step_s` may.
     """
 
     def __init__(self, share: float, step_s: float) -> None:
@@ -64,6 +64,26 @@ class PromptAdvances:
         owed_s = self._owed_s - self.share * (now - self._now)
         self._owed_s = max(owed_s, -_AHEAD_STEPS * self.step_s)
         self._now = now
+
+
+class Claims:
+    """Requests without a claim to an early first token, in the order of their keys."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[float, int, Request]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    @property
+    def first(self) -> Request:
+        return self._entries[0][2]
+
+    def add(self, key: float, request: Request) -> None:
+        heapq.heappush(self._entries, (key, request.id, request))
+
+    def pop(self) -> None:
+        heapq.heappop(self._entries)
 
 
 class Alarms:

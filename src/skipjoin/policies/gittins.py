@@ -94,7 +94,7 @@ class GittinsIndex:
         self.revision = 0
         self.time = ExecutionTime(cost)
         self._cost_revision = self.time.revision
-        self._max_seqs = max_seqs
+        self.max_seqs = max_seqs
         self._capacity = _ANY_CAPACITY
         self._binds = 0.5  # share of recent steps in which KV is short
         self._kv_share = 0.5  # its value at the last refresh
@@ -119,7 +119,7 @@ class GittinsIndex:
         """
         self._capacity = kv.device_total * kv.block_size
         tiers = kv.tiers
-        is_short = running < self._max_seqs and (
+        is_short = running < self.max_seqs and (
             kv.available < _SHORT_SHARE * kv.device_total or (tiers is not None and tiers.cpu_free < tiers.cpu_total)
         )
         self._binds += _BINDS_RATE * (is_short - self._binds)
@@ -218,7 +218,7 @@ class GittinsIndex:
         """Return the cost of a token in each bin after a prompt of this octave."""
         if (found := self._token_cost.get(key := (octave, self._capacity))) is None:
             prompt = _prompt_of(octave)
-            slot, per_kv = (1 - self._kv_share) / self._max_seqs, self._kv_share / self._capacity
+            slot, per_kv = (1 - self._kv_share) / self.max_seqs, self._kv_share / self._capacity
             found = self._token_cost[key] = [slot + per_kv * (prompt + length) for length in BIN_MIDDLES]
         return found
 
@@ -226,7 +226,7 @@ class GittinsIndex:
         """Return the cost of all tokens of a request that ends in each bin."""
         if (found := self._cost_to_end.get(key := (octave, self._capacity))) is None:
             prompt = _prompt_of(octave)
-            slot, per_kv = (1 - self._kv_share) / self._max_seqs, self._kv_share / self._capacity
+            slot, per_kv = (1 - self._kv_share) / self.max_seqs, self._kv_share / self._capacity
             found = self._cost_to_end[key] = [
                 length * (slot + per_kv * (prompt + length / 2)) for length in BIN_MIDDLES
             ]

@@ -14,6 +14,8 @@ from skipjoin.policies.eviction import DROP_SHARE, Swap
 
 # Share of the device kept free for the growth of running requests, and maximum share kept free for arrivals.
 _GROWTH_SHARE, _MAX_SPARE = 0.01, 0.1
+# The latter where some arrivals may not evict: blocks for a long prompt that waits all the same would idle.
+_MAX_SPARE_SOME = 0.02
 # Steps by which transfers are started ahead: a transfer decided now completes by the step after next.
 _LEAD_STEPS = 2
 # Transfers are cheap if moving a request's KV takes at most this share of a step.
@@ -162,9 +164,9 @@ class ProactiveSwap(Swap):
 class DisplacingSwap(ProactiveSwap):
     """`ProactiveSwap` that drops the KV ranked last where the CPU tier is full.
 
-    It keeps no blocks free before requests arrive, since its ordering does not let all of them take KV from others, and
-    a request that left for one that does not come must return. It moves no KV ahead that a step of its own would
-    compute sooner: the blocks are of no use while they move.
+    It moves no KV ahead that a step of its own would compute sooner, since the blocks are of no use while they move.
+    It keeps few blocks free for expected arrivals, since its ordering does not let all of them take KV from others, and
+    none where KV is sooner computed than moved.
     """
 
     displaces = True
@@ -174,7 +176,10 @@ class DisplacingSwap(ProactiveSwap):
         return is_possible and self._both_moves_s(request, kv) <= self._again_s(request, kv)
 
     def _expected(self, kv: KVAccounts, now: float) -> int:
-        return 0
+        blocks = min(super()._expected(kv, now), int(_MAX_SPARE_SOME * kv.device_total))
+        tokens = blocks * kv.block_size
+        again_s = self._cost.step(StepShape(prefill=tokens, attention=tokens * (tokens + 1) // 2))
+        return blocks if 2 * self._cost.transfer(blocks) <= again_s else 0
 
 
 class _Exchange:
